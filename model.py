@@ -1,0 +1,615 @@
+"""The transformer, as one device sees it.
+
+Every function here runs inside the one `shard_map`: its arrays are this device's slices, and every exchange between
+devices is a visible line (`all_gather`, `reduce_scatter`, `psum`, `all_to_all`). On an axis of size 1 such a line
+is the identity, so the same code is the model on a laptop and on a pod.
+
+A tensor's name ends with its shape, one letter a dim. Capital: the whole dim. Lower case: this device's slice.
+
+    B  sequences                     K  head: query and key        E  routed experts
+    T  positions; t: this device's   R  head: rotary part          M  hidden width of an expert
+       slice between blocks          U  head: value                V  vocabulary
+    S  positions as attention sees   H  heads    G  key/value      N  tokens, sequences and positions in one dim
+       them: s queries, S keys          heads    C  key/value      A  assignments of tokens to experts, N * top_k
+    D  model width                      latent   Q  query latent   L  blocks   J  dense layers in a block
+    F  feed-forward hidden width                                   X  slots an expert keeps per sequence
+
+Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it gathers the
+positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or vocabulary instead.
+Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t pays for it.
+
+Numbers: parameters and their products are in `precision.compute`; softmax, norms, router and loss in float32.
+Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXiv:2101.03961, GShard arXiv:2006.16668.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from sharding import (
+    BATCH,
+    CONTEXT,
+    EXPERT,
+    FSDP,
+    SLICED,
+    STAGE,
+    TENSOR,
+    TOKENS,
+    all_gather,
+    all_to_all,
+    declare as declare_block,
+    param,
+    psum,
+    reduce_scatter,
+    vary,
+    weights,
+)
+from utils import ModelConfig, UserError
+
+float32 = jnp.float32
+
+
+def gathered(weight, c: ModelConfig, *, dim, axes=SLICED, dtype=None):
+    """A weight as one block uses it: in the compute dtype, its slices of `dim` joined."""
+    return all_gather(weight.astype(dtype or c.precision.compute), axes, dim=dim)
+
+
+# Norm and rotary ------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x, gain, eps):
+    """Scale each vector to root mean square 1, then by a learned gain. Source: arXiv:1910.07467."""
+    x32 = x.astype(float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale * gain).astype(x.dtype)
+
+
+def rotary_angles(positions_bS, width: int, theta: float, on):
+    """Angle of each coordinate pair at each position, in radians; 0, which turns nothing, where the layer has no rotary.
+
+    Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
+    """
+    frequency = theta ** (-jnp.arange(0, width, 2, dtype=float32) / width)
+    return positions_bS[..., None].astype(float32) * frequency[None, None, :] * on
+
+
+def rotate(x_bSHR, angles_bSr):
+    """Turn pair i, made of coordinates i and i + R/2, by its angle: scores then depend on the distance of positions only."""
+    cos, sin = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :]
+    first, second = jnp.split(x_bSHR.astype(float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x_bSHR.dtype)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
+    """Who may look at whom: earlier positions, and itself, of the same document. Shape: [b, s, S]."""
+    causal = positions_bs[:, :, None] >= positions_bS[:, None, :]
+    return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
+
+
+def softmax_attention(scores_bhsS, mask_bsS):
+    # Softmax in float32: bf16 keeps 8 significant bits, too few for a sum over thousands of positions.
+    scores = jnp.where(mask_bsS[:, None], scores_bhsS.astype(float32), -1e30)
+    return jax.nn.softmax(scores, axis=-1).astype(scores_bhsS.dtype)
+
+
+@weights
+class LatentAttention:
+    """Keys and values are made from one narrow latent; a small rotary key is shared by all heads (arXiv:2405.04434, 2.1)."""
+
+    w_down_query_DQ: Any = param("DQ", fan_in="D", D=SLICED, needs=lambda c: c.d_query_latent)
+    norm_query_Q: Any = param("Q", mean=1.0, decay=False, needs=lambda c: c.d_query_latent)
+    w_query_QHK: Any = param("QHK", fan_in="Q", Q=SLICED, H=TENSOR)  # without a query latent, Q is D
+    w_query_rotary_QHR: Any = param("QHR", fan_in="Q", Q=SLICED, H=TENSOR)
+    w_down_kv_DC: Any = param("DC", fan_in="D", D=SLICED)
+    norm_kv_C: Any = param("C", mean=1.0, decay=False)
+    w_key_rotary_DR: Any = param("DR", fan_in="D", D=SLICED)
+    w_key_CHK: Any = param("CHK", fan_in="C", C=SLICED, H=TENSOR)
+    w_value_CHU: Any = param("CHU", fan_in="C", C=SLICED, H=TENSOR)
+    w_out_HUD: Any = param("HUD", fan_in="HU", residual=True, H=TENSOR, D=SLICED)
+
+
+def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
+    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
+    latent_bsQ = x_bsD
+    if w.w_down_query_DQ is not None:
+        latent_bsQ = x_bsD @ gathered(w.w_down_query_DQ, c, dim=0)
+        latent_bsQ = rms_norm(latent_bsQ, w.norm_query_Q, c.norm_eps)
+    q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, gathered(w.w_query_QHK, c, dim=0))
+    q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, gathered(w.w_query_rotary_QHR, c, dim=0))
+
+    # Only the latent and the one rotary key are exchanged between devices that hold other positions.
+    latent_bsC = rms_norm(x_bsD @ gathered(w.w_down_kv_DC, c, dim=0), w.norm_kv_C, c.norm_eps)
+    k_bsR = x_bsD @ gathered(w.w_key_rotary_DR, c, dim=0)
+    latent_bSC, k_bSR = all_gather(latent_bsC, CONTEXT, dim=1), all_gather(k_bsR, CONTEXT, dim=1)
+    positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
+
+    k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, gathered(w.w_key_CHK, c, dim=0))
+    v_bShU = jnp.einsum("bSC,ChU->bShU", latent_bSC, gathered(w.w_value_CHU, c, dim=0))
+    angles = functools.partial(rotary_angles, width=c.d_rope, theta=c.rope_theta, on=rotary_on)
+    q_bshR = rotate(q_bshR, angles(positions_bs))
+    k_bSR = rotate(k_bSR[:, :, None, :], angles(positions_bS))[:, :, 0, :]
+
+    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK, k_bShK) + jnp.einsum("bshR,bSR->bhsS", q_bshR, k_bSR)
+    mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
+    attention_bhsS = softmax_attention(scores_bhsS * (c.d_head + c.d_rope) ** -0.5, mask_bsS)
+    o_bshU = jnp.einsum("bhsS,bShU->bshU", attention_bhsS, v_bShU)
+    return jnp.einsum("bshU,hUD->bsD", o_bshU, gathered(w.w_out_HUD, c, dim=2))
+
+
+@weights
+class GroupedAttention:
+    """H query heads share G key and value heads, in groups of H/G neighbours (arXiv:2305.13245)."""
+
+    w_query_DHK: Any = param("DHK", fan_in="D", D=SLICED, H=TENSOR)
+    w_key_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
+    w_value_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
+    w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
+
+
+def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
+    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
+    q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, gathered(w.w_query_DHK, c, dim=0))
+    k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, gathered(w.w_key_DGK, c, dim=0))
+    v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, gathered(w.w_value_DGK, c, dim=0))
+    angles_bsr = rotary_angles(positions_bs, c.d_head, c.rope_theta, rotary_on)
+    q_bshK, k_bsgK = rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr)
+
+    k_bSgK, v_bSgK = all_gather(k_bsgK, CONTEXT, dim=1), all_gather(v_bsgK, CONTEXT, dim=1)
+    positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
+    group = c.n_heads // c.n_kv_heads
+    k_bShK, v_bShK = jnp.repeat(k_bSgK, group, axis=2), jnp.repeat(v_bSgK, group, axis=2)
+
+    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK, k_bShK) * c.d_head**-0.5
+    mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
+    o_bshK = jnp.einsum("bhsS,bShK->bshK", softmax_attention(scores_bhsS, mask_bsS), v_bShK)
+    return jnp.einsum("bshK,hKD->bsD", o_bshK, gathered(w.w_out_HKD, c, dim=2))
+
+
+# Feed-forward ---------------------------------------------------------------------------------------------------------
+
+
+def swiglu(c: ModelConfig):
+    return c.activation == "swiglu"
+
+
+def activate(up, gate):
+    """SwiGLU (arXiv:2002.05202) where there is a gate, else GELU."""
+    return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
+
+
+@weights
+class FeedForward:
+    w_gate_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR, needs=swiglu)
+    w_up_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR)
+    w_down_FD: Any = param("FD", fan_in="F", residual=True, F=TENSOR, D=SLICED)
+
+
+def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
+    """Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
+    up_bsf = x_bsD @ gathered(w.w_up_DF, c, dim=0)
+    gate_bsf = None if w.w_gate_DF is None else x_bsD @ gathered(w.w_gate_DF, c, dim=0)
+    return activate(up_bsf, gate_bsf) @ gathered(w.w_down_FD, c, dim=1)
+
+
+# Mixture of experts ---------------------------------------------------------------------------------------------------
+
+
+@weights
+class MoE:
+    w_router_DE: Any = param("DE", fan_in="D", D=SLICED)
+    # Added to the scores when experts are chosen, never to the gates; moved by the load, not by a gradient.
+    bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
+    w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=swiglu)
+    w_up_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR)
+    w_down_EMD: Any = param("EMD", fan_in="M", residual=True, E=EXPERT, M=TENSOR, D=(FSDP, CONTEXT))
+    shared: FeedForward | None = None
+
+
+def route(w: MoE, c: ModelConfig, x_btD):
+    """Choose each token's experts.
+
+    Shapes: [b, t, D] -> gates [b, t, top_k] (sum to routed_scaling), experts [b, t, top_k], probabilities [b, t, E].
+    Source: arXiv:2412.19437, equations 12 to 16; arXiv:2101.03961 for softmax.
+    """
+    logits_btE = x_btD.astype(float32) @ gathered(w.w_router_DE, c, dim=0, dtype=float32)
+    scores_btE = jax.nn.sigmoid(logits_btE) if c.router == "sigmoid" else jax.nn.softmax(logits_btE, axis=-1)
+    bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
+    _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
+    chosen_btk = jnp.take_along_axis(scores_btE, experts_btk, axis=-1)
+    gates_btk = c.routed_scaling * chosen_btk / (jnp.sum(chosen_btk, axis=-1, keepdims=True) + 1e-20)
+    return gates_btk, experts_btk, scores_btE / jnp.sum(scores_btE, axis=-1, keepdims=True)
+
+
+def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, real_bt):
+    """Sums over this device's real tokens; they are added over devices and microbatches before anything is multiplied."""
+    count_btE = jnp.sum(jax.nn.one_hot(experts_btk, c.n_experts, dtype=float32), axis=2)
+    entropy_bt = -jnp.sum(jax.scipy.special.xlogy(probabilities_btE, probabilities_btE), axis=-1)
+    return {
+        "tokens_per_expert": jnp.sum(count_btE * real_bt[:, :, None], axis=(0, 1)),
+        "probability": jnp.sum(probabilities_btE * real_bt[:, :, None], axis=(0, 1)),
+        "entropy": jnp.sum(entropy_bt * real_bt),
+        "dropped": jnp.sum((1 - kept_btk) * real_bt[:, :, None]),
+        "tokens": jnp.sum(real_bt),
+    }
+
+
+def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
+    """Experts * sum of (share of assignments) * (mean probability): 1 when balanced. Arguments are sums over the global batch.
+
+    Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments a token.
+    """
+    share_E = tokens_per_expert_E / (tokens * c.top_k)
+    return c.n_experts * jnp.sum(share_E * probability_E / tokens, axis=-1)
+
+
+def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows):
+    """Each row through its own expert; `matmul(rows, weights)` knows which. Returns a partial sum over TENSOR."""
+    whole = functools.partial(gathered, c=c, axes=(FSDP, CONTEXT))
+    up = matmul(rows, whole(w.w_up_EDM, dim=1))
+    gate = None if w.w_gate_EDM is None else matmul(rows, whole(w.w_gate_EDM, dim=1))
+    return matmul(activate(up, gate), whole(w.w_down_EMD, dim=2))
+
+
+def grouped_matmul(rows_AD, w_eDM, sizes_e):
+    """Multiply consecutive groups of rows, group i by w[i]; rows past the last group give 0. Shapes: [A, D] -> [A, M]."""
+    return jax.lax.platform_dependent(
+        rows_AD, w_eDM, sizes_e, cpu=_grouped_matmul_in_tiles, default=lambda x, w, n: jax.lax.ragged_dot(x, w, n)
+    )
+
+
+def _grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = 512):
+    """`jax.lax.ragged_dot` for CPUs, where it multiplies every row by every expert.
+
+    Each group is padded to whole tiles, so that a tile has one expert and all tiles go through one batched product.
+    """
+    (A, D), e = rows_AD.shape, len(w_eDM)
+    tile = min(tile, -(-A // e))
+    n_tiles = -(-A // tile) + e
+    tiles_e = -(-sizes_e // tile)
+    group_A = jnp.repeat(jnp.arange(e + 1), jnp.append(sizes_e, A - jnp.sum(sizes_e)), total_repeat_length=A)
+    padding_e = (jnp.cumsum(tiles_e) - tiles_e) * tile - (jnp.cumsum(sizes_e) - sizes_e)
+    # Rows past the last group are sent past the last tile, where writes are dropped and reads give 0.
+    place_A = jnp.arange(A) + jnp.append(padding_e, n_tiles * tile)[group_A]
+    source = jnp.full((n_tiles * tile,), A).at[place_A].set(jnp.arange(A), mode="drop", unique_indices=True)
+    tiles = rows_AD.at[source].get(mode="fill", fill_value=0).reshape(n_tiles, tile, D)
+    owner = jnp.repeat(jnp.arange(e), tiles_e, total_repeat_length=n_tiles)
+    products = jnp.einsum("ixD,iDM->ixM", tiles, w_eDM[owner]).reshape(n_tiles * tile, -1)
+    return products.at[place_A].get(mode="fill", fill_value=0)
+
+
+def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
+    """Every token reaches its experts: all tokens to all experts' devices, sorted by expert, one grouped product.
+
+    Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
+    Sends over EXPERT: (n - 1)/n of the tokens of all its devices, gathered and again reduce-scattered.
+    """
+    b, s, D = x_bsD.shape
+    x_ND = all_gather(x_bsD.reshape(b * s, D), EXPERT, dim=0)
+    gates_A = all_gather(gates_bsk.reshape(b * s, c.top_k), EXPERT, dim=0).reshape(-1)
+    experts_A = all_gather(experts_bsk.reshape(b * s, c.top_k), EXPERT, dim=0).reshape(-1)
+
+    n_local = c.n_experts // jax.lax.axis_size(EXPERT)
+    local_A = experts_A - jax.lax.axis_index(EXPERT) * n_local
+    group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)  # the last group is not ours
+    order_A = jnp.argsort(group_A, stable=True)
+    sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
+
+    rows_AD = x_ND[order_A // c.top_k]
+    out_AD = experts_feed_forward(w, c, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD)
+    out_AD = out_AD[jnp.argsort(order_A)] * gates_A[:, None].astype(out_AD.dtype)
+    partial_ND = jnp.sum(out_AD.reshape(-1, c.top_k, D), axis=1)
+    return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
+
+
+def slots_per_expert(c: ModelConfig, positions: int) -> int:
+    """Count the slots X an expert keeps for one sequence; assignments beyond them are dropped.
+
+    Raises: UserError if an expert would keep no token at all.
+    Source: GShard, arXiv:2006.16668, section 2.2, per sequence instead of per device group.
+    """
+    slots = int(c.capacity_factor * c.top_k * positions / c.n_experts)
+    if slots == 0:
+        raise UserError(
+            f"capacity is 0: capacity_factor={c.capacity_factor} * top_k={c.top_k} * {positions} positions "
+            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {c.n_experts / c.top_k / positions:.3g}")  # fmt: skip
+    return slots
+
+
+def ranks(c: ModelConfig, experts_bSk):
+    """Number each sequence's assignments to each expert, 0, 1, 2, .. in order of position.
+
+    Earlier positions come first, so that a token is never dropped because of a later one. Shapes: [b, S, k] -> [b, S, k].
+    """
+    b, S, k = experts_bSk.shape
+    chosen_bAE = jax.nn.one_hot(experts_bSk.reshape(b, S * k), c.n_experts, dtype=jnp.int32)
+    rank_bAE = jnp.cumsum(chosen_bAE, axis=1) - 1
+    return jnp.sum(rank_bAE * chosen_bAE, axis=-1).reshape(b, S, k)
+
+
+def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bsk, slots: int):
+    """Each expert works on a buffer of fixed size; assignments of rank >= slots are dropped.
+
+    Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
+    Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back.
+    """
+    b, s, D = x_bsD.shape
+    n = jax.lax.axis_size(EXPERT)
+    sequence_bsk = jnp.arange(b)[:, None, None]
+    place = (experts_bsk, sequence_bsk, rank_bsk)  # rank >= slots lies outside: not written, and read as 0
+    x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
+    buffer_EbXD = jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype).at[place].set(x_bskD, mode="drop")
+
+    rows_eAD = all_to_all(buffer_EbXD, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots, D)
+    out_eAD = experts_feed_forward(w, c, lambda rows, w: jnp.einsum("eAD,eDm->eAm", rows, w), rows_eAD)
+    out_EbXD = all_to_all(out_eAD.reshape(-1, n * b, slots, D), EXPERT, split_dim=1, join_dim=0)
+
+    out_bskD = out_EbXD.at[place].get(mode="fill", fill_value=0)
+    return jnp.sum(out_bskD * gates_bsk[..., None].astype(out_bskD.dtype), axis=2)
+
+
+def own_slice(x, axes, *, dim):
+    """This device's slice of what `all_gather` over the same axes joined. Sends nothing."""
+    size = x.shape[dim] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=dim)
+
+
+def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
+    """Route each token to top_k experts and through the shared ones.
+
+    Shapes: [b, t, D] -> [b, t, D] and the router's statistics.
+    """
+    gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
+    x_bsD, gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (x_btD, gates_btk, experts_btk))
+    kept_btk = jnp.ones_like(gates_btk)
+    if c.capacity_factor:
+        positions = (CONTEXT, TENSOR)
+        experts_bSk = all_gather(experts_btk, positions, dim=1)
+        slots = slots_per_expert(c, experts_bSk.shape[1])
+        rank_btk = own_slice(ranks(c, experts_bSk), positions, dim=1)
+        kept_btk = (rank_btk < slots).astype(float32)
+        partial_bsD = with_capacity(w, c, x_bsD, gates_bsk, experts_bsk, all_gather(rank_btk, TENSOR, dim=1), slots)
+    else:
+        partial_bsD = dropless(w, c, x_bsD, gates_bsk, experts_bsk)
+    if w.shared is not None:
+        partial_bsD += feed_forward(w.shared, c, x_bsD)
+    statistics = router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
+    return reduce_scatter(partial_bsD, TENSOR, dim=1), statistics
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@weights
+class Layer:
+    norm_attention_D: Any = param("D", mean=1.0, decay=False)
+    attention: LatentAttention | GroupedAttention | None = None
+    norm_feed_forward_D: Any = param("D", mean=1.0, decay=False)
+    feed_forward: FeedForward | MoE | None = None
+
+
+@weights
+class Block:
+    """The unit that repeats: J dense layers, then one MoE layer; in a dense model, one dense layer."""
+
+    dense: Layer | None = None
+    moe: Layer | None = None
+
+
+@weights
+class Transformer:
+    embedding_VD: Any = param("VD", std=0.02, decay=False, V=TENSOR, D=SLICED)
+    prefix: Layer | None = None
+    blocks: Block | None = None
+    norm_D: Any = param("D", mean=1.0, decay=False)
+    unembedding_DV: Any = param("DV", fan_in="D", D=SLICED, V=TENSOR, needs=lambda c: not c.tie_embeddings)
+
+
+def declare(c: ModelConfig) -> Transformer:
+    """Declare every parameter: a Transformer holding `sharding.Declaration`s. Stacked layers have leading letters."""
+    sizes = dict(V=c.vocab_size, D=c.d_model, H=c.n_heads, G=c.n_kv_heads, K=c.d_head, R=c.d_rope, U=c.d_value,
+                 Q=c.d_query_latent or c.d_model, C=c.d_kv_latent, F=c.d_ff, E=c.n_experts, M=c.d_expert,
+                 P=c.dense_prefix, L=c.n_blocks, J=c.layers_per_block - bool(c.n_experts))  # fmt: skip
+
+    def of(block, stacked="", resized=None, **parts):
+        return declare_block(block, sizes | (resized or {}), c, stacked=stacked, stacked_axes={"L": STAGE}, **parts)
+
+    def layer(stacked, is_moe):
+        attention = of(LatentAttention if c.attention == "mla" else GroupedAttention, stacked)
+        shared = of(FeedForward, stacked, {"F": c.n_shared * c.d_expert}) if c.n_shared else None
+        feed_forward = of(MoE, stacked, shared=shared) if is_moe else of(FeedForward, stacked)
+        return of(Layer, stacked, attention=attention, feed_forward=feed_forward)
+
+    block = Block(dense=layer("LJ", False) if sizes["J"] else None, moe=layer("L", True) if c.n_experts else None)
+    return of(Transformer, prefix=layer("P", False) if c.dense_prefix else None, blocks=block)
+
+
+class Tokens(NamedTuple):
+    """What a layer must know of its tokens besides their activations."""
+
+    positions_bs: jax.Array  # in the document, or in the sequence where attention crosses documents
+    segments_bs: jax.Array  # which document; 0 is padding
+    real_bt: jax.Array  # 1.0 where not padding
+    index_bt: jax.Array  # number of the token in the global batch
+
+
+def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
+    """Zero a share of the activations. The bits depend on (step, layer, sequence, position), never on the mesh."""
+    if not c.dropout or key is None:
+        return x_btD
+    keep_D = lambda index: jax.random.bernoulli(jax.random.fold_in(key, index), 1 - c.dropout, x_btD.shape[-1:])
+    keep_btD = jax.vmap(jax.vmap(keep_D))(tokens.index_bt)
+    return jnp.where(keep_btD, x_btD / (1 - c.dropout), 0).astype(x_btD.dtype)
+
+
+def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
+    """Attention, then feed-forward, each added to the residual stream. Returns [b, t, D] and router statistics, if any."""
+    key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
+    rotary_on = 1.0 if not c.no_rope_every else ((number + 1) % c.no_rope_every != 0).astype(float32)
+
+    h_bsD = all_gather(rms_norm(x_btD, w.norm_attention_D, c.norm_eps), TENSOR, dim=1)
+    attention = latent_attention if c.attention == "mla" else grouped_attention
+    partial_bsD = attention(w.attention, c, h_bsD, tokens.positions_bs, tokens.segments_bs, rotary_on)
+    x_btD += dropout(c, reduce_scatter(partial_bsD, TENSOR, dim=1), tokens, key_attention)
+
+    h_btD, statistics = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps), {}
+    if isinstance(w.feed_forward, MoE):
+        h_btD, statistics = moe(w.feed_forward, c, h_btD, tokens.real_bt)
+    else:
+        h_btD = reduce_scatter(feed_forward(w.feed_forward, c, all_gather(h_btD, TENSOR, dim=1)), TENSOR, dim=1)
+    return x_btD + dropout(c, h_btD, tokens, key_feed_forward), statistics
+
+
+REMAT = {
+    "none": lambda f: f,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
+
+
+def layers(w_stack: Layer, c: ModelConfig, x_btD, tokens: Tokens, numbers, key):
+    """Apply stacked layers in order: one traced layer, scanned."""
+    one = REMAT[c.remat](lambda w, x, number: layer(w, c, x, tokens, number, key))
+    return jax.lax.scan(lambda x, w_and_number: one(w_and_number[0], x, w_and_number[1]), x_btD, (w_stack, numbers))
+
+
+def block(w: Block, c: ModelConfig, x_btD, tokens: Tokens, first_number, key):
+    """Apply one repeating block, whose first layer has the given number."""
+    statistics = {}
+    if w.dense is not None:
+        n_dense = len(w.dense.norm_attention_D)
+        x_btD, _ = layers(w.dense, c, x_btD, tokens, first_number + jnp.arange(n_dense), key)
+    if w.moe is not None:
+        one = REMAT[c.remat](lambda w, x, number: layer(w, c, x, tokens, number, key))
+        x_btD, statistics = one(w.moe, x_btD, first_number + c.layers_per_block - 1)
+    return x_btD, statistics
+
+
+def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key):
+    """Apply this stage's blocks in order. Returns [b, t, D] and router statistics with a leading dim of blocks."""
+    per_stage = c.n_blocks // jax.lax.axis_size(STAGE)
+    first = c.dense_prefix + c.layers_per_block * (jax.lax.axis_index(STAGE) * per_stage + jnp.arange(per_stage))
+    step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
+    return jax.lax.scan(step, vary(x_btD, (STAGE,)), (w_stack, first))
+
+
+# Vocabulary -----------------------------------------------------------------------------------------------------------
+
+
+def local_vocabulary(ids, v: int):
+    """Index of each id in this device's slice of the vocabulary, and whether it lies there."""
+    local = ids - jax.lax.axis_index(TENSOR) * v
+    return jnp.clip(local, 0, v - 1), (local >= 0) & (local < v)
+
+
+def embed(w: Transformer, c: ModelConfig, tokens_bs):
+    """Look tokens up in the slice of the table this device holds. Shapes: [b, s] -> [b, t, D]."""
+    table_vD = gathered(w.embedding_VD, c, dim=1)
+    local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
+    partial_bsD = table_vD[local_bs] * mine_bs[..., None].astype(table_vD.dtype)
+    return reduce_scatter(partial_bsD, TENSOR, dim=1)
+
+
+def unembedding(w: Transformer, c: ModelConfig):
+    if w.unembedding_DV is None:
+        return gathered(w.embedding_VD, c, dim=1).T
+    return gathered(w.unembedding_DV, c, dim=0)
+
+
+def cross_entropy_sum(w_Dv, x_nD, targets_n, weights_n):
+    """Sum of weight * -log softmax(logits)[target], in nats, over a chunk of tokens; logits split over the vocabulary."""
+    logits_nv = (x_nD @ w_Dv).astype(float32)
+    top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_nv, axis=-1)), TENSOR)
+    sum_n = psum(jnp.sum(jnp.exp(logits_nv - top_n[:, None]), axis=-1), TENSOR)
+    local_n, mine_n = local_vocabulary(targets_n, logits_nv.shape[-1])
+    target_n = psum(jnp.take_along_axis(logits_nv, local_n[:, None], axis=-1)[:, 0] * mine_n, TENSOR)
+    return jnp.sum(weights_n * (top_n + jnp.log(sum_n) - target_n))
+
+
+def chunked_cross_entropy(w_Dv, x_bsD, targets_bs, weights_bs, chunk: int):
+    """The same sum over all this device's tokens, `chunk` tokens at a time, logits recomputed in the backward pass."""
+    n = targets_bs.size
+    n_chunks = -(-n // chunk)
+    cut = lambda x: jnp.pad(x.reshape(n, -1), ((0, n_chunks * chunk - n), (0, 0))).reshape(n_chunks, chunk, -1)
+    pieces = (cut(x_bsD), cut(targets_bs)[..., 0], cut(weights_bs)[..., 0])  # padding has weight 0
+    return jnp.sum(jax.lax.map(jax.checkpoint(lambda piece: cross_entropy_sum(w_Dv, *piece)), pieces))
+
+
+# The whole model ------------------------------------------------------------------------------------------------------
+
+
+def forward(w: Transformer, c: ModelConfig, batch, key=None):
+    """Tokens to the last layer's normed activations. Shapes: [b, s] -> [b, s, D], and router statistics.
+
+    key  of this step's dropout; None: no dropout
+    """
+    tokens = Tokens(
+        positions_bs=batch["positions_BT"],
+        segments_bs=batch["segments_BT"],
+        real_bt=own_slice(batch["segments_BT"] > 0, TENSOR, dim=1).astype(float32),
+        index_bt=own_slice(batch["index_BT"], TENSOR, dim=1),
+    )
+    embedding_key, layer_key = (None, None) if key is None else jax.random.split(key)
+    x_btD = dropout(c, embed(w, c, batch["tokens_BT"]), tokens, embedding_key)
+    if w.prefix is not None:
+        x_btD, _ = layers(w.prefix, c, x_btD, tokens, jnp.arange(c.dense_prefix), layer_key)
+    x_btD, statistics = blocks(w.blocks, c, x_btD, tokens, layer_key)
+    return all_gather(rms_norm(x_btD, w.norm_D, c.norm_eps), TENSOR, dim=1), statistics
+
+
+def logits(w: Transformer, c: ModelConfig, batch):
+    """Float32 logits of every position, for sampling and tests. Shapes: [b, s] -> [b, s, v]."""
+    x_bsD, _ = forward(w, c, batch)
+    return psum((x_bsD @ unembedding(w, c)).astype(float32), STAGE)
+
+
+def sums(w: Transformer, c: ModelConfig, batch, key):
+    """Everything the loss is made of, as sums over this device's tokens, so that devices and microbatches can be added."""
+    x_bsD, statistics = forward(w, c, batch, key)
+    loss = chunked_cross_entropy(unembedding(w, c), x_bsD, batch["targets_BT"], batch["weights_BT"], c.loss_chunk)
+    return {"loss": loss, "weight": jnp.sum(batch["weights_BT"]), "router": statistics}
+
+
+def loss(w: Transformer, c: ModelConfig, batch, key, accumulation: int = 1):
+    """The training loss, the same on every device: nats per target token of the global batch, plus the balance loss.
+
+    accumulation  passes the batch is cut into; between them only sums are kept, and each is recomputed in the backward
+                  pass. So the balance loss still sees the loads of the whole batch.
+    Returns the loss and metrics: cross_entropy, tokens and, per MoE layer, tokens_per_expert, drop_fraction,
+    router_entropy (nats), balance_loss.
+    """
+    totals_of = functools.partial(sums, w, c, key=key)
+    if accumulation == 1:
+        totals = totals_of(batch)
+    else:
+        passes = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
+        totals = jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(jax.checkpoint(totals_of), passes))
+
+    tokens = psum(totals["weight"], (*BATCH, CONTEXT))
+    cross_entropy = psum(totals["loss"], (*BATCH, CONTEXT, STAGE)) / tokens
+    metrics = {"cross_entropy": cross_entropy, "tokens": tokens}
+    if not totals["router"]:
+        return cross_entropy, metrics
+
+    router = jax.tree.map(lambda x: psum(x, TOKENS), totals["router"])
+    balance_L = balance_loss(c, router["tokens_per_expert"], router["probability"], router["tokens"][:, None])
+    metrics |= {
+        "tokens_per_expert": router["tokens_per_expert"],
+        "drop_fraction": router["dropped"] / (router["tokens"] * c.top_k),
+        "router_entropy": router["entropy"] / router["tokens"],
+        "balance_loss": balance_L,
+    }
+    balance = psum(jnp.sum(balance_L), STAGE) / c.n_blocks
+    return cross_entropy + c.balance_loss * balance, metrics
+
+
+def metric_specs(c: ModelConfig):
+    """How `loss`'s metrics lie on the mesh: sums everywhere the same, router statistics split by layer."""
+    everywhere = {"cross_entropy": P(), "tokens": P()}
+    router = ("tokens_per_expert", "drop_fraction", "router_entropy", "balance_loss")
+    return everywhere | ({name: P(STAGE) for name in router} if c.n_experts else {})

@@ -1,0 +1,239 @@
+"""Mesh axes, parameter declarations and thin collectives.
+
+A parameter is declared once: its letters (one a dim), the mesh axis that splits each letter, how it starts. Init,
+`shard_map` specs, planner and checkpoint read that declaration; nothing infers a layout from a path, a rank or a size.
+"""
+
+import dataclasses
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from utils import AXES, Config, MeshConfig, UserError
+
+DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
+BATCH = (DATA, FSDP, EXPERT)  # neighbours hold different sequences
+SLICED = (FSDP, EXPERT, CONTEXT)  # neighbours hold different slices of every dense weight
+TOKENS = (*BATCH, CONTEXT, TENSOR)  # neighbours hold different tokens between blocks
+BATCH_SPEC = P(BATCH, CONTEXT)  # of tokens_BT and all that is shaped like it
+
+
+def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
+    """Arrange devices along the six axes, in the order of `utils.AXES`.
+
+    Raises: UserError if there are fewer devices than the mesh holds.
+    """
+    mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    devices = jax.devices() if devices is None else devices
+    if mesh.devices > len(devices):
+        product = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
+        raise UserError(f"mesh {mesh} needs {product} = {mesh.devices} devices, and there are {len(devices)}")
+    sizes = tuple(mesh.sizes.values())
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: mesh.devices])
+
+
+# Declarations ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What is known of a parameter before it exists. Not a pytree: in a tree of declarations it is a leaf."""
+
+    dims: str  # one letter per dim, stacking letters first
+    shape: tuple[int, ...]  # of the whole array
+    spec: P  # the mesh axes that split each dim
+    std: float  # initial standard deviation; 0: every entry starts at `mean`
+    mean: float
+    dtype: Any
+    decay: bool  # takes part in weight decay
+    trainable: bool  # receives a gradient
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def weights(cls):
+    """Make a class of declared parameters a frozen dataclass that JAX sees as a pytree."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, decay=True, trainable=True, **axis_of):
+    """Declare a parameter: one letter per dim, and the mesh axis (or axes) that splits each letter.
+
+    fan_in    letters summed over when it is used: it starts normal, with standard deviation 1 / sqrt(their product)
+    std, mean of the initial values, where fan_in does not say; a parameter with neither is constant at `mean`
+    residual  it writes into the residual stream: its standard deviation is divided by sqrt(2 * n_layers), so that the
+              stream's variance does not grow with depth (GPT-2, section 2.3)
+    needs     function of ModelConfig; where it is false the parameter does not exist (None)
+    """
+    metadata = dict(dims=dims, fan_in=fan_in, std=std, mean=mean, residual=residual, needs=needs, decay=decay,
+                    trainable=trainable, axis_of=axis_of)  # fmt: skip
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: dict | None = None, **parts):
+    """Return `block` holding a Declaration in place of each parameter, and `parts` in its other fields.
+
+    sizes    the size of each letter
+    stacked  letters of leading dims: the block is repeated along them
+    """
+
+    def read(dims, fan_in, std, mean, residual, needs, decay, trainable, axis_of):
+        if needs is not None and not needs(c):
+            return None
+        if fan_in:
+            std = 1 / math.sqrt(math.prod(sizes[letter] for letter in fan_in))
+        if residual:
+            std /= math.sqrt(2 * c.n_layers)
+        dims, axes = stacked + dims, (stacked_axes or {}) | axis_of
+        return Declaration(
+            dims=dims,
+            shape=tuple(sizes[letter] for letter in dims),
+            spec=P(*(axes.get(letter) for letter in dims)),
+            std=std or 0.0, mean=mean, dtype=jnp.dtype(c.precision.parameters), decay=decay, trainable=trainable,
+        )  # fmt: skip
+
+    return block(**{f.name: read(**f.metadata) for f in dataclasses.fields(block) if f.metadata}, **parts)
+
+
+def named(tree) -> dict[str, Any]:
+    """Flatten a tree of parameters or declarations to {'blocks.moe.w_up_EDM': leaf}: the name a person and a checkpoint use."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def specs(declarations):
+    return jax.tree.map(lambda d: d.spec, declarations)
+
+
+def shapes(declarations, mesh: Mesh | None = None):
+    """ShapeDtypeStruct of every parameter, with its sharding if a mesh is given."""
+    return jax.tree.map(
+        lambda d: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=NamedSharding(mesh, d.spec) if mesh else None),
+        declarations,
+    )
+
+
+def init(declarations, mesh: Mesh, seed: int):
+    """Make the parameters, each split as declared: the same values on every mesh.
+
+    The key of a parameter is folded from its name, so that adding one changes no other.
+    """
+    check_divides(declarations, mesh)
+    names = {id(d): name for name, d in named(declarations).items()}
+
+    def one(d: Declaration):
+        if not d.std:
+            return jnp.full(d.shape, d.mean, d.dtype)
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(names[id(d)].encode()))
+        return d.mean + d.std * jax.random.normal(key, d.shape, d.dtype)
+
+    shardings = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations)
+    return jax.jit(lambda: jax.tree.map(one, declarations), out_shardings=shardings)()
+
+
+def check_divides(declarations, mesh: Mesh) -> None:
+    """Raises: UserError naming the first parameter with a dim that its mesh axes do not divide, and what would."""
+    for name, d in named(declarations).items():
+        for letter, size, axes in zip(d.dims, d.shape, d.spec, strict=True):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if size % parts:
+                raise UserError(
+                    f"cannot split {letter}={size} of {name} over mesh axes {'*'.join(axes)} = {parts} devices "
+                    f"({size} % {parts} = {size % parts}); use a multiple of {parts}, or a smaller axis")  # fmt: skip
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+def put(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Place host arrays shaped [B, T] on the mesh: sequences over BATCH, positions over CONTEXT."""
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    return {k: jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i]) for k, x in batch.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+    """How the global batch meets the devices: batch_size = shards * device_batch * accumulation."""
+
+    batch_size: int  # sequences in the global batch
+    shards: int  # groups of devices that hold different sequences
+    device_batch: int  # sequences one device works on at once
+    accumulation: int  # passes whose gradients are summed
+
+    def __str__(self) -> str:
+        return (f"{self.batch_size} sequences a step = {self.shards} batch shards x {self.device_batch} sequences "
+                f"x {self.accumulation} accumulation passes")  # fmt: skip
+
+
+def split_batch(cfg: Config) -> BatchSplit:
+    """Derive microbatch and accumulation from the global batch, the mesh and optim.max_device_batch.
+
+    Raises: UserError if the batch does not split over the mesh, with the nearest batches that do.
+    """
+    B, shards, limit = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.optim.max_device_batch
+    if B % shards:
+        near = sorted({max(B // shards, 1) * shards, (B // shards + 1) * shards})
+        raise UserError(
+            f"cannot split data.batch_size={B} sequences over data*fsdp*expert = {shards} batch shards "
+            f"({B} % {shards} = {B % shards}); nearest that do: {' or '.join(map(str, near))}")  # fmt: skip
+    local = B // shards
+    device_batch = max(n for n in range(1, min(limit or local, local) + 1) if local % n == 0)
+    return BatchSplit(B, shards, device_batch, local // device_batch)
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+# The same as in jax.lax, with `dim=` for the array's dimension and the price in the docstring. On an axis of size 1
+# each is the identity, but the type still changes: check_vma tracks along which axes a value varies.
+
+
+def all_gather(x, axes, *, dim):
+    """Join the slices of `dim` held along mesh axes.
+
+    Shapes: [.., D/n, ..] -> [.., D, ..], n = devices on the axes.
+    Sends: (n - 1)/n of the joined array, per device. Backward: reduce-scatter, the same bytes.
+    """
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def reduce_scatter(partial, axes, *, dim):
+    """Add partial sums held along mesh axes, and keep this device's slice of `dim`.
+
+    Shapes: [.., D, ..] -> [.., D/n, ..], n = devices on the axes.
+    Sends: (n - 1)/n of the whole array, per device. Backward: all-gather, the same bytes.
+    """
+    return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
+
+
+def psum(partial, axes):
+    """Add partial sums held along mesh axes; every device gets the total.
+
+    Sends: 2 (n - 1)/n of the array, per device. Backward: none, the total's gradient is already everywhere.
+    """
+    return jax.lax.psum(partial, axes)
+
+
+def all_to_all(x, axes, *, split_dim, join_dim):
+    """Cut `split_dim` into one piece per device and send each to its device; join what arrives along `join_dim`.
+
+    Shapes: [.., E, .., C, ..] -> [.., E/n, .., C*n, ..], n = devices on the axes.
+    Sends: (n - 1)/n of the array, per device. Backward: all-to-all the other way, the same bytes.
+    """
+    return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
+
+
+def vary(x, axes):
+    """Declare that x may differ along mesh axes, where its type does not yet say so (a loop's carry must say it first).
+
+    Sends: nothing. Backward: psum over the axes that were added.
+    """
+    missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

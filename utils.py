@@ -1,0 +1,384 @@
+"""Settings and presets, process-0 logging, simulated devices. Nothing here imports JAX before it must.
+
+A setting is one field: name, type, default, one sentence with its unit. The command line is generated from the fields
+(`python main.py --help`), a preset is a set of values for them, and a check lives in the class whose fields it checks.
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
+SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
+
+
+class UserError(ValueError):
+    """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with status 2."""
+
+
+def nearest(word: str, known) -> str:
+    """Say which known words are closest to a misspelt one, then list them all."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(known)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices lie along each mesh axis; the product is the number of devices."""
+
+    data: int = 1
+    stage: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshConfig":
+        """Read `fsdp=2,tensor=4`; dp, pp, ep, cp, tp are accepted, absent axes are 1.
+
+        Raises: UserError naming the part that cannot be read.
+        """
+        sizes = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, size = part.partition("=")
+            axis = SHORT_AXES.get(name, name)
+            if axis not in AXES:
+                raise UserError(f"mesh {text!r}: no axis is called {name!r}; {nearest(name, AXES)}")
+            if not (equals and size.isdecimal() and int(size) > 0):
+                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE with a whole size of at least 1, e.g. {axis}=2")
+            if axis in sizes:
+                raise UserError(f"mesh {text!r}: axis {axis!r} is given twice")
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Groups of devices that hold different sequences."""
+        return self.data * self.fsdp * self.expert
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
+
+
+MeshFlag = Annotated[
+    MeshConfig,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="AXIS=N,..",
+        instance_from_str=lambda words: MeshConfig.parse(words[0]),
+        is_instance=lambda x: isinstance(x, MeshConfig),
+        str_from_instance=lambda mesh: [str(mesh)],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which number format is used where. Sums and what is sensitive to them are always float32; see `model.py`."""
+
+    parameters: Literal["float32", "bfloat16"] = "float32"  # stored parameters and optimizer moments
+    compute: Literal["float32", "bfloat16"] = "bfloat16"  # activations and the inputs of matrix products
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The transformer: a decoder in the DeepSeek-V3 family (arXiv:2412.19437), every part switchable."""
+
+    vocab_size: int = 272  # rows of the embedding table, at least the tokenizer's vocabulary
+    d_model: int = 128  # width of the residual stream
+    n_layers: int = 4  # attention + feed-forward pairs
+    n_heads: int = 4  # query heads
+    attention: Literal["mla", "gqa"] = "mla"  # latent attention (arXiv:2405.04434) or grouped queries (arXiv:2305.13245)
+    n_kv_heads: int = 4  # key/value heads; gqa only, divides n_heads
+    d_head: int = 32  # width of a head's query and key; mla: of their part without rotary
+    d_rope: int = 16  # mla: width of the rotary part, one key shared by all heads
+    d_value: int = 32  # mla: width of a head's value
+    d_query_latent: int = 0  # mla: width of the query latent; 0 projects queries straight from the residual stream
+    d_kv_latent: int = 64  # mla: width of the key/value latent
+    rope_theta: float = 10_000.0  # longest rotary wavelength / 2 pi, in positions
+    no_rope_every: int = 0  # every n-th layer has no rotary; 0: all have
+    d_ff: int = 512  # hidden width of a dense feed-forward
+    activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of dense, shared and routed feed-forwards
+    n_experts: int = 0  # routed experts of an MoE layer; 0: every layer is dense
+    top_k: int = 2  # experts that see each token
+    n_shared: int = 0  # shared experts, which see every token
+    d_expert: int = 128  # hidden width of one expert
+    moe_every: int = 1  # after the prefix, every n-th layer is MoE, the n - 1 before it dense
+    dense_prefix: int = 0  # dense layers before the first repeating block
+    router: Literal["sigmoid", "softmax"] = "sigmoid"  # scores before the top-k
+    routed_scaling: float = 1.0  # factor on the renormalised gates
+    balance_loss: float = 0.0  # weight of the balance loss over the global batch (arXiv:2101.03961); 0: off
+    balance_rate: float = 0.0  # step of the selection bias per training step (arXiv:2408.15664); 0: no bias
+    capacity_factor: float = 0.0  # slots an expert keeps per sequence, over top_k * T / n_experts; 0: dropless
+    tie_embeddings: bool = False  # one table for embedding and unembedding
+    dropout: float = 0.0  # share of activations zeroed after the embedding and every residual branch
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but matrix products, all of a layer
+    loss_chunk: int = 1024  # tokens whose logits exist at once, per device
+    precision: Precision = field(default_factory=Precision)  # number formats
+
+    def __post_init__(self):
+        if self.attention == "gqa" and self.n_heads % self.n_kv_heads:
+            self._refuse("n_heads", f"must be a multiple of n_kv_heads ({self.n_heads} % {self.n_kv_heads} = "
+                         f"{self.n_heads % self.n_kv_heads})")  # fmt: skip
+        rotary, name = (self.d_rope, "d_rope") if self.attention == "mla" else (self.d_head, "d_head")
+        if rotary % 2:
+            self._refuse(name, "must be even: rotary turns pairs of coordinates")
+        if self.n_experts and not 1 <= self.top_k <= self.n_experts:
+            self._refuse("top_k", f"must lie between 1 and n_experts={self.n_experts}")
+        if self.moe_every < 1:
+            self._refuse("moe_every", "must be at least 1")
+        if not 0 <= self.dropout < 1:
+            self._refuse("dropout", "must be at least 0 and below 1")
+        repeating = self.n_layers - self.dense_prefix
+        if repeating < 0 or repeating % self.layers_per_block:
+            down = self.dense_prefix + max(repeating, 0) // self.layers_per_block * self.layers_per_block
+            raise UserError(
+                f"model.n_layers={self.n_layers}: after dense_prefix={self.dense_prefix} layers, whole blocks of "
+                f"{self.layers_per_block} layers follow; the nearest that fit are {down} and {down + self.layers_per_block}")  # fmt: skip
+
+    def _refuse(self, name: str, why: str):
+        raise UserError(f"model.{name}={getattr(self, name)}: {why}")
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers of one repeating block: moe_every - 1 dense ones, then an MoE; or one dense layer."""
+        return self.moe_every if self.n_experts else 1
+
+    @property
+    def n_blocks(self) -> int:
+        return (self.n_layers - self.dense_prefix) // self.layers_per_block
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens, and how they are cut into global batches."""
+
+    path: str = "tokens/stdlib-bytes"  # directory of token shards, written by `python -m data.prepare`
+    seq_len: int = 256  # T, positions in one sequence
+    batch_size: int = 32  # B, sequences in one step, over all devices
+    seed: int = 0  # order of the sequences
+    mask_documents: bool = True  # attention stays inside a document, and positions restart with it
+    prefetch: int = 4  # batches made ahead in the background
+
+    def __post_init__(self):
+        for name in ("seq_len", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"data.{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, and how a batch is cut to fit in memory."""
+
+    lr: float = 3e-3  # peak learning rate
+    schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay, or stay, then linear decay
+    warmup_steps: int = 20  # linear from 0 to lr
+    decay_fraction: float = 0.2  # wsd: share of all steps spent decaying
+    final_lr: float = 0.1  # learning rate at the last step, as a share of lr
+    beta1: float = 0.9  # decay of the first moment, per step
+    beta2: float = 0.95  # decay of the second moment, per step
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # per step, times the learning rate; none on norms, biases and embeddings
+    clip_norm: float = 1.0  # largest global norm of the gradient; 0: no clipping
+    max_device_batch: int = 0  # most sequences a device works on at once; the rest is accumulated; 0: no limit
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run: how long, where it is kept, what is written when."""
+
+    name: str = "laptop"  # the run lives in DIR/NAME
+    dir: str = "runs"  # parent of all runs
+    steps: int = 400  # optimizer steps
+    seed: int = 0  # initial parameters and dropout
+    log_every: int = 10  # steps between rows of metrics.jsonl
+    eval_every: int = 100  # steps between evaluations; 0: only at the end
+    eval_batches: int = 4  # batches of an evaluation on the way; 0: the whole validation split (always, at the end)
+    checkpoint_every: int = 100  # steps between checkpoints; one more is written at the end
+    keep_checkpoints: int = 2  # newest checkpoints kept
+    sample_prompt: str = "def "  # text the sample at the end continues
+    sample_tokens: int = 200  # tokens in that sample
+    compile_cache: str = "auto"  # directory of compiled programs; auto: the user's cache folder; empty: none
+    restart: bool = False  # delete this run's results and start at step 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "Config":
+        """Rebuild what `to_dict` wrote. Raises: UserError for a field this version does not know."""
+        return _build(cls, values, "")
+
+
+def _build(cls, values: dict, prefix: str):
+    types = {f.name: f for f in dataclasses.fields(cls)}
+    parts = {}
+    for name, value in values.items():
+        if name not in types:
+            raise UserError(f"no setting is called {prefix}{name}; {nearest(name, types)}")
+        factory = types[name].default_factory
+        nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
+        parts[name] = _build(factory, value, f"{prefix}{name}.") if nested else value
+    return cls(**parts)
+
+
+def replace(cfg: Config, **dotted: Any) -> Config:
+    """Change settings by dotted name: replace(cfg, **{"model.n_heads": 6}).
+
+    Raises: UserError for a name that does not exist, with the nearest one that does.
+    """
+    values = cfg.to_dict()
+    for name, value in dotted.items():
+        *path, last = name.split(".")
+        here = values
+        for part in path:
+            here = here.get(part) if isinstance(here, dict) else None
+        if not isinstance(here, dict) or last not in here:
+            raise UserError(f"no setting is called {name!r}; {nearest(name, list(_flatten(values)))}")
+        if dataclasses.is_dataclass(value):
+            value = dataclasses.asdict(value)
+        elif name == "mesh" and isinstance(value, str):
+            value = MeshConfig.parse(value).sizes
+        here[last] = value
+    return Config.from_dict(values)
+
+
+def _flatten(values: dict, prefix="") -> dict:
+    flat = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def first_difference(ours: dict, theirs: dict) -> str | None:
+    """Name the first setting whose value differs, with both values; None if all are equal."""
+    ours, theirs = _flatten(ours), _flatten(theirs)
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {ours.get(name)!r} here and {theirs.get(name)!r} there"
+    return None
+
+
+FLOAT32 = Precision(compute="float32")
+
+# name -> (what for, {dotted setting: value})
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "laptop": ("MoE of about 3M parameters: trains in about 2 minutes on 2 cores", {
+        "model": ModelConfig(
+            vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
+            d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=192, dense_prefix=1, balance_loss=0.01,
+            balance_rate=0.001, precision=FLOAT32),
+    }),
+    "tiny": ("tests: every dimension a different size", {
+        "model": ModelConfig(
+            vocab_size=280, d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, d_head=10, d_rope=6, d_value=14,
+            d_query_latent=20, d_kv_latent=12, d_ff=40, n_experts=8, top_k=2, n_shared=2, d_expert=28, moe_every=2,
+            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, loss_chunk=36, precision=FLOAT32),
+        "data.seq_len": 18, "data.batch_size": 16, "optim.warmup_steps": 2,
+        "run.name": "tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
+        "run.checkpoint_every": 5, "run.sample_tokens": 8,
+    }),
+    "dense_124m": ("comparison with GPT-2-sized trainers", {
+        "model": ModelConfig(
+            vocab_size=50304, d_model=768, n_layers=12, n_heads=12, attention="gqa", n_kv_heads=12, d_head=64,
+            d_ff=3072, activation="gelu", tie_embeddings=True, remat="dots"),
+        "data.path": "tokens/stdlib-gpt2", "data.seq_len": 1024, "data.batch_size": 480,
+        "optim.lr": 6e-4, "optim.warmup_steps": 700, "optim.max_device_batch": 16,
+        "run.name": "dense_124m", "run.steps": 20_000, "run.eval_every": 250, "run.eval_batches": 20,
+        "run.checkpoint_every": 1000,
+    }),
+    "moe1b": ("the headline run: 32 TPU v4 chips", {
+        "model": ModelConfig(
+            vocab_size=100_352, d_model=768, n_layers=48, n_heads=12, d_head=64, d_rope=128, d_value=64,
+            d_query_latent=128, d_kv_latent=128, no_rope_every=6, d_ff=3072, activation="gelu", n_experts=16, top_k=2,
+            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="full"),
+        "mesh": MeshConfig(fsdp=8, stage=2, tensor=2),
+        "data.path": "tokens/stdlib-cl100k_base", "data.seq_len": 1024, "data.batch_size": 256,
+        "optim.lr": 6e-4, "optim.warmup_steps": 500,
+        "run.name": "moe1b", "run.steps": 20_000, "run.eval_every": 250, "run.eval_batches": 20,
+        "run.checkpoint_every": 500,
+    }),
+    "llama3_8b": ("planner only: the published shape, 8,030,261,248 parameters", {
+        "model": ModelConfig(
+            vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
+            rope_theta=500_000.0, d_ff=14_336, norm_eps=1e-5, remat="full"),
+        "data.seq_len": 8192, "run.name": "llama3_8b",
+    }),
+    "mixtral_8x7b": ("planner only: the published shape, 46,702,792,704 parameters", {
+        "model": ModelConfig(
+            vocab_size=32_000, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
+            rope_theta=1_000_000.0, n_experts=8, top_k=2, d_expert=14_336, router="softmax", balance_loss=0.02,
+            norm_eps=1e-5, remat="full"),
+        "data.seq_len": 4096, "run.name": "mixtral_8x7b",
+    }),
+    "deepseek_v3": ("planner only: the published shape, 671.0B parameters of which 37B active", {
+        "model": ModelConfig(
+            vocab_size=129_280, d_model=7168, n_layers=61, n_heads=128, d_head=128, d_rope=64, d_value=128,
+            d_query_latent=1536, d_kv_latent=512, d_ff=18_432, n_experts=256, top_k=8, n_shared=1, d_expert=2048,
+            dense_prefix=3, routed_scaling=2.5, balance_loss=0.0001, balance_rate=0.001, remat="full"),
+        "data.seq_len": 4096, "run.name": "deepseek_v3",
+    }),
+}  # fmt: skip
+
+
+def preset(name: str, **dotted_overrides: Any) -> Config:
+    """Return a preset with some settings changed: preset("tiny", **{"model.n_heads": 8, "mesh": "fsdp=2"}).
+
+    Raises: UserError for an unknown preset or setting, with the nearest known one.
+    """
+    if name not in PRESETS:
+        raise UserError(f"no preset is called {name!r}; {nearest(name, PRESETS)}")
+    return replace(replace(Config(), **PRESETS[name][1]), **dotted_overrides)
+
+
+def is_main_process() -> bool:
+    """True in process 0, the one that prints and writes; always true before JAX is imported."""
+    return "jax" not in sys.modules or sys.modules["jax"].process_index() == 0
+
+
+def log(*words) -> None:
+    """Print on process 0."""
+    if is_main_process():
+        print(*words, flush=True)
+
+
+def simulate_devices(count: int) -> None:
+    """Make this process see `count` CPU devices. Must run before JAX is imported."""
+    assert "jax" not in sys.modules, "simulate_devices must be called before JAX is imported"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={count}"
+
+
+def cache_directory() -> str:
+    """The user's cache folder for this project: $XDG_CACHE_HOME/axis-by-axis, or ~/.cache/axis-by-axis."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "axis-by-axis")
