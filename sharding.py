@@ -103,10 +103,17 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
     return block(**{f.name: read(**f.metadata) for f in dataclasses.fields(block) if f.metadata}, **parts)
 
 
+def map_named(function, tree):
+    """Replace each leaf by function(name, leaf); a name is like 'blocks.moe.attention.w_out_HUD'."""
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
+
+
 def named(tree) -> dict[str, Any]:
-    """Flatten a tree of parameters or declarations to {'blocks.moe.w_up_EDM': leaf}: the name a person and a checkpoint use."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    """Flatten a tree of parameters or declarations to {name: leaf}: the names that people and checkpoints use."""
+    flat = {}
+    map_named(flat.__setitem__, tree)
+    return flat
 
 
 def specs(declarations):
@@ -127,16 +134,15 @@ def init(declarations, mesh: Mesh, seed: int):
     The key of a parameter is folded from its name, so that adding one changes no other.
     """
     check_divides(declarations, mesh)
-    names = {id(d): name for name, d in named(declarations).items()}
 
-    def one(d: Declaration):
+    def one(name: str, d: Declaration):
         if not d.std:
             return jnp.full(d.shape, d.mean, d.dtype)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(names[id(d)].encode()))
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
         return d.mean + d.std * jax.random.normal(key, d.shape, d.dtype)
 
     shardings = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations)
-    return jax.jit(lambda: jax.tree.map(one, declarations), out_shardings=shardings)()
+    return jax.jit(lambda: map_named(one, declarations), out_shardings=shardings)()
 
 
 def check_divides(declarations, mesh: Mesh) -> None:
