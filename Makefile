@@ -1,0 +1,66 @@
+# `make` lists the targets. Needs Python 3.11 or later, and make. Writes .venv, runs/ and tokens/ here, and beyond this
+# folder only in the user's cache folder (downloads, compiled programs).
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+EXTRAS := tpu gpu ray site parity lock
+PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
+COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
+SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
+ARGS ?= # passed on by train, test and lock
+
+.PHONY: help train test lint format lock clean $(EXTRAS:%=extra-%)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@echo "make extra-NAME   add optional packages to .venv: $(EXTRAS)"
+
+train: .venv/installed ## train the laptop preset on the Python standard library (2 minutes on 2 cores)
+	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
+	.venv/bin/python main.py laptop $(ARGS)
+
+test: .venv/installed ## run the tests; ARGS="-k report -x" is passed to pytest
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/installed ## check style: ruff, and shellcheck for shell files
+	.venv/bin/python -m ruff check
+	.venv/bin/python -m ruff format --check
+	$(if $(SHELL_FILES),.venv/bin/shellcheck $(SHELL_FILES))
+
+format: .venv/installed ## mend style where ruff can
+	.venv/bin/python -m ruff check --fix
+	.venv/bin/python -m ruff format
+
+lock: .venv/extra-lock ## write requirements.txt and requirements/ from pyproject.toml; ARGS=--upgrade for newer versions
+	$(COMPILE) $(ARGS) pyproject.toml --output-file requirements.txt
+	for name in $(EXTRAS); do \
+		$(COMPILE) $(ARGS) --group "$$name" --constraint requirements.txt --output-file "requirements/$$name.txt"; \
+	done
+
+clean: ## remove .venv and caches; runs/ and tokens/ stay
+	rm -rf .venv .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted install is done again, and so is one older than the lock.
+.venv/installed: requirements.txt
+	@for python in python3.11 python3.12 python3 none; do \
+		"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break; \
+	done; \
+	if [ "$$python" = none ]; then \
+		echo "error: none of python3.11, python3.12 and python3 is Python 3.11 or later with the modules venv" \
+			"and ensurepip (on Debian and Ubuntu they come in the package python3-venv)" >&2; \
+		exit 1; \
+	fi; \
+	echo "Installing the packages of requirements.txt into .venv with $$("$$python" -V): 1 to 3 minutes, once"; \
+	"$$python" -m venv --clear .venv
+	@$(PIP_INSTALL) -r requirements.txt
+	@touch $@
+
+$(EXTRAS:%=extra-%): extra-%: .venv/extra-%
+
+$(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
+	@echo "Installing the packages of requirements/$*.txt into .venv"
+	@$(PIP_INSTALL) -r $<
+	@touch $@

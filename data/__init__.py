@@ -1,0 +1,1 @@
+"""Text to token shards: documents from a source, tokens from a tokenizer, shards and a manifest on disk."""

@@ -1,0 +1,229 @@
+"""Write token shards: `python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes`."""
+
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import rich.console
+import rich.progress
+import tyro
+
+import dataset
+from data import sources, tokenizers
+from utils import UserError, first_difference, log
+
+COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Turn text into token shards, split into train and val by a hash of each document's name.
+
+    Run again with the same arguments, it finds the work done and does nothing. Two examples:
+
+      python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
+
+      python -m data.prepare --source 'jsonl:mine/*.jsonl' --tokenizer gpt2 --out tokens/mine-gpt2
+    """
+
+    out: str  # directory for the shards and manifest.json
+    source: str = "stdlib"  # stdlib (this Python's own library), text:GLOB, jsonl:GLOB or parquet:GLOB, quoted
+    tokenizer: str = "bytes"  # bytes, gpt2, cl100k_base, o200k_base, or bpe:FILE, a rank file in tiktoken's format
+    text_field: str = "text"  # field or column that holds the text; jsonl and parquet only
+    val_share: float = 0.05  # share of the documents held out for validation, between 0 and 1
+    shard_tokens: int = 2**25  # most tokens in one shard; twice a shard is held in memory
+    overwrite: bool = False  # replace the tokens that --out holds
+
+    def __post_init__(self):
+        if not 0 < self.val_share < 1:
+            raise UserError(f"val_share={self.val_share}: must lie between 0 and 1")
+        if self.shard_tokens < 1:
+            raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1")
+
+    @property
+    def recorded(self) -> dict:
+        """What decides the tokens, as the manifest keeps it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("out", "overwrite")}
+
+
+@dataclass
+class ShardWriter:
+    """Collects the documents of one split, and writes a shard whenever the next document would not fit."""
+
+    directory: str
+    split: str
+    dtype: np.dtype
+    shard_tokens: int
+    shards: list[dict] = field(default_factory=list)
+    text_bytes: int = 0
+    _held: list[np.ndarray] = field(default_factory=list)
+    _held_tokens: int = 0
+    _held_documents: int = 0
+
+    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """Append a document. One longer than a shard is cut; it counts in the shard where it starts."""
+        if self._held and self._held_tokens + len(tokens) > self.shard_tokens:
+            self.close()
+        self.text_bytes += text_bytes
+        self._held_documents += 1
+        for first in range(0, len(tokens), self.shard_tokens):
+            if self._held_tokens == self.shard_tokens:
+                self.close()
+            piece = tokens[first : first + self.shard_tokens].astype(self.dtype)
+            self._held.append(piece)
+            self._held_tokens += len(piece)
+
+    def close(self) -> None:
+        """Write what is held: under a temporary name, then renamed, so that no shard is ever half there."""
+        name = f"{self.split}-{len(self.shards):05d}.npy"
+        path = os.path.join(self.directory, name)
+        with open(path + ".partial", "wb") as file:
+            np.save(file, np.concatenate(self._held))
+        os.replace(path + ".partial", path)
+        self.shards.append({"file": name, "tokens": self._held_tokens, "documents": self._held_documents,
+                            "sha256": dataset.file_sha256(path)})  # fmt: skip
+        self._held, self._held_tokens, self._held_documents = [], 0, 0
+
+    def finish(self) -> dict:
+        """Write the last shard and return the split's part of the manifest."""
+        if self._held:
+            self.close()
+        total = {name: sum(shard[name] for shard in self.shards) for name in ("tokens", "documents")}
+        return total | {"text_bytes": self.text_bytes, "shards": self.shards}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0 if the tokens are there, 2 with a message if they cannot be."""
+    try:
+        prepare(tyro.cli(Arguments, args=argv, prog="python -m data.prepare", config=(tyro.conf.FlagCreatePairsOff,)))
+    except (UserError, OSError) as error:  # OSError: no space, no permission; its text names the file
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def prepare(args: Arguments) -> dict:
+    """Make the token shards in args.out, unless they are there, and return their manifest."""
+    if os.path.exists(os.path.join(args.out, dataset.MANIFEST)) and not args.overwrite:
+        manifest = _existing(args)
+        log(f"{args.out} is complete: {_summary(manifest)}; --overwrite makes it again")
+        return manifest
+    encoding = tokenizers.load(args.tokenizer)
+    documents = sources.documents(args.source, args.text_field)
+    _clear(args.out)
+    manifest = {
+        "format": dataset.FORMAT,
+        "arguments": args.recorded,
+        "sources": [{"source": args.source, "weight": 1.0}],
+        "tokenizer": {"name": args.tokenizer, "fingerprint": tokenizers.fingerprint(encoding),
+                      "vocabulary": encoding.n_vocab, "eot": encoding.eot_token},
+        "dtype": token_dtype(encoding.n_vocab).name,
+        "splits": _write_shards(args, encoding, documents),
+    }  # fmt: skip
+    manifest |= entropies(_first_train_tokens(args.out, manifest), encoding.n_vocab)
+    path = os.path.join(args.out, dataset.MANIFEST)
+    with open(path + ".partial", "w", encoding="utf-8") as file:
+        file.write(json.dumps(manifest, indent=1) + "\n")
+    os.replace(path + ".partial", path)  # last, and whole: a directory with a manifest is complete
+    log(f"{args.out}: {_summary(manifest)}")
+    return manifest
+
+
+def _existing(args: Arguments) -> dict:
+    """Return the manifest of a directory that is complete and was made from the same arguments."""
+    manifest = dataset.load(args.out).manifest
+    recorded = dict(manifest["arguments"], fingerprint=manifest["tokenizer"]["fingerprint"])
+    asked = dict(args.recorded, fingerprint=recorded["fingerprint"])
+    if args.tokenizer.startswith("bpe:"):  # the file behind the name may have changed
+        asked["fingerprint"] = tokenizers.fingerprint(tokenizers.load(args.tokenizer))
+    if difference := first_difference(asked, recorded):
+        raise UserError(f"{args.out} holds other tokens: {difference}; choose another --out, or --overwrite them")
+    return manifest
+
+
+def _clear(directory: str) -> None:
+    """Make the directory and remove from it what an earlier run wrote, the manifest first; nothing else."""
+    os.makedirs(directory, exist_ok=True)
+    for pattern in (dataset.MANIFEST + "*", "train-[0-9]*.npy*", "val-[0-9]*.npy*"):
+        for path in glob.glob(os.path.join(glob.escape(directory), pattern)):
+            os.remove(path)
+
+
+def _write_shards(args: Arguments, encoding, documents: Iterable[sources.Document]) -> dict:
+    """Tokenize every document into the shards of its split, and return both splits' part of the manifest."""
+    dtype = token_dtype(encoding.n_vocab)
+    writers = {split: ShardWriter(args.out, split, dtype, args.shard_tokens) for split in ("train", "val")}
+    for document in _with_progress(documents):
+        tokens = np.append(np.uint32(encoding.eot_token), tokenizers.encode(encoding, document.text))
+        writers[split_of(document.name, args.val_share)].add(tokens, len(document.text))
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    for name, split in splits.items():
+        if not split["documents"]:
+            total = sum(s["documents"] for s in splits.values())
+            raise UserError(
+                f"none of the {total} documents fell into {name!r} at --val-share {args.val_share}; "
+                f"change it, or cut the text into more documents")  # fmt: skip
+    return splits
+
+
+def _with_progress(documents: Iterable[sources.Document]) -> Iterator[sources.Document]:
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tokenizing", total=1.0)
+        for document in documents:
+            yield document
+            bar.update(task, completed=document.done)
+
+
+def split_of(name: str, val_share: float) -> str:
+    """Say whether a document is trained on: by its name alone, so that adding documents moves none."""
+    place = int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:8], "big")
+    return "val" if place < val_share * 2**64 else "train"
+
+
+def token_dtype(vocabulary: int) -> np.dtype:
+    """Return the smallest type that holds ids 0 .. vocabulary - 1."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+
+
+def _first_train_tokens(directory: str, manifest: dict) -> np.ndarray:
+    """Read as many tokens of the train split as `entropies` counts."""
+    tokens, left = [], COUNTED_TOKENS
+    for shard in manifest["splits"]["train"]["shards"]:
+        tokens.append(np.load(os.path.join(directory, shard["file"]), mmap_mode="r")[:left])
+        left -= len(tokens[-1])
+    return np.concatenate(tokens)
+
+
+def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
+    """Measure H(x) and H(x_t | x_t-1) of a stream, in nats per token, from counts: what a model must beat.
+
+    Source: H(x_t | x_t-1) = H(x_t-1, x_t) - H(x_t-1), the chain rule.
+    """
+    pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
+    return {
+        "counted_tokens": len(tokens),
+        "unigram_nats": _entropy_nats(tokens),
+        "bigram_nats": _entropy_nats(pairs) - _entropy_nats(tokens[:-1]),
+    }
+
+
+def _entropy_nats(values: np.ndarray) -> float:
+    shares = np.unique(values, return_counts=True)[1] / len(values)
+    return float(-np.sum(shares * np.log(shares)))
+
+
+def _summary(manifest: dict) -> str:
+    splits = manifest["splits"].items()
+    parts = [f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents" for name, split in splits]
+    return f"{', '.join(parts)}, vocabulary {manifest['tokenizer']['vocabulary']:,} ({manifest['dtype']})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Tokenizers by name: the 256 bytes, tiktoken's published encodings, or a rank file of your own."""
+
+import base64
+import hashlib
+import json
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import tiktoken
+
+from utils import UserError
+
+END_OF_TEXT = "<|endoftext|>"  # the token before each document
+NAMED = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken fetches their rank files once
+FETCH_SECONDS = 15  # longest wait for such a file
+# How text is cut before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer understands.
+GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def load(name: str) -> tiktoken.Encoding:
+    """Return the encoding called bytes, gpt2, cl100k_base, o200k_base, or bpe:FILE.
+
+    Raises: UserError for an unknown name, a rank file that is not one, or a download that fails or takes too long.
+    """
+    if name == "bytes":
+        return _encoding(name, {bytes([byte]): byte for byte in range(256)}, pattern=r"(?s:.+)")
+    if name.startswith("bpe:"):
+        return _encoding(name, _read_ranks(name.removeprefix("bpe:")), GPT2_PATTERN)
+    if name in NAMED:
+        return _fetch(name)
+    raise UserError(f"no tokenizer is called {name!r}; use bytes, {', '.join(NAMED)}, or bpe:FILE")
+
+
+def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
+    """Turn UTF-8 into token ids; END_OF_TEXT inside the text is text like any other.
+
+    Bytes map to themselves, valid UTF-8 or not. Any other encoding sees U+FFFD where bytes are not UTF-8.
+    """
+    if encoding.name == "bytes":
+        return np.frombuffer(text, np.uint8)  # equals encode_ordinary wherever that is defined, and needs no regex
+    return encoding.encode_to_numpy(text.decode("utf-8", errors="replace"), disallowed_special=())
+
+
+def fingerprint(encoding: tiktoken.Encoding) -> str:
+    """Return the sha256 of all that decides the ids: ranks, pattern, special tokens. The name does not count."""
+    digest = hashlib.sha256()
+    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+        digest.update(base64.b64encode(token) + b" %d\n" % rank)
+    digest.update(json.dumps([encoding._pat_str, sorted(encoding._special_tokens.items())]).encode())
+    return digest.hexdigest()
+
+
+def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Encoding:
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+def _read_ranks(path: str) -> dict[bytes, int]:
+    """Read a rank file: base64 token, space, rank on each line; ranks 0..n-1, all 256 single bytes among the tokens."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise UserError(f"tokenizer 'bpe:{path}': {error.strerror}") from error
+    ranks = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not a base64 token, a space and a rank: {line[:60]!r}") from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise UserError(f"{path}: {len(missing)} of the 256 single bytes have no rank, first {missing[0]}; add them")
+    if sorted(ranks.values()) != list(range(len(lines))):
+        raise UserError(f"{path}: the ranks of its {len(lines)} lines must be 0..{len(lines) - 1}, each once")
+    return ranks
+
+
+def _fetch(name: str) -> tiktoken.Encoding:
+    """Let tiktoken load or download an encoding, waiting FETCH_SECONDS at most: it sets no time limit itself."""
+    encoding = Future()
+
+    def work():
+        try:
+            encoding.set_result(tiktoken.get_encoding(name))
+        except Exception as error:  # raised again below, in the caller's thread
+            encoding.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # a daemon does not keep a command that gave up alive
+    try:
+        return encoding.result(timeout=FETCH_SECONDS)
+    except (OSError, ValueError) as error:  # no network, no answer, or another file than tiktoken expects
+        slow = isinstance(error, TimeoutError)
+        reason = f"no answer within {FETCH_SECONDS} s" if slow else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"tokenizer {name!r} could not be fetched: {reason}\n"
+            f"  Set TIKTOKEN_CACHE_DIR to a folder that holds its file (to fill one, run this with it set where there "
+            f"is a network), or use --tokenizer bytes or --tokenizer bpe:FILE"
+        ) from error

@@ -1,0 +1,290 @@
+"""Draw training runs: metrics.jsonl -> report.png, from that file alone.
+
+`python report.py runs/laptop` draws one run, `python report.py runs/a runs/b --out both.png` overlays several.
+`main.py` writes one JSON object a line, told apart by its `kind`: start, train, eval, end.
+"""
+
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+import utils
+from utils import UserError
+
+# kind -> the fields that the picture needs; a row may hold more.
+FIELDS = {
+    "start": ("params_total", "params_active", "unigram_nats", "bigram_nats"),
+    "train": ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s"),
+    "eval": ("step", "loss", "bits_per_byte"),
+    "end": (),
+}
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.92",
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by every eye
+VALIDATION = "#d55e00"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rows of one metrics.jsonl, in the order they were written."""
+
+    name: str
+    start: dict
+    train: list[dict]
+    eval: list[dict]
+
+    def series(self, field: str) -> tuple[list, list]:
+        """Return the steps and the values of one field of the train rows."""
+        rows = [row for row in self.train if field in row]
+        return [row["step"] for row in rows], [row[field] for row in rows]
+
+    @property
+    def is_moe(self) -> bool:
+        return any("tokens_per_expert" in row for row in self.train)
+
+
+def read_run(directory: str | Path) -> Run:
+    """Read a run's metrics. A last line that is still being written is left out, with a note.
+
+    Raises: UserError naming the directory, or the file and line, that cannot be drawn.
+    """
+    directory = Path(directory)
+    path = directory / "metrics.jsonl"
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; give a run's directory, e.g. runs/laptop")
+    if not path.exists():
+        raise UserError(f"{directory}: holds no metrics.jsonl; give a run's directory, e.g. runs/laptop")
+    rows = {kind: [] for kind in FIELDS}
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if not line.endswith("\n") and not _is_json(line):
+            utils.log(f"note: {path}:{number}: left out the last line, which is only half written")
+            continue
+        row = _parse(line, f"{path}:{number}")
+        rows[row["kind"]].append(row)
+    if not rows["start"] or not rows["train"]:
+        raise UserError(
+            f"{path}: nothing to draw yet: {len(rows['start'])} start rows and {len(rows['train'])} train rows, "
+            "at least one of each is needed"
+        )
+    return Run(directory.resolve().name, rows["start"][-1], rows["train"], rows["eval"])
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _parse(line: str, place: str) -> dict:
+    if not _is_json(line):
+        raise UserError(f"{place}: not JSON: {line.strip()[:60]!r}; mend or delete the line")
+    row = json.loads(line)
+    kind = row.get("kind") if isinstance(row, dict) else None
+    if kind not in FIELDS:
+        raise UserError(f"{place}: kind is {kind!r}; known: {', '.join(FIELDS)}")
+    missing = [field for field in FIELDS[kind] if field not in row]
+    if missing:
+        raise UserError(f"{place}: a {kind!r} row without {', '.join(missing)}")
+    return row
+
+
+def draw(run_directories: list[str | Path], out: str | Path) -> Path:
+    """Draw one run, or several on top of each other, and write the picture.
+
+    Raises: UserError for a run that cannot be read, or a kind of picture that cannot be written.
+    """
+    runs = [read_run(directory) for directory in run_directories]
+    figure = make_figure(runs)
+    known, ending = figure.canvas.get_supported_filetypes(), Path(out).suffix.removeprefix(".")
+    if ending not in known:
+        raise UserError(f"{out}: cannot write a picture ending in {ending!r}; known: {', '.join(known)}")
+    figure.savefig(out)
+    return Path(out)
+
+
+def make_figure(runs: list[Run]):
+    """Lay out the panels that these runs have something to say in: no expert panels for dense runs."""
+    # Left alone, matplotlib makes a folder for its settings outside the user's cache folder.
+    os.environ.setdefault("MPLCONFIGDIR", os.path.join(utils.cache_directory(), "matplotlib"))
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    one_moe = len(runs) == 1 and runs[0].is_moe
+    small = ["balance_loss"] * any(run.is_moe for run in runs) + ["grad_norm", "lr", "tokens_per_s"]
+    top = ["loss"] * 6 + ["load"] * 6 if one_moe else ["loss"] * 12
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12, 7), dpi=130, layout="constrained")
+        panels = figure.subplot_mosaic(
+            [top, [name for name in small for _ in range(12 // len(small))]], height_ratios=[1.7, 1]
+        )
+        draw_loss(panels["loss"], runs)
+        if one_moe:
+            draw_load(panels["load"], runs[0])
+        for name in small:
+            draw_series(panels[name], runs, name)
+        figure.suptitle(summary(runs[0]) if len(runs) == 1 else "   ·   ".join(run.name for run in runs), fontsize=12)
+    return figure
+
+
+def summary(run: Run) -> str:
+    """Say in one line which model was trained, on how much, and how far it came."""
+    total, active = short(run.start["params_total"]), short(run.start["params_active"])
+    size = f"{total} parameters" + (f", {active} active" if total != active else "")
+    end = run.eval[-1] if run.eval else None
+    result = f"   ·   validation {end['loss']:.3f} nats/token, {end['bits_per_byte']:.3f} bits/byte" if end else ""
+    return f"{run.name}   ·   {size}   ·   {short(run.train[-1]['tokens'])} tokens{result}"
+
+
+def short(number: float) -> str:
+    """Write a count with three digits: 3.07M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def draw_loss(axes, runs: list[Run]) -> None:
+    """Training and validation loss, with the entropies a model reaches by counting single tokens or pairs."""
+    alone = len(runs) == 1
+    for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
+        axes.plot(*run.series("loss"), color=colour, alpha=1 if alone else 0.5, label="training" if alone else run.name)
+        axes.plot(
+            [row["step"] for row in run.eval],
+            [row["loss"] for row in run.eval],
+            color=VALIDATION if alone else colour,
+            marker="o",
+            markersize=4.5,
+            markeredgecolor="white",
+            label="validation" if alone else None,
+        )
+    for name in ("unigram", "bigram"):
+        for nats in {run.start[f"{name}_nats"] for run in runs} - {None}:
+            axes.axhline(nats, color="0.35", linestyle="--", linewidth=1)
+            axes.annotate(
+                f"{name} entropy of the text: {nats:.2f} nats",
+                (1, nats),
+                xytext=(-4, 3),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                color="0.35",
+            )
+    title = "Loss" if alone else "Loss (dots: validation)"
+    axes.set(title=title, xlabel="step", ylabel="nats / token")
+    axes.margins(x=0.01)
+    axes.legend(loc="upper right")
+
+
+def draw_load(axes, run: Run) -> None:
+    """A heat map: one row an expert, one column a step, coloured by load relative to an equal share."""
+    import numpy as np
+
+    rows = [row for row in run.train if "tokens_per_expert" in row]
+    steps = np.array([row["step"] for row in rows])
+    tokens_SLE = np.array([row["tokens_per_expert"] for row in rows], dtype=float)  # S rows, L MoE layers, E experts
+    load_SLE = tokens_SLE / tokens_SLE.mean(axis=2, keepdims=True)
+    layers, experts = load_SLE.shape[1:]
+    # A column reaches halfway to its neighbours.
+    edges = np.concatenate([[steps[0] - 0.5], (steps[1:] + steps[:-1]) / 2, [steps[-1] + 0.5]])
+    mesh = axes.pcolormesh(
+        edges,
+        np.arange(layers * experts + 1),
+        load_SLE.reshape(len(rows), -1).T,
+        cmap="RdBu_r",
+        vmin=0,
+        vmax=2,
+        rasterized=True,
+    )
+    for layer in range(1, layers):
+        axes.axhline(layer * experts, color="black", linewidth=0.8)
+    axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], [f"{layer + 1}" for layer in range(layers)])
+    axes.tick_params(left=False)
+    axes.grid(False)
+    axes.invert_yaxis()
+    axes.set(title="Tokens per expert", xlabel="step", ylabel=f"MoE layer (a row for each of its {experts} experts)")
+    axes.figure.colorbar(
+        mesh,
+        ax=axes,
+        label="tokens / equal share (1 = balanced)",
+        ticks=[0, 0.5, 1, 1.5, 2],
+        extend="max",
+        pad=0.01,
+        aspect=30,
+    )
+
+
+# field -> title, unit
+PANELS = {
+    "balance_loss": ("Balance loss", "1 = balanced"),
+    "grad_norm": ("Gradient norm", "global L2 norm"),
+    "lr": ("Learning rate", "factor on each update"),
+    "tokens_per_s": ("Speed", "tokens / s"),
+}
+
+
+def draw_series(axes, runs: list[Run], field: str) -> None:
+    """One field of the train rows against step."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    title, unit = PANELS[field]
+    for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
+        axes.plot(*run.series(field), color=colour, linewidth=1.1, label=run.name)
+    if field == "balance_loss":
+        axes.axhline(1, color="0.35", linestyle="--", linewidth=1)
+    if field == "tokens_per_s":
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    if field == "grad_norm":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # 0.5, where the default writes 5 x 10^-1
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(title=title, xlabel="step", ylabel=unit)
+    axes.margins(x=0.01)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Draw the metrics of a training run, or of several on top of each other."""
+
+    # run directories, e.g. runs/laptop
+    runs: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
+    ]
+    # picture to write; by default report.png, in the run's directory if it is one run, else here
+    out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ""
+
+
+def main() -> None:
+    args = tyro.cli(Arguments)
+    try:
+        if not args.runs:
+            raise UserError("no run given; give a run's directory, e.g. runs/laptop")
+        default = os.path.join(args.runs[0] if len(args.runs) == 1 else "", "report.png")
+        utils.log(f"wrote {draw(args.runs, args.out or default)}")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Claims about the repository itself: who imports whom, what the locks hold, what the files never say."""
+
+import ast
+import graphlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Who may import whom among our own modules. A new module gets a row. None: anything.
+MAY_IMPORT = {
+    "utils": set(),
+    "sharding": {"utils"},
+    "model": {"utils", "sharding"},
+    "pipeline": {"utils", "sharding", "model"},
+    "optimizer": {"utils", "sharding"},
+    "checkpoint": {"utils", "sharding"},
+    "dataset": {"utils"},
+    "data": {"utils", "dataset"},
+    "report": {"utils"},
+    "planner": {"utils", "sharding", "model", "pipeline"},
+    "generate": {"utils", "sharding", "model", "pipeline", "dataset", "data", "checkpoint"},
+    "main": None,
+}
+NOT_OURS = {".git", ".venv", "runs", "tokens"}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+
+
+def files(*patterns):
+    """Our files whose path matches one of the patterns; what git ignores at the top is not ours."""
+    found = {path for pattern in patterns for path in ROOT.rglob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.relative_to(ROOT).parts[0] not in NOT_OURS)
+
+
+def shell_files():
+    """Every file that ends in .sh, or begins as a shell script."""
+    shebang = re.compile(rb"#!.*\b(ba|da)?sh\b")
+    plain = [path for path in files("*") if not path.suffix and shebang.match(path.read_bytes()[:80])]
+    return sorted({*files("*.sh"), *plain})
+
+
+def modules():
+    """Our modules and packages by name, with the Python files each is made of."""
+    packages = {path.parent.name: sorted(path.parent.glob("*.py")) for path in ROOT.glob("*/__init__.py")}
+    return {path.stem: [path] for path in ROOT.glob("*.py")} | packages
+
+
+def imported(path):
+    """The top-level names a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def pins(path):
+    """Map each package of a lock to its pinned lines, without hashes: {jax: {"jax==0.10.2 ; python..."}}."""
+    found = {}
+    for line in requirements(path):
+        pin = line.split(" --hash=")[0].strip()
+        found.setdefault(pin.split("==")[0], set()).add(pin)
+    return found
+
+
+def requirements(path):
+    """The requirements of a lock, one string each, comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
+    return [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def package(requirement):
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
+LOCKS = files("requirements.txt", "requirements/*.txt")
+
+
+def test_tests_see_eight_devices_and_no_network():
+    """Catches tests that pass because every mesh is one device, or because some host answered."""
+    assert jax.device_count() == 8
+    with pytest.raises(OSError, match=r"tests have no network; something connects to 192\.0\.2\.1:80"):
+        socket.create_connection(("192.0.2.1", 80), timeout=1)  # an address reserved for documentation
+
+
+def test_shapes_are_never_stretched_silently():
+    """Catches tests in which [B, T] + [T] is accepted, and a missing dimension goes unseen."""
+    with pytest.raises(ValueError, match="jax_numpy_rank_promotion"):
+        jax.numpy.ones((2, 3)) + jax.numpy.ones(3)
+
+
+def test_every_module_has_a_row():
+    """Catches a new module that nobody placed in the order, and a row for one that is gone."""
+    assert set(modules()) - {"tests", "chapters", "bench", "docs"} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", MAY_IMPORT)
+def test_imports_go_one_way(module):
+    """Catches a lower module that begins to lean on a higher one."""
+    assert module in modules(), f"{module} is in the table, but there is no {module}.py"
+    names = {name for path in modules()[module] for name in imported(path)} & set(modules()) - {module}
+    allowed = set(modules()) if MAY_IMPORT[module] is None else MAY_IMPORT[module]
+    assert names <= allowed, f"{module} may not import {names - allowed}"
+
+
+def test_the_order_has_no_circle():
+    """Catches an edit of the table that allows two modules to import each other."""
+    graphlib.TopologicalSorter({name: allowed or () for name, allowed in MAY_IMPORT.items()}).prepare()
+
+
+def test_every_extra_has_a_lock():
+    """Catches an extra that is listed but was never locked, and a lock whose extra is gone."""
+    assert {path.stem for path in LOCKS} == {"requirements", *EXTRAS}
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_every_requirement_is_pinned_with_a_hash(path):
+    """Catches a requirement added by hand: pip would refuse the whole file on a new machine."""
+    assert requirements(path), f"{path.name} is empty"
+    for line in requirements(path):
+        assert re.fullmatch(r"[\w.-]+==\S+( ; .+?)?( +--hash=sha256:[0-9a-f]{64})+ *", line), line
+
+
+def test_the_locks_hold_what_pyproject_lists():
+    """Catches a dependency added without `make lock`."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {package(name) for name in listed} <= set(pins(ROOT / "requirements.txt"))
+    for extra, names in EXTRAS.items():
+        assert {package(name) for name in names} <= set(pins(ROOT / f"requirements/{extra}.txt"))
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_fits_on_top_of_the_base(extra):
+    """Catches an extra whose installation would change a package of the base."""
+    base, ours = pins(ROOT / "requirements.txt"), pins(ROOT / f"requirements/{extra}.txt")
+    for name in set(base) & set(ours):
+        assert {pin.split(" ;")[0] for pin in ours[name]} <= {pin.split(" ;")[0] for pin in base[name]}
+
+
+def test_the_base_holds_no_extra():
+    """Catches a base install that grows by gigabytes, or by libtpu, which makes plain CPU runs print alarming lines."""
+    heavy = re.compile(r"libtpu|torch|transformers|ray|sphinx.*|myst.*|jupytext|ipykernel|nvidia.*|jax-cuda.*|uv")
+    assert not [name for name in pins(ROOT / "requirements.txt") if heavy.fullmatch(name)]
+
+
+def test_no_address_in_locks_makefile_and_scripts():
+    """Catches a package mirror, host or bucket of one machine that would travel with the repository."""
+    for path in [*LOCKS, ROOT / "pyproject.toml", ROOT / "Makefile", *shell_files()]:
+        assert not re.search(r"\w+://\w[^\s\"']*", path.read_text()), path.name
+
+
+def test_the_check_of_varying_axes_is_never_switched_off():
+    """Catches the switch that hides a missing psum (STYLE 2)."""
+    off = re.compile(r"check_(vma|rep)\s*=\s*False")
+    assert not [path.name for path in files("*.py", "*.md") if off.search(path.read_text())]
+
+
+def test_no_private_or_deprecated_jax():
+    """Catches calls that the next version of JAX removes."""
+    gone = re.compile(
+        r"jax\._src|jax\s+import\s+_src|jax\.experimental\.(shard_map|maps|pjit)|experimental\s+import\s+(shard_map|pjit)"
+        r"|jax\.pmap|\bpvary\(|PRNGKey\(|jax\.tree_(map|leaves|flatten)\b|jax\.tree_util\.tree_(map|leaves)\b"
+    )
+    found = {path.name: gone.search(path.read_text()) for path in files("*.py")}
+    assert not {name: match[0] for name, match in found.items() if match}
+
+
+def test_the_first_command_stands_by_line_15():
+    """Catches a README that talks before it shows how to start."""
+    readme = ROOT / "README.md"
+    assert readme.exists(), "there is no README.md"
+    lines = readme.read_text().splitlines()
+    fences = [number for number, line in enumerate(lines, start=1) if line.startswith("```")]
+    assert fences, "README.md shows no command (a block between ``` lines)"
+    assert fences[0] < 15, f"the first command of README.md stands on line {fences[0] + 1}"
+
+
+def test_there_are_shell_files():
+    """Catches a search that finds nothing, and so checks nothing."""
+    assert ROOT / ".ci" / "run" in shell_files()
+
+
+@pytest.mark.parametrize("path", shell_files(), ids=lambda path: path.name)
+def test_a_shell_file_is_clean(path):
+    """Catches unquoted words, unset variables, and a failure that a script walks past."""
+    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    assert shellcheck, "shellcheck is missing beside Python: run make test"
+    done = subprocess.run([shellcheck, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "\nset -euo pipefail\n" in path.read_text(), "without `set -euo pipefail` (STYLE 15)"

@@ -1,0 +1,203 @@
+"""The picture says what metrics.jsonl says, and a run that cannot be drawn is refused in one sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import report
+from utils import UserError
+
+STEPS, LAYERS, EXPERTS = 7, 2, 5
+
+
+def rows(moe=True, scale=1.0):
+    """A short run: 7 train rows, 3 steps apart."""
+    yield {"kind": "start", "time": 0.0, "step": 0, "params_total": 3_071_232,
+           "params_active": 1_400_000 if moe else 3_071_232, "tokens_per_step": 11,
+           "unigram_nats": 3.25, "bigram_nats": 2.5}  # fmt: skip
+    for step in range(3, 3 * STEPS + 1, 3):
+        row = {"kind": "train", "step": step, "tokens": 11 * step, "loss": scale * 20 / step, "grad_norm": 1 / step,
+               "lr": 1e-3 * step, "tokens_per_s": 1000.0 + step, "mfu": 0.1}  # fmt: skip
+        if moe:
+            row["balance_loss"] = 1 + 1 / step
+            row["tokens_per_expert"] = [[10 * layer + step + e for e in range(EXPERTS)] for layer in range(LAYERS)]
+        yield row
+    yield {"kind": "eval", "step": 21, "loss": 1.125, "bits_per_byte": 1.625, "tokens": 99, "full": True}
+    yield {"kind": "end", "step": 21, "seconds": 4.0}
+
+
+def write(directory, lines):
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    return directory
+
+
+def panels(*directories):
+    figure = report.make_figure([report.read_run(directory) for directory in directories])
+    return {axes.get_title(loc="left").split(" (")[0]: axes for axes in figure.axes}
+
+
+def lines_of(axes):
+    return [tuple(map(list, line.get_data())) for line in axes.get_lines()]
+
+
+@pytest.mark.parametrize("moe", [True, False])
+def test_the_curves_are_the_rows(tmp_path, moe):
+    """Catches a curve of the wrong field, a shifted step, a smoothed or dropped value."""
+    run = write(tmp_path / "a", rows(moe))
+    train = [row for row in rows(moe) if row["kind"] == "train"]
+    steps = [row["step"] for row in train]
+    drawn = panels(run)
+    fields = {"Loss": "loss", "Gradient norm": "grad_norm", "Learning rate": "lr", "Speed": "tokens_per_s"}
+    for title, field in fields.items() | ({("Balance loss", "balance_loss")} if moe else set()):
+        assert (steps, [row[field] for row in train]) == lines_of(drawn[title])[0], title
+    assert ([21], [1.125]) in lines_of(drawn["Loss"]), "the validation loss is not drawn"
+
+
+def test_reference_lines_stand_at_the_entropies_and_say_so(tmp_path):
+    """Catches a bound drawn at another height than its label, and one drawn for a text whose entropy is unknown."""
+    loss = panels(write(tmp_path / "a", rows()))["Loss"]
+    levels = [values[0] for steps, values in lines_of(loss) if steps == [0, 1]]
+    assert levels == [3.25, 2.5]
+    said = [text.get_text() for text in loss.texts]
+    assert said == ["unigram entropy of the text: 3.25 nats", "bigram entropy of the text: 2.50 nats"]
+    unknown = [row | {"unigram_nats": None, "bigram_nats": None} if row["kind"] == "start" else row for row in rows()]
+    assert not panels(write(tmp_path / "b", unknown))["Loss"].texts
+
+
+def test_the_heat_map_is_load_over_an_equal_share(tmp_path):
+    """Catches swapped layers, experts and steps, and a share taken over all layers together."""
+    axes = panels(write(tmp_path / "a", rows()))["Tokens per expert"]
+    (mesh,) = axes.collections
+    want = np.empty((LAYERS * EXPERTS, STEPS))
+    for column, row in enumerate(row for row in rows() if row["kind"] == "train"):
+        for layer, tokens in enumerate(row["tokens_per_expert"]):
+            want[layer * EXPERTS : (layer + 1) * EXPERTS, column] = np.array(tokens) / (sum(tokens) / EXPERTS)
+    np.testing.assert_allclose(mesh.get_array(), want, rtol=1e-12)  # the same float64 division, in another order
+    assert mesh.norm(1.0) == 0.5, "the middle of the colours is not the balanced load"
+
+
+def test_every_axis_has_a_unit(tmp_path):
+    """Catches a panel that leaves the reader guessing what its numbers are."""
+    drawn = panels(write(tmp_path / "a", rows()))
+    units = {title: (axes.get_xlabel(), axes.get_ylabel()) for title, axes in drawn.items()}
+    colour_bar = units.pop("")
+    assert colour_bar[1] == "tokens / equal share (1 = balanced)"
+    assert units == {
+        "Loss": ("step", "nats / token"),
+        "Tokens per expert": ("step", "MoE layer (a row for each of its 5 experts)"),
+        "Balance loss": ("step", "1 = balanced"),
+        "Gradient norm": ("step", "global L2 norm"),
+        "Learning rate": ("step", "factor on each update"),
+        "Speed": ("step", "tokens / s"),
+    }
+
+
+def test_a_dense_run_has_no_expert_panels(tmp_path):
+    """Catches empty panels in the picture of a model without experts."""
+    assert set(panels(write(tmp_path / "a", rows(moe=False)))) == {"Loss", "Gradient norm", "Learning rate", "Speed"}
+
+
+def test_the_title_names_run_size_and_result(tmp_path):
+    """Catches a picture that does not say what it is a picture of, and the parameters of a dense run said twice."""
+    said = [report.summary(report.read_run(write(tmp_path / name, rows(name == "moe")))) for name in ("moe", "dense")]
+    end = "231 tokens   ·   validation 1.125 nats/token, 1.625 bits/byte"
+    assert said == [
+        f"moe   ·   3.07M parameters, 1.4M active   ·   {end}",
+        f"dense   ·   3.07M parameters   ·   {end}",
+    ]
+
+
+def test_several_runs_are_overlaid_under_their_names(tmp_path):
+    """Catches a run left out, and a heat map of one run in a picture of two."""
+    drawn = panels(write(tmp_path / "slow", rows()), write(tmp_path / "fast", rows(moe=False, scale=0.5)))
+    assert "Tokens per expert" not in drawn
+    assert [text.get_text() for text in drawn["Loss"].get_legend().get_texts()] == ["slow", "fast"]
+    losses = [values for _, values in lines_of(drawn["Loss"]) if len(values) == STEPS]
+    assert losses[1] == [loss / 2 for loss in losses[0]]
+    assert len(drawn["Speed"].get_lines()) == 2
+
+
+def test_after_a_resume_the_rows_go_on(tmp_path):
+    """Catches a report that starts anew at the second start row."""
+    first, *rest = rows()
+    again = first | {"step": 9, "bigram_nats": 2.0}
+    resumed = report.read_run(write(tmp_path / "a", [first, *rest[:3], again, *rest[3:]]))
+    assert resumed.series("loss") == report.read_run(write(tmp_path / "b", rows())).series("loss")
+    assert resumed.start["bigram_nats"] == 2.0
+
+
+def test_a_half_written_last_line_is_left_out_with_a_note(tmp_path, capsys):
+    """Catches a report that fails, or says nothing, while a run is still writing."""
+    run = write(tmp_path / "a", rows())
+    whole = report.read_run(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert report.read_run(run) == whole
+    number = len(list(rows())) + 1
+    note = f"note: {run / 'metrics.jsonl'}:{number}: left out the last line, which is only half written\n"
+    assert capsys.readouterr().out == note
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; mend or delete the line"),
+        ("[1]\n", "metrics.jsonl:2: kind is None; known: start, train, eval, end"),
+        ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: a 'eval' row without loss, bits_per_byte"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    """Catches a damaged file that is drawn with rows missing, or refused without saying where."""
+    run = write(tmp_path / "a", rows())
+    path = run / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(first + line + "".join(rest))
+    with pytest.raises(UserError) as error:
+        report.read_run(run)
+    assert str(error.value) == f"{run}/{message}"
+
+
+def test_an_unknown_kind_of_picture_is_refused(tmp_path):
+    """Catches matplotlib's traceback for a misspelt ending."""
+    with pytest.raises(UserError, match=r"a\.pgn: cannot write a picture ending in 'pgn'; known: .*png"):
+        report.draw([write(tmp_path / "a", rows())], tmp_path / "a.pgn")
+
+
+def command(*words, cwd):
+    words = [sys.executable, Path(report.__file__), *words]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_the_command_writes_the_picture_beside_the_metrics(tmp_path):
+    """Catches a picture in the wrong place, or one that is no PNG; several runs must not overwrite the first one's."""
+    write(tmp_path / "a", rows())
+    write(tmp_path / "b", rows(moe=False))
+    for words, out in (("a", "a/report.png"), ("a b", "report.png"), ("a b --out both.png", "both.png")):
+        done = command(*words.split(), cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {out}\n", "")
+        assert (tmp_path / out).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["absent"], "error: absent: no such directory; give a run's directory, e.g. runs/laptop\n"),
+        (["empty"], "error: empty: holds no metrics.jsonl; give a run's directory, e.g. runs/laptop\n"),
+        ([], "error: no run given; give a run's directory, e.g. runs/laptop\n"),
+        (["young"], "error: young/metrics.jsonl: nothing to draw yet: 1 start rows and 0 train rows, "
+                    "at least one of each is needed\n"),
+        (["good", "--out", "absent/a.png"], "error: [Errno 2] No such file or directory: 'absent/a.png'\n"),
+    ],
+)  # fmt: skip
+def test_a_mistake_costs_one_line_and_status_2(tmp_path, words, message):
+    """Catches a traceback where a sentence would do."""
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "young", list(rows())[:1])
+    write(tmp_path / "good", rows())
+    done = command(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, message)
