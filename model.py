@@ -68,7 +68,7 @@ def rms_norm(x, gain, eps):
 
 
 def rotary_angles(positions_bS, width: int, theta: float, on):
-    """Angle of each coordinate pair at each position, in radians; 0, which turns nothing, where the layer has no rotary.
+    """Angle of each coordinate pair at each position, in radians; 0, which turns nothing, in a layer without rotary.
 
     Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
     """
@@ -77,7 +77,7 @@ def rotary_angles(positions_bS, width: int, theta: float, on):
 
 
 def rotate(x_bSHR, angles_bSr):
-    """Turn pair i, made of coordinates i and i + R/2, by its angle: scores then depend on the distance of positions only."""
+    """Turn pair i, coordinates i and i + R/2, by its angle: scores then depend on the distance of positions only."""
     cos, sin = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :]
     first, second = jnp.split(x_bSHR.astype(float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x_bSHR.dtype)
@@ -92,15 +92,18 @@ def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
     return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
 
-def softmax_attention(scores_bhsS, mask_bsS):
+def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
+    """Mix values by the softmax of scaled scores. Shapes: [b, s, h, K], [b, S, h, K], [b, S, h, U] -> [b, s, h, U]."""
+    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK)
     # Softmax in float32: bf16 keeps 8 significant bits, too few for a sum over thousands of positions.
-    scores = jnp.where(mask_bsS[:, None], scores_bhsS.astype(float32), -1e30)
-    return jax.nn.softmax(scores, axis=-1).astype(scores_bhsS.dtype)
+    scores_bhsS = jnp.where(mask_bsS[:, None], scores_bhsS.astype(float32), -1e30)
+    attention_bhsS = jax.nn.softmax(scores_bhsS, axis=-1).astype(v_bShU.dtype)
+    return jnp.einsum("bhsS,bShU->bshU", attention_bhsS, v_bShU)
 
 
 @weights
 class LatentAttention:
-    """Keys and values are made from one narrow latent; a small rotary key is shared by all heads (arXiv:2405.04434, 2.1)."""
+    """Keys and values come from one narrow latent; all heads share a small rotary key (arXiv:2405.04434, 2.1)."""
 
     w_down_query_DQ: Any = param("DQ", fan_in="D", D=SLICED, needs=lambda c: c.d_query_latent)
     norm_query_Q: Any = param("Q", mean=1.0, decay=False, needs=lambda c: c.d_query_latent)
@@ -133,12 +136,12 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, se
     v_bShU = jnp.einsum("bSC,ChU->bShU", latent_bSC, gathered(w.w_value_CHU, c, dim=0))
     angles = functools.partial(rotary_angles, width=c.d_rope, theta=c.rope_theta, on=rotary_on)
     q_bshR = rotate(q_bshR, angles(positions_bs))
-    k_bSR = rotate(k_bSR[:, :, None, :], angles(positions_bS))[:, :, 0, :]
+    k_bS1R = rotate(k_bSR[:, :, None, :], angles(positions_bS))
+    k_bShR = jnp.broadcast_to(k_bS1R, (*k_bShK.shape[:3], c.d_rope))
 
-    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK, k_bShK) + jnp.einsum("bshR,bSR->bhsS", q_bshR, k_bSR)
     mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
-    attention_bhsS = softmax_attention(scores_bhsS * (c.d_head + c.d_rope) ** -0.5, mask_bsS)
-    o_bshU = jnp.einsum("bhsS,bShU->bshU", attention_bhsS, v_bShU)
+    # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
+    o_bshU = attend(jnp.concatenate([q_bshK, q_bshR], -1), jnp.concatenate([k_bShK, k_bShR], -1), v_bShU, mask_bsS)
     return jnp.einsum("bshU,hUD->bsD", o_bshU, gathered(w.w_out_HUD, c, dim=2))
 
 
@@ -165,9 +168,8 @@ def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, 
     group = c.n_heads // c.n_kv_heads
     k_bShK, v_bShK = jnp.repeat(k_bSgK, group, axis=2), jnp.repeat(v_bSgK, group, axis=2)
 
-    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK, k_bShK) * c.d_head**-0.5
     mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
-    o_bshK = jnp.einsum("bhsS,bShK->bshK", softmax_attention(scores_bhsS, mask_bsS), v_bShK)
+    o_bshK = attend(q_bshK, k_bShK, v_bShK, mask_bsS)
     return jnp.einsum("bshK,hKD->bsD", o_bshK, gathered(w.w_out_HKD, c, dim=2))
 
 
@@ -227,7 +229,7 @@ def route(w: MoE, c: ModelConfig, x_btD):
 
 
 def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, real_bt):
-    """Sums over this device's real tokens; they are added over devices and microbatches before anything is multiplied."""
+    """Sums over this device's real tokens; devices and microbatches are added before anything is multiplied."""
     count_btE = jnp.sum(jax.nn.one_hot(experts_btk, c.n_experts, dtype=float32), axis=2)
     entropy_bt = -jnp.sum(jax.scipy.special.xlogy(probabilities_btE, probabilities_btE), axis=-1)
     return {
@@ -240,7 +242,7 @@ def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, 
 
 
 def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
-    """Experts * sum of (share of assignments) * (mean probability): 1 when balanced. Arguments are sums over the global batch.
+    """Experts * sum of (share of assignments) * (mean probability): 1 when balanced. Takes sums over the global batch.
 
     Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments a token.
     """
@@ -257,13 +259,13 @@ def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows):
 
 
 def grouped_matmul(rows_AD, w_eDM, sizes_e):
-    """Multiply consecutive groups of rows, group i by w[i]; rows past the last group give 0. Shapes: [A, D] -> [A, M]."""
+    """Multiply consecutive groups of rows, group i by w[i]; rows past the last give 0. Shapes: [A, D] -> [A, M]."""
     return jax.lax.platform_dependent(
         rows_AD, w_eDM, sizes_e, cpu=_grouped_matmul_in_tiles, default=lambda x, w, n: jax.lax.ragged_dot(x, w, n)
     )
 
 
-def _grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = 512):
+def _grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = 256):
     """`jax.lax.ragged_dot` for CPUs, where it multiplies every row by every expert.
 
     Each group is padded to whole tiles, so that a tile has one expert and all tiles go through one batched product.
@@ -317,14 +319,15 @@ def slots_per_expert(c: ModelConfig, positions: int) -> int:
     if slots == 0:
         raise UserError(
             f"capacity is 0: capacity_factor={c.capacity_factor} * top_k={c.top_k} * {positions} positions "
-            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {c.n_experts / c.top_k / positions:.3g}")  # fmt: skip
+            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {c.n_experts / c.top_k / positions:.3g}"
+        )
     return slots
 
 
 def ranks(c: ModelConfig, experts_bSk):
     """Number each sequence's assignments to each expert, 0, 1, 2, .. in order of position.
 
-    Earlier positions come first, so that a token is never dropped because of a later one. Shapes: [b, S, k] -> [b, S, k].
+    Earlier positions come first, so that no token is dropped because of a later one. Shapes: [b, S, k] -> [b, S, k].
     """
     b, S, k = experts_bSk.shape
     chosen_bAE = jax.nn.one_hot(experts_bSk.reshape(b, S * k), c.n_experts, dtype=jnp.int32)
@@ -401,9 +404,14 @@ class Block:
     moe: Layer | None = None
 
 
+def embedding_std(c: ModelConfig) -> float:
+    """Start the stream at unit variance; a table that is the unembedding too starts the logits there instead."""
+    return c.d_model**-0.5 if c.tie_embeddings else 1.0
+
+
 @weights
 class Transformer:
-    embedding_VD: Any = param("VD", std=0.02, decay=False, V=TENSOR, D=SLICED)
+    embedding_VD: Any = param("VD", std=embedding_std, decay=False, V=TENSOR, D=SLICED)
     prefix: Layer | None = None
     blocks: Block | None = None
     norm_D: Any = param("D", mean=1.0, decay=False)
@@ -448,7 +456,7 @@ def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
-    """Attention, then feed-forward, each added to the residual stream. Returns [b, t, D] and router statistics, if any."""
+    """Add attention, then feed-forward, to the residual stream. Returns [b, t, D] and router statistics, if any."""
     key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
     rotary_on = 1.0 if not c.no_rope_every else ((number + 1) % c.no_rope_every != 0).astype(float32)
 
@@ -522,7 +530,7 @@ def unembedding(w: Transformer, c: ModelConfig):
 
 
 def cross_entropy_sum(w_Dv, x_nD, targets_n, weights_n):
-    """Sum of weight * -log softmax(logits)[target], in nats, over a chunk of tokens; logits split over the vocabulary."""
+    """Sum of weight * -log softmax(logits)[target] over some tokens, in nats; logits split over the vocabulary."""
     logits_nv = (x_nD @ w_Dv).astype(float32)
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_nv, axis=-1)), TENSOR)
     sum_n = psum(jnp.sum(jnp.exp(logits_nv - top_n[:, None]), axis=-1), TENSOR)
@@ -569,7 +577,7 @@ def logits(w: Transformer, c: ModelConfig, batch):
 
 
 def sums(w: Transformer, c: ModelConfig, batch, key):
-    """Everything the loss is made of, as sums over this device's tokens, so that devices and microbatches can be added."""
+    """All the loss is made of, as sums over this device's tokens, so that devices and microbatches can be added."""
     x_bsD, statistics = forward(w, c, batch, key)
     loss = chunked_cross_entropy(unembedding(w, c), x_bsD, batch["targets_BT"], batch["weights_BT"], c.loss_chunk)
     return {"loss": loss, "weight": jnp.sum(batch["weights_BT"]), "router": statistics}

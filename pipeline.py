@@ -3,12 +3,9 @@
 Schedules come here. So far there is one stage, and the schedule is: every pass in turn.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 from sharding import BATCH, BATCH_SPEC, CONTEXT, STAGE, TENSOR, specs, split_batch
@@ -20,9 +17,10 @@ BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weight
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs):
     """Run function(params, batch, step) on local shards: the one `shard_map`, manual over all axes, `check_vma` on."""
     if mesh.shape[STAGE] > 1:
-        raise UserError(f"mesh {cfg.mesh}: stage must be 1, there is no pipeline schedule yet; use fsdp or tensor instead")
+        raise UserError(f"mesh {cfg.mesh}: stage must be 1, there is no pipeline schedule yet; use fsdp or tensor")
     batch_specs = dict.fromkeys((*BATCH_NAMES, "index_BT"), BATCH_SPEC)
-    local = jax.shard_map(function, mesh=mesh, in_specs=(specs(model.declare(cfg.model)), batch_specs, P()), out_specs=out_specs)
+    in_specs = (specs(model.declare(cfg.model)), batch_specs, P())
+    local = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
     def numbered(params, batch, step=0):
         # Each token's number in the global batch, made outside, so that it does not depend on who holds it.
@@ -57,7 +55,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
 
 
 def evaluate(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout: exact under any division into batches."""
+    """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout; batches of any size add up."""
 
     def local_sums(params, batch, step):
         totals = model.sums(params, cfg.model, batch, None)

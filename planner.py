@@ -8,7 +8,7 @@ import math
 
 import model
 import sharding
-from utils import Config, ModelConfig
+from utils import PRESETS, Config, ModelConfig, preset
 
 # Dense peak of one device in FLOP/s, by jax's device_kind; source beside it.
 PEAK_FLOPS_PER_S = {
@@ -47,7 +47,7 @@ def model_flops_per_token(cfg: Config) -> int:
 
 
 def memory_bytes(cfg: Config) -> dict[str, int]:
-    """Estimate one device's memory: exact for the state, a sketch for activations (the planner's own issue refines it)."""
+    """Estimate one device's memory: exact for parameters and moments, a sketch for activations."""
     c, split = cfg.model, sharding.split_batch(cfg)
     mesh = cfg.mesh.sizes
 
@@ -59,14 +59,15 @@ def memory_bytes(cfg: Config) -> dict[str, int]:
     tokens = split.device_batch * cfg.data.seq_len // (mesh["context"] * mesh["tensor"])
     width_bytes = 2 if c.precision.compute == "bfloat16" else 4
     hidden = c.d_ff if not c.n_experts else (c.top_k + c.n_shared) * c.d_expert
-    kept = {"full": c.d_model, "dots": 6 * c.d_model + 2 * hidden}
-    scores = c.n_heads * cfg.data.seq_len
-    per_token = kept.get(c.remat, 10 * c.d_model + 4 * hidden + 4 * scores)
+    everything = 10 * c.d_model + 4 * hidden + 4 * c.n_heads * cfg.data.seq_len  # values a layer makes for one token
+    kept = {"full": c.d_model, "dots": 6 * c.d_model + 2 * hidden, "none": everything}[c.remat]
+    layers = -(-c.n_layers // mesh["stage"])
     return {
         "parameters": params,
         "gradients": params,
         "optimizer": 2 * params,
-        "activations": c.n_layers // mesh["stage"] * tokens * per_token * width_bytes,
+        # Twice everything for the layer at work: its values and their gradients.
+        "activations": tokens * (layers * kept + 2 * everything) * width_bytes,
         "logits": 2 * min(c.loss_chunk, tokens) * c.vocab_size // mesh["tensor"] * 4,
     }
 
@@ -88,3 +89,14 @@ def plan(cfg: Config) -> Plan:
     total, active = parameters(cfg.model)
     tokens = cfg.data.tokens_per_step
     return Plan(total, active, tokens, tokens * model_flops_per_token(cfg), memory_bytes(cfg))
+
+
+def main() -> None:
+    """Print every preset's size as a Markdown table."""
+    for name, (what, _) in PRESETS.items():
+        total, active = parameters(preset(name).model)
+        print(f"| `{name}` | {what.removeprefix('planner only: ')} | {total:,} | {active:,} |")
+
+
+if __name__ == "__main__":
+    main()

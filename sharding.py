@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from utils import AXES, Config, MeshConfig, UserError
 
@@ -69,7 +68,7 @@ def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, de
     """Declare a parameter: one letter per dim, and the mesh axis (or axes) that splits each letter.
 
     fan_in    letters summed over when it is used: it starts normal, with standard deviation 1 / sqrt(their product)
-    std, mean of the initial values, where fan_in does not say; a parameter with neither is constant at `mean`
+    std       standard deviation where fan_in does not say: a function of ModelConfig; with neither, all start at `mean`
     residual  it writes into the residual stream: its standard deviation is divided by sqrt(2 * n_layers), so that the
               stream's variance does not grow with depth (GPT-2, section 2.3)
     needs     function of ModelConfig; where it is false the parameter does not exist (None)
@@ -89,16 +88,17 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
     def read(dims, fan_in, std, mean, residual, needs, decay, trainable, axis_of):
         if needs is not None and not needs(c):
             return None
+        deviation = std(c) if std else 0.0
         if fan_in:
-            std = 1 / math.sqrt(math.prod(sizes[letter] for letter in fan_in))
+            deviation = 1 / math.sqrt(math.prod(sizes[letter] for letter in fan_in))
         if residual:
-            std /= math.sqrt(2 * c.n_layers)
+            deviation /= math.sqrt(2 * c.n_layers)
         dims, axes = stacked + dims, (stacked_axes or {}) | axis_of
         return Declaration(
             dims=dims,
             shape=tuple(sizes[letter] for letter in dims),
             spec=P(*(axes.get(letter) for letter in dims)),
-            std=std or 0.0, mean=mean, dtype=jnp.dtype(c.precision.parameters), decay=decay, trainable=trainable,
+            std=deviation, mean=mean, dtype=jnp.dtype(c.precision.parameters), decay=decay, trainable=trainable,
         )  # fmt: skip
 
     return block(**{f.name: read(**f.metadata) for f in dataclasses.fields(block) if f.metadata}, **parts)

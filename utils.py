@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -23,9 +24,18 @@ class UserError(ValueError):
 
 
 def nearest(word: str, known) -> str:
-    """Say which known words are closest to a misspelt one, then list them all."""
+    """Say which known word is closest to a misspelt one, then list a few more, all if they are few."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(known)
+    listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)
+    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(listed)
+
+
+def at_least(config, least: int, *names: str) -> None:
+    """Raises: UserError for the first of these fields of a config that is smaller."""
+    for name in names:
+        if getattr(config, name) < least:
+            part = type(config).__name__.removesuffix("Config").lower()
+            raise UserError(f"{part}.{name}={getattr(config, name)}: must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class MeshConfig:
             if axis not in AXES:
                 raise UserError(f"mesh {text!r}: no axis is called {name!r}; {nearest(name, AXES)}")
             if not (equals and size.isdecimal() and int(size) > 0):
-                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE with a whole size of at least 1, e.g. {axis}=2")
+                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE, a whole size of at least 1: {axis}=2")
             if axis in sizes:
                 raise UserError(f"mesh {text!r}: axis {axis!r} is given twice")
             sizes[axis] = int(size)
@@ -103,7 +113,7 @@ class ModelConfig:
     d_model: int = 128  # width of the residual stream
     n_layers: int = 4  # attention + feed-forward pairs
     n_heads: int = 4  # query heads
-    attention: Literal["mla", "gqa"] = "mla"  # latent attention (arXiv:2405.04434) or grouped queries (arXiv:2305.13245)
+    attention: Literal["mla", "gqa"] = "mla"  # latent (arXiv:2405.04434) or grouped-query (arXiv:2305.13245)
     n_kv_heads: int = 4  # key/value heads; gqa only, divides n_heads
     d_head: int = 32  # width of a head's query and key; mla: of their part without rotary
     d_rope: int = 16  # mla: width of the rotary part, one key shared by all heads
@@ -128,7 +138,7 @@ class ModelConfig:
     tie_embeddings: bool = False  # one table for embedding and unembedding
     dropout: float = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but matrix products, all of a layer
+    remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but products, whole layers
     loss_chunk: int = 1024  # tokens whose logits exist at once, per device
     precision: Precision = field(default_factory=Precision)  # number formats
 
@@ -141,8 +151,7 @@ class ModelConfig:
             self._refuse(name, "must be even: rotary turns pairs of coordinates")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must lie between 1 and n_experts={self.n_experts}")
-        if self.moe_every < 1:
-            self._refuse("moe_every", "must be at least 1")
+        at_least(self, 1, "vocab_size", "d_model", "n_layers", "n_heads", "moe_every", "loss_chunk")
         if not 0 <= self.dropout < 1:
             self._refuse("dropout", "must be at least 0 and below 1")
         repeating = self.n_layers - self.dense_prefix
@@ -150,7 +159,8 @@ class ModelConfig:
             down = self.dense_prefix + max(repeating, 0) // self.layers_per_block * self.layers_per_block
             raise UserError(
                 f"model.n_layers={self.n_layers}: after dense_prefix={self.dense_prefix} layers, whole blocks of "
-                f"{self.layers_per_block} layers follow; the nearest that fit are {down} and {down + self.layers_per_block}")  # fmt: skip
+                f"{self.layers_per_block} layers follow; nearest that fit: {down} or {down + self.layers_per_block}"
+            )
 
     def _refuse(self, name: str, why: str):
         raise UserError(f"model.{name}={getattr(self, name)}: {why}")
@@ -171,15 +181,14 @@ class DataConfig:
 
     path: str = "tokens/stdlib-bytes"  # directory of token shards, written by `python -m data.prepare`
     seq_len: int = 256  # T, positions in one sequence
-    batch_size: int = 32  # B, sequences in one step, over all devices
+    batch_size: int = 8  # B, sequences in one step, over all devices
     seed: int = 0  # order of the sequences
     mask_documents: bool = True  # attention stays inside a document, and positions restart with it
     prefetch: int = 4  # batches made ahead in the background
 
     def __post_init__(self):
-        for name in ("seq_len", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"data.{name}={getattr(self, name)}: must be at least 1")
+        at_least(self, 1, "seq_len", "batch_size")
+        at_least(self, 0, "seed", "prefetch")
 
     @property
     def tokens_per_step(self) -> int:
@@ -209,7 +218,7 @@ class RunConfig:
 
     name: str = "laptop"  # the run lives in DIR/NAME
     dir: str = "runs"  # parent of all runs
-    steps: int = 400  # optimizer steps
+    steps: int = 320  # optimizer steps
     seed: int = 0  # initial parameters and dropout
     log_every: int = 10  # steps between rows of metrics.jsonl
     eval_every: int = 100  # steps between evaluations; 0: only at the end
@@ -220,6 +229,12 @@ class RunConfig:
     sample_tokens: int = 200  # tokens in that sample
     compile_cache: str = "auto"  # directory of compiled programs; auto: the user's cache folder; empty: none
     restart: bool = False  # delete this run's results and start at step 0
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", self.name):
+            raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
+        at_least(self, 1, "steps", "log_every", "checkpoint_every", "keep_checkpoints", "sample_tokens")
+        at_least(self, 0, "seed", "eval_every", "eval_batches")
 
 
 @dataclass(frozen=True)
@@ -297,8 +312,9 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "laptop": ("MoE of about 3M parameters: trains in about 2 minutes on 2 cores", {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
-            d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=192, dense_prefix=1, balance_loss=0.01,
-            balance_rate=0.001, precision=FLOAT32),
+            d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=224, dense_prefix=1, balance_loss=0.01,
+            balance_rate=0.001, remat="full", precision=FLOAT32),
+        "optim.lr": 5e-3,
     }),
     "tiny": ("tests: every dimension a different size", {
         "model": ModelConfig(
