@@ -21,29 +21,41 @@ def open_directory(directory: str | os.PathLike, keep: int = 2) -> ocp.Checkpoin
 
 def latest_step(directory: str | os.PathLike) -> int | None:
     """The newest complete checkpoint's step; None if there is none."""
-    return max(ocp.utils.checkpoint_steps(os.path.abspath(directory)), default=None) if os.path.isdir(directory) else None
+    steps = ocp.utils.checkpoint_steps(os.path.abspath(directory)) if os.path.isdir(directory) else ()
+    return max(steps, default=None)
 
 
 def save(manager: ocp.CheckpointManager, step: int, state, about: dict) -> None:
     """Start saving the arrays of `state`; returns once they are copied, the writing goes on in the background."""
-    manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(named(state)), about=ocp.args.JsonSave(about)))
+    arrays = ocp.args.StandardSave(named(state))
+    manager.save(step, args=ocp.args.Composite(state=arrays, about=ocp.args.JsonSave(about)))
 
 
-def restore(directory: str | os.PathLike, target, step: int | None = None, about: dict | None = None):
+def about(directory: str | os.PathLike, step: int) -> dict:
+    """What the run that wrote a checkpoint was, as given to `save`."""
+    with ocp.CheckpointManager(os.path.abspath(directory)) as manager:
+        return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+
+
+def check_about(directory: str | os.PathLike, step: int, ours: dict) -> None:
+    """Raises: UserError naming the first difference between what is running and what wrote the checkpoint."""
+    if difference := first_difference(ours, about(directory, step)):
+        raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
+
+
+def restore(directory: str | os.PathLike, target, step: int | None = None, ours: dict | None = None):
     """Read a checkpoint into the shapes, dtypes and places of `target`, a tree of ShapeDtypeStruct with shardings.
 
     step   which one; None: the newest
-    about  what the caller is running; refused if the checkpoint was made by something else
-    Raises: UserError naming the first difference in `about`, or the missing checkpoint.
+    ours   what the caller is running; refused if the checkpoint was made by something else
+    Raises: UserError naming the first difference from `ours`, or the missing checkpoint.
     """
     step = latest_step(directory) if step is None else step
     if step is None:
         raise UserError(f"no checkpoint in {directory}")
+    if ours is not None:
+        check_about(directory, step, ours)
     with ocp.CheckpointManager(os.path.abspath(directory)) as manager:
-        if about is not None:
-            saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-            if difference := first_difference(about, saved):
-                raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
         arrays = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(named(target)))).state
     return map_named(lambda name, _: arrays[name], target)
 

@@ -7,7 +7,9 @@ import sharding
 from utils import Config
 
 
-def sample(cfg: Config, mesh, params, encoding, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
+def sample(
+    cfg: Config, mesh, params, encoding, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0
+) -> str:
     """Continue a prompt by `tokens` tokens, or until end of text; the window is the last data.seq_len tokens.
 
     Padding rows of the vocabulary, which no text maps to, are never sampled.
@@ -20,9 +22,10 @@ def sample(cfg: Config, mesh, params, encoding, prompt: str, tokens: int, temper
         logits_BTV = compiled(params, sharding.put(_one_row(cfg, window), mesh))
         logits_V = np.asarray(logits_BTV[0, len(window) - 1, : encoding.n_vocab], np.float64) / temperature
         weights_V = np.exp(logits_V - logits_V.max())
-        ids.append(int(rng.choice(len(weights_V), p=weights_V / weights_V.sum())))
-        if ids[-1] == encoding.eot_token:
+        token = int(rng.choice(len(weights_V), p=weights_V / weights_V.sum()))
+        if token == encoding.eot_token:
             break
+        ids.append(token)
     return encoding.decode(ids[1:])
 
 

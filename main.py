@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,12 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import checkpoint
 import dataset
 import generate
+import model
 import optimizer
 import pipeline
 import planner
@@ -44,12 +47,13 @@ def parse(argv: list[str]) -> Config:
     """Read `[PRESET] [--flags]`; the preset says what the flags' defaults are."""
     has_preset = argv and not argv[0].startswith("-")
     name, flags = (argv[0], argv[1:]) if has_preset else ("laptop", argv)
-    presets = "\n".join(f"  {name:13} {what}" for name, (what, _) in utils.PRESETS.items())
-    description = (
-        f"Train a transformer. Usage: python main.py [PRESET] [--flags]\n\nPresets:\n{presets}\n\n"
+    too_big = [name for name, (what, _) in utils.PRESETS.items() if what.startswith("planner only")]
+    presets = {name: what for name, (what, _) in utils.PRESETS.items() if name not in too_big}
+    lines = [f"  {name:13} {what}" for name, what in (presets | {"planner only": ", ".join(too_big)}).items()]
+    description = "\n".join((
+        "Train a transformer. Presets:", *lines, "",
         f"Flags change settings of the preset, here {name!r}; their defaults are its values. "
-        "--help-verbose says what each does."
-    )
+        "--help-verbose says what each does."))  # fmt: skip
     default = utils.preset(name)
     return tyro.cli(
         Config, prog="python main.py [PRESET]", description=description, default=default, args=flags,
@@ -59,50 +63,87 @@ def parse(argv: list[str]) -> Config:
 
 # The run's directory --------------------------------------------------------------------------------------------------
 
-
-def open_run(cfg: Config) -> Path:
-    """Make the run's directory, and refuse to continue one that was started with other settings or tokens."""
-    directory = Path(cfg.run.dir) / cfg.run.name
-    if cfg.run.restart and directory.exists():
-        shutil.rmtree(directory)
-    about = describe(cfg)
-    file = directory / "config.json"
-    if file.exists():
-        check_same(about, json.loads(file.read_text()), cfg)
-    directory.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(about, indent=1) + "\n")
-    return directory
+OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "report.png")
+# Settings of a run that may change when it goes on: they decide where, how fast and how long, not what comes out.
+FREE = ("run", "mesh", "data.path", "data.prefetch", "optim.max_device_batch", "model.remat", "model.loss_chunk")
 
 
 def describe(cfg: Config) -> dict:
-    return {"config": cfg.to_dict(), "data": dataset.fingerprint(cfg)}
+    """What config.json holds: every setting, and which tokens they met."""
+    config = cfg.to_dict()
+    config["run"]["restart"] = False  # said once, not a property of the run
+    return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
-def check_same(ours: dict, theirs: dict, cfg: Config) -> None:
-    """Raises: UserError naming the first setting that decides results and differs. How long, where and how often may."""
+def decisive(about: dict) -> dict:
+    """The part of `describe` that decides results: a run goes on only where it is the same."""
+    config = json.loads(json.dumps(about["config"]))
+    seed = config["run"]["seed"]
+    for name in FREE:
+        part, _, setting = name.partition(".")
+        (config[part] if setting else config).pop(setting or part, None)
+    return config | {"run": {"seed": seed}, "tokens": about["data"]}
 
-    def decisive(about):
-        config = {part: values for part, values in about["config"].items() if part != "run"}
-        config |= {"mesh": {}, "run": {"seed": about["config"]["run"]["seed"]}}
-        config["data"] = config["data"] | {"path": "", "prefetch": 0}
-        return {"config": config, "data": about["data"]}
 
-    if difference := utils.first_difference(decisive(ours), decisive(theirs)):
+def check_same(cfg: Config, directory: Path) -> None:
+    """Raises: UserError if the directory holds a run with other settings, naming the first that decides results."""
+    if cfg.run.restart:
+        return
+    ours, file, checkpoints = decisive(describe(cfg)), directory / "config.json", directory / "checkpoints"
+    try:
+        theirs = decisive(json.loads(file.read_text())) if file.exists() else ours
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error!r}); choose another --run.name, or --run.restart") from None
+    if difference := utils.first_difference(ours, theirs):
         raise UserError(
-            f"{cfg.run.dir}/{cfg.run.name} was started with other settings: {difference} (in its config.json); "
+            f"{directory} was started with other settings: {difference} (in its config.json); "
             "start another run with --run.name, or delete this one with --run.restart")  # fmt: skip
+    if (step := checkpoint.latest_step(checkpoints)) is not None:
+        checkpoint.check_about(checkpoints, step, ours)
+
+
+def open_run(cfg: Config, directory: Path) -> None:
+    """Make the run's directory and write its config.json; under run.restart delete what an earlier run wrote there."""
+    for name in OWN_FILES if cfg.run.restart else ():
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def steps_done(cfg: Config, directory: Path) -> int | None:
+    """Steps a finished run has taken; None if some of run.steps, or the report after the last, is still to do."""
+    rows = [json.loads(row) for row in read_rows(directory)]
+    ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
+    reached = checkpoint.latest_step(directory / "checkpoints") or 0
+    return max(ended, reached) if ended >= cfg.run.steps or reached > cfg.run.steps else None
+
+
+def read_rows(directory: Path) -> list[str]:
+    """Lines of metrics.jsonl, without a last one that is half written."""
+    path = directory / "metrics.jsonl"
+    return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
 
 
 class Metrics:
     """metrics.jsonl: one JSON object a line, appended by process 0 and flushed at once."""
 
-    def __init__(self, directory: Path, step: int):
-        """Keep the rows up to `step`; those past it belong to steps that will be taken again."""
+    def __init__(self, directory: Path, step: int, last_step: int):
+        """Keep the rows up to `step`; what is past it is done again, and so is an evaluation at the last step."""
         self.path = directory / "metrics.jsonl"
         if utils.is_main_process():
-            rows = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-            kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
-            self.path.write_text("".join(kept))
+
+            def keep(row):
+                return row["step"] <= step and (row["kind"], row["step"]) != ("eval", last_step)
+
+            replace_file(self.path, "".join(row for row in read_rows(directory) if keep(json.loads(row))))
 
     def write(self, kind: str, step: int, **values) -> None:
         if utils.is_main_process():
@@ -140,6 +181,13 @@ def peak_flops_per_s(device) -> float:
     return 2 * n**3 / min(times)
 
 
+def trace_step(cfg: Config, mesh):
+    """Trace the training step, without arrays: what the settings forbid is refused here, before anything is changed."""
+    sharding.check_divides(model.declare(cfg.model), mesh)
+    state = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    return optimizer.train_step(cfg, mesh).lower(state, sharding.put(dataset.batch(cfg, 0), mesh))
+
+
 def restore_or_init(cfg: Config, mesh, checkpoints: Path) -> optimizer.TrainState:
     """The newest checkpoint's state, placed on this mesh, or the state at step 0."""
     if checkpoint.latest_step(checkpoints) is None:
@@ -169,8 +217,8 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int) -> dict:
 
 
 def to_row(metrics: dict, losses: list) -> dict:
-    """Metrics of the last step as JSON, the loss averaged over the steps since the row before."""
-    row = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+    """Metrics of the last step as JSON; only the loss is averaged, over the steps since the row before."""
+    row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name != "cross_entropy"}
     row["loss"] = float(np.mean([float(x) for x in losses]))  # cross-entropy alone, in nats per token
     if "balance_loss" in row:
         row["balance_loss"] = float(np.mean(row["balance_loss"]))
@@ -186,100 +234,132 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
     if not (console.is_terminal and utils.is_main_process()):
         yield lambda step, row: log(f"step {step:>5}/{cfg.run.steps}  " + words.format(**row))
         return
-    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("ETA"),
-               TimeRemainingColumn())  # fmt: skip
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+               TextColumn("ETA"), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("first step", total=cfg.run.steps, completed=start)
+        task = bar.add_task("taking the first steps", total=cfg.run.steps, completed=start)
         yield lambda step, row: bar.update(task, completed=step, description=words.format(**row))
 
 
-def train(cfg: Config) -> None:
-    """Train until run.steps, from the newest checkpoint if there is one."""
+def train(cfg: Config, argv: list[str]) -> None:
+    """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
     dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
-    directory = open_run(cfg)
-    checkpoints = directory / "checkpoints"
-    if (done := checkpoint.latest_step(checkpoints) or 0) >= cfg.run.steps:
-        return say_complete(cfg, directory, done)
+    directory = Path(cfg.run.dir) / cfg.run.name
+    check_same(cfg, directory)
+    if not cfg.run.restart and (done := steps_done(cfg, directory)):
+        return say_complete(cfg, directory, done, argv)
 
     mesh = sharding.make_mesh(cfg.mesh)
     plan = announce(cfg, mesh)
     begin = time.perf_counter()
-    state = restore_or_init(cfg, mesh, checkpoints)
+    traced = trace_step(cfg, mesh)
+    open_run(cfg, directory)
+    trace_s, begin = time.perf_counter() - begin, time.perf_counter()
+    state = restore_or_init(cfg, mesh, directory / "checkpoints")
     first = int(state.step)
-    restore_s = time.perf_counter() - begin
+    restore_s, begin = time.perf_counter() - begin, time.perf_counter()
+    step_function = traced.compile()
+    compile_s = trace_s + time.perf_counter() - begin
+    begun = "restore" if first else "initialise"
+    log(f"start-up   import {IMPORT_S:.1f} s, {begun} {restore_s:.1f} s, compile {compile_s:.1f} s")
 
-    begin = time.perf_counter()
-    step_function = optimizer.train_step(cfg, mesh).lower(state, sharding.put(dataset.batch(cfg, first), mesh)).compile()
-    compile_s = time.perf_counter() - begin
-    log(f"start-up   import {IMPORT_S:.1f} s, restore {restore_s:.1f} s, compile {compile_s:.1f} s")
-
-    metrics = Metrics(directory, first)
+    metrics = Metrics(directory, first, cfg.run.steps)
     manifest = dataset.load(cfg.data.path).manifest
     metrics.write("start", first, time=time.time(), params_total=plan.params_total, params_active=plan.params_active,
                   tokens_per_step=plan.tokens_per_step, unigram_nats=manifest["unigram_nats"],
-                  bigram_nats=manifest["bigram_nats"], import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
+                  bigram_nats=manifest["bigram_nats"],
+                  import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
 
-    with checkpoint.open_directory(checkpoints, cfg.run.keep_checkpoints) as manager:
-        state = loop(cfg, mesh, state, step_function, plan, metrics, manager)
-        checkpoint.save(manager, cfg.run.steps, state, describe(cfg))
-    finish(cfg, mesh, state, metrics, directory)
-
-
-def loop(cfg: Config, mesh, state, step_function, plan: planner.Plan, metrics: Metrics, manager):
-    """Take the steps from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
-    run, first = cfg.run, int(state.step)
-    peak = peak_flops_per_s(mesh.devices.flat[0]) * mesh.size
     evaluation = pipeline.evaluate(cfg, mesh)
-    losses, mark, steps_timed = [], time.perf_counter(), 0
+    with checkpoint.open_directory(directory / "checkpoints", cfg.run.keep_checkpoints) as manager:
+        state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager)
+        if first < cfg.run.steps:
+            checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)))
+    finish(cfg, mesh, state, evaluation, metrics, directory)
+
+
+def loop(cfg: Config, mesh, state, step_function, evaluation, plan: planner.Plan, metrics: Metrics, manager):
+    """Take the steps from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
+    run, first, about = cfg.run, int(state.step), decisive(describe(cfg))
+    peak = peak_flops_per_s(mesh.devices.flat[0]) * mesh.size
+    losses, mark = [], time.perf_counter()
     with progress_bar(cfg, first) as show:
         for step, batch in dataset.prefetch(cfg, first):
             if step == run.steps:
                 return state
             state, values = step_function(state, sharding.put(batch, mesh))
             losses.append(values["cross_entropy"])
-            taken, steps_timed = step + 1, steps_timed + 1
-            if taken % run.log_every == 0 or taken == run.steps:
+            taken = step + 1
+            last = taken == run.steps
+            evaluation_due = run.eval_every and taken % run.eval_every == 0 and not last
+            checkpoint_due = taken % run.checkpoint_every == 0 and not last
+            # Either ends a row too: an evaluation so that it is not timed as a step, a checkpoint so that the loss
+            # averaged from there on is the same after a resume.
+            if taken % run.log_every == 0 or evaluation_due or checkpoint_due or last:
                 row = to_row(values, losses)  # waits for the step
-                step_s = (time.perf_counter() - mark) / steps_timed
+                step_s = (time.perf_counter() - mark) / len(losses)
                 row |= {"tokens": taken * plan.tokens_per_step, "tokens_per_s": plan.tokens_per_step / step_s,
                         "mfu": plan.model_flops / step_s / peak}  # fmt: skip
                 metrics.write("train", taken, **row)
                 show(taken, row)
-                losses, mark, steps_timed = [], time.perf_counter(), 0
-            if run.eval_every and taken % run.eval_every == 0 and taken < run.steps:
-                begin = time.perf_counter()
-                metrics.write("eval", taken, **evaluate(cfg, mesh, evaluation, state.params, run.eval_batches))
-                mark += time.perf_counter() - begin
-            if taken % run.checkpoint_every == 0 and taken < run.steps:
-                checkpoint.save(manager, taken, state, describe(cfg))
+                losses, mark = [], time.perf_counter()
+            if evaluation_due:
+                result = evaluate(cfg, mesh, evaluation, state.params, run.eval_batches)
+                metrics.write("eval", taken, **result)
+                log(f"step {taken:>5}/{run.steps}  validation {in_words(result)}")
+            if checkpoint_due:
+                checkpoint.save(manager, taken, state, about)
+            if evaluation_due or checkpoint_due:
+                mark = time.perf_counter()
 
 
-def finish(cfg: Config, mesh, state, metrics: Metrics, directory: Path) -> None:
+def in_words(result: dict) -> str:
+    return f"{result['loss']:.3f} nats/token, {result['bits_per_byte']:.3f} bits/byte over {result['tokens']:,} tokens"
+
+
+def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Path) -> None:
     """Evaluate on the whole validation split, print a sample, draw the report."""
     step, manifest = int(state.step), dataset.load(cfg.data.path).manifest
-    result = evaluate(cfg, mesh, pipeline.evaluate(cfg, mesh), state.params, batches=0)
+    log("evaluating on the whole validation split ..")
+    result = evaluate(cfg, mesh, evaluation, state.params, batches=0)
     metrics.write("eval", step, **result)
-    log(f"validation {result['loss']:.3f} nats/token, {result['bits_per_byte']:.3f} bits/byte over {result['tokens']:,} "
-        f"tokens; the text's bigram entropy is {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
+    log(f"validation {in_words(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
+        f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
     encoding = tokenizers.load(manifest["tokenizer"]["name"])
     text = generate.sample(cfg, mesh, state.params, encoding, cfg.run.sample_prompt, cfg.run.sample_tokens)
-    seconds = time.perf_counter() - START
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)
     if utils.is_main_process():
-        with (directory / "samples.txt").open("a") as file:
+        with (directory / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"--- step {step}\n{text}\n")
         report.draw([directory], directory / "report.png")
+    seconds = time.perf_counter() - START
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: without it the run is not complete
     log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
-    log(f"done       step {step} in {seconds:.0f} s, peak memory {peak_bytes / 2**30:.2f} GiB; see {directory}/report.png")
+    peak = f"peak memory {peak_bytes / 2**30:.2f} GiB"
+    log(f"done       step {step} in {seconds:.0f} s, {peak}; see {directory}/report.png")
 
 
-def say_complete(cfg: Config, directory: Path, step: int) -> None:
-    flags = f"python main.py {cfg.run.name}"
-    log(f"{directory} is complete: step {step} of {cfg.run.steps}.")
-    log(f"  continue it:  {flags} --run.steps {2 * step}")
-    log(f"  start again:  {flags} --run.restart    (deletes {directory})")
+def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
+    log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
+    log(f"  continue it:  {command(argv, steps=2 * done)}")
+    log(f"  start again:  {command(argv, restart=True)}    # deletes its results")
+
+
+def command(argv: list[str], steps: int | None = None, restart: bool = False) -> str:
+    """The user's own command, ready for a shell, with another number of steps, or starting again."""
+    kept, words = [], iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name == "--run.steps" and steps:
+            _ = equals or next(words)  # its value goes with it
+        elif name not in ("--run.restart", "--run.no_restart"):
+            kept.append(word)
+    kept += ["--run.steps", str(steps)] if steps else []
+    kept += ["--run.restart"] if restart else []
+    python = os.path.relpath(sys.executable)  # .venv/bin/python: it holds the packages, the shell's may not
+    return shlex.join([sys.executable if python.startswith("..") else python, os.path.relpath(__file__), *kept])
 
 
 def use_compile_cache(cfg: Config) -> None:
@@ -287,19 +367,22 @@ def use_compile_cache(cfg: Config) -> None:
     directory = cfg.run.compile_cache
     if directory == "auto":
         directory = os.path.join(utils.cache_directory(), "xla")
-    jax.config.update("jax_compilation_cache_dir", directory or None)
+    if jax.config.jax_compilation_cache_dir != (directory or None):
+        jax.config.update("jax_compilation_cache_dir", directory or None)
+        compilation_cache.reset_cache()  # it would go on using the directory it was first used with
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        cfg = parse(sys.argv[1:] if argv is None else argv)
+        cfg = parse(argv)
         use_compile_cache(cfg)
-        train(cfg)
-    except UserError as error:
+        train(cfg, argv)
+    except (UserError, OSError) as error:  # OSError: no space, no permission; its text names the file
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command resumes from the last checkpoint", file=sys.stderr)
+        print(f"\ninterrupted; this resumes from the last checkpoint:  {command(argv)}", file=sys.stderr)
         return 130
     return 0
 

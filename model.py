@@ -64,7 +64,7 @@ def rms_norm(x, gain, eps):
     """Scale each vector to root mean square 1, then by a learned gain. Source: arXiv:1910.07467."""
     x32 = x.astype(float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * gain).astype(x.dtype)
+    return (x32 * scale * jnp.broadcast_to(gain, x.shape)).astype(x.dtype)
 
 
 def rotary_angles(positions_bS, width: int, theta: float, on):

@@ -1,7 +1,7 @@
 """AdamW as an optax chain, its learning-rate schedule, and one training step.
 
-The chain runs outside the `shard_map`, under `jit`, on whole (sharded) arrays: so the global norm that clipping needs is
-the norm of the whole gradient, on any mesh.
+The chain runs outside the `shard_map`, under `jit`, on whole (sharded) arrays: so the global norm that clipping needs
+is the norm of the whole gradient, on any mesh.
 """
 
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
 import pipeline
@@ -28,16 +27,21 @@ class TrainState:
 
 
 def learning_rate(cfg: Config) -> optax.Schedule:
-    """Learning rate at each step: linear warm-up, then cosine decay, or a plateau with a linear end (WSD, arXiv:2404.06395)."""
+    """Learning rate of each step, counted from 0: linear warm-up, then cosine decay, or a plateau with a linear end.
+
+    The first step is already above 0, step warmup_steps - 1 has the peak, the last step final_lr times the peak.
+    Source of the plateau: WSD, arXiv:2404.06395.
+    """
     o, steps = cfg.optim, cfg.run.steps
     warmup = min(o.warmup_steps, steps)
-    rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))  # the first step already learns
+    rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))
+    # A fall starts from the peak at the last step of what precedes it, so that it ends at the last step of all.
     if o.schedule == "cosine":
         fall = optax.cosine_decay_schedule(o.lr, max(steps - warmup, 1), alpha=o.final_lr)
-        return optax.join_schedules([rise, fall], [warmup])
+        return optax.join_schedules([rise, fall], [warmup - 1])
     decay = min(round(o.decay_fraction * steps), steps - warmup)
-    fall = optax.linear_schedule(o.lr, o.lr * o.final_lr, decay)
-    return optax.join_schedules([rise, optax.constant_schedule(o.lr), fall], [warmup, steps - decay])
+    fall = optax.linear_schedule(o.lr, o.lr * o.final_lr, decay) if decay else optax.constant_schedule(o.lr)
+    return optax.join_schedules([rise, optax.constant_schedule(o.lr), fall], [warmup, steps - decay - 1])
 
 
 def decay_mask(declarations):
@@ -105,7 +109,7 @@ def train_step(cfg: Config, mesh: Mesh):
         params = optax.apply_updates(state.params, updates)
         if "tokens_per_expert" in metrics:
             params = update_selection_bias(cfg, params, metrics["tokens_per_expert"])
-        metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads), "lr": rate(state.step)}
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": rate(state.step)}
         return TrainState(params, moments, state.step + 1), metrics
 
     shardings = state_shardings(cfg, mesh)

@@ -184,17 +184,23 @@ class BatchSplit:
                 f"x {self.accumulation} accumulation passes")  # fmt: skip
 
 
+def _require_multiple(name: str, size: int, what: str, parts: int) -> None:
+    if size % parts:
+        near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
+        raise UserError(
+            f"cannot split {name}={size} {what} = {parts} devices "
+            f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}"
+        )
+
+
 def split_batch(cfg: Config) -> BatchSplit:
     """Derive microbatch and accumulation from the global batch, the mesh and optim.max_device_batch.
 
-    Raises: UserError if the batch does not split over the mesh, with the nearest batches that do.
+    Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
     """
     B, shards, limit = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.optim.max_device_batch
-    if B % shards:
-        near = sorted({max(B // shards, 1) * shards, (B // shards + 1) * shards})
-        raise UserError(
-            f"cannot split data.batch_size={B} sequences over data*fsdp*expert = {shards} batch shards "
-            f"({B} % {shards} = {B % shards}); nearest that do: {' or '.join(map(str, near))}")  # fmt: skip
+    _require_multiple("data.batch_size", B, "sequences over data*fsdp*expert", shards)
+    _require_multiple("data.seq_len", cfg.data.seq_len, "positions over context*tensor", cfg.mesh.position_shards)
     local = B // shards
     device_batch = max(n for n in range(1, min(limit or local, local) + 1) if local % n == 0)
     return BatchSplit(B, shards, device_batch, local // device_batch)

@@ -81,6 +81,11 @@ class MeshConfig:
         """Groups of devices that hold different sequences."""
         return self.data * self.fsdp * self.expert
 
+    @property
+    def position_shards(self) -> int:
+        """Devices that hold different positions of the same sequences between blocks."""
+        return self.context * self.tensor
+
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
 

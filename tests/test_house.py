@@ -21,13 +21,16 @@ MAY_IMPORT = {
     "sharding": {"utils"},
     "model": {"utils", "sharding"},
     "pipeline": {"utils", "sharding", "model"},
-    "optimizer": {"utils", "sharding"},
+    "optimizer": {"utils", "sharding", "model", "pipeline"},
     "checkpoint": {"utils", "sharding"},
     "dataset": {"utils"},
     "data": {"utils", "dataset"},
     "report": {"utils"},
     "planner": {"utils", "sharding", "model", "pipeline"},
     "generate": {"utils", "sharding", "model", "pipeline", "dataset", "data", "checkpoint"},
+    "gptj": {"utils", "sharding", "model"},
+    "families": {"utils", "sharding", "model", "gptj"},
+    "convert": {"utils", "sharding", "gptj", "families", "checkpoint"},
     "main": None,
 }
 NOT_OURS = {".git", ".venv", "runs", "tokens"}

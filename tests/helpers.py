@@ -1,0 +1,247 @@
+"""What tests of the model share: batches, weights drawn by NumPy, blocks run alone, and the model a second time.
+
+The reference below is float64 NumPy, one token and one head at a time, and imports nothing of `model.py`: it reads the
+weights by name and nothing else.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import model
+import sharding
+from sharding import AXES, TOKENS
+from utils import Config, ModelConfig
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+def documents(*lengths, padding=0):
+    """Positions and segments of one row that holds documents of these lengths, then padding (segment 0)."""
+    positions = [i for length in (*lengths, padding) for i in range(length)]
+    segments = [number for number, length in enumerate(lengths, start=1) for _ in range(length)] + [0] * padding
+    return np.array(positions, np.int32), np.array(segments, np.int32)
+
+
+def random_batch(cfg: Config, seed: int):
+    """Random tokens and targets; rows differ in documents, padding, and the weights of their targets."""
+    rng = np.random.default_rng(seed)
+    B, T, V = cfg.data.batch_size, cfg.data.seq_len, cfg.model.vocab_size
+    rows = []
+    for _ in range(B):
+        padding = int(rng.integers(0, T // 3))
+        first = int(rng.integers(1, T - padding))
+        rows.append(documents(first, T - padding - first, padding=padding))
+    segments_BT = np.stack([segments for _, segments in rows])
+    weights_BT = rng.uniform(0.5, 2, (B, T)) * (rng.random((B, T)) < 0.8) * (segments_BT > 0)
+    return {
+        "tokens_BT": rng.integers(0, V, (B, T), dtype=np.int32),
+        "targets_BT": rng.integers(0, V, (B, T), dtype=np.int32),
+        "positions_BT": np.stack([positions for positions, _ in rows]),
+        "segments_BT": segments_BT,
+        "weights_BT": weights_BT.astype(np.float32),
+    }
+
+
+# Weights and blocks ---------------------------------------------------------------------------------------------------
+
+
+def unstacked(declarations):
+    """Declarations of one layer: without the leading letters P, L, J that say how often it is repeated."""
+
+    def one(d):
+        n = len(d.dims) - len(d.dims.lstrip("PLJ"))
+        return dataclasses.replace(d, dims=d.dims[n:], shape=d.shape[n:], spec=P(*d.spec[n:]))
+
+    return jax.tree.map(one, declarations)
+
+
+def draw(declarations, seed: int = 0):
+    """Weights from NumPy. Those that start constant (gains, biases) vary too, or a forgotten one would not be seen."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda d: np.float32(d.mean + (d.std or 0.1) * rng.normal(size=d.shape)), declarations)
+
+
+@functools.cache
+def moe_declarations(c: ModelConfig):
+    return unstacked(model.declare(c).blocks.moe.feed_forward)
+
+
+@functools.cache
+def attention_declarations(c: ModelConfig):
+    return unstacked(model.declare(c).blocks.moe.attention)
+
+
+def compiled(function, declarations, n_arrays: int, mesh="data=1"):
+    """fn(w, *arrays), as the model runs it: in one `shard_map`, manual over all axes, `check_vma` on.
+
+    Arrays are split over TOKENS along their first dim, so that they may differ along every axis, as in the model. Every
+    output needs a dim, which is joined over all axes.
+    """
+    specs = (sharding.specs(declarations), *[P(TOKENS)] * n_arrays)
+    return jax.jit(jax.shard_map(function, mesh=sharding.make_mesh(mesh), in_specs=specs, out_specs=P(AXES)))
+
+
+def run(function, declarations, w, *arrays, mesh="data=1"):
+    return jax.tree.map(np.asarray, compiled(function, declarations, len(arrays), mesh)(w, *arrays))
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those inside loops, branches and calls too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def assert_gradients_close(got, want, share, what):
+    """Each gradient equals the wanted one up to a share of its largest entry; the worst one is named."""
+    got, want = sharding.named(got), sharding.named(want)
+    assert set(got) == set(want)
+    worst = {name: np.abs(got[name] - want[name]).max() / max(np.abs(want[name]).max(), 1e-20) for name in want}
+    name = max(worst, key=worst.get)
+    assert worst[name] <= share, f"{what}: {name} is off by {worst[name]:.2e} of its largest entry, allowed {share:.0e}"
+
+
+# The model a second time ----------------------------------------------------------------------------------------------
+
+
+def np_rms_norm(x, gain, eps):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+
+
+def np_turn(x_R, position, theta):
+    """Coordinates i and i + R/2 are one complex number, turned by position * theta^(-2i/R)."""
+    half = len(x_R) // 2
+    turned = (x_R[:half] + 1j * x_R[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    return np.concatenate([turned.real, turned.imag])
+
+
+def np_turn_all(x_THR, positions_T, theta):
+    return np.stack([[np_turn(x_R, p, theta) for x_R in x_HR] for x_HR, p in zip(x_THR, positions_T, strict=True)])
+
+
+def np_softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def np_attend(q_THK, k_THK, v_THU, positions_T, segments_T):
+    """One query of one head at a time, over a list of the positions it may see."""
+    T, H, K = q_THK.shape
+    out_THU = np.zeros((T, H, v_THU.shape[-1]))
+    for s, h in itertools.product(range(T), range(H)):
+        seen = [j for j in range(T) if positions_T[j] <= positions_T[s] and segments_T[j] == segments_T[s]]
+        out_THU[s, h] = np_softmax(k_THK[seen, h] @ q_THK[s, h] / np.sqrt(K)) @ v_THU[seen, h]
+    return out_THU
+
+
+def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
+    latent_TQ = x_TD
+    if c.d_query_latent:
+        latent_TQ = np_rms_norm(x_TD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
+    latent_TC = np_rms_norm(x_TD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
+    turn = lambda x: np_turn_all(x, positions_T * rotary, c.rope_theta)
+    q_rotary_THR = turn(np.einsum("tq,qhr->thr", latent_TQ, w.w_query_rotary_QHR))
+    k_rotary_THR = np.repeat(turn((x_TD @ w.w_key_rotary_DR)[:, None, :]), c.n_heads, axis=1)
+    q = np.concatenate([np.einsum("tq,qhk->thk", latent_TQ, w.w_query_QHK), q_rotary_THR], axis=-1)
+    k = np.concatenate([np.einsum("tc,chk->thk", latent_TC, w.w_key_CHK), k_rotary_THR], axis=-1)
+    out_THU = np_attend(q, k, np.einsum("tc,chu->thu", latent_TC, w.w_value_CHU), positions_T, segments_T)
+    return np.einsum("thu,hud->td", out_THU, w.w_out_HUD)
+
+
+def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
+    turn = lambda x: np_turn_all(x, positions_T * rotary, c.rope_theta)
+    q_THK = turn(np.einsum("td,dhk->thk", x_TD, w.w_query_DHK))
+    k_TGK = turn(np.einsum("td,dgk->tgk", x_TD, w.w_key_DGK))
+    v_TGK = np.einsum("td,dgk->tgk", x_TD, w.w_value_DGK)
+    shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # neighbours share
+    out_THK = np_attend(q_THK, k_TGK[:, shared_by], v_TGK[:, shared_by], positions_T, segments_T)
+    return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD)
+
+
+def np_feed_forward(x_D, w_gate_DF, w_up_DF, w_down_FD):
+    if w_gate_DF is None:  # GELU, in the tanh form
+        up_F = x_D @ w_up_DF
+        return (0.5 * up_F * (1 + np.tanh(np.sqrt(2 / np.pi) * (up_F + 0.044715 * up_F**3)))) @ w_down_FD
+    gate_F = x_D @ w_gate_DF
+    return (gate_F / (1 + np.exp(-gate_F)) * (x_D @ w_up_DF)) @ w_down_FD
+
+
+def np_route(w, c: ModelConfig, x_D):
+    """Gates, experts and probabilities of one token."""
+    logits_E = x_D @ w.w_router_DE
+    scores_E = 1 / (1 + np.exp(-logits_E)) if c.router == "sigmoid" else np_softmax(logits_E)
+    bias_E = np.zeros(c.n_experts) if w.bias_E is None else w.bias_E
+    experts = sorted(range(c.n_experts), key=lambda e: -(scores_E + bias_E)[e])[: c.top_k]
+    return c.routed_scaling * scores_E[experts] / scores_E[experts].sum(), experts, scores_E / scores_E.sum()
+
+
+def np_moe(w, c: ModelConfig, x_TD, slots=None):
+    """One sequence, token by token. Returns [T, D] and how many of each token's assignments found no slot."""
+    out_TD, taken_E, dropped_T = np.zeros(x_TD.shape), np.zeros(c.n_experts, int), np.zeros(len(x_TD), int)
+    for t, x_D in enumerate(x_TD):
+        gates, experts, _ = np_route(w, c, x_D)
+        for gate, e in zip(gates, experts, strict=True):
+            if slots is not None and taken_E[e] == slots:
+                dropped_T[t] += 1
+                continue
+            taken_E[e] += 1
+            w_gate_DM = None if w.w_gate_EDM is None else w.w_gate_EDM[e]
+            out_TD[t] += gate * np_feed_forward(x_D, w_gate_DM, w.w_up_EDM[e], w.w_down_EMD[e])
+        if w.shared is not None:
+            out_TD[t] += np_feed_forward(x_D, w.shared.w_gate_DF, w.shared.w_up_DF, w.shared.w_down_FD)
+    return out_TD, dropped_T
+
+
+def np_layers(w, c: ModelConfig):
+    """The layers of the model in order, each with whether it is an MoE."""
+    for p in range(c.dense_prefix):
+        yield jax.tree.map(lambda x, p=p: x[p], w.prefix), False
+    for n in range(c.n_blocks):
+        if w.blocks.dense is not None:
+            for j in range(w.blocks.dense.norm_attention_D.shape[1]):
+                yield jax.tree.map(lambda x, n=n, j=j: x[n, j], w.blocks.dense), False
+        if w.blocks.moe is not None:
+            yield jax.tree.map(lambda x, n=n: x[n], w.blocks.moe), True
+
+
+def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
+    """Logits of one sequence, [T, V], and how many assignments of each token each MoE layer dropped."""
+    w = jax.tree.map(np.float64, w)
+    x_TD, dropped = w.embedding_VD[tokens_T], []
+    for number, (layer, is_moe) in enumerate(np_layers(w, c), start=1):
+        rotary = not (c.no_rope_every and number % c.no_rope_every == 0)
+        attention = np_latent_attention if c.attention == "mla" else np_grouped_attention
+        h_TD = np_rms_norm(x_TD, layer.norm_attention_D, c.norm_eps)
+        x_TD = x_TD + attention(layer.attention, c, h_TD, positions_T, segments_T, rotary)
+        h_TD = np_rms_norm(x_TD, layer.norm_feed_forward_D, c.norm_eps)
+        if is_moe:
+            out_TD, dropped_T = np_moe(layer.feed_forward, c, h_TD, slots)
+            dropped.append(dropped_T)
+        else:
+            out_TD = np_feed_forward(
+                h_TD, *(getattr(layer.feed_forward, f"w_{n}") for n in ("gate_DF", "up_DF", "down_FD"))
+            )
+        x_TD = x_TD + out_TD
+    x_TD = np_rms_norm(x_TD, w.norm_D, c.norm_eps)
+    return x_TD @ (w.embedding_VD.T if c.tie_embeddings else w.unembedding_DV), dropped
+
+
+def np_cross_entropy(w, c: ModelConfig, batch, slots=None):
+    """Weighted sum of nats and sum of weights over the batch, and [B, MoE layers, T] of what was dropped."""
+    nats, dropped = 0.0, []
+    for row in range(len(batch["tokens_BT"])):
+        tokens_T, positions_T, segments_T, targets_T, weights_T = (
+            batch[f"{n}_BT"][row] for n in ("tokens", "positions", "segments", "targets", "weights")
+        )
+        logits_TV, dropped_LT = np_model(w, c, tokens_T, positions_T, segments_T, slots)
+        nats -= np.sum(weights_T * np.log(np_softmax(logits_TV))[np.arange(len(targets_T)), targets_T])
+        dropped.append(dropped_LT)
+    return nats, np.sum(batch["weights_BT"], dtype=np.float64), np.array(dropped)

@@ -1,0 +1,229 @@
+"""What is typed wrong is answered in one sentence, at once, and changes nothing; what could be typed is explained."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import main
+import optimizer
+import utils
+from data import prepare
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command_line")
+    for n in range(9):
+        (folder / f"{n}.txt").write_text("so it goes, " * (20 + n))
+    prepare.prepare(prepare.Arguments(str(folder / "tokens"), f"text:{folder}/*.txt", val_share=0.3))
+    return str(folder / "tokens")
+
+
+def run(*argv):
+    """Run the command in this process: exit status, what it printed, what it complained about."""
+    # As a file or a pipe: UTF-8, not a terminal.
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main.main(list(argv))
+        except SystemExit as exit:  # from the parser
+            status = exit.code
+    return status, *(file.buffer.getvalue().decode() for file in (out, err))
+
+
+def plain(text):
+    """Text without the frame around it, on one line."""
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
+
+
+# What is typed wrong --------------------------------------------------------------------------------------------------
+
+NAME = "use letters, digits, '.', '_' and '-'"
+WRONG = {
+    "lapto": "no preset is called 'lapto'; did you mean 'laptop'? known: laptop, tiny,",
+    "tiny --run.step 5": "Unrecognized options: --run.step, 5 Perhaps you meant: --run.steps INT",
+    "tiny extra": "Unrecognized options: extra",
+    "tiny --run.steps many": "Error parsing --run.steps: invalid literal for int() with base 10: 'many'",
+    "tiny --optim.schedule cosin": "invalid choice 'cosin'",
+    "tiny --mesh fdsp=2": "no axis is called 'fdsp'; did you mean 'fsdp'? known: data, stage, fsdp, expert, context,",
+    "tiny --mesh fsdp=two": "mesh 'fsdp=two': 'fsdp=two' should be AXIS=SIZE",
+    "tiny --mesh fsdp:2": "'fsdp:2'",
+    "tiny --mesh fsdp=2,fsdp=4": "axis 'fsdp' is given twice",
+    "tiny --model.n_layers 4": "after dense_prefix=1 layers, whole blocks of 2 layers follow; ",
+    "tiny --model.dropout 2": "model.dropout=2.0: must be at least 0 and below 1",
+    "tiny --run.name a/b": f"run.name='a/b': {NAME}",
+    "tiny --run.name=$(date)": f"run.name='$(date)': {NAME}",
+    "tiny --run.name=": f"run.name='': {NAME}",
+    "tiny --run.name ..": f"run.name='..': {NAME}",
+    "tiny --run.steps 0": "run.steps=0: must be at least 1",
+    "tiny --run.log_every 0": "run.log_every=0: must be at least 1",
+    "tiny --run.checkpoint_every -1": "run.checkpoint_every=-1: must be at least 1",
+    "tiny --run.keep_checkpoints 0": "run.keep_checkpoints=0: must be at least 1",
+    "tiny --run.eval_every -1": "run.eval_every=-1: must be at least 0",
+    "tiny --data.batch_size 0": "data.batch_size=0: must be at least 1",
+    "tiny --data.batch_size 10 --mesh fsdp=4": "cannot split data.batch_size=10 sequences over data*fsdp*expert = 4 "
+    "batch shards (10 % 4 = 2); nearest that do: 8 or 12",
+    "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8",
+    "tiny --mesh tensor=8": "cannot split",
+    "tiny --mesh stage=2": "there is no pipeline schedule yet",
+    "tiny --model.capacity_factor 0.01": "capacity is 0",
+    "tiny --model.vocab_size 200": "holds token ids 0..256, model.vocab_size=200 has 0..199; use --model.vocab_size 26",
+    "tiny --data.seq_len 5000": "a window needs data.seq_len + 1 = 5001; use --data.seq_len ",
+    "tiny --data.path nowhere/stdlib-gpt2": "no tokens at 'nowhere/stdlib-gpt2' (no manifest.json there); make them "
+    "with python -m data.prepare --source stdlib --tokenizer gpt2 --out nowhere/stdlib-gpt2",
+    "tiny --run.dir /dev/null": "Not a directory: '/dev/null/tiny",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_a_mistake_is_named_at_once(typed, tokens, tmp_path, monkeypatch):
+    """Catches a traceback, a status that a script takes for success, a message that does not say what to change,
+    minutes of compiling before it comes, and a run's directory left behind, to refuse the corrected command."""
+    compiled = []
+    monkeypatch.setattr(optimizer, "init", lambda *_: compiled.append("init"))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: compiled.append("step"))
+    preset, *words = typed.split(" ")
+    status, out, err = run(preset, "--data.path", tokens, "--run.dir", str(tmp_path / "runs"), *words)
+    assert status == 2, out
+    assert WRONG[typed] in plain(err), err
+    assert "Traceback" not in err and len(err.splitlines()) < 20
+    assert not compiled
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_deletes_nothing(tokens, tmp_path):
+    """Catches a restart that deletes the old run before it finds out that the new one is impossible."""
+    directory = tmp_path / "tiny"
+    for name in ("config.json", "metrics.jsonl", "checkpoints/5/state"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("{}\n")
+    for wrong in ("--mesh=fsdp=3", "--mesh=tensor=8", "--model.capacity_factor=0.01"):
+        status, _, _ = run("tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--run.restart", wrong)
+        assert status == 2
+        assert len([path for path in directory.rglob("*") if path.is_file()]) == 3, wrong
+
+
+def test_the_process_ends_with_status_2(tokens):
+    """Catches a status that gets lost on its way out of the process, and an error on standard output."""
+    words = [sys.executable, "main.py", "tiny", "--data.path", tokens, "--mesh", "fsdp=3", "--run.dir", "/dev/null"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot split data.batch_size=16") or "nearest that do" in done.stderr
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch):
+    """Catches a traceback after Ctrl-C, and advice that would restart a run instead of resuming it."""
+
+    def train(cfg, argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "train", train)
+    monkeypatch.setattr(main, "use_compile_cache", lambda cfg: None)
+    status, _, err = run("tiny", "--run.restart", "--run.steps", "7")
+    assert status == 130 and "Traceback" not in err
+    assert err.rstrip().endswith("main.py tiny --run.steps 7")
+
+
+# Help -----------------------------------------------------------------------------------------------------------------
+
+
+def settings(values, prefix="--"):
+    for name, value in values.items():
+        if isinstance(value, dict) and name != "mesh":
+            yield from settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def test_help_fits_two_screens():
+    """Catches help that scrolls away, hides a group of settings, or shows another preset's values as defaults."""
+    status, out, err = run("tiny", "--help")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 120
+    for group in ("model", "model.precision", "data", "optim", "run"):
+        assert f" {group} options " in out
+    for preset in utils.PRESETS:
+        assert re.search(rf"\b{preset}\b", out), preset
+    for name, value in settings(utils.preset("tiny").to_dict()):
+        assert re.search(rf"{re.escape(name)}\b", out), name
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert f"{name} {'INT' if isinstance(value, int) else 'FLOAT'} (default: {value})" in plain(out), name
+    assert "--model.d_model INT (default: 128)" in plain(run("--help")[1]), "without a preset it is laptop"
+
+
+def test_help_verbose_explains_each_setting():
+    """Catches a setting without a sentence, and one whose sentence is lost between the source and the screen."""
+    status, out, _ = run("tiny", "--help-verbose")
+    assert status == 0
+    said = plain(out)
+    for name, _ in settings(utils.preset("tiny").to_dict()):
+        start = re.search(rf"{re.escape(name)}(?![\w.])", said)
+        text = said[start.end() : said.index("(default:", start.end())]
+        words = re.findall(r"\b[a-z]{2,}\b", re.sub(r"--\S+|{\S+}", "", text))
+        assert len(words) >= 2, f"{name}: {text}"
+    assert "learning rate at the last step, as a share of lr (default: 0.1)" in said
+
+
+def test_help_is_quick_in_a_process():
+    """Catches help that needs tokens, devices or a terminal."""
+    env = os.environ | {"COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "main.py", "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) <= 100 and "\x1b" not in done.stdout
+
+
+# Compiled programs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache():
+    """Give the tests' own cache back afterwards."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def compile_something(n):
+    jax.jit(lambda x: x * n + 1)(np.ones(n, np.float32)).block_until_ready()
+
+
+def test_compiled_programs_are_kept_where_asked(cache, tmp_path, monkeypatch):
+    """Catches a flag that is ignored because programs were kept elsewhere before, `auto` outside the user's cache
+    folder, and an empty flag that keeps them all the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    count = lambda: len([path for path in tmp_path.rglob("*") if path.is_file()])
+    use = lambda *argv: main.use_compile_cache(main.parse(["tiny", *argv]))
+
+    use("--run.compile_cache", str(tmp_path / "mine"))
+    compile_something(11)
+    assert list((tmp_path / "mine").iterdir()) and not (tmp_path / "xdg").exists()
+    use()
+    compile_something(13)
+    assert list((tmp_path / "xdg" / "axis-by-axis").rglob("*"))
+    kept = count()
+    use("--run.compile_cache", "")
+    compile_something(17)
+    assert count() == kept
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    use()
+    compile_something(19)
+    assert list((tmp_path / "home" / ".cache" / "axis-by-axis").rglob("*"))

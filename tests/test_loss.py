@@ -1,0 +1,318 @@
+"""The loss and its gradients: in chunks, in passes, recomputed, with dropout, in bfloat16, and on several devices."""
+
+import functools
+import math
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model
+import pipeline
+import sharding
+from utils import Precision, UserError, preset
+
+B, T, V = 16, 18, 280
+CHUNK = 36  # tokens whose logits exist at once; 8 chunks make B * T
+
+SETTINGS = {
+    # A dense layer and a dropless MoE layer with latent attention, dropout and a balance loss that counts.
+    "mla": {"n_layers": 2, "moe_every": 1, "no_rope_every": 2, "dropout": 0.25, "balance_loss": 0.5},
+    # Two blocks of a dense layer and an MoE layer with grouped attention; what can be switched is.
+    "gqa": {"attention": "gqa", "n_layers": 4, "dense_prefix": 0, "router": "softmax", "activation": "gelu",
+            "capacity_factor": 1.0, "tie_embeddings": True, "balance_loss": 0.5, "balance_rate": 0.0},
+}  # fmt: skip
+
+
+def config(name, **more):
+    return preset("tiny", **{f"model.{key}": value for key, value in SETTINGS[name].items()}, **more)
+
+
+@functools.cache
+def parameters(name):
+    return helpers.draw(model.declare(config(name).model))
+
+
+@functools.cache
+def batch():
+    return helpers.random_batch(config("mla"), seed=0)
+
+
+def program(name, **more):
+    cfg = config(name, **more)
+    return pipeline.loss_and_grads(cfg, sharding.make_mesh(cfg.mesh))
+
+
+def host(results):
+    return jax.tree.map(np.asarray, results)
+
+
+@functools.cache
+def base(name):
+    """One device, one pass, nothing recomputed: the compiled function, and what it says of step 3."""
+    compiled = program(name).lower(parameters(name), batch(), 3).compile()
+    return compiled, host(compiled(parameters(name), batch(), 3))
+
+
+def trace(name, **more):
+    return list(helpers.equations(jax.make_jaxpr(program(name, **more))(parameters(name), batch(), 3).jaxpr))
+
+
+def assert_same(got, want, what):
+    """Loss, metrics and gradients are those of one device and one pass, but for the order of float32 sums."""
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, err_msg=what)
+    assert set(got[1]) == set(want[1])
+    for name in got[1]:
+        exact = name in ("tokens_per_expert", "drop_fraction")
+        np.testing.assert_allclose(got[1][name], want[1][name], rtol=0 if exact else 1e-5, err_msg=f"{what}: {name}")
+    helpers.assert_gradients_close(got[2], want[2], 1e-4, what)
+
+
+# Value and gradient ---------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_and_its_metrics_by_hand():
+    """Catches a mean of means, a weight that is ignored, a balance loss that is summed over layers or weighted twice,
+    and a drop fraction or load that counts padding."""
+    cfg, (loss, metrics, _) = config("gqa"), base("gqa")[1]
+    slots = model.slots_per_expert(cfg.model, T)
+    nats, weight, dropped_BLT = helpers.np_cross_entropy(parameters("gqa"), cfg.model, batch(), slots)
+    real_B1T = (batch()["segments_BT"] > 0)[:, None, :]
+    assignments = real_B1T.sum() * cfg.model.top_k
+    np.testing.assert_allclose(metrics["tokens"], weight, rtol=1e-6)
+    np.testing.assert_allclose(metrics["cross_entropy"], nats / weight, rtol=1e-5)  # float32 logits of 4 layers
+    np.testing.assert_allclose(
+        metrics["drop_fraction"], np.sum(dropped_BLT * real_B1T, axis=(0, 2)) / assignments, rtol=1e-6
+    )
+    np.testing.assert_array_equal(metrics["tokens_per_expert"].sum(axis=1), [assignments] * 2)
+    assert metrics["drop_fraction"].min() > 0.01, "choose a capacity that drops something"
+    assert abs(np.diff(metrics["balance_loss"])[0]) > 0.01, "choose weights by which the layers differ"
+    np.testing.assert_allclose(loss, metrics["cross_entropy"] + 0.5 * metrics["balance_loss"].mean(), rtol=1e-6)
+    assert np.all((metrics["router_entropy"] > 0) & (metrics["router_entropy"] < math.log(cfg.model.n_experts)))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_parameter_receives_gradient(name):
+    """Catches a block computed and thrown away, a head, expert or layer that nothing reaches, a stop_gradient too many,
+    and a selection bias that is trained."""
+    grads = sharding.named(base(name)[1][2])
+    without = []
+    for path, d in sharding.named(model.declare(config(name).model)).items():
+        # One number for each layer, head and expert: the largest entry of its gradient.
+        dims = tuple(i for i, letter in enumerate(d.dims) if letter not in "PLJHGE" or len(d.dims) == 1)
+        largest = np.abs(grads[path]).max(axis=dims)
+        assert np.all(np.isfinite(grads[path])), path
+        if d.trainable:
+            without += [path] * bool(np.any(largest < 1e-6))
+        else:
+            assert path.endswith("bias_E") and np.all(grads[path] == 0), f"{path} receives gradient"
+    assert not without, f"no gradient for some slice of {without}"
+    unused_V = np.setdiff1d(np.arange(V), batch()["tokens_BT"])
+    if name == "mla":  # untied: a row whose token does not occur receives exactly none
+        assert len(unused_V) and np.all(grads["embedding_VD"][unused_V] == 0)
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_chunked_loss_equals_the_plain_one():
+    """Catches a last chunk that is cut off or counts its padding, chunks that mix tokens and targets, and a gradient
+    that sees one chunk only."""
+    chunks = (1, 5, 7, 21, 40)  # of 21 tokens: one by one, not a divisor, a divisor, all, more than all
+    D = 24
+    c = config("mla").model
+    rng = np.random.default_rng(0)
+    x_BTD, w_DV = rng.normal(size=(3, 7, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32)
+    targets_BT = rng.integers(0, V, (3, 7))
+    weights_BT = (rng.uniform(0.5, 2, (3, 7)) * (rng.random((3, 7)) < 0.7)).astype(np.float32)
+    assert 0 < np.sum(weights_BT == 0) < 21
+    declaration = model.declare(c).unembedding_DV
+
+    def local(w_DV, x_btD, targets_bt, weights_bt):
+        def value(w_DV, x_btD, chunk):
+            w_Dv = model.gathered(w_DV, c, dim=0)
+            if chunk is None:
+                return model.cross_entropy_sum(
+                    w_Dv, x_btD.reshape(-1, D), targets_bt.reshape(-1), weights_bt.reshape(-1)
+                )
+            return model.chunked_cross_entropy(w_Dv, x_btD, targets_bt, weights_bt, chunk)
+
+        results = [jax.value_and_grad(value, argnums=(0, 1))(w_DV, x_btD, chunk) for chunk in (None, *chunks)]
+        return [
+            (value[None], d_x, sharding.all_gather(d_w, ("fsdp", "expert", "context"), dim=0))
+            for value, (d_w, d_x) in results
+        ]
+
+    plain, *chunked = helpers.run(local, declaration, w_DV, x_BTD, targets_BT, weights_BT)
+    want = -np.sum(
+        weights_BT * np.take_along_axis(np.log(helpers.np_softmax(x_BTD @ w_DV)), targets_BT[..., None], -1)[..., 0]
+    )
+    np.testing.assert_allclose(plain[0], [want], rtol=1e-5)  # float32
+    for chunk, results in zip(chunks, chunked, strict=True):
+        for what, got, expected in zip(("value", "d x", "d w"), results, plain, strict=True):
+            np.testing.assert_allclose(
+                got, expected, atol=1e-5 * np.abs(expected).max(), err_msg=f"{what}, chunk {chunk}"
+            )
+
+
+def largest_with_vocabulary(shapes):
+    """Entries of the largest array that has a dim of the vocabulary's size; no other dim has that size."""
+    return max(math.prod(shape) for shape in shapes if V in shape)
+
+
+def test_the_full_logits_never_exist():
+    """Catches logits of all tokens made in the forward pass, kept for the backward pass, or stacked over chunks."""
+    shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
+    assert largest_with_vocabulary(shapes_of(trace("mla"))) == CHUNK * V
+    assert (
+        largest_with_vocabulary(shapes_of(trace("mla", **{"model.loss_chunk": B * T}))) == B * T * V
+    )  # it would be seen
+    compiled = re.findall(r"\[([\d,]+)\]", base("mla")[0].as_text())
+    assert largest_with_vocabulary(tuple(map(int, shape.split(","))) for shape in compiled) == CHUNK * V
+
+
+# Passes, recomputation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [2, 4])
+def test_accumulation_changes_nothing(passes):
+    """Catches a mean of the passes' means, a balance loss of each pass instead of the batch, and dropout drawn anew in
+    each pass."""
+    more = {"optim.max_device_batch": B // passes}
+    assert sharding.split_batch(config("mla", **more)).accumulation == passes
+    got = host(program("mla", **more)(parameters("mla"), batch(), 3))
+    assert_same(got, base("mla")[1], f"{passes} passes")
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputing_changes_nothing(remat):
+    """Catches dropout drawn anew when a layer is recomputed, and statistics counted twice."""
+    got = host(program("mla", **{"model.remat": remat})(parameters("mla"), batch(), 3))
+    assert_same(got, base("mla")[1], f"remat {remat}")
+
+
+def test_remat_recomputes_what_it_says():
+    """Catches a remat setting that is read nowhere: matrix products are what is recomputed."""
+    products = {
+        r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"model.remat": r})) for r in model.REMAT
+    }
+    assert products["none"] < products["dots"] < products["full"], products
+
+
+# Dropout --------------------------------------------------------------------------------------------------------------
+
+
+def tokens_numbered(index_BT):
+    return model.Tokens(*[jnp.zeros(index_BT.shape, int)] * 2, jnp.ones(index_BT.shape), index_BT)
+
+
+def test_dropout_zeroes_a_share_and_keeps_the_mean():
+    """Catches activations not scaled up, a share that is kept instead of zeroed, and bits that depend on the place in
+    the array instead of the token's number."""
+    c, index_BT = config("mla").model, np.random.default_rng(0).permutation(40 * T).reshape(40, T)
+    x_BTD, key = jnp.ones((40, T, 24)), jax.random.key(7)
+    drop = jax.jit(lambda index, key: model.dropout(c, x_BTD, tokens_numbered(index), key))
+    out_BTD = np.asarray(drop(index_BT, key))
+    assert set(np.unique(out_BTD)) == {0, np.float32(1 / 0.75)}
+    deviations = 5 * math.sqrt(0.25 * 0.75 / out_BTD.size)  # 5 standard errors
+    assert abs(np.mean(out_BTD == 0) - 0.25) < deviations
+    assert abs(out_BTD.mean() - 1) < deviations / 0.75
+    for dim in range(24):  # coordinates are dropped apart
+        assert abs(np.mean(out_BTD[..., dim] == 0) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / (40 * T))
+    np.testing.assert_array_equal(drop(index_BT[::-1], key), out_BTD[::-1])
+    assert np.mean(np.asarray(drop(index_BT, jax.random.key(8))) != out_BTD) > 0.3
+
+
+def test_dropout_differs_by_layer_and_branch(monkeypatch):
+    """Catches one key used for all layers, or for both branches of a layer: the same coordinates would always drop."""
+    c = config("mla").model
+    declarations = helpers.unstacked(model.declare(c).prefix)
+    monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
+    monkeypatch.setattr(model, "feed_forward", lambda w, c, x: sharding.vary(jnp.full_like(x, 10.0), x_axes))
+    x_axes = sharding.TOKENS
+
+    def local(w, x_btD, index_bt, number):
+        tokens = model.Tokens(index_bt, index_bt, jnp.ones(index_bt.shape), index_bt)
+        return model.layer(w, c, x_btD, tokens, number[0], jax.random.key(0))[0]
+
+    program = helpers.compiled(local, declarations, n_arrays=3)
+    w, index_BT = helpers.draw(declarations), np.arange(B * T).reshape(B, T)
+    kept = []  # which coordinates stay, layer by layer: attention's and feed-forward's
+    for number in (0, 1):
+        out_BTD = np.round(
+            np.asarray(program(w, np.zeros((B, T, 24), np.float32), index_BT, np.full(1, number))) * 0.75
+        )
+        kept += [out_BTD % 10 == 1, out_BTD >= 10]
+    agree = np.array([[np.mean(a == b) for a in kept] for b in kept])
+    # Independent bits agree with 0.75^2 + 0.25^2 = 0.625; 0.03 is 5 standard errors.
+    np.testing.assert_allclose(agree, np.where(np.eye(4), 1, 0.625), atol=0.03)
+
+
+def test_dropout_differs_by_step_and_repeats():
+    """Catches a key that ignores the step, and one that depends on anything but seed and step."""
+    compiled, (loss, *_) = base("mla")
+    again, other = (float(compiled(parameters("mla"), batch(), step)[0]) for step in (3, 4))
+    assert again == float(loss) and abs(other - again) > 1e-4
+
+
+# Precision and evaluation ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def evaluated(compute):
+    cfg = config("mla", **{"model.precision": Precision(compute=compute)})
+    nats, weight = pipeline.evaluate(cfg, sharding.make_mesh(cfg.mesh))(parameters("mla"), batch())
+    return float(nats), float(weight)
+
+
+def test_evaluation_has_no_dropout_and_sums():
+    """Catches dropout or the balance loss in an evaluation, and a mean where batches are to be added up."""
+    nats, weight, _ = helpers.np_cross_entropy(parameters("mla"), config("mla").model, batch())
+    assert evaluated("float32") == pytest.approx((nats, weight), rel=1e-5)  # float32 logits
+
+
+def test_bfloat16_is_close_to_float32():
+    """Catches a sum taken in bfloat16: 288 losses of about 6 would be off by more than a hundredth."""
+    assert evaluated("bfloat16")[0] == pytest.approx(evaluated("float32")[0], rel=0.02)  # bf16 keeps 8 bits: 0.4% each
+    assert evaluated("bfloat16")[0] != evaluated("float32")[0], "the setting does nothing"
+
+
+def test_what_runs_in_which_precision():
+    """Catches a softmax, norm, router or loss in bfloat16, and a product left in float32, forward or backward."""
+    equations = trace("mla", **{"model.precision": Precision(compute="bfloat16")})
+    types = lambda e: {v.aval.dtype.name for v in e.invars}
+    sensitive = [e for e in equations if e.primitive.name in ("exp", "log", "rsqrt", "sqrt", "log1p", "exp2")]
+    assert len(sensitive) > 10 and all(types(e) == {"float32"} for e in sensitive)
+    products = [e for e in equations if e.primitive.name == "dot_general"]
+    in_float32 = [e for e in products if "float32" in types(e)]
+    assert len(products) > 60
+    # The router alone: [B, T, D] with [D, E] forward, and two products backward; no other array has E = 8 and few dims.
+    router = {(B, T, 24), (24, 8), (B, T, 8)}
+    for e in in_float32:
+        assert {v.aval.shape for v in e.invars} <= router, f"a float32 product of {[v.aval for v in e.invars]}"
+    assert len(in_float32) == 3
+    scores = [e for e in equations if e.primitive.name == "logistic" and e.outvars[0].aval.shape == (B, T, 8)]
+    assert scores and all(types(e) == {"float32"} for e in scores)
+
+
+# Several devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2", "expert=2", "fsdp=2,expert=2,tensor=2"])
+def test_the_mesh_changes_where_not_what(mesh):
+    """Catches a psum missing or doubled, a balance loss or dropout that depends on who holds a token, and experts or
+    words numbered by their place on the device."""
+    got = host(program("mla", mesh=mesh)(parameters("mla"), batch(), 3))
+    assert_same(got, base("mla")[1], mesh)
+
+
+def test_a_stage_axis_is_refused_until_there_is_a_schedule():
+    """Catches a mesh on which every stage would run only its own layers, and the loss be silently wrong."""
+    cfg = preset("tiny", mesh="stage=2")
+    message = "mesh stage=2: stage must be 1, there is no pipeline schedule yet; use fsdp or tensor instead"
+    for compile_it in (pipeline.loss_and_grads, pipeline.evaluate, pipeline.logits):
+        with pytest.raises(UserError, match=message):
+            compile_it(cfg, sharding.make_mesh(cfg.mesh))

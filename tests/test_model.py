@@ -1,0 +1,366 @@
+"""Each block beside a few lines of NumPy; who sees whom; what is declared; how many parameters there are."""
+
+import functools
+import itertools
+import math
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model
+import pipeline
+import planner
+import sharding
+from utils import PRESETS, preset
+
+B, T, D = 3, 18, 24  # of the blocks tested alone; the tiny preset is 24 wide
+
+float32 = np.float32
+
+
+@functools.cache
+def config(**more):
+    return preset("tiny", **{f"model.{name}": value for name, value in more.items()}).model
+
+
+def activations(seed=0):
+    return np.random.default_rng(seed).normal(size=(B, T, D)).astype(float32)
+
+
+def three_rows():
+    """Positions and segments of rows that hold one document, two, and three with padding."""
+    rows = [helpers.documents(18), helpers.documents(7, 11), helpers.documents(4, 8, 1, padding=5)]
+    return tuple(np.stack(x) for x in zip(*rows, strict=True))
+
+
+# Norm, rotary, feed-forward, embedding --------------------------------------------------------------------------------
+
+
+def test_rms_norm_equals_numpy():
+    """Catches a mean that is subtracted, a root forgotten, an epsilon outside the root, and a gain left out."""
+    x_BTD, gain_D = activations() * 1e-2, 1 + np.arange(D, dtype=float32) / D
+    want = helpers.np_rms_norm(x_BTD.astype(np.float64), gain_D, 1e-4)
+    np.testing.assert_allclose(jax.jit(model.rms_norm)(x_BTD, gain_D, 1e-4), want, rtol=1e-5)  # float32 sums of 24
+
+
+def test_rotate_turns_pairs_by_position_times_frequency():
+    """Catches a pairing of neighbours instead of halves, a wrong sign or frequency, and positions counted by index."""
+    positions_BT, _ = three_rows()
+    x_BTHR = np.random.default_rng(0).normal(size=(B, T, 4, 6)).astype(float32)
+    turn = jax.jit(lambda x, p, on: model.rotate(x, model.rotary_angles(p, 6, 50.0, on)))
+    want = [helpers.np_turn_all(x, p, 50.0) for x, p in zip(x_BTHR, positions_BT, strict=True)]
+    np.testing.assert_allclose(turn(x_BTHR, positions_BT, 1.0), want, atol=1e-5)  # float32 angles up to 17 radians
+    np.testing.assert_array_equal(turn(x_BTHR, positions_BT, 0.0), x_BTHR)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_feed_forward_equals_numpy(activation):
+    """Catches gate and up in each other's place, the wrong nonlinearity, and a matrix left out."""
+    c = config(activation=activation)
+    declarations = helpers.unstacked(model.declare(c).prefix.feed_forward)
+    w = helpers.draw(declarations)
+    got = helpers.run(lambda w, x: model.feed_forward(w, c, x), declarations, w, activations())
+    assert (w.w_gate_DF is None) == (activation == "gelu")
+    want = helpers.np_feed_forward(activations().astype(np.float64), w.w_gate_DF, w.w_up_DF, w.w_down_FD)
+    np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of 40 products; outputs are of size 1
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "mla": {},
+    "mla, no query latent": {"d_query_latent": 0},
+    "gqa": {"attention": "gqa"},
+}
+
+
+@functools.cache
+def attention_program(kind):
+    """The attention block alone, compiled once: fn(w, x, positions, segments, rotary_on)."""
+    c = config(**KINDS[kind])
+    block = model.latent_attention if c.attention == "mla" else model.grouped_attention
+    local = lambda w, x, positions, segments, on: block(w, c, x, positions, segments, on[0])
+    return helpers.compiled(local, helpers.attention_declarations(c), n_arrays=4)
+
+
+def attend(kind, x_BTD, positions_BT, segments_BT, rotary_on=1.0):
+    w = helpers.draw(helpers.attention_declarations(config(**KINDS[kind])))
+    return np.asarray(attention_program(kind)(w, x_BTD, positions_BT, segments_BT, np.full(1, rotary_on, float32)))
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_equals_a_loop_over_queries(kind, rotary):
+    """Catches a wrong scale, heads grouped with the wrong neighbours, a latent not normed, a mask that lets the future
+    or another document through, and a rotary key that differs by head."""
+    c, x_BTD = config(**KINDS[kind]), activations()
+    w = jax.tree.map(np.float64, helpers.draw(helpers.attention_declarations(c)))
+    reference = helpers.np_latent_attention if c.attention == "mla" else helpers.np_grouped_attention
+    want = [reference(w, c, *row, rotary) for row in zip(x_BTD.astype(np.float64), *three_rows(), strict=True)]
+    got = attend(kind, x_BTD, *three_rows(), float(rotary))
+    np.testing.assert_allclose(got, want, atol=2e-5)  # float32; outputs are of size 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_depend_on_the_distance_only(kind):
+    """Catches a rotary embedding added instead of turned, and angles that differ between queries and keys."""
+    positions_BT, segments_BT = three_rows()
+    here, there, stretched = (
+        attend(kind, activations(), p, segments_BT) for p in (positions_BT, positions_BT + 37, 2 * positions_BT)
+    )
+    np.testing.assert_allclose(there, here, atol=2e-5)  # angles of up to 54 radians are rounded at 4e-6
+    assert np.abs(stretched - here).max() > 0.01, "positions do nothing at all"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_rotary_only_the_order_counts(kind):
+    """Catches a no-RoPE layer that still turns queries or keys."""
+    positions_BT, segments_BT = three_rows()
+    here, stretched = (
+        attend(kind, activations(), p, segments_BT, rotary_on=0.0) for p in (positions_BT, 2 * positions_BT + 3)
+    )
+    np.testing.assert_array_equal(here, stretched)
+
+
+def test_every_third_layer_has_no_rotary():
+    """Catches layers counted from 0 when those without RoPE are chosen; the whole model's count is compared below."""
+    c = config(n_experts=0, balance_loss=0.0)
+    declarations = helpers.unstacked(model.declare(c).prefix)
+    positions_BT, segments_BT = three_rows()
+
+    def local(w, x, positions, segments, number):
+        tokens = model.Tokens(positions, segments, jnp.ones(segments.shape, jnp.float32), segments)
+        return model.layer(w, c, x, tokens, number[0], None)[0]
+
+    program, w = helpers.compiled(local, declarations, n_arrays=4), helpers.draw(declarations)
+    ignores = []
+    for number in range(7):
+        here, stretched = (
+            program(w, activations(), p, segments_BT, np.full(1, number)) for p in (positions_BT, 2 * positions_BT)
+        )
+        ignores.append(bool(np.all(here == stretched)))
+    assert ignores == [False, False, True, False, False, True, False]  # the third and the sixth layer
+
+
+# The whole model ------------------------------------------------------------------------------------------------------
+
+ROWS = T + 1  # one row as it is, and one for each position at which a token is changed
+
+MODELS = {
+    # tiny: latent attention; a dense prefix layer, two blocks of a dense layer and a dropless MoE; no RoPE in layer 3
+    "mla dropless": {},
+    "mla capacity": {"model.capacity_factor": 1.0, "model.d_query_latent": 0, "model.dense_prefix": 0,
+                     "model.n_layers": 4},
+    "gqa dense": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3, "model.no_rope_every": 2,
+                  "model.activation": "gelu", "model.tie_embeddings": True},
+    "gqa softmax across documents": {"model.attention": "gqa", "model.router": "softmax", "model.balance_rate": 0.0,
+                                     "model.n_shared": 0, "model.routed_scaling": 2.5, "model.moe_every": 1,
+                                     "model.n_layers": 2, "data.mask_documents": False},
+}  # fmt: skip
+
+
+def whole(name, **more):
+    return preset("tiny", **{"data.batch_size": ROWS}, **MODELS[name], **more)
+
+
+@functools.cache
+def parameters(name):
+    return helpers.draw(model.declare(whole(name).model))
+
+
+@functools.cache
+def logits_program(name):
+    cfg = whole(name)
+    return pipeline.logits(cfg, sharding.make_mesh(cfg.mesh))
+
+
+def batch_with_changes(name):
+    """Row 0 holds three documents and padding; row 1 + j is the same but for the token at position j."""
+    positions_T, segments_T = helpers.documents(6, 8, 1, padding=3)
+    if not whole(name).data.mask_documents:
+        positions_T = np.arange(T, dtype=np.int32)  # as `dataset.batch` counts them then
+    batch = helpers.random_batch(whole(name), seed=0)
+    for key, row_T in ("tokens_BT", batch["tokens_BT"][0]), ("positions_BT", positions_T), ("segments_BT", segments_T):
+        batch[key] = np.tile(row_T, (ROWS, 1))
+    changed = np.arange(T)
+    batch["tokens_BT"][1 + changed, changed] = (batch["tokens_BT"][0] + 101) % 280
+    return batch
+
+
+@functools.cache
+def logits_with_changes(name):
+    return np.asarray(logits_program(name)(parameters(name), batch_with_changes(name)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_equals_a_second_one_in_numpy(name):
+    """Catches a residual, norm or layer left out or out of order, a wrong layer without RoPE, and rows that mix."""
+    cfg = whole(name)
+    batch = helpers.random_batch(cfg, seed=1)
+    if not cfg.data.mask_documents:
+        batch["positions_BT"] = np.tile(np.arange(T, dtype=np.int32), (ROWS, 1))
+    got = logits_program(name)(parameters(name), batch)
+    slots = model.slots_per_expert(cfg.model, T) if cfg.model.capacity_factor else None
+    for row in (0, 7, ROWS - 1):
+        segments_T = batch["segments_BT"][row] if cfg.data.mask_documents else np.minimum(batch["segments_BT"][row], 1)
+        want, dropped = helpers.np_model(
+            parameters(name), cfg.model, batch["tokens_BT"][row], batch["positions_BT"][row], segments_T, slots
+        )
+        assert not slots or np.min(np.sum(dropped, axis=1)) > 0, "choose a batch in which this row drops something"
+        # float32 against float64 through up to 5 layers; logits are of size 1
+        np.testing.assert_allclose(got[row], want, atol=1e-4, err_msg=f"row {row}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_token_sees_the_future(name):
+    """Catches a mask off by one, and experts whose slots are given to later tokens before earlier ones."""
+    logits = logits_with_changes(name)
+    difference = np.abs(logits[1:] - logits[0]).max(axis=-1)  # [changed position, position]
+    for j in range(T):
+        # Nothing may change; groups of rows that move within a matrix product may round differently.
+        assert difference[j, :j].max(initial=0) <= 1e-6, f"token {j} changes the logits before it"
+        assert difference[j, j] > 1e-3, f"token {j} does not change its own logits"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_see_each_other_only_if_allowed(name):
+    """Catches a mask that ignores segments, one that hides the same document, and a switch that does nothing."""
+    logits, segments_T = logits_with_changes(name), batch_with_changes(name)["segments_BT"][0]
+    changed = np.abs(logits[1:] - logits[0]).max(axis=-1) > 1e-6
+    capacity = whole(name).model.capacity_factor
+    for j, t in itertools.combinations(range(T), 2):
+        seen = segments_T[j] == segments_T[t] or (not whole(name).data.mask_documents and segments_T[t] > 0)
+        if seen:
+            assert changed[j, t], f"position {t} does not see token {j}"
+        elif not capacity:  # the slots of an expert are shared by the documents of a sequence
+            assert not changed[j, t], f"position {t} sees token {j} of another document"
+
+
+# Declarations ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_ends_with_its_letters(name):
+    """Catches a field whose suffix and declared letters differ, letters of unlike sizes, and a wrong rank."""
+    sizes = {}
+    for path, d in sharding.named(model.declare(preset(name).model)).items():
+        suffix = path.rsplit("_", 1)[1]
+        stacked = {"prefix": "P", "blocks.dense": "LJ", "blocks.moe": "L"}
+        stacked = next((letters for part, letters in stacked.items() if path.startswith(part)), "")
+        assert d.dims == stacked + suffix, path
+        assert len(d.shape) == len(d.dims) == len(d.spec), path
+        for letter, size in zip(d.dims, d.shape, strict=True):
+            if ".shared." not in path:  # there F is as wide as all shared experts together
+                assert sizes.setdefault(letter, size) == size, f"{letter} of {path}"
+
+
+@pytest.fixture(scope="module")
+def initial():
+    cfg = preset("tiny")
+    params = sharding.init(model.declare(cfg.model), sharding.make_mesh("data=1"), seed=0)
+    return sharding.named(jax.tree.map(np.asarray, params))
+
+
+def test_parameters_start_as_declared(initial):
+    """Catches a deviation that is not the declared one, gains that start at random, and two parameters or layers that
+    start equal."""
+    for name, d in sharding.named(model.declare(preset("tiny").model)).items():
+        x = initial[name]
+        assert x.shape == d.shape and x.dtype == float32, name
+        if not d.std:
+            np.testing.assert_array_equal(x, np.full(d.shape, d.mean), err_msg=name)
+            continue
+        # 5 standard errors: one false alarm in 30,000 tests.
+        assert abs(x.mean() - d.mean) < 5 * d.std / math.sqrt(x.size), name
+        assert abs(x.std() - d.std) < 5 * d.std / math.sqrt(2 * x.size), name
+        assert len(np.unique(x)) > 0.99 * x.size, f"{name} repeats its values"
+    random = [x.ravel()[:64] for name, x in initial.items() if x.std() > 0 and x.size >= 64]
+    for a, b in itertools.combinations(random, 2):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.75, "two parameters start alike"  # 6 standard errors of 1/8
+
+
+def test_declared_deviations_by_hand():
+    """Catches a declaration that changes: 1/sqrt(fan in), and in residual branches GPT-2's depth, written by hand."""
+    d = sharding.named(model.declare(preset("tiny").model))
+    depth = math.sqrt(2 * 5)  # residual branches of 5 layers
+    by_hand = {
+        "embedding_VD": 1.0,
+        "unembedding_DV": 24**-0.5,
+        "blocks.dense.attention.w_down_query_DQ": 24**-0.5,
+        "blocks.dense.attention.w_query_QHK": 20**-0.5,
+        "blocks.dense.attention.w_query_rotary_QHR": 20**-0.5,
+        "blocks.dense.attention.w_key_CHK": 12**-0.5,
+        "blocks.dense.attention.w_value_CHU": 12**-0.5,
+        "blocks.dense.attention.w_out_HUD": (4 * 14) ** -0.5 / depth,
+        "prefix.feed_forward.w_gate_DF": 24**-0.5,
+        "prefix.feed_forward.w_down_FD": 40**-0.5 / depth,
+        "blocks.moe.feed_forward.w_router_DE": 24**-0.5,
+        "blocks.moe.feed_forward.w_up_EDM": 24**-0.5,
+        "blocks.moe.feed_forward.w_down_EMD": 28**-0.5 / depth,
+        "blocks.moe.feed_forward.shared.w_down_FD": 56**-0.5 / depth,
+        "blocks.moe.feed_forward.bias_E": 0.0,
+        "norm_D": 0.0,
+    }
+    assert {name: d[name].std for name in by_hand} == pytest.approx(by_hand)
+    tied = sharding.named(model.declare(config(tie_embeddings=True)))
+    assert tied["embedding_VD"].std == pytest.approx(24**-0.5) and "unembedding_DV" not in tied
+    assert {name: x.mean for name, x in d.items() if x.mean} == {
+        name: 1.0 for name in d if "norm" in name.rsplit(".")[-1]
+    }
+    assert {name for name, x in d.items() if not x.trainable} == {"blocks.moe.feed_forward.bias_E"}
+    constant = {name for name in d if "norm" in name.rsplit(".")[-1] or name.endswith("bias_E")}
+    assert {name for name, x in d.items() if not x.decay} == constant | {"embedding_VD"}
+
+
+def test_the_mesh_does_not_change_the_start(initial):
+    """Catches random numbers drawn per device: bits must be equal, or runs on two meshes are two experiments."""
+    mesh = sharding.make_mesh("fsdp=2,tensor=2,expert=2")
+    split = sharding.init(model.declare(preset("tiny").model), mesh, seed=0)
+    assert len(split.embedding_VD.sharding.device_set) == 8
+    for name, x in sharding.named(split).items():
+        np.testing.assert_array_equal(np.asarray(x), initial[name], err_msg=name)
+
+
+# Counts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_laptop_by_hand():
+    """Catches a weight declared twice, not at all, or with another size, and a wrong share of active experts."""
+    attention = 128 * 4 * 32 + 128 * 4 * 16 + 128 * 64 + 64 + 128 * 16 + 64 * 4 * 32 + 64 * 4 * 32 + 4 * 32 * 128
+    layer = attention + 2 * 128  # two norms
+    dense = 3 * 128 * 384
+    expert = 3 * 128 * 224
+    outside_experts = (
+        272 * 128 + 128 + 128 * 272 + (layer + dense) + 3 * (layer + 128 * 8 + expert)
+    )  # one shared expert
+    total, active = outside_experts + 3 * 8 * expert, outside_experts + 3 * 2 * expert
+    assert planner.parameters(preset("laptop").model) == (total, active)
+
+
+@pytest.mark.parametrize("name, total", [("llama3_8b", 8_030_261_248), ("mixtral_8x7b", 46_702_792_704)])
+def test_published_parameter_counts(name, total):
+    """Catches a shape of a planner preset, or of the model, that is not the published one."""
+    assert planner.parameters(preset(name).model)[0] == total
+
+
+def test_deepseek_v3_parameter_counts():
+    """Catches a shape that is not the published one: 671B in total, 37B of them active (arXiv:2412.19437, abstract)."""
+    total, active = planner.parameters(preset("deepseek_v3").model)
+    assert f"{total / 1e9:.1f}" == "671.0"
+    assert 37e9 <= active < 38e9
+
+
+def test_model_flops_of_a_dense_model_by_hand():
+    """Catches a backward pass counted once, key/value heads counted as query heads, and full attention."""
+    cfg = preset(
+        "tiny", **{"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3, "model.activation": "gelu"}
+    )
+    # Widths: D=24, H=4 query heads, G=2 key/value heads of K=10, F=40, V=280; T=18.
+    matrices = 3 * (24 * 4 * 10 + 2 * 24 * 2 * 10 + 4 * 10 * 24 + 2 * 24 * 40) + 24 * 280
+    gains = 3 * 2 * 24 + 24  # counted with the matrices
+    pairs = (18 + 1) / 2  # positions a token looks at, itself included, on average
+    attention = 3 * 4 * (10 + 10) * pairs  # multiply-adds of scores and of values
+    assert planner.model_flops_per_token(cfg) == 3 * 2 * (matrices + gains + attention)

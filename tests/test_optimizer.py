@@ -1,0 +1,217 @@
+"""The optimizer is the published one, touches what it should, and lies on the mesh as the parameters do."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import dataset
+import model
+import optimizer
+import sharding
+from data import prepare
+from utils import preset
+
+# Three MoE layers, nothing else: what is tested here does not depend on depth, and this compiles in seconds.
+SMALL = {"model.n_layers": 3, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",
+         "model.n_shared": 0}  # fmt: skip
+BIAS = "blocks.moe.feed_forward.bias_E"
+
+
+def is_decayed(name):
+    """Written a second time, from names: matrices are, tables and vectors are not."""
+    last = name.rsplit(".", 1)[-1]
+    return not last.startswith(("norm", "bias", "embedding"))
+
+
+def random_tree(seed, shapes, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: (scale * rng.standard_normal(x.shape)).astype(np.float32), shapes)
+
+
+def updated(cfg, params, gradients):
+    """Parameters after each of these gradients, by `optimizer.adamw`."""
+    chain = optimizer.adamw(cfg)
+
+    @jax.jit
+    def step(params, moments, gradient):
+        updates, moments = chain.update(gradient, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    moments = chain.init(params)
+    for gradient in gradients:
+        params, moments = step(params, moments, gradient)
+        yield {name: np.asarray(x) for name, x in sharding.named(params).items()}
+
+
+# Updates --------------------------------------------------------------------------------------------------------------
+
+
+def test_three_steps_equal_numpy():
+    """Catches decay that goes through the moments, a bias correction that starts at 0, eps inside the root, a norm that
+    is taken per parameter or applied where it is below the limit, and a learning rate one step off."""
+    cfg = preset("tiny", **{"optim.warmup_steps": 2, "optim.weight_decay": 0.3, "optim.clip_norm": 2.0,
+                            "optim.lr": 0.01, "optim.beta1": 0.8, "optim.beta2": 0.9, "optim.eps": 1e-3})  # fmt: skip
+    shapes = sharding.shapes(model.declare(cfg.model))
+    params = random_tree(0, shapes)
+    gradients = [
+        random_tree(1, shapes),
+        random_tree(2, shapes, 1e-3),
+        random_tree(3, shapes),
+    ]  # the second is not clipped
+
+    w = {name: x.astype(np.float64) for name, x in sharding.named(params).items()}
+    m, v = ({name: np.zeros_like(x) for name, x in w.items()} for _ in range(2))
+    for t, (gradient, got) in enumerate(zip(gradients, updated(cfg, params, gradients), strict=True), start=1):
+        g = {name: x.astype(np.float64) for name, x in sharding.named(gradient).items()}
+        norm = np.sqrt(sum(np.sum(x**2) for x in g.values()))
+        assert (norm > 2.0) == (t != 2), "the test needs clipped and unclipped steps"
+        rate = [0.005, 0.01, 0.01 * (0.1 + 0.9 * (1 + np.cos(np.pi / 8)) / 2)][t - 1]  # 10 steps, 2 of them warm-up
+        for name in w:
+            x = g[name] * min(1, 2.0 / norm)
+            m[name] = 0.8 * m[name] + 0.2 * x
+            v[name] = 0.9 * v[name] + 0.1 * x**2
+            update = m[name] / (1 - 0.8**t) / (np.sqrt(v[name] / (1 - 0.9**t)) + 1e-3)
+            w[name] -= rate * (update + 0.3 * w[name] * is_decayed(name))
+        for name in w:
+            # float32 keeps parameters of size 1 to 6e-8; a handful of roundings a step
+            np.testing.assert_allclose(got[name], w[name], rtol=1e-6, atol=1e-6, err_msg=f"{name}, step {t}")
+
+
+def test_norms_biases_and_embeddings_do_not_decay():
+    """Catches decay by rank or size, which would reach stacked norms, and a flag that is declared but not followed."""
+    cfg = preset("tiny", **{"optim.warmup_steps": 1, "optim.weight_decay": 0.5, "optim.lr": 0.1})
+    declared = sharding.named(model.declare(cfg.model))
+    kept = {name for name in declared if not is_decayed(name)}
+    assert {name for name, d in declared.items() if not d.decay} == kept
+    assert {"embedding_VD", "norm_D", BIAS, "prefix.norm_attention_D", "prefix.attention.norm_kv_C"} <= kept
+
+    params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
+    (after,) = updated(cfg, params, [jax.tree.map(np.zeros_like, params)])
+    for name, before in sharding.named(params).items():
+        if name in kept:
+            np.testing.assert_array_equal(after[name], before, err_msg=name)
+        else:  # the only thing that acts without a gradient: 1 - 0.1 * 0.5; one rounding
+            np.testing.assert_allclose(after[name], 0.95 * before, rtol=3e-7, err_msg=name)
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def rates(schedule, steps, warmup, **more):
+    cfg = preset("tiny", **{"optim.schedule": schedule, "optim.warmup_steps": warmup, "run.steps": steps,
+                            "optim.lr": 2.0, "optim.final_lr": 0.1, **more})  # fmt: skip
+    return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate(cfg)))(np.arange(steps)))
+
+
+def test_cosine_at_named_steps():
+    """Catches a first step that learns nothing, a peak that is held twice or missed, and an end short of final_lr."""
+    rate = rates("cosine", steps=24, warmup=4)
+    named = {0: 0.5, 1: 1.0, 2: 1.5, 3: 2.0, 13: 2.0 * (0.1 + 1) / 2, 23: 0.2}
+    assert {step: rate[step] for step in named} == pytest.approx(named, rel=1e-6)  # float32
+    assert np.all(np.diff(rate[3:]) < 0), "after the peak it falls at every step"
+
+
+def test_wsd_at_named_steps():
+    """Catches a plateau that is not flat, a decay that starts a step late, and an end short of final_lr."""
+    rate = rates("wsd", steps=24, warmup=4, **{"optim.decay_fraction": 0.25})
+    np.testing.assert_allclose(rate[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
+    np.testing.assert_array_equal(rate[3:18], 2.0)
+    np.testing.assert_allclose(rate[18:], 2.0 - 0.3 * np.arange(1, 7), rtol=1e-6)  # six steps down to 0.2
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_schedules_of_short_runs(schedule):
+    """Catches a warm-up that never ends because the run is shorter, a division by 0, a decay of negative length."""
+    np.testing.assert_allclose(rates(schedule, steps=3, warmup=10), [2 / 3, 4 / 3, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(rates(schedule, steps=1, warmup=0)[0], 2.0 if schedule == "wsd" else 0.2, rtol=1e-6)
+    without = rates(schedule, steps=10, warmup=0)
+    assert without[0] > 1.9 and without[-1] == pytest.approx(0.2)
+
+
+# One step on a device -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizer")
+    for n in range(9):
+        (folder / f"{n}.txt").write_text("the quick brown fox " * (20 + n))
+    prepare.prepare(prepare.Arguments(str(folder / "tokens"), f"text:{folder}/*.txt", val_share=0.3))
+    return str(folder / "tokens")
+
+
+@pytest.fixture(scope="module")
+def steps(tokens):
+    """Three real steps with a huge decay and tiny clipping: the states, and what happened on the way."""
+    cfg = preset("tiny", **SMALL, **{"data.path": tokens, "optim.weight_decay": 3.0, "optim.clip_norm": 1e-3})
+    mesh = sharding.make_mesh("data=1")
+    first = state = optimizer.init(cfg, mesh)
+    batch = sharding.put(dataset.batch(cfg, 0), mesh)
+    step = optimizer.train_step(cfg, mesh).lower(state, batch).compile()
+    biases, loads, lr = [np.asarray(sharding.named(state.params)[BIAS]).copy()], [], []
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    for n in range(3):
+        state, metrics = step(state, sharding.put(dataset.batch(cfg, n), mesh))
+        biases.append(np.asarray(sharding.named(state.params)[BIAS]).copy())
+        loads.append(np.asarray(metrics["tokens_per_expert"]))
+        lr.append(float(metrics["lr"]))
+    return dict(cfg=cfg, first=first, last=state, biases=biases, loads=loads, lr=lr, step=step, state_bytes=state_bytes)
+
+
+def test_the_selection_bias_moves_by_the_rate_and_nothing_else(steps):
+    """Catches a bias that also decays, is clipped or scaled by the learning rate, or is moved away from balance."""
+    rate = np.float32(0.001)
+    assert np.all(steps["biases"][0] == 0)
+    for before, after, load_LE in zip(steps["biases"], steps["biases"][1:], steps["loads"], strict=False):
+        assert np.ptp(load_LE) > 0, "the test needs experts that are not balanced"
+        mean_LE = load_LE.mean(axis=-1, keepdims=True)
+        np.testing.assert_array_equal(after, before + rate * np.sign(mean_LE - load_LE).astype(np.float32))
+
+
+def test_an_expert_exactly_at_the_mean_keeps_its_bias():
+    """Catches a step up or down at the mean, and one taken over layers instead of experts."""
+    cfg = preset("tiny", **{"model.balance_rate": 0.25})
+    params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
+    load_LE = np.array([[5, 0, 10, 5, 7, 3, 4, 6], [30, 30, 30, 30, 30, 30, 30, 30]], np.float32)
+    moved = sharding.named(optimizer.update_selection_bias(cfg, params, load_LE))
+    for name, before in sharding.named(params).items():
+        step = [[0, 0.25, -0.25, 0, -0.25, 0.25, 0.25, -0.25], [0] * 8] if name == BIAS else 0
+        np.testing.assert_array_equal(moved[name], before + np.asarray(step, np.float32), err_msg=name)
+
+
+def test_without_a_rate_there_is_no_bias():
+    """Catches a bias that is stored, and saved, where it can never move; and an update that trips over its absence."""
+    cfg = preset("tiny", **SMALL, **{"model.balance_rate": 0.0})
+    assert not [name for name in sharding.named(optimizer.state_shapes(cfg)) if "bias" in name]
+    params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
+    assert optimizer.update_selection_bias(cfg, params, np.ones((3, 8), np.float32)) is params
+
+
+def test_the_step_counts_itself(steps):
+    """Catches a step that is not counted, on which the data, the schedule and the dropout of the next one depend."""
+    assert int(steps["last"].step) == 3
+    schedule = optimizer.learning_rate(steps["cfg"])
+    assert steps["lr"] == pytest.approx([float(schedule(n)) for n in range(3)])
+
+
+def test_the_old_state_is_donated(steps):
+    """Catches a step that holds the state twice: with Adam that is three times the parameters, gone from the device."""
+    assert all(x.is_deleted() for x in jax.tree.leaves(steps["first"]))
+    assert steps["step"].memory_analysis().alias_size_in_bytes >= steps["state_bytes"]
+
+
+def test_moments_lie_as_their_parameters(tokens):
+    """Catches moments that are replicated, which would undo what fsdp saves, and counters that are split."""
+    cfg = preset("tiny", **SMALL, **{"data.path": tokens, "mesh": "fsdp=2,tensor=2"})
+    state = optimizer.init(cfg, sharding.make_mesh(cfg.mesh))
+    params, moments = sharding.named(state.params), sharding.named(state.optimizer)
+    of_a_parameter = {}
+    for name, p in params.items():
+        same = [x for moment, x in moments.items() if moment.endswith("." + name)]
+        assert [x.shape for x in same] == [p.shape] * 2, f"{name}: mu and nu"
+        assert all(x.sharding.is_equivalent_to(p.sharding, p.ndim) for x in same), name
+        of_a_parameter |= {id(x): x for x in same}
+    assert params["embedding_VD"].addressable_shards[0].data.shape == (280 // 2, 24 // 2)
+    rest = [x for x in moments.values() if id(x) not in of_a_parameter]
+    assert rest and all(x.sharding.is_fully_replicated for x in [*rest, state.step])

@@ -1,0 +1,314 @@
+"""Settings, meshes, declarations, batches and collectives: what they accept, refuse and promise."""
+
+import dataclasses
+import functools
+import json
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import sharding
+from sharding import AXES, DATA, FSDP, TENSOR
+from utils import PRESETS, Config, MeshConfig, ModelConfig, UserError, first_difference, preset, replace
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, sizes, text_again", [
+    ("fsdp=2,tensor=4", dict(fsdp=2, tensor=4), "fsdp=2,tensor=4"),
+    ("dp=2, pp=3, ep=5, cp=7, tp=11", dict(data=2, stage=3, expert=5, context=7, tensor=11),
+     "data=2,stage=3,expert=5,context=7,tensor=11"),
+    ("tensor=4,fsdp=2", dict(fsdp=2, tensor=4), "fsdp=2,tensor=4"),
+    ("", {}, "data=1"),
+])  # fmt: skip
+def test_a_mesh_is_read_and_written(text, sizes, text_again):
+    """Catches a short name for the wrong axis, and a mesh whose printed form is not the same mesh."""
+    mesh = MeshConfig.parse(text)
+    assert mesh == MeshConfig(**sizes)
+    assert str(mesh) == text_again and MeshConfig.parse(str(mesh)) == mesh
+    assert mesh.devices == np.prod([*sizes.values(), 1])
+    assert mesh.batch_shards == np.prod(
+        [size for axis, size in sizes.items() if axis in ("data", "fsdp", "expert")] + [1]
+    )
+
+
+@pytest.mark.parametrize("text, message", [
+    ("tensr=2", "no axis is called 'tensr'; did you mean 'tensor'? known: data, stage, fsdp, expert, context, tensor"),
+    ("tensor=0", "'tensor=0' should be AXIS=SIZE, a whole size of at least 1: tensor=2"),
+    ("tp=-2", "'tp=-2' should be AXIS=SIZE, a whole size of at least 1: tensor=2"),
+    ("fsdp", "'fsdp' should be AXIS=SIZE, a whole size of at least 1: fsdp=2"),
+    ("fsdp=1.5", "'fsdp=1.5' should be AXIS=SIZE"),
+    ("data=2,dp=4", "axis 'data' is given twice"),
+])  # fmt: skip
+def test_a_mesh_that_cannot_be_read_is_refused(text, message):
+    """Catches a typo that becomes a one-device run, and a message that does not say which part is wrong."""
+    with pytest.raises(UserError, match=re.escape(f"mesh {text!r}: {message}")):
+        MeshConfig.parse(text)
+
+
+def test_a_mesh_has_its_axes_in_the_order_of_links():
+    """Catches neighbours along the fastest axis that are placed furthest apart, and devices taken twice."""
+    mesh = sharding.make_mesh("fsdp=2,tensor=3")
+    assert mesh.axis_names == ("data", "stage", "fsdp", "expert", "context", "tensor") == AXES
+    assert mesh.devices.shape == (1, 1, 2, 1, 1, 3)
+    assert [d.id for d in mesh.devices.flat] == [0, 1, 2, 3, 4, 5]
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def test_a_mesh_larger_than_the_machine_is_refused():
+    """Catches a crash deep in JAX instead of the arithmetic."""
+    with pytest.raises(UserError, match=re.escape("mesh fsdp=4,tensor=3 needs 4 * 3 = 12 devices, and there are 8")):
+        sharding.make_mesh("fsdp=4,tensor=3")
+    with pytest.raises(UserError, match=re.escape("mesh expert=2 needs 2 = 2 devices, and there are 1")):
+        sharding.make_mesh("expert=2", jax.devices()[:1])
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_config_survives_a_round_trip(name):
+    """Catches a setting lost on the way to config.json, and a nested one that comes back as a dict."""
+    cfg = preset(name)
+    again = Config.from_dict(json.loads(json.dumps(cfg.to_dict())))
+    assert again == cfg and type(again.model.precision) is type(cfg.model.precision)
+    assert first_difference(cfg.to_dict(), again.to_dict()) is None
+
+
+def test_settings_change_by_dotted_name():
+    """Catches an override that changes nothing, something else, or the preset itself."""
+    cfg = preset("tiny", **{"model.n_heads": 6, "mesh": "fsdp=2", "model.precision.compute": "bfloat16"})
+    assert (cfg.model.n_heads, cfg.mesh, cfg.model.precision.compute) == (6, MeshConfig(fsdp=2), "bfloat16")
+    back = replace(cfg, **{"model.n_heads": 4, "mesh": MeshConfig(), "model.precision": preset("tiny").model.precision})
+    assert back == preset("tiny")
+    assert first_difference(cfg.to_dict(), back.to_dict()) == "model.n_heads is 6 here and 4 there"
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: preset("lapton"), "no preset is called 'lapton'; did you mean 'laptop'? known: laptop, tiny, "),
+    (lambda: preset("tiny", **{"model.n_head": 3}), "'model.n_head'; did you mean 'model.n_heads'?"),
+    (lambda: preset("tiny", **{"modle.n_heads": 3}), "'modle.n_heads'; did you mean 'model.n_heads'?"),
+    (lambda: preset("tiny", **{"run.steps.x": 3}), "no setting is called 'run.steps.x'; did you mean 'run.steps'?"),
+    (lambda: Config.from_dict({"optim": {"lrr": 1.0}}), "no setting is called optim.lrr; did you mean 'lr'?"),
+])  # fmt: skip
+def test_a_misspelt_name_is_refused_with_the_nearest(call, message):
+    """Catches a typo that is silently ignored, and an answer that leaves the user to search."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("setting, message", [
+    ({"attention": "gqa", "n_kv_heads": 3}, "model.n_heads=4: must be a multiple of n_kv_heads (4 % 3 = 1)"),
+    ({"d_rope": 15}, "model.d_rope=15: must be even"),
+    ({"attention": "gqa", "d_head": 15}, "model.d_head=15: must be even"),
+    ({"n_experts": 8, "top_k": 9}, "model.top_k=9: must lie between 1 and n_experts=8"),
+    ({"dropout": 1.0}, "model.dropout=1.0: must be at least 0 and below 1"),
+    ({"n_experts": 8, "n_layers": 12, "moe_every": 3, "dense_prefix": 1},
+     "model.n_layers=12: after dense_prefix=1 layers, whole blocks of 3 layers follow; nearest that fit: 10 or 13"),
+    ({"n_layers": 2, "dense_prefix": 3}, "nearest that fit: 3 or 4"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_is_refused(setting, message):
+    """Catches a shape that fails only when it is compiled, and a suggestion that does not fit either."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        ModelConfig(**setting)
+    if "nearest" in message:
+        for n_layers in map(int, re.findall(r"\d+", message.split("fit:")[1])):
+            ModelConfig(**{**setting, "n_layers": n_layers})
+
+
+# Declarations ---------------------------------------------------------------------------------------------------------
+
+
+@sharding.weights
+class Pair:
+    w_XY: object = sharding.param("XY", fan_in="X", X=(FSDP, DATA), Y=TENSOR)
+    gain_Y: object = sharding.param("Y", mean=2.0, decay=False)
+    bias_X: object = sharding.param("X", needs=lambda c: c.biased)
+    inner: object = None
+
+
+def pair(X=6, Y=10, biased=True, **more):
+    c = types.SimpleNamespace(biased=biased, n_layers=3, precision=preset("tiny").model.precision)
+    return sharding.declare(Pair, dict(X=X, Y=Y, L=3), c, **more)
+
+
+def test_a_declaration_is_read_once_and_stacked():
+    """Catches a stacked dim that is not split over its axis or counts as fan-in, and a field that should not be."""
+    d = pair(stacked="L", stacked_axes={"L": "stage"}, biased=False)
+    assert d.bias_X is None and d.inner is None
+    assert (d.w_XY.dims, d.w_XY.shape, d.w_XY.spec) == ("LXY", (3, 6, 10), P("stage", (FSDP, DATA), TENSOR))
+    assert (d.w_XY.size, d.gain_Y.mean, d.gain_Y.std) == (180, 2.0, 0.0)
+    assert d.w_XY.std == pytest.approx(6**-0.5)
+    assert (d.w_XY.decay, d.gain_Y.decay) == (True, False)
+    assert list(sharding.named(pair(inner=pair()))) == "w_XY gain_Y bias_X inner.w_XY inner.gain_Y inner.bias_X".split()
+    shape = sharding.shapes(d, sharding.make_mesh("tensor=2")).w_XY
+    assert (shape.shape, shape.dtype, shape.sharding.spec) == ((3, 6, 10), jnp.float32, d.w_XY.spec)
+
+
+def test_adding_a_parameter_changes_no_other():
+    """Catches keys dealt out in order: a new field would change every parameter after it."""
+    mesh = sharding.make_mesh("data=1")
+    small, large = sharding.init(pair(), mesh, 5), sharding.init(pair(inner=pair()), mesh, 5)
+    np.testing.assert_array_equal(small.w_XY, large.w_XY)
+    assert np.all(np.asarray(large.inner.w_XY) != np.asarray(large.w_XY)), "two parameters start equal"
+    assert np.all(np.asarray(sharding.init(pair(), mesh, 6).w_XY) != np.asarray(small.w_XY)), "the seed does nothing"
+    np.testing.assert_array_equal(small.gain_Y, np.full(10, 2.0, np.float32))
+
+
+def test_a_dim_that_does_not_split_is_refused():
+    """Catches a message that leaves out which parameter, which letter, or what would do."""
+    message = (
+        "cannot split X=6 of inner.w_XY over mesh axes fsdp*data = 4 devices (6 % 4 = 2); "
+        "use a multiple of 4, or a smaller axis"
+    )
+    mesh = sharding.make_mesh("fsdp=2,data=2")
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        sharding.check_divides(pair(X=8, inner=pair()), mesh)
+    with pytest.raises(UserError, match="cannot split X=6 of w_XY"):
+        sharding.init(pair(), mesh, 0)
+    sharding.check_divides(pair(X=8), mesh)
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size, mesh, limit, split", [
+    (48, "data=2,fsdp=3,tensor=5", 0, (6, 8, 1)),
+    (48, "data=2,expert=3", 3, (6, 2, 4)),  # 8 sequences a device, at most 3 at once: 2 divides 8, 3 does not
+    (48, "context=4", 48, (1, 48, 1)),
+    (48, "fsdp=48", 7, (48, 1, 1)),
+])  # fmt: skip
+def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
+    """Catches axes that hold the same sequences counted as batch shards, and a microbatch above the limit."""
+    found = sharding.split_batch(
+        preset("tiny", mesh=mesh, **{"data.batch_size": batch_size, "optim.max_device_batch": limit})
+    )
+    assert (found.shards, found.device_batch, found.accumulation) == split
+    assert found.batch_size == batch_size == found.shards * found.device_batch * found.accumulation
+    shards, device_batch, passes = split
+    assert str(found) == (
+        f"48 sequences a step = {shards} batch shards x {device_batch} sequences x {passes} accumulation passes"
+    )
+
+
+@pytest.mark.parametrize("batch_size, mesh, near", [(20, "fsdp=6", "18 or 24"), (3, "data=2,fsdp=2,expert=2", "8")])
+def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mesh, near):
+    """Catches a suggestion that does not split either, or is 0."""
+    cfg = preset("tiny", mesh=mesh, **{"data.batch_size": batch_size})
+    shards = cfg.mesh.batch_shards
+    message = (
+        f"cannot split data.batch_size={batch_size} sequences over data*fsdp*expert = {shards} batch shards "
+        f"({batch_size} % {shards} = {batch_size % shards}); nearest that do: {near}"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        sharding.split_batch(cfg)
+    for suggestion in near.split(" or "):
+        sharding.split_batch(replace(cfg, **{"data.batch_size": int(suggestion)}))
+
+
+def test_a_batch_is_put_where_the_model_expects_it():
+    """Catches sequences or positions placed on the wrong devices."""
+    tokens_BT = np.arange(12 * 9).reshape(12, 9)
+    x = sharding.put({"tokens_BT": tokens_BT}, sharding.make_mesh("fsdp=2,context=3"))["tokens_BT"]
+    np.testing.assert_array_equal(x, tokens_BT)
+    held = [shard.data for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)]
+    for device, (fsdp, context) in enumerate(np.ndindex(2, 3)):
+        np.testing.assert_array_equal(held[device], tokens_BT[6 * fsdp :][:6, 3 * context :][:, :3])
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+# Device 0 holds x[0], device 1 holds x[1]; g is the gradient of each device's output, `pull` gives that of its input.
+
+N, X, Y = 2, 4, 6  # devices, and the dims of what one device holds
+
+
+@functools.cache
+def on_two_devices(name):
+    """fn(x, g): the output of each of two devices, and its backward pass, stacked along a leading dim of devices."""
+    collective = {
+        "all_gather": lambda x: sharding.all_gather(x, TENSOR, dim=1),
+        "reduce_scatter": lambda x: sharding.reduce_scatter(x, TENSOR, dim=0),
+        "psum": lambda x: sharding.psum(x, TENSOR),
+        "all_to_all": lambda x: sharding.all_to_all(x, TENSOR, split_dim=1, join_dim=0),
+    }[name]
+
+    def local(x, g):
+        out, pull = jax.vjp(collective, x[0])
+        g = sharding.psum(g[0], TENSOR) / N if name == "psum" else g[0]  # everywhere the same, as the output is
+        return sharding.vary(out, (TENSOR,))[None], pull(g)[0][None]
+
+    mesh = sharding.make_mesh("tensor=2")
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(TENSOR), P(TENSOR)), out_specs=(P(TENSOR), P(TENSOR))))
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def call(name, x, g):
+    return [np.asarray(y) for y in on_two_devices(name)(x, g)]
+
+
+def test_all_gather_joins_and_its_backward_is_reduce_scatter():
+    """Catches slices joined along the wrong dim or stacked, and a backward pass that keeps a slice without adding."""
+    x, g = random(N, X, Y), random(N, X, N * Y, seed=1)
+    out, back = call("all_gather", x, g)
+    for device in range(N):
+        np.testing.assert_array_equal(out[device], np.concatenate([x[0], x[1]], axis=1))
+        np.testing.assert_allclose(back[device], (g[0] + g[1])[:, device * Y : (device + 1) * Y], rtol=1e-6)
+
+
+def test_reduce_scatter_adds_and_its_backward_is_all_gather():
+    """Catches a slice kept without adding, and a backward pass divided by the number of devices."""
+    x, g = random(N, X, Y), random(N, X // N, Y, seed=1)
+    out, back = call("reduce_scatter", x, g)
+    for device in range(N):
+        np.testing.assert_allclose(out[device], (x[0] + x[1])[device * X // N : (device + 1) * X // N], rtol=1e-6)
+        np.testing.assert_array_equal(back[device], np.concatenate([g[0], g[1]], axis=0))
+
+
+def test_psum_adds_and_its_backward_sends_nothing():
+    """Catches the doubled gradient of a psum whose backward pass is another psum."""
+    x, g = random(N, X, Y), random(N, X, Y, seed=1)
+    out, back = call("psum", x, g)
+    for device in range(N):
+        np.testing.assert_allclose(out[device], x[0] + x[1], rtol=1e-6)
+        np.testing.assert_allclose(back[device], (g[0] + g[1]) / N, rtol=1e-6)  # what came in, on every device
+
+
+def test_all_to_all_exchanges_and_its_backward_goes_back():
+    """Catches pieces joined in the order of arrival, or split along the dim they are joined on."""
+    x, g = random(N, X, Y), random(N, N * X, Y // N, seed=1)
+    out, back = call("all_to_all", x, g)
+    for device in range(N):
+        piece = slice(device * Y // N, (device + 1) * Y // N)
+        np.testing.assert_array_equal(out[device], np.concatenate([x[0][:, piece], x[1][:, piece]], axis=0))
+        np.testing.assert_array_equal(back[device], np.concatenate([g[0], g[1]], axis=1)[device * X : (device + 1) * X])
+
+
+def test_vary_changes_the_type_only_and_its_backward_adds():
+    """Catches a gradient of a replicated value that each device keeps to itself, and a second vary that adds again."""
+
+    def local(x, g):
+        varied = lambda x: sharding.vary(sharding.vary(x, (TENSOR,)), (TENSOR, FSDP))
+        out, pull = jax.vjp(varied, x)
+        assert jax.typeof(out).mat.varying == {TENSOR, FSDP} and not jax.typeof(x).mat.varying
+        return out[None], pull(sharding.vary(g[0], (FSDP,)))[0]
+
+    split = P((FSDP, TENSOR))
+    mesh = sharding.make_mesh("fsdp=2,tensor=2")
+    x, g = random(X, Y), random(4, X, Y, seed=1)
+    out, back = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), split), out_specs=(split, P())))(x, g)
+    np.testing.assert_array_equal(out, np.stack([x] * 4))
+    np.testing.assert_allclose(back, g.sum(axis=0), rtol=1e-5)
+
+
+def test_declarations_are_leaves():
+    """Catches a Declaration that becomes a pytree: maps over declarations would then descend into it."""
+    assert jax.tree.leaves(pair()) == [pair().w_XY, pair().gain_Y, pair().bias_X]
+    assert dataclasses.is_dataclass(pair().w_XY)
