@@ -60,6 +60,23 @@ def restore(directory: str | os.PathLike, target, step: int | None = None, ours:
     return map_named(lambda name, _: arrays[name], target)
 
 
+def restore_params(directory: str | os.PathLike, shapes, step: int | None = None):
+    """Read a checkpoint's parameters alone, into the shapes and places of `shapes`.
+
+    Raises: UserError if there is no checkpoint.
+    """
+    step = latest_step(directory) if step is None else step
+    if step is None:
+        raise UserError(f"no checkpoint in {directory}")
+    item = {f"params.{name}": shape for name, shape in named(shapes).items()}
+    arguments = ocp.args.PyTreeRestore(
+        item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+    )
+    with ocp.CheckpointManager(os.path.abspath(directory)) as manager:
+        arrays = manager.restore(step, args=ocp.args.Composite(state=arguments)).state
+    return map_named(lambda name, _: arrays[f"params.{name}"], shapes)
+
+
 def target(shapes, shardings):
     """Join shapes and shardings into what `restore` reads into."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

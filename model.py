@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from kernels import grouped_matmul
 from sharding import (
     BATCH,
     CONTEXT,
@@ -92,13 +93,16 @@ def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
     return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
 
+def masked_softmax(scores_bhsS, mask_bsS):
+    # Softmax in float32: bf16 keeps 8 significant bits, too few for a sum over thousands of positions.
+    scores_bhsS32 = jnp.where(mask_bsS[:, None], scores_bhsS.astype(float32), -1e30)
+    return jax.nn.softmax(scores_bhsS32, axis=-1).astype(scores_bhsS.dtype)
+
+
 def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
     """Mix values by the softmax of scaled scores. Shapes: [b, s, h, K], [b, S, h, K], [b, S, h, U] -> [b, s, h, U]."""
     scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK)
-    # Softmax in float32: bf16 keeps 8 significant bits, too few for a sum over thousands of positions.
-    scores_bhsS = jnp.where(mask_bsS[:, None], scores_bhsS.astype(float32), -1e30)
-    attention_bhsS = jax.nn.softmax(scores_bhsS, axis=-1).astype(v_bShU.dtype)
-    return jnp.einsum("bhsS,bShU->bshU", attention_bhsS, v_bShU)
+    return jnp.einsum("bhsS,bShU->bshU", masked_softmax(scores_bhsS, mask_bsS), v_bShU)
 
 
 @weights
@@ -117,27 +121,34 @@ class LatentAttention:
     w_out_HUD: Any = param("HUD", fan_in="HU", residual=True, H=TENSOR, D=SLICED)
 
 
-def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
-    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
+def latent_queries(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
+    """Each head's query, content part and turned rotary part. Shapes: [b, s, D] -> [b, s, h, K], [b, s, h, R]."""
     latent_bsQ = x_bsD
     if w.w_down_query_DQ is not None:
-        latent_bsQ = x_bsD @ gathered(w.w_down_query_DQ, c, dim=0)
-        latent_bsQ = rms_norm(latent_bsQ, w.norm_query_Q, c.norm_eps)
+        latent_bsQ = rms_norm(x_bsD @ gathered(w.w_down_query_DQ, c, dim=0), w.norm_query_Q, c.norm_eps)
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, gathered(w.w_query_QHK, c, dim=0))
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, gathered(w.w_query_rotary_QHR, c, dim=0))
+    return q_bshK, rotate(q_bshR, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
 
-    # Only the latent and the one rotary key are exchanged between devices that hold other positions.
+
+def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
+    """All that attention needs of a position: normed latent and turned rotary key. Shapes: [b, s, C], [b, s, R]."""
     latent_bsC = rms_norm(x_bsD @ gathered(w.w_down_kv_DC, c, dim=0), w.norm_kv_C, c.norm_eps)
-    k_bsR = x_bsD @ gathered(w.w_key_rotary_DR, c, dim=0)
-    latent_bSC, k_bSR = all_gather(latent_bsC, CONTEXT, dim=1), all_gather(k_bsR, CONTEXT, dim=1)
+    k_bs1R = (x_bsD @ gathered(w.w_key_rotary_DR, c, dim=0))[:, :, None, :]
+    k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
+    return latent_bsC, k_bs1R[:, :, 0, :]
+
+
+def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
+    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
+    q_bshK, q_bshR = latent_queries(w, c, x_bsD, positions_bs, rotary_on)
+    # Only the latent and the one rotary key are exchanged between devices that hold other positions.
+    latent_bSC, k_bSR = (all_gather(x, CONTEXT, dim=1) for x in latents(w, c, x_bsD, positions_bs, rotary_on))
     positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
 
     k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, gathered(w.w_key_CHK, c, dim=0))
     v_bShU = jnp.einsum("bSC,ChU->bShU", latent_bSC, gathered(w.w_value_CHU, c, dim=0))
-    angles = functools.partial(rotary_angles, width=c.d_rope, theta=c.rope_theta, on=rotary_on)
-    q_bshR = rotate(q_bshR, angles(positions_bs))
-    k_bS1R = rotate(k_bSR[:, :, None, :], angles(positions_bS))
-    k_bShR = jnp.broadcast_to(k_bS1R, (*k_bShK.shape[:3], c.d_rope))
+    k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
 
     mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
     # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
@@ -155,22 +166,28 @@ class GroupedAttention:
     w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
 
 
-def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
-    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
+def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
+    """Turned queries and keys, and values. Shapes: [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, gathered(w.w_query_DHK, c, dim=0))
     k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, gathered(w.w_key_DGK, c, dim=0))
     v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, gathered(w.w_value_DGK, c, dim=0))
     angles_bsr = rotary_angles(positions_bs, c.d_head, c.rope_theta, rotary_on)
-    q_bshK, k_bsgK = rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr)
+    return rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr), v_bsgK
 
+
+def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
+    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
+    q_bshK, k_bsgK, v_bsgK = queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
     k_bSgK, v_bSgK = all_gather(k_bsgK, CONTEXT, dim=1), all_gather(v_bsgK, CONTEXT, dim=1)
     positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
-    group = c.n_heads // c.n_kv_heads
-    k_bShK, v_bShK = jnp.repeat(k_bSgK, group, axis=2), jnp.repeat(v_bSgK, group, axis=2)
-
     mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
-    o_bshK = attend(q_bshK, k_bShK, v_bShK, mask_bsS)
+    o_bshK = attend(q_bshK, repeated(c, k_bSgK), repeated(c, v_bSgK), mask_bsS)
     return jnp.einsum("bshK,hKD->bsD", o_bshK, gathered(w.w_out_HKD, c, dim=2))
+
+
+def repeated(c: ModelConfig, x_bSgK):
+    """Give each query head its group's key or value. Shapes: [b, S, g, K] -> [b, S, h, K]."""
+    return jnp.repeat(x_bSgK, c.n_heads // c.n_kv_heads, axis=2)
 
 
 # Feed-forward ---------------------------------------------------------------------------------------------------------
@@ -256,33 +273,6 @@ def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows):
     up = matmul(rows, whole(w.w_up_EDM, dim=1))
     gate = None if w.w_gate_EDM is None else matmul(rows, whole(w.w_gate_EDM, dim=1))
     return matmul(activate(up, gate), whole(w.w_down_EMD, dim=2))
-
-
-def grouped_matmul(rows_AD, w_eDM, sizes_e):
-    """Multiply consecutive groups of rows, group i by w[i]; rows past the last give 0. Shapes: [A, D] -> [A, M]."""
-    return jax.lax.platform_dependent(
-        rows_AD, w_eDM, sizes_e, cpu=_grouped_matmul_in_tiles, default=lambda x, w, n: jax.lax.ragged_dot(x, w, n)
-    )
-
-
-def _grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = 256):
-    """`jax.lax.ragged_dot` for CPUs, where it multiplies every row by every expert.
-
-    Each group is padded to whole tiles, so that a tile has one expert and all tiles go through one batched product.
-    """
-    (A, D), e = rows_AD.shape, len(w_eDM)
-    tile = min(tile, -(-A // e))
-    n_tiles = -(-A // tile) + e
-    tiles_e = -(-sizes_e // tile)
-    group_A = jnp.repeat(jnp.arange(e + 1), jnp.append(sizes_e, A - jnp.sum(sizes_e)), total_repeat_length=A)
-    padding_e = (jnp.cumsum(tiles_e) - tiles_e) * tile - (jnp.cumsum(sizes_e) - sizes_e)
-    # Rows past the last group are sent past the last tile, where writes are dropped and reads give 0.
-    place_A = jnp.arange(A) + jnp.append(padding_e, n_tiles * tile)[group_A]
-    source = jnp.full((n_tiles * tile,), A).at[place_A].set(jnp.arange(A), mode="drop", unique_indices=True)
-    tiles = rows_AD.at[source].get(mode="fill", fill_value=0).reshape(n_tiles, tile, D)
-    owner = jnp.repeat(jnp.arange(e), tiles_e, total_repeat_length=n_tiles)
-    products = jnp.einsum("ixD,iDM->ixM", tiles, w_eDM[owner]).reshape(n_tiles * tile, -1)
-    return products.at[place_A].get(mode="fill", fill_value=0)
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
@@ -455,22 +445,34 @@ def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
     return jnp.where(keep_btD, x_btD / (1 - c.dropout), 0).astype(x_btD.dtype)
 
 
+def has_rotary(c: ModelConfig, number):
+    """1.0 if the layer of this number (the first is 0) turns its queries and keys, else 0.0."""
+    return ((number + 1) % c.no_rope_every != 0).astype(float32) if c.no_rope_every else 1.0
+
+
+def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number):
+    """What attention adds to the residual stream. Shapes: [b, t, D] -> [b, t, D]."""
+    h_bsD = all_gather(rms_norm(x_btD, w.norm_attention_D, c.norm_eps), TENSOR, dim=1)
+    attention = latent_attention if c.attention == "mla" else grouped_attention
+    partial_bsD = attention(w.attention, c, h_bsD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number))
+    return reduce_scatter(partial_bsD, TENSOR, dim=1)
+
+
+def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
+    """What the feed-forward or the experts add, and router statistics, if any. Shapes: [b, t, D] -> [b, t, D]."""
+    h_btD = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps)
+    if isinstance(w.feed_forward, MoE):
+        return moe(w.feed_forward, c, h_btD, real_bt)
+    partial_bsD = feed_forward(w.feed_forward, c, all_gather(h_btD, TENSOR, dim=1))
+    return reduce_scatter(partial_bsD, TENSOR, dim=1), {}
+
+
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
     """Add attention, then feed-forward, to the residual stream. Returns [b, t, D] and router statistics, if any."""
     key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
-    rotary_on = 1.0 if not c.no_rope_every else ((number + 1) % c.no_rope_every != 0).astype(float32)
-
-    h_bsD = all_gather(rms_norm(x_btD, w.norm_attention_D, c.norm_eps), TENSOR, dim=1)
-    attention = latent_attention if c.attention == "mla" else grouped_attention
-    partial_bsD = attention(w.attention, c, h_bsD, tokens.positions_bs, tokens.segments_bs, rotary_on)
-    x_btD += dropout(c, reduce_scatter(partial_bsD, TENSOR, dim=1), tokens, key_attention)
-
-    h_btD, statistics = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps), {}
-    if isinstance(w.feed_forward, MoE):
-        h_btD, statistics = moe(w.feed_forward, c, h_btD, tokens.real_bt)
-    else:
-        h_btD = reduce_scatter(feed_forward(w.feed_forward, c, all_gather(h_btD, TENSOR, dim=1)), TENSOR, dim=1)
-    return x_btD + dropout(c, h_btD, tokens, key_feed_forward), statistics
+    x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
+    update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
+    return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
 
 
 REMAT = {

@@ -184,11 +184,11 @@ class BatchSplit:
                 f"x {self.accumulation} accumulation passes")  # fmt: skip
 
 
-def _require_multiple(name: str, size: int, what: str, parts: int) -> None:
+def _require_multiple(name: str, size: int, parts: int, over: str) -> None:
     if size % parts:
         near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
         raise UserError(
-            f"cannot split {name}={size} {what} = {parts} devices "
+            f"cannot split {name}={size} {over} "
             f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}"
         )
 
@@ -199,8 +199,9 @@ def split_batch(cfg: Config) -> BatchSplit:
     Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
     """
     B, shards, limit = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.optim.max_device_batch
-    _require_multiple("data.batch_size", B, "sequences over data*fsdp*expert", shards)
-    _require_multiple("data.seq_len", cfg.data.seq_len, "positions over context*tensor", cfg.mesh.position_shards)
+    parts = cfg.mesh.position_shards
+    _require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
+    _require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
     local = B // shards
     device_batch = max(n for n in range(1, min(limit or local, local) + 1) if local % n == 0)
     return BatchSplit(B, shards, device_batch, local // device_batch)

@@ -34,8 +34,9 @@ def at_least(config, least: int, *names: str) -> None:
     """Raises: UserError for the first of these fields of a config that is smaller."""
     for name in names:
         if getattr(config, name) < least:
-            part = type(config).__name__.removesuffix("Config").lower()
-            raise UserError(f"{part}.{name}={getattr(config, name)}: must be at least {least}")
+            group = type(config).__name__.lower()
+            prefix = group.removesuffix("config") + "." if group.endswith("config") else ""
+            raise UserError(f"{prefix}{name}={getattr(config, name)}: must be at least {least}")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ WRONG = {
     "tiny --data.batch_size 10 --mesh fsdp=4": "cannot split data.batch_size=10 sequences over data*fsdp*expert = 4 "
     "batch shards (10 % 4 = 2); nearest that do: 8 or 12",
     "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8",
-    "tiny --mesh tensor=8": "cannot split",
+    "tiny --mesh tensor=4": "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
+    "nearest that do: 16 or 20",
+    "tiny --mesh tensor=8 --data.seq_len 16": "cannot split H=4 of ",
     "tiny --mesh stage=2": "there is no pipeline schedule yet",
     "tiny --model.capacity_factor 0.01": "capacity is 0",
     "tiny --model.vocab_size 200": "holds token ids 0..256, model.vocab_size=200 has 0..199; use --model.vocab_size 26",

@@ -312,7 +312,7 @@ def test_the_mesh_changes_where_not_what(mesh):
 def test_a_stage_axis_is_refused_until_there_is_a_schedule():
     """Catches a mesh on which every stage would run only its own layers, and the loss be silently wrong."""
     cfg = preset("tiny", mesh="stage=2")
-    message = "mesh stage=2: stage must be 1, there is no pipeline schedule yet; use fsdp or tensor instead"
+    message = "mesh stage=2: stage must be 1, there is no pipeline schedule yet; use fsdp or tensor"
     for compile_it in (pipeline.loss_and_grads, pipeline.evaluate, pipeline.logits):
         with pytest.raises(UserError, match=message):
             compile_it(cfg, sharding.make_mesh(cfg.mesh))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import kernels
 import model
 from utils import UserError, preset
 
@@ -104,7 +105,7 @@ def grouped_products(tile):
     """value, d rows and d weights of both ways to multiply groups, as one compiled function."""
 
     def both(rows_AD, w_eDM, sizes_e, out_AM):
-        tiles = functools.partial(model._grouped_matmul_in_tiles, tile=tile)
+        tiles = functools.partial(kernels.grouped_matmul_in_tiles, tile=tile)
         results = []
         for matmul in (tiles, jax.lax.ragged_dot, model.grouped_matmul):
             out, pull = jax.vjp(lambda rows, w, matmul=matmul: matmul(rows, w, sizes_e), rows_AD, w_eDM)

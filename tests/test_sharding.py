@@ -185,9 +185,8 @@ def test_a_dim_that_does_not_split_is_refused():
 ])  # fmt: skip
 def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
     """Catches axes that hold the same sequences counted as batch shards, and a microbatch above the limit."""
-    found = sharding.split_batch(
-        preset("tiny", mesh=mesh, **{"data.batch_size": batch_size, "optim.max_device_batch": limit})
-    )
+    sizes = {"data.batch_size": batch_size, "data.seq_len": 20, "optim.max_device_batch": limit}
+    found = sharding.split_batch(preset("tiny", mesh=mesh, **sizes))
     assert (found.shards, found.device_batch, found.accumulation) == split
     assert found.batch_size == batch_size == found.shards * found.device_batch * found.accumulation
     shards, device_batch, passes = split
@@ -209,6 +208,18 @@ def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mes
         sharding.split_batch(cfg)
     for suggestion in near.split(" or "):
         sharding.split_batch(replace(cfg, **{"data.batch_size": int(suggestion)}))
+
+
+def test_positions_that_do_not_split_are_refused_with_the_nearest():
+    """Catches a sequence that fails only when it is compiled, and axes that do not split positions counted as if."""
+    message = (
+        "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); nearest that do: 16 or 20"
+    )
+    cfg = preset("tiny", mesh="context=2,tensor=2,fsdp=2")
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        sharding.split_batch(cfg)
+    for seq_len in (16, 20):
+        sharding.split_batch(replace(cfg, **{"data.seq_len": seq_len}))
 
 
 def test_a_batch_is_put_where_the_model_expects_it():
