@@ -1,0 +1,404 @@
+"""Families of models on Hugging Face: one table each, read in both directions by `convert.py`.
+
+A row of a table says: this tensor on disk holds these parameters of ours, laid out so. A layout has one word a dim on
+disk, made of our letters (the legend of `model.py`; their sizes come from the declarations):
+
+    "HK D"        two dims on disk; the first runs over heads, and within a head over K
+    "H[K|U] C"    within a head, K entries of one parameter, then U of another
+    "[C|R'] D"    R' has the rotary pairs as neighbours, (0, 1), (2, 3), ..; ours are (i, i + R/2): a permutation
+    {expert}      there is one tensor an expert; ours are stacked along E
+
+How ours is transposed follows from its own letters, and how it is stacked from its leading ones.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import gptj
+import model
+import sharding
+from gptj import GPTJConfig
+from utils import ModelConfig, UserError, nearest
+
+# Tables: tensors ------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    theirs: str  # name of the tensor on disk
+    layout: str  # of that tensor, in our letters
+    ours: tuple[str, ...]  # the parameters it holds
+    needs: Callable[[Any], Any] | None = None  # of our config; where it is false there is no such tensor
+
+
+def row(theirs: str, layout: str, *ours: str, needs=None) -> Row:
+    return Row(theirs, layout, ours, needs)
+
+
+OUTSIDE = (
+    row("model.embed_tokens.weight", "V D", "embedding_VD"),
+    row("model.norm.weight", "D", "norm_D"),
+    row("lm_head.weight", "V D", "unembedding_DV"),
+)
+NORMS = (
+    row("input_layernorm.weight", "D", "norm_attention_D"),
+    row("post_attention_layernorm.weight", "D", "norm_feed_forward_D"),
+)
+GROUPED_ATTENTION = (
+    row("self_attn.q_proj.weight", "HK D", "attention.w_query_DHK"),
+    row("self_attn.k_proj.weight", "GK D", "attention.w_key_DGK"),
+    row("self_attn.v_proj.weight", "GK D", "attention.w_value_DGK"),
+    row("self_attn.o_proj.weight", "D HK", "attention.w_out_HKD"),
+)
+_QUERY = ("attention.w_query_QHK", "attention.w_query_rotary_QHR")
+LATENT_ATTENTION = (
+    row("self_attn.q_proj.weight", "H[K|R'] Q", *_QUERY, needs=lambda c: not c.d_query_latent),
+    row("self_attn.q_a_proj.weight", "Q D", "attention.w_down_query_DQ"),
+    row("self_attn.q_a_layernorm.weight", "Q", "attention.norm_query_Q"),
+    row("self_attn.q_b_proj.weight", "H[K|R'] Q", *_QUERY, needs=lambda c: c.d_query_latent),
+    row("self_attn.kv_a_proj_with_mqa.weight", "[C|R'] D", "attention.w_down_kv_DC", "attention.w_key_rotary_DR"),
+    row("self_attn.kv_a_layernorm.weight", "C", "attention.norm_kv_C"),
+    row("self_attn.kv_b_proj.weight", "H[K|U] C", "attention.w_key_CHK", "attention.w_value_CHU"),
+    row("self_attn.o_proj.weight", "D HU", "attention.w_out_HUD"),
+)
+SWIGLU = (
+    row("mlp.gate_proj.weight", "F D", "feed_forward.w_gate_DF"),
+    row("mlp.up_proj.weight", "F D", "feed_forward.w_up_DF"),
+    row("mlp.down_proj.weight", "D F", "feed_forward.w_down_FD"),
+)
+MIXTRAL_MOE = (
+    row("block_sparse_moe.gate.weight", "E D", "feed_forward.w_router_DE"),
+    row("block_sparse_moe.experts.{expert}.w1.weight", "M D", "feed_forward.w_gate_EDM"),
+    row("block_sparse_moe.experts.{expert}.w3.weight", "M D", "feed_forward.w_up_EDM"),
+    row("block_sparse_moe.experts.{expert}.w2.weight", "D M", "feed_forward.w_down_EMD"),
+)
+DEEPSEEK_MOE = (
+    row("mlp.gate.weight", "E D", "feed_forward.w_router_DE"),
+    row("mlp.gate.e_score_correction_bias", "E", "feed_forward.bias_E"),
+    row("mlp.experts.{expert}.gate_proj.weight", "M D", "feed_forward.w_gate_EDM"),
+    row("mlp.experts.{expert}.up_proj.weight", "M D", "feed_forward.w_up_EDM"),
+    row("mlp.experts.{expert}.down_proj.weight", "D M", "feed_forward.w_down_EMD"),
+    row("mlp.shared_experts.gate_proj.weight", "F D", "feed_forward.shared.w_gate_DF"),
+    row("mlp.shared_experts.up_proj.weight", "F D", "feed_forward.shared.w_up_DF"),
+    row("mlp.shared_experts.down_proj.weight", "D F", "feed_forward.shared.w_down_FD"),
+)
+GPTJ_OUTSIDE = (
+    row("transformer.wte.weight", "V D", "embedding_VD"),
+    row("transformer.ln_f.weight", "D", "norm_gain_D"),
+    row("transformer.ln_f.bias", "D", "norm_bias_D"),
+    row("lm_head.weight", "V D", "unembedding_DV"),
+    row("lm_head.bias", "V", "bias_V"),
+)
+GPTJ_LAYER = (
+    row("ln_1.weight", "D", "norm_gain_D"),
+    row("ln_1.bias", "D", "norm_bias_D"),
+    row("attn.q_proj.weight", "H[R'|K] D", "w_query_rotary_DHR", "w_query_DHK"),
+    row("attn.k_proj.weight", "H[R'|K] D", "w_key_rotary_DHR", "w_key_DHK"),
+    row("attn.v_proj.weight", "HU D", "w_value_DHU"),
+    row("attn.out_proj.weight", "D HU", "w_out_HUD"),
+    row("mlp.fc_in.weight", "F D", "w_up_DF"),
+    row("mlp.fc_in.bias", "F", "bias_up_F"),
+    row("mlp.fc_out.weight", "D F", "w_down_FD"),
+    row("mlp.fc_out.bias", "D", "bias_down_D"),
+)
+
+# Tables: settings -----------------------------------------------------------------------------------------------------
+
+REQUIRED = object()
+
+
+class Setting(NamedTuple):
+    theirs: str  # name in config.json
+    ours: str  # field of our config
+    absent: Any = REQUIRED  # what null or leaving it out means: a value, or a function of config.json
+    zero_is_null: bool = False  # our 0 is their null
+
+
+@dataclass(frozen=True)
+class Family:
+    """What converts one kind of model."""
+
+    architecture: str  # class that loads it
+    settings: tuple[Setting, ...]
+    ours_fixed: dict[str, Any]  # fields of ours for which they have no setting
+    ours_positive: tuple[str, ...]  # fields of ours that may not be 0: they have no way to leave that part out
+    ours_start: dict[str, Any]  # fields of ours that steer training only: what from-hf sets
+    theirs_fixed: dict[str, Any]  # settings of theirs for which we have none; absent means this value too
+    theirs_absent: dict[str, Any]  # .. except these
+    outside: tuple[Row, ...]  # tensors outside the layers
+    layer: tuple[Row, ...]  # tensors of a layer; those that a layer does not have are passed over
+    layer_name: str = "model.layers.{layer}."
+    config: type = ModelConfig
+
+
+# Settings that do not change the function: training, generation, bookkeeping. Kept, for the way back.
+KEPT = set(
+    "_name_or_path use_cache initializer_range bos_token_id eos_token_id pad_token_id max_position_embeddings "
+    "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
+    "task_specific_params tokenizer_class attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout "
+    "summary_proj_to_labels summary_type summary_use_proj".split()
+)
+IGNORED = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype"}
+_COMMON = (
+    Setting("vocab_size", "vocab_size"),
+    Setting("hidden_size", "d_model"),
+    Setting("num_hidden_layers", "n_layers"),
+    Setting("num_attention_heads", "n_heads"),
+    Setting("rms_norm_eps", "norm_eps"),
+    Setting("tie_word_embeddings", "tie_embeddings", False),
+)
+_HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
+_THEIRS_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
+_OURS_FIXED = {"activation": "swiglu", "no_rope_every": 0, "capacity_factor": 0.0}
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_ff"), Setting("rope_theta", "rope_theta", 10_000.0),
+         Setting("num_key_value_heads", "n_kv_heads", lambda hf: hf["num_attention_heads"])),
+        _OURS_FIXED | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0}, (), {},
+        _THEIRS_FIXED | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}, {},
+        OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *SWIGLU)),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_expert"), Setting("rope_theta", "rope_theta", 1e6),
+         Setting("num_key_value_heads", "n_kv_heads"), Setting("num_local_experts", "n_experts"),
+         Setting("num_experts_per_tok", "top_k"), Setting("router_aux_loss_coef", "balance_loss", 0.001)),
+        _OURS_FIXED | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
+                       "routed_scaling": 1.0, "balance_rate": 0.0}, (), {},
+        _THEIRS_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
+        OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *MIXTRAL_MOE)),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        (*_COMMON, Setting("num_key_value_heads", "n_heads"), Setting("rope_theta", "rope_theta", 10_000.0),
+         Setting("q_lora_rank", "d_query_latent", 0, zero_is_null=True), Setting("kv_lora_rank", "d_kv_latent"),
+         Setting("qk_nope_head_dim", "d_head"), Setting("qk_rope_head_dim", "d_rope"), Setting("v_head_dim", "d_value"),
+         Setting("head_dim", "d_rope", lambda hf: hf["qk_rope_head_dim"]),
+         Setting("intermediate_size", "d_ff"), Setting("first_k_dense_replace", "dense_prefix"),
+         Setting("n_routed_experts", "n_experts"), Setting("num_experts_per_tok", "top_k"),
+         Setting("moe_intermediate_size", "d_expert"), Setting("n_shared_experts", "n_shared"),
+         Setting("routed_scaling_factor", "routed_scaling")),
+        # norm_eps: the library normalises the latents with 1e-6 whatever rms_norm_eps says; ours has one number.
+        _OURS_FIXED | {"attention": "mla", "router": "sigmoid", "moe_every": 1, "norm_eps": 1e-6},
+        ("n_experts", "n_shared", "balance_rate"), {"balance_rate": 0.001},
+        _THEIRS_FIXED | {"attention_bias": False, "rope_interleave": True, "norm_topk_prob": True, "n_group": 1,
+                         "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+                         "num_nextn_predict_layers": 0, "pretraining_tp": 1},
+        {"n_group": 8, "topk_group": 4},
+        OUTSIDE, (*NORMS, *LATENT_ATTENTION, *SWIGLU, *DEEPSEEK_MOE)),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        (Setting("vocab_size", "vocab_size"), Setting("n_embd", "d_model"), Setting("n_layer", "n_layers"),
+         Setting("n_head", "n_heads"), Setting("rotary_dim", "d_rope"), Setting("layer_norm_epsilon", "norm_eps", 1e-5),
+         Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
+        {}, (), {},
+        {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
+         "quantization_config": None}, {},
+        GPTJ_OUTSIDE, GPTJ_LAYER, "transformer.h.{layer}.", GPTJConfig),
+}  # fmt: skip
+
+
+def family_of(c: ModelConfig | GPTJConfig) -> str:
+    """The family whose tables fit a config of ours."""
+    if isinstance(c, GPTJConfig):
+        return "gptj"
+    if c.attention == "mla":
+        return "deepseek_v3"
+    return "mixtral" if c.n_experts else "llama"
+
+
+def declare(c: ModelConfig | GPTJConfig):
+    return gptj.declare(c) if isinstance(c, GPTJConfig) else model.declare(c)
+
+
+# Settings, both ways --------------------------------------------------------------------------------------------------
+
+
+def config_from_hf(hf: dict) -> ModelConfig | GPTJConfig:
+    """Our config for a config.json.
+
+    Raises: UserError naming the first setting, with its value, that our models cannot follow or do not know.
+    """
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"config.json: model_type={kind!r} has no table in families.py; {nearest(str(kind), FAMILIES)}")
+    family, hf = FAMILIES[kind], _without_rope_parameters(hf)
+    known = {s.theirs for s in family.settings} | set(family.theirs_fixed) | KEPT | IGNORED
+    for name in hf:
+        if name not in known:
+            raise UserError(
+                f"config.json: {name}={hf[name]!r} is not known for {kind}, and may change what the model computes; "
+                "if it does not, take it out of the file")  # fmt: skip
+    for name, want in family.theirs_fixed.items():
+        value = hf.get(name, family.theirs_absent.get(name, want))
+        if value != want:
+            left_out = "" if name in hf else " (left out)"
+            raise UserError(f"config.json: {name}={value!r}{left_out} is not supported: our {kind} has {name}={want!r}")
+    c = family.config(**family.ours_start | _our_values(family, hf))
+    _check_fits(c, kind)
+    return c
+
+
+def _our_values(family: Family, hf: dict) -> dict[str, Any]:
+    """Fields of ours, from a config.json whose settings are known to be supported."""
+    values, source = dict(family.ours_fixed), {}
+    for s in family.settings:
+        value = hf.get(s.theirs)
+        if value is None:
+            if s.absent is REQUIRED:
+                raise UserError(f"config.json has no {s.theirs}")
+            value = s.absent(hf) if callable(s.absent) else s.absent
+        if s.ours in source | family.ours_fixed and values[s.ours] != value:
+            other = f"{source.get(s.ours, s.theirs)}={values[s.ours]!r}"
+            raise UserError(f"config.json: {s.theirs}={value!r} is not supported, only what goes with {other}")
+        values[s.ours], source[s.ours] = value, s.theirs
+    return values
+
+
+def _without_rope_parameters(hf: dict) -> dict:
+    """Write {"rope_parameters": {"rope_theta": ..}}, of newer files, as older ones do: a rope_theta alone."""
+    rope = hf.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
+        raise UserError(
+            f"config.json: rope_parameters={rope!r} is not supported: only rope_type 'default' with a rope_theta"
+        )
+    rest = {name: value for name, value in hf.items() if name != "rope_parameters"}
+    return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+
+
+def _check_fits(c: ModelConfig | GPTJConfig, kind: str) -> None:
+    """Raises: UserError for the first of our settings that this family cannot express."""
+    family = FAMILIES[kind]
+    for name, want in family.ours_fixed.items():
+        if getattr(c, name) != want:
+            raise UserError(f"model.{name}={getattr(c, name)!r} cannot be written as {kind}, which has only {want!r}")
+    for name in family.ours_positive:
+        if not getattr(c, name):
+            raise UserError(f"model.{name}={getattr(c, name)!r} cannot be written as {kind}, where it is never 0")
+
+
+def config_to_hf(c: ModelConfig | GPTJConfig, dtype: str = "float32") -> dict:
+    """The config.json of our config.
+
+    Raises: UserError naming the first of our settings that the family cannot express.
+    """
+    kind = family_of(c)
+    family = FAMILIES[kind]
+    _check_fits(c, kind)
+    hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.theirs_fixed
+    hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library makes some up
+    for s in family.settings:
+        value = getattr(c, s.ours)
+        hf[s.theirs] = None if s.zero_is_null and not value else value
+    return hf
+
+
+# Tensors, both ways ---------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Which of our numbers a tensor on disk holds."""
+
+    name: str  # of our parameter
+    index: tuple[int, ...]  # along its stacking letters
+    dims: str  # letters of what is left
+
+
+class Piece(NamedTuple):
+    """One tensor on disk."""
+
+    theirs: str
+    shape: tuple[int, ...]
+    layout: str
+    parts: tuple[Part, ...]
+
+
+def pieces(c: ModelConfig | GPTJConfig) -> list[Piece]:
+    """Every tensor a model of this config has on disk, and where its numbers lie in ours."""
+    family, declared = FAMILIES[family_of(c)], sharding.named(declare(c))
+    rows = [(r, "", "", np.zeros((), int)) for r in family.outside]
+    rows += [(r, f"{stack}.", family.layer_name, n) for r in family.layer for stack, n in layer_numbers(c).items()]
+    found = []
+    for r, ours, theirs, numbers in rows:
+        names = [ours + name for name in r.ours]
+        if (r.needs and not r.needs(c)) or names[0] not in declared:
+            continue
+        experts = range(c.n_experts) if "{expert}" in r.theirs else [None]
+        for index in np.ndindex(numbers.shape):
+            for e in experts:
+                at = index if e is None else (*index, e)
+                parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
+                name = (theirs + r.theirs).format(layer=numbers[index], expert=e)
+                found.append(Piece(name, disk_shape(r.layout, _sizes(parts, declared)), r.layout, parts))
+    return found
+
+
+def layer_numbers(c: ModelConfig | GPTJConfig) -> dict[str, np.ndarray]:
+    """Number of each layer, from 0, in the shape that its parameters are stacked in."""
+    if isinstance(c, GPTJConfig):
+        return {"layers": np.arange(c.n_layers)}
+    numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
+    dense = c.layers_per_block - bool(c.n_experts)
+    return {"prefix": np.arange(c.dense_prefix), "blocks.dense": numbers_LJ[:, :dense], "blocks.moe": numbers_LJ[:, -1]}
+
+
+def _sizes(parts: Iterable[Part], declared: dict[str, sharding.Declaration]) -> dict[str, int]:
+    return {
+        letter: size for p in parts for letter, size in zip(declared[p.name].dims, declared[p.name].shape, strict=True)
+    }
+
+
+def _factors(word: str) -> list[list[str]]:
+    """Cut a word of a layout into factors, each a list of what lies side by side: "H[K|R']" -> [["H"], ["K", "R'"]]."""
+    return [factor.strip("[]").split("|") for factor in re.findall(r"\[[^]]+\]|[A-Z]'?", word)]
+
+
+def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    width = lambda factor: sum(sizes[part[0]] for part in factor)
+    return tuple(math.prod(width(factor) for factor in _factors(word)) for word in layout.split())
+
+
+def matching(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
+    """Yield pairs of views, of a tensor on disk and of ours, that hold the same numbers in the same order.
+
+    Both directions are an assignment between them. One pair, or two where rotary pairs lie differently.
+    """
+    factors = [factor for word in layout.split() for factor in _factors(word)]
+    view = disk.reshape([sum(sizes[part[0]] for part in factor) for factor in factors])
+    letters, interleaved = [], None
+    for axis, factor in enumerate(factors):
+        mine = next(i for i, part in enumerate(factor) if part[0] in dims)
+        start, part = sum(sizes[p[0]] for p in factor[:mine]), factor[mine]
+        view = view[(slice(None),) * axis + (slice(start, start + sizes[part[0]]),)]
+        letters.append(part[0])
+        interleaved = part[0] if part.endswith("'") else interleaved
+    view = view.transpose([letters.index(letter) for letter in dims])
+    if interleaved is None:
+        yield view, ours
+        return
+    before, half = (slice(None),) * dims.index(interleaved), sizes[interleaved] // 2
+    yield view[(*before, slice(0, None, 2))], ours[(*before, slice(None, half))]
+    yield view[(*before, slice(1, None, 2))], ours[(*before, slice(half, None))]
+
+
+def to_ours(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.ndarray:
+    """The part of a tensor on disk that is ours, in our order."""
+    sizes = _sizes(piece.parts, declared)
+    ours = np.empty([sizes[letter] for letter in part.dims], disk.dtype)
+    for theirs_view, ours_view in matching(disk, ours, piece.layout, part.dims, sizes):
+        ours_view[...] = theirs_view
+    return ours
+
+
+def to_theirs(read: Callable[[str], np.ndarray], piece: Piece, declared) -> np.ndarray:
+    """A tensor as it lies on disk, from our parameters; `read` gives one by name."""
+    sizes = _sizes(piece.parts, declared)
+    disk = np.empty(piece.shape, read(piece.parts[0].name).dtype)
+    for part in piece.parts:
+        for theirs_view, ours_view in matching(disk, read(part.name)[part.index], piece.layout, part.dims, sizes):
+            theirs_view[...] = ours_view
+    return disk

@@ -1,0 +1,467 @@
+"""Claims about converted weights: they compute what Hugging Face computes, and nothing is lost on the way.
+
+The witnesses are tiny random models made by `fixtures/make_reference.py`; nothing here imports torch or transformers.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers import draw
+
+import checkpoint
+import convert
+import families
+import gptj
+import model
+import pipeline
+import sharding
+from families import FAMILIES, config_from_hf, config_to_hf, declare
+from gptj import GPTJConfig
+from utils import FLOAT32, Config, MeshConfig, UserError, preset, replace
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "tests" / "fixtures"
+# Each must divide its family's odd sizes. Llama keeps its two key heads together, or their order would not matter.
+MESHES = {"llama": "fsdp=2,context=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
+          "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def tiny(name="tiny", **settings):
+    """The tiny preset in a shape that a Hugging Face model can have: every layer MoE or none, all of them rotary."""
+    return preset(name, **{"model.moe_every": 1, "model.no_rope_every": 0} | settings)
+
+
+DENSE = {"model.n_experts": 0, "model.attention": "gqa", "model.dense_prefix": 0, "model.balance_rate": 0.0}
+# Shapes that no fixture has. MLA without a query latent is another row of the table; tied embeddings are one less.
+OTHERS = {
+    "tiny": tiny(),
+    "no query latent": tiny(**{"model.d_query_latent": 0}),
+    "tied": tiny(**DENSE, **{"model.tie_embeddings": True}),
+}
+PUBLISHED = {name: preset(name).model for name in ("llama3_8b", "mixtral_8x7b", "deepseek_v3")} | {"gptj": GPTJConfig()}
+
+
+def command(*argv, capsys=None):
+    """Run the command line in this process; returns the exit status, and what it said if asked."""
+    status = convert.main([str(word) for word in argv])
+    return (status, *capsys.readouterr()) if capsys else status
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run directory converted from each fixture, by family."""
+    home = tmp_path_factory.mktemp("runs")
+    for family in FAMILIES:
+        assert command("from-hf", FIXTURES / family, "--out", home / family) == 0
+    return {family: home / family for family in FAMILIES}
+
+
+@functools.cache
+def compiled(family, c):
+    """Logits of tokens [B, T] under converted weights, on the family's mesh: compiled once a family."""
+    mesh = sharding.make_mesh(MESHES[family])
+    tokens_BT = np.load(FIXTURES / family / "reference.npz")["tokens_BT"]
+    B, T = tokens_BT.shape
+    ones_BT = np.ones((B, T), np.int32)
+    positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    batch = sharding.put(dict(tokens_BT=tokens_BT, targets_BT=tokens_BT, positions_BT=positions_BT,
+                              segments_BT=ones_BT, weights_BT=ones_BT.astype(np.float32)), mesh)  # fmt: skip
+    if isinstance(c, GPTJConfig):
+        function = gptj.compiled_logits(c, mesh)
+    else:
+        settings = {"mesh": MeshConfig.parse(MESHES[family]), "data.seq_len": T, "data.batch_size": B}
+        function = pipeline.logits(replace(Config(), model=c, **settings), mesh)
+    return mesh, lambda params: np.asarray(function(params, batch))
+
+
+def difference(family, run):
+    """The largest difference between our logits and the library's."""
+    c = dataclasses.replace(convert.read_config(run), precision=FLOAT32)
+    mesh, logits = compiled(family, c)
+    want_BTV = np.load(FIXTURES / family / "reference.npz")["logits_BTV"]
+    return np.abs(logits(convert.load_weights(run, declare(c), mesh)) - want_BTV).max()
+
+
+def tensors_of(folder):
+    return {
+        name: x for file in Path(folder).glob("*.safetensors") for name, x in safetensors.numpy.load_file(file).items()
+    }
+
+
+def copy(family, to):
+    shutil.copytree(FIXTURES / family, to)
+    return to
+
+
+def change_tensors(folder, change):
+    tensors = tensors_of(folder)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_run(cfg, run, dtype="float32"):
+    """A run directory as `from-hf` would write it, with drawn weights. Returns them by name."""
+    weights = {name: x.astype(dtype) for name, x in sharding.named(draw(declare(cfg.model))).items()}
+    (run / "weights").mkdir(parents=True)
+    for name, x in weights.items():
+        np.save(run / "weights" / f"{name}.npy", x.view(np.uint16) if dtype == "bfloat16" else x)
+    index = {name: {"shape": x.shape, "dtype": dtype} for name, x in weights.items()}
+    (run / "weights" / "index.json").write_text(json.dumps(index))
+    (run / "config.json").write_text(json.dumps({"config": cfg.to_dict(), "data": None}))
+    return weights
+
+
+# What they compute ----------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_converted_weights_say_what_the_library_says(family, runs):
+    """An independent witness: another library's logits. Catches what our own reference and our model both get wrong.
+
+    float32 on both sides, sums in another order: about 1e-5 at logits of size 7.
+    """
+    assert difference(family, runs[family]) < 1e-4
+
+
+# Copies of a row, each with a mistake that keeps every shape: (family, tensor, wrong layout, wrong parameters).
+WRONG_ROWS = [
+    ("llama", "self_attn.q_proj.weight", "KH D", None),  # heads and their entries exchanged
+    ("llama", "self_attn.o_proj.weight", "D KH", None),
+    ("llama", "self_attn.q_proj.weight", "HK' D", None),  # rotary pairs neighbours where they are not
+    ("llama", "self_attn.k_proj.weight", "GK D", ["attention.w_value_DGK"]),
+    ("llama", "mlp.gate_proj.weight", "F D", ["feed_forward.w_up_DF"]),
+    ("llama", "input_layernorm.weight", "D", ["norm_feed_forward_D"]),
+    ("mixtral", "block_sparse_moe.experts.{expert}.w1.weight", "M D", ["feed_forward.w_up_EDM"]),
+    ("mixtral", "self_attn.v_proj.weight", "KG D", None),
+    ("deepseek_v3", "self_attn.q_b_proj.weight", "H[K|R] Q", None),  # half-split where it is interleaved
+    ("deepseek_v3", "self_attn.q_b_proj.weight", "H[R'|K] Q", None),
+    ("deepseek_v3", "self_attn.q_b_proj.weight", "[K|R']H Q", None),
+    ("deepseek_v3", "self_attn.kv_a_proj_with_mqa.weight", "[C|R] D", None),
+    ("deepseek_v3", "self_attn.kv_a_proj_with_mqa.weight", "[R'|C] D", None),
+    ("deepseek_v3", "self_attn.kv_b_proj.weight", "H[U|K] C", None),
+    ("deepseek_v3", "self_attn.o_proj.weight", "D UH", None),
+    ("deepseek_v3", "mlp.shared_experts.gate_proj.weight", "F D", ["feed_forward.shared.w_up_DF"]),
+    ("gptj", "attn.q_proj.weight", "H[R|K] D", None),
+    ("gptj", "attn.k_proj.weight", "H[K|R'] D", None),
+    ("gptj", "attn.out_proj.weight", "HU D", None),  # square: a transpose keeps the shape
+    ("gptj", "attn.v_proj.weight", "D HU", None),
+    ("gptj", "ln_1.bias", "D", ["bias_down_D"]),
+    ("gptj", "ln_1.weight", "D", ["norm_bias_D"]),
+]  # fmt: skip
+
+
+def with_wrong_row(family, theirs, layout, ours):
+    """The family with one row changed; the row that held the parameters now claimed takes this row's in exchange."""
+    (old,) = [r for r in FAMILIES[family].layer if r.theirs == theirs]
+    new = old._replace(layout=layout, ours=tuple(ours or old.ours))
+    swap = {ours[0]: old.ours[0]} if ours else {}
+    rows = [
+        new if r is old else r._replace(ours=tuple(swap.get(name, name) for name in r.ours))
+        for r in FAMILIES[family].layer
+    ]
+    return dataclasses.replace(FAMILIES[family], layer=tuple(rows))
+
+
+@pytest.mark.parametrize("family, theirs, layout, ours", WRONG_ROWS)
+def test_a_wrong_row_shows_in_the_logits(family, theirs, layout, ours, monkeypatch, tmp_path):
+    """Catches fixtures too regular to tell a right table from a wrong one: no mistake here changes a shape."""
+    monkeypatch.setitem(families.FAMILIES, family, with_wrong_row(family, theirs, layout, ours))
+    convert.from_hf(FIXTURES / family, tmp_path / "run")
+    assert difference(family, tmp_path / "run") > 1e-2
+
+
+# There and back -------------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_there_and_back_is_bit_equal(family, runs, tmp_path):
+    """Catches a tensor or a setting that one direction reads and the other forgets to write."""
+    assert command("to-hf", runs[family], "--out", tmp_path / "back") == 0
+    want, got = tensors_of(FIXTURES / family), tensors_of(tmp_path / "back")
+    assert set(got) == set(want)
+    assert not [
+        name for name in want if got[name].tobytes() != want[name].tobytes() or got[name].dtype != want[name].dtype
+    ]
+    theirs, ours = (
+        json.loads((folder / "config.json").read_text()) for folder in (FIXTURES / family, tmp_path / "back")
+    )
+    assert config_from_hf(ours) == config_from_hf(theirs)
+    theirs |= {"torch_dtype": theirs.pop("dtype")} | theirs.pop("rope_parameters", {})  # the same in the older spelling
+    assert {name: ours[name] for name in theirs if name not in ("transformers_version", "rope_type")} == {
+        name: value for name, value in theirs.items() if name not in ("transformers_version", "rope_type")
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_back_and_there_is_bit_equal(name, dtype, monkeypatch, tmp_path):
+    """Shapes no fixture has, in many files with an index, in both dtypes. Catches a cast, and files that overlap."""
+    monkeypatch.setattr(convert, "SMALL_FILE_BYTES", 0)
+    want = write_run(OTHERS[name], tmp_path / "run", dtype)
+    assert command("to-hf", tmp_path / "run", "--out", tmp_path / "hf") == 0
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
+    assert command("from-hf", tmp_path / "hf", "--out", tmp_path / "back") == 0
+    got = convert.open_weights(tmp_path / "back")
+    assert set(got) == set(want)
+    assert not [
+        name for name in want if got[name].dtype != want[name].dtype or got[name].tobytes() != want[name].tobytes()
+    ]
+
+
+def test_a_training_run_is_converted_from_its_newest_checkpoint(tmp_path, capsys):
+    """Catches reading moments for parameters, an older step, and stale converted weights beside newer checkpoints."""
+    cfg = OTHERS["tiny"]
+    write_run(cfg, tmp_path / "run")
+    old, new = draw(model.declare(cfg.model), seed=1), draw(model.declare(cfg.model), seed=2)
+    place = lambda tree: jax.tree.map(jax.numpy.asarray, tree)
+    with checkpoint.open_directory(tmp_path / "run" / "checkpoints") as manager:
+        for step, params in ((3, old), (12, new)):
+            checkpoint.save(manager, step, {"params": place(params), "step": jax.numpy.int32(step)}, about={})
+    status, said, _ = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf", capsys=capsys)
+    assert status == 0 and f"{Path('checkpoints', '12')}" in said
+    convert.from_hf(tmp_path / "hf", tmp_path / "back")
+    got, want = convert.open_weights(tmp_path / "back"), sharding.named(new)
+    assert not [name for name in want if not np.array_equal(got[name], want[name])]
+
+    wider = replace(cfg, **{"model.d_ff": 44}).to_dict()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": wider, "data": None}))
+    status, _, said = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf2", capsys=capsys)
+    assert status == 2 and "prefix.feed_forward.w_gate_DF should have shape (1, 24, 44); found: (1, 24, 40)" in said
+
+
+# The tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("c", [*PUBLISHED.values(), *(cfg.model for cfg in OTHERS.values())],
+                         ids=[*PUBLISHED, *OTHERS])  # fmt: skip
+def test_every_parameter_appears_exactly_once(c):
+    """Catches a parameter without a row, two rows for one, a layer or an expert left out, a tensor named twice."""
+    want = {(name, index)
+            for name, d in sharding.named(declare(c)).items()
+            for index in np.ndindex(d.shape[: d.dims.index(name.rsplit("_", 1)[1])])}  # fmt: skip
+    found = families.pieces(c)
+    parts = [(p.name, p.index) for piece in found for p in piece.parts]
+    # Experts are one index deeper: theirs are apart, ours are a letter of the parameter.
+    whole = {(name, index[: len(index) - ("E" in name.rsplit("_", 1)[1] and len(name.rsplit("_", 1)[1]) == 3)])
+             for name, index in parts}  # fmt: skip
+    assert whole == want and len(parts) == len(set(parts))
+    assert len({piece.theirs for piece in found}) == len(found)
+
+
+@every_family
+def test_every_number_on_disk_is_some_number_of_ours(family):
+    """Catches a layout that leaves a column out or takes one twice: counting, on an array of zeros."""
+    c = config_from_hf(convert.read_json(FIXTURES / family / "config.json"))
+    declared = sharding.named(declare(c))
+    for piece in families.pieces(c):
+        count, sizes = np.zeros(piece.shape, int), families._sizes(piece.parts, declared)
+        for part in piece.parts:
+            ones = np.ones([sizes[letter] for letter in part.dims], int)
+            for theirs, ours in families.matching(count, ones, piece.layout, part.dims, sizes):
+                theirs += ours
+        assert (count == 1).all(), piece.theirs
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_go_there_and_back(name):
+    """The published shapes. Catches a setting that is written under one name and read under another."""
+    c, training = PUBLISHED[name], {"remat", "balance_loss", "balance_rate"}
+    back = config_from_hf(json.loads(json.dumps(config_to_hf(c))))
+    differ = {f.name for f in dataclasses.fields(c) if getattr(back, f.name) != getattr(c, f.name)}
+    assert sharding.shapes(declare(back)) == sharding.shapes(declare(c))
+    unused = {"n_kv_heads", "d_rope", "d_value", "d_kv_latent", "d_expert", "d_ff", "top_k", "router"}
+    assert differ <= training | unused, differ
+
+
+def test_gptj_6b_counts_as_published():
+    """6,050,882,784, by shape alone. Catches a bias too many or too few."""
+    assert sum(d.size for d in sharding.named(gptj.declare(GPTJConfig())).values()) == 6_050_882_784
+
+
+@every_family
+def test_fixtures_stay_small(family):
+    """Catches a witness that would weigh on every clone."""
+    assert sum(file.stat().st_size for file in (FIXTURES / family).iterdir()) < 1_000_000
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def refused(folder, tmp_path, capsys):
+    """The message with which from-hf refuses a folder: status 2, one line, and nothing left behind."""
+    status, _, said = command("from-hf", folder, "--out", tmp_path / "out", capsys=capsys)
+    assert status == 2 and said.startswith("error: ") and "Traceback" not in said
+    assert not list(tmp_path.glob("out*"))
+    return said
+
+
+UNSUPPORTED = [
+    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "hidden_act", "gelu"),
+    ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}), ("llama", "quantization_config", {"bits": 8}),
+    ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
+    ("llama", "rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
+    ("llama", "model_type", "lama"), ("llama", "sliding_window", 4096), ("llama", "window", 7),
+    ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1),
+    ("deepseek_v3", "n_group", 8), ("deepseek_v3", "topk_group", 4), ("deepseek_v3", "norm_topk_prob", False),
+    ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
+    ("deepseek_v3", "num_key_value_heads", 2), ("deepseek_v3", "num_nextn_predict_layers", 1),
+    ("deepseek_v3", "n_shared_experts", 0), ("deepseek_v3", "scoring_func", "softmax"),
+    ("gptj", "activation_function", "relu"), ("gptj", "tie_word_embeddings", True), ("gptj", "rotary_dim", 14),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name, value", UNSUPPORTED)
+def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
+    """Catches a setting that changes the function and is passed over: the logits would be wrong without a word."""
+    hf = convert.read_json(FIXTURES / family / "config.json") | {name: value}
+    ours = {"n_shared_experts": "n_shared", "rotary_dim": "d_rope"}.get(name, name)
+    with pytest.raises(UserError, match=rf"{ours}=.*{str(value)[-4:].strip('})')}"):
+        config_from_hf(hf)
+
+
+@pytest.mark.parametrize("family, name", [("llama", "hidden_size"), ("deepseek_v3", "n_group"), ("gptj", "rotary_dim")])
+def test_a_setting_left_out_is_not_guessed(family, name):
+    """Catches our default in the place of the library's: n_group left out means 8 there."""
+    hf = convert.read_json(FIXTURES / family / "config.json")
+    del hf[name]
+    with pytest.raises(UserError, match=name):
+        config_from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [("no_rope_every", 3), ("moe_every", 2), ("n_shared", 0), ("balance_rate", 0.0), ("activation", "gelu"),
+     ("norm_eps", 1e-5), ("capacity_factor", 1.5)],
+)  # fmt: skip
+def test_what_their_model_cannot_do_is_refused_by_name(setting, value):
+    """Catches a folder that loads over there and computes something else."""
+    c = tiny(**{f"model.{setting}": value, "model.n_layers": 5}).model
+    with pytest.raises(UserError, match=rf"model\.{setting}={value!r} cannot be written as deepseek_v3"):
+        config_to_hf(c)
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, capsys):
+    """Missing, extra, of another shape, of another dtype than its neighbours in one array: each by name."""
+    q, v = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.self_attn.v_proj.weight"
+    cases = {
+        "missing": (lambda t: t.pop(q), rf"does not have {q}"),
+        "extra": (lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": t[q][0]}), "q_proj.bias"),
+        "shape": (lambda t: t.update({q: t[q][1:]}), f"{q} has shape (59, 36), config.json asks for (60, 36)"),
+        "transposed": (lambda t: t.update({v: np.ascontiguousarray(t[v].T)}), f"{v} has shape (36, 20)"),
+        "dtype": (lambda t: t.update({q: t[q].astype(np.float16)}), f"{q} is float16, model.layers.0"),
+        "integers": (lambda t: t.update({q: t[q].astype(np.int32)}), f"{q} has dtype I32"),
+    }
+    for name, (change, message) in cases.items():
+        folder = copy("llama", tmp_path / name)
+        change_tensors(folder, change)
+        assert message in refused(folder, tmp_path, capsys), name
+
+
+def test_folders_that_cannot_be_read_are_refused(tmp_path, capsys):
+    """Nothing there, half a file, a shard that is gone, a config that is not JSON: one line each."""
+    assert "there is no" in refused(tmp_path / "nowhere", tmp_path, capsys)
+    half = copy("llama", tmp_path / "half")
+    whole = (half / "model.safetensors").read_bytes()
+    (half / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in refused(half, tmp_path, capsys)
+    (half / "model.safetensors").unlink()
+    assert "there is no" in refused(half, tmp_path, capsys)
+    (half / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1-of-2.safetensors"}}))
+    assert "model-1-of-2.safetensors" in refused(half, tmp_path, capsys)
+    (half / "config.json").write_text("{")
+    assert "not JSON" in refused(half, tmp_path, capsys)
+
+
+def test_runs_that_cannot_be_read_are_refused(runs, tmp_path, capsys):
+    """A folder of theirs given as ours, a run without weights, an output that exists: said, and nothing overwritten."""
+    theirs, empty = FIXTURES / "llama", tmp_path / "empty"
+    write_run(OTHERS["tiny"], empty)
+    shutil.rmtree(empty / "weights")
+    for run, out, message in ((theirs, "out", "describes no run of ours"), (empty, "out", "neither converted weights"),
+                              (runs["llama"], "empty", "exists; choose another --out")):  # fmt: skip
+        status, _, said = command("to-hf", run, "--out", tmp_path / out, capsys=capsys)
+        assert status == 2 and message in said and not (tmp_path / "out").exists()
+    assert list(empty.iterdir()) == [empty / "config.json"]
+
+
+def test_weights_of_another_model_are_refused_by_name(runs):
+    """Catches fine-tuning that starts from half of the weights, or from reshaped ones."""
+    mesh, c = sharding.make_mesh("data=1"), convert.read_config(runs["llama"])
+    changes = {
+        "w_gate_DF has shape .*52.* in the model": dict(d_ff=56),
+        "weights has unembedding_DV, the model has not": dict(tie_embeddings=True),
+        "the model has prefix": dict(dense_prefix=1),
+    }
+    for message, change in changes.items():
+        with pytest.raises(UserError, match=message):
+            convert.load_weights(runs["llama"], declare(dataclasses.replace(c, **change)), mesh)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_end_to_end(tmp_path):
+    """As a user types it, in a process of its own, both ways; and a mistake, with status 2 and no traceback."""
+
+    def run(*argv):
+        words = [sys.executable, ROOT / "convert.py", *argv]
+        return subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    done = run("from-hf", FIXTURES / "mixtral", "--out", "runs/x")
+    assert (done.returncode, done.stderr) == (0, "") and "73,120 parameters" in done.stdout
+    done = run("to-hf", "runs/x", "--out", "back")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(file.name for file in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
+    done = run("from-hf", "runs/x", "--out", "y")
+    assert done.returncode == 2 and done.stderr.startswith("error: config.json: model_type=None")
+
+
+@every_family
+def test_weights_lie_as_declared(family, runs):
+    """Catches a parameter left whole on every device, which only memory would show."""
+    c, mesh = convert.read_config(runs[family]), sharding.make_mesh(MESHES[family])
+    declared = sharding.named(declare(c))
+    for name, x in sharding.named(convert.load_weights(runs[family], declare(c), mesh)).items():
+        assert x.sharding.spec == declared[name].spec and x.dtype == declared[name].dtype, name
+
+
+def test_bfloat16_weights_are_loaded_as_declared(tmp_path):
+    """Catches training that goes on in the file's dtype: an optimizer step is lost in 8 significant bits."""
+    cfg = OTHERS["tiny"]
+    want = write_run(cfg, tmp_path / "run", "bfloat16")
+    got = convert.load_weights(tmp_path / "run", declare(cfg.model), sharding.make_mesh("fsdp=2,tensor=2"))
+    for name, x in sharding.named(got).items():
+        assert x.dtype == np.float32 and np.array_equal(x, want[name].astype(np.float32)), name
+
+
+def test_memory_stays_within_the_largest_parameter(monkeypatch, tmp_path):
+    """59 MB in seven parameters of 8.4 MB, in tensors of 0.5 MB. Catches a conversion that holds the model."""
+    shape = dict(d_model=128, n_layers=16, n_heads=8, n_kv_heads=8, d_head=128, d_ff=1024, vocab_size=64)
+    cfg = tiny(**DENSE, **{f"model.{name}": value for name, value in shape.items()})
+    sizes = [d.size * 4 for d in sharding.named(declare(cfg.model)).values()]
+    largest, tensor = max(sizes), 128 * 1024 * 4
+    assert sum(sizes) > 7 * largest == 7 * 16 * tensor
+    write_run(cfg, tmp_path / "run")
+    monkeypatch.setattr(convert, "SMALL_FILE_BYTES", 0)
+
+    def peak(function, *paths):
+        tracemalloc.start()
+        function(*paths)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    slack = 2**20  # names, tables, JSON
+    assert largest / 2 < peak(convert.to_hf, tmp_path / "run", tmp_path / "hf") < largest + tensor + slack
+    assert tensor < peak(convert.from_hf, tmp_path / "hf", tmp_path / "back") < 3 * tensor + slack
