@@ -23,6 +23,7 @@ Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXi
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -54,8 +55,12 @@ float32 = jnp.float32
 
 
 def gathered(weight, c: ModelConfig, *, dim, axes=SLICED, dtype=None):
-    """A weight as one block uses it: in the compute dtype, its slices of `dim` joined."""
-    return all_gather(weight.astype(dtype or c.precision.compute), axes, dim=dim)
+    """A weight as one block uses it: in the compute dtype, its slices of `dim` joined.
+
+    Backward: reduce-scatter over `axes` in the compute dtype; then, since `vary` comes first, psum over the other axes
+    in the parameter's dtype, and of slices only.
+    """
+    return all_gather(vary(weight, TOKENS).astype(dtype or c.precision.compute), axes, dim=dim)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -236,7 +241,9 @@ def route(w: MoE, c: ModelConfig, x_btD):
     Shapes: [b, t, D] -> gates [b, t, top_k] (sum to routed_scaling), experts [b, t, top_k], probabilities [b, t, E].
     Source: arXiv:2412.19437, equations 12 to 16; arXiv:2101.03961 for softmax.
     """
-    logits_btE = x_btD.astype(float32) @ gathered(w.w_router_DE, c, dim=0, dtype=float32)
+    w_router_DE = gathered(w.w_router_DE, c, dim=0, dtype=float32)
+    # HIGHEST: by default a TPU multiplies float32 in bfloat16 passes.
+    logits_btE = jnp.matmul(x_btD.astype(float32), w_router_DE, precision=jax.lax.Precision.HIGHEST)
     scores_btE = jax.nn.sigmoid(logits_btE) if c.router == "sigmoid" else jax.nn.softmax(logits_btE, axis=-1)
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
     _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
@@ -305,11 +312,12 @@ def slots_per_expert(c: ModelConfig, positions: int) -> int:
     Raises: UserError if an expert would keep no token at all.
     Source: GShard, arXiv:2006.16668, section 2.2, per sequence instead of per device group.
     """
-    slots = int(c.capacity_factor * c.top_k * positions / c.n_experts)
+    slots = int(round(c.capacity_factor * c.top_k * positions / c.n_experts, 6))  # 114.999.. is 115
     if slots == 0:
+        enough = math.ceil(1000 * c.n_experts / c.top_k / positions) / 1000
         raise UserError(
             f"capacity is 0: capacity_factor={c.capacity_factor} * top_k={c.top_k} * {positions} positions "
-            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {c.n_experts / c.top_k / positions:.3g}"
+            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {enough}"
         )
     return slots
 

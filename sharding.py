@@ -141,6 +141,7 @@ def init(declarations, mesh: Mesh, seed: int):
             return jnp.full(d.shape, d.mean, d.dtype)
         # Drawn as one long row: with several dims the compiler takes six times as long.
         row = jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), (d.size,), d.dtype)
+        row = jax.lax.optimization_barrier(row)  # fused with what follows, the last bit would depend on the mesh
         return d.mean + d.std * row.reshape(d.shape)
 
     shardings = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations)
