@@ -301,7 +301,7 @@ def test_what_runs_in_which_precision():
 # Several devices ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2", "expert=2", "fsdp=2,expert=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2", "expert=2", "context=2", "fsdp=2,expert=2,tensor=2"])
 def test_the_mesh_changes_where_not_what(mesh):
     """Catches a psum missing or doubled, a balance loss or dropout that depends on who holds a token, and experts or
     words numbered by their place on the device."""
