@@ -8,6 +8,8 @@ import time
 
 START = time.perf_counter()  # before the imports below: their time is reported
 
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import checkpoint
+import convert
 import dataset
 import generate
 import model
@@ -55,10 +58,19 @@ def parse(argv: list[str]) -> Config:
         f"Flags change settings of the preset, here {name!r}; their defaults are its values. "
         "--help-verbose says what each does."))  # fmt: skip
     default = utils.preset(name)
+    if source := init_from(flags):
+        default = dataclasses.replace(default, model=convert.read_config(Path(source)))
     return tyro.cli(
         Config, prog="python main.py [PRESET]", description=description, default=default, args=flags,
         use_underscores=True, compact_help=True,
     )  # fmt: skip
+
+
+def init_from(flags: list[str]) -> str:
+    """The run whose parameters to start from: its model's settings become the flags' defaults."""
+    names = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    return next((value for name, value in itertools.pairwise(words) if name in names), "")
 
 
 # The run's directory --------------------------------------------------------------------------------------------------
@@ -78,11 +90,11 @@ def describe(cfg: Config) -> dict:
 def decisive(about: dict) -> dict:
     """The part of `describe` that decides results: a run goes on only where it is the same."""
     config = json.loads(json.dumps(about["config"]))
-    seed = config["run"]["seed"]
+    run = {name: config["run"][name] for name in ("seed", "init_from")}
     for name in FREE:
         part, _, setting = name.partition(".")
         (config[part] if setting else config).pop(setting or part, None)
-    return config | {"run": {"seed": seed}, "tokens": about["data"]}
+    return config | {"run": run, "tokens": about["data"]}
 
 
 def check_same(cfg: Config, directory: Path) -> None:
@@ -188,10 +200,21 @@ def trace_step(cfg: Config, mesh):
     return optimizer.train_step(cfg, mesh).lower(state, sharding.put(dataset.batch(cfg, 0), mesh))
 
 
+def given_params(cfg: Config, mesh):
+    """Parameters of the run that run.init_from names, converted or trained; None if it names none."""
+    if not cfg.run.init_from:
+        return None
+    source, declarations = Path(cfg.run.init_from), model.declare(cfg.model)
+    log(f"parameters from {source}")
+    if (source / "weights").is_dir():
+        return convert.load_weights(source, declarations, mesh)
+    return checkpoint.restore_params(source / "checkpoints", sharding.shapes(declarations, mesh))
+
+
 def restore_or_init(cfg: Config, mesh, checkpoints: Path) -> optimizer.TrainState:
     """The newest checkpoint's state, placed on this mesh, or the state at step 0."""
     if checkpoint.latest_step(checkpoints) is None:
-        return optimizer.init(cfg, mesh)
+        return optimizer.init(cfg, mesh, given_params(cfg, mesh))
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     state = checkpoint.restore(checkpoints, target)
     log(f"resumed    at step {int(state.step)} from {checkpoints}")

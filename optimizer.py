@@ -1,4 +1,4 @@
-"""AdamW as an optax chain, its learning-rate schedule, and one training step.
+"""AdamW as an optax chain, its learning-rate schedule, one training step, and what can be asked about a step.
 
 The chain runs outside the `shard_map`, under `jit`, on whole (sharded) arrays: so the global norm that clipping needs
 is the norm of the whole gradient, on any mesh.
@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
 import pipeline
 import sharding
-from utils import Config
+from utils import Config, UserError, replace
 
 
 @sharding.weights
@@ -23,7 +24,9 @@ class TrainState:
 
     params: Any
     optimizer: Any  # optax state
-    step: Any  # int32, steps taken
+    step: Any  # int32, steps taken, skipped ones too
+    skipped_steps: Any  # int32, steps without an update, because the loss or the gradient was not finite
+    skipped_in_a_row: Any  # int32, how many of them were the last steps taken
 
 
 def learning_rate(cfg: Config) -> optax.Schedule:
@@ -72,17 +75,18 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
     return sharding.map_named(lambda name, p: p + step_LE if name.endswith("bias_E") else p, params)
 
 
-def init(cfg: Config, mesh: Mesh) -> TrainState:
-    """The state at step 0. Moments lie on the mesh as their parameters do."""
-    params = sharding.init(model.declare(cfg.model), mesh, cfg.run.seed)
+def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
+    """The state at step 0, of new parameters or of given ones. Moments lie on the mesh as their parameters do."""
+    params = sharding.init(model.declare(cfg.model), mesh, cfg.run.seed) if params is None else params
     moments = jax.jit(adamw(cfg).init, out_shardings=state_shardings(cfg, mesh).optimizer)(params)
-    return TrainState(params, moments, jax.device_put(jnp.int32(0), NamedSharding(mesh, P())))
+    # Three arrays, not one thrice: each is donated.
+    return TrainState(params, moments, *(jax.device_put(jnp.int32(0), NamedSharding(mesh, P())) for _ in range(3)))
 
 
 def state_shapes(cfg: Config) -> TrainState:
     """ShapeDtypeStruct of every array in the state; no device is touched."""
     params = sharding.shapes(model.declare(cfg.model))
-    return TrainState(params, jax.eval_shape(adamw(cfg).init, params), jax.ShapeDtypeStruct((), jnp.int32))
+    return TrainState(params, jax.eval_shape(adamw(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3)
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -93,24 +97,143 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     moments = optax.tree_map_params(
         adamw(cfg), lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: everywhere
     )
-    return TrainState(params, moments, everywhere)
+    return TrainState(params, moments, everywhere, everywhere, everywhere)
+
+
+def updates(cfg: Config, mesh: Mesh):
+    """Trace fn(state, batch) -> (metrics, grads, updates, moments): all of a step but its being taken."""
+    chain, rate, loss_and_grads = adamw(cfg), learning_rate(cfg), pipeline.loss_and_grads(cfg, mesh)
+
+    def of(state: TrainState, batch):
+        loss, metrics, grads = loss_and_grads(state.params, batch, state.step)
+        changes, moments = chain.update(grads, state.optimizer, state.params)
+        if "tokens_per_expert" in metrics:
+            changes = update_selection_bias(cfg, changes, metrics["tokens_per_expert"])
+        # The schedule counts updates: a skipped step leaves it, like the rest of the optimizer, where it was.
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": rate(state.step - state.skipped_steps)}
+        return metrics, grads, changes, moments
+
+    return of
 
 
 def train_step(cfg: Config, mesh: Mesh):
     """Compile fn(state, batch) -> (state, metrics). The old state's memory is reused: do not touch it again.
 
-    Metrics add to those of `model.loss`: loss, grad_norm (before clipping), lr.
+    A step whose loss or gradient is not finite is skipped: all but the counters stays as it is.
+    Metrics add to those of `model.loss`: loss, grad_norm (before clipping), lr, skipped_steps, skipped_in_a_row, and
+    not_finite: for each of `places`, whether its gradient is to blame for this step being skipped.
     """
-    chain, rate, loss_and_grads = adamw(cfg), learning_rate(cfg), pipeline.loss_and_grads(cfg, mesh)
+    updates_of = updates(cfg, mesh)
 
     def step(state: TrainState, batch):
-        loss, metrics, grads = loss_and_grads(state.params, batch, state.step)
-        updates, moments = chain.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        if "tokens_per_expert" in metrics:
-            params = update_selection_bias(cfg, params, metrics["tokens_per_expert"])
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": rate(state.step)}
-        return TrainState(params, moments, state.step + 1), metrics
+        metrics, grads, changes, moments = updates_of(state, batch)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        taken = (optax.apply_updates(state.params, changes), moments)
+        params, moments = jax.tree.map(lambda x, old: jnp.where(finite, x, old), taken, (state.params, state.optimizer))
+        skipped = {
+            "skipped_steps": state.skipped_steps + jnp.where(finite, 0, 1),
+            "skipped_in_a_row": jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        }
+        none = lambda grads: jnp.zeros(len(places(cfg)), bool)
+        metrics |= skipped | {"not_finite": jax.lax.cond(finite, none, lambda grads: not_finite(cfg, grads), grads)}
+        return TrainState(params, moments, state.step + 1, **skipped), metrics
 
     shardings = state_shardings(cfg, mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+
+
+# What can be asked about a step ---------------------------------------------------------------------------------------
+
+STACKED = {"P": "layer", "L": "block", "J": "layer"}  # letters of leading dims, along which a parameter is repeated
+
+
+def stacked_dims(declaration) -> int:
+    return len(declaration.dims) - len(declaration.dims.lstrip("".join(STACKED)))
+
+
+def layer_squares(cfg: Config, tree):
+    """Sum of squares of each parameter, in each layer where it is stacked: arrays [], [P], [L] or [L, J], float32."""
+    square = lambda d, x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked_dims(d), x.ndim)))
+    return jax.tree.map(square, model.declare(cfg.model), tree)
+
+
+def places(cfg: Config) -> dict[str, int]:
+    """Each parameter of each layer, like 'blocks.moe.attention.w_out_HUD, block 1', in the order of the forward pass.
+
+    The value is its place when the arrays of `layer_squares` are laid end to end.
+    """
+    declared = sharding.named(model.declare(cfg.model))
+    parts = {".".join(name.split(".")[:n]): None for name in declared for n in (1, 2)}
+    rank = {part: number for number, part in enumerate(parts)}
+    found = []
+    for name, d in declared.items():
+        first, second = (rank[".".join(name.split(".")[:n])] for n in (1, 2))
+        for index in np.ndindex(d.shape[: stacked_dims(d)]):
+            where = "".join(f", {STACKED[letter]} {i}" for letter, i in zip(d.dims, index, strict=False))
+            # A block is passed from end to end before the next one: its number counts more than the parameter's.
+            found.append((first, index[:1], second, index[1:], len(found), name + where))
+    return {name: number for *_, number, name in sorted(found)}
+
+
+def not_finite(cfg: Config, grads):
+    """Whether the gradient of each of `places` holds a NaN or an infinity, or is so large that its norm does."""
+    squares = [x.reshape(-1) for x in jax.tree.leaves(layer_squares(cfg, grads))]
+    return ~jnp.isfinite(jnp.concatenate(squares)[np.array(list(places(cfg).values()))])
+
+
+def layer_norms(cfg: Config, mesh: Mesh):
+    """Compile fn(state, batch) -> norms of gradient, update and parameter, each {name: one, or one a layer}.
+
+    The step that trains is another program: asking changes no result, and costs a forward and a backward pass.
+    """
+    updates_of = updates(cfg, mesh)
+
+    def norms(state: TrainState, batch):
+        _, grads, changes, _ = updates_of(state, batch)
+        of = lambda tree: jax.tree.map(jnp.sqrt, sharding.named(layer_squares(cfg, tree)))
+        return {"gradient": of(grads), "update": of(changes), "parameter": of(state.params)}
+
+    return jax.jit(norms, out_shardings=NamedSharding(mesh, P()))
+
+
+def noise_scale(cfg: Config, mesh: Mesh):
+    """Compile fn(params, host_batch, step) -> the simple noise scale of this batch, in tokens, and what it is made of.
+
+    The gradient of each accumulation pass (of each half, where there is one pass) stands for the smaller batch, their
+    mean for the larger. One batch says little: average gradient_square and noise_square over many, then divide.
+    Raises: UserError if the batch cannot be cut in two.
+    Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
+    """
+    split = sharding.split_batch(cfg)
+    pieces = max(split.accumulation, 2)
+    B = cfg.data.batch_size
+    if B // split.shards % pieces:
+        raise UserError(
+            f"run.noise_scale_every={cfg.run.noise_scale_every}: the {B // split.shards} sequences of a batch shard "
+            f"(data.batch_size={B} / {split.shards} shards) cannot be cut in {pieces}; use a batch twice as large")  # fmt: skip
+    loss_and_grads = pipeline.loss_and_grads(replace(cfg, **{"data.batch_size": B // pieces}), mesh)
+    square = jax.jit(lambda tree: optax.tree.norm(tree, squared=True))
+    add = jax.jit(lambda total, grads, weight: jax.tree.map(lambda t, g: t + weight * g, total, grads))
+
+    def scale(params, batch, step) -> dict[str, float]:
+        total, squares, tokens = None, [], []
+        for piece in range(pieces):
+            part = {name: x.reshape(pieces, -1, x.shape[1])[piece] for name, x in batch.items()}
+            _, metrics, grads = loss_and_grads(params, sharding.put(part, mesh), step)
+            tokens.append(float(metrics["tokens"]))
+            squares.append(float(square(grads)))
+            zeros = jax.tree.map(jnp.zeros_like, grads) if total is None else total
+            total = add(zeros, grads, tokens[-1])
+        return noise_scale_of(squares, tokens, float(square(total)) / sum(tokens) ** 2)
+
+    return scale
+
+
+def noise_scale_of(small_squares: list[float], small_tokens: list[float], big_square: float) -> dict[str, float]:
+    """Noise scale from |gradient|^2 of the pieces of a batch, and of the whole. Source: arXiv:1812.06162, A.1."""
+    small, big = float(np.mean(small_tokens)), float(np.sum(small_tokens))
+    small_square = float(np.average(small_squares, weights=small_tokens))
+    gradient_square = (big * big_square - small * small_square) / (big - small)  # equation A.2, first half
+    noise_square = (small_square - big_square) / (1 / small - 1 / big)  # trace of one token's covariance
+    scale = noise_square / gradient_square if gradient_square > 0 else float("inf")  # all noise, as far as is seen
+    return {"gradient_square": gradient_square, "noise_square": noise_square, "noise_scale_tokens": scale}

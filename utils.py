@@ -226,6 +226,8 @@ class RunConfig:
     dir: str = "runs"  # parent of all runs
     steps: int = 320  # optimizer steps
     seed: int = 0  # initial parameters and dropout
+    # directory of a run, converted or trained, whose parameters this one starts from, at step 0; empty: new ones
+    init_from: Annotated[str, tyro.conf.arg(aliases=["--init_from"])] = ""
     log_every: int = 10  # steps between rows of metrics.jsonl
     eval_every: int = 100  # steps between evaluations; 0: only at the end
     eval_batches: int = 4  # batches of an evaluation on the way; 0: the whole validation split (always, at the end)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import checkpoint
+import convert
 import dataset
 import generate
 import main
@@ -111,6 +112,28 @@ def restored(argv, directory, mesh="data=1"):
     cfg, mesh = main.parse(argv), sharding.make_mesh(mesh)
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     return checkpoint.restore(directory / "checkpoints", target)
+
+
+def test_a_run_starts_from_another(home, tmp_path):
+    """Catches --init-from that keeps the new random parameters, the preset's shapes, the old step or the old moments."""
+    dense = "--model.n_experts 0 --model.attention gqa --model.n_layers 2 --model.dense_prefix 0 --model.no_rope_every 0"
+    common = ["--data.path", home / "easy", "--run.dir", tmp_path, "--run.steps", 1, "--run.sample_tokens", 1,
+              "--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]  # fmt: skip
+    assert run(["tiny", *dense.split(), *common, "--run.name", "source"])[0] == 0
+    source, folder, converted = tmp_path / "source", tmp_path / "hf", tmp_path / "converted"
+    assert convert.main(["to-hf", str(source), "--out", str(folder)]) == 0
+    assert convert.main(["from-hf", str(folder), "--out", str(converted)]) == 0
+    want = restored(["tiny", *dense.split()], source)
+    for name, start in (("tuned", source), ("retuned", converted)):
+        # A learning rate of 0 leaves the parameters as they were given.
+        status, out, err = run(["tiny", *common, "--init-from", start, "--run.name", name, "--optim.lr", 0])
+        assert (status, err) == (0, "")
+        assert f"parameters from {start}" in out
+        got = restored(["tiny", *dense.split()], tmp_path / name)
+        for key, value in sharding.named(want.params).items():
+            np.testing.assert_array_equal(sharding.named(got.params)[key], value, err_msg=f"{name}: {key}")
+        assert int(got.step) == 1
+
 
 
 def assert_same_arrays(got, want):
