@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-EXTRAS := tpu gpu ray site parity lock
+EXTRAS := tpu gpu ray wandb site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)

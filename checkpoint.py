@@ -1,40 +1,310 @@
 """Save and restore training state: arrays by logical name, whatever mesh they lie on.
 
-A checkpoint holds `{name: array}` (names as in `sharding.named`) and a JSON `about`: what the run was, to be compared
-before it is continued. Orbax writes in the background; a save is complete only once its directory has its final name.
+    checkpoints/40/  state/         arrays {name: array}, names as in `sharding.named`, written by Orbax
+                     about.json     what the run was, to be compared before it is continued
+                     manifest.json  bytes and sha256 of every other file
+    checkpoints/60.saving/          not finished: it gets its number last, so what has a number was once whole
+
+A step is read only if it still agrees with its manifest: Orbax restores flipped bits without a word. Where the newest
+does not, the one before is taken, and the reason said. `python checkpoint.py ls DIR` lists the steps of a run,
+`python checkpoint.py verify DIR` reads every byte of them.
 """
 
+import contextlib
+import datetime
+import functools
+import hashlib
+import json
+import logging
+import math
 import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import jax
 import orbax.checkpoint as ocp
+import tyro
+from orbax.checkpoint import checkpoint_managers as policies
 
 from sharding import map_named, named
-from utils import UserError, first_difference
+from utils import UserError, first_difference, is_main_process
+
+MANIFEST = "manifest.json"
+SAVING, DELETING = ".saving", ".deleting"  # ends of the names of directories that are no checkpoints, yet or any more
 
 
-def open_directory(directory: str | os.PathLike, keep: int = 2) -> ocp.CheckpointManager:
-    """Open a directory of checkpoints for writing; the newest `keep` stay. Close it to wait for the last save."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-    return ocp.CheckpointManager(os.path.abspath(directory), options=options)
+# What lies in a directory of checkpoints ------------------------------------------------------------------------------
 
 
-def latest_step(directory: str | os.PathLike) -> int | None:
-    """The newest complete checkpoint's step; None if there is none."""
-    steps = ocp.utils.checkpoint_steps(os.path.abspath(directory)) if os.path.isdir(directory) else ()
-    return max(steps, default=None)
+@dataclass(frozen=True)
+class Found:
+    """A step's directory, or what an interrupted save or deletion left of one."""
+
+    path: str
+    step: int
+    whole: bool  # its name is a number; False: a left-over
+
+    def manifest(self) -> dict:
+        """Raises: OSError or ValueError if there is none, or it is not what was written."""
+        with open(os.path.join(self.path, MANIFEST), encoding="utf-8") as file:
+            manifest = json.load(file)
+        if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+            raise ValueError("it does not have the sha256 it names")
+        return manifest
+
+    def fault(self, read: bool = True) -> str | None:
+        """Say why this is no good checkpoint, None if it is; without `read`, sizes are compared, contents are not."""
+        if not self.whole:
+            return "left over from a save or a deletion that was cut off"
+        try:
+            if not os.listdir(self.path):
+                return "the directory is empty"
+            manifest = self.manifest()
+        except FileNotFoundError:
+            return f"it has no {MANIFEST}"
+        except (OSError, ValueError) as error:
+            return f"its {MANIFEST} cannot be read: {error}"
+        for name, want in manifest["files"].items():
+            file = os.path.join(self.path, name)
+            try:
+                status = os.stat(file)
+                if status.st_size != want["bytes"]:
+                    truncated = "truncated: " if status.st_size < want["bytes"] else ""
+                    return f"{name} is {truncated}{status.st_size} bytes, the manifest says {want['bytes']}"
+                if read and _sha256(file, status.st_size, status.st_mtime_ns) != want["sha256"]:
+                    return f"{name} is damaged: its sha256 is not the manifest's"
+            except FileNotFoundError:
+                return f"{name} is missing"
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror}"
+        return None
 
 
-def save(manager: ocp.CheckpointManager, step: int, state, about: dict) -> None:
-    """Start saving the arrays of `state`; returns once they are copied, the writing goes on in the background."""
-    arrays = ocp.args.StandardSave(named(state))
-    manager.save(step, args=ocp.args.Composite(state=arrays, about=ocp.args.JsonSave(about)))
+@functools.lru_cache(maxsize=4096)  # a start asks three times which step is the newest
+def _sha256(path: str, size: int, mtime_ns: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(values: dict) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def found(directory: str | os.PathLike) -> list[Found]:
+    """All steps in a directory, and left-overs of steps, newest first; other files are passed over."""
+    entries = []
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        step, _, rest = name.partition(".")
+        if step.isdecimal() and (not rest or "." + rest in (SAVING, DELETING) or "orbax-checkpoint-tmp" in rest):
+            entries.append(Found(os.path.join(os.path.abspath(directory), name), int(step), whole=not rest))
+    return sorted(entries, key=lambda entry: (entry.step, entry.whole), reverse=True)
+
+
+def latest_step(directory: str | os.PathLike, say: Callable[[str], None] | None = None) -> int | None:
+    """The newest step that agrees with its manifest; None if there are no steps at all.
+
+    say   called with a sentence for everything newer that is passed over
+    Raises: UserError naming each step's fault if there are steps, and none is good.
+    """
+    faults = []
+    for entry in found(directory):
+        if (fault := entry.fault()) is None:
+            return entry.step
+        if entry.whole and not os.path.isdir(entry.path):
+            continue  # deleted while we looked
+        faults.append((entry, f"{entry.path}: {fault}"))
+        if say:
+            say(f"skipped    {faults[-1][1]}")
+    if not any(entry.whole for entry, _ in faults):
+        return None
+    raise UserError(
+        f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.whole)
+        + "; to begin at step 0 move them away, or use --run.restart")  # fmt: skip
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
+
+    def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int):
+        self.directory = os.path.abspath(directory)
+        kept = [policies.LatestN(keep)]
+        kept += [policies.EveryNSteps(every)] if every else []
+        kept += [policies.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=best,
+                                keep_checkpoints_without_metrics=False)] if best else []  # fmt: skip
+        self.policy = policies.AnyPreservationPolicy(kept)
+        self.pending = None  # (step, future) of the save in the background
+        self.failed = False
+
+    def __enter__(self):
+        if is_main_process():
+            os.makedirs(self.directory, exist_ok=True)
+            for entry in found(self.directory):
+                if not entry.whole:
+                    shutil.rmtree(entry.path)
+        self.logger = logging.getLogger("absl")
+        self.level = self.logger.level
+        # Orbax logs an error with a traceback for each of its threads, and raises it as well: `wait` says it once.
+        self.logger.setLevel(logging.CRITICAL)
+        self.hook, sys.unraisablehook = sys.unraisablehook, self.pass_over
+        self.checkpointer = ocp.StandardCheckpointer()
+        self.background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            with contextlib.suppress(*(() if error is None else (UserError,))):  # the first error is the one to show
+                self.wait()
+        finally:
+            self.background.shutdown()
+            self.checkpointer.close()
+            self.logger.setLevel(self.level)
+            if not self.failed:
+                sys.unraisablehook = self.hook
+
+    def pass_over(self, unraisable) -> None:
+        """After a failed write tensorstore finishes the others, and each finds the loop that waited for it gone."""
+        if not (isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)):
+            self.hook(unraisable)
+
+    def check(self) -> None:
+        """Raises: UserError if the save in the background has failed; does not wait."""
+        if self.pending and self.pending[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save in the background is complete. Raises: UserError if it failed."""
+        if self.pending:
+            (step, future), self.pending = self.pending, None
+            with self.explained(step):
+                future.result()
+
+    @contextlib.contextmanager
+    def explained(self, step: int) -> Iterator[None]:
+        """Turn what the file system refuses (tensorstore says it in a ValueError) into one sentence."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self.failed = True
+            if is_main_process():
+                shutil.rmtree(os.path.join(self.directory, f"{step}{SAVING}"), ignore_errors=True)  # frees the disk
+            free_bytes = shutil.disk_usage(self.directory).free
+            raise UserError(
+                f"the checkpoint of step {step} cannot be written to {self.directory}: {error} "
+                f"({free_bytes / 2**20:,.0f} MiB free there); {self.what_stays()}") from error  # fmt: skip
+
+    def what_stays(self) -> str:
+        try:
+            good = latest_step(self.directory)
+        except UserError as error:
+            return str(error)
+        return "there is none before it" if good is None else f"that of step {good} is good, and stays"
+
+
+def open_directory(directory: str | os.PathLike, keep: int = 2, every: int = 0, best: int = 0) -> Saver:
+    """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Left-overs are removed.
+
+    keep, every, best   a good step stays while it is one of the newest `keep`, a multiple of `every`, or one of the
+                        `best` with the lowest loss; the newest always stays, and nothing damaged is ever deleted
+    """
+    return Saver(directory, keep, every, best)
+
+
+def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:
+    """Start saving the arrays of `state`; returns once they are copied, the writing goes on in the background.
+
+    loss   of the validation split at this step, if it was measured
+    Raises: UserError if this save cannot begin, or the one before has failed.
+    """
+    saver.wait()
+    path = os.path.join(saver.directory, str(step))
+    with saver.explained(step):
+        if is_main_process():
+            os.makedirs(path + SAVING)
+            with open(os.path.join(path + SAVING, "about.json"), "w", encoding="utf-8") as file:
+                json.dump(about, file)
+        saver.checkpointer.save(os.path.join(path + SAVING, "state"), named(state))
+    saver.pending = step, saver.background.submit(_complete, saver, step, loss)
+
+
+def _complete(saver: Saver, step: int, loss: float | None) -> None:
+    """Once Orbax has written the arrays: write the manifest, give the directory its number, delete what is too old."""
+    saver.checkpointer.wait_until_finished()
+    if not is_main_process():
+        return
+    path = os.path.join(saver.directory, str(step))
+    _write_manifest(path + SAVING, step, loss)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, path + DELETING)  # a damaged one of this step
+    os.rename(path + SAVING, path)
+    # Only good ones count. Later steps, if there are any, were found damaged when this run began.
+    good = [entry for entry in reversed(found(saver.directory)) if entry.step <= step and entry.fault() is None]
+    manifests = [_Kept(entry.step, entry.manifest()) for entry in good]
+    preserve = saver.policy.should_preserve(manifests, context=policies.PreservationContext())
+    for entry, stays in zip(good, preserve, strict=True):
+        if not stays:
+            os.rename(entry.path, entry.path + DELETING)
+    for entry in found(saver.directory):
+        if entry.path.endswith(DELETING):
+            shutil.rmtree(entry.path)
+
+
+class _Kept:
+    """A step as Orbax's policies want to see it."""
+
+    def __init__(self, step: int, manifest: dict):
+        self.step, self.time = step, datetime.datetime.fromisoformat(manifest["saved"])
+        self.metrics = None if manifest["loss"] is None else {"loss": manifest["loss"]}
+
+
+def _write_manifest(path: str, step: int, loss: float | None) -> None:
+    """List every file in a directory with its size and sha256."""
+    files = {}
+    for folder, _, names in sorted(os.walk(path)):
+        for name in sorted(names):
+            file = os.path.join(folder, name)
+            status = os.stat(file)
+            digest = _sha256(file, status.st_size, status.st_mtime_ns)
+            files[os.path.relpath(file, path)] = {"bytes": status.st_size, "sha256": digest}
+    saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    loss = loss if loss is not None and math.isfinite(loss) else None
+    manifest = {"step": step, "saved": saved, "loss": loss, "files": files}
+    with open(os.path.join(path, MANIFEST), "w", encoding="utf-8") as file:
+        json.dump(manifest | {"sha256": _digest(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def _say(sentence: str) -> None:
+    if is_main_process():
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def _choose(directory: str | os.PathLike, step: int | None) -> tuple[int, str]:
+    """A good step and its directory. Raises: UserError if the step asked for, or every step, is missing or damaged."""
+    if step is None and (step := latest_step(directory, _say)) is None:
+        raise UserError(f"no checkpoint in {directory}")
+    path = os.path.join(os.path.abspath(directory), str(step))
+    if not os.path.isdir(path):
+        raise UserError(f"no checkpoint of step {step} in {directory}")
+    if fault := Found(path, step, whole=True).fault():
+        raise UserError(f"{path}: {fault}")
+    return step, path
 
 
 def about(directory: str | os.PathLike, step: int) -> dict:
     """What the run that wrote a checkpoint was, as given to `save`."""
-    with ocp.CheckpointManager(os.path.abspath(directory)) as manager:
-        return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+    with open(os.path.join(_choose(directory, step)[1], "about.json"), encoding="utf-8") as file:
+        return json.load(file)
 
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict) -> None:
@@ -46,37 +316,105 @@ def check_about(directory: str | os.PathLike, step: int, ours: dict) -> None:
 def restore(directory: str | os.PathLike, target, step: int | None = None, ours: dict | None = None):
     """Read a checkpoint into the shapes, dtypes and places of `target`, a tree of ShapeDtypeStruct with shardings.
 
-    step   which one; None: the newest
+    step   which one; None: the newest good one
     ours   what the caller is running; refused if the checkpoint was made by something else
-    Raises: UserError naming the first difference from `ours`, or the missing checkpoint.
+    Raises: UserError naming the first difference from `ours`, or the missing or damaged checkpoint.
     """
-    step = latest_step(directory) if step is None else step
-    if step is None:
-        raise UserError(f"no checkpoint in {directory}")
+    step, path = _choose(directory, step)
     if ours is not None:
         check_about(directory, step, ours)
-    with ocp.CheckpointManager(os.path.abspath(directory)) as manager:
-        arrays = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(named(target)))).state
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(os.path.join(path, "state"), named(target))
     return map_named(lambda name, _: arrays[name], target)
 
 
 def restore_params(directory: str | os.PathLike, shapes, step: int | None = None):
     """Read a checkpoint's parameters alone, into the shapes and places of `shapes`.
 
-    Raises: UserError if there is no checkpoint.
+    Raises: UserError if there is no checkpoint, or none that is good.
     """
-    step = latest_step(directory) if step is None else step
-    if step is None:
-        raise UserError(f"no checkpoint in {directory}")
+    _, path = _choose(directory, step)
     item = {f"params.{name}": shape for name, shape in named(shapes).items()}
     arguments = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
-    with ocp.CheckpointManager(os.path.abspath(directory)) as manager:
-        arrays = manager.restore(step, args=ocp.args.Composite(state=arguments)).state
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(os.path.join(path, "state"), args=arguments)
     return map_named(lambda name, _: arrays[f"params.{name}"], shapes)
 
 
 def target(shapes, shardings):
     """Join shapes and shardings into what `restore` reads into."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+# The command: no device is touched ------------------------------------------------------------------------------------
+
+Directory = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True)
+class List:
+    """List the steps of a run, with date and size; files are counted and measured, not read."""
+
+    directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
+    json: bool = False  # print JSON instead
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read every byte of every step of a run; exit status 1 if one is damaged."""
+
+    directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
+    json: bool = False  # print JSON instead
+
+
+@dataclass(frozen=True)
+class Row:
+    """What `ls` and `verify` say of a step."""
+
+    name: str
+    step: int
+    saved: str | None  # date and time, UTC; None if the manifest cannot be read
+    bytes: int
+    loss: float | None  # of the validation split, if it was measured
+    fault: str | None
+
+
+def rows(directory: str | os.PathLike, read: bool) -> list[Row]:
+    """Every step of a directory and every left-over, newest first."""
+    table = []
+    for entry in found(directory):
+        fault, manifest = entry.fault(read), {}
+        with contextlib.suppress(OSError, ValueError):
+            manifest = entry.manifest()
+        sizes = [os.path.getsize(os.path.join(folder, name))
+                 for folder, _, names in os.walk(entry.path) for name in names]  # fmt: skip
+        name = os.path.basename(entry.path)
+        table.append(Row(name, entry.step, manifest.get("saved"), sum(sizes), manifest.get("loss"), fault))
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = tyro.extras.subcommand_cli_from_dict({"ls": List, "verify": Verify}, args=argv, prog="python checkpoint.py")
+    inside = os.path.join(args.directory, "checkpoints")
+    directory, read = inside if os.path.isdir(inside) else args.directory, isinstance(args, Verify)
+    table = rows(directory, read)
+    if not table:
+        print(f"error: no checkpoint in {directory}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps([asdict(row) for row in table], indent=1))
+    else:
+        good = "good" if read else "complete"
+        print(f"{'step':>12}  {'saved (UTC)':19}  {'bytes':>15}  {'loss':>7}  state")
+        for row in table:
+            saved = (row.saved or "unknown").replace("T", " ").removesuffix("+00:00")
+            loss = "" if row.loss is None else f"{row.loss:.4f}"
+            print(f"{row.name:>12}  {saved:19}  {row.bytes:>15,}  {loss:>7}  {row.fault or good}")
+    damaged = [row for row in table if row.fault and row.name.isdecimal()]
+    return 1 if read and damaged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -224,7 +224,7 @@ def open_checkpoint(run: Path, declared) -> Callable[[str], np.ndarray]:
 
     Raises: UserError if there is no checkpoint, or naming a parameter that it lacks or has in another shape.
     """
-    step = checkpoint.latest_step(run / "checkpoints")
+    step = checkpoint.latest_step(run / "checkpoints", log)
     if step is None:
         raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
     path = (run / "checkpoints" / str(step) / "state").resolve()

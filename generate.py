@@ -182,38 +182,51 @@ def extend(c: ModelConfig, mesh) -> Callable:
 # Choosing a token -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How texts are continued."""
+
+    tokens: int = 200  # most tokens to add; fewer if the text ends, or reaches data.seq_len
+    temperature: float = 0.8  # logits are divided by it; 0 takes the likeliest token
+    top_k: int = 50  # only the k likeliest tokens; 0: all
+    top_p: float = 0.95  # only the likeliest tokens that together reach this probability; 1: all
+    seed: int = 0  # same seed, same text; of several prompts, the n-th (from 0) uses seed + n
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(Settings):
     """One text to continue, and how."""
 
     prompt: str = ""  # text to continue
-    tokens: int = 200  # most tokens to add; fewer if the text ends
-    temperature: float = 0.8  # logits are divided by it; 0 takes the likeliest token
-    top_k: int = 0  # only the k likeliest tokens; 0: all
-    top_p: float = 1.0  # only the likeliest tokens that together reach this probability
-    seed: int = 0  # same seed, same text
 
     def __post_init__(self):
         utils.at_least(self, 0, "top_k", "temperature")
         utils.at_least(self, 1, "tokens")
+        if not self.temperature < math.inf:
+            raise UserError(f"temperature={self.temperature}: must be a finite number; 1 leaves logits as they are")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1; 1 keeps every token")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"prompt {self.prompt!r}: not UTF-8 ({error.reason} at character {error.start})") from error
 
 
 def filtered(logits_bV, temperature_b, top_k_b, top_p_b):
     """Logits over temperature, -inf for tokens that top_k or top_p leave out; the likeliest always stays.
 
     top_p keeps the likeliest tokens until their probability, after top_k, reaches it (arXiv:1904.09751, section 3.1).
+    Of tokens that tie, those with the lower ids count as likelier.
     """
     scaled_bV = logits_bV / jnp.maximum(temperature_b, 1e-6)[:, None]
     order_bV = jnp.argsort(-scaled_bV, axis=-1)
     sorted_bV = jnp.take_along_axis(scaled_bV, order_bV, axis=-1)
-    rank_V = jnp.arange(logits_bV.shape[-1])
-    limit_b = jnp.where(top_k_b > 0, top_k_b, logits_bV.shape[-1])
-    sorted_bV = jnp.where(rank_V[None, :] < limit_b[:, None], sorted_bV, -jnp.inf)
+    rank_1V = jnp.arange(logits_bV.shape[-1])[None, :]
+    sorted_bV = jnp.where((top_k_b[:, None] == 0) | (rank_1V < top_k_b[:, None]), sorted_bV, -jnp.inf)
     probability_bV = jax.nn.softmax(sorted_bV, axis=-1)
     before_bV = jnp.cumsum(probability_bV, axis=-1) - probability_bV
-    kept_bV = (before_bV < top_p_b[:, None]) & (sorted_bV > -jnp.inf)
+    # Rounding may bring the sum to 1 before the last token, and a tiny top_p to 0: neither may decide.
+    kept_bV = (before_bV < top_p_b[:, None]) | (top_p_b[:, None] == 1) | (rank_1V == 0)
     place_bV = jnp.argsort(order_bV, axis=-1)
     return jnp.take_along_axis(jnp.where(kept_bV, sorted_bV, -jnp.inf), place_bV, axis=-1)
 
@@ -226,10 +239,8 @@ def choose(logits_bV, temperature_b, top_k_b, top_p_b, seed_b, count_b, *, vocab
     """
     logits_bV = logits_bV[:, :vocabulary]
     noise = lambda seed, count: jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), (vocabulary,))
-    drawn_b = jnp.argmax(
-        filtered(logits_bV, temperature_b, top_k_b, top_p_b) + jax.vmap(noise)(seed_b, count_b), axis=-1
-    )
-    return jnp.where(temperature_b > 0, drawn_b, jnp.argmax(logits_bV, axis=-1))
+    noisy_bV = filtered(logits_bV, temperature_b, top_k_b, top_p_b) + jax.vmap(noise)(seed_b, count_b)
+    return jnp.argmax(jnp.where(temperature_b[:, None] > 0, noisy_bV, logits_bV), axis=-1)
 
 
 # Requests to texts ----------------------------------------------------------------------------------------------------
@@ -237,19 +248,7 @@ def choose(logits_bV, temperature_b, top_k_b, top_p_b, seed_b, count_b, *, vocab
 
 def bucket(size: int, most: int) -> int:
     """The next power of two, at most `most`: few shapes, so few compilations."""
-    return min(1 << math.ceil(math.log2(max(size, 1))), most)
-
-
-def prompt_ids(cfg: Config, encoding: tiktoken.Encoding, request: Request) -> list[int]:
-    """End of text, then the prompt. Raises: UserError if no token fits behind it."""
-    ids = [encoding.eot_token, *encoding.encode_ordinary(request.prompt)]
-    T = cfg.data.seq_len
-    if len(ids) >= T:
-        raise UserError(
-            f"a prompt of {len(ids) - 1} tokens and the end of text before it leave no room in data.seq_len={T} "
-            f"positions; shorten it to at most {T - 2} tokens"
-        )
-    return ids
+    return min(1 << (size - 1).bit_length(), most)
 
 
 class Sampler:
@@ -262,38 +261,45 @@ class Sampler:
         self.params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
         self.extend = extend(self.c, mesh)
 
+    def prompt_ids(self, request: Request) -> list[int]:
+        """End of text, then the prompt. Raises: UserError if no token fits behind it."""
+        ids, T = [self.encoding.eot_token, *self.encoding.encode_ordinary(request.prompt)], self.cfg.data.seq_len
+        if len(ids) >= T:
+            raise UserError(
+                f"a prompt of {len(ids) - 1} tokens and the end of text before it leave no room in data.seq_len={T} "
+                f"positions; shorten it to at most {T - 2} tokens"
+            )
+        return ids
+
+    def room(self, request: Request) -> int:
+        """Most tokens that will be added: what is asked for, as far as prompt and text fit in data.seq_len."""
+        return min(request.tokens, self.cfg.data.seq_len - len(self.prompt_ids(request)))
+
     def ids(self, requests: list[Request]):
         """Yield after every step the token drawn for each request, None where it has ended."""
-        prompts = [prompt_ids(self.cfg, self.encoding, request) for request in requests]
-        T, n = self.cfg.data.seq_len, len(requests)
-        b, s = bucket(n, n * 2), bucket(max(map(len, prompts)), T)
-        slots = bucket(max(len(ids) + r.tokens for ids, r in zip(prompts, requests, strict=True)), T)
-        padded = requests + [requests[0]] * (b - n)
-        settings = [np.array([getattr(r, name) for r in padded]) for name in ("temperature", "top_k", "top_p", "seed")]
-        settings = [x.astype(np.float32 if x.dtype.kind == "f" else np.int32) for x in settings]
-        room_b = np.array([min(r.tokens, slots - len(ids)) for ids, r in zip(prompts, requests, strict=True)])
+        prompts, room_b = [self.prompt_ids(r) for r in requests], np.array([self.room(r) for r in requests])
+        T, n, V = self.cfg.data.seq_len, len(requests), self.encoding.n_vocab
+        b, s = bucket(n, 2 * n), bucket(max(map(len, prompts)), T)
+        slots = bucket(max(len(ids) + room for ids, room in zip(prompts, room_b.tolist(), strict=True)), T)
+        rows = requests + [requests[0]] * (b - n)
+        settings = (np.float32([r.temperature for r in rows]), np.int32([min(r.top_k, V) for r in rows]),
+                    np.float32([r.top_p for r in rows]), np.uint32([r.seed % 2**32 for r in rows]))  # fmt: skip
 
-        tokens_bs = np.zeros((b, s), np.int32)
-        lengths_b = np.ones(b, np.int32)
+        tokens_bs, lengths_b = np.zeros((b, s), np.int32), np.ones(b, np.int32)
         for row, ids in enumerate(prompts):
             tokens_bs[row, : len(ids)], lengths_b[row] = ids, len(ids)
-        positions_bs = np.broadcast_to(np.arange(s, dtype=np.int32), (b, s))
         # A prompt's padding is written to the cache too; each slot is written again before a token looks at it.
-        logits_bV, cache = self.extend(
-            self.params, empty_cache(self.c, b, slots), tokens_bs, positions_bs, lengths_b - 1
-        )
-        running_b = np.ones(n, bool)
-        for count in range(int(room_b.max())):
-            token_b = choose(logits_bV, *settings, np.full(b, count, np.int32), vocabulary=self.encoding.n_vocab)
-            drawn_b = np.asarray(token_b)
-            running_b &= (drawn_b[:n] != self.encoding.eot_token) & (count < room_b)
-            if not running_b.any():
+        positions_bs, last_b = np.tile(np.arange(s, dtype=np.int32), (b, 1)), lengths_b - 1
+        cache, running_n = empty_cache(self.c, b, slots), np.ones(n, bool)
+        for count in range(room_b.max()):
+            logits_bV, cache = self.extend(self.params, cache, tokens_bs, positions_bs, last_b)
+            drawn_b = np.asarray(choose(logits_bV, *settings, np.full(b, count, np.int32), vocabulary=V))
+            running_n &= drawn_b[:n] != self.encoding.eot_token
+            yield [int(token) if runs else None for token, runs in zip(drawn_b[:n], running_n, strict=True)]
+            running_n &= count + 1 < room_b
+            if not running_n.any():
                 return
-            yield [int(token) if runs else None for token, runs in zip(drawn_b[:n], running_b, strict=True)]
-            positions_b = np.minimum(lengths_b + count, slots - 1)
-            logits_bV, cache = self.extend(
-                self.params, cache, drawn_b[:, None], positions_b[:, None], np.zeros(b, np.int32)
-            )
+            tokens_bs, positions_bs, last_b = drawn_b[:, None], (lengths_b + count)[:, None], np.zeros(b, np.int32)
 
     def texts(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[str]:
         """Continue each prompt; returns prompts and continuations. `stream(row, text)` is called as text appears."""
@@ -323,42 +329,51 @@ def sample(cfg: Config, params, encoding: tiktoken.Encoding, prompt: str, tokens
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Settings):
     """Continue texts with a trained model."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
     prompt: tuple[str, ...] = ()  # texts to continue, one continuation each
     prompts: str = ""  # file of prompts, or - for standard input: a line is a text, or JSON {"prompt": .., "top_k": ..}
-    tokens: int = Request.tokens  # most tokens to add; fewer if the text ends
-    temperature: float = Request.temperature  # logits are divided by it; 0 takes the likeliest token
-    top_k: int = 50  # only the k likeliest tokens; 0: all
-    top_p: float = 0.95  # only the likeliest tokens that together reach this probability
-    seed: int = 0  # same seed, same text; the n-th prompt uses seed + n
     json: bool = False  # print one JSON object a text instead
 
 
 def requests_of(args: Arguments) -> list[Request]:
-    """Every prompt with its own settings; what a JSON line does not say, the flags do."""
-    lines: list[str | dict] = list(args.prompt)
-    if args.prompts:
-        name = "standard input" if args.prompts == "-" else args.prompts
-        text = sys.stdin.read() if args.prompts == "-" else Path(args.prompts).read_text(encoding="utf-8")
-        for number, line in enumerate(text.splitlines(), 1):
-            lines.append(_json_request(line, f"{name}:{number}") if line.startswith("{") else line)
-    lines = lines or [""]
-    shared = {name: getattr(args, name) for name in ("tokens", "temperature", "top_k", "top_p")}
-    texts = [line if isinstance(line, dict) else {"prompt": line} for line in lines]
-    return [Request(**shared | {"seed": args.seed + n} | text) for n, text in enumerate(texts)]
+    """Every prompt with its own settings; what a JSON line does not say, the flags do. None at all: an empty prompt."""
+    asked = [{"prompt": text} for text in args.prompt] + (read_prompts(args.prompts) if args.prompts else [])
+    shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
+    return [Request(**shared | {"seed": args.seed + n} | own) for n, own in enumerate(asked or [{}])]
 
 
-def _json_request(line: str, place: str) -> dict:
+def read_prompts(name: str) -> list[dict]:
+    """Read settings of one request from each line that is not empty. Raises: UserError naming the line."""
+    place = "standard input" if name == "-" else name
+    lines = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).replace(b"\r\n", b"\n").split(b"\n")
+    asked = [_settings(line, f"{place}:{number}") for number, line in enumerate(lines, 1) if line]
+    if not asked:
+        raise UserError(f'{place}: no prompt in it; a line is a text, or JSON {{"prompt": "..", "top_k": 5}}')
+    return asked
+
+
+def _settings(line: bytes, place: str) -> dict:
     try:
-        values = json.loads(line)
+        values = json.loads(line) if line.startswith(b"{") else {"prompt": line.decode()}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}): {line[:60]!r}") from error
     except ValueError as error:
-        raise UserError(f"{place}: begins like JSON and is not ({error}): {line[:60]!r}") from error
-    known = [field.name for field in dataclasses.fields(Request)]
-    if unknown := [name for name in values if name not in known]:
-        raise UserError(f"{place}: {unknown[0]!r} is not a setting; {utils.nearest(unknown[0], known)}")
+        raise UserError(
+            f'{place}: begins like JSON and is not ({error}): {line.decode()[:60]!r}; a text goes in {{"prompt": ".."}}'
+        ) from error
+    fields = {field.name: field.type for field in dataclasses.fields(Request)}
+    for setting, value in values.items():
+        if setting not in fields:
+            raise UserError(f"{place}: {setting!r} is not a setting; {utils.nearest(setting, fields)}")
+        if type(value) is not fields[setting] and (type(value), fields[setting]) != (int, float):
+            raise UserError(f"{place}: {setting}={value!r} should be of type {fields[setting].__name__}")
+    try:
+        Request(**values)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
     return values
 
 
@@ -367,28 +382,39 @@ def load(directory: str) -> Sampler:
     file = Path(directory) / "config.json"
     if not file.exists():
         raise UserError(f"{directory}: no config.json there; give a run's directory, e.g. runs/laptop")
-    about = json.loads(file.read_text())
-    cfg = Config.from_dict(about["config"])
-    mesh = sharding.make_mesh("", jax.local_devices()[:1])
+    try:
+        about = json.loads(file.read_text())
+        config, tokenizer = about["config"], about["data"]["tokenizer"]["name"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is not the config.json of a training run ({error!r})") from error
+    cfg, mesh = Config.from_dict(config), sharding.make_mesh("", jax.local_devices()[:1])
     params = checkpoint.restore_params(Path(directory) / "checkpoints", sharding.shapes(model.declare(cfg.model), mesh))
-    return Sampler(cfg, params, tokenizers.load(about["data"]["tokenizer"]["name"]))
+    return Sampler(cfg, params, tokenizers.load(tokenizer))
+
+
+def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
+    """Print every text: a single one while it grows."""
+    for n, request in enumerate(requests):
+        if (room := sampler.room(request)) < request.tokens:
+            why = f"of {request.tokens} tokens fit behind its prompt in data.seq_len={sampler.cfg.data.seq_len}"
+            print(f"note: text {n} ends after {room} tokens at most: no more {why}", file=sys.stderr)
+    if as_json:
+        for request, text in zip(requests, sampler.texts(requests), strict=True):
+            print(json.dumps(dataclasses.asdict(request) | {"text": text}))
+    elif len(requests) == 1:
+        print(requests[0].prompt, end="", flush=True)
+        sampler.texts(requests, stream=lambda _, text: print(text, end="", flush=True))
+        print()
+    else:
+        for n, text in enumerate(sampler.texts(requests)):
+            print(f"--- {n}\n{text}")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python generate.py", use_underscores=True)
     try:
         requests = requests_of(args)
-        sampler = load(args.run)
-        if args.json:
-            for request, text in zip(requests, sampler.texts(requests), strict=True):
-                print(json.dumps(dataclasses.asdict(request) | {"text": text}))
-        elif len(requests) == 1:
-            print(requests[0].prompt, end="", flush=True)
-            sampler.texts(requests, stream=lambda _, text: print(text, end="", flush=True))
-            print()
-        else:
-            for n, text in enumerate(sampler.texts(requests)):
-                print(f"--- {n}\n{text}")
+        show(load(args.run), requests, args.json)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import time
 START = time.perf_counter()  # before the imports below: their time is reported
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
@@ -16,9 +17,12 @@ import os
 import resource
 import shlex
 import shutil
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -33,12 +37,14 @@ import checkpoint
 import convert
 import dataset
 import generate
+import guard
 import model
 import optimizer
 import pipeline
 import planner
 import report
 import sharding
+import tracking
 import utils
 from data import tokenizers
 from utils import Config, UserError, log
@@ -114,9 +120,47 @@ def check_same(cfg: Config, directory: Path) -> None:
         checkpoint.check_about(checkpoints, step, ours)
 
 
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other processes out of a run's directory. The kernel lets go when this one dies, however it dies.
+
+    Raises: UserError naming who is in there, or why nothing can be written.
+    """
+    if not utils.is_main_process():
+        yield
+        return
+    made, path = [one for one in (directory, *directory.parents) if not one.exists()], directory / ".lock"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error}; choose another --run.dir") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise BlockingIOError  # the run that held it ended just now and removed it
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip() or "another process"
+            raise UserError(
+                f"{directory} is in use by {who}; wait until that ends, or start another run with --run.name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # something came into it
+                for one in made:
+                    one.rmdir()
+
+
 def open_run(cfg: Config, directory: Path) -> None:
     """Make the run's directory and write its config.json; under run.restart delete what an earlier run wrote there."""
-    for name in OWN_FILES if cfg.run.restart else ():
+    for name in (*OWN_FILES, *tracking.FILES) if cfg.run.restart else ():
         path = directory / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
@@ -160,7 +204,18 @@ class Metrics:
     def write(self, kind: str, step: int, **values) -> None:
         if utils.is_main_process():
             with self.path.open("a") as file:
-                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+                file.write(json.dumps({"kind": kind, "step": step, **to_json(values)}) + "\n")
+
+
+def to_json(value):
+    """Arrays as lists, and null for what is not finite: JSON knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: to_json(x) for name, x in value.items()}
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    if isinstance(value, list):
+        return [to_json(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Start-up -------------------------------------------------------------------------------------------------------------
@@ -213,10 +268,10 @@ def given_params(cfg: Config, mesh):
 
 def restore_or_init(cfg: Config, mesh, checkpoints: Path) -> optimizer.TrainState:
     """The newest checkpoint's state, placed on this mesh, or the state at step 0."""
-    if checkpoint.latest_step(checkpoints) is None:
+    if (step := checkpoint.latest_step(checkpoints, log)) is None:
         return optimizer.init(cfg, mesh, given_params(cfg, mesh))
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
-    state = checkpoint.restore(checkpoints, target)
+    state = checkpoint.restore(checkpoints, target, step)
     log(f"resumed    at step {int(state.step)} from {checkpoints}")
     return state
 
@@ -241,8 +296,9 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int) -> dict:
 
 def to_row(metrics: dict, losses: list) -> dict:
     """Metrics of the last step as JSON; only the loss is averaged, over the steps since the row before."""
-    row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name != "cross_entropy"}
-    row["loss"] = float(np.mean([float(x) for x in losses]))  # cross-entropy alone, in nats per token
+    not_here = ("cross_entropy", "skipped_in_a_row", "not_finite")
+    row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name not in not_here}
+    row["loss"] = guard.mean_loss(losses)  # cross-entropy alone, in nats per token
     if "balance_loss" in row:
         row["balance_loss"] = float(np.mean(row["balance_loss"]))
         row["tokens_per_expert"] = [[round(n) for n in layer] for layer in row["tokens_per_expert"]]
@@ -264,7 +320,7 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
         yield lambda step, row: bar.update(task, completed=step, description=words.format(**row))
 
 
-def train(cfg: Config, argv: list[str]) -> None:
+def train(cfg: Config, argv: list[str], interruptions: "Interruptions") -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
     dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
     directory = Path(cfg.run.dir) / cfg.run.name
@@ -294,32 +350,41 @@ def train(cfg: Config, argv: list[str]) -> None:
                   import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
 
     evaluation = pipeline.evaluate(cfg, mesh)
-    with checkpoint.open_directory(directory / "checkpoints", cfg.run.keep_checkpoints) as manager:
-        state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager)
-        if first < cfg.run.steps:
-            checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)))
-    finish(cfg, mesh, state, evaluation, metrics, directory)
+    keep = cfg.run.keep_checkpoints, cfg.run.keep_every, cfg.run.keep_best
+    with tracking.Tracker(cfg, directory):
+        with interruptions.saved(), checkpoint.open_directory(directory / "checkpoints", *keep) as manager:
+            state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
+            if first < int(state.step) == cfg.run.steps:
+                checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)))
+        finish(cfg, mesh, state, evaluation, metrics, directory)
 
 
-def loop(cfg: Config, mesh, state, step_function, evaluation, plan: planner.Plan, metrics: Metrics, manager):
+def loop(
+    cfg: Config, mesh, state, step_function, evaluation, plan: planner.Plan, metrics: Metrics, manager, interruptions
+):
     """Take the steps from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), decisive(describe(cfg))
     peak = peak_flops_per_s(mesh.devices.flat[0]) * mesh.size
     losses, mark = [], time.perf_counter()
+    skips, questions = guard.SkipWatch(cfg, metrics.write), guard.Questions(cfg, mesh, metrics.write)
     with progress_bar(cfg, first) as show:
         for step, batch in dataset.prefetch(cfg, first):
             if step == run.steps:
                 return state
+            manager.check()  # a save in the background that failed stops the run here, not at the next save
+            taken = step + 1
+            questions.ask(taken, state, batch, skips)
             state, values = step_function(state, sharding.put(batch, mesh))
             losses.append(values["cross_entropy"])
-            taken = step + 1
-            last = taken == run.steps
+            skips.see(taken, values)
+            last, stopping = taken == run.steps, interruptions.asked
             evaluation_due = run.eval_every and taken % run.eval_every == 0 and not last
-            checkpoint_due = taken % run.checkpoint_every == 0 and not last
+            checkpoint_due = (taken % run.checkpoint_every == 0 or stopping) and not last
             # Either ends a row too: an evaluation so that it is not timed as a step, a checkpoint so that the loss
             # averaged from there on is the same after a resume.
             if taken % run.log_every == 0 or evaluation_due or checkpoint_due or last:
-                row = to_row(values, losses)  # waits for the step
+                skips.settle()  # waits for the step
+                row = to_row(values, losses)
                 step_s = (time.perf_counter() - mark) / len(losses)
                 row |= {"tokens": taken * plan.tokens_per_step, "tokens_per_s": plan.tokens_per_step / step_s,
                         "mfu": plan.model_flops / step_s / peak}  # fmt: skip
@@ -331,9 +396,30 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan: planner.Plan
                 metrics.write("eval", taken, **result)
                 log(f"step {taken:>5}/{run.steps}  validation {in_words(result)}")
             if checkpoint_due:
-                checkpoint.save(manager, taken, state, about)
+                checkpoint.save(manager, taken, state, about, result["loss"] if evaluation_due else None)
+            if stopping:
+                return state
             if evaluation_due or checkpoint_due:
                 mark = time.perf_counter()
+
+
+def replay(cfg: Config) -> None:
+    """Take one step of a run again, from the newest good checkpoint before it, or from the start. Writes nothing."""
+    directory, step = Path(cfg.run.dir) / cfg.run.name, cfg.run.replay
+    if not (directory / "config.json").exists():
+        raise UserError(f"{directory}: no run there, so there is no step {step} to replay; name one with --run.name")
+    if step > cfg.run.steps:
+        raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
+    check_same(cfg, directory)
+    mesh, checkpoints = sharding.make_mesh(cfg.mesh), directory / "checkpoints"
+    earlier = [one.step for one in checkpoint.found(checkpoints) if one.step < step and not one.fault()]
+    if start := max(earlier, default=0):
+        target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+        state = checkpoint.restore(checkpoints, target, start)
+    else:
+        state = optimizer.init(cfg, mesh, given_params(cfg, mesh))
+    log(f"replaying step {step} of {directory}, from step {start}")
+    guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
 
 
 def in_words(result: dict) -> str:
@@ -395,15 +481,82 @@ def use_compile_cache(cfg: Config) -> None:
         compilation_cache.reset_cache()  # it would go on using the directory it was first used with
 
 
+class Stopped(KeyboardInterrupt):
+    """The user or the system asked the run to stop, and nothing is lost."""
+
+
+class Interruptions:
+    """Ctrl-C and SIGTERM. The first asks the loop to save and stop; outside the loop there is nothing to save, and it
+    raises Stopped. A second one ends the process at once, with the exit status a shell gives it."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, argv: list[str]):
+        self.argv, self.asked, self.saving, self.before = argv, False, False, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.reads, self.writes = os.pipe()
+            os.set_blocking(self.writes, False)
+            self.before = {number: signal.signal(number, self.handle) for number in self.SIGNALS}
+            self.wakeup = signal.set_wakeup_fd(self.writes)
+            threading.Thread(target=self.watch, args=(self.reads,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        if self.before:
+            signal.set_wakeup_fd(self.wakeup)
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
+            os.close(self.writes)  # ends the thread
+
+    def handle(self, number, frame) -> None:
+        self.asked = True
+        if not self.saving:
+            raise Stopped
+
+    def watch(self, reads: int) -> None:
+        """Sees a signal at once, in a thread: the main one may be inside XLA for a minute, where `handle` waits."""
+        seen = 0
+        while number := os.read(reads, 1):
+            seen += number[0] in self.SIGNALS
+            if seen == 1:
+                end = "stopping after this step, and saving it" if self.saving else "stopping"
+                print(f"\n{end}; once more stops at once", file=sys.stderr, flush=True)
+            elif seen > 1:
+                cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the progress bar hides it
+                print(f"{cursor}stopped at once; this goes on from the newest checkpoint:  {command(self.argv)}",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                os._exit(128 + number[0])
+        os.close(reads)
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Within, a signal only sets `asked`; what is within saves. Raises: Stopped at the end if there was one."""
+        self.saving = True
+        try:
+            yield
+        finally:
+            self.saving = False
+        if self.asked:
+            raise Stopped
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         cfg = parse(argv)
         use_compile_cache(cfg)
-        train(cfg, argv)
+        if cfg.run.replay:
+            replay(cfg)
+            return 0
+        with Interruptions(argv) as interruptions, locked(Path(cfg.run.dir) / cfg.run.name):
+            train(cfg, argv, interruptions)
     except (UserError, OSError) as error:  # OSError: no space, no permission; its text names the file
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Stopped:
+        log(f"stopped    nothing is lost; this goes on:  {command(argv)}")
     except KeyboardInterrupt:
         print(f"\ninterrupted; this resumes from the last checkpoint:  {command(argv)}", file=sys.stderr)
         return 130

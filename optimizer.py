@@ -190,10 +190,16 @@ def layer_norms(cfg: Config, mesh: Mesh):
 
     def norms(state: TrainState, batch):
         _, grads, changes, _ = updates_of(state, batch)
-        of = lambda tree: jax.tree.map(jnp.sqrt, sharding.named(layer_squares(cfg, tree)))
+        of = lambda tree: jax.tree.map(jnp.sqrt, layer_squares(cfg, tree))
         return {"gradient": of(grads), "update": of(changes), "parameter": of(state.params)}
 
-    return jax.jit(norms, out_shardings=NamedSharding(mesh, P()))
+    compiled = jax.jit(norms, out_shardings=NamedSharding(mesh, P()))
+
+    def named(state: TrainState, batch) -> dict[str, dict]:
+        trees = compiled(state, batch)  # a dict that leaves `jit` is in the order of the alphabet
+        return {kind: sharding.named(trees[kind]) for kind in ("gradient", "update", "parameter")}
+
+    return named
 
 
 def noise_scale(cfg: Config, mesh: Mesh):
@@ -210,7 +216,9 @@ def noise_scale(cfg: Config, mesh: Mesh):
     if B // split.shards % pieces:
         raise UserError(
             f"run.noise_scale_every={cfg.run.noise_scale_every}: the {B // split.shards} sequences of a batch shard "
-            f"(data.batch_size={B} / {split.shards} shards) cannot be cut in {pieces}; use a batch twice as large")  # fmt: skip
+            f"(data.batch_size={B} / {split.shards} shards) cannot be cut in {pieces}; "
+            f"use a multiple of {pieces * split.shards} sequences"
+        )
     loss_and_grads = pipeline.loss_and_grads(replace(cfg, **{"data.batch_size": B // pieces}), mesh)
     square = jax.jit(lambda tree: optax.tree.norm(tree, squared=True))
     add = jax.jit(lambda total, grads, weight: jax.tree.map(lambda t, g: t + weight * g, total, grads))

@@ -1,7 +1,8 @@
 """Draw training runs: metrics.jsonl -> report.png, from that file alone.
 
 `python report.py runs/laptop` draws one run, `python report.py runs/a runs/b --out both.png` overlays several.
-`main.py` writes one JSON object a line, told apart by its `kind`: start, train, eval, end.
+`main.py` writes one JSON object a line, told apart by its `kind`: start, train, eval, end; and,
+of which nothing is drawn, skip (a step that was not finite), norms and noise (asked for).
 """
 
 import itertools
@@ -22,7 +23,7 @@ FIELDS = {
     "start": ("params_total", "params_active", "unigram_nats", "bigram_nats"),
     "train": ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s"),
     "eval": ("step", "loss", "bits_per_byte"),
-    "end": (),
+    **dict.fromkeys(("end", "skip", "norms", "noise"), ()),
 }
 STYLE = {
     "font.size": 9,

@@ -233,8 +233,15 @@ class RunConfig:
     eval_batches: int = 4  # batches of an evaluation on the way; 0: the whole validation split (always, at the end)
     checkpoint_every: int = 100  # steps between checkpoints; one more is written at the end
     keep_checkpoints: int = 2  # newest checkpoints kept
+    keep_every: int = 0  # checkpoints of steps that are a multiple of this are kept too; 0: none
+    keep_best: int = 1  # checkpoints with the lowest validation loss kept too, of those saved where one was measured
     sample_prompt: str = "def "  # text the sample at the end continues
     sample_tokens: int = 200  # tokens in that sample
+    layer_norms_every: int = 0  # steps between rows of norms per parameter and layer; such a step takes twice; 0: none
+    noise_scale_every: int = 0  # steps between gradient noise scales (arXiv:1812.06162), as dear as norms; 0: none
+    tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
+    # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
+    replay: Annotated[int, tyro.conf.arg(aliases=["--replay"])] = 0
     compile_cache: str = "auto"  # directory of compiled programs; auto: the user's cache folder; empty: none
     restart: bool = False  # delete this run's results and start at step 0
 
@@ -242,7 +249,8 @@ class RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", self.name):
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
         at_least(self, 1, "steps", "log_every", "checkpoint_every", "keep_checkpoints", "sample_tokens")
-        at_least(self, 0, "seed", "eval_every", "eval_batches")
+        at_least(self, 0, "seed", "eval_every", "eval_batches", "keep_every", "keep_best")
+        at_least(self, 0, "layer_norms_every", "noise_scale_every", "replay")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ MAY_IMPORT = {
     "gptj": {"utils", "sharding", "model"},
     "families": {"utils", "sharding", "model", "gptj"},
     "convert": {"utils", "sharding", "gptj", "families", "checkpoint"},
+    "guard": {"utils", "sharding", "optimizer", "dataset"},
+    "tracking": {"utils"},
     "main": None,
 }
 NOT_OURS = {".git", ".venv", "runs", "tokens"}

@@ -21,14 +21,12 @@ import pytest
 import checkpoint
 import convert
 import dataset
-import generate
 import main
 import optimizer
 import pipeline
 import report
 import sharding
-from data import prepare, tokenizers
-from utils import preset
+from data import prepare
 
 ROOT = Path(__file__).parent.parent
 STEPS = 60  # a checkpoint every 20, an evaluation every 25
@@ -115,8 +113,10 @@ def restored(argv, directory, mesh="data=1"):
 
 
 def test_a_run_starts_from_another(home, tmp_path):
-    """Catches --init-from that keeps the new random parameters, the preset's shapes, the old step or the old moments."""
-    dense = "--model.n_experts 0 --model.attention gqa --model.n_layers 2 --model.dense_prefix 0 --model.no_rope_every 0"
+    """Catches an --init-from that keeps the new random parameters, the preset's shapes, or the old step."""
+    dense = (
+        "--model.n_experts 0 --model.attention gqa --model.n_layers 2 --model.dense_prefix 0 --model.no_rope_every 0"
+    )
     common = ["--data.path", home / "easy", "--run.dir", tmp_path, "--run.steps", 1, "--run.sample_tokens", 1,
               "--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]  # fmt: skip
     assert run(["tiny", *dense.split(), *common, "--run.name", "source"])[0] == 0
@@ -133,7 +133,6 @@ def test_a_run_starts_from_another(home, tmp_path):
         for key, value in sharding.named(want.params).items():
             np.testing.assert_array_equal(sharding.named(got.params)[key], value, err_msg=f"{name}: {key}")
         assert int(got.step) == 1
-
 
 
 def assert_same_arrays(got, want):
@@ -157,6 +156,11 @@ def test_a_run_leaves_its_files(finished):
     assert text.startswith(f"--- step {STEPS}\ndef ") and len(text) > len(f"--- step {STEPS}\ndef \n")
 
 
+def test_the_report_is_drawn_by_the_run(finished):
+    """Catches a metrics.jsonl that report.py cannot read."""
+    assert report.read_run(finished[1]).series("loss")[0] == list(range(1, STEPS + 1))
+
+
 def test_metrics_are_complete_and_in_order(finished):
     """Catches a step without a row or with two, rows out of order, a field that vanished, a value that is no number."""
     _, directory, _ = finished
@@ -173,7 +177,7 @@ def test_metrics_are_complete_and_in_order(finished):
         "start": "time params_total params_active tokens_per_step unigram_nats bigram_nats import_s restore_s "
         "compile_s",
         "train": "loss grad_norm lr tokens tokens_per_s mfu balance_loss tokens_per_expert drop_fraction "
-        "router_entropy",
+        "router_entropy skipped_steps",
         "eval": "loss bits_per_byte tokens full",
         "end": "seconds peak_host_bytes",
     }.items():
@@ -565,69 +569,3 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     """Catches a state at step 0 that is passed off as a restored one."""
     with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path}/nowhere"):
         checkpoint.restore(tmp_path / "nowhere", {})
-
-
-# Samples --------------------------------------------------------------------------------------------------------------
-
-COUNT = lambda token: (token + 1) % 257
-
-
-def sample(monkeypatch, prompt, tokens, next_token=COUNT, padding=1e9, **more):
-    """Sample from a model that knows the next token for certain, but would rather name a padding row of the table."""
-    cfg = preset("tiny", **more)
-
-    def logits(cfg, mesh):
-        def compiled(params, batch):
-            tokens_BT = np.asarray(batch["tokens_BT"])
-            logits_BTV = np.zeros((*tokens_BT.shape, 280), np.float32)
-            logits_BTV[..., 257:] = padding
-            if next_token:
-                np.put_along_axis(logits_BTV, next_token(tokens_BT)[..., None], 1e6, axis=-1)
-            return logits_BTV
-
-        return compiled
-
-    monkeypatch.setattr(pipeline, "logits", logits)
-    mesh = sharding.make_mesh(cfg.mesh)
-    return generate.sample(cfg, mesh, None, tokenizers.load("bytes"), prompt, tokens, seed=more.get("run.seed", 0))
-
-
-def test_a_sample_sees_its_own_tokens(monkeypatch):
-    """Catches a loop that feeds the prompt again and again, reads the wrong position, or loses the prompt."""
-    assert sample(monkeypatch, "xya", 5) == "xyabcdef"
-    assert sample(monkeypatch, "xya", 5, mesh="fsdp=2") == "xyabcdef"
-
-
-def test_a_sample_goes_on_past_the_window(monkeypatch):
-    """Catches a prompt or a text longer than data.seq_len that is cut off, or read at a position beyond the window."""
-    prompt = "z" * 30 + "A"
-    assert sample(monkeypatch, prompt, 20) == prompt + "BCDEFGHIJKLMNOPQRSTU"
-    assert sample(monkeypatch, "A", 20) == "ABCDEFGHIJKLMNOPQRSTU"
-
-
-def test_a_sample_stops_at_end_of_text(monkeypatch):
-    """Catches a sample that runs on into the next document, and shows the token between them."""
-    seen = []
-
-    def stop_after_c(tokens_BT):
-        seen.append(1)
-        return np.where(tokens_BT == ord("c"), 256, tokens_BT + 1)
-
-    assert sample(monkeypatch, "a", 50, stop_after_c) == "abc"
-    assert len(seen) == 3
-
-
-def test_padding_rows_are_never_sampled(monkeypatch):
-    """Catches ids past the tokenizer's vocabulary, which no text maps to: here they have the largest logits by far."""
-    assert sample(monkeypatch, "def ", 50, lambda tokens: np.full_like(tokens, ord("x"))) == "def " + 50 * "x"
-
-
-def test_a_sample_depends_on_the_seed_alone(monkeypatch):
-    """Catches a sample drawn from a clock or a shared generator."""
-    first, again, other = (sample(monkeypatch, "def ", 40, None, **{"run.seed": seed}) for seed in (1, 1, 2))
-    assert first == again != other
-
-
-def test_the_report_is_drawn_by_the_run(finished):
-    """Catches a metrics.jsonl that report.py cannot read."""
-    assert report.read_run(finished[1]).series("loss")[0] == list(range(1, STEPS + 1))

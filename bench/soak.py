@@ -1,0 +1,166 @@
+"""Kill one run again and again, resume it each time, and compare its end with a run that was never killed.
+
+`python -m bench.soak --kills 20` prints a line a kill; exit status 1 if a parameter, a moment or a logged loss differs
+in one bit. Kills are `kill -9`, at moments drawn from the seed: after a step, while a checkpoint is being written, or
+at any time from the start of the process on.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+
+import checkpoint
+import main
+import optimizer
+import sharding
+from data import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes"}
+Moment = Literal["step", "save", "start"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What one kill met, and what it left."""
+
+    kill: int
+    drawn: Moment
+    resumed_at: int | None  # step of the checkpoint it went on from; None: it did not get that far, or began at step 0
+    last_step: int | None  # last step it reported
+    saving: str  # steps whose save was cut off
+    good: int | None  # newest good step it left
+
+
+def progress(lines: list[str]) -> tuple[int | None, int | None]:
+    """The step a run says it resumed at, and the last step it says it took."""
+    resumed = [int(n) for line in lines for n in re.findall(r"^resumed +at step (\d+)", line)]
+    taken = [int(n) for line in lines for n in re.findall(r"^step +(\d+)/\d+  loss", line)]
+    return (resumed or [None])[-1], (taken or [None])[-1]
+
+
+def unfinished(checkpoints: Path) -> dict[Path, int]:
+    """Saves that were cut off, and when each was last written to."""
+    return {path: path.stat().st_ctime_ns for path in checkpoints.glob("*" + checkpoint.SAVING)}
+
+
+def kill_once(argv: list[str], directory: Path, number: int, moment: Moment, draw: random.Random, every: int) -> Kill:
+    """Start the run, and kill it at a moment. Raises: AssertionError if it ends by itself with an error."""
+    checkpoints, after_s = directory / "checkpoints", draw.uniform(0, 0.06)
+    words, before = [sys.executable, "main.py", *argv], unfinished(checkpoints)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said, steps_to_take = [], draw.randint(1, 4 * every)
+    with process:
+        if moment == "start":
+            time.sleep(draw.uniform(0, 4))
+        else:
+            for line in process.stdout:
+                said.append(line)
+                resumed, last = progress(said)
+                if last is not None and last >= (resumed or 0) + steps_to_take:
+                    break
+            while moment == "save" and process.poll() is None and not any(checkpoints.glob("*" + checkpoint.SAVING)):
+                time.sleep(0.001)
+            time.sleep(after_s)
+        process.kill()
+        said += process.stdout
+    assert process.returncode in (0, -9), "".join(said)
+    resumed, last = progress(said)
+    cut = [path.name.removesuffix(checkpoint.SAVING) for path, _ in unfinished(checkpoints).items() - before.items()]
+    return Kill(number, moment, resumed, last, ",".join(cut), checkpoint.latest_step(checkpoints))
+
+
+def soak(argv: list[str], directory: Path, kills: int, seed: int, every: int) -> list[Kill]:
+    """Kill a run `kills` times, half of them while it saves; the caller takes it to its end."""
+    draw = random.Random(seed)
+    moments = [("save", "step", "save", "start")[n % 4] for n in range(kills)]
+    draw.shuffle(moments)
+    return [kill_once(argv, directory, n, moment, draw, every) for n, moment in enumerate(moments, start=1)]
+
+
+def untimed_rows(directory: Path) -> list[dict]:
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: x for name, x in row.items() if name not in TIMED} for row in rows if row["kind"] in ("train", "eval")
+    ]
+
+
+def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
+    """Every array of the newest checkpoint: parameters, moments, step."""
+    cfg = main.parse(argv)
+    mesh = sharding.make_mesh(cfg.mesh)
+    target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    return {
+        name: np.asarray(x) for name, x in sharding.named(checkpoint.restore(directory / "checkpoints", target)).items()
+    }
+
+
+def differences(argv: list[str], ours: Path, theirs: Path) -> list[str]:
+    """Names of arrays, and steps of rows, that are not bit-equal in two runs with the same settings."""
+    a, b = final_arrays(argv, ours), final_arrays(argv, theirs)
+    assert a and list(a) == list(b)
+    found = [name for name in a if a[name].tobytes() != b[name].tobytes()]
+    a, b = untimed_rows(ours), untimed_rows(theirs)
+    found += [f"row {n}" for n, (x, y) in enumerate(zip(a, b, strict=False)) if json.dumps(x) != json.dumps(y)]
+    return found + ([f"{len(a)} rows and {len(b)}"] if len(a) != len(b) else [])
+
+
+def table(kills: list[Kill]) -> str:
+    rows = [
+        [field.name for field in fields(Kill)],
+        *([str(x) if x is not None else "-" for x in astuple(k)] for k in kills),
+    ]
+    return "\n".join("  ".join(f"{cell:>10}" for cell in row) for row in rows)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Kill one run again and again, and compare its end with a run that was never killed."""
+
+    kills: int = 20  # how often
+    seed: int = 0  # decides the moments
+    steps: int = 90  # optimizer steps of the run
+    every: int = 3  # steps between checkpoints
+
+
+def run_to_end(argv: list[str]) -> None:
+    subprocess.run([sys.executable, "main.py", *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def command(args: Arguments) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        for n in range(12):
+            (home / f"{n}.txt").write_text("abcd efgh. " * (30 + n))
+        prepare.prepare(prepare.Arguments(str(home / "tokens"), f"text:{home}/*.txt", "bytes", val_share=0.3))
+        flags = (f"tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --data.path {home}/tokens "
+                 f"--run.name run --run.steps {args.steps} --run.log_every 1 --run.eval_every 7 --run.eval_batches 1 "
+                 f"--run.checkpoint_every {args.every}").split()  # fmt: skip
+        killed, straight = ([*flags, "--run.dir", str(home / name)] for name in ("killed", "straight"))
+        run_to_end(straight)
+        begin = time.perf_counter()
+        kills = soak(killed, home / "killed" / "run", args.kills, args.seed, args.every)
+        run_to_end(killed)
+        print(table(kills))
+        found = differences(killed, home / "killed" / "run", home / "straight" / "run")
+        arrays = len(final_arrays(straight, home / "straight" / "run"))
+        print(f"{len(kills)} kills in {time.perf_counter() - begin:.0f} s, {sum(bool(k.saving) for k in kills)} "
+              f"of them in a save; {arrays} arrays, {len(untimed_rows(home / 'straight' / 'run'))} rows compared: "
+              + ("bit-equal" if not found else "DIFFERENT: " + ", ".join(found)))  # fmt: skip
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(command(tyro.cli(Arguments, prog="python -m bench.soak", use_underscores=True)))

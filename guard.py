@@ -1,0 +1,129 @@
+"""What watches the training step: skipped steps are reported, asked-for norms written, one step taken again.
+
+A step whose loss or gradient is not finite changes nothing but the counters; that rule is in `optimizer.train_step`.
+"""
+
+import math
+from collections import deque
+
+import numpy as np
+
+import dataset
+import optimizer
+import sharding
+from utils import Config, UserError, log
+
+
+def mean_loss(losses: list) -> float:
+    """The mean of those that are finite, so that a skipped step does not hide the others; NaN if none is."""
+    finite = [float(x) for x in losses if np.isfinite(x)]
+    return float(np.mean(finite)) if finite else math.nan
+
+
+class SkipWatch:
+    """Reports skipped steps, and stops the run where nothing else comes.
+
+    It looks at a step LAG steps later, or when a row is due: the answer is there without waiting, the devices are never
+    held up, and all processes stop at the same step.
+    """
+
+    LAG = 10
+    LIMIT = 10
+
+    def __init__(self, cfg: Config, write):
+        """`write(kind, step, **values)` is given a row for each skipped step."""
+        self.cfg, self.write, self.waiting = cfg, write, deque()
+
+    def see(self, taken: int, values: dict) -> None:
+        self.waiting.append((taken, values))
+        self.settle(self.LAG)
+
+    def settle(self, lag: int = 0) -> None:
+        """Look at all but the newest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
+        while len(self.waiting) > lag:
+            taken, values = self.waiting.popleft()
+            if in_a_row := int(values["skipped_in_a_row"]):
+                self._report(taken, values, in_a_row)
+
+    def _report(self, taken: int, values: dict, in_a_row: int) -> None:
+        bad = np.array(list(optimizer.places(self.cfg)))[np.asarray(values["not_finite"])].tolist()
+        loss, norm, total = float(values["loss"]), float(values["grad_norm"]), int(values["skipped_steps"])
+        why = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
+        if bad:
+            why += f"; first gradient that is not finite: {bad[0]}"
+        if len(bad) > 1:  # the backward pass met the last one first
+            why += f"; {len(bad) - 1} more, the last: {bad[-1]}"
+        first, last = (bad[0], bad[-1]) if bad else (None, None)
+        self.write("skip", taken, loss=loss, grad_norm=norm, skipped_steps=total, bad=len(bad), first=first, last=last)
+        log(f"step {taken:>5}/{self.cfg.run.steps}  skipped: {why} (skipped so far: {total})")
+        if in_a_row >= self.LIMIT:
+            first, o = taken - in_a_row + 1, self.cfg.optim
+            raise UserError(
+                f"steps {first} to {taken} were skipped, {in_a_row} in a row. At the last, {why}. The parameters are "
+                f"those after step {first - 1}. Look at the first one with --replay {first}; then begin again with a "
+                f"lower --optim.lr (it is {o.lr}), more --optim.warmup_steps (they are {o.warmup_steps}), a smaller "
+                f"--optim.clip_norm (it is {o.clip_norm}), or --model.precision.compute float32"
+            )
+
+
+class Questions:
+    """Rows on request about a step before it is taken: norms per layer, and the gradient noise scale."""
+
+    def __init__(self, cfg: Config, mesh, write):
+        self.run, self.mesh, self.write = cfg.run, mesh, write
+        self.norms = optimizer.layer_norms(cfg, mesh) if self.run.layer_norms_every else None
+        self.noise = optimizer.noise_scale(cfg, mesh) if self.run.noise_scale_every else None
+
+    def ask(self, taken: int, state, batch, skips: SkipWatch) -> None:
+        """Write what is due at the step that will be the `taken`-th."""
+        due = lambda every: every and taken % every == 0
+        if due(self.run.layer_norms_every) or due(self.run.noise_scale_every):
+            skips.settle()  # rows are written in the order of their steps
+        if due(self.run.layer_norms_every):
+            self.write("norms", taken, **self.norms(state, sharding.put(batch, self.mesh)))
+        if due(self.run.noise_scale_every):
+            self.write("noise", taken, **self.noise(state.params, batch, state.step))
+
+
+# One step again -------------------------------------------------------------------------------------------------------
+
+
+def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> None:
+    """Go on from `state` to step run.replay, print its norms and its loss, and compare with what `rows` say.
+
+    A row holds the mean loss of the steps since the row before, so the steps up to the row's end are taken too.
+    """
+    start, wanted = int(state.step), cfg.run.replay
+    ends = [row["step"] for row in rows if row["kind"] == "train"]
+    stop = min((end for end in ends if end >= wanted), default=wanted)
+    begin = max((end for end in ends if end < wanted), default=0)
+    step_function, losses = optimizer.train_step(cfg, mesh), {}
+    for step in range(start, stop):
+        batch = sharding.put(dataset.batch(cfg, step), mesh)
+        norms = optimizer.layer_norms(cfg, mesh)(state, batch) if step + 1 == wanted else None
+        state, values = step_function(state, batch)
+        losses[step + 1] = float(values["cross_entropy"])
+        if norms:
+            _print_norms(cfg, norms)
+            log(f"step {wanted}: loss {losses[wanted]!r}, norm of the gradient {float(values['grad_norm'])!r}"
+                + (", skipped" if int(values["skipped_in_a_row"]) else ""))  # fmt: skip
+    logged = next((row["loss"] for row in rows if row["kind"] == "train" and row["step"] == stop), "missing")
+    if logged == "missing" or begin < start:
+        return log("logged: no row holds this step, so there is nothing to compare with")
+    again = mean_loss([losses[step] for step in range(begin + 1, stop + 1)])
+    of = f"loss of step {wanted}" if stop == begin + 1 else f"mean loss of steps {begin + 1} to {stop}"
+    logged = math.nan if logged is None else logged
+    if again == logged or (math.isnan(again) and math.isnan(logged)):
+        log(f"logged: the {of} is {logged!r}, bit for bit the same")
+    else:
+        log(f"logged: the {of} is {logged!r}, here it is {again!r}: another mesh, machine, version or --run.steps?")
+
+
+def _print_norms(cfg: Config, norms: dict) -> None:
+    """A line for each parameter of each layer, in the order of the forward pass."""
+    columns = {kind: np.concatenate([np.ravel(x) for x in of.values()]) for kind, of in norms.items()}
+    places = optimizer.places(cfg)
+    width = max(map(len, places))
+    log(f"{'norm of':{width}}" + "".join(f"{kind:>13}" for kind in columns))
+    for name, place in places.items():
+        log(f"{name:{width}}" + "".join(f"{column[place]:13.6g}" for column in columns.values()))

@@ -1,0 +1,536 @@
+"""Faults lose nothing: a damaged step is passed over, a kill costs at most the steps since a save, a run stops well."""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import checkpoint
+import generate
+import main
+from bench import soak
+from data import prepare
+
+ROOT = Path(__file__).parent.parent
+STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
+FLAGS = shlex.split(  # the model of test_training.py, so that its compiled programs are found
+    "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
+    f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 10 --run.eval_batches 1 "
+    f"--run.checkpoint_every {EVERY} --run.keep_every 24 --run.sample_tokens 5"
+)
+
+
+def run(argv):
+    """Run the command in this process: exit status, what it printed, what it complained about."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main.main([str(word) for word in argv])
+    return status, out.getvalue(), err.getvalue()
+
+
+def snapshot(directory):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.rglob("*") if path.is_file()}
+
+
+def trained_steps(directory):
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("checkpoint")
+    (home / "texts").mkdir()
+    for n in range(12):
+        (home / "texts" / f"{n}.txt").write_text("abcd efgh. " * (30 + n))
+    prepare.prepare(prepare.Arguments(str(home / "tokens"), f"text:{home}/texts/*.txt", "bytes", val_share=0.3))
+    return home
+
+
+def flags(home, runs):
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    return [*FLAGS, "--data.path", str(home / "tokens"), "--run.dir", str(runs), "--run.compile_cache", cache]
+
+
+@pytest.fixture(scope="module")
+def straight(home):
+    """The run that nothing happens to: its directory."""
+    status, _, err = run(flags(home, home / "straight"))
+    assert (status, err) == (0, "")
+    return home / "straight" / "small"
+
+
+@pytest.fixture(scope="module")
+def stopped(home, straight):
+    """The run stopped at step 49 by Ctrl-C: its directory, and what `run` said."""
+    with stopped_at(49, signal.SIGINT):
+        said = run(flags(home, home / "stopped"))
+    return home / "stopped" / "small", said
+
+
+@pytest.fixture
+def partway(home, stopped, tmp_path):
+    """The stopped run again, with checkpoints 48 and 49, in a directory that a test may change: flags and directory."""
+    shutil.copytree(stopped[0], tmp_path / "small")
+    return flags(home, tmp_path), tmp_path / "small"
+
+
+@contextlib.contextmanager
+def stopped_at(step, number):
+    """Send a signal as soon as the row of a step is written."""
+    write = main.Metrics.write
+
+    def write_and_signal(self, kind, row_step, **values):
+        write(self, kind, row_step, **values)
+        if (kind, row_step) == ("train", step - 1):
+            signal.raise_signal(number)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(main.Metrics, "write", write_and_signal)
+        yield
+
+
+# Steps and their manifests --------------------------------------------------------------------------------------------
+
+
+def array(step):
+    return np.full(1000, step, np.float32)
+
+
+def save(directory, steps, losses=None, **keep):
+    """Save a small array at each step."""
+    with checkpoint.open_directory(directory, **keep) as saver:
+        for step in steps:
+            checkpoint.save(saver, step, {"x": jax.numpy.asarray(array(step))}, {"by": "us"}, (losses or {}).get(step))
+
+
+def read(directory, step=None):
+    x = jax.device_put(array(0))
+    target = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)}
+    return np.asarray(checkpoint.restore(directory, target, step)["x"])
+
+
+def largest(directory):
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(file, place=None):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(directory):
+    shutil.rmtree(directory)
+    directory.mkdir()
+
+
+FAULTS = {
+    "bit flip": (lambda step: flip(largest(step / "state")), r"state/\S+ is damaged: its sha256 is not the manifest's"),
+    "flip in about": (lambda step: flip(step / "about.json"), r"about\.json is damaged: "),
+    "truncated": (lambda step: cut(largest(step / "state")), r"state/\S+ is truncated: \d+ bytes, .* says \d+"),
+    "grown": (lambda step: (step / "about.json").write_text(" " * 99), r"about\.json is 99 bytes, .* says 12"),
+    "missing file": (lambda step: largest(step / "state").unlink(), r"state/\S+ is missing"),
+    "empty": (empty, "the directory is empty"),
+    "no manifest": (lambda step: (step / "manifest.json").unlink(), r"it has no manifest\.json"),
+    "cut manifest": (lambda step: cut(step / "manifest.json"), r"its manifest\.json cannot be read: "),
+    "flipped manifest": (lambda step: flip(step / "manifest.json", 12), r"its manifest\.json cannot be read: "),
+    "left over": (lambda step: step.rename(f"{step}.saving"), "left over from a save or a deletion that was cut off"),
+    "left by Orbax": (lambda step: step.rename(f"{step}.orbax-checkpoint-tmp-7"), "left over from a save or a "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_step_is_passed_over(tmp_path, capsys, fault):
+    """Catches a flipped bit that is trained on, a step that is called newest because of its name, a reason that does
+    not name the file, and a good step deleted because another is bad."""
+    save(tmp_path, [1, 2, 30], keep=3)
+    damage, reason = FAULTS[fault]
+    damage(tmp_path / "30")
+    before, said = snapshot(tmp_path), []
+    assert checkpoint.latest_step(tmp_path, said.append) == 2
+    assert len(said) == 1 and re.fullmatch(rf"skipped    {tmp_path}/30\S*: {reason}.*", said[0]), said
+    np.testing.assert_array_equal(read(tmp_path), array(2))
+    assert capsys.readouterr().err == said[0] + "\n"
+    assert checkpoint.about(tmp_path, 2) == {"by": "us"}
+    with pytest.raises(ValueError, match=reason if "left" not in fault else "no checkpoint of step 30"):
+        read(tmp_path, 30)
+    assert snapshot(tmp_path) == before
+
+
+def test_where_all_are_damaged_each_is_named(tmp_path):
+    """Catches a run that begins again at step 0, over the record of the old one, because no step could be read."""
+    save(tmp_path, [1, 2])
+    flip(largest(tmp_path / "1" / "state"))
+    empty(tmp_path / "2")
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* can be used; .*/2: the directory is empty; .*/1: state/"
+    ):
+        checkpoint.latest_step(tmp_path)
+    assert checkpoint.latest_step(tmp_path / "nowhere") is None
+
+
+def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
+    """Catches a directory that is taken for a checkpoint while it is written, or before its manifest is."""
+    waits, goes_on = threading.Event(), threading.Event()
+    write = checkpoint._write_manifest
+
+    def write_late(*args):
+        waits.set()
+        assert goes_on.wait(60)
+        write(*args)
+
+    save(tmp_path, [1])
+    monkeypatch.setattr(checkpoint, "_write_manifest", write_late)
+    with checkpoint.open_directory(tmp_path, keep=1) as saver:
+        checkpoint.save(saver, 2, {"x": jax.numpy.asarray(array(2))}, {})
+        assert waits.wait(60)
+        assert sorted(os.listdir(tmp_path)) == ["1", "2.saving"], "the old one goes only once the new one is whole"
+        assert checkpoint.latest_step(tmp_path) == 1
+        goes_on.set()
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_which_steps_stay(tmp_path):
+    """Catches a policy that drops the newest for a better one, that takes the highest loss for the best, or a loss that
+    is no number for the lowest; and one that a new process forgets."""
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: 3.5, 6: 7.0, 7: 9.0}
+    for steps in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        save(tmp_path, steps, losses, keep=2, every=3, best=2)
+    # newest two: 7, 8; multiples of three: 3, 6; lowest losses: 2, 5.
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "5", "6", "7", "8"]
+    save(tmp_path, [9], {9: 100.0}, keep=1, best=1)
+    assert sorted(os.listdir(tmp_path)) == ["2", "9"]
+
+
+def test_a_damaged_step_takes_no_place_of_a_good_one(tmp_path):
+    """Catches a policy that counts a damaged step as one of the newest, and so deletes the last good one; and one that
+    tidies away what somebody may still want to mend."""
+    save(tmp_path, [1, 2, 50], keep=3)
+    flip(largest(tmp_path / "2" / "state"))
+    flip(largest(tmp_path / "50" / "state"))
+    before = snapshot(tmp_path)
+    save(tmp_path, [3], keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", "50"]
+    after = snapshot(tmp_path)
+    assert all(after[path] == before[path] for path in after if path in before)
+    assert checkpoint.latest_step(tmp_path) == 3
+
+
+def test_a_damaged_step_is_replaced_when_it_is_saved_again(tmp_path):
+    """Catches a resumed run that cannot save a step whose damaged directory is in the way, and left-overs that stay."""
+    save(tmp_path, [1, 2], keep=2)
+    flip(largest(tmp_path / "2" / "state"))
+    (tmp_path / "3.saving" / "state").mkdir(parents=True)
+    (tmp_path / "1.deleting").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    save(tmp_path, [2], keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "notes.txt"]
+    np.testing.assert_array_equal(read(tmp_path), array(2))
+
+
+def test_the_command_lists_and_verifies_without_a_device(tmp_path):
+    """Catches a table that needs a working accelerator, and an exit status of 0 for a damaged step."""
+    save(tmp_path / "checkpoints", [7, 12], {12: 2.5}, keep=3)
+
+    def command(*words):
+        env = os.environ | {"JAX_PLATFORMS": "nonsense"}
+        words = [sys.executable, "checkpoint.py", *map(str, words)]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        assert done.stderr == ""
+        return done.returncode, done.stdout
+
+    status, out = command("verify", tmp_path)
+    assert status == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "12").rglob("*") if path.is_file())
+    assert re.search(rf"(?m)^ +12  \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +{size:,}   2\.5000  good$", out)
+    assert re.search(r"(?m)^ +7  \d{4}-.*  good$", out)
+    flip(largest(tmp_path / "checkpoints" / "12" / "state"))
+    (tmp_path / "checkpoints" / "9.saving").mkdir()
+    status, out = command("verify", tmp_path / "checkpoints", "--json")
+    rows = json.loads(out)
+    assert status == 1 and [row["name"] for row in rows] == ["12", "9.saving", "7"]
+    assert "is damaged" in rows[0]["fault"] and rows[2]["fault"] is None
+
+
+def test_the_command_says_what_it_finds(tmp_path, capsys):
+    """Catches a list that reads every byte, a left-over that is called damage, and a traceback for an empty place."""
+    save(tmp_path, [7, 12], keep=3)
+    flip(largest(tmp_path / "12" / "state"))
+    (tmp_path / "13.saving").mkdir()
+    assert checkpoint.main(["ls", str(tmp_path)]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "state",
+        "off",
+        "complete",
+        "complete",
+    ]
+    shutil.rmtree(tmp_path / "12")
+    assert checkpoint.main(["verify", str(tmp_path)]) == 0
+    (tmp_path / "12").mkdir()
+    assert checkpoint.main(["verify", str(tmp_path)]) == 1
+    capsys.readouterr()
+    assert checkpoint.main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"error: no checkpoint in {tmp_path}/nowhere\n"
+
+
+# Kills ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_and_a_resume_change_no_bit(home, straight, tmp_path):
+    """60 steps straight equal 25, `kill -9`, and the rest. Catches a moment that is not saved, data taken twice, a
+    rounding on the way to the disk; and a lock that outlives the process that held it."""
+    argv, directory = flags(home, tmp_path), tmp_path / "small"
+    words = [sys.executable, "main.py", *argv]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert any(re.match(rf"step +25/{STEPS}  loss", line) for line in process.stdout)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and (directory / ".lock").exists()
+    status, out, err = run(argv)
+    assert (status, err) == (0, "") and re.search(r"resumed    at step (20|24|28) from ", out)
+    assert soak.differences(argv, directory, straight) == []
+    assert trained_steps(directory) == list(range(1, STEPS + 1))
+
+
+def test_kills_at_any_moment_change_no_bit(home, straight, tmp_path):
+    """Catches what a single kill does not hit: a save cut anywhere, a start cut anywhere, one after the other. Few, to
+    be quick; `python -m bench.soak --kills 20` is the same with more."""
+    argv, directory = flags(home, tmp_path), tmp_path / "small"
+    draw = random.Random(6)
+    kills = [soak.kill_once(argv, directory, n, moment, draw, EVERY)
+             for n, moment in enumerate(("step", "save", "start", "save"), 1)]  # fmt: skip
+    print(soak.table(kills))
+    assert (kills[-1].last_step or 0) < STEPS, "it ended before the last kill: nothing was cut"
+    assert any(kill.saving for kill in kills), "no kill met a save"
+    status, out, err = run(argv)
+    assert (status, err) == (0, "") and (f"resumed    at step {kills[-1].good} from " in out) == (
+        kills[-1].good is not None
+    )
+    assert soak.differences(argv, directory, straight) == []
+
+
+def test_a_difference_is_seen(home, straight, tmp_path):
+    """Catches a comparison that compares nothing."""
+    other = tmp_path / "small"
+    shutil.copytree(straight, other)
+    lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[5])
+    row["loss"] = float(np.nextafter(row["loss"], 9))
+    (other / "metrics.jsonl").write_text("".join([*lines[:5], json.dumps(row) + "\n", *lines[6:]]))
+    assert soak.differences(flags(home, tmp_path), other, straight) == ["row 4"]
+    shutil.rmtree(other / "checkpoints" / str(STEPS))
+    found = soak.differences(flags(home, tmp_path), other, straight)
+    assert "step" in found and any(name.startswith("params.") for name in found)
+    assert any(".mu." in name for name in found) and any(".nu." in name for name in found)
+
+
+# A run among damaged steps --------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_the_steps_it_is_told_to(straight):
+    """Catches settings that do not reach the policy, and a validation loss that does not reach the manifest."""
+    kept = sorted(int(name) for name in os.listdir(straight / "checkpoints"))
+    rows = [json.loads(row) for row in (straight / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "eval" and row["step"] in (20, 40)}
+    best = min(losses, key=losses.get)
+    assert kept == sorted({best, 24, 48, 56, 60})
+    assert checkpoint.Found(str(straight / "checkpoints" / str(best)), best, True).manifest()["loss"] == losses[best]
+
+
+def test_a_run_goes_on_from_the_newest_good_step(partway, straight):
+    """Catches a run that trains on flipped bits, does not say what it passed over, or ends elsewhere because of it."""
+    argv, directory = partway
+    flip(largest(directory / "checkpoints" / "49" / "state"))
+    (directory / "checkpoints" / "52").mkdir()
+    status, out, err = run(argv)
+    assert (status, err) == (0, "")
+    assert f"skipped    {directory}/checkpoints/52: the directory is empty\n" in out
+    assert re.search(rf"skipped    {directory}/checkpoints/49: state/\S+ is damaged: its sha256", out)
+    assert f"resumed    at step 48 from {directory}/checkpoints\n" in out
+    assert soak.differences(argv, directory, straight) == []
+
+
+def test_a_run_without_a_good_step_is_refused(partway):
+    """Catches a traceback, and a run that begins again over what might still be mended."""
+    argv, directory = partway
+    for step in (directory / "checkpoints").iterdir():
+        flip(largest(step / "state"))
+    before = snapshot(directory)
+    status, out, err = run(argv)
+    assert (status, out) == (2, "") and err.startswith(f"error: no checkpoint in {directory}/checkpoints can be used; ")
+    assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to begin at step 0 move them away, or "
+                                                                         "use --run.restart\n")  # fmt: skip
+    assert snapshot(directory) == before
+    with pytest.raises(ValueError, match=r"can be used; .*/49: state/"):
+        generate.load(str(directory))
+
+
+def test_a_full_disk_stops_the_run(partway, home, straight):
+    """Catches a run that trains on for hours after its saves began to fail, a traceback, a good step lost to a failed
+    one, and one that cannot go on when there is room again."""
+    argv, directory = partway
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # bytes a file may have
+    try:
+        status, _, err = run(argv)  # every program it needs is in the cache already
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 2 and "Traceback" not in err and err.count("\n") == 1
+    assert err.startswith(f"error: the checkpoint of step 52 cannot be written to {directory}/checkpoints: ")
+    assert "File too large" in err and err.endswith("MiB free there); that of step 49 is good, and stays\n")
+    assert 52 <= trained_steps(directory)[-1] <= 52 + EVERY
+    assert checkpoint.latest_step(directory / "checkpoints") == 49
+    assert not list((directory / "checkpoints").glob("52*")), "what could not be written whole takes up the disk"
+    assert run(argv)[::2] == (0, "")
+    assert soak.differences(argv, directory, straight) == []
+
+
+def test_only_the_expected_complaint_is_passed_over(tmp_path, monkeypatch):
+    """Catches 40 tracebacks behind the one sentence of a full disk, and other errors hidden with them."""
+    seen = []
+    hook = seen.append
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    with checkpoint.open_directory(tmp_path):
+        for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+    assert [str(unraisable.exc_value) for unraisable in seen] == ["another"] and sys.unraisablehook is hook
+
+
+# Being stopped --------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, partway):
+    """Catches steps lost since the last checkpoint, an exit status that looks like a failure, and a command that starts
+    something else."""
+    (directory, (status, out, err)), (argv, copy) = stopped, partway
+    assert status == 0 and "stopping after this step, and saving it; once more stops at once" in err
+    assert "Traceback" not in err
+    assert trained_steps(directory) == list(range(1, 50)), "it goes on, or stops before it is asked to"
+    assert checkpoint.latest_step(directory / "checkpoints") == 49 and not (directory / ".lock").exists()
+    words = shlex.split(re.search(r"(?m)^stopped    nothing is lost; this goes on:  (.*)$", out)[1])
+    assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
+    status, out, err = run(argv)
+    assert (status, err) == (0, "") and f"resumed    at step 49 from {copy}/checkpoints" in out
+    assert soak.differences(argv, copy, straight) == []
+
+
+def test_a_termination_saves(partway):
+    """Catches a machine that is taken away with the steps since the last checkpoint, and handlers that stay behind."""
+    argv, directory = partway
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with stopped_at(52, signal.SIGTERM):  # when a checkpoint is due anyway
+        status, out, _ = run(argv)
+    assert status == 0 and "stopped    nothing is lost; this goes on:  " in out
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert trained_steps(directory)[-1] == checkpoint.latest_step(directory / "checkpoints") == 52
+
+
+@pytest.mark.parametrize("place", ["trace_step", "restore_or_init", "finish"])
+def test_a_signal_where_there_is_nothing_to_save(straight, partway, monkeypatch, place):
+    """Catches a traceback, or a run that goes on, when the signal comes before the first step or after the last."""
+    argv, directory = partway
+    work = getattr(main, place)
+
+    def work_and_signal(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return work(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(main, place, work_and_signal)
+        status, out, err = run(argv)
+    assert status == 0 and "Traceback" not in err
+    assert out.rstrip().splitlines()[-1].startswith("stopped    nothing is lost; this goes on:  ")
+    assert checkpoint.latest_step(directory / "checkpoints") == (STEPS if place == "finish" else 49)
+    if place == "finish":
+        assert run(argv)[::2] == (0, "")
+        assert soak.differences(argv, directory, straight) == []
+
+
+HANGING = """
+import sys, time
+import checkpoint, main
+def hang(*_):
+    print("HANGS", flush=True)
+    time.sleep(600)
+checkpoint.save = hang
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_a_second_ctrl_c_stops_at_once(home, straight, tmp_path):
+    """Catches a run that cannot be ended from the keyboard because its last save hangs."""
+    words = [sys.executable, "-c", HANGING, *flags(home, tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert any(line == "HANGS\n" for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert any(
+            "stopping after this step, and saving it; once more stops at once" in line for line in process.stderr
+        )
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read()
+        assert process.wait(timeout=10) == 130
+    assert err.startswith("stopped at once; this goes on from the newest checkpoint:  ") and "Traceback" not in err
+
+
+# The run's directory --------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_directory_are_refused(straight, home):
+    """Catches two processes that write one record; and a refused one that removes the lock of the other."""
+    argv = [*flags(home, home / "straight"), "--run.steps", str(2 * STEPS)]
+    before = snapshot(straight)
+    with main.locked(straight):
+        with_lock = snapshot(straight)
+        for more in ([], ["--run.restart"]):
+            status, out, err = run([*argv, *more])
+            assert (status, out) == (2, "")
+            assert re.fullmatch(
+                rf"error: {straight} is in use by process {os.getpid()} on \S+, since .*; wait until that ends, or "
+                r"start another run with --run\.name\n", err)  # fmt: skip
+        assert snapshot(straight) == with_lock
+    assert snapshot(straight) == before
+
+
+def test_a_lock_that_was_just_removed_is_not_taken(tmp_path, monkeypatch):
+    """Catches two runs that hold two files of one name: one opened it before the other removed it."""
+    flock = fcntl.flock
+
+    def lock_late(file, how):
+        (tmp_path / ".lock").unlink()  # its holder ends
+        (tmp_path / ".lock").touch()  # somebody else begins
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with pytest.raises(ValueError, match="is in use by another process"), main.locked(tmp_path):
+        pass
+
+
+def test_an_unwritable_place_is_named(home, tmp_path):
+    """Catches a traceback where the run's directory cannot be made, and a run that trains before it notices."""
+    (tmp_path / "file").write_text("mine")
+    status, out, err = run(flags(home, tmp_path / "file"))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: cannot write to {tmp_path}/file/small: [Errno 20] Not a directory")
+    assert err.endswith("; choose another --run.dir\n")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,166 @@
+"""Send the rows of a run's metrics.jsonl to wandb, from a process of its own: training never waits for it.
+
+`main.py` starts `python tracking.py runs/NAME`, which follows the file until its standard input ends, as it does when
+the training process ends, whichever way. The file is the record and the queue; runs/NAME/wandb.json says which wandb
+run it is and up to which step it has been sent, so a resumed run goes on in the same one, no step twice, none missing.
+"""
+
+import fcntl
+import json
+import netrc
+import os
+import select
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from utils import Config, is_main_process, log
+
+FILES = ("wandb.json", "wandb.log", "wandb")  # what it leaves in a run's directory
+PATIENCE_S = 30.0  # for the last rows to be sent, once training is done
+POLL_S = 1.0
+
+
+# In the training process ----------------------------------------------------------------------------------------------
+
+
+class Tracker:
+    """The other process, if one was asked for; a note, once, if it fails."""
+
+    def __init__(self, cfg: Config, directory: Path):
+        self.directory, self.process, self.given_up = directory, None, False
+        if cfg.run.tracker == "wandb" and is_main_process():
+            with (directory / "wandb.log").open("a") as output:
+                words = [sys.executable, os.path.abspath(__file__), str(directory)]
+                # A session of its own: Ctrl-C reaches the training process alone, which then says when to end.
+                self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output,
+                                                start_new_session=True)  # fmt: skip
+            self.waiting = threading.Thread(target=self._wait, daemon=True)
+            self.waiting.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Let it send the last rows, but wait no longer than PATIENCE_S."""
+        if not self.process:
+            return
+        self.process.stdin.close()
+        self.waiting.join(PATIENCE_S)
+        if self.waiting.is_alive():
+            self.given_up = True
+            self.process.kill()
+            self.waiting.join()
+            self._note(f"wandb did not end within {PATIENCE_S:g} s")
+
+    def _wait(self) -> None:
+        """Runs in a thread: notes at once that it has ended early."""
+        if self.process.wait() and not self.given_up:
+            self._note(f"wandb stopped: {((self.directory / 'wandb.log').read_text().splitlines() or ['?'])[-1]}")
+
+    def _note(self, what: str) -> None:
+        log(f"note: {what}; nothing is lost, metrics.jsonl holds every row, see {self.directory}/wandb.log")
+
+
+# In the other process -------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Follows metrics.jsonl: yields each step with all its rows, once they are complete."""
+
+    def __init__(self, path: Path):
+        self.path, self.read_bytes, self.held = path, 0, []
+
+    def complete(self) -> list[tuple[int, list[dict]]]:
+        """Steps that got another step after them, or the end of the run, since the last call.
+
+        The newest step is held back: rows of it may still come, in this process or after a resume.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self.read_bytes)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]  # without a row that is half written
+        self.read_bytes += len(new)
+        self.held += [json.loads(line) for line in new.splitlines()]
+        steps: dict[int, list[dict]] = {}
+        for row in self.held:
+            steps.setdefault(row["step"], []).append(row)
+        newest = self.held[-1]["step"] if self.held and self.held[-1]["kind"] != "end" else None
+        self.held = steps.pop(newest, [])
+        return list(steps.items())
+
+
+def flat(value, name: str) -> dict:
+    """Numbers by path: {"train/loss": 2.5, "train/tokens_per_expert/0/3": 17}; null and text are left out."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {path: x for key, inner in items for path, x in flat(inner, f"{name}/{key}").items()}
+    return {name: value} if isinstance(value, (int, float)) else {}
+
+
+def has_key() -> bool:
+    """Whether wandb could log in: a key in the environment, or in ~/.netrc for its host."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def follow(directory: Path) -> None:
+    """Send steps as they are completed, until standard input ends."""
+    with (directory / "wandb.json").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the process of a run that was killed may still be sending
+        file.seek(0)
+        kept = json.loads(file.read() or "{}")
+        run_id, sent = kept.get("id") or uuid.uuid4().hex[:8], kept.get("sent", -1)
+
+        import wandb  # here: an extra, and slow
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "axis-by-axis"), name=directory.resolve().name, id=run_id,
+            resume="allow", dir=str(directory), mode=mode,
+            config=json.loads((directory / "config.json").read_text())["config"],
+            settings=wandb.Settings(disable_git=True, disable_code=True, console="off", silent=True),
+        )  # fmt: skip
+
+        def keep(step: int) -> None:
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps({"id": run_id, "sent": step}) + "\n")
+            file.flush()
+
+        keep(sent)
+        steps, ended = Steps(directory / "metrics.jsonl"), False
+        while True:
+            for step, rows in steps.complete():
+                if step > sent:
+                    values = [flat({k: v for k, v in row.items() if k not in ("kind", "step")}, row["kind"])
+                              for row in rows]  # fmt: skip
+                    run.log({name: x for of_row in values for name, x in of_row.items()}, step=step)
+                    keep(sent := step)
+            if ended:
+                return run.finish()
+            ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
+
+
+def main() -> int:
+    try:
+        follow(Path(sys.argv[1]))
+    except ModuleNotFoundError as error:
+        print(f"{error}; `make extra-wandb` installs it")
+        return 3
+    except Exception as error:  # whatever wandb raises: its text is for the log, and training does not care
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
