@@ -32,8 +32,9 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     devices = jax.devices() if devices is None else devices
     if mesh.devices > len(devices):
-        product = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
-        raise UserError(f"mesh {mesh} needs {product} = {mesh.devices} devices, and there are {len(devices)}")
+        factors = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
+        needs = f"{factors} = {mesh.devices}" if "*" in factors else factors
+        raise UserError(f"mesh {mesh} needs {needs} devices, and there are {len(devices)}")
     sizes = tuple(mesh.sizes.values())
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: mesh.devices])
 
