@@ -17,7 +17,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "make extra-NAME   add optional packages to .venv: $(EXTRAS)"
 
-train: .venv/installed ## train the laptop preset on the Python standard library (2 minutes on 2 cores)
+train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
 	.venv/bin/python main.py laptop $(ARGS)
 
