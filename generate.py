@@ -251,6 +251,17 @@ def bucket(size: int, most: int) -> int:
     return min(1 << (size - 1).bit_length(), most)
 
 
+def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int) -> list[int]:
+    """End of text, then the prompt. Raises: UserError if no token fits behind it."""
+    ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
+    if len(ids) >= seq_len:
+        raise UserError(
+            f"a prompt of {len(ids) - 1} tokens and the end of text before it leave no room in data.seq_len={seq_len} "
+            f"positions; shorten it to at most {seq_len - 2} tokens"
+        )
+    return ids
+
+
 class Sampler:
     """A model ready to continue texts; keeps its compiled functions between calls."""
 
@@ -262,14 +273,7 @@ class Sampler:
         self.extend = extend(self.c, mesh)
 
     def prompt_ids(self, request: Request) -> list[int]:
-        """End of text, then the prompt. Raises: UserError if no token fits behind it."""
-        ids, T = [self.encoding.eot_token, *self.encoding.encode_ordinary(request.prompt)], self.cfg.data.seq_len
-        if len(ids) >= T:
-            raise UserError(
-                f"a prompt of {len(ids) - 1} tokens and the end of text before it leave no room in data.seq_len={T} "
-                f"positions; shorten it to at most {T - 2} tokens"
-            )
-        return ids
+        return prompt_ids(self.encoding, request.prompt, self.cfg.data.seq_len)
 
     def room(self, request: Request) -> int:
         """Most tokens that will be added: what is asked for, as far as prompt and text fit in data.seq_len."""

@@ -322,7 +322,9 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
 
 def train(cfg: Config, argv: list[str], interruptions: "Interruptions") -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
-    dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
+    corpus = dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
+    encoding = tokenizers.load(corpus.manifest["tokenizer"]["name"])
+    generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)  # refused now, not when all steps are taken
     directory = Path(cfg.run.dir) / cfg.run.name
     check_same(cfg, directory)
     if not cfg.run.restart and (done := steps_done(cfg, directory)):

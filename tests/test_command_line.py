@@ -84,6 +84,7 @@ WRONG = {
     "nearest that do: 16 or 20",
     "tiny --mesh tensor=8 --data.seq_len 16": "cannot split H=4 of ",
     "tiny --mesh stage=2": "there is no pipeline schedule yet",
+    "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end of text before it leave no room",
     "tiny --model.capacity_factor 0.01": "capacity is 0",
     "tiny --model.vocab_size 200": "holds token ids 0..256, model.vocab_size=200 has 0..199; use --model.vocab_size 26",
     "tiny --data.seq_len 5000": "a window needs data.seq_len + 1 = 5001; use --data.seq_len ",
