@@ -5,7 +5,6 @@ import fcntl
 import io
 import json
 import os
-import random
 import re
 import resource
 import shlex
@@ -312,21 +311,15 @@ def test_a_kill_and_a_resume_change_no_bit(home, straight, tmp_path):
     assert trained_steps(directory) == list(range(1, STEPS + 1))
 
 
-def test_kills_at_any_moment_change_no_bit(home, straight, tmp_path):
-    """Catches what a single kill does not hit: a save cut anywhere, a start cut anywhere, one after the other. Few, to
-    be quick; `python -m bench.soak --kills 20` is the same with more."""
-    argv, directory = flags(home, tmp_path), tmp_path / "small"
-    draw = random.Random(6)
-    kills = [soak.kill_once(argv, directory, n, moment, draw, EVERY)
-             for n, moment in enumerate(("step", "save", "start", "save"), 1)]  # fmt: skip
-    print(soak.table(kills))
-    assert (kills[-1].last_step or 0) < STEPS, "it ended before the last kill: nothing was cut"
-    assert any(kill.saving for kill in kills), "no kill met a save"
-    status, out, err = run(argv)
-    assert (status, err) == (0, "") and (f"resumed    at step {kills[-1].good} from " in out) == (
-        kills[-1].good is not None
-    )
-    assert soak.differences(argv, directory, straight) == []
+def test_twenty_kills_change_no_bit(capsys):
+    """Catches what a single kill does not hit: saves, steps and starts cut anywhere, one after the other."""
+    status = soak.command(soak.Arguments(kills=20))
+    out = capsys.readouterr().out
+    print(out)
+    assert status == 0 and "bit-equal" in out
+    *_, last_kill, summary = out.rstrip().splitlines()
+    assert last_kill.split()[:1] == ["20"] and int(re.search(r"(\d+) of them in a save", summary)[1]) >= 5
+    assert last_kill.split()[3] != str(soak.Arguments.steps), "it ended before the last kill"
 
 
 def test_a_difference_is_seen(home, straight, tmp_path):

@@ -147,7 +147,7 @@ def test_a_half_written_last_line_is_left_out_with_a_note(tmp_path, capsys):
     "line, message",
     [
         ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; mend or delete the line"),
-        ("[1]\n", "metrics.jsonl:2: kind is None; known: start, train, eval, end"),
+        ("[1]\n", "metrics.jsonl:2: kind is None; known: start, train, eval, end, skip, norms, noise"),
         ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: a 'eval' row without loss, bits_per_byte"),
     ],
 )
