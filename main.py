@@ -65,7 +65,10 @@ def parse(argv: list[str]) -> Config:
         "--help-verbose says what each does."))  # fmt: skip
     default = utils.preset(name)
     if source := init_from(flags):
-        default = dataclasses.replace(default, model=convert.read_config(Path(source)))
+        config = convert.read_config(Path(source))
+        if not isinstance(config, utils.ModelConfig):
+            raise UserError(f"{source} holds another model ({type(config).__name__}); main.py trains model.py's")
+        default = dataclasses.replace(default, model=config)
     return tyro.cli(
         Config, prog="python main.py [PRESET]", description=description, default=default, args=flags,
         use_underscores=True, compact_help=True,

@@ -105,6 +105,13 @@ def copied(finished, tmp_path):
     return [*finished[0], "--run.dir", str(tmp_path)], tmp_path / "small"
 
 
+def test_another_model_is_not_trained(tmp_path):
+    """Catches a traceback, or a GPT-J read into a model of another shape."""
+    assert convert.main(["from-hf", str(ROOT / "tests/fixtures/gptj"), "--out", str(tmp_path / "gptj")]) == 0
+    status, _, err = run(["tiny", "--init-from", tmp_path / "gptj"])
+    assert (status, err.count("\n")) == (2, 1) and "holds another model (GPTJConfig)" in err
+
+
 def restored(argv, directory, mesh="data=1"):
     """The newest checkpoint's arrays by name, placed on a mesh."""
     cfg, mesh = main.parse(argv), sharding.make_mesh(mesh)
