@@ -313,16 +313,13 @@ def check_about(directory: str | os.PathLike, step: int, ours: dict) -> None:
         raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
 
 
-def restore(directory: str | os.PathLike, target, step: int | None = None, ours: dict | None = None):
+def restore(directory: str | os.PathLike, target, step: int | None = None):
     """Read a checkpoint into the shapes, dtypes and places of `target`, a tree of ShapeDtypeStruct with shardings.
 
     step   which one; None: the newest good one
-    ours   what the caller is running; refused if the checkpoint was made by something else
-    Raises: UserError naming the first difference from `ours`, or the missing or damaged checkpoint.
+    Raises: UserError naming the missing or damaged checkpoint.
     """
-    step, path = _choose(directory, step)
-    if ours is not None:
-        check_about(directory, step, ours)
+    _, path = _choose(directory, step)
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(os.path.join(path, "state"), named(target))
     return map_named(lambda name, _: arrays[name], target)

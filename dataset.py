@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils import Config, UserError, first_difference
+from utils import Config, UserError
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
@@ -243,9 +243,3 @@ def fingerprint(cfg: Config) -> dict:
         for name, split in manifest["splits"].items()
     }
     return {"source": manifest["arguments"]["source"], "tokenizer": manifest["tokenizer"], "shards_sha256": shards}
-
-
-def check_fingerprint(ours: dict, theirs: dict) -> None:
-    """Refuse to go on with other tokens than before. Raises: UserError naming the first field that differs."""
-    if difference := first_difference(ours, theirs):
-        raise UserError(f"these are not the tokens the run was started with: {difference}; point data.path at those")

@@ -388,17 +388,17 @@ def load(directory: str) -> Sampler:
         raise UserError(f"{directory}: no config.json there; give a run's directory, e.g. runs/laptop")
     try:
         about = json.loads(file.read_text())
-        config, tokenizer = about["config"], (about["data"] or {"tokenizer": {"name": None}})["tokenizer"]["name"]
+        config, tokens = about["config"], about["data"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is not the config.json of a training run ({error!r})") from error
-    if tokenizer is None:
+    if tokens is None:
         raise UserError(
             f"{directory} holds converted weights, which name no tokenizer; begin a run from them with "
             f"python main.py --init-from {directory}, and sample that"
         )
     cfg, mesh = Config.from_dict(config), sharding.make_mesh("", jax.local_devices()[:1])
     params = checkpoint.restore_params(Path(directory) / "checkpoints", sharding.shapes(model.declare(cfg.model), mesh))
-    return Sampler(cfg, params, tokenizers.load(tokenizer))
+    return Sampler(cfg, params, tokenizers.load(tokens["tokenizer"]["name"]))
 
 
 def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import dataset
 from data import prepare
-from utils import UserError, preset, replace
+from utils import UserError, first_difference, preset, replace
 
 B, T = 3, 7  # rows and positions of a batch
 NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
@@ -315,15 +315,14 @@ def test_a_manifest_of_another_kind_is_refused(own_path):
 def test_other_tokens_than_the_checkpoints_are_refused_by_name(texts, path, tmp_path):
     """Catches a run that goes on with another tokenizer or another text than it was started with."""
     ours = dataset.fingerprint(config(path))
-    dataset.check_fingerprint(ours, json.loads(json.dumps(ours)))
-    with pytest.raises(UserError, match=r"tokenizer\.fingerprint is 'x' here and '[0-9a-f]{64}' there"):
-        dataset.check_fingerprint(ours | {"tokenizer": ours["tokenizer"] | {"fingerprint": "x"}}, ours)
+    assert first_difference(ours, json.loads(json.dumps(ours))) is None
+    retokenized = ours | {"tokenizer": ours["tokenizer"] | {"fingerprint": "x"}}
+    assert first_difference(retokenized, ours).startswith("tokenizer.fingerprint is 'x' here and ")
     (tmp_path / "texts").mkdir()
     for file in texts.iterdir():
         (tmp_path / "texts" / file.name).write_bytes(file.read_bytes().replace(b"a", b"A"))
     other = dataset.fingerprint(config(prepared(tmp_path / "texts", tmp_path / "out", 50)))
-    with pytest.raises(UserError, match=r"shards_sha256\.train is "):
-        dataset.check_fingerprint(other | {"source": ours["source"]}, ours)
+    assert first_difference(other | {"source": ours["source"]}, ours).startswith("shards_sha256.train is ")
 
 
 def test_reading_tokens_needs_no_jax():
