@@ -30,7 +30,6 @@ import model
 import sharding
 import utils
 from data import tokenizers
-from model import gathered
 from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, reduce_scatter, vary
 from utils import Config, ModelConfig, UserError
 
@@ -90,15 +89,15 @@ def cached_latent_attention(w: model.LatentAttention, c: ModelConfig, x_bsD, pos
     latent_bsC, rotary_bsR = model.latents(w, c, x_bsD, positions_bs, rotary_on)
     cache = LatentCache(write(cache.latent_bSC, latent_bsC, positions_bs),
                         write(cache.rotary_bSR, rotary_bsR, positions_bs))  # fmt: skip
-    q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshK, gathered(w.w_key_CHK, c, dim=0))
+    q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshK, w.w_key_CHK)
     scale = (c.d_head + c.d_rope) ** -0.5
     q_bshX = jnp.concatenate([q_bshC, q_bshR], axis=-1) * scale
     k_bSX = jnp.concatenate([cache.latent_bSC, cache.rotary_bSR], axis=-1)
     scores_bhsS = jnp.einsum("bshX,bSX->bhsS", q_bshX, k_bSX)
     attention_bhsS = model.masked_softmax(scores_bhsS, slots_seen(positions_bs, k_bSX.shape[1]))
     o_bshC = jnp.einsum("bhsS,bSC->bshC", attention_bhsS, cache.latent_bSC)
-    o_bshU = jnp.einsum("bshC,ChU->bshU", o_bshC, gathered(w.w_value_CHU, c, dim=0))
-    return jnp.einsum("bshU,hUD->bsD", o_bshU, gathered(w.w_out_HUD, c, dim=2)), cache
+    o_bshU = jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)
+    return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD), cache
 
 
 def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, positions_bs, cache, rotary_on):
@@ -108,7 +107,7 @@ def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, p
     mask_bsS = slots_seen(positions_bs, cache.key_bSgK.shape[1])
     k_bShK, v_bShK = model.repeated(c, cache.key_bSgK), model.repeated(c, cache.value_bSgK)
     o_bshK = model.attend(q_bshK, k_bShK, v_bShK, mask_bsS)
-    return jnp.einsum("bshK,hKD->bsD", o_bshK, gathered(w.w_out_HKD, c, dim=2)), cache
+    return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD), cache
 
 
 # The model, a few tokens at a time ------------------------------------------------------------------------------------
@@ -116,6 +115,7 @@ def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, p
 
 def cached_layer(w: model.Layer, c: ModelConfig, x_btD, positions_bs, cache, number):
     """One layer, as `model.layer`, attending to the cache. Returns [b, t, D] and the cache with the new tokens."""
+    w = model.gathered(w, c)
     h_bsD = all_gather(model.rms_norm(x_btD, w.norm_attention_D, c.norm_eps), TENSOR, dim=1)
     attention = cached_latent_attention if c.attention == "mla" else cached_grouped_attention
     rotary_on = model.has_rotary(c, number)

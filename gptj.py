@@ -93,24 +93,25 @@ def layer_norm(x_btD, gain_D, bias_D, eps):
 
 def attention(w: Layer, c: GPTJConfig, x_bsD, positions_bs, segments_bs):
     """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
-    into = lambda w_DHX: jnp.einsum("bsD,DhX->bshX", x_bsD, gathered(w_DHX, c, dim=0))
+    into = lambda w_DHX: jnp.einsum("bsD,DhX->bshX", x_bsD, w_DHX)
     angles_bsr = rotary_angles(positions_bs, c.d_rope, ROPE_THETA, on=1.0)
     q_bshU = jnp.concatenate([rotate(into(w.w_query_rotary_DHR), angles_bsr), into(w.w_query_DHK)], axis=-1)
     k_bshU = jnp.concatenate([rotate(into(w.w_key_rotary_DHR), angles_bsr), into(w.w_key_DHK)], axis=-1)
     k_bShU, v_bShU = all_gather(k_bshU, CONTEXT, dim=1), all_gather(into(w.w_value_DHU), CONTEXT, dim=1)
     positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
     o_bshU = attend(q_bshU, k_bShU, v_bShU, allowed(positions_bs, positions_bS, segments_bs, segments_bS))
-    return jnp.einsum("bshU,hUD->bsD", o_bshU, gathered(w.w_out_HUD, c, dim=2))
+    return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD)
 
 
 def feed_forward(w: Layer, c: GPTJConfig, x_bsD):
     """Returns a partial sum over TENSOR, without its output bias. Shapes: [b, s, D] -> [b, s, D]."""
-    up_bsf = x_bsD @ gathered(w.w_up_DF, c, dim=0) + w.bias_up_F[None, None, :].astype(x_bsD.dtype)
-    return jax.nn.gelu(up_bsf) @ gathered(w.w_down_FD, c, dim=1)
+    up_bsf = x_bsD @ w.w_up_DF + w.bias_up_F[None, None, :].astype(x_bsD.dtype)
+    return jax.nn.gelu(up_bsf) @ w.w_down_FD
 
 
 def layer(w: Layer, c: GPTJConfig, x_btD, positions_bs, segments_bs):
     """Attention and feed-forward side by side: one gather and one reduce-scatter pay for both."""
+    w = gathered(w, c)
     h_bsD = all_gather(layer_norm(x_btD, w.norm_gain_D, w.norm_bias_D, c.norm_eps), TENSOR, dim=1)
     partial_bsD = attention(w, c, h_bsD, positions_bs, segments_bs) + feed_forward(w, c, h_bsD)
     # The bias is whole on every device: added to the partial sums it would count once per device.
@@ -122,7 +123,8 @@ def logits(w: GPTJ, c: GPTJConfig, batch):
     step = lambda x_btD, w_layer: (layer(w_layer, c, x_btD, batch["positions_BT"], batch["segments_BT"]), None)
     x_btD, _ = jax.lax.scan(step, embed(w, c, batch["tokens_BT"]), w.layers)
     x_bsD = all_gather(layer_norm(x_btD, w.norm_gain_D, w.norm_bias_D, c.norm_eps), TENSOR, dim=1)
-    return (x_bsD @ gathered(w.unembedding_DV, c, dim=0)).astype(jnp.float32) + w.bias_V[None, None, :]
+    (unembedding_Dv,) = gathered(w, c, "unembedding_DV")
+    return (x_bsD @ unembedding_Dv).astype(jnp.float32) + w.bias_V[None, None, :]
 
 
 def compiled_logits(c: GPTJConfig, mesh: Mesh):

@@ -86,7 +86,8 @@ def init_from(flags: list[str]) -> str:
 
 OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "report.png")
 # Settings of a run that may change when it goes on: they decide where, how fast and how long, not what comes out.
-FREE = ("run", "mesh", "data.path", "data.prefetch", "optim.max_device_batch", "model.remat", "model.loss_chunk")
+FREE = ("run", "mesh", "pipeline", "data.path", "data.prefetch", "optim.max_device_batch", "model.remat",
+        "model.gather", "model.context_attention", "model.loss_chunk")  # fmt: skip
 
 
 def describe(cfg: Config) -> dict:

@@ -43,9 +43,14 @@ from sharding import (
     all_gather,
     all_to_all,
     declare as declare_block,
+    in_order,
+    map_sliced,
+    own_chunks,
+    own_slice,
     param,
     psum,
     reduce_scatter,
+    shift,
     vary,
     weights,
 )
@@ -54,13 +59,29 @@ from utils import ModelConfig, UserError
 float32 = jnp.float32
 
 
-def gathered(weight, c: ModelConfig, *, dim, axes=SLICED, dtype=None):
-    """A weight as one block uses it: in the compute dtype, its slices of `dim` joined.
+def gathered(w, c: ModelConfig, *names):
+    """Weights with their slices joined, in the compute dtype; norms and biases, which are whole, stay as they are.
 
-    Backward: reduce-scatter over `axes` in the compute dtype; then, since `vary` comes first, psum over the other axes
-    in the parameter's dtype, and of slices only.
+    names  only these parameters, as a tuple; none: the whole class, and the classes in it
+    Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes.
     """
-    return all_gather(vary(weight, TOKENS).astype(dtype or c.precision.compute), axes, dim=dim)
+    join = lambda x, dim, axes, exact: all_gather(x if exact else x.astype(c.precision.compute), axes, dim=dim)
+    return map_sliced(join, w, *names)
+
+
+def held(w, c: ModelConfig):
+    """Every weight of this stage, gathered once a step: for `gather=step`.
+
+    In the parameters' dtype again, so that the gradients of microbatches add up in it before they are scattered.
+    """
+    return jax.tree.map(lambda whole, x: whole.astype(x.dtype), gathered(w, c), w) if c.gather == "step" else w
+
+
+def used(w, c: ModelConfig, *names):
+    """Weights as they are used: gathered now, or, where `held` has gathered them, in the compute dtype."""
+    if c.gather == "layer":
+        return gathered(w, c, *names)
+    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -110,6 +131,94 @@ def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
     return jnp.einsum("bhsS,bShU->bshU", masked_softmax(scores_bhsS, mask_bsS), v_bShU)
 
 
+QUERIES = 256  # least number of queries in one product of `causal`
+
+
+def causal(q_bshK, k_bShK, v_bShU, mask_bsS):
+    """`attend`, without most products that causality makes 0. Keys in the order of the sequence.
+
+    Queries are cut into pieces of neighbours, and a piece meets the keys up to its end: (n + 1)/2n of the products with
+    n pieces. On a CONTEXT axis the pieces are the two chunks a device holds, one from each half of the sequence.
+    """
+    s, S = mask_bsS.shape[1:]
+    pieces = 2 if s < S else max(s // QUERIES, 1)
+    ends = [(s * p // pieces, s * (p + 1) // pieces, S * (p + 1) // pieces) for p in range(pieces)]
+    parts = [attend(q_bshK[:, a:z], k_bShK[:, :Z], v_bShU[:, :Z], mask_bsS[:, a:z, :Z]) for a, z, Z in ends]
+    return jnp.concatenate(parts, axis=1)
+
+
+class Softmax(NamedTuple):
+    """A softmax not yet finished: more keys may come. Source: online normalizer, arXiv:1805.02867."""
+
+    mixed_bshU: jax.Array  # values weighted by exp(score - top)
+    top_bsh: jax.Array  # largest score so far
+    total_bsh: jax.Array  # sum of exp(score - top)
+
+
+def more_keys(so_far: Softmax, q_bshK, k_bShK, v_bShU, mask_bsS) -> Softmax:
+    scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK).astype(float32)
+    scores_bshS = jnp.where(mask_bsS[:, :, None, :], scores_bshS, -1e30)
+    top_bsh = jax.lax.stop_gradient(jnp.maximum(so_far.top_bsh, jnp.max(scores_bshS, axis=-1)))
+    weight_bshS = jnp.exp(scores_bshS - top_bsh[..., None])
+    rescale_bsh = jnp.exp(so_far.top_bsh - top_bsh)
+    mixed_bshU = jnp.einsum("bshS,bShU->bshU", weight_bshS.astype(v_bShU.dtype), v_bShU).astype(float32)
+    return Softmax(
+        so_far.mixed_bshU * rescale_bsh[..., None] + mixed_bshU,
+        top_bsh,
+        so_far.total_bsh * rescale_bsh + jnp.sum(weight_bshS, axis=-1),
+    )
+
+
+def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
+    """Attend to the whole context while each device's `parts` go once around CONTEXT.
+
+    A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
+    may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
+    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
+    """
+    n, here, half = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT), q_bshK.shape[1] // 2
+    first, second, both = slice(0, half), slice(half, None), slice(None)
+
+    def meet(so_far: Softmax, travelling, queries, keys):
+        *there, positions_bS, segments_bS = (x[:, keys] for x in travelling)
+        mask_bsS = allowed(positions_bs[:, queries], positions_bS, segments_bs[:, queries], segments_bS)
+        old = Softmax(*(x[:, queries] for x in so_far))
+        new = more_keys(old, q_bshK[:, queries], *keys_values(*there), mask_bsS)
+        return Softmax(*(x.at[:, queries].set(part) for x, part in zip(so_far, new, strict=True)))
+
+    @jax.checkpoint
+    def meet_other(so_far, travelling, is_earlier):
+        earlier = lambda: meet(so_far, travelling, both, first)
+        return jax.lax.cond(is_earlier, earlier, lambda: meet(so_far, travelling, second, both))
+
+    def step(carry, round):
+        so_far, travelling = carry
+        travelling = shift(travelling, CONTEXT)
+        return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
+
+    travelling = (*parts, positions_bs, segments_bs)
+    width = jax.eval_shape(keys_values, *parts)[1].shape[-1]
+    nothing = Softmax(*(jnp.zeros((*q_bshK.shape[:3], *x), float32) for x in ((width,), (), ())))
+    nothing = vary(nothing._replace(top_bsh=nothing.top_bsh - 1e30), tuple(jax.typeof(q_bshK).mat.varying))
+    so_far = meet(meet(nothing, travelling, first, first), travelling, second, both)
+    (so_far, _), _ = jax.lax.scan(step, (so_far, vary(travelling, tuple(jax.typeof(so_far.top_bsh).mat.varying))),
+                                  jnp.arange(1, n))  # fmt: skip
+    return (so_far.mixed_bshU / so_far.total_bsh[..., None]).astype(q_bshK.dtype)
+
+
+def over_context(c: ModelConfig, q_bshK, parts, keys_values, positions_bs, segments_bs):
+    """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
+
+    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, h, K], [b, S, h, U] of it
+    Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
+    """
+    if c.context_attention == "ring" and jax.lax.axis_size(CONTEXT) > 1:
+        return ring(q_bshK, parts, keys_values, positions_bs, segments_bs)
+    parts = (*parts, positions_bs, segments_bs)
+    *parts, positions_bS, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in parts)
+    return causal(q_bshK, *keys_values(*parts), allowed(positions_bs, positions_bS, segments_bs, segments_bS))
+
+
 @weights
 class LatentAttention:
     """Keys and values come from one narrow latent; all heads share a small rotary key (arXiv:2405.04434, 2.1)."""
@@ -130,16 +239,16 @@ def latent_queries(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rota
     """Each head's query, content part and turned rotary part. Shapes: [b, s, D] -> [b, s, h, K], [b, s, h, R]."""
     latent_bsQ = x_bsD
     if w.w_down_query_DQ is not None:
-        latent_bsQ = rms_norm(x_bsD @ gathered(w.w_down_query_DQ, c, dim=0), w.norm_query_Q, c.norm_eps)
-    q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, gathered(w.w_query_QHK, c, dim=0))
-    q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, gathered(w.w_query_rotary_QHR, c, dim=0))
+        latent_bsQ = rms_norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
+    q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
+    q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
     return q_bshK, rotate(q_bshR, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
 
 
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     """All that attention needs of a position: normed latent and turned rotary key. Shapes: [b, s, C], [b, s, R]."""
-    latent_bsC = rms_norm(x_bsD @ gathered(w.w_down_kv_DC, c, dim=0), w.norm_kv_C, c.norm_eps)
-    k_bs1R = (x_bsD @ gathered(w.w_key_rotary_DR, c, dim=0))[:, :, None, :]
+    latent_bsC = rms_norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
+    k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
     k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
     return latent_bsC, k_bs1R[:, :, 0, :]
 
@@ -147,18 +256,17 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
 def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
     """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
     q_bshK, q_bshR = latent_queries(w, c, x_bsD, positions_bs, rotary_on)
-    # Only the latent and the one rotary key are exchanged between devices that hold other positions.
-    latent_bSC, k_bSR = (all_gather(x, CONTEXT, dim=1) for x in latents(w, c, x_bsD, positions_bs, rotary_on))
-    positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
 
-    k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, gathered(w.w_key_CHK, c, dim=0))
-    v_bShU = jnp.einsum("bSC,ChU->bShU", latent_bSC, gathered(w.w_value_CHU, c, dim=0))
-    k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
+    def keys_values(latent_bSC, k_bSR):
+        k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
+        k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
+        return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
-    mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
-    # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
-    o_bshU = attend(jnp.concatenate([q_bshK, q_bshR], -1), jnp.concatenate([k_bShK, k_bShR], -1), v_bShU, mask_bsS)
-    return jnp.einsum("bshU,hUD->bsD", o_bshU, gathered(w.w_out_HUD, c, dim=2))
+    # Only the latent and the one rotary key are exchanged between devices that hold other positions. A head's query and
+    # key are its content part and its rotary part, side by side: one product gives both scores.
+    parts, q_bshK = latents(w, c, x_bsD, positions_bs, rotary_on), jnp.concatenate([q_bshK, q_bshR], -1)
+    o_bshU = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
+    return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD)
 
 
 @weights
@@ -173,21 +281,19 @@ class GroupedAttention:
 
 def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     """Turned queries and keys, and values. Shapes: [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
-    q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, gathered(w.w_query_DHK, c, dim=0))
-    k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, gathered(w.w_key_DGK, c, dim=0))
-    v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, gathered(w.w_value_DGK, c, dim=0))
+    q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
+    k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
+    v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
     angles_bsr = rotary_angles(positions_bs, c.d_head, c.rope_theta, rotary_on)
     return rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr), v_bsgK
 
 
 def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
     """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
-    q_bshK, k_bsgK, v_bsgK = queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
-    k_bSgK, v_bSgK = all_gather(k_bsgK, CONTEXT, dim=1), all_gather(v_bsgK, CONTEXT, dim=1)
-    positions_bS, segments_bS = all_gather(positions_bs, CONTEXT, dim=1), all_gather(segments_bs, CONTEXT, dim=1)
-    mask_bsS = allowed(positions_bs, positions_bS, segments_bs, segments_bS)
-    o_bshK = attend(q_bshK, repeated(c, k_bSgK), repeated(c, v_bSgK), mask_bsS)
-    return jnp.einsum("bshK,hKD->bsD", o_bshK, gathered(w.w_out_HKD, c, dim=2))
+    q_bshK, *parts = queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
+    keys_values = lambda k_bSgK, v_bSgK: (repeated(c, k_bSgK), repeated(c, v_bSgK))
+    o_bshK = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
+    return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD)
 
 
 def repeated(c: ModelConfig, x_bSgK):
@@ -216,9 +322,9 @@ class FeedForward:
 
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
     """Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
-    up_bsf = x_bsD @ gathered(w.w_up_DF, c, dim=0)
-    gate_bsf = None if w.w_gate_DF is None else x_bsD @ gathered(w.w_gate_DF, c, dim=0)
-    return activate(up_bsf, gate_bsf) @ gathered(w.w_down_FD, c, dim=1)
+    up_bsf = x_bsD @ w.w_up_DF
+    gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
+    return activate(up_bsf, gate_bsf) @ w.w_down_FD
 
 
 # Mixture of experts ---------------------------------------------------------------------------------------------------
@@ -226,7 +332,7 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
 
 @weights
 class MoE:
-    w_router_DE: Any = param("DE", fan_in="D", D=SLICED)
+    w_router_DE: Any = param("DE", fan_in="D", D=SLICED, exact=True)
     # Added to the scores when experts are chosen, never to the gates; moved by the load, not by a gradient.
     bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
     w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=swiglu)
@@ -241,9 +347,8 @@ def route(w: MoE, c: ModelConfig, x_btD):
     Shapes: [b, t, D] -> gates [b, t, top_k] (sum to routed_scaling), experts [b, t, top_k], probabilities [b, t, E].
     Source: arXiv:2412.19437, equations 12 to 16; arXiv:2101.03961 for softmax.
     """
-    w_router_DE = gathered(w.w_router_DE, c, dim=0, dtype=float32)
     # HIGHEST: by default a TPU multiplies float32 in bfloat16 passes.
-    logits_btE = jnp.matmul(x_btD.astype(float32), w_router_DE, precision=jax.lax.Precision.HIGHEST)
+    logits_btE = jnp.matmul(x_btD.astype(float32), w.w_router_DE, precision=jax.lax.Precision.HIGHEST)
     scores_btE = jax.nn.sigmoid(logits_btE) if c.router == "sigmoid" else jax.nn.softmax(logits_btE, axis=-1)
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
     _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
@@ -274,12 +379,11 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
     return c.n_experts * jnp.sum(share_E * probability_E / tokens, axis=-1)
 
 
-def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows):
+def experts_feed_forward(w: MoE, matmul, rows):
     """Each row through its own expert; `matmul(rows, weights)` knows which. Returns a partial sum over TENSOR."""
-    whole = functools.partial(gathered, c=c, axes=(FSDP, CONTEXT))
-    up = matmul(rows, whole(w.w_up_EDM, dim=1))
-    gate = None if w.w_gate_EDM is None else matmul(rows, whole(w.w_gate_EDM, dim=1))
-    return matmul(activate(up, gate), whole(w.w_down_EMD, dim=2))
+    up = matmul(rows, w.w_up_EDM)
+    gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
+    return matmul(activate(up, gate), w.w_down_EMD)
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
@@ -300,7 +404,7 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
 
     rows_AD = x_ND[order_A // c.top_k]
-    out_AD = experts_feed_forward(w, c, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD)
+    out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD)
     out_AD = out_AD[jnp.argsort(order_A)] * gates_A[:, None].astype(out_AD.dtype)
     partial_ND = jnp.sum(out_AD.reshape(-1, c.top_k, D), axis=1)
     return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
@@ -347,17 +451,11 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
     buffer_EbXD = jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype).at[place].set(x_bskD, mode="drop")
 
     rows_eAD = all_to_all(buffer_EbXD, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots, D)
-    out_eAD = experts_feed_forward(w, c, lambda rows, w: jnp.einsum("eAD,eDm->eAm", rows, w), rows_eAD)
+    out_eAD = experts_feed_forward(w, lambda rows, w: jnp.einsum("eAD,eDm->eAm", rows, w), rows_eAD)
     out_EbXD = all_to_all(out_eAD.reshape(-1, n * b, slots, D), EXPERT, split_dim=1, join_dim=0)
 
     out_bskD = out_EbXD.at[place].get(mode="fill", fill_value=0)
     return jnp.sum(out_bskD * gates_bsk[..., None].astype(out_bskD.dtype), axis=2)
-
-
-def own_slice(x, axes, *, dim):
-    """This device's slice of what `all_gather` over the same axes joined. Sends nothing."""
-    size = x.shape[dim] // jax.lax.axis_size(axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
 def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
@@ -369,10 +467,9 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     x_bsD, gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (x_btD, gates_btk, experts_btk))
     kept_btk = jnp.ones_like(gates_btk)
     if c.capacity_factor:
-        positions = (CONTEXT, TENSOR)
-        experts_bSk = all_gather(experts_btk, positions, dim=1)
+        experts_bSk = in_order(all_gather(experts_btk, (CONTEXT, TENSOR), dim=1), dim=1)
         slots = slots_per_expert(c, experts_bSk.shape[1])
-        rank_btk = own_slice(ranks(c, experts_bSk), positions, dim=1)
+        rank_btk = own_slice(own_chunks(ranks(c, experts_bSk)), TENSOR, dim=1)
         kept_btk = (rank_btk < slots).astype(float32)
         partial_bsD = with_capacity(w, c, x_bsD, gates_bsk, experts_bsk, all_gather(rank_btk, TENSOR, dim=1), slots)
     else:
@@ -477,14 +574,20 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
     """Add attention, then feed-forward, to the residual stream. Returns [b, t, D] and router statistics, if any."""
+    w = used(w, c)
     key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
     update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
     return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
 
 
+def regather(primitive, *_, axis_name=(), **__):
+    """Keep every value for the backward pass but gathered weights."""
+    return not (primitive.name == "all_gather" and FSDP in axis_name)
+
+
 REMAT = {
-    "none": lambda f: f,
+    "none": functools.partial(jax.checkpoint, policy=regather),
     "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "full": jax.checkpoint,
 }
@@ -513,7 +616,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key):
     per_stage = c.n_blocks // jax.lax.axis_size(STAGE)
     first = c.dense_prefix + c.layers_per_block * (jax.lax.axis_index(STAGE) * per_stage + jnp.arange(per_stage))
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
-    return jax.lax.scan(step, vary(x_btD, (STAGE,)), (w_stack, first))
+    return jax.lax.scan(step, x_btD, (w_stack, first))
 
 
 # Vocabulary -----------------------------------------------------------------------------------------------------------
@@ -527,16 +630,17 @@ def local_vocabulary(ids, v: int):
 
 def embed(w: Transformer, c: ModelConfig, tokens_bs):
     """Look tokens up in the slice of the table this device holds. Shapes: [b, s] -> [b, t, D]."""
-    table_vD = gathered(w.embedding_VD, c, dim=1)
+    (table_vD,) = used(w, c, "embedding_VD")
     local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
     partial_bsD = table_vD[local_bs] * mine_bs[..., None].astype(table_vD.dtype)
     return reduce_scatter(partial_bsD, TENSOR, dim=1)
 
 
 def unembedding(w: Transformer, c: ModelConfig):
+    """The table that turns activations into logits, [D, v]; tied, it is the embedding's."""
     if w.unembedding_DV is None:
-        return gathered(w.embedding_VD, c, dim=1).T
-    return gathered(w.unembedding_DV, c, dim=0)
+        return used(w, c, "embedding_VD")[0].T
+    return used(w, c, "unembedding_DV")[0]
 
 
 def cross_entropy_sum(w_Dv, x_nD, targets_n, weights_n):
@@ -561,60 +665,58 @@ def chunked_cross_entropy(w_Dv, x_bsD, targets_bs, weights_bs, chunk: int):
 # The whole model ------------------------------------------------------------------------------------------------------
 
 
-def forward(w: Transformer, c: ModelConfig, batch, key=None):
-    """Tokens to the last layer's normed activations. Shapes: [b, s] -> [b, s, D], and router statistics.
+def keys(key):
+    """The dropout keys of the embedding and of the layers."""
+    return (None, None) if key is None else jax.random.split(key)
 
-    key  of this step's dropout; None: no dropout
-    """
-    tokens = Tokens(
+
+def tokens_of(batch) -> Tokens:
+    return Tokens(
         positions_bs=batch["positions_BT"],
         segments_bs=batch["segments_BT"],
         real_bt=own_slice(batch["segments_BT"] > 0, TENSOR, dim=1).astype(float32),
         index_bt=own_slice(batch["index_BT"], TENSOR, dim=1),
     )
-    embedding_key, layer_key = (None, None) if key is None else jax.random.split(key)
-    x_btD = dropout(c, embed(w, c, batch["tokens_BT"]), tokens, embedding_key)
+
+
+def enter(w: Transformer, c: ModelConfig, batch, key):
+    """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]."""
+    return dropout(c, embed(w, c, batch["tokens_BT"]), tokens_of(batch), keys(key)[0])
+
+
+def stage(w: Transformer, c: ModelConfig, x_btD, batch, key):
+    """Apply the layers of this stage. Returns [b, t, D] and router statistics with a leading dim of blocks."""
+    tokens, key = tokens_of(batch), keys(key)[1]
     if w.prefix is not None:
-        x_btD, _ = layers(w.prefix, c, x_btD, tokens, jnp.arange(c.dense_prefix), layer_key)
-    x_btD, statistics = blocks(w.blocks, c, x_btD, tokens, layer_key)
-    return all_gather(rms_norm(x_btD, w.norm_D, c.norm_eps), TENSOR, dim=1), statistics
+        prefix = lambda x_btD: layers(w.prefix, c, x_btD, tokens, jnp.arange(c.dense_prefix), key)[0]
+        x_btD = jax.lax.cond(jax.lax.axis_index(STAGE) == 0, prefix, lambda x_btD: x_btD, x_btD)
+    return blocks(w.blocks, c, x_btD, tokens, key)
 
 
-def logits(w: Transformer, c: ModelConfig, batch):
-    """Float32 logits of every position, for sampling and tests. Shapes: [b, s] -> [b, s, v]."""
-    x_bsD, _ = forward(w, c, batch)
-    return psum((x_bsD @ unembedding(w, c)).astype(float32), STAGE)
+def leave(w: Transformer, c: ModelConfig, x, *, dim):
+    """Norm the last activations, and join those of the TENSOR neighbours: each then works on its words of them all."""
+    return all_gather(rms_norm(x, w.norm_D, c.norm_eps), TENSOR, dim=dim)
 
 
-def sums(w: Transformer, c: ModelConfig, batch, key):
-    """All the loss is made of, as sums over this device's tokens, so that devices and microbatches can be added."""
-    x_bsD, statistics = forward(w, c, batch, key)
-    loss = chunked_cross_entropy(unembedding(w, c), x_bsD, batch["targets_BT"], batch["weights_BT"], c.loss_chunk)
-    return {"loss": loss, "weight": jnp.sum(batch["weights_BT"]), "router": statistics}
+def cross_entropy(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
+    """Sum of weighted nats over the N tokens of which this device and its TENSOR neighbours hold n each."""
+    return chunked_cross_entropy(unembedding(w, c), leave(w, c, x_nD, dim=0), targets_N, weights_N, c.loss_chunk)
 
 
-def loss(w: Transformer, c: ModelConfig, batch, key, accumulation: int = 1):
+def loss(c: ModelConfig, sums):
     """The training loss, the same on every device: nats per target token of the global batch, plus the balance loss.
 
-    accumulation  passes the batch is cut into; between them only sums are kept, and each is recomputed in the backward
-                  pass. So the balance loss still sees the loads of the whole batch.
+    sums  this device's: `loss`, `weight` and `router`, added over its tokens
     Returns the loss and metrics: cross_entropy, tokens and, per MoE layer, tokens_per_expert, drop_fraction,
     router_entropy (nats), balance_loss.
     """
-    totals_of = functools.partial(sums, w, c, key=key)
-    if accumulation == 1:
-        totals = totals_of(batch)
-    else:
-        passes = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
-        totals = jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(jax.checkpoint(totals_of), passes))
-
-    tokens = psum(totals["weight"], (*BATCH, CONTEXT))
-    cross_entropy = psum(totals["loss"], (*BATCH, CONTEXT, STAGE)) / tokens
+    tokens = psum(sums["weight"], (*BATCH, CONTEXT))
+    cross_entropy = psum(sums["loss"], (*BATCH, CONTEXT, STAGE)) / tokens
     metrics = {"cross_entropy": cross_entropy, "tokens": tokens}
-    if not totals["router"]:
+    if not sums["router"]:
         return cross_entropy, metrics
 
-    router = jax.tree.map(lambda x: psum(x, TOKENS), totals["router"])
+    router = jax.tree.map(lambda x: psum(x, TOKENS), sums["router"])
     balance_L = balance_loss(c, router["tokens_per_expert"], router["probability"], router["tokens"][:, None])
     metrics |= {
         "tokens_per_expert": router["tokens_per_expert"],

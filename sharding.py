@@ -65,7 +65,8 @@ def weights(cls):
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, decay=True, trainable=True, **axis_of):
+def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, decay=True, trainable=True, exact=False,
+          **axis_of):  # fmt: skip
     """Declare a parameter: one letter per dim, and the mesh axis (or axes) that splits each letter.
 
     fan_in    letters summed over when it is used: it starts normal, with standard deviation 1 / sqrt(their product)
@@ -73,9 +74,10 @@ def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, de
     residual  it writes into the residual stream: its standard deviation is divided by sqrt(2 * n_layers), so that the
               stream's variance does not grow with depth (GPT-2, section 2.3)
     needs     function of ModelConfig; where it is false the parameter does not exist (None)
+    exact     it is used in its own dtype, not in the compute dtype
     """
     metadata = dict(dims=dims, fan_in=fan_in, std=std, mean=mean, residual=residual, needs=needs, decay=decay,
-                    trainable=trainable, axis_of=axis_of)  # fmt: skip
+                    trainable=trainable, exact=exact, axis_of=axis_of)  # fmt: skip
     return dataclasses.field(default=None, metadata=metadata)
 
 
@@ -86,7 +88,7 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
     stacked  letters of leading dims: the block is repeated along them
     """
 
-    def read(dims, fan_in, std, mean, residual, needs, decay, trainable, axis_of):
+    def read(dims, fan_in, std, mean, residual, needs, decay, trainable, exact, axis_of):
         if needs is not None and not needs(c):
             return None
         deviation = std(c) if std else 0.0
@@ -116,6 +118,28 @@ def named(tree) -> dict[str, Any]:
     flat = {}
     map_named(flat.__setitem__, tree)
     return flat
+
+
+def map_sliced(function, w, *names):
+    """Replace each parameter that lies in slices along FSDP by function(array, dim, axes, exact); the rest stays.
+
+    w      weights of a class made by `weights`, one layer's or stacked
+    names  only these of its parameters, as a tuple; none: the whole class, and the classes in it
+    """
+
+    def one(field):
+        array, metadata = getattr(w, field.name), field.metadata
+        if array is None or not metadata:
+            return array if array is None else map_sliced(function, array)
+        sliced = [(letter, axes) for letter, axes in metadata["axis_of"].items() if FSDP in axes]
+        if not sliced:
+            return array
+        [(letter, axes)] = sliced
+        dim = array.ndim - len(metadata["dims"]) + metadata["dims"].index(letter)  # dims of layers come first
+        return function(array, dim, axes, metadata["exact"])
+
+    fields = {field.name: field for field in dataclasses.fields(w)}
+    return tuple(one(fields[n]) for n in names) if names else type(w)(**{n: one(f) for n, f in fields.items()})
 
 
 def specs(declarations):
@@ -174,16 +198,18 @@ def put(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How the global batch meets the devices: batch_size = shards * device_batch * accumulation."""
+    """How the global batch meets the devices: batch_size = shards * device_batch * microbatches * accumulation."""
 
     batch_size: int  # sequences in the global batch
     shards: int  # groups of devices that hold different sequences
     device_batch: int  # sequences one device works on at once
+    microbatches: int  # parts of a pass that follow each other through the stages
     accumulation: int  # passes whose gradients are summed
 
     def __str__(self) -> str:
+        microbatches = f"x {self.microbatches} microbatches " * (self.microbatches > 1)
         return (f"{self.batch_size} sequences a step = {self.shards} batch shards x {self.device_batch} sequences "
-                f"x {self.accumulation} accumulation passes")  # fmt: skip
+                f"{microbatches}x {self.accumulation} accumulation passes")  # fmt: skip
 
 
 def _require_multiple(name: str, size: int, parts: int, over: str) -> None:
@@ -196,7 +222,9 @@ def _require_multiple(name: str, size: int, parts: int, over: str) -> None:
 
 
 def split_batch(cfg: Config) -> BatchSplit:
-    """Derive microbatch and accumulation from the global batch, the mesh and optim.max_device_batch.
+    """Derive microbatches and accumulation from the global batch, the mesh and optim.max_device_batch.
+
+    Unless pipeline.microbatches says how many: with stages, as many as the sequences allow, up to 4 a stage.
 
     Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
     """
@@ -204,9 +232,39 @@ def split_batch(cfg: Config) -> BatchSplit:
     parts = cfg.mesh.position_shards
     _require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
     _require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
-    local = B // shards
-    device_batch = max(n for n in range(1, min(limit or local, local) + 1) if local % n == 0)
-    return BatchSplit(B, shards, device_batch, local // device_batch)
+    if (context := cfg.mesh.context) > 1:
+        chunks = f"positions into 2 chunks for each of context={context} devices"
+        _require_multiple("data.seq_len", cfg.data.seq_len, math.lcm(2 * context, parts), chunks)
+    local, stages, asked = B // shards, cfg.mesh.stage, cfg.pipeline.microbatches
+    M = asked or max(n for n in range(1, (4 * stages if stages > 1 else 1) + 1) if local % n == 0)
+    _require_multiple("data.batch_size", B, shards * M, f"sequences over {shards} batch shards * {M} microbatches")
+    each = local // M
+    device_batch = max(n for n in range(1, min(limit or each, each) + 1) if each % n == 0)
+    return BatchSplit(B, shards, device_batch, M, each // device_batch)
+
+
+# A CONTEXT axis of n devices cuts a sequence into 2n chunks, and device i holds chunks i and 2n - 1 - i: one early, one
+# late, so that under causal attention every device has the same work. (Zig-zag: arXiv:2407.21783, section 3.3.2.)
+
+
+def own_chunks(x_bT):
+    """The positions this device works on, of a whole sequence in order. Shapes: [b, T, ..] -> [b, T/n, ..]."""
+    n, i = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT)
+    if n == 1:
+        return x_bT
+    size = x_bT.shape[1] // (2 * n)
+    chunk = lambda number: jax.lax.dynamic_slice_in_dim(x_bT, number * size, size, axis=1)
+    return jnp.concatenate([chunk(i), chunk(2 * n - 1 - i)], axis=1)
+
+
+def in_order(x, *, dim, n: int | None = None):
+    """Put positions that were joined over CONTEXT's n devices, device by device, into the order of the sequence."""
+    n = jax.lax.axis_size(CONTEXT) if n is None else n
+    if n == 1:
+        return x
+    chunks = x.reshape(*x.shape[:dim], 2 * n, -1, *x.shape[dim + 1 :])
+    place = [2 * k if k < n else 2 * (2 * n - 1 - k) + 1 for k in range(2 * n)]  # where chunk k lies
+    return jnp.take(chunks, np.array(place), axis=dim).reshape(x.shape)
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
@@ -249,10 +307,28 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
-def vary(x, axes):
-    """Declare that x may differ along mesh axes, where its type does not yet say so (a loop's carry must say it first).
+def shift(x, axis):
+    """Send every array of x to the next device along a mesh axis, the last one's to the first.
 
-    Sends: nothing. Backward: psum over the axes that were added.
+    Sends: the arrays. Backward: a shift the other way.
     """
-    missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    n = jax.lax.axis_size(axis)
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def own_slice(x, axes, *, dim):
+    """This device's slice of what `all_gather` over the same axes joined. Sends nothing."""
+    size = x.shape[dim] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=dim)
+
+
+def vary(x, axes):
+    """Declare that arrays may differ along mesh axes, where their types do not yet say so (a loop's carry must say it
+    first). Sends: nothing. Backward: psum over the axes that were added.
+    """
+
+    def one(x):
+        missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, x)

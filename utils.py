@@ -145,6 +145,8 @@ class ModelConfig:
     dropout: float = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but products, whole layers
+    gather: Literal["layer", "step"] = "layer"  # weights are joined for each use of a layer; or once a step, and kept
+    context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
     loss_chunk: int = 1024  # tokens whose logits exist at once, per device
     precision: Precision = field(default_factory=Precision)  # number formats
 
@@ -179,6 +181,17 @@ class ModelConfig:
     @property
     def n_blocks(self) -> int:
         return (self.n_layers - self.dense_prefix) // self.layers_per_block
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How microbatches pass through the stages of the mesh."""
+
+    schedule: Literal["gpipe"] = "gpipe"  # who works on what when (arXiv:1811.06965)
+    microbatches: int = 0  # parts of a pass that follow each other; 0: up to 4 a stage, as many as the batch allows
+
+    def __post_init__(self):
+        at_least(self, 0, "microbatches")
 
 
 @dataclass(frozen=True)
@@ -259,6 +272,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)  # schedule of the stages
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
