@@ -137,7 +137,7 @@ def cached_layers(w_stack, c: ModelConfig, x_btD, positions_bs, cache, numbers):
 
 def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, *, c: ModelConfig):
     """Run new tokens through the model. Returns logits [b, V] after token `last_b` of each row, and the cache."""
-    x_btD = vary(model.embed(w, c, tokens_bs), (STAGE,))
+    x_btD = vary(model.embed(*model.gathered(w, c, "embedding_VD"), tokens_bs), (STAGE,))
     updated = {"prefix": None}
     if w.prefix is not None:
         numbers = jnp.arange(c.dense_prefix)
@@ -158,7 +158,7 @@ def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, 
     x_btD, updated["blocks"] = jax.lax.scan(block, x_btD, (w.blocks, cache["blocks"], first_numbers))
     x_bD = jnp.take_along_axis(x_btD, last_b[:, None, None], axis=1)[:, 0]
     x_bD = model.rms_norm(x_bD, w.norm_D, c.norm_eps)
-    return (x_bD @ model.unembedding(w, c)).astype(jnp.float32), updated
+    return (x_bD @ model.unembedding(w, dataclasses.replace(c, gather="layer"))).astype(jnp.float32), updated
 
 
 def extend(c: ModelConfig, mesh) -> Callable:

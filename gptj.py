@@ -121,7 +121,7 @@ def layer(w: Layer, c: GPTJConfig, x_btD, positions_bs, segments_bs):
 def logits(w: GPTJ, c: GPTJConfig, batch):
     """Float32 logits of every position. Shapes: [b, s] -> [b, s, v]."""
     step = lambda x_btD, w_layer: (layer(w_layer, c, x_btD, batch["positions_BT"], batch["segments_BT"]), None)
-    x_btD, _ = jax.lax.scan(step, embed(w, c, batch["tokens_BT"]), w.layers)
+    x_btD, _ = jax.lax.scan(step, embed(*gathered(w, c, "embedding_VD"), batch["tokens_BT"]), w.layers)
     x_bsD = all_gather(layer_norm(x_btD, w.norm_gain_D, w.norm_bias_D, c.norm_eps), TENSOR, dim=1)
     (unembedding_Dv,) = gathered(w, c, "unembedding_DV")
     return (x_bsD @ unembedding_Dv).astype(jnp.float32) + w.bias_V[None, None, :]

@@ -628,9 +628,8 @@ def local_vocabulary(ids, v: int):
     return jnp.clip(local, 0, v - 1), (local >= 0) & (local < v)
 
 
-def embed(w: Transformer, c: ModelConfig, tokens_bs):
+def embed(table_vD, tokens_bs):
     """Look tokens up in the slice of the table this device holds. Shapes: [b, s] -> [b, t, D]."""
-    (table_vD,) = used(w, c, "embedding_VD")
     local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
     partial_bsD = table_vD[local_bs] * mine_bs[..., None].astype(table_vD.dtype)
     return reduce_scatter(partial_bsD, TENSOR, dim=1)
@@ -681,7 +680,8 @@ def tokens_of(batch) -> Tokens:
 
 def enter(w: Transformer, c: ModelConfig, batch, key):
     """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]."""
-    return dropout(c, embed(w, c, batch["tokens_BT"]), tokens_of(batch), keys(key)[0])
+    (table_vD,) = used(w, c, "embedding_VD")
+    return dropout(c, embed(table_vD, batch["tokens_BT"]), tokens_of(batch), keys(key)[0])
 
 
 def stage(w: Transformer, c: ModelConfig, x_btD, batch, key):

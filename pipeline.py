@@ -195,8 +195,8 @@ def logits(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> float32 logits [B, T, V]."""
     def local_logits(params, batch, step):
         x_btD, _ = run_stages(params, cfg.model, batch, None, 1)
-        x_bsD = model.leave(params, cfg.model, psum(last_stages(x_btD), STAGE), dim=1)
-        return (x_bsD @ model.unembedding(params, cfg.model)).astype(jnp.float32)
+        x_bsD = model.leave(params, cfg.model, x_btD, dim=1)
+        return psum(last_stages((x_bsD @ model.unembedding(params, cfg.model)).astype(jnp.float32)), STAGE)
 
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR))
     return jax.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]))

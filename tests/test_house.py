@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "model": {"utils", "sharding", "kernels"},
     "pipeline": {"utils", "sharding", "model"},
     "optimizer": {"utils", "sharding", "model", "pipeline"},
+    "ledger": {"utils", "sharding"},
     "checkpoint": {"utils", "sharding"},
     "dataset": {"utils"},
     "data": {"utils", "dataset"},

@@ -37,7 +37,7 @@ def moe(c, x_BTD, real_BT=None, w=None, mesh="data=1"):
     declarations = helpers.moe_declarations(c)
 
     def local(w, x_btD, real_bt):
-        out_btD, statistics = model.moe(w, c, x_btD, real_bt)
+        out_btD, statistics = model.moe(model.gathered(w, c), c, x_btD, real_bt)
         return out_btD, jax.tree.map(lambda x: x[None], statistics)
 
     real_BT = np.ones(x_BTD.shape[:2], np.float32) if real_BT is None else real_BT

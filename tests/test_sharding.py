@@ -185,7 +185,7 @@ def test_a_dim_that_does_not_split_is_refused():
 ])  # fmt: skip
 def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
     """Catches axes that hold the same sequences counted as batch shards, and a microbatch above the limit."""
-    sizes = {"data.batch_size": batch_size, "data.seq_len": 20, "optim.max_device_batch": limit}
+    sizes = {"data.batch_size": batch_size, "data.seq_len": 40, "optim.max_device_batch": limit}
     found = sharding.split_batch(preset("tiny", mesh=mesh, **sizes))
     assert (found.shards, found.device_batch, found.accumulation) == split
     assert found.batch_size == batch_size == found.shards * found.device_batch * found.accumulation
