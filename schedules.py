@@ -1,0 +1,471 @@
+"""Pipeline schedules as data: who works on which microbatch when. Plain Python; no device is touched.
+
+    python -m pipeline draw 1f1b --stages 4 --microbatches 8 --out 1f1b.png
+
+A schedule is an order of operations for each stage. `F` is the forward pass of one microbatch through one chunk of
+layers; `B` its backward pass; where weight gradients wait, `B` makes the gradient of the inputs and `W` that of the
+weights. `Schedule.table` places the orders into ticks: in one tick a stage does at most one F, then one B, then one W,
+and what it sends arrives at the end of the tick. `rows` adds which buffer slot each operation reads and writes, as
+arrays for the executor in `pipeline.py`; `check` runs these rows with labels in place of numbers.
+
+Letters: S stages, M microbatches, v chunks a stage. Chunk c of stage s holds layers that come c*S + s-th.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from utils import UserError, nearest
+
+KINDS = "FBW"
+IDLE = -1
+
+
+class Op(NamedTuple):
+    """One operation of one stage."""
+
+    kind: str  # F, B or W
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + "abcdefghijklmnop"[self.chunk] * (self.chunk > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What each stage does, in order."""
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    orders: tuple[tuple[Op, ...], ...]  # of each stage
+
+    @functools.cached_property
+    def table(self) -> list[list[tuple[Op, ...]]]:
+        """Operations of each stage in each tick, [ticks][stages]; empty: idle."""
+        return place(self)
+
+    @property
+    def splits_backward(self) -> bool:
+        return any(op.kind == "W" for op in self.orders[0])
+
+
+# The schedules --------------------------------------------------------------------------------------------------------
+# In their published form a backward pass follows as soon as it can. In lock-step, where a message takes one tick and a
+# tick holds an F and a B, a stage must be twice as far ahead to be never idle: `lead=2`.
+
+
+def gpipe(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
+    """All forward passes, then all backward passes, last microbatch first.
+
+    Source: GPipe, arXiv:1811.06965. Bubble share: (S - 1) / (M + S - 1). Live activations: M.
+    """
+    forward = [Op("F", m) for m in range(M)]
+    return Schedule("gpipe", S, M, 1, ((*forward, *(Op("B", m) for m in reversed(range(M)))),) * S)
+
+
+def alternating(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
+    """`ahead` forward passes, then forward and backward in turn, then the backward passes that are left."""
+    ahead = min(ahead, len(forward))
+    pairs = zip(forward[ahead:], backward, strict=False)
+    return (*forward[:ahead], *(op for pair in pairs for op in pair), *backward[len(forward) - ahead :])
+
+
+def one_f_one_b(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
+    """After S - 1 - s forward passes, stage s does one forward, one backward in turn.
+
+    Source: PipeDream-Flush, arXiv:2006.09503. Bubble share: (S - 1) / (M + S - 1). Live activations: min(S - s, M).
+    """
+    forward, backward = ([Op(kind, m) for m in range(M)] for kind in "FB")
+    return Schedule("1f1b", S, M, 1, tuple(alternating(forward, backward, lead * (S - 1 - s)) for s in range(S)))
+
+
+def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
+    """1F1B with v chunks of layers on each stage: microbatches go around the stages v times, S of them at a time.
+
+    Raises: UserError if S does not divide M.
+    Source: Megatron-LM, arXiv:2104.04473, section 2.2. Bubble share: (S - 1) / (vM + S - 1).
+    """
+    if M % S:
+        near = sorted({max(M // S, 1) * S, (M // S + 1) * S})
+        raise UserError(
+            f"interleaved sends microbatches around in groups of stage={S}, and microbatches={M} is no multiple of it "
+            f"({M} % {S} = {M % S}); nearest that are: {' or '.join(map(str, near))}"
+        )
+    forward = [Op("F", k // (S * v) * S + k % S, k % (S * v) // S) for k in range(M * v)]
+    backward = [Op("B", op.microbatch, v - 1 - op.chunk) for op in forward]
+    ahead = [2 * (S - 1 - s) + (v - 1) * S for s in range(S)]
+    return Schedule("interleaved", S, M, v, tuple(alternating(forward, backward, n) for n in ahead))
+
+
+def zero_bubble(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
+    """1F1B whose weight gradients wait: stage s delays them by s microbatches, and does them where it would be idle.
+
+    Source: ZB-H1 of arXiv:2401.10241. Bubble share: (S - 1)(F + B - W) / (M(F + B + W) + (S - 1)(F + B - W)), for
+    M >= S. Live activations: S.
+    """
+    forward, backward = ([Op(kind, m) for m in range(M)] for kind in "FB")
+
+    def order(s):
+        found, waiting = [], []
+        for op in alternating(forward, backward, lead * (S - 1 - s)):
+            found.append(op)
+            if op.kind == "B":
+                waiting.append(Op("W", op.microbatch))
+                found += [waiting.pop(0)] if len(waiting) > s else []
+        return (*found, *waiting)
+
+    return Schedule("zb", S, M, 1, tuple(order(s) for s in range(S)))
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb": zero_bubble}
+
+
+def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
+    """Build a schedule by name. Raises: UserError if there is none of that name, size or number of chunks."""
+    if name not in SCHEDULES:
+        raise UserError(f"no schedule is called {name!r}; {nearest(name, SCHEDULES)}")
+    if min(S, M, v) < 1:
+        raise UserError(f"a schedule of stages={S}, microbatches={M}, chunks={v}: each must be at least 1")
+    if v > 1 and name != "interleaved":
+        raise UserError(f"pipeline.chunks={v}: only the schedule 'interleaved' has chunks, {name!r} has 1")
+    return SCHEDULES[name](S, M, v, lead)
+
+
+# Order and time -------------------------------------------------------------------------------------------------------
+
+
+def source(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
+    """The operation, and its stage, whose result this one needs most recently; None: a microbatch enters."""
+    place = op.chunk * S + stage
+    if op.kind == "F":
+        return (op._replace(chunk=(place - 1) // S), (place - 1) % S) if place else None
+    if op.kind == "B" and place < S * v - 1:
+        return op._replace(chunk=(place + 1) // S), (place + 1) % S
+    return op._replace(kind="F" if op.kind == "B" else "B"), stage
+
+
+def stuck(stage: int, op: Op, needed) -> ValueError:
+    return ValueError(f"stage {stage} waits for ever: {op} needs {needed[0]} of stage {needed[1]}, which never comes")
+
+
+def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
+    """Put the orders into ticks, each operation as early as its inputs allow. Raises: ValueError at a deadlock."""
+    S, todo, done, table = sched.stages, [list(order) for order in sched.orders], {}, []
+    while any(todo):
+        row = []
+        for s in range(S):
+            cell = []
+            while todo[s] and (not cell or KINDS.index(todo[s][0].kind) > KINDS.index(cell[-1].kind)):
+                needed = source(todo[s][0], s, S, sched.chunks)
+                # What another stage makes arrives at the end of its tick.
+                if needed and done.get(needed, len(table)) >= len(table) + (needed in done and needed[1] == s):
+                    break
+                done[todo[s][0], s] = len(table)
+                cell.append(todo[s].pop(0))
+            row.append(tuple(cell))
+        if not any(row):
+            s = next(s for s in range(S) if todo[s])
+            raise stuck(s, todo[s][0], source(todo[s][0], s, S, sched.chunks))
+        table.append(row)
+    return table
+
+
+class Simulation(NamedTuple):
+    """What a schedule costs when each stage goes on as soon as its inputs are there; sending takes no time."""
+
+    makespan: float
+    bubble: float  # share of the makespan that a stage is idle
+    live: list[int]  # per stage, most activations of (microbatch, chunk) kept at once
+    spans: dict  # (op, stage) -> (start, end)
+
+
+def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simulation:
+    """Time each operation; F, B, W are the times of a whole stage, so a chunk takes 1/v of them.
+
+    Without W operations a backward pass takes B + W.
+    """
+    S, v = sched.stages, sched.chunks
+    cost = {"F": F / v, "B": (B if sched.splits_backward else B + W) / v, "W": W / v}
+    todo, free, spans = [list(order) for order in sched.orders], [0.0] * S, {}
+    while any(todo):
+        before = len(spans)
+        for s in range(S):
+            while todo[s]:
+                needed = source(todo[s][0], s, S, v)
+                if needed and needed not in spans:
+                    break
+                op = todo[s].pop(0)
+                start = max(free[s], spans[needed][1] if needed else 0)
+                spans[op, s] = (start, start + cost[op.kind])
+                free[s] = start + cost[op.kind]
+        if len(spans) == before:
+            s = next(s for s in range(S) if todo[s])
+            raise stuck(s, todo[s][0], source(todo[s][0], s, S, v))
+    makespan = max(free)
+    return Simulation(makespan, 1 - sum(cost[op.kind] for op in sched.orders[0]) / makespan, live(sched), spans)
+
+
+def live(sched: Schedule) -> list[int]:
+    """Per stage, the most activations kept at once, in units of one microbatch through one chunk."""
+    last = "W" if sched.splits_backward else "B"
+    steps = lambda order: np.cumsum([(op.kind == "F") - (op.kind == last) for op in order])
+    return [int(steps(order).max()) for order in sched.orders]
+
+
+def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> float:
+    """Makespan when all stages wait for each other after every tick, as in one SPMD program."""
+    v = sched.chunks
+    cost = {"F": F / v, "B": (B if sched.splits_backward else B + W) / v, "W": W / v}
+    return sum(max(sum(cost[op.kind] for op in cell) for cell in row) for row in sched.table)
+
+
+# Buffers --------------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """What the executor follows: arrays [ticks, stages]; IDLE where nothing is to be done.
+
+    A buffer of n slots is written at slot n, that is nowhere, where nothing is to be kept.
+    """
+
+    forward: np.ndarray  # microbatch
+    forward_chunk: np.ndarray
+    forward_from: np.ndarray  # slot of `inbox` that holds its input; IDLE: tokens enter here
+    keep: np.ndarray  # slot of `kept` for what its backward pass needs
+    loss: np.ndarray  # microbatch whose loss is due, the same for all stages
+    loss_to: np.ndarray  # slot of `cotangents` for the loss's gradient; on the last stage
+    backward: np.ndarray  # microbatch
+    backward_chunk: np.ndarray
+    backward_kept: np.ndarray  # slot of `kept`
+    backward_from: np.ndarray  # slot of `cotangents`
+    weight: np.ndarray  # microbatch
+    weight_chunk: np.ndarray
+    weight_kept: np.ndarray  # slot of `kept`
+    weight_from: np.ndarray  # slot of `cotangents`
+    arrive: np.ndarray  # slot of `inbox` for what the stage before sends in this tick
+    arrive_back: np.ndarray  # slot of `cotangents` for what the stage after sends in this tick
+
+
+class Slots(NamedTuple):
+    """How many slots each buffer has, on every stage."""
+
+    inbox: int  # activations that have arrived
+    kept: int  # what backward passes need
+    cotangents: int  # gradients of outputs
+
+
+PHASES = {"F": 0, "loss": 1, "B": 2, "W": 3, "arrive": 4}  # of a tick, in order
+
+
+def first_fit(lives: dict) -> dict:
+    """Give each value (its first and last moment) the first slot that is free from then on."""
+    slot, busy_until = {}, []
+    for value, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
+        free = next((i for i, until in enumerate(busy_until) if until < begin), len(busy_until))
+        busy_until[free : free + 1] = [end]
+        slot[value] = free
+    return slot
+
+
+def rows(sched: Schedule) -> tuple[Rows, Slots]:
+    """Turn the table into the executor's arrays, and say how large its buffers are."""
+    S, v, table = sched.stages, sched.chunks, sched.table
+    when = {(op, s): tick for tick, row in enumerate(table) for s, cell in enumerate(row) for op in cell}
+    moment = lambda tick, phase: len(PHASES) * tick + PHASES[phase]
+    out = {name: np.full((len(table), S), IDLE) for name in Rows._fields}
+    sizes = dict.fromkeys(Slots._fields, 0)
+
+    def allot(buffer, s, lives):
+        slots = first_fit(lives)
+        sizes[buffer] = max([sizes[buffer], *(i + 1 for i in slots.values())])
+        return slots
+
+    for s in range(S):
+        own = {op: tick for (op, stage), tick in when.items() if stage == s}
+        inbox, kept, cotangents = {}, {}, {}
+        for op, tick in own.items():
+            m, c = op.microbatch, op.chunk
+            needed = source(op, s, S, v)
+            if op.kind == "F":
+                if needed:
+                    inbox[m, c] = (moment(when[needed], "arrive"), moment(tick, "F"))
+                kept[m, c] = (moment(tick, "F"), last_use(own, m, c, moment))
+            elif op.kind == "B":
+                at_loss = needed[1] == s and needed[0].kind == "F"
+                begin = moment(own[needed[0]], "loss") if at_loss else moment(when[needed], "arrive")
+                cotangents[m, c] = (begin, last_use(own, m, c, moment))
+        inbox_at, kept_at, cotangent_at = (
+            allot(name, s, lives) for name, lives in zip(Slots._fields, (inbox, kept, cotangents), strict=True)
+        )
+        for op, tick in own.items():
+            m, c = op.microbatch, op.chunk
+            needed, is_last = source(op, s, S, v), s == S - 1 and c == v - 1
+            if op.kind == "F":
+                out["forward"][tick, s], out["forward_chunk"][tick, s] = m, c
+                out["keep"][tick, s] = kept_at[m, c]
+                if needed:
+                    out["forward_from"][tick, s] = inbox_at[m, c]
+                    out["arrive"][when[needed], s] = inbox_at[m, c]
+                if is_last:
+                    out["loss"][tick, :] = m
+                    out["loss_to"][tick, s] = cotangent_at.get((m, c), IDLE)
+            else:
+                name = "backward" if op.kind == "B" else "weight"
+                out[name][tick, s], out[f"{name}_chunk"][tick, s] = m, c
+                out[f"{name}_kept"][tick, s], out[f"{name}_from"][tick, s] = kept_at[m, c], cotangent_at[m, c]
+                if op.kind == "B" and not is_last:
+                    out["arrive_back"][when[needed], s] = cotangent_at[m, c]
+    for name, buffer in (("keep", "kept"), ("loss_to", "cotangents"), ("arrive", "inbox"), ("arrive_back", "cotangents")):
+        out[name][out[name] == IDLE] = sizes[buffer]
+    return Rows(**out), Slots(**sizes)
+
+
+def last_use(own: dict, m: int, c: int, moment) -> int:
+    """When what a forward pass left behind is read for the last time; `own`: this stage's operations, with ticks."""
+    op = next(op for op in (Op(kind, m, c) for kind in reversed(KINDS)) if op in own)
+    return moment(own[op], op.kind)
+
+
+def forward_only(sched: Schedule) -> Schedule:
+    """The forward passes of a schedule, for what must be known before the first backward pass."""
+    keep = lambda order: tuple(op for op in order if op.kind == "F")
+    return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)))
+
+
+# Checking -------------------------------------------------------------------------------------------------------------
+
+
+def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
+    """Follow the rows as the executor does, with labels in place of arrays.
+
+    Raises: ValueError at the first operation that reads anything but its own input, writes over what is still needed,
+    happens twice or never, and at the first message that nobody kept.
+    """
+    r, slots = found or rows(sched)
+    S, v, M = sched.stages, sched.chunks, sched.microbatches
+    inbox, kept, cotangents = ([{} for _ in range(S)] for _ in range(3))
+    uses = 2 if sched.splits_backward else 1
+    seen = {}
+
+    def fail(tick, s, what):
+        raise ValueError(f"{sched.name}, tick {tick}, stage {s}: {what}")
+
+    def write(tick, s, buffer, size, slot, label, reads):
+        if slot == size and reads:
+            fail(tick, s, f"{label} is not kept, and is needed later")
+        if slot < size and buffer[s].get(slot, (None, 0))[1]:
+            fail(tick, s, f"{label} is written over {buffer[s][slot][0]}, which is still needed")
+        if slot < size:
+            buffer[s][slot] = (label, reads)
+
+    def read(tick, s, buffer, slot, label):
+        there, reads = buffer[s].get(slot, ("nothing", 0))
+        if there != label or not reads:
+            fail(tick, s, f"reads {there if reads or there == 'nothing' else f'{there} again'} from slot {slot} "
+                          f"instead of {label}")  # fmt: skip
+        buffer[s][slot] = (there, reads - 1)
+
+    def once(tick, s, op):
+        if not (0 <= op.microbatch < M and 0 <= op.chunk < v):
+            fail(tick, s, f"{op} is not one of {M} microbatches and {v} chunks")
+        if (op, s) in seen:
+            fail(tick, s, f"{op} was done in tick {seen[op, s]}")
+        seen[op, s] = tick
+
+    backwards = any(op.kind == "B" for op in sched.orders[0])
+    for t in range(len(r.forward)):
+        sent, sent_back = [None] * S, [None] * S
+        for s in range(S):
+            m, c = r.forward[t, s], r.forward_chunk[t, s]
+            if m != IDLE:
+                once(t, s, Op("F", m, c))
+                if c * S + s:
+                    read(t, s, inbox, r.forward_from[t, s], ("input of", m, c))
+                elif r.forward_from[t, s] != IDLE:
+                    fail(t, s, "tokens enter here, yet it reads its inbox")
+                write(t, s, kept, slots.kept, r.keep[t, s], ("kept of", m, c), uses * backwards)
+                sent[s] = (m, c)
+        for s in range(S):
+            due = sent[S - 1][0] if sent[S - 1] and sent[S - 1][1] == v - 1 else IDLE
+            if r.loss[t, s] != due:
+                fail(t, s, f"the loss of microbatch {r.loss[t, s]} is taken, and {due} has left the last stage")
+            if s == S - 1 and due != IDLE:
+                write(t, s, cotangents, slots.cotangents, r.loss_to[t, s], ("gradient of", due, v - 1), uses * backwards)
+        for kind, name in (("B", "backward"), ("W", "weight")):
+            for s in range(S):
+                m, c = getattr(r, name)[t, s], getattr(r, f"{name}_chunk")[t, s]
+                if m != IDLE:
+                    once(t, s, Op(kind, m, c))
+                    if kind == "W" and (Op("B", m, c), s) not in seen:
+                        fail(t, s, f"W{m} before its B")
+                    read(t, s, kept, getattr(r, f"{name}_kept")[t, s], ("kept of", m, c))
+                    read(t, s, cotangents, getattr(r, f"{name}_from")[t, s], ("gradient of", m, c))
+                    if kind == "B":
+                        sent_back[s] = (m, c)
+        for s in range(S):
+            for buffer, size, slot, came, ends, what in (
+                (inbox, slots.inbox, r.arrive[t, s], sent[s - 1], v * S - 1, "input of"),
+                (cotangents, slots.cotangents, r.arrive_back[t, s], sent_back[(s + 1) % S], 0, "gradient of"),
+            ):
+                step = 1 if what == "input of" else -1
+                number = came[1] * S + (s - step) % S if came else None
+                if came and number != ends:  # the last forward pass and the first stage's backward pass send to nobody
+                    reads = 1 if what == "input of" else uses
+                    write(t, s, buffer, size, slot, (what, came[0], (number + step) // S), reads)
+                elif slot != size:
+                    fail(t, s, f"slot {slot} is kept for what does not arrive")
+    wanted = {(Op(kind, m, c), s) for kind in {op.kind for op in sched.orders[0]} for m in range(M) for c in range(v)
+              for s in range(S)}  # fmt: skip
+    if missing := wanted - set(seen):
+        op, s = min(missing)
+        raise ValueError(f"{sched.name}: {op} of stage {s} never happens")
+
+
+# Drawing --------------------------------------------------------------------------------------------------------------
+
+
+def text(sched: Schedule) -> str:
+    """The table, a line a stage, a column a tick."""
+    cells = [["".join(map(str, cell)) or "." for cell in column] for column in zip(*sched.table, strict=True)]
+    width = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    line = lambda s, row: f"stage {s}  " + " ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True))
+    return "\n".join(line(s, row).rstrip() for s, row in enumerate(cells))
+
+
+def draw(sched: Schedule, path: str, F: float = 1, B: float = 1, W: float = 1) -> None:
+    """Draw what each stage does over time, as `simulate` says, into a picture file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = simulate(sched, F, B, W)
+    colours = {"F": "#4c78a8", "B": "#f2a33a", "W": "#59a14f"}
+    names = {"F": "forward", "B": "backward" if not sched.splits_backward else "backward, inputs", "W": "weights"}
+    inches = min(max(found.makespan * 0.36, 6), 22)
+    figure, axes = plt.subplots(figsize=(inches, 0.55 * sched.stages + 1.3), layout="constrained")
+    for (op, s), (start, end) in found.spans.items():
+        lighter = 1 - 0.45 * op.chunk / max(sched.chunks - 1, 1)
+        axes.barh(s, end - start, left=start, height=0.92, color=colours[op.kind], alpha=lighter, edgecolor="white")
+        points = 72 * inches / found.makespan * (end - start)  # of width there are
+        if points > 6:
+            size = min(9, points / len(str(op.microbatch)))
+            axes.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=size, color="white")
+    for kind in sorted({op.kind for op in sched.orders[0]}, key=KINDS.index):
+        axes.bar(0, 0, color=colours[kind], label=names[kind])
+    axes.set(yticks=range(sched.stages), yticklabels=[f"stage {s}" for s in range(sched.stages)],
+             xlim=(0, found.makespan), xlabel="time, in forward passes of a stage")  # fmt: skip
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    title = f"{sched.name}, {sched.stages} stages, {sched.microbatches} microbatches"
+    title += f", {sched.chunks} chunks a stage" * (sched.chunks > 1)
+    axes.set_title(f"{title}: {found.bubble:.1%} idle, at most {max(found.live)} activations kept", loc="left", size=10)
+    axes.legend(ncols=3, loc="upper left", bbox_to_anchor=(0, -0.28 if sched.stages < 6 else -0.14), frameon=False)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
