@@ -69,19 +69,19 @@ def gathered(w, c: ModelConfig, *names):
     return map_sliced(join, w, *names)
 
 
-def held(w, c: ModelConfig):
-    """Every weight of this stage, gathered once a step: for `gather=step`.
+def cast(w, c: ModelConfig, *names):
+    """Matrices in the compute dtype, sliced as they are."""
+    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
 
-    In the parameters' dtype again, so that the gradients of microbatches add up in it before they are scattered.
-    """
-    return jax.tree.map(lambda whole, x: whole.astype(x.dtype), gathered(w, c), w) if c.gather == "step" else w
+
+def held(w, c: ModelConfig):
+    """Weights as a step holds them: where `gather=step`, every one of this stage is gathered now, in the compute dtype."""
+    return gathered(w, c) if c.gather == "step" else cast(w, c)
 
 
 def used(w, c: ModelConfig, *names):
-    """Weights as they are used: gathered now, or, where `held` has gathered them, in the compute dtype."""
-    if c.gather == "layer":
-        return gathered(w, c, *names)
-    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
+    """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
+    return (gathered if c.gather == "layer" else cast)(w, c, *names)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -611,10 +611,14 @@ def block(w: Block, c: ModelConfig, x_btD, tokens: Tokens, first_number, key):
     return x_btD, statistics
 
 
-def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key):
-    """Apply this stage's blocks in order. Returns [b, t, D] and router statistics with a leading dim of blocks."""
-    per_stage = c.n_blocks // jax.lax.axis_size(STAGE)
-    first = c.dense_prefix + c.layers_per_block * (jax.lax.axis_index(STAGE) * per_stage + jnp.arange(per_stage))
+def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
+    """Apply this stage's blocks in order. Returns [b, t, D] and router statistics with a leading dim of blocks.
+
+    chunk  how often activations have been around the stages before
+    """
+    n = len(jax.tree.leaves(w_stack)[0])
+    number = (chunk * jax.lax.axis_size(STAGE) + jax.lax.axis_index(STAGE)) * n + jnp.arange(n)
+    first = c.dense_prefix + c.layers_per_block * number
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
 
@@ -684,13 +688,14 @@ def enter(w: Transformer, c: ModelConfig, batch, key):
     return dropout(c, embed(table_vD, batch["tokens_BT"]), tokens_of(batch), keys(key)[0])
 
 
-def stage(w: Transformer, c: ModelConfig, x_btD, batch, key):
-    """Apply the layers of this stage. Returns [b, t, D] and router statistics with a leading dim of blocks."""
+def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
+    """Apply the layers of this stage, or a chunk of them; see `blocks`."""
     tokens, key = tokens_of(batch), keys(key)[1]
     if w.prefix is not None:
         prefix = lambda x_btD: layers(w.prefix, c, x_btD, tokens, jnp.arange(c.dense_prefix), key)[0]
-        x_btD = jax.lax.cond(jax.lax.axis_index(STAGE) == 0, prefix, lambda x_btD: x_btD, x_btD)
-    return blocks(w.blocks, c, x_btD, tokens, key)
+        is_first = (jax.lax.axis_index(STAGE) == 0) & (chunk == 0)
+        x_btD = jax.lax.cond(is_first, prefix, lambda x_btD: x_btD, x_btD)
+    return blocks(w.blocks, c, x_btD, tokens, key, chunk)
 
 
 def leave(w: Transformer, c: ModelConfig, x, *, dim):

@@ -1,8 +1,11 @@
 """The compiled functions: the one `shard_map` around the model, the stages inside it, and what differentiates it.
 
-A pipeline schedule is a table; an executor follows it. GPipe's has forward passes only: the backward pass is what
-autodiff makes of the loop over ticks, the same table from the end to the start.
+Two executors follow the schedules of `schedules.py`. `run_stages` follows the forward passes of GPipe; its backward pass
+is what autodiff makes of the loop over ticks: the same table, from the end to the start. `follow` follows any schedule,
+and calls each stage's backward pass where the table says so.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import model
+import schedules
 import sharding
 from sharding import (
     BATCH,
@@ -26,35 +30,25 @@ from sharding import (
     shift,
     vary,
 )
-from utils import AXES, Config, ModelConfig
+from utils import AXES, Config, ModelConfig, UserError
 
+IDLE = schedules.IDLE
+WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
 BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
-IDLE = -1
 
-# Schedules ------------------------------------------------------------------------------------------------------------
-
-
-def gpipe(stages: int, microbatches: int) -> list[list[int]]:
-    """Say which microbatch each stage works on at each tick, [ticks][stages]; IDLE is a bubble.
-
-    Source: GPipe, arXiv:1811.06965. Bubble share = (S - 1) / (M + S - 1).
-    """
-    entered = [[tick - stage for stage in range(stages)] for tick in range(stages + microbatches - 1)]
-    return [[m if 0 <= m < microbatches else IDLE for m in row] for row in entered]
-
-
-# Executor -------------------------------------------------------------------------------------------------------------
+# GPipe: forward passes, and autodiff -------------------------------------------------------------------------------------------------------------
 
 
 def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: int):
-    """Pass microbatches through the stages as `gpipe` says.
+    """Pass microbatches through the stages one after the other.
 
     batch  this device's sequences, [b, s]
     Returns activations [b, t, D], which only the last stage's devices need hold, and this stage's router statistics.
     Sends over STAGE: every tick one microbatch's activations, to the next stage.
     """
     stage, stages = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE)
-    table = gpipe(stages, microbatches)
+    table = schedules.forward_only(schedules.gpipe(stages, microbatches)).table
+    row_m = np.array([[cell[0].microbatch if cell else IDLE for cell in row] for row in table])
     cut = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
     pieces = jax.tree.map(cut, batch)
 
@@ -79,14 +73,13 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
     if stages == microbatches == 1:
         return work(0, x_mbtD[0])
     start = nothing(lambda: work(0, x_mbtD[0]))
-    (_, statistics), y_ibtD = jax.lax.scan(tick, start, jnp.array(table))
-    left = np.array([tick for tick, row in enumerate(table) if row[-1] != IDLE])  # when the last stage was at work
-    return y_ibtD[left].reshape(-1, *y_ibtD.shape[2:]), statistics
+    (_, statistics), y_ibtD = jax.lax.scan(tick, start, jnp.array(row_m))
+    return y_ibtD[row_m[:, -1] != IDLE].reshape(-1, *y_ibtD.shape[2:]), statistics
 
 
-def nothing(function):
-    """Zeros of the shapes and types that a function returns, which may differ on every device."""
-    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), AXES), jax.eval_shape(function))
+def nothing(function, *args):
+    """Zeros of the shapes and types that function(*args) returns, which may differ on every device."""
+    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), AXES), jax.eval_shape(function, *args))
 
 
 def last_stages(x):
@@ -130,7 +123,231 @@ def in_passes(function, batch, passes: int):
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(jax.checkpoint(function), parts))
 
 
+def ready(params, c: ModelConfig):
+    """Parameters as autodiff wants them: able to differ on every device, and gathered if they are gathered once a step.
+
+    Said here, outside of all loops, so that what goes backward here happens once a step: the sum over the axes along
+    which a parameter is the same, and, gathered once a step, the reduce-scatter. In the parameters' dtype, so that the
+    gradients of microbatches add up in it.
+    """
+    params = vary(params, AXES)
+    return params if c.gather == "layer" else jax.tree.map(lambda w, p: w.astype(p.dtype), model.gathered(params, c), params)
+
+
+# Any schedule, with its backward passes -------------------------------------------------------------------------------
+
+
+def to_chunks(x_l, chunks: int):
+    """Blocks in order, as parameters lie on the stages, to the chunks of an interleaved schedule: [l, ..] -> [v, l/v, ..].
+
+    Sends over STAGE: all of them but a share of 1/stages. Backward: `from_chunks`.
+    """
+    groups = x_l.reshape(chunks, -1, *x_l.shape[1:])
+    return _exchange(groups, [[(s, i, r, c) for s, i, r, c in edges] for edges in _routes(chunks)])
+
+
+def from_chunks(x_vl, chunks: int):
+    """Chunks of an interleaved schedule to blocks in order: [v, l/v, ..] -> [l, ..]."""
+    back = _exchange(x_vl, [[(r, c, s, i) for s, i, r, c in edges] for edges in _routes(chunks)])
+    return back.reshape(-1, *x_vl.shape[2:])
+
+
+def _routes(chunks: int):
+    return schedules.routes(jax.lax.axis_size(STAGE), chunks)
+
+
+def _exchange(groups, rounds):
+    if len(groups) == 1:
+        return groups
+    stage, found = jax.lax.axis_index(STAGE), jnp.zeros_like(groups)
+    for edges in rounds:
+        sent, kept = (jnp.array([n for _, n in sorted(pairs)]) for pairs in
+                      ([(s, i) for s, i, _, _ in edges], [(r, c) for _, _, r, c in edges]))  # fmt: skip
+        arrived = jax.lax.ppermute(groups[sent[stage]], STAGE, [(s, r) for s, _, r, _ in edges])
+        found = found.at[kept[stage]].set(arrived)
+    return found
+
+
+def apart(pull, known):
+    """Split what a backward pass needs (`pull`, from jax.vjp) into arrays to keep and those that are `known` anyway."""
+    leaves, tree = jax.tree.flatten(pull)
+    places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
+    place = [places.get(id(leaf)) for leaf in leaves]
+    return [leaf for leaf, number in zip(leaves, place, strict=True) if number is None], (tree, place)
+
+
+def together(how, kept, known):
+    """The inverse of `apart`."""
+    (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
+    return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
+
+
+def at(tree, index):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def put(tree, index, values):
+    """Write values at an index of the leading dim; nowhere, if it lies outside."""
+    return jax.tree.map(lambda x, value: x.at[index].set(value, mode="drop"), tree, values)
+
+
+def add(totals, values):
+    return jax.tree.map(lambda total, value: total + value.astype(total.dtype), totals, values)
+
+
+def add_at(totals, index, values):
+    return jax.tree.map(lambda total, value: total.at[index].add(value.astype(total.dtype)), totals, values)
+
+
+def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Schedule, d_sums=None):
+    """Run a schedule: in each tick a forward, a loss, a backward and a weight slot, as its rows say.
+
+    w       weights as a step holds them; blocks in chunks, [v, l, ..]
+    d_sums  gradient of the loss by `sums`, which are the same for every microbatch; None: forward passes only
+    Returns sums and, in float32, the gradients of w.
+    What a branch decides depends on STAGE alone, so all devices of its collectives, which are along other axes, take it.
+    Sends over STAGE: every tick one microbatch's activations forward and their gradient back, and to the loss.
+    """
+    stage, (table, slots) = jax.lax.axis_index(STAGE), schedules.rows(sched)
+    pieces = jax.tree.map(lambda x: x.reshape(sched.microbatches, -1, *x.shape[1:]), batch)
+    head = ("norm_D", "embedding_VD" if w.unembedding_DV is None else "unembedding_DV")
+    backwards, how = d_sums is not None, None
+
+    def known(m, chunk):
+        return (w.prefix, at(w.blocks, chunk)), (at(pieces, m), key)
+
+    def run(weights, x_btD, context, chunk):
+        here = dataclasses.replace(w, prefix=weights[0], blocks=weights[1])
+        return vary(model.stage(here, c, x_btD, *context, chunk), AXES)
+
+    def forward(m, chunk, x_btD):
+        nonlocal how
+        weights, context = known(m, chunk)
+        if not backwards:
+            return run(weights, x_btD, context, chunk), []
+        out, pull = jax.vjp(lambda *args: run(*args, chunk), weights, x_btD, context)
+        kept, how = apart(pull, (weights, context))
+        return out, vary(kept, AXES)
+
+    def enter(table_VD, m):
+        return vary(model.enter(dataclasses.replace(w, embedding_VD=table_VD), c, at(pieces, m), key), AXES)
+
+    def head_loss(weights, y_btD, m):
+        piece, here = at(pieces, m), dataclasses.replace(w, **dict(zip(head, weights, strict=True)))
+        return vary(spread_loss(here, c, y_btD, piece["targets_BT"], piece["weights_BT"]), WITHOUT_TENSOR)
+
+    def backward(grads, m, chunk, kept, dy_btD):
+        weights, context = known(m, chunk)
+        d_router = at(d_sums["router"], chunk) if d_sums["router"] else nothing(lambda: at(sums["router"], 0))
+        return together(how, kept, (weights, context))((dy_btD, d_router))[:2]
+
+    def add_stage(grads, chunk, d_weights):
+        prefix, blocks = d_weights
+        return grads | {"prefix": add(grads["prefix"], prefix), "blocks": add_at(grads["blocks"], chunk, blocks)}
+
+    def tick(carry, row):
+        inbox, kept, cotangents, sums, grads = carry
+        own = schedules.Rows(*(x[stage] for x in row))
+
+        def work():
+            is_first = (stage == 0) & (own.forward_chunk == 0)
+            x_btD = jax.lax.cond(is_first, lambda: enter(w.embedding_VD, own.forward),
+                                 lambda: at(inbox, jnp.maximum(own.forward_from, 0)))  # fmt: skip
+            return forward(own.forward, own.forward_chunk, x_btD)
+
+        (y_btD, router), keep = jax.lax.cond(own.forward != IDLE, work, lambda: nothing(work))
+        sums = sums | {"router": add_at(sums["router"], jnp.maximum(own.forward_chunk, 0), router)}
+        inbox = put(inbox, own.arrive, shift(y_btD, STAGE))
+        if not backwards:
+            return (inbox, kept, cotangents, sums, grads), None
+        kept = put(kept, own.keep, keep)
+
+        def take_loss():
+            weights = tuple(getattr(w, name) for name in head)
+            loss, pull = jax.vjp(lambda *args: head_loss(*args, row.loss[0]), weights, y_btD)
+            d_head, dy_btD = pull(d_sums["loss"])
+            return loss, dy_btD, grads | {name: add(grads[name], d) for name, d in zip(head, d_head, strict=True)}
+
+        no_loss = lambda: (vary(jnp.float32(0), WITHOUT_TENSOR), nothing(lambda: y_btD), grads)
+        loss, dy_btD, grads = jax.lax.cond(row.loss[0] != IDLE, take_loss, no_loss)
+        sums = sums | {"loss": sums["loss"] + loss}
+        cotangents = put(cotangents, own.loss_to, dy_btD)
+
+        def go_back():
+            d_weights, dx_btD = backward(grads, own.backward, own.backward_chunk, at(kept, own.backward_kept),
+                                         at(cotangents, own.backward_from))  # fmt: skip
+            more = grads if sched.splits_backward else add_stage(grads, own.backward_chunk, d_weights)
+
+            def entered():
+                _, pull = jax.vjp(lambda table: enter(table, own.backward), w.embedding_VD)
+                return more | {"embedding_VD": add(more["embedding_VD"], pull(dx_btD)[0])}
+
+            is_first = (stage == 0) & (own.backward_chunk == 0)
+            return dx_btD, jax.lax.cond(is_first, entered, lambda: more)
+
+        dx_btD, grads = jax.lax.cond(own.backward != IDLE, go_back, lambda: (nothing(lambda: y_btD), grads))
+
+        def add_weights():
+            d_weights, _ = backward(grads, own.weight, own.weight_chunk, at(kept, own.weight_kept),
+                                    at(cotangents, own.weight_from))  # fmt: skip
+            return add_stage(grads, own.weight_chunk, d_weights)
+
+        if sched.splits_backward:
+            grads = jax.lax.cond(own.weight != IDLE, add_weights, lambda: grads)
+        cotangents = put(cotangents, own.arrive_back, shift(dx_btD, STAGE, by=-1))
+        return (inbox, kept, cotangents, sums, grads), None
+
+    x_btD = nothing(lambda: enter(w.embedding_VD, 0))
+    (_, router), keep = nothing(forward, stage, stage, x_btD)
+    buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
+    sums = {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "router": buffer(router, sched.chunks)}
+    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), w)
+    grads = {field.name: getattr(zeros, field.name) for field in dataclasses.fields(zeros)}
+    start = (buffer(x_btD, slots.inbox), buffer(keep, slots.kept), buffer(x_btD, slots.cotangents), sums, grads)
+    (_, _, _, sums, grads), _ = jax.lax.scan(tick, start, schedules.Rows(*map(jnp.asarray, table)))
+    return sums | {"weight": jnp.sum(batch["weights_BT"])}, dataclasses.replace(w, **grads)
+
+
+def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
+    """Loss, metrics and gradients by any schedule. The gradients are added up over microbatches in float32.
+
+    The balance loss needs the loads of the whole batch, which are known when all forward passes are done: where there
+    is one, they are done once more beforehand.
+    """
+    c, v = cfg.model, sched.chunks
+    chunked = lambda w: dataclasses.replace(w, blocks=jax.tree.map(lambda x: to_chunks(x, v), w.blocks))
+    hold = lambda params, c: chunked(model.held(vary(params, AXES), c))
+    in_order = lambda sums: sums | {"router": jax.tree.map(lambda x: from_chunks(x, v), sums["router"])}
+    w = hold(params, c)
+
+    known = {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "weight": jnp.sum(batch["weights_BT"]), "router": {}}
+    if c.n_experts and c.balance_loss:
+        known = in_order(follow(w, c, batch, key, schedules.forward_only(sched))[0])
+    d_sums = jax.grad(lambda sums: model.loss(c, sums)[0])(known)
+    d_sums = d_sums | {"router": jax.tree.map(lambda x: to_chunks(x, v), d_sums["router"])}
+
+    sums, d_w = follow(w, c, batch, key, sched, d_sums)
+    loss, metrics = model.loss(c, in_order(sums))
+    # The way back from what a step holds to slices, in float32: the forward result is not used.
+    exact = dataclasses.replace(c, precision=dataclasses.replace(c.precision, compute="float32"))
+    held, pull = jax.vjp(lambda params: hold(params, exact), params)
+    return loss, metrics, pull(jax.tree.map(lambda d, x: d.astype(x.dtype), d_w, held))[0]
+
+
 # Compiled functions ---------------------------------------------------------------------------------------------------
+
+
+def schedule(cfg: Config) -> schedules.Schedule:
+    """The schedule of a step: all its microbatches, whatever the accumulation. Two forward passes ahead, for lock-step.
+
+    Raises: UserError if there is no such schedule for the mesh, or the layers do not split into its chunks.
+    """
+    split, S, v, n = sharding.split_batch(cfg), cfg.mesh.stage, cfg.pipeline.chunks, cfg.model.n_blocks
+    if n % (S * v):
+        raise UserError(
+            f"cannot split {n} blocks of layers over stage={S} * pipeline.chunks={v} = {S * v} parts "
+            f"({n} % {S * v} = {n % (S * v)}); use a multiple of {S * v} blocks, or fewer chunks")  # fmt: skip
+    return schedules.schedule(cfg.pipeline.schedule, S, split.microbatches * split.accumulation, v, lead=2)
 
 
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs):
@@ -139,9 +356,6 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs):
     in_specs = (sharding.specs(model.declare(cfg.model)), batch_specs, P())
 
     def local(params, batch, step):
-        # Said here, outside of all loops: its backward pass, the sum over the axes along which a parameter is the same,
-        # then happens once a step, of slices, in the parameter's dtype.
-        params = model.held(vary(params, AXES), cfg.model)
         batch = {name: own_chunks(all_gather(x, CONTEXT, dim=1)) for name, x in batch.items()}
         return function(params, batch, step)
 
@@ -164,13 +378,20 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     Raises: UserError if the batch or a parameter does not split over the mesh.
     """
     sharding.check_divides(model.declare(cfg.model), mesh)
-    passes = sharding.split_batch(cfg).accumulation
+    passes, sched = sharding.split_batch(cfg).accumulation, schedule(cfg)
 
     def local_loss(params, batch, step):
         key = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
-        return model.loss(cfg.model, in_passes(lambda part: sums(params, cfg, part, key), batch, passes))
+        w = ready(params, cfg.model)
+        return model.loss(cfg.model, in_passes(lambda part: sums(w, cfg, part, key), batch, passes))
 
-    loss = on_mesh(cfg, mesh, local_loss, (P(), model.metric_specs(cfg.model)))
+    def local_scheduled(params, batch, step):
+        return scheduled(params, cfg, batch, jax.random.fold_in(jax.random.key(cfg.run.seed), step), sched)
+
+    specs = (P(), model.metric_specs(cfg.model))
+    if cfg.pipeline.schedule != "gpipe":
+        return jax.jit(on_mesh(cfg, mesh, local_scheduled, (*specs, sharding.specs(model.declare(cfg.model)))))
+    loss = on_mesh(cfg, mesh, local_loss, specs)
 
     @jax.jit
     def differentiated(params, batch, step):
@@ -185,7 +406,8 @@ def evaluate(cfg: Config, mesh: Mesh):
     passes = sharding.split_batch(cfg).accumulation
 
     def local_sums(params, batch, step):
-        totals = in_passes(lambda part: sums(params, cfg, part, None), batch, passes)
+        w = ready(params, cfg.model)
+        totals = in_passes(lambda part: sums(w, cfg, part, None), batch, passes)
         return psum(totals["loss"], (*BATCH, CONTEXT, STAGE)), psum(totals["weight"], (*BATCH, CONTEXT))
 
     return jax.jit(on_mesh(cfg, mesh, local_sums, (P(), P())))
@@ -193,10 +415,12 @@ def evaluate(cfg: Config, mesh: Mesh):
 
 def logits(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> float32 logits [B, T, V]."""
+
     def local_logits(params, batch, step):
-        x_btD, _ = run_stages(params, cfg.model, batch, None, 1)
-        x_bsD = model.leave(params, cfg.model, x_btD, dim=1)
-        return psum(last_stages((x_bsD @ model.unembedding(params, cfg.model)).astype(jnp.float32)), STAGE)
+        w = ready(params, cfg.model)
+        x_btD, _ = run_stages(w, cfg.model, batch, None, 1)
+        x_bsD = model.leave(w, cfg.model, x_btD, dim=1)
+        return psum(last_stages((x_bsD @ model.unembedding(w, cfg.model)).astype(jnp.float32)), STAGE)
 
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR))
     return jax.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]))

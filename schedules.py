@@ -16,6 +16,8 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from utils import UserError, nearest
 
@@ -335,6 +337,25 @@ def forward_only(sched: Schedule) -> Schedule:
     """The forward passes of a schedule, for what must be known before the first backward pass."""
     keep = lambda order: tuple(op for op in order if op.kind == "F")
     return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)))
+
+
+def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
+    """How layers that lie in order, v groups on each stage, get to the stages that interleaving puts them on.
+
+    Returns rounds of (sender, its group, receiver, its chunk), in each of which every stage sends one and receives one.
+    """
+    left = [(h // v, h % v, h % S, h // S) for h in range(S * v)]
+    rounds = []
+    while left:
+        # As many are left from each stage as to each stage, so a perfect matching exists (König).
+        graph = np.zeros((S, S))
+        for sender, _, receiver, _ in left:
+            graph[sender, receiver] = 1
+        match = maximum_bipartite_matching(csr_matrix(graph), perm_type="column")
+        chosen = [next(edge for edge in left if edge[0] == s and edge[2] == match[s]) for s in range(S)]
+        rounds.append(chosen)
+        left = [edge for edge in left if edge not in chosen]
+    return rounds
 
 
 # Checking -------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     if mesh.devices > len(devices):
         factors = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
         needs = f"{factors} = {mesh.devices}" if "*" in factors else factors
-        raise UserError(f"mesh {mesh} needs {needs} devices, and there are {len(devices)}")
+        remedy = f"; --devices {mesh.devices} simulates them" if devices[0].platform == "cpu" else ""
+        raise UserError(f"mesh {mesh} needs {needs} devices, and there are {len(devices)}{remedy}")
     sizes = tuple(mesh.sizes.values())
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: mesh.devices])
 
@@ -272,13 +273,14 @@ def in_order(x, *, dim, n: int | None = None):
 # each is the identity, but the type still changes: check_vma tracks along which axes a value varies.
 
 
-def all_gather(x, axes, *, dim):
+def all_gather(x, axes, *, dim, to="varying"):
     """Join the slices of `dim` held along mesh axes.
 
+    to   "invarying": `check_vma` knows that the result is the same on the devices that were joined
     Shapes: [.., D/n, ..] -> [.., D, ..], n = devices on the axes.
     Sends: (n - 1)/n of the joined array, per device. Backward: reduce-scatter, the same bytes.
     """
-    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
 def reduce_scatter(partial, axes, *, dim):
@@ -307,13 +309,13 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
-def shift(x, axis):
-    """Send every array of x to the next device along a mesh axis, the last one's to the first.
+def shift(x, axis, by=1):
+    """Send every array of x `by` devices on along a mesh axis, around its end.
 
     Sends: the arrays. Backward: a shift the other way.
     """
     n = jax.lax.axis_size(axis)
-    return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+    return jax.lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
 
 def own_slice(x, axes, *, dim):

@@ -4,6 +4,7 @@ A setting is one field: name, type, default, one sentence with its unit. The com
 (`python main.py --help`), a preset is a set of values for them, and a check lives in the class whose fields it checks.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -187,11 +188,15 @@ class ModelConfig:
 class PipelineConfig:
     """How microbatches pass through the stages of the mesh."""
 
-    schedule: Literal["gpipe"] = "gpipe"  # who works on what when (arXiv:1811.06965)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb"] = "gpipe"  # who works on what when, see schedules.py
     microbatches: int = 0  # parts of a pass that follow each other; 0: up to 4 a stage, as many as the batch allows
+    chunks: int = 1  # interleaved: parts of the layers on each stage, around which microbatches go in turn
 
     def __post_init__(self):
         at_least(self, 0, "microbatches")
+        at_least(self, 1, "chunks")
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise UserError(f"pipeline.chunks={self.chunks}: only the schedule 'interleaved' has chunks")
 
 
 @dataclass(frozen=True)
@@ -255,6 +260,8 @@ class RunConfig:
     tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
     # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
     replay: Annotated[int, tyro.conf.arg(aliases=["--replay"])] = 0
+    # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
+    devices: Annotated[int, tyro.conf.arg(aliases=["--devices"])] = 0
     compile_cache: str = "auto"  # directory of compiled programs; auto: the user's cache folder; empty: none
     restart: bool = False  # delete this run's results and start at step 0
 
@@ -263,7 +270,7 @@ class RunConfig:
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
         at_least(self, 1, "steps", "log_every", "checkpoint_every", "keep_checkpoints", "sample_tokens")
         at_least(self, 0, "seed", "eval_every", "eval_batches", "keep_every", "keep_best")
-        at_least(self, 0, "layer_norms_every", "noise_scale_every", "replay")
+        at_least(self, 0, "layer_norms_every", "noise_scale_every", "replay", "devices")
 
 
 @dataclass(frozen=True)
@@ -420,9 +427,28 @@ def log(*words) -> None:
 
 
 def simulate_devices(count: int) -> None:
-    """Make this process see `count` CPU devices. Must run before JAX is imported."""
+    """Make this process, and those it starts, see `count` CPU devices. Must run before JAX is imported."""
     assert "jax" not in sys.modules, "simulate_devices must be called before JAX is imported"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={count}"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+
+
+def use_devices(count: int) -> None:
+    """Make this process see `count` CPU devices, now that JAX is imported; 0: those there are.
+
+    Raises: UserError if there is an accelerator, or this process has worked with another number of devices.
+    """
+    import jax
+
+    if not count:
+        return
+    with contextlib.suppress(RuntimeError):  # too late; it does not matter if the number is the same
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        raise UserError(f"--devices {count} simulates CPU devices, and here are {len(devices)} x "
+                        f"{devices[0].device_kind}; drop --devices, or set JAX_PLATFORMS=cpu")  # fmt: skip
+    if len(devices) != count:
+        raise UserError(f"--devices {count}: this process has begun to work with {len(devices)}; start another")
 
 
 def cache_directory() -> str:
