@@ -75,7 +75,7 @@ def cast(w, c: ModelConfig, *names):
 
 
 def held(w, c: ModelConfig):
-    """Weights as a step holds them: where `gather=step`, every one of this stage is gathered now, in the compute dtype."""
+    """Weights as a step holds them, in the compute dtype; gathered now, every one of this stage, if `gather=step`."""
     return gathered(w, c) if c.gather == "step" else cast(w, c)
 
 

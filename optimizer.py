@@ -135,7 +135,9 @@ def train_step(cfg: Config, mesh: Mesh):
             "skipped_in_a_row": jnp.where(finite, 0, state.skipped_in_a_row + 1),
         }
         none = lambda grads: jnp.zeros(len(places(cfg)), bool)
-        metrics |= skipped | {"not_finite": jax.lax.cond(finite, none, lambda grads: not_finite(cfg, grads), grads)}
+        with jax.named_scope("not_finite"):
+            blame = jax.lax.cond(finite, none, lambda grads: not_finite(cfg, grads), grads)
+        metrics |= skipped | {"not_finite": blame}
         return TrainState(params, moments, state.step + 1, **skipped), metrics
 
     shardings = state_shardings(cfg, mesh)

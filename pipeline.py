@@ -1,11 +1,13 @@
 """The compiled functions: the one `shard_map` around the model, the stages inside it, and what differentiates it.
 
-Two executors follow the schedules of `schedules.py`. `run_stages` follows the forward passes of GPipe; its backward pass
-is what autodiff makes of the loop over ticks: the same table, from the end to the start. `follow` follows any schedule,
-and calls each stage's backward pass where the table says so.
+Two executors follow the schedules of `schedules.py`. `run_stages` passes microbatches forward, for evaluation and for
+training in one piece. `follow` follows any schedule, and calls each stage's backward pass where its table says so.
+(Autodiff of the loop in `run_stages` would be GPipe's backward pass too, with the right gradients. But a branch that a
+stage may skip hands its weights to the backward pass in every tick: they would be kept as often as there are ticks.)
 """
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ IDLE = schedules.IDLE
 WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
 BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
 
-# GPipe: forward passes, and autodiff -------------------------------------------------------------------------------------------------------------
+# GPipe: forward passes, and autodiff ----------------------------------------------------------------------------------
 
 
 def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: int):
@@ -67,7 +69,8 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
         first_btD = jax.lax.dynamic_index_in_dim(x_mbtD, jnp.maximum(m, 0), keepdims=False)
         x_btD = jnp.where(stage == 0, first_btD, received_btD)
         idle = lambda: (x_btD, jax.tree.map(jnp.zeros_like, statistics))
-        y_btD, more = jax.lax.cond(m == IDLE, idle, lambda: work(m, x_btD))
+        with jax.named_scope("forward_slot"):
+            y_btD, more = jax.lax.cond(m != IDLE, lambda: work(m, x_btD), idle)
         return (shift(y_btD, STAGE), jax.tree.map(jnp.add, statistics, more)), y_btD
 
     if stages == microbatches == 1:
@@ -109,18 +112,11 @@ def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights
 
 
 def sums(w: model.Transformer, cfg: Config, batch, key):
-    """All the loss is made of, as sums over this device's tokens, for one pass of microbatches."""
-    x_btD, statistics = run_stages(w, cfg.model, batch, key, sharding.split_batch(cfg).microbatches)
+    """All the loss is made of, as sums over this device's tokens."""
+    split = sharding.split_batch(cfg)
+    x_btD, statistics = run_stages(w, cfg.model, batch, key, split.microbatches * split.accumulation)
     loss = spread_loss(w, cfg.model, x_btD, batch["targets_BT"], batch["weights_BT"])
     return {"loss": loss, "weight": jnp.sum(batch["weights_BT"]), "router": statistics}
-
-
-def in_passes(function, batch, passes: int):
-    """Add up function(part of the batch) over `passes` parts; each is computed again in the backward pass."""
-    if passes == 1:
-        return function(batch)
-    parts = jax.tree.map(lambda x: x.reshape(passes, -1, *x.shape[1:]), batch)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(jax.checkpoint(function), parts))
 
 
 def ready(params, c: ModelConfig):
@@ -131,15 +127,20 @@ def ready(params, c: ModelConfig):
     gradients of microbatches add up in it.
     """
     params = vary(params, AXES)
-    return params if c.gather == "layer" else jax.tree.map(lambda w, p: w.astype(p.dtype), model.gathered(params, c), params)
+    return (
+        params
+        if c.gather == "layer"
+        else jax.tree.map(lambda w, p: w.astype(p.dtype), model.gathered(params, c), params)
+    )
 
 
 # Any schedule, with its backward passes -------------------------------------------------------------------------------
 
 
 def to_chunks(x_l, chunks: int):
-    """Blocks in order, as parameters lie on the stages, to the chunks of an interleaved schedule: [l, ..] -> [v, l/v, ..].
+    """Blocks in order, as parameters lie on the stages, to the chunks of an interleaved schedule.
 
+    Shapes: [l, ..] -> [v, l/v, ..].
     Sends over STAGE: all of them but a share of 1/stages. Backward: `from_chunks`.
     """
     groups = x_l.reshape(chunks, -1, *x_l.shape[1:])
@@ -199,21 +200,23 @@ def add_at(totals, index, values):
     return jax.tree.map(lambda total, value: total.at[index].add(value.astype(total.dtype)), totals, values)
 
 
-def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Schedule, d_sums=None):
+def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None, d_router=None):
     """Run a schedule: in each tick a forward, a loss, a backward and a weight slot, as its rows say.
 
     w       weights as a step holds them; blocks in chunks, [v, l, ..]
-    d_sums  gradient of the loss by `sums`, which are the same for every microbatch; None: forward passes only
+    d_loss, d_router  gradients by the sums, the same for every microbatch; None: forward passes only. d_router may be a
+                      function of the sums of all forward passes, where the schedule turns
     Returns sums and, in float32, the gradients of w.
-    What a branch decides depends on STAGE alone, so all devices of its collectives, which are along other axes, take it.
+    Which branch is taken depends on STAGE alone, so the devices of a collective in it, along other axes, all take it.
     Sends over STAGE: every tick one microbatch's activations forward and their gradient back, and to the loss.
     """
     stage, (table, slots) = jax.lax.axis_index(STAGE), schedules.rows(sched)
     pieces = jax.tree.map(lambda x: x.reshape(sched.microbatches, -1, *x.shape[1:]), batch)
     head = ("norm_D", "embedding_VD" if w.unembedding_DV is None else "unembedding_DV")
-    backwards, how = d_sums is not None, None
+    backwards, how = d_loss is not None, None
 
     def known(m, chunk):
+        """What a forward pass reads besides activations, and a backward pass need not keep: weights, tokens and key."""
         return (w.prefix, at(w.blocks, chunk)), (at(pieces, m), key)
 
     def run(weights, x_btD, context, chunk):
@@ -236,46 +239,47 @@ def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Sc
         piece, here = at(pieces, m), dataclasses.replace(w, **dict(zip(head, weights, strict=True)))
         return vary(spread_loss(here, c, y_btD, piece["targets_BT"], piece["weights_BT"]), WITHOUT_TENSOR)
 
-    def backward(grads, m, chunk, kept, dy_btD):
-        weights, context = known(m, chunk)
-        d_router = at(d_sums["router"], chunk) if d_sums["router"] else nothing(lambda: at(sums["router"], 0))
-        return together(how, kept, (weights, context))((dy_btD, d_router))[:2]
-
-    def add_stage(grads, chunk, d_weights):
-        prefix, blocks = d_weights
-        return grads | {"prefix": add(grads["prefix"], prefix), "blocks": add_at(grads["blocks"], chunk, blocks)}
-
-    def tick(carry, row):
+    def forward_slots(carry, row, own):
         inbox, kept, cotangents, sums, grads = carry
-        own = schedules.Rows(*(x[stage] for x in row))
 
         def work():
             is_first = (stage == 0) & (own.forward_chunk == 0)
-            x_btD = jax.lax.cond(is_first, lambda: enter(w.embedding_VD, own.forward),
-                                 lambda: at(inbox, jnp.maximum(own.forward_from, 0)))  # fmt: skip
+            read = lambda: at(inbox, jnp.maximum(own.forward_from, 0))
+            x_btD = jax.lax.cond(is_first, lambda: enter(w.embedding_VD, own.forward), read)
             return forward(own.forward, own.forward_chunk, x_btD)
 
-        (y_btD, router), keep = jax.lax.cond(own.forward != IDLE, work, lambda: nothing(work))
+        with jax.named_scope("forward_slot"):
+            (y_btD, router), keep = jax.lax.cond(own.forward != IDLE, work, lambda: nothing(work))
         sums = sums | {"router": add_at(sums["router"], jnp.maximum(own.forward_chunk, 0), router)}
         inbox = put(inbox, own.arrive, shift(y_btD, STAGE))
-        if not backwards:
-            return (inbox, kept, cotangents, sums, grads), None
-        kept = put(kept, own.keep, keep)
+        if d_loss is None:
+            return inbox, kept, cotangents, sums, grads
 
         def take_loss():
             weights = tuple(getattr(w, name) for name in head)
             loss, pull = jax.vjp(lambda *args: head_loss(*args, row.loss[0]), weights, y_btD)
-            d_head, dy_btD = pull(d_sums["loss"])
+            d_head, dy_btD = pull(d_loss)
             return loss, dy_btD, grads | {name: add(grads[name], d) for name, d in zip(head, d_head, strict=True)}
 
         no_loss = lambda: (vary(jnp.float32(0), WITHOUT_TENSOR), nothing(lambda: y_btD), grads)
-        loss, dy_btD, grads = jax.lax.cond(row.loss[0] != IDLE, take_loss, no_loss)
+        with jax.named_scope("loss_slot"):
+            loss, dy_btD, grads = jax.lax.cond(row.loss[0] != IDLE, take_loss, no_loss)
         sums = sums | {"loss": sums["loss"] + loss}
-        cotangents = put(cotangents, own.loss_to, dy_btD)
+        return inbox, put(kept, own.keep, keep), put(cotangents, own.loss_to, dy_btD), sums, grads
 
-        def go_back():
-            d_weights, dx_btD = backward(grads, own.backward, own.backward_chunk, at(kept, own.backward_kept),
-                                         at(cotangents, own.backward_from))  # fmt: skip
+    def backward_slots(carry, own, d_router):
+        inbox, kept, cotangents, sums, grads = carry
+
+        def pulled(m, chunk, kept_at, cotangent_at):
+            pull = together(how, at(kept, kept_at), known(m, chunk))
+            return pull((at(cotangents, cotangent_at), at(d_router, chunk)))[:2]
+
+        def add_stage(grads, chunk, d_weights):
+            prefix, blocks = d_weights
+            return grads | {"prefix": add(grads["prefix"], prefix), "blocks": add_at(grads["blocks"], chunk, blocks)}
+
+        def work():
+            d_weights, dx_btD = pulled(own.backward, own.backward_chunk, own.backward_kept, own.backward_from)
             more = grads if sched.splits_backward else add_stage(grads, own.backward_chunk, d_weights)
 
             def entered():
@@ -285,48 +289,75 @@ def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Sc
             is_first = (stage == 0) & (own.backward_chunk == 0)
             return dx_btD, jax.lax.cond(is_first, entered, lambda: more)
 
-        dx_btD, grads = jax.lax.cond(own.backward != IDLE, go_back, lambda: (nothing(lambda: y_btD), grads))
+        with jax.named_scope("backward_slot"):
+            idle = lambda: (nothing(lambda: x_btD), grads)
+            dx_btD, grads = jax.lax.cond(own.backward != IDLE, work, idle)
 
-        def add_weights():
-            d_weights, _ = backward(grads, own.weight, own.weight_chunk, at(kept, own.weight_kept),
-                                    at(cotangents, own.weight_from))  # fmt: skip
+        def weights_alone():
+            d_weights, _ = pulled(own.weight, own.weight_chunk, own.weight_kept, own.weight_from)
             return add_stage(grads, own.weight_chunk, d_weights)
 
         if sched.splits_backward:
-            grads = jax.lax.cond(own.weight != IDLE, add_weights, lambda: grads)
-        cotangents = put(cotangents, own.arrive_back, shift(dx_btD, STAGE, by=-1))
-        return (inbox, kept, cotangents, sums, grads), None
+            with jax.named_scope("weight_slot"):
+                grads = jax.lax.cond(own.weight != IDLE, weights_alone, lambda: grads)
+        return inbox, kept, put(cotangents, own.arrive_back, shift(dx_btD, STAGE, by=-1)), sums, grads
+
+    def run_ticks(carry, ticks: slice, ahead=True, back=True):
+        def tick(carry, row):
+            own = schedules.Rows(*(x[stage] for x in row))
+            carry = forward_slots(carry, row, own) if ahead else carry
+            return backward_slots(carry, own, d_router) if back else carry, None
+
+        return jax.lax.scan(tick, carry, schedules.Rows(*(jnp.asarray(x[ticks]) for x in table)))[0]
 
     x_btD = nothing(lambda: enter(w.embedding_VD, 0))
     (_, router), keep = nothing(forward, stage, stage, x_btD)
     buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
-    sums = {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "router": buffer(router, sched.chunks)}
+    sums = {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "router": buffer(router, sched.chunks),
+            "weight": jnp.sum(batch["weights_BT"])}  # fmt: skip
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), w)
     grads = {field.name: getattr(zeros, field.name) for field in dataclasses.fields(zeros)}
-    start = (buffer(x_btD, slots.inbox), buffer(keep, slots.kept), buffer(x_btD, slots.cotangents), sums, grads)
-    (_, _, _, sums, grads), _ = jax.lax.scan(tick, start, schedules.Rows(*map(jnp.asarray, table)))
-    return sums | {"weight": jnp.sum(batch["weights_BT"])}, dataclasses.replace(w, **grads)
+    carry = (buffer(x_btD, slots.inbox), buffer(keep, slots.kept), buffer(x_btD, slots.cotangents), sums, grads)
+    if d_loss is None:
+        carry = run_ticks(carry, slice(None), back=False)
+    elif callable(d_router):
+        carry = run_ticks(carry, slice(sched.turn), back=False)
+        d_router = d_router(carry[3])
+        carry = run_ticks(carry, slice(sched.turn, None), ahead=False)
+    else:
+        carry = run_ticks(carry, slice(None))
+    *_, sums, grads = carry
+    return sums, dataclasses.replace(w, **grads)
 
 
 def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
     """Loss, metrics and gradients by any schedule. The gradients are added up over microbatches in float32.
 
-    The balance loss needs the loads of the whole batch, which are known when all forward passes are done: where there
-    is one, they are done once more beforehand.
+    The balance loss's gradient needs the loads of the whole batch, which are known when all forward passes are done.
+    Where a schedule does not wait for them, they are done once more beforehand.
     """
     c, v = cfg.model, sched.chunks
-    chunked = lambda w: dataclasses.replace(w, blocks=jax.tree.map(lambda x: to_chunks(x, v), w.blocks))
-    hold = lambda params, c: chunked(model.held(vary(params, AXES), c))
+    chunked = lambda tree: jax.tree.map(lambda x: to_chunks(x, v), tree)
     in_order = lambda sums: sums | {"router": jax.tree.map(lambda x: from_chunks(x, v), sums["router"])}
-    w = hold(params, c)
 
-    known = {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "weight": jnp.sum(batch["weights_BT"]), "router": {}}
-    if c.n_experts and c.balance_loss:
-        known = in_order(follow(w, c, batch, key, schedules.forward_only(sched))[0])
-    d_sums = jax.grad(lambda sums: model.loss(c, sums)[0])(known)
-    d_sums = d_sums | {"router": jax.tree.map(lambda x: to_chunks(x, v), d_sums["router"])}
+    def hold(params, c):
+        w = model.held(vary(params, AXES), c)
+        return dataclasses.replace(w, blocks=chunked(w.blocks))
 
-    sums, d_w = follow(w, c, batch, key, sched, d_sums)
+    def d_router(sums):
+        """Gradient of the loss by the router's sums; those of the loads are not needed, and may be anything."""
+        return chunked(jax.grad(lambda sums: model.loss(c, sums)[0])(in_order(sums))["router"])
+
+    w, loss_alone = hold(params, c), {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "router": {},
+                                      "weight": jnp.sum(batch["weights_BT"])}  # fmt: skip
+    d_loss = jax.grad(lambda sums: model.loss(c, sums)[0])(loss_alone)["loss"]
+    if not sched.turns:
+        ahead = schedules.forward_only(sched)
+        if c.n_experts and c.balance_loss:
+            d_router = d_router(follow(w, c, batch, key, ahead)[0])
+        else:
+            d_router = nothing(lambda: follow(w, c, batch, key, ahead)[0]["router"])
+    sums, d_w = follow(w, c, batch, key, sched, d_loss, d_router)
     loss, metrics = model.loss(c, in_order(sums))
     # The way back from what a step holds to slices, in float32: the forward result is not used.
     exact = dataclasses.replace(c, precision=dataclasses.replace(c.precision, compute="float32"))
@@ -338,7 +369,7 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
 
 
 def schedule(cfg: Config) -> schedules.Schedule:
-    """The schedule of a step: all its microbatches, whatever the accumulation. Two forward passes ahead, for lock-step.
+    """The schedule of a step, all its accumulation passes in one. With one stage, a pass ends before the next begins.
 
     Raises: UserError if there is no such schedule for the mesh, or the layers do not split into its chunks.
     """
@@ -347,7 +378,10 @@ def schedule(cfg: Config) -> schedules.Schedule:
         raise UserError(
             f"cannot split {n} blocks of layers over stage={S} * pipeline.chunks={v} = {S * v} parts "
             f"({n} % {S * v} = {n % (S * v)}); use a multiple of {S * v} blocks, or fewer chunks")  # fmt: skip
-    return schedules.schedule(cfg.pipeline.schedule, S, split.microbatches * split.accumulation, v, lead=2)
+    if cfg.pipeline.schedule == "gpipe" and S > 1:
+        return schedules.gpipe(S, split.microbatches, passes=split.accumulation)
+    name = cfg.pipeline.schedule if S > 1 else "1f1b"
+    return schedules.schedule(name, S, split.microbatches * split.accumulation, v if S > 1 else 1, lead=2)
 
 
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs):
@@ -378,20 +412,18 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     Raises: UserError if the batch or a parameter does not split over the mesh.
     """
     sharding.check_divides(model.declare(cfg.model), mesh)
-    passes, sched = sharding.split_batch(cfg).accumulation, schedule(cfg)
-
-    def local_loss(params, batch, step):
-        key = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
-        w = ready(params, cfg.model)
-        return model.loss(cfg.model, in_passes(lambda part: sums(w, cfg, part, key), batch, passes))
-
-    def local_scheduled(params, batch, step):
-        return scheduled(params, cfg, batch, jax.random.fold_in(jax.random.key(cfg.run.seed), step), sched)
-
+    sched, key = schedule(cfg), lambda step: jax.random.fold_in(jax.random.key(cfg.run.seed), step)
     specs = (P(), model.metric_specs(cfg.model))
-    if cfg.pipeline.schedule != "gpipe":
-        return jax.jit(on_mesh(cfg, mesh, local_scheduled, (*specs, sharding.specs(model.declare(cfg.model)))))
-    loss = on_mesh(cfg, mesh, local_loss, specs)
+
+    def in_one_piece(params, batch, step):
+        return model.loss(cfg.model, sums(ready(params, cfg.model), cfg, batch, key(step)))
+
+    def in_microbatches(params, batch, step):
+        return scheduled(params, cfg, batch, key(step), sched)
+
+    if sched.stages * sched.microbatches > 1:
+        return jax.jit(on_mesh(cfg, mesh, in_microbatches, (*specs, sharding.specs(model.declare(cfg.model)))))
+    loss = on_mesh(cfg, mesh, in_one_piece, specs)
 
     @jax.jit
     def differentiated(params, batch, step):
@@ -403,11 +435,10 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
 
 def evaluate(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout; batches add up."""
-    passes = sharding.split_batch(cfg).accumulation
 
     def local_sums(params, batch, step):
         w = ready(params, cfg.model)
-        totals = in_passes(lambda part: sums(w, cfg, part, None), batch, passes)
+        totals = sums(w, cfg, batch, None)
         return psum(totals["loss"], (*BATCH, CONTEXT, STAGE)), psum(totals["weight"], (*BATCH, CONTEXT))
 
     return jax.jit(on_mesh(cfg, mesh, local_sums, (P(), P())))
@@ -424,3 +455,7 @@ def logits(cfg: Config, mesh: Mesh):
 
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR))
     return jax.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]))
+
+
+if __name__ == "__main__":
+    sys.exit(schedules.main())

@@ -1,6 +1,7 @@
 """Pipeline schedules as data: who works on which microbatch when. Plain Python; no device is touched.
 
     python -m pipeline draw 1f1b --stages 4 --microbatches 8 --out 1f1b.png
+    python -m pipeline compare --stages 4 --microbatches 8
 
 A schedule is an order of operations for each stage. `F` is the forward pass of one microbatch through one chunk of
 layers; `B` its backward pass; where weight gradients wait, `B` makes the gradient of the inputs and `W` that of the
@@ -13,9 +14,12 @@ Letters: S stages, M microbatches, v chunks a stage. Chunk c of stage s holds la
 
 import dataclasses
 import functools
-from typing import NamedTuple
+import json
+import sys
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+import tyro
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
@@ -45,11 +49,17 @@ class Schedule:
     microbatches: int
     chunks: int
     orders: tuple[tuple[Op, ...], ...]  # of each stage
+    turns: bool = False  # no backward pass begins before every stage has done all its forward passes
 
     @functools.cached_property
     def table(self) -> list[list[tuple[Op, ...]]]:
         """Operations of each stage in each tick, [ticks][stages]; empty: idle."""
         return place(self)
+
+    @property
+    def turn(self) -> int | None:
+        """The tick before which all forward passes lie, and after which all backward passes; None: they mix."""
+        return sum(any(op.kind == "F" for cell in row for op in cell) for row in self.table) if self.turns else None
 
     @property
     def splits_backward(self) -> bool:
@@ -61,13 +71,14 @@ class Schedule:
 # tick holds an F and a B, a stage must be twice as far ahead to be never idle: `lead=2`.
 
 
-def gpipe(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """All forward passes, then all backward passes, last microbatch first.
+def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedule:
+    """All forward passes, then all backward passes, last microbatch first; so in each of some accumulation passes.
 
     Source: GPipe, arXiv:1811.06965. Bubble share: (S - 1) / (M + S - 1). Live activations: M.
     """
-    forward = [Op("F", m) for m in range(M)]
-    return Schedule("gpipe", S, M, 1, ((*forward, *(Op("B", m) for m in reversed(range(M)))),) * S)
+    numbers = [range(i * M, (i + 1) * M) for i in range(passes)]
+    order = [op for ms in numbers for op in (*(Op("F", m) for m in ms), *(Op("B", m) for m in reversed(ms)))]
+    return Schedule("gpipe", S, M * passes, 1, (tuple(order),) * S, turns=passes == 1)
 
 
 def alternating(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
@@ -159,11 +170,13 @@ def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
     """Put the orders into ticks, each operation as early as its inputs allow. Raises: ValueError at a deadlock."""
     S, todo, done, table = sched.stages, [list(order) for order in sched.orders], {}, []
     while any(todo):
-        row = []
+        row, forward_left = [], any(op.kind == "F" for order in todo for op in order)
         for s in range(S):
             cell = []
             while todo[s] and (not cell or KINDS.index(todo[s][0].kind) > KINDS.index(cell[-1].kind)):
                 needed = source(todo[s][0], s, S, sched.chunks)
+                if sched.turns and forward_left and todo[s][0].kind != "F":
+                    break
                 # What another stage makes arrives at the end of its tick.
                 if needed and done.get(needed, len(table)) >= len(table) + (needed in done and needed[1] == s):
                     break
@@ -280,7 +293,7 @@ def rows(sched: Schedule) -> tuple[Rows, Slots]:
     when = {(op, s): tick for tick, row in enumerate(table) for s, cell in enumerate(row) for op in cell}
     moment = lambda tick, phase: len(PHASES) * tick + PHASES[phase]
     out = {name: np.full((len(table), S), IDLE) for name in Rows._fields}
-    sizes = dict.fromkeys(Slots._fields, 0)
+    sizes = dict.fromkeys(Slots._fields, 1)
 
     def allot(buffer, s, lives):
         slots = first_fit(lives)
@@ -322,7 +335,12 @@ def rows(sched: Schedule) -> tuple[Rows, Slots]:
                 out[f"{name}_kept"][tick, s], out[f"{name}_from"][tick, s] = kept_at[m, c], cotangent_at[m, c]
                 if op.kind == "B" and not is_last:
                     out["arrive_back"][when[needed], s] = cotangent_at[m, c]
-    for name, buffer in (("keep", "kept"), ("loss_to", "cotangents"), ("arrive", "inbox"), ("arrive_back", "cotangents")):
+    for name, buffer in (
+        ("keep", "kept"),
+        ("loss_to", "cotangents"),
+        ("arrive", "inbox"),
+        ("arrive_back", "cotangents"),
+    ):
         out[name][out[name] == IDLE] = sizes[buffer]
     return Rows(**out), Slots(**sizes)
 
@@ -336,7 +354,7 @@ def last_use(own: dict, m: int, c: int, moment) -> int:
 def forward_only(sched: Schedule) -> Schedule:
     """The forward passes of a schedule, for what must be known before the first backward pass."""
     keep = lambda order: tuple(op for op in order if op.kind == "F")
-    return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)))
+    return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)), turns=False)
 
 
 def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
@@ -416,7 +434,9 @@ def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
             if r.loss[t, s] != due:
                 fail(t, s, f"the loss of microbatch {r.loss[t, s]} is taken, and {due} has left the last stage")
             if s == S - 1 and due != IDLE:
-                write(t, s, cotangents, slots.cotangents, r.loss_to[t, s], ("gradient of", due, v - 1), uses * backwards)
+                write(
+                    t, s, cotangents, slots.cotangents, r.loss_to[t, s], ("gradient of", due, v - 1), uses * backwards
+                )
         for kind, name in (("B", "backward"), ("W", "weight")):
             for s in range(S):
                 m, c = getattr(r, name)[t, s], getattr(r, f"{name}_chunk")[t, s]
@@ -471,12 +491,13 @@ def draw(sched: Schedule, path: str, F: float = 1, B: float = 1, W: float = 1) -
     inches = min(max(found.makespan * 0.36, 6), 22)
     figure, axes = plt.subplots(figsize=(inches, 0.55 * sched.stages + 1.3), layout="constrained")
     for (op, s), (start, end) in found.spans.items():
-        lighter = 1 - 0.45 * op.chunk / max(sched.chunks - 1, 1)
-        axes.barh(s, end - start, left=start, height=0.92, color=colours[op.kind], alpha=lighter, edgecolor="white")
+        alpha = 1 - 0.6 * op.chunk / max(sched.chunks - 1, 1)  # later chunks are lighter
+        axes.barh(s, end - start, left=start, height=0.92, color=colours[op.kind], alpha=alpha, edgecolor="white")
         points = 72 * inches / found.makespan * (end - start)  # of width there are
         if points > 6:
             size = min(9, points / len(str(op.microbatch)))
-            axes.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=size, color="white")
+            axes.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=size,
+                      color="white" if alpha > 0.6 else "black")  # fmt: skip
     for kind in sorted({op.kind for op in sched.orders[0]}, key=KINDS.index):
         axes.bar(0, 0, color=colours[kind], label=names[kind])
     axes.set(yticks=range(sched.stages), yticklabels=[f"stage {s}" for s in range(sched.stages)],
@@ -487,6 +508,106 @@ def draw(sched: Schedule, path: str, F: float = 1, B: float = 1, W: float = 1) -
     title = f"{sched.name}, {sched.stages} stages, {sched.microbatches} microbatches"
     title += f", {sched.chunks} chunks a stage" * (sched.chunks > 1)
     axes.set_title(f"{title}: {found.bubble:.1%} idle, at most {max(found.live)} activations kept", loc="left", size=10)
-    axes.legend(ncols=3, loc="upper left", bbox_to_anchor=(0, -0.28 if sched.stages < 6 else -0.14), frameon=False)
+    figure.legend(ncols=3, loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=160)
     plt.close(figure)
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Shape:
+    """A schedule, and how long its operations take."""
+
+    name: Annotated[Literal["gpipe", "1f1b", "interleaved", "zb"], tyro.conf.Positional]
+    stages: int = 4  # S
+    microbatches: int = 8  # M
+    chunks: int = 1  # v, parts of the layers on each stage; interleaved only
+    lead: Literal[1, 2] = 1  # 1: as published; 2: further ahead, as the lock-step executor runs it
+    forward: float = 1.0  # time of a forward pass through one stage
+    backward: float = 1.0  # of the gradient of its inputs
+    weight: float = 1.0  # of the gradient of its weights; zb delays it, elsewhere it is part of the backward pass
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule(self.name, self.stages, self.microbatches, self.chunks, self.lead)
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        if self.schedule.splits_backward:
+            return self.forward, self.backward, self.weight
+        return self.forward, self.backward + self.weight, 0.0
+
+
+@dataclasses.dataclass
+class Draw(Shape):
+    """Draw what each stage does over time into a picture file."""
+
+    out: str = "schedule.png"  # PNG, SVG or PDF
+
+    def __call__(self) -> None:
+        draw(self.schedule, self.out, *self.times)
+        print(f"wrote {self.out}")
+
+
+@dataclasses.dataclass
+class Show(Shape):
+    """Print the table of ticks, and what the schedule costs."""
+
+    def __call__(self) -> None:
+        check(self.schedule)
+        print(text(self.schedule))
+        print(Costs(self.schedule, *self.times))
+
+
+@dataclasses.dataclass
+class Compare:
+    """Print what each schedule costs for one number of stages and microbatches."""
+
+    stages: int = 4  # S
+    microbatches: int = 8  # M
+    json: bool = False  # one JSON object a line instead
+
+    def __call__(self) -> None:
+        for name in SCHEDULES:
+            try:
+                shape = Shape(name, self.stages, self.microbatches, 2 if name == "interleaved" else 1, lead=2)
+                costs = Costs(shape.schedule, *shape.times)
+            except UserError as error:
+                print(f"{name:12} {error}", file=sys.stderr)
+                continue
+            print(json.dumps(dataclasses.asdict(costs)) if self.json else f"{name:12} {costs}")
+
+
+@dataclasses.dataclass
+class Costs:
+    """What a schedule costs, in the unit of the times given."""
+
+    schedule: str
+    bubble: float  # share of the makespan, asynchronous
+    makespan: float
+    lock_step: float  # makespan in lock-step
+    live: int  # most activations kept by a stage
+    ticks: int
+
+    def __init__(self, sched: Schedule, F: float, B: float, W: float):
+        found = simulate(sched, F, B, W)
+        self.schedule, self.bubble, self.makespan, self.live = sched.name, found.bubble, found.makespan, max(found.live)
+        self.lock_step, self.ticks = lock_step(sched, F, B, W), len(sched.table)
+
+    def __str__(self) -> str:
+        return (f"bubble {self.bubble:.1%}, makespan {self.makespan:g}, in lock-step {self.lock_step:g} "
+                f"({self.ticks} ticks), at most {self.live} activations kept by a stage")  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"draw": Draw, "show": Show, "compare": Compare}, args=argv, prog="python -m pipeline"
+    )
+    try:
+        command()
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

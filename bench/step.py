@@ -1,0 +1,182 @@
+"""What one training step costs on simulated devices: seconds, memory, bytes on the wire, FLOPs.
+
+`python -m bench.step` measures a small MoE on fsdp=2,stage=2,tensor=2; a preset, `--mesh` and any setting of main.py
+make it another one; `--json` prints one line for a program instead of a table. No tokens are needed.
+
+Seconds of simulated devices, which share this machine's cores, compare programs, not machines. Bytes and FLOPs are
+those of the compiled program, on the busiest device: a stage's idle ticks are not counted. `temp_bytes` is XLA's
+temp_size_in_bytes, which is one device's on CPU too: a function of local shards has the same on 1, 2 and 8 devices.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, fields
+
+import numpy as np
+import tyro
+
+import utils
+from utils import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, UserError
+
+MOST_DEVICES = 64  # simulated devices are threads of one process
+DEFAULT = Config(
+    model=ModelConfig(
+        vocab_size=512, d_model=128, n_layers=8, n_heads=4, d_head=32, d_rope=32, d_value=32, d_query_latent=32,
+        d_kv_latent=32, d_ff=512, activation="gelu", n_experts=4, top_k=2, n_shared=1, d_expert=512, moe_every=2,
+        balance_loss=0.01, remat="full", gather="step", precision=FLOAT32),
+    mesh=MeshConfig(fsdp=2, stage=2, tensor=2),
+    data=DataConfig(seq_len=128, batch_size=16),
+    pipeline=PipelineConfig(microbatches=4),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments(Config):
+    json: bool = False  # print one line of JSON instead of a table
+    steps: int = 5  # steps that are timed, after one that is not; the best counts
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Read `[PRESET] [--flags]`; the preset says what the flags' defaults are."""
+    has_preset = argv and not argv[0].startswith("-")
+    start, flags = (utils.preset(argv[0]), argv[1:]) if has_preset else (DEFAULT, argv)
+    args = tyro.cli(
+        Arguments, prog="python -m bench.step [PRESET]", description=__doc__.split("\n\n")[0], args=flags,
+        default=Arguments(**vars(start)), use_underscores=True, compact_help=True,
+    )  # fmt: skip
+    if args.steps < 1:
+        raise UserError(f"steps={args.steps}: must be at least 1")
+    if args.mesh.devices > MOST_DEVICES:
+        raise UserError(
+            f"mesh {args.mesh} needs {args.mesh.devices} devices, and at most {MOST_DEVICES} are simulated; "
+            "use smaller axes"
+        )
+    return args
+
+
+def say(*words) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+def random_batch(cfg: Config) -> dict[str, np.ndarray]:
+    """A batch like those of dataset.batch: one document a row, a target at every position."""
+    rng, shape = np.random.default_rng(cfg.data.seed), (cfg.data.batch_size, cfg.data.seq_len)
+    tokens = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
+    return {
+        "tokens_BT": tokens(),
+        "targets_BT": tokens(),
+        "positions_BT": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+        "segments_BT": np.ones(shape, np.int32),
+        "weights_BT": np.ones(shape, np.float32),
+    }
+
+
+def measure(cfg: Config, steps: int) -> dict:
+    """Compile and run the training step. JAX is imported here, once it is known how many devices to simulate."""
+    import jax
+
+    import model
+    import optimizer
+    import sharding
+
+    # A program that comes out of a cache says nothing of the time to compile it.
+    jax.config.update("jax_enable_compilation_cache", False)
+    mesh, split = sharding.make_mesh(cfg.mesh), sharding.split_batch(cfg)
+    sharding.check_divides(model.declare(cfg.model), mesh)
+    batch = sharding.put(random_batch(cfg), mesh)
+    describe = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    shapes = jax.tree.map(describe, optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+
+    say(f"mesh {cfg.mesh}: {split}")
+    begin = time.perf_counter()
+    lowered = optimizer.train_step(cfg, mesh).lower(shapes, batch)
+    lower_s, begin = time.perf_counter() - begin, time.perf_counter()
+    say(f"lowered in {lower_s:.1f} s; compiling ..")
+    step = lowered.compile()
+    compile_s = time.perf_counter() - begin
+    say(f"compiled in {compile_s:.1f} s; taking {steps + 1} steps ..")
+    step_s = best_seconds(step, optimizer.init(cfg, mesh), batch, steps)
+    temp_bytes = step.memory_analysis().temp_size_in_bytes
+    return dict(lower_s=lower_s, compile_s=compile_s, step_s=step_s, temp_bytes=temp_bytes) | read(cfg, mesh, step)
+
+
+def best_seconds(step, state, batch, steps: int) -> float:
+    """The fewest seconds of a step, from its call until all it returns is there. The first is not timed."""
+    import jax
+
+    seconds = []
+    for _ in range(steps + 1):
+        begin = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
+
+
+def read(cfg: Config, mesh, step) -> dict:
+    """Bytes on the wire of one device, and FLOPs of all over those of the model, in one step."""
+    import ledger
+    import planner
+
+    text = step.as_text()
+    found = ledger.read(text, mesh, shares(cfg, text))
+    rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
+    return {
+        "wire_bytes": round(found.total.wire_bytes),
+        "flops_ratio": found.flops * mesh.size / planner.plan(cfg).model_flops,
+        "collectives": round(found.total.count),
+        **{f"collectives_by_{field}": rows(field) for field in ("kind", "axes", "source")},
+    }
+
+
+def shares(cfg: Config, text: str) -> dict:
+    """How often the conditionals of a step, by their named scopes, do something: see `ledger.read`.
+
+    In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers.
+    """
+    import sharding
+
+    split = sharding.split_batch(cfg)
+    microbatches = split.microbatches * split.accumulation
+    runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), microbatches * cfg.pipeline.chunks)
+    runs["loss_slot"] = microbatches
+    known = {scope: lambda ticks, n=n: n / ticks for scope, n in runs.items()} | {"not_finite": 0.0}
+    conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
+    if cfg.mesh.stage > 1 and "forward_slot" not in conditionals:
+        say("no conditional lies in scope forward_slot: idle ticks of a stage are counted as work")
+    return {scope: share for scope, share in known.items() if scope in conditionals}
+
+
+def table(found: dict) -> str:
+    mib = lambda size: f"{size / 2**20:,.2f} MiB"
+    lines = [
+        f"lower {found['lower_s']:.2f} s, compile {found['compile_s']:.2f} s, step {found['step_s']:.3f} s",
+        f"temporary memory {mib(found['temp_bytes'])} a device",
+        f"on the wire {mib(found['wire_bytes'])} a device and step, in {found['collectives']:,} collectives",
+        f"FLOPs {found['flops_ratio']:.3f} x those of the model",
+    ]
+    for field in ("kind", "axes", "source"):
+        lines += ["", f"{'by ' + field:48} {'executed':>9}  {'on the wire':>13}"]
+        for name, total in found[f"collectives_by_{field}"].items():
+            lines.append(f"  {name:46} {total['count']:>9,.0f}  {mib(total['wire_bytes']):>13}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        cfg = Config(**{f.name: getattr(args, f.name) for f in fields(Config)})
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        utils.simulate_devices(cfg.mesh.devices)
+        found = measure(cfg, args.steps)
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    print(json.dumps(found) if args.json else table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

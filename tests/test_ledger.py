@@ -1,0 +1,433 @@
+"""Claims about the ledger: what it reads in a compiled program is what the program was written to do.
+
+Unless a test says otherwise the mesh is stage=2, fsdp=2, tensor=2, and expected numbers are worked out by hand.
+"""
+
+import collections
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import ledger
+import sharding
+from bench import step as bench_step
+from sharding import FSDP, STAGE, TENSOR
+from utils import replace
+
+ROOT = Path(__file__).resolve().parent.parent
+ALL = (STAGE, FSDP, TENSOR)
+SIZES = {"data": 1, STAGE: 2, FSDP: 2, "expert": 1, "context": 1, TENSOR: 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lines_of_this_program():
+    """A program kept from an earlier run of the tests says on which lines its source stood then."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+def compiled(function, *shapes):
+    """HLO text of a function of local shards, which are cut from dim 0 of float32 arrays of these whole shapes."""
+    mesh = sharding.make_mesh("stage=2,fsdp=2,tensor=2")
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=(P(ALL),) * len(shapes), out_specs=P(ALL))
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, P(ALL))) for s in shapes]
+    return jax.jit(sharded).lower(*arrays).compile().as_text()
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+LOCAL_BYTES = 4 * 24 * 4  # of a device's x_bD, float32 [4, 24]
+
+
+def ring(axes):
+    n = 2 ** len(axes)
+    return [(i, (i + 1) % n) for i in range(n)]
+
+
+# kind -> what does it, and how many bytes are joined or sent on n devices
+COLLECTIVES = {
+    "all-gather": (lambda x, a: sharding.all_gather(x, a, dim=1), lambda n: n * LOCAL_BYTES),
+    "reduce-scatter": (lambda x, a: sharding.reduce_scatter(x, a, dim=1), lambda n: LOCAL_BYTES),
+    "all-reduce": (lambda x, a: sharding.vary(sharding.psum(x, a), ALL), lambda n: LOCAL_BYTES),
+    "all-to-all": (lambda x, a: sharding.all_to_all(x, a, split_dim=1, join_dim=0), lambda n: LOCAL_BYTES),
+    "collective-permute": (lambda x, a: jax.lax.ppermute(x, a, ring(a)), lambda n: LOCAL_BYTES),
+}
+
+
+@pytest.mark.parametrize("axes", [(FSDP,), (STAGE, TENSOR)], ids="*".join)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_collective_has_its_axes_and_its_price(kind, axes):
+    """Catches axes found by the size of a group alone, an axis of size 1 taken for one that is used, and prices that
+    mistake a slice for the whole."""
+    function, payload = COLLECTIVES[kind]
+    (one,) = ledger.read(compiled(lambda x: function(x, axes), (32, 24)), SIZES).collectives
+    n = 2 ** len(axes)
+    sent = {"all-reduce": 2 * payload(n) * (n - 1) // n, "collective-permute": payload(n)}
+    assert (one.kind, one.axes, one.dtype, one.count, one.asynchronous) == (kind, axes, "f32", 1, False)
+    assert (one.payload_bytes, one.wire_bytes) == (payload(n), sent.get(kind, payload(n) * (n - 1) // n))
+
+
+def test_the_source_is_the_line_that_calls_a_thin_collective():
+    """Catches a list in which every collective comes from sharding.py."""
+
+    def gather(x):
+        return sharding.all_gather(x, FSDP, dim=1)
+
+    (one,) = ledger.read(compiled(gather, (32, 24)), SIZES).collectives
+    line = gather.__code__.co_firstlineno + 1
+    name = "test_the_source_is_the_line_that_calls_a_thin_collective.gather"
+    assert one.source == f"test_ledger.py:{line} in {name}"
+    assert one.scope == "jit(gather)/shard_map/all_gather"
+
+
+@pytest.mark.parametrize("text, groups", [
+    ("{{0,4},{1,5}}", [[0, 4], [1, 5]]),
+    ("{}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ("[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("mesh['a'=2,'b'=4] {'a'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [[3, 1], [2, 0]]),
+    ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ("mesh['a'=8] {'a':(1)2,'a':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+])  # fmt: skip
+def test_every_notation_of_groups_is_read(text, groups):
+    """Catches the notation that one compiler writes and another does not. The lists are written out by hand."""
+    assert sorted(ledger.device_groups(text, 8)) == sorted(groups)
+    line = f"all-gather(%x), replica_groups={text}, dimensions={{0}}"
+    assert re.search("replica_groups=" + ledger.GROUPS, line)[1] == text
+
+
+@pytest.mark.parametrize("kind, groups", [
+    ("all-gather", "{{0,3},{1,2},{4,7},{5,6}}"),  # pairs along no axis
+    ("all-gather", "{{0,1},{2,3}}"),  # half of the devices
+    ("collective-permute", "{{0,1},{1,0},{2,3},{3,2}}"),  # stage 0 swaps, stage 1 does not
+])  # fmt: skip
+def test_groups_along_no_axes_have_no_axes(kind, groups):
+    """Catches a collective inside one stage, say, that is booked on an axis it only half runs along."""
+    assert ledger.axes_of(kind, groups, tuple(SIZES.items()))[0] == ("?",)
+
+
+def test_devices_outside_the_mesh_are_refused():
+    """Catches a program read with the mesh of another one."""
+    with pytest.raises(ValueError, match=re.escape("all-gather: cannot read its devices {{0,8}} on mesh")):
+        ledger.axes_of("all-gather", "{{0,8}}", tuple(SIZES.items()))
+
+
+# Loops and conditionals -----------------------------------------------------------------------------------------------
+
+LAYERS, TICKS, B, D = 3, 5, 6, 16  # [6, 16] activations, and the 16 x 16 weight of a layer, split over FSDP
+PRODUCT_FLOPS = 2 * B * D * D
+
+
+def network(w_lDD, x_bD):
+    """TICKS passes through LAYERS layers: a gather and a product a layer, a permute a tick."""
+    w_LdD = sharding.all_gather(w_lDD, (STAGE, TENSOR), dim=0).reshape(LAYERS + 1, D // 2, D)[:LAYERS]
+
+    def layer(x_bD, w_dD):
+        w_DD = sharding.all_gather(w_dD, FSDP, dim=0)
+        return jnp.tanh(x_bD @ w_DD), None
+
+    def tick(x_bD, _):
+        x_bD = jax.lax.scan(layer, x_bD, w_LdD)[0]
+        return jax.lax.ppermute(x_bD, STAGE, [(0, 1), (1, 0)]), None
+
+    return jax.lax.scan(tick, x_bD, None, TICKS)[0]
+
+
+SHAPES = (8, D // 2, D), (8 * B, D)
+
+
+def counts(found: ledger.Ledger) -> dict:
+    return dict(
+        sum((collections.Counter({(c.kind, c.axes): c.count}) for c in found.collectives), collections.Counter())
+    )
+
+
+@pytest.fixture(scope="module")
+def nested_text():
+    return compiled(network, *SHAPES)
+
+
+def without_trip_counts(text):
+    cut = re.sub(r',?"known_trip_count":\{"n":"\d+"\}', "", text)
+    assert cut != text
+    return cut
+
+
+@pytest.mark.parametrize("edit", [str, without_trip_counts])
+def test_what_a_loop_holds_counts_once_a_trip(nested_text, edit):
+    """Catches a loop body counted once, one that counts the trips of the inner or of the outer loop only, and trips
+    that are known only where the compiler wrote them down (on TPU it does not)."""
+    found = ledger.read(edit(nested_text), SIZES)
+    assert counts(found) == {
+        ("all-gather", (STAGE, TENSOR)): 1,
+        ("all-gather", (FSDP,)): LAYERS * TICKS,
+        ("collective-permute", (STAGE,)): TICKS,
+    }
+    assert found.flops == LAYERS * TICKS * PRODUCT_FLOPS
+
+
+def test_the_backward_pass_is_twice_the_forward_pass():
+    """Catches products or collectives of the transposed loop that are not found, or found twice."""
+
+    def loss(w, x):
+        return sharding.psum(jnp.sum(network(w, x) ** 2), ALL)
+
+    found = ledger.read(compiled(jax.grad(loss, argnums=(0, 1)), *SHAPES), SIZES)
+    assert found.flops == 3 * LAYERS * TICKS * PRODUCT_FLOPS
+    assert counts(found) == {
+        ("all-gather", (STAGE, TENSOR)): 1,
+        ("all-gather", (FSDP,)): LAYERS,  # autodiff takes out of the loop over ticks what no tick changes
+        ("collective-permute", (STAGE,)): 2 * TICKS,
+        ("reduce-scatter", (FSDP,)): LAYERS * TICKS,
+        ("reduce-scatter", (STAGE, TENSOR)): 1,
+    }
+
+
+def test_a_loop_without_an_end_in_sight_is_refused():
+    """Catches a loop of unknown length that is counted once in silence."""
+
+    def until_small(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
+
+    with pytest.raises(ValueError, match=r"loop %while\S* runs \(jit\(until_small\)/.*, test_ledger.py:\d+ in"):
+        ledger.read(compiled(until_small, (32, 24)), SIZES)
+
+
+def test_a_conditional_costs_its_dearest_branch():
+    """Catches a conditional that costs nothing, all its branches, or the first; a share that is forgotten, or taken
+    once more for a conditional inside; and a share of a scope that does not exist."""
+
+    def gathered(x_bD):
+        return jnp.sum(sharding.all_gather(x_bD, FSDP, dim=0), axis=0, keepdims=True) + x_bD
+
+    def slot(x_bD):
+        on = jax.lax.axis_index(STAGE) == 0
+        square = x_bD.T @ x_bD
+        twice = lambda x_bD: jax.lax.cond(on, lambda x: gathered(x) @ square @ square, lambda x: x @ square, x_bD)
+        with jax.named_scope("forward_slot"):
+            return jax.lax.cond(x_bD[0, 0] > 0, lambda x: x, twice, x_bD)
+
+    def ticks(x_bD):
+        return jax.lax.scan(lambda x_bD, _: (slot(x_bD), None), x_bD, None, TICKS)[0]
+
+    text = compiled(ticks, (8 * B, D))
+    square_flops, dear_flops = 2 * D * B * D, 2 * PRODUCT_FLOPS
+    found = ledger.read(text, SIZES)
+    assert counts(found) == {("all-gather", (FSDP,)): TICKS}
+    assert found.flops == TICKS * (square_flops + dear_flops)
+    for share in (0.8, lambda ticks: 4 / ticks):
+        found = ledger.read(text, SIZES, {"forward_slot": share})
+        assert counts(found) == {("all-gather", (FSDP,)): 4}
+        assert found.flops == 5 * square_flops + 4 * dear_flops
+    with pytest.raises(ValueError, match="shares: no conditional lies in scope backward_slot"):
+        ledger.read(text, SIZES, {"backward_slot": 0.5})
+
+
+# Other texts ----------------------------------------------------------------------------------------------------------
+
+# Cut from what the TPU compilers (v4 and v5e) made of a scan over 6 layers whose weights are gathered one ahead.
+# Shapes, groups and layouts are theirs; what the ledger does not read is left out.
+TPU = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+FileNames
+1 "/somewhere/model.py"
+2 "/somewhere/sharding.py"
+
+FunctionNames
+1 "f.<locals>.layer"
+2 "all_gather"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=18 end_line=18 column=12 end_column=12}
+2 {file_name_id=2 function_name_id=2 line=240 end_line=240 column=4 end_column=4}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%fused_computation.74 (param_0.174: bf16[1,512,2048]) -> (bf16[1,512,2048], bf16[1,2048,2048], u32[]) {
+  %param_0.174 = bf16[1,512,2048]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.13 = bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.174), channel_id=2, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}, metadata={op_name="jit(f)/while/body/all_gather" stack_frame_id=2}, backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
+  ROOT %custom-call.15 = (bf16[1,512,2048]{2,1,0:T(8,128)(2,1)S(1)}, bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) custom-call(%all-gather.13), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.103 (param_0.182: bf16[1,512,2048], param_16.14: bf16[2048,2048], param_17.13: bf16[8192,2048]) -> (bf16[8192,2048], bf16[1,2048,2048]) {
+  %param_0.182 = bf16[1,512,2048]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %param_16.14 = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(1)
+  %param_17.13 = bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)} parameter(2)
+  %convolution.26 = bf16[8192,2048]{1,0:T(8,128)(2,1)S(3)} convolution(%param_17.13, %param_16.14), dim_labels=bf_io->bf, metadata={op_name="jit(f)/while/body/bD,Df->bf/dot_general" stack_frame_id=1}
+  %all-gather.15 = bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%param_0.182), channel_id=2, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}, metadata={op_name="jit(f)/while/body/all_gather" stack_frame_id=2}, backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
+  ROOT %tuple.9 = (bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}, bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)S(1)}) tuple(%convolution.26, %all-gather.15)
+}
+
+%all-reduce-scatter.1 (input.3: bf16[2048,2048]) -> bf16[512,2048] {
+  %input.3 = bf16[2048,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-reduce.8 = bf16[2048,2048]{1,0:T(8,128)(2,1)} all-reduce(%input.3), channel_id=5, replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true, to_apply=%region_7.8.clone, frontend_attributes={from-cross-replica-sharding="true"}
+  %partition-id.15 = u32[] partition-id()
+  %constant.267 = u32[] constant(0)
+  ROOT %dynamic-slice.37 = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.8, %partition-id.15, %constant.267), dynamic_slice_sizes={512,2048}
+}
+
+%wide.body (wide.param.2: (s32[], bf16[1,512,2048], bf16[2048,2048], bf16[8192,2048])) -> (s32[], bf16[1,512,2048], bf16[2048,2048], bf16[8192,2048]) {
+  %constant.136..sunk = s32[]{:T(128)} constant(1)
+  %wide.param.2 = (s32[]{:T(128)}, bf16[1,512,2048]{2,1,0:T(8,128)(2,1)}, bf16[2048,2048]{1,0:T(8,128)(2,1)}, /*index=3*/bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %get-tuple-element.1 = s32[]{:T(128)} get-tuple-element(%wide.param.2), index=0
+  %get-tuple-element.2 = bf16[1,512,2048]{2,1,0:T(8,128)(2,1)} get-tuple-element(%wide.param.2), index=1
+  %get-tuple-element.3 = bf16[2048,2048]{1,0:T(8,128)(2,1)} get-tuple-element(%wide.param.2), index=2
+  %get-tuple-element.4 = bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%wide.param.2), index=3
+  %copy.86 = s32[]{:T(128)} copy(%get-tuple-element.1)
+  %add.168 = s32[]{:T(128)} add(%copy.86, %constant.136..sunk)
+  %async-collective-start = (bf16[1,512,2048]{2,1,0:T(8,128)(2,1)S(1)}, bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%get-tuple-element.2), kind=kCustom, calls=%fused_computation.74
+  %fusion.103 = (bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}, bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)S(1)}) fusion(%get-tuple-element.2, %get-tuple-element.3, %get-tuple-element.4), kind=kOutput, calls=%async_collective_fusion.103
+  %fusion.97 = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} fusion(%get-tuple-element.3), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %tuple.85 = (s32[]{:T(128)}, bf16[1,512,2048]{2,1,0:T(8,128)(2,1)}, bf16[2048,2048]{1,0:T(8,128)(2,1)}, /*index=3*/bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}) tuple(%add.168, %get-tuple-element.2, %get-tuple-element.3, /*index=3*/%get-tuple-element.4)
+}
+
+%wide.condition (wide.param.3: (s32[], bf16[1,512,2048], bf16[2048,2048], bf16[8192,2048])) -> pred[] {
+  %constant.209 = s32[]{:T(128)} constant(6)
+  %wide.param.3 = (s32[]{:T(128)}, bf16[1,512,2048]{2,1,0:T(8,128)(2,1)}, bf16[2048,2048]{1,0:T(8,128)(2,1)}, /*index=3*/bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %get-tuple-element.9 = s32[]{:T(128)} get-tuple-element(%wide.param.3), index=0
+  ROOT %lt.39 = pred[]{:T(512)} compare(%get-tuple-element.9, %constant.209), direction=LT
+}
+
+ENTRY %main (param.1: bf16[1,512,2048], param.2: bf16[2048,2048], param.3: bf16[8192,2048], param.4: bf16[4,256,8,256], param.5: bf16[4,8,256,256]) -> bf16[4,8,256,256] {
+  %param.1 = bf16[1,512,2048]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param.2 = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(1)
+  %param.3 = bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)} parameter(2)
+  %param.4 = bf16[4,256,8,256]{3,1,2,0:T(8,128)(2,1)} parameter(3)
+  %param.5 = bf16[4,8,256,256]{3,2,1,0:T(8,128)(2,1)} parameter(4)
+  %constant.187 = s32[]{:T(128)} constant(0)
+  %copy.186 = s32[]{:T(128)} copy(%constant.187)
+  %tuple.86 = (s32[]{:T(128)}, bf16[1,512,2048]{2,1,0:T(8,128)(2,1)}, bf16[2048,2048]{1,0:T(8,128)(2,1)}, /*index=3*/bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}) tuple(%copy.186, %param.1, %param.2, /*index=3*/%param.3)
+  %while.53 = (s32[]{:T(128)}, bf16[1,512,2048]{2,1,0:T(8,128)(2,1)}, bf16[2048,2048]{1,0:T(8,128)(2,1)}, /*index=3*/bf16[8192,2048]{1,0:T(8,128)(2,1)S(1)}) while(%tuple.86), condition=%wide.condition, body=%wide.body, metadata={op_name="jit(f)/while" stack_frame_id=1}
+  %collective-permute-start = (bf16[2048,2048]{1,0:T(8,128)(2,1)S(3)}, bf16[2048,2048]{1,0:T(8,128)(2,1)S(3)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%param.2), channel_id=1, source_target_pairs={{0,1},{2,3},{4,5},{6,7}}, metadata={op_name="jit(f)/ppermute" stack_frame_id=1}
+  %collective-permute-done = bf16[2048,2048]{1,0:T(8,128)(2,1)S(3)} collective-permute-done(%collective-permute-start)
+  %all-reduce.3 = (f32[256]{0:T(256)}, bf16[2048,2048]{1,0:T(8,128)(2,1)}) all-reduce(%bias.1, %param.2), channel_id=9, replica_groups={}, use_global_device_ids=true, to_apply=%region_7.8.clone
+  %bias.1 = f32[256]{0:T(256)} parameter(5)
+  %ragged-dot-none.1 = f32[8192,2048]{1,0:T(8,128)S(3)} custom-call(%param.3, %param.2), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}, backend_config={"custom_call_config":{"body":"TUzvUg==","cost_estimate":{"flops":"68719476736","transcendentals":"0"}}}
+  ROOT %convolution-base-dilated.2 = bf16[4,8,256,256]{3,2,1,0:T(8,128)(2,1)} convolution(%param.5, %param.4), window={size=4x8 stride=3x7 lhs_dilate=4x8}, dim_labels=01bf_0i1o->01bf, metadata={op_name="jit(f)/bhst,bthK->bshK/dot_general" stack_frame_id=1}
+}
+"""  # noqa: E501
+
+
+def test_tpu_text_is_read():
+    """Catches what only TPU programs have: products written as (dilated) convolutions, a gather copied into every
+    fusion that overlaps with it, a reduce-scatter in the guise of an all-reduce, one all-reduce of several arrays, trip
+    counts that stand nowhere, kernels that state their FLOPs, layouts with brackets."""
+    found = ledger.read(TPU, {"fsdp": 4, "tensor": 2})
+    matrix = 2048 * 2048 * 2  # bytes
+    rows = [(c.kind, c.axes, c.count, c.payload_bytes, c.wire_bytes, c.asynchronous) for c in found.collectives]
+    assert sorted(rows) == sorted([
+        ("all-gather", ("fsdp",), 6, matrix, matrix * 3 // 4, True),
+        ("reduce-scatter", ("fsdp",), 6, matrix, matrix * 3 // 4, False),
+        ("collective-permute", ("tensor",), 1, matrix, matrix, True),
+        ("all-reduce", ("fsdp", "tensor"), 1, matrix + 1024, (matrix + 1024) * 7 // 4, False),
+    ])  # fmt: skip
+    assert {c.kind: c.dtype for c in found.collectives}["all-reduce"] == "bf16+f32"
+    assert {c.kind: c.source for c in found.collectives} == {
+        "all-gather": "model.py:18 in f.layer",
+        "reduce-scatter": "?",
+        "collective-permute": "model.py:18 in f.layer",
+        "all-reduce": "?",
+    }
+    batched = 2 * (4 * 8) * 256 * 256 * 256  # one product of 256 x 256 x 256 in each of 4 * 8 places of the batch
+    assert found.flops == 6 * 2 * 8192 * 2048 * 2048 + 68719476736 + batched
+    assert found.by("axes")["fsdp"] == ledger.Total(12, 12 * matrix * 3 / 4)
+
+
+@pytest.mark.parametrize("window, pairs", [
+    ("size=3 pad=1_1", 5 * 3 - 2),  # both ends lose one
+    ("size=3 stride=2", 2 * 3),
+    ("size=2 rhs_dilate=3", 2 * 2),
+])  # fmt: skip
+def test_a_convolution_counts_inputs_not_padding(window, pairs):
+    """Catches a convolution priced as if every weight met an input at every place."""
+    out = {"size=3 pad=1_1": 5, "size=3 stride=2": 2, "size=2 rhs_dilate=3": 2}[window]
+    text = ("HloModule m\n\nENTRY %main (a: f32[7,5,4], b: f32[3,4,6]) -> f32[7,5,6] {\n"
+            "  %a = f32[7,5,4]{2,1,0} parameter(0)\n"
+            "  %b = f32[3,4,6]{2,1,0} parameter(1)\n"
+            f"  ROOT %c = f32[7,{out},6]{{2,1,0}} convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f\n"
+            "}\n")  # fmt: skip
+    assert ledger.read(text, {"fsdp": 1}).flops == 2 * 7 * 6 * 4 * pairs
+
+
+def test_thousands_of_computations_are_no_matter():
+    """Catches a reader that calls itself for every computation within a computation, or that goes over the text again
+    for each of them."""
+    product = "  %a.{0} = f32[2,3]{{1,0}} parameter(0)\n  ROOT %d.{0} = f32[2,2]{{1,0}} dot(%a.{0}, %a.{0}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}\n"  # noqa: E501
+    call = "  %p.{0} = f32[2,3]{{1,0}} parameter(0)\n  ROOT %c.{0} = f32[2,2]{{1,0}} call(%p.{0}), to_apply=%f.{1}\n"
+    head = "%f.{0} (p: f32[2,3]) -> f32[2,2] {{\n"
+    parts = [(head + (call if i else product) + "}}\n\n").format(i, i - 1) for i in range(5000)]
+    parts[-1] = "ENTRY " + parts[-1]
+    assert ledger.read("HloModule m\n\n" + "".join(parts), {"fsdp": 1}).flops == 2 * 2 * 2 * 3
+
+
+def test_text_that_is_no_program_is_refused():
+    """Catches jaxpr or StableHLO text that gives an empty ledger."""
+    with pytest.raises(ValueError, match=r"pass compiled\.as_text\(\)"):
+        ledger.read("module @jit_f {}", SIZES)
+
+
+# The bench ------------------------------------------------------------------------------------------------------------
+
+
+def bench(*flags):
+    command = [sys.executable, "-m", "bench.step", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_bench_prints_one_line_of_json():
+    """Catches words on stdout that a program would have to read past, a number that is gone, and FLOPs that miss or
+    double the loop over layers: what attention computes beyond the causal half keeps the ratio above 1."""
+    dense = "--model.n_layers 4 --model.n_experts 0 --model.dense_prefix 0 --mesh fsdp=2 --steps 1 --json"
+    done = bench("tiny", *dense.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    found = json.loads(done.stdout)
+    assert all(found[name] > 0 for name in "lower_s compile_s step_s temp_bytes wire_bytes".split())
+    assert 1 < found["flops_ratio"] < 1.5
+    assert isinstance(found["collectives"], int)
+    assert sum(part["wire_bytes"] for part in found["collectives_by_kind"].values()) == found["wire_bytes"]
+    assert set(found["collectives_by_axes"]) == {"fsdp"}
+
+
+def test_the_bench_refuses_before_it_starts(capsys):
+    """Catches a traceback for what a user can cause, and a mesh whose devices this machine cannot even pretend."""
+    assert bench_step.main("--mesh fsdp=32,tensor=4".split()) == 2
+    said = "error: mesh fsdp=32,tensor=4 needs 128 devices, and at most 64 are simulated; use smaller axes\n"
+    assert capsys.readouterr().err == said
+    assert bench_step.main(["tinny"]) == 2
+    assert capsys.readouterr().err.startswith("error: no preset is called 'tinny'; did you mean 'tiny'?")
+
+
+def test_idle_ticks_are_not_counted(capsys):
+    """Catches a bench that books every tick of a stage as work, and one that does so without a word."""
+    cfg = replace(bench_step.DEFAULT, **{"pipeline.schedule": "interleaved", "pipeline.chunks": 2})
+    line = '  %c.1 = f32[] conditional(%p), metadata={op_name="jit(step)/while/body/forward_slot/cond"}\n'
+    found = bench_step.shares(cfg, line + line.replace("forward", "loss"))
+    assert {scope: share(10) for scope, share in found.items()} == {"forward_slot": 0.8, "loss_slot": 0.4}
+    assert bench_step.shares(cfg, "") == {}
+    assert "idle ticks of a stage are counted as work" in capsys.readouterr().err
+
+
+def test_the_bench_measures_what_it_says():
+    """Catches a default that drifts: numbers of two days could not be compared."""
+    cfg = bench_step.DEFAULT
+    split = sharding.split_batch(cfg)
+    assert str(cfg.mesh) == "stage=2,fsdp=2,tensor=2"
+    assert (split.microbatches, split.device_batch * split.shards, cfg.data.tokens_per_step) == (4, 4, 2048)
+    assert (cfg.model.n_blocks, cfg.model.layers_per_block) == (4, 2)
