@@ -37,7 +37,7 @@ class Op(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}" + "abcdefghijklmnop"[self.chunk] * (self.chunk > 0)
+        return f"{self.kind}{self.microbatch}" + (chr(ord("a") + self.chunk) if self.chunk else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +167,14 @@ def stuck(stage: int, op: Op, needed) -> ValueError:
 
 
 def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
-    """Put the orders into ticks, each operation as early as its inputs allow. Raises: ValueError at a deadlock."""
+    """Put the orders into ticks, each operation as early as its inputs allow.
+
+    Raises: ValueError at a deadlock, and for an operation that is done twice.
+    """
     S, todo, done, table = sched.stages, [list(order) for order in sched.orders], {}, []
+    for s, order in enumerate(sched.orders):
+        if len(set(order)) < len(order):
+            raise ValueError(f"stage {s} does {max(order, key=order.count)} twice")
     while any(todo):
         row, forward_left = [], any(op.kind == "F" for order in todo for op in order)
         for s in range(S):
@@ -429,14 +435,17 @@ def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
                     fail(t, s, "tokens enter here, yet it reads its inbox")
                 write(t, s, kept, slots.kept, r.keep[t, s], ("kept of", m, c), uses * backwards)
                 sent[s] = (m, c)
+            elif r.keep[t, s] != slots.kept:
+                fail(t, s, f"slot {r.keep[t, s]} is kept for what is not done")
         for s in range(S):
             due = sent[S - 1][0] if sent[S - 1] and sent[S - 1][1] == v - 1 else IDLE
             if r.loss[t, s] != due:
                 fail(t, s, f"the loss of microbatch {r.loss[t, s]} is taken, and {due} has left the last stage")
             if s == S - 1 and due != IDLE:
-                write(
-                    t, s, cotangents, slots.cotangents, r.loss_to[t, s], ("gradient of", due, v - 1), uses * backwards
-                )
+                label = ("gradient of", due, v - 1)
+                write(t, s, cotangents, slots.cotangents, r.loss_to[t, s], label, uses * backwards)
+            elif r.loss_to[t, s] != slots.cotangents:
+                fail(t, s, f"slot {r.loss_to[t, s]} is kept for a loss that is not its own")
         for kind, name in (("B", "backward"), ("W", "weight")):
             for s in range(S):
                 m, c = getattr(r, name)[t, s], getattr(r, f"{name}_chunk")[t, s]

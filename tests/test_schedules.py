@@ -1,0 +1,212 @@
+"""Schedules: what their tables promise, what they cost, and that every wrong entry is caught."""
+
+import dataclasses
+import json
+import re
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+import schedules
+from schedules import Op, Schedule, check, live, lock_step, rows, schedule, simulate
+from utils import UserError
+
+SIZES = [(S, M) for S in (1, 2, 3, 4, 8) for M in (S, 2 * S, 8 * S)]
+NAMES = [("gpipe", 1), ("1f1b", 1), ("zb", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+def bubble(name, S, M, v=1, F=1.0, B=1.0, W=0.0):
+    return simulate(schedule(name, S, M, v), F, B, W).bubble
+
+
+# What they promise ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("S, M", SIZES)
+@pytest.mark.parametrize("B", [1, 2])
+def test_the_bubble_is_the_published_one(S, M, B):
+    """Catches a warm-up one pass too short, a wait too many, and an order that differs from the paper's."""
+    plain = (S - 1) / (M + S - 1)
+    assert bubble("gpipe", S, M, B=B) == pytest.approx(plain)  # arXiv:1811.06965
+    assert bubble("1f1b", S, M, B=B) == pytest.approx(plain)  # arXiv:2006.09503
+    for v in (1, 2, 3):  # arXiv:2104.04473, section 2.2
+        assert bubble("interleaved", S, M, v, B=B) == pytest.approx((S - 1) / (v * M + S - 1))
+    half = B / 2  # the backward pass in two halves: arXiv:2401.10241, table 1
+    idle = (S - 1) * (1 + half - half)
+    assert bubble("zb", S, M, B=half, W=half) == pytest.approx(idle / (M * (1 + B) + idle))
+
+
+@pytest.mark.parametrize("S, M", [(2, 4), (4, 8), (8, 32)])
+def test_the_published_order_holds(S, M):
+    """Catches a schedule that is better on paper only: zero-bubble and interleaved beat 1F1B, which keeps less than
+    GPipe."""
+    gpipe, one, two, zero = (bubble(*args, B=1, W=1) for args in
+                             (("gpipe", S, M), ("1f1b", S, M), ("interleaved", S, M, 2), ("zb", S, M)))  # fmt: skip
+    assert gpipe == pytest.approx(one) and zero < one and two < one
+    assert live(schedule("gpipe", S, M)) == [M] * S
+    assert live(schedule("1f1b", S, M)) == [min(S - s, M) for s in range(S)]
+    assert live(schedule("1f1b", S, M, lead=2)) == [min(2 * (S - s) - 1, M) for s in range(S)]
+    assert live(schedule("zb", S, M)) == [S] * S
+
+
+@pytest.mark.parametrize("S, M", [(2, 6), (4, 8), (8, 16)])
+def test_lock_step_needs_twice_the_lead(S, M):
+    """Catches an executor's table in which a stage waits for a message on its way: M + 2(S - 1) ticks are enough."""
+    assert len(schedule("1f1b", S, M, lead=2).table) == M + 2 * (S - 1) < len(schedule("1f1b", S, M).table)
+    assert lock_step(schedule("1f1b", S, M, lead=2), 1, 2) == (M + S - 1) * 3  # no dearer than asynchronous 1F1B
+    assert len(schedule("gpipe", S, M).table) == 2 * (M + S - 1)
+
+
+def test_one_f_one_b_is_the_figure_of_the_paper():
+    """Catches operations in another order than in figure 4 of arXiv:2104.04473."""
+    words = ["".join(map(str, order)) for order in schedule("1f1b", 4, 5).orders]
+    assert words == ["F0F1F2F3B0F4B1B2B3B4", "F0F1F2B0F3B1F4B2B3B4", "F0F1B0F2B1F3B2F4B3B4", "F0B0F1B1F2B2F3B3F4B4"]
+    assert "".join(map(str, schedule("zb", 3, 3).orders[1])) == "F0F1B0F2B1W0B2W1W2"
+    first = "".join(map(str, schedule("interleaved", 2, 4, 2).orders[0]))
+    assert first == "F0F1F0bF1bF2B0bF3B1bF2bB0F3bB1B2bB3bB2B3"
+
+
+# Every table is valid, and nothing else is ----------------------------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(
+    strategies.integers(1, 9), strategies.integers(1, 20), strategies.integers(1, 4), strategies.sampled_from(NAMES),
+    strategies.sampled_from([1, 2]),
+)  # fmt: skip
+def test_any_size_gives_a_valid_table_or_says_why_not(S, M, v, name, lead):
+    """Catches sizes that deadlock, buffers one slot too small, and messages nobody keeps."""
+    name = name[0]
+    try:
+        sched = schedule(name, S, M, v, lead)
+    except UserError:
+        hypothesis.event("refused")
+        refused = True
+    else:
+        refused = False
+    assert refused == (v > 1 if name != "interleaved" else M % S > 0)
+    if refused:
+        return
+    check(sched)
+    check(schedules.forward_only(sched))
+    assert sum(len(cell) for row in sched.table for cell in row) == S * M * v * (3 if name == "zb" else 2)
+    for row in sched.table:
+        for cell in row:
+            assert [op.kind for op in cell] == sorted({op.kind for op in cell}, key="FBW".index)
+    spans = simulate(sched, 1, 2, 3).spans
+    for (op, s), (start, _) in spans.items():
+        needed = schedules.source(op, s, S, v)
+        assert needed is None or spans[needed][1] <= start
+
+
+@pytest.mark.parametrize("name, v", NAMES)
+def test_every_wrong_entry_is_caught(name, v):
+    """Catches a check that does not look: each entry of each array is changed, alone, and must be noticed."""
+    sched = schedule(name, 2, 4, v, lead=2)
+    found, slots = rows(sched)
+    check(sched, (found, slots))
+    missed = []
+    for field in found._fields:
+        array = getattr(found, field)
+        for place in np.ndindex(array.shape):
+            for value in {array[place] - 1, array[place] + 1, array.max()} - {array[place]}:
+                wrong = array.copy()
+                wrong[place] = value
+                try:
+                    check(sched, (found._replace(**{field: wrong}), slots))
+                except ValueError:
+                    continue
+                missed.append((field, place, int(array[place]), int(value)))
+    # What an idle stage would read is never looked at by the executor either.
+    idle = {"forward_chunk": "forward", "forward_from": "forward", "backward_chunk": "backward",
+            "backward_kept": "backward", "backward_from": "backward", "weight_chunk": "weight",
+            "weight_kept": "weight", "weight_from": "weight"}  # fmt: skip
+    harmless = lambda field, place: field in idle and getattr(found, idle[field])[place] == schedules.IDLE
+    assert [one for one in missed if not harmless(*one[:2])] == []
+
+
+def test_every_wrong_order_is_caught():
+    """Catches an order that deadlocks, does a pass twice or forgets one, and gets through."""
+    good = schedule("1f1b", 3, 4)
+    change = lambda *order: dataclasses.replace(good, orders=(good.orders[0], tuple(order), good.orders[2]))
+    order = list(good.orders[1])
+    with pytest.raises(ValueError, match="stage 0 waits for ever: B0 needs B0 of stage 1, which never comes"):
+        check(change(order[2], *order[:2], *order[3:]))
+    with pytest.raises(ValueError, match="stage 0 does F1 twice"):
+        check(
+            Schedule(
+                "own", 1, 2, 1, (tuple(Op(kind, m) for kind, m in (("F", 0), ("B", 0), ("F", 1), ("F", 1), ("B", 1))),)
+            )
+        )
+    with pytest.raises(ValueError, match=r"B3 of stage 1 never happens|stage 0 waits for ever: B3"):
+        check(change(*order[:-1]))
+    with pytest.raises(ValueError, match="F7 is not one of 4 microbatches"):
+        check(Schedule("own", 1, 4, 1, ((Op("F", 7), Op("B", 7)),)))
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: schedule("1f1bb", 2, 4), "no schedule is called '1f1bb'; did you mean '1f1b'? known: gpipe, 1f1b"),
+    (lambda: schedule("1f1b", 2, 4, 2), "pipeline.chunks=2: only the schedule 'interleaved' has chunks, '1f1b' has 1"),
+    (lambda: schedule("zb", 2, 0), "stages=2, microbatches=0, chunks=1: each must be at least 1"),
+    (lambda: schedule("interleaved", 4, 6, 2),
+     "groups of stage=4, and microbatches=6 is no multiple of it (6 % 4 = 2); nearest that are: 4 or 8"),
+])  # fmt: skip
+def test_what_cannot_be_scheduled_is_refused(call, message):
+    """Catches a wrong name or size that fails later, in a loop over ticks."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("S, v", [(2, 2), (2, 3), (3, 2), (4, 2), (8, 2), (4, 4), (3, 5)])
+def test_layers_find_their_way_to_their_chunks(S, v):
+    """Catches a round in which a stage would send twice, and a group of layers that ends on the wrong stage."""
+    rounds = schedules.routes(S, v)
+    assert len(rounds) == v
+    for edges in rounds:
+        assert sorted(e[0] for e in edges) == sorted(e[2] for e in edges) == list(range(S))
+    arrived = {
+        (sender * v + group): chunk * S + receiver for edges in rounds for sender, group, receiver, chunk in edges
+    }
+    assert arrived == {h: h for h in range(S * v)}
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_printed_as_text(capsys):
+    """Catches a table whose columns are not ticks, and costs of another schedule than the one shown."""
+    assert schedules.main(["show", "1f1b", "--stages", "3", "--microbatches", "4", "--lead", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "stage 0  F0 F1 F2   F3   B0   B1   B2 B3",
+        "stage 1  .  F0 F1   F2B0 F3B1 B2   B3 .",
+        "stage 2  .  .  F0B0 F1B1 F2B2 F3B3 .  .",
+        "bubble 33.3%, makespan 18, in lock-step 18 (8 ticks), at most 4 activations kept by a stage",
+    ]
+
+
+def test_schedules_are_compared_for_people_and_programs(capsys):
+    """Catches a split backward pass that is less work than a whole one, and a line that is no JSON."""
+    assert schedules.main(["compare", "--stages", "4", "--microbatches", "8", "--json"]) == 0
+    found = {row["schedule"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert set(found) == set(schedules.SCHEDULES)
+    work = {name: row["makespan"] * (1 - row["bubble"]) for name, row in found.items()}
+    assert list(work.values()) == pytest.approx([24] * 4)  # 8 microbatches of F + B + W = 3
+    assert found["gpipe"]["live"] == 8 and found["1f1b"]["live"] == 7
+    assert schedules.main(["compare", "--stages", "4", "--microbatches", "6"]) == 0
+    printed = capsys.readouterr()
+    assert "nearest that are: 4 or 8" in printed.err and len(printed.out.splitlines()) == 3
+
+
+def test_a_schedule_is_drawn(tmp_path, capsys):
+    """Catches a picture that is empty, and a path that cannot be written answered by a traceback."""
+    from matplotlib import image
+
+    out = tmp_path / "zb.png"
+    assert schedules.main(["draw", "zb", "--out", str(out)]) == 0
+    pixels = image.imread(out)[..., :3].reshape(-1, 3)
+    for colour in ((0x4C, 0x78, 0xA8), (0xF2, 0xA3, 0x3A), (0x59, 0xA1, 0x4F)):  # forward, backward, weights
+        assert np.mean(np.all(np.abs(pixels - np.array(colour) / 255) < 0.02, axis=1)) > 0.02
+    assert schedules.main(["draw", "zb", "--out", str(tmp_path / "none" / "zb.png")]) == 2
+    assert "error: " in capsys.readouterr().err
