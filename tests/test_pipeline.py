@@ -1,0 +1,180 @@
+"""Stages and schedules: any of them trains the model of one device, in the memory and with the messages it promises."""
+
+import functools
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+import ledger
+import model
+import pipeline
+import sharding
+from tests import parity
+from utils import UserError, preset
+
+# Sixteen blocks of one layer, so that 8 stages can have 2 chunks each; every dim a different size.
+SHARED = {"model.n_layers": 16, "model.dense_prefix": 0, "model.moe_every": 1, "model.n_experts": 4,
+          "model.n_shared": 1,
+          "model.vocab_size": 56, "model.d_model": 16, "model.d_expert": 18, "model.d_head": 6, "model.d_rope": 4,
+          "model.d_value": 10, "model.d_kv_latent": 32, "model.d_query_latent": 0, "model.no_rope_every": 3,
+          "data.seq_len": 12, "data.batch_size": 64}  # fmt: skip
+# A balance loss, whose gradient needs the loads of the whole batch; or none, and a prefix on the first stage instead.
+MODELS = {
+    "balance": {"model.balance_loss": 0.5, "model.dropout": 0.1},
+    "prefix": {"model.balance_loss": 0.0, "model.dense_prefix": 1, "model.n_layers": 17, "model.tie_embeddings": True},
+}
+
+CASES = """
+balance  stage=2                       schedule=gpipe        microbatches=2
+prefix   stage=4                       schedule=gpipe        microbatches=8
+balance  stage=8                       schedule=gpipe        microbatches=64
+prefix   stage=2                       schedule=1f1b         microbatches=16
+balance  stage=4                       schedule=1f1b         microbatches=4
+prefix   stage=8                       schedule=1f1b         microbatches=16
+balance  stage=2                       schedule=interleaved  microbatches=2   chunks=2
+prefix   stage=4                       schedule=interleaved  microbatches=32  chunks=2
+balance  stage=8                       schedule=interleaved  microbatches=8   chunks=2
+prefix   stage=4                       schedule=interleaved  microbatches=8   chunks=1
+prefix   stage=2                       schedule=zb           microbatches=4
+balance  stage=4                       schedule=zb           microbatches=32
+prefix   stage=8                       schedule=zb           microbatches=8
+balance  stage=2,fsdp=2,tensor=2       schedule=gpipe        microbatches=4
+prefix   stage=2,expert=2,context=2    schedule=gpipe        microbatches=2
+prefix   stage=2,fsdp=2,tensor=2       schedule=1f1b         microbatches=4
+balance  stage=2,expert=2,context=2    schedule=1f1b         microbatches=4
+prefix   stage=2,fsdp=2,tensor=2       schedule=interleaved  microbatches=2   chunks=2
+balance  stage=2,expert=2,context=2    schedule=interleaved  microbatches=4   chunks=2
+balance  stage=2,fsdp=2,tensor=2       schedule=zb           microbatches=8
+prefix   stage=2,expert=2,context=2    schedule=zb           microbatches=4
+prefix   tensor=2                      schedule=1f1b         microbatches=8
+"""  # fmt: skip
+
+
+def config(case: str, **more):
+    """`MODEL MESH [pipeline.SETTING=VALUE ..]` over the preset `tiny`."""
+    name, mesh, *words = case.split()
+    work = {word: int(value) if value.isdecimal() else value for word, value in (w.split("=") for w in words)}
+    settings = {**SHARED, **MODELS[name], "mesh": mesh, **{f"pipeline.{word}": value for word, value in work.items()}}
+    return preset("tiny", **settings | more)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """All of them would hold several GB."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("case", [" ".join(line.split()) for line in CASES.strip().splitlines()])
+def test_a_schedule_changes_when_not_what(case):
+    """Catches a gradient of one microbatch lost or added twice, a buffer read too late, weights of another chunk, a
+    balance loss of one microbatch's loads, and a loss that is scaled by the number of microbatches."""
+    comparison = parity.compare(config(case))
+    print(case, comparison.worst("gradient"))
+    assert comparison.worst().ok, f"{case}: {comparison.worst()}"
+
+
+def lowered(case: str, **more):
+    cfg = config(case, **more)
+    mesh = sharding.make_mesh(cfg.mesh)
+    return cfg, mesh, pipeline.loss_and_grads(cfg, mesh).lower(
+        sharding.shapes(model.declare(cfg.model), mesh), sharding.put(helpers.random_batch(cfg, 0), mesh), 0)  # fmt: skip
+
+
+def temporary_bytes(schedule: str, microbatches: int) -> int:
+    """Of one device, at a fixed microbatch of 2 sequences; wide enough that tokens, 24 bytes each, do not count."""
+    wide = {"model.d_model": 128, "model.d_expert": 96, "data.batch_size": 2 * microbatches, "model.n_layers": 4,
+            "model.remat": "full", "model.balance_loss": 0.0, "data.seq_len": 32}  # fmt: skip
+    _, _, program = lowered(f"balance stage=2 schedule={schedule} microbatches={microbatches}", **wide)
+    return program.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_1f1b_does_not_grow_with_microbatches():
+    """Catches activations kept for every microbatch, which is GPipe's price, not 1F1B's; and weights kept per tick."""
+    one = {M: temporary_bytes("1f1b", M) for M in (4, 64)}
+    all_forward = {M: temporary_bytes("gpipe", M) for M in (4, 64)}
+    assert one[64] < 1.05 * one[4], one
+    assert all_forward[64] > 1.5 * all_forward[4], all_forward
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_programs_do_not_grow_with_layers_or_microbatches(schedule):
+    """Catches a layer, tick or microbatch that is traced anew: what is traced is compiled (bench.step: seconds)."""
+
+    def size(**more):
+        return len(lowered(f"balance stage=2 schedule={schedule}", **more)[2].as_text().splitlines())
+
+    few, deep = size(**{"model.n_layers": 4}), size(**{"model.n_layers": 32})
+    many = size(**{"model.n_layers": 4, "pipeline.microbatches": 32})
+    two = size(**{"model.n_layers": 4, "pipeline.microbatches": 2})
+    assert deep == few
+    assert many == two
+
+
+def test_only_gradients_travel_over_data():
+    """Catches weights gathered over slices of the machine that are far apart, and gradients sent whole or twice."""
+    cfg, mesh, program = lowered("prefix data=2,fsdp=2", **{"model.n_layers": 3})
+    found = [one for one in ledger.read(program.compile().as_text(), mesh).collectives if "data" in one.axes]
+    assert {one.kind for one in found} == {"all-reduce"}
+    slices = sum(
+        d.size // (2 if "fsdp" in str(d.spec) else 1) for d in sharding.named(model.declare(cfg.model)).values()
+    )
+    sent = sum(one.count * one.wire_bytes for one in found)
+    # An all-reduce over 2 devices sends the array once; sums of the loss and the router come on top.
+    assert 4 * slices <= sent < 4.1 * slices + 1000
+
+
+@functools.cache
+def collectives(gather: str):
+    cfg, mesh, program = lowered("prefix fsdp=2 schedule=1f1b microbatches=4",
+                                 **{"model.gather": gather, "model.n_layers": 3, "model.remat": "full"})  # fmt: skip
+    found = ledger.read(program.compile().as_text(), mesh).collectives
+    return cfg, [one for one in found if one.axes == ("fsdp",) and one.kind in ("all-gather", "reduce-scatter")]
+
+
+def test_weights_are_gathered_as_often_as_asked():
+    """Catches a gather that is kept for the backward pass, done once a microbatch where once a step is asked, and a
+    gradient that is scattered more often than its weight is gathered."""
+    for gather, gathers, scatters in (("layer", 8, 4), ("step", 1, 1)):
+        cfg, found = collectives(gather)
+        layers = [d for name, d in sharding.named(model.declare(cfg.model)).items()
+                  if "fsdp" in str(d.spec) and not name.startswith("embedding")]  # fmt: skip
+        whole = 4 * sum(d.size for d in layers) / 2  # (n - 1)/n of the joined array, n = 2
+        for kind, times in (("all-gather", gathers), ("reduce-scatter", scatters)):
+            sent = sum(one.count * one.wire_bytes for one in found if one.kind == kind)
+            table = 4 * cfg.model.vocab_size * cfg.model.d_model / 2  # the embedding: entered, and unembedded
+            extra = sent - times * whole
+            assert 0 <= extra <= 16 * table, f"gather={gather}: {kind} sends {sent}, {times} x {whole} and {extra}"
+
+
+@pytest.mark.parametrize("case, more, message", [
+    ("balance stage=2 schedule=interleaved chunks=3", {},
+     r"cannot split 16 blocks of layers over stage=2 \* pipeline.chunks=3 = 6 parts \(16 % 6 = 4\)"),
+    ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is no multiple"),
+    ("balance stage=2 schedule=1f1b chunks=2", {}, "pipeline.chunks=2: only the schedule 'interleaved' has chunks"),
+])  # fmt: skip
+def test_what_a_schedule_cannot_do_is_refused(case, more, message):
+    """Catches layers or microbatches that do not fit a schedule, and a crash instead of the numbers."""
+    with pytest.raises(UserError, match=message):
+        lowered(case, **more)
+
+
+def test_layers_go_to_their_chunks_and_back():
+    """Catches blocks that arrive in another order than the model's, and gradients that go home to other blocks."""
+    mesh = sharding.make_mesh("stage=4")
+    spec = jax.sharding.PartitionSpec("stage")
+
+    def there_and_back(x_l):
+        chunks = pipeline.to_chunks(x_l, 2)
+        return chunks.reshape(x_l.shape), pipeline.from_chunks(chunks, 2)
+
+    x = np.arange(16 * 3).reshape(16, 3)
+    moved, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    stages = np.asarray(moved).reshape(4, 2, 2, 3)  # stage, chunk, block in it
+    for stage in range(4):
+        for chunk in range(2):
+            first = (chunk * 4 + stage) * 2
+            np.testing.assert_array_equal(stages[stage, chunk], x[first : first + 2])
+    np.testing.assert_array_equal(back, x)
