@@ -79,8 +79,8 @@ def test_a_schedule_changes_when_not_what(case):
 def lowered(case: str, **more):
     cfg = config(case, **more)
     mesh = sharding.make_mesh(cfg.mesh)
-    return cfg, mesh, pipeline.loss_and_grads(cfg, mesh).lower(
-        sharding.shapes(model.declare(cfg.model), mesh), sharding.put(helpers.random_batch(cfg, 0), mesh), 0)  # fmt: skip
+    shapes, batch = sharding.shapes(model.declare(cfg.model), mesh), sharding.put(helpers.random_batch(cfg, 0), mesh)
+    return cfg, mesh, pipeline.loss_and_grads(cfg, mesh).lower(shapes, batch, 0)
 
 
 def temporary_bytes(schedule: str, microbatches: int) -> int:

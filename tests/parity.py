@@ -1,0 +1,255 @@
+"""Compare a mesh with one device, in float32: the same loss, metrics, gradients and updates, whatever is split.
+
+    python -m tests.parity tiny --mesh fsdp=2,tensor=2
+    python -m tests.parity tiny --mesh stage=2,fsdp=2,tensor=2 --model.n_heads 6 --json
+
+Devices are simulated. Exit status 0: the mesh agrees with one device; 1: it does not; 2: it cannot be run.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import optimizer
+import sharding
+import utils
+from tests import helpers
+from utils import Config, UserError, preset, replace
+
+STEPS = 3
+
+# How the work is done, never what comes out: one device takes a step in the plainest way.
+PLAIN = {"mesh": "data=1", "optim.max_device_batch": 0, "model.remat": "none", "model.loss_chunk": 1024,
+         "model.gather": "layer", "model.context_attention": "gather", "pipeline.microbatches": 0,
+         "pipeline.schedule": "gpipe", "pipeline.chunks": 1}  # fmt: skip
+
+# Adam divides by sqrt(v) + eps. Where v is all rounding noise, a small eps would turn noise into a whole step; clipped
+# to 0.05, most entries of the gradient lie below 1e-3, and a step is nearly proportional to them. The rate is high, so
+# that three steps are thousands of times the last bit of a parameter.
+OPTIMIZER = {"optim.clip_norm": 0.05, "optim.eps": 1e-3, "optim.lr": 0.01, "optim.warmup_steps": 1}
+
+# What is compared -> how far it may be off. Sums in another order differ in float32's last bits, of which there are 24.
+ALLOWED = {
+    "initial": 0.0,  # share of a parameter's entries that differ before the first step
+    "loss": 1e-5,  # of each step, relative
+    "count": 0.0,  # share of the entries that differ: tokens of an expert, share that was dropped
+    "metric": 1e-5,  # relative to the largest entry, of the first step
+    "gradient": 1e-4,  # relative to the parameter's largest entry, in the first step
+    "update": 1e-3,  # change of a parameter in all steps, relative to its largest; rounding of parameters adds up
+    "replica": 0.0,  # share of an array's entries that differ between devices that should hold the same
+}
+COUNTS = ("tokens_per_expert", "drop_fraction")
+
+# What a mesh computes -------------------------------------------------------------------------------------------------
+
+
+def random_batch(cfg: Config, seed: int):
+    """Documents, padding and weights that differ by row, and a row, so perhaps a device, that has no target at all."""
+    batch = helpers.random_batch(cfg, seed)
+    batch["weights_BT"][-1] = 0
+    if not cfg.data.mask_documents:
+        batch["positions_BT"] = np.broadcast_to(np.arange(cfg.data.seq_len, dtype=np.int32), batch["tokens_BT"].shape)
+    return batch
+
+
+def compiled_step(cfg: Config, mesh):
+    """fn(state, batch) -> (state, metrics, grads): `optimizer.train_step`, showing its gradients too."""
+    updates = optimizer.updates(cfg, mesh)
+
+    def step(state, batch):
+        metrics, grads, changes, moments = updates(state, batch)
+        params = optax.apply_updates(state.params, changes)
+        return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics, grads
+
+    state = optimizer.state_shardings(cfg, mesh)
+    # LLVM's optimizations take a third of the time to compile. They change no collective.
+    options = {"xla_backend_optimization_level": 0}
+    out_shardings = (state, NamedSharding(mesh, P()), state.params)
+    return jax.jit(step, out_shardings=out_shardings, compiler_options=options)
+
+
+def host(tree) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in sharding.named(tree).items()}
+
+
+def differing(got, want) -> float:
+    """Share of the entries that are not equal."""
+    return float(np.mean(got != want))
+
+
+def off(got, want) -> float:
+    """Largest difference, as a share of the largest entry wanted."""
+    share = np.abs(got - want).max() / max(np.abs(want).max(), 1e-20)
+    return float(share) if np.isfinite(share) else np.inf
+
+
+def differing_replicas(array: jax.Array) -> float:
+    """Largest share of the entries in which a device's shard differs from another's with the same index."""
+    first = {}
+    return max(
+        differing(np.asarray(shard.data), first.setdefault(str(shard.index), np.asarray(shard.data)))
+        for shard in array.addressable_shards
+    )
+
+
+def run(cfg: Config) -> dict[str, dict]:
+    """Take STEPS steps. Returns what is compared, {kind: {name: values}}, kinds as in ALLOWED."""
+    cfg = replace(cfg, **OPTIMIZER)
+    mesh = sharding.make_mesh(cfg.mesh)
+    step = compiled_step(cfg, mesh)
+    initial = state = optimizer.init(cfg, mesh)
+    taken = []
+    for seed in range(STEPS):
+        state, metrics, grads = step(state, sharding.put(random_batch(cfg, seed), mesh))
+        taken.append((host(metrics), grads))
+    norms = [float(metrics["grad_norm"]) for metrics, _ in taken]
+    assert not min(norms) <= cfg.optim.clip_norm, f"clipping was not active: {norms}"
+
+    metrics, grads = taken[0]
+    before, after = host(initial.params), host(state.params)
+    replicas = sharding.named({"initial": initial, "gradient": grads, "final": state})
+    return {
+        "initial": before,
+        "loss": {f"step {n}": metrics["loss"] for n, (metrics, _) in enumerate(taken)},
+        "count": {name: value for name, value in metrics.items() if name in COUNTS},
+        "metric": {name: value for name, value in metrics.items() if name not in COUNTS},
+        "gradient": host(grads),
+        "update": {name: after[name] - before[name] for name in before},
+        "replica": {name: differing_replicas(x) for name, x in replicas.items()},
+    }
+
+
+@functools.cache
+def run_on_one_device(cfg: Config) -> dict[str, dict]:
+    return run(cfg)
+
+
+# Comparison -----------------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    kind: str  # as in ALLOWED
+    name: str
+    off: float
+
+    @property
+    def ok(self) -> bool:
+        return self.off <= ALLOWED[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.name} is off by {self.off:.1e}, allowed {ALLOWED[self.kind]:.0e}"
+
+
+MEASURES = dict.fromkeys(ALLOWED, off) | {
+    "initial": differing,
+    "count": differing,
+    "replica": lambda got, want: max(got, want),
+}
+
+
+class Comparison(NamedTuple):
+    loss: float  # of the first step, on the mesh
+    loss_on_one_device: float
+    differences: list[Difference]
+
+    def worst(self, *kinds: str) -> Difference:
+        """The largest of some kinds, or of all; one that is not allowed before those that are."""
+        kinds = kinds or tuple(ALLOWED)
+        among = [d for d in self.differences if d.kind in kinds]
+        return max(among, key=lambda d: (not d.ok, d.off), default=Difference(kinds[0], "nothing", 0.0))
+
+    def to_dict(self) -> dict:
+        gradient, update = self.worst("gradient"), self.worst("update")
+        return {
+            "ok": self.worst().ok,
+            "loss": self.loss,
+            "loss_on_one_device": self.loss_on_one_device,
+            "loss_rel": self.worst("loss").off,
+            "grad_rel": gradient.off,
+            "worst_param": gradient.name,
+            "metrics_equal": self.worst("metric", "count").ok,
+            "initial_equal": self.worst("initial").ok,
+            "replicas_equal": self.worst("replica").ok,
+            "update_rel": update.off,
+            "worst_update": update.name,
+            "params_equal": self.worst("initial", "replica", "update").ok,
+        }
+
+
+def differences(got: dict[str, dict], want: dict[str, dict]) -> Comparison:
+    """Compare two results of `run`."""
+    found = []
+    for kind, measure in MEASURES.items():
+        assert set(got[kind]) == set(want[kind]), f"{kind}: not the same names"
+        found += [Difference(kind, name, measure(got[kind][name], want[kind][name])) for name in want[kind]]
+    return Comparison(float(got["loss"]["step 0"]), float(want["loss"]["step 0"]), found)
+
+
+def compare(cfg: Config) -> Comparison:
+    """Compare cfg.mesh, and how cfg does the work there, with one device that does it plainly.
+
+    Raises: UserError if cfg cannot be run on its mesh.
+    """
+    return differences(run(cfg), run_on_one_device(replace(cfg, **PLAIN)))
+
+
+def table(cfg: Config, comparison: Comparison) -> str:
+    """What a person reads: one line for each kind, and the five worst gradients."""
+    n_devices = f"{cfg.mesh.devices} devices" if cfg.mesh.devices > 1 else "1 device"
+    lines = [
+        f"mesh {cfg.mesh} ({n_devices}) against one device, {cfg.model.precision.compute}, {STEPS} steps",
+        f"loss {comparison.loss:.7f}, on one device {comparison.loss_on_one_device:.7f}",
+        "",
+        f"{'worst of its kind':66} {'off by':>8} {'allowed':>8}",
+    ]
+    row = lambda d, kind: f"{kind:9} {d.name:56} {d.off:8.1e} {ALLOWED[d.kind]:8.0e} {'' if d.ok else ' <- differs'}"
+    for kind in ALLOWED:
+        worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.off)
+        lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
+    verdict = "equal to" if comparison.worst().ok else "DIFFERENT from"
+    return "\n".join([*lines, "", f"The mesh is {verdict} one device."])
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    json: bool = False  # print one line of JSON instead of a table
+
+
+def parse(argv: list[str]) -> tuple[Config, bool]:
+    """Read `[PRESET] [--flags]`: the settings, and whether JSON was asked for."""
+    name, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("tiny", argv)
+    default = replace(preset(name), **{"model.precision.compute": "float32"})
+    arguments = tyro.cli(
+        Arguments, prog="python -m tests.parity [PRESET]", description=__doc__, default=Arguments(**vars(default)),
+        args=flags, use_underscores=True, compact_help=True,
+    )  # fmt: skip
+    settings = vars(arguments)
+    return Config(**{f.name: settings[f.name] for f in dataclasses.fields(Config)}), arguments.json
+
+
+def main(argv: list[str]) -> int:
+    try:
+        cfg, as_json = parse(argv)
+        jax.config.update("jax_platforms", "cpu")
+        utils.use_devices(cfg.mesh.devices)
+        comparison = compare(cfg)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(comparison.to_dict()) if as_json else table(cfg, comparison))
+    return 0 if comparison.worst().ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,275 @@
+"""Break the model in one place, as people do: the comparison with one device goes red, and names the right culprit."""
+
+import functools
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import model
+import pipeline
+import sharding
+from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, TOKENS
+from tests import parity
+from utils import preset
+
+# Two blocks of a dense and an MoE layer: latent attention, a layer without rotary, dropout, a balance loss that counts.
+SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.no_rope_every": 3,
+            "model.dropout": 0.25, "model.balance_loss": 0.5, "data.seq_len": 16}  # fmt: skip
+
+MUTATIONS = {}  # name: (mesh and other settings, what must be named, function that breaks something)
+
+
+def mutation(named: str, **settings):
+    """Register a way to break the model; `named` matches what the comparison must blame."""
+
+    def register(function):
+        MUTATIONS[function.__name__] = (settings, named, function)
+        return function
+
+    return register
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+@mutation("^loss", mesh="data=2")
+def pmean_for_psum(patch):
+    patch(model, "psum", lambda x, axes: jax.lax.pmean(x, axes) if axes == (*BATCH, CONTEXT) else jax.lax.psum(x, axes))
+
+
+@mutation("^loss", mesh="fsdp=2")
+def a_mean_of_the_devices_means(patch):
+    def loss(c, sums):
+        mean = sums["loss"] / sums["weight"]
+        return true(c, sums | {"loss": mean, "weight": jnp.ones_like(sums["weight"])})
+
+    true = model.loss
+    patch(model, "loss", loss)
+
+
+@mutation("^loss", mesh="stage=2")
+def every_stage_adds_its_activations(patch):
+    patch(pipeline, "last_stages", lambda x: x)
+
+
+@mutation(r"^gradient of blocks\.moe\.feed_forward\.w_router_DE", mesh="data=2,expert=2")
+def a_balance_loss_of_local_counts(patch):
+    true = model.loss
+
+    def loss(c, sums):
+        value, metrics = true(c, sums)
+        r = sums["router"]
+        local_L = model.balance_loss(c, r["tokens_per_expert"], r["probability"], r["tokens"][:, None])
+        local = jax.lax.pmean(jnp.sum(jax.lax.psum(local_L, STAGE)), TOKENS) / c.n_blocks
+        return metrics["cross_entropy"] + c.balance_loss * (
+            local - jax.lax.stop_gradient(local)
+        ) + jax.lax.stop_gradient(value - metrics["cross_entropy"]), metrics
+
+    patch(model, "loss", loss)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
+def positions_that_begin_anew_on_each_device(patch):
+    true = model.rotary_angles
+    anew = lambda positions_bs: positions_bs - positions_bs[:, :1]
+    patch(model, "rotary_angles", lambda positions_bs, *rest: true(anew(positions_bs), *rest))
+
+
+@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
+def keys_in_the_order_of_devices(patch):
+    patch(model, "in_order", lambda x, *, dim: x)
+
+
+@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"model.context_attention": "ring"})
+def a_ring_that_forgets_to_rescale(patch):
+    true = model.more_keys
+    forget = lambda old: old._replace(top_bsh=jnp.maximum(old.top_bsh, 0))
+    patch(model, "more_keys", lambda old, *rest: true(forget(old), *rest)._replace(top_bsh=jnp.zeros_like(old.top_bsh)))
+
+
+@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="tensor=2")
+def heads_that_are_split_wrongly(patch):
+    true = model.used
+
+    def used(w, c, *names):
+        w = true(w, c, *names)
+        if isinstance(w, model.Layer):
+            attention = w.attention.__class__(**vars(w.attention) | {"w_out_HUD": w.attention.w_out_HUD[::-1]})
+            return model.Layer(**vars(w) | {"attention": attention})
+        return w
+
+    patch(model, "used", used)
+
+
+@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="stage=2")
+def layers_that_are_numbered_from_0_on_every_stage(patch):
+    true = model.has_rotary
+    per_stage = 2
+    patch(model, "has_rotary", lambda c, number: true(c, number % per_stage))
+
+
+# Feed-forward and experts ---------------------------------------------------------------------------------------------
+
+
+@mutation(r"^gradient of blocks\.moe\.feed_forward\.w_(gate|up|down)", mesh="expert=2")
+def a_forgotten_gradient_of_one_expert(patch):
+    true = model.grouped_matmul
+
+    def grouped_matmul(rows, w_eDM, sizes_e):
+        first = (jnp.arange(len(w_eDM)) == 0)[:, None, None] & (jax.lax.axis_index(EXPERT) == 1)
+        return true(rows, jnp.where(first, jax.lax.stop_gradient(w_eDM), w_eDM), sizes_e)
+
+    patch(model, "grouped_matmul", grouped_matmul)
+
+
+@mutation(r"^no gradient of blocks\.moe\.feed_forward\.shared\.", mesh="tensor=2")
+def shared_experts_that_are_thrown_away(patch):
+    true = model.moe
+    patch(model, "moe", lambda w, *rest: true(model.MoE(**vars(w) | {"shared": None}), *rest))
+
+
+@mutation(r"^gradient of blocks\.", mesh="tensor=2")
+def a_partial_sum_that_is_never_added(patch):
+    def own_part(partial, axes, *, dim):
+        return sharding.own_slice(partial, axes, dim=dim) if axes == TENSOR else true(partial, axes, dim=dim)
+
+    true = model.reduce_scatter
+    patch(model, "reduce_scatter", own_part)
+
+
+@mutation(r"^(drop_fraction|tokens_per_expert)", mesh="context=2", **{"model.capacity_factor": 1.0})
+def ranks_of_one_device_alone(patch):
+    true = model.ranks
+
+    def ranks(c, experts_bSk):
+        halves = jnp.split(experts_bSk, 2, axis=1)
+        return jnp.concatenate([true(c, half) for half in halves], axis=1)
+
+    patch(model, "ranks", ranks)
+
+
+# Vocabulary, dropout --------------------------------------------------------------------------------------------------
+
+
+@mutation("^loss", mesh="tensor=2")
+def words_without_their_offset(patch):
+    def local_vocabulary(ids, v):
+        mine = (ids % v >= 0) & (ids // v == jax.lax.axis_index(TENSOR))
+        return jnp.minimum(ids % v + jax.lax.axis_index(TENSOR), v - 1), mine
+
+    patch(model, "local_vocabulary", local_vocabulary)
+
+
+@mutation(r"^gradient of ", mesh="fsdp=2")
+def dropout_by_the_place_on_the_device(patch):
+    true = model.dropout
+
+    def dropout(c, x_btD, tokens, key):
+        index_bt = tokens.index_bt * 0 + jnp.arange(tokens.index_bt.size).reshape(tokens.index_bt.shape)
+        return true(c, x_btD, tokens._replace(index_bt=index_bt), key)
+
+    patch(model, "dropout", dropout)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+@mutation(r"^gradient of norm_D", mesh="fsdp=2")
+def a_replicated_gradient_that_is_added_twice(patch):
+    true = pipeline.ready
+
+    def ready(params, c):
+        w = true(params, c)
+        return type(w)(**vars(w) | {"norm_D": 2 * w.norm_D - jax.lax.stop_gradient(w.norm_D)})
+
+    patch(pipeline, "ready", ready)
+
+
+@mutation(r"^gradient of blocks\.", mesh="stage=2")
+def only_the_last_microbatch_counts(patch):
+    def add_at(totals, index, values):
+        return jax.tree.map(
+            lambda t, v: jnp.where(jnp.any(v != 0), t.at[index].set(v.astype(t.dtype)), t), totals, values
+        )
+
+    def on_weights_only(totals, index, values):
+        return (add_at if isinstance(totals, model.Block) else true)(totals, index, values)
+
+    true = pipeline.add_at
+    patch(pipeline, "add_at", on_weights_only)
+
+
+@mutation(r"^no gradient of embedding_VD", mesh="stage=2")
+def an_embedding_that_learns_nothing(patch):
+    true = model.enter
+    patch(model, "enter", lambda w, c, batch, key: jax.lax.stop_gradient(true(w, c, batch, key)))
+
+
+# The comparison -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def result(**settings):
+    cfg = preset("tiny", **SETTINGS | settings)
+    w, batch = helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, 0)
+    program = pipeline.loss_and_grads(cfg, sharding.make_mesh(cfg.mesh))
+    return jax.tree.map(
+        np.asarray, program.lower(w, batch, 3).compile({"xla_backend_optimization_level": 0})(w, batch, 3)
+    )
+
+
+def blame(got, want) -> list[str]:
+    """What differs: parameters without a gradient, the loss, counts, and gradients, the worst first."""
+    (loss, metrics, grads), (want_loss, want_metrics, want_grads) = got, want
+    grads, want_grads = sharding.named(grads), sharding.named(want_grads)
+    found = [f"no gradient of {name}" for name in grads if not np.any(grads[name]) and np.any(want_grads[name])]
+    found += [] if abs(loss - want_loss) <= 1e-5 * abs(want_loss) else ["loss"]
+    found += [name for name in parity.COUNTS if parity.differing(metrics[name], want_metrics[name])]
+    shares = {name: parity.off(grads[name], want_grads[name]) for name in want_grads}
+    worst = sorted((name for name in shares if shares[name] > 1e-4), key=lambda name: -shares[name])
+    return found + [f"gradient of {name}" for name in worst]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_model_is_seen(name, monkeypatch):
+    """Catches a comparison that cannot fail: it must be silent about the model as it is, and blame what was broken."""
+    settings, named, mutate = MUTATIONS[name]
+    plain = {key: value for key, value in settings.items() if key == "model.capacity_factor"}
+    want = result(**plain)
+    mutate(lambda module, attribute, value: monkeypatch.setattr(module, attribute, value))
+    found = blame(result.__wrapped__(**settings), want)  # what is broken must not be remembered
+    print(name, found[:4])
+    assert any(re.search(named, one) for one in found[:3]), found[:5]
+
+
+def test_a_dropped_psum_is_seen_before_it_runs(monkeypatch):
+    """Catches check_vma switched off: a sum that each device has its own part of would pass for the whole."""
+    cfg = preset("tiny", **SETTINGS, mesh="fsdp=2")
+    w, batch = helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, 0)
+    monkeypatch.setattr(pipeline, "psum", lambda x, axes: x)
+    with pytest.raises(ValueError, match=r"possibly varying over \{data,stage,fsdp"):
+        pipeline.evaluate(cfg, sharding.make_mesh(cfg.mesh)).lower(w, batch)
+
+
+def test_clipping_by_part_of_the_norm_is_seen(monkeypatch):
+    """Catches a comparison of gradients alone: clipping each parameter by its own norm leaves them as they are."""
+    settings = {"mesh": "fsdp=2", "model.dropout": 0.0, **{k: v for k, v in SETTINGS.items() if k != "model.dropout"}}
+    cfg = preset("tiny", **settings)
+    want = parity.run_on_one_device(preset("tiny", **settings | parity.PLAIN))
+
+    def clip_each(limit):
+        shrink = lambda g: g * jnp.minimum(1, limit / jnp.sqrt(jnp.sum(g * g)))
+        return optax.stateless(lambda updates, params: jax.tree.map(shrink, updates))
+
+    monkeypatch.setattr(optax, "clip_by_global_norm", clip_each)
+    comparison = parity.differences(parity.run(cfg), want)
+    assert comparison.worst().kind == "update", comparison.worst()
+    assert comparison.worst("gradient").ok

@@ -1,0 +1,372 @@
+"""The mesh changes where, not what: every axis alone, every pair, and larger meshes agree with one device.
+
+A covering design, not a product: a case is a mesh, a model, and how the work is done. `python -m tests.parity` makes
+the same comparison of any other.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import model
+import sharding
+from tests import parity
+from utils import AXES, MeshConfig, preset
+
+ROOT = Path(__file__).parent.parent
+
+# Every dim has a different size, and each can be split as the cases ask: in 8 along every axis, over all cases.
+SHARED = {"data.batch_size": 24, "data.seq_len": 48, "model.vocab_size": 88, "model.d_model": 40, "model.d_ff": 64,
+          "model.d_expert": 56, "model.d_head": 6, "model.d_rope": 12, "model.d_value": 10, "model.d_kv_latent": 72,
+          "model.d_query_latent": 32, "model.dense_prefix": 0, "model.moe_every": 1}  # fmt: skip
+# A small one each: what takes time is compiling, and a layer of another kind is as much again.
+MODELS = {
+    # Eight blocks of one layer, on latent attention without a query latent; logits from a table of their own.
+    "dense": {"model.n_layers": 8, "model.n_experts": 0, "model.n_heads": 16, "model.d_query_latent": 0,
+              "model.activation": "gelu", "model.dropout": 0.1},
+    # Dropless experts with a selection bias, on latent attention; tied.
+    "moe": {"model.n_layers": 4, "model.n_heads": 16, "model.balance_rate": 0.01, "model.balance_loss": 0.5,
+            "model.tie_embeddings": True},
+    # Experts that drop, chosen by a softmax, on grouped attention that crosses documents.
+    "capacity": {"model.n_layers": 4, "model.n_experts": 32, "model.attention": "gqa", "model.n_heads": 16,
+                 "model.n_kv_heads": 8, "model.router": "softmax", "model.capacity_factor": 1.0, "model.n_shared": 0,
+                 "model.balance_loss": 0.5, "model.balance_rate": 0.0, "model.dropout": 0.1,
+                 "model.no_rope_every": 0, "data.mask_documents": False},
+    # A dense layer, then blocks of a dense and an MoE layer: all the kinds of layers there are; tied.
+    "mixed": {"model.n_layers": 9, "model.dense_prefix": 1, "model.moe_every": 2, "model.attention": "gqa",
+              "model.n_heads": 32, "model.n_kv_heads": 16, "model.activation": "gelu", "model.tie_embeddings": True,
+              "model.dropout": 0.1},
+}  # fmt: skip
+
+# A word of a case -> the setting it changes. None of them may change a result.
+WORK = {"remat": "model.remat", "gather": "model.gather", "attention": "model.context_attention",
+        "loss_chunk": "model.loss_chunk", "microbatches": "pipeline.microbatches", "schedule": "pipeline.schedule",
+        "chunks": "pipeline.chunks"}  # fmt: skip
+
+CASES = """
+data=2                       dense     accumulation=3
+data=4                       moe       remat=full
+data=8                       capacity  accumulation=3 loss_chunk=40
+stage=2                      moe       microbatches=4 schedule=1f1b remat=dots
+stage=4                      capacity  microbatches=2
+stage=8                      dense     microbatches=4 schedule=zb
+fsdp=2                       capacity  gather=step
+fsdp=4                       dense     gather=step accumulation=3
+fsdp=8                       moe       remat=dots
+expert=2                     moe       accumulation=3
+expert=4                     capacity  remat=full
+expert=8                     moe       gather=step
+context=2                    moe       attention=ring
+context=4                    dense     attention=ring remat=full
+context=8                    capacity  attention=gather loss_chunk=40
+tensor=2                     mixed     remat=full loss_chunk=40
+tensor=4                     moe       accumulation=3
+tensor=8                     dense     loss_chunk=40
+
+data=2,stage=2               moe       microbatches=2
+data=4,fsdp=2                dense     remat=dots
+data=2,expert=2              moe       accumulation=3 gather=step
+data=2,context=2             mixed     attention=ring
+data=2,tensor=4              capacity  remat=dots
+stage=4,fsdp=2               dense     microbatches=4 schedule=1f1b gather=step
+stage=2,expert=4             capacity  microbatches=2 schedule=interleaved chunks=2 remat=full
+stage=2,context=2            mixed     microbatches=4
+stage=4,tensor=2             moe       microbatches=2 schedule=1f1b accumulation=3
+fsdp=2,expert=2              capacity  accumulation=3 gather=step
+fsdp=2,context=4             moe       attention=ring gather=step
+fsdp=4,tensor=2              moe       accumulation=3 loss_chunk=40
+expert=2,context=2           dense     attention=gather remat=full
+expert=4,tensor=2            capacity  accumulation=3
+context=2,tensor=4           dense     attention=ring
+
+data=2,stage=2,fsdp=2        moe       microbatches=2 schedule=zb accumulation=3
+data=2,stage=2,tensor=2      dense     microbatches=4 remat=full
+data=2,fsdp=2,context=2      dense     attention=ring accumulation=3 gather=step
+data=2,expert=2,tensor=2     capacity  remat=dots gather=step
+stage=2,fsdp=2,expert=2      moe       microbatches=2 schedule=1f1b gather=step
+stage=2,fsdp=2,context=2     capacity  microbatches=4 remat=dots
+stage=2,fsdp=2,tensor=2      mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots
+stage=2,expert=2,context=2   moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3
+stage=2,expert=2,tensor=2    moe       microbatches=4 schedule=zb remat=full
+stage=2,context=2,tensor=2   dense     microbatches=2 attention=gather loss_chunk=40
+fsdp=2,expert=2,context=2    mixed     attention=ring remat=full
+fsdp=2,expert=2,tensor=2     moe       gather=step accumulation=3
+fsdp=2,context=2,tensor=2    capacity  attention=ring accumulation=3
+expert=2,context=2,tensor=2  moe       attention=ring gather=step
+"""
+
+# Run by the command, each in a process of its own, which simulates as many devices. Here are also rings inside stages:
+# devices that wait for each other in vain would end this process, and all tests with it.
+COMMAND_CASES = """
+stage=2,context=2                           dense  microbatches=2 attention=ring
+stage=2,fsdp=2,expert=2,context=2           moe    microbatches=2 attention=ring gather=step
+data=2,stage=2,fsdp=2,tensor=2              dense  microbatches=2 schedule=1f1b accumulation=3
+stage=2,fsdp=2,expert=2,context=2,tensor=2  mixed  microbatches=2 remat=full
+"""
+
+
+def lines(table: str) -> list[str]:
+    """The cases, one a line; blanks are squeezed, so that a case is its own name."""
+    return [" ".join(line.split()) for line in table.split("\n") if line]
+
+
+def settings(case: str) -> dict:
+    """Dotted settings of a case, over the preset `tiny`."""
+    mesh, name, *words = case.split()
+    work = {word: int(value) if value.isdecimal() else value for word, value in (w.split("=") for w in words)}
+    parts = MeshConfig.parse(mesh).batch_shards * work.get("microbatches", 1) * (passes := work.pop("accumulation", 1))
+    limit = {"optim.max_device_batch": SHARED["data.batch_size"] // parts} if passes > 1 else {}
+    return {**SHARED, **MODELS[name], "mesh": mesh, **limit, **{WORK[word]: value for word, value in work.items()}}
+
+
+def config(case: str):
+    return preset("tiny", **settings(case))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "tests.parity", *arguments]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(autouse=True)
+def forget_programs():
+    """Each is run once, and all of them would hold several GB."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def worst(pytestconfig):
+    """{case: (parameter, ratio)}, shown when all tests are done, worst first."""
+    found = {}
+
+    class Summary:
+        def pytest_terminal_summary(self, terminalreporter):
+            terminalreporter.section("parity: the worst gradient of each case, as a share of its largest entry")
+            for case, (name, ratio) in sorted(found.items(), key=lambda item: -item[1][1]):
+                terminalreporter.write_line(f"{ratio:.1e}  {case:68}  {name}")
+
+    pytestconfig.pluginmanager.register(Summary())
+    return found
+
+
+# The mesh changes where, not what -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", lines(CASES))
+def test_a_mesh_equals_one_device(case, worst):
+    """Catches a psum missing or doubled, a mean of means, a statistic or a clipping norm of one device only, dropout
+    or numbering that depends on who holds a token, parameters that start or drift apart, a gradient that is lost
+    between stages, passes or microbatches, and a weight gathered along the wrong dim."""
+    comparison = parity.compare(config(case))
+    gradient = comparison.worst("gradient")
+    worst[case] = gradient.name, gradient.off
+    assert comparison.worst().ok, f"{case}: {comparison.worst()}"
+
+
+@pytest.mark.parametrize("case", lines(COMMAND_CASES))
+def test_the_command_says_that_a_mesh_equals_one_device(case, worst):
+    """Catches what needs four axes, or five, to go wrong, a ring and a pipeline that wait for each other, and a command
+    whose verdict or keys changed."""
+    flags = [word for name, value in settings(case).items() for word in flag(name, value)]
+    done = command("tiny", *flags, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    worst[case] = found["worst_param"], found["grad_rel"]
+    assert found["loss_rel"] <= 1e-5 and found["grad_rel"] <= 1e-4 and found["update_rel"] <= 1e-3, line
+    verdicts = ("ok", "params_equal", "metrics_equal", "initial_equal", "replicas_equal")
+    assert all(found[verdict] is True for verdict in verdicts), line
+
+
+def flag(name: str, value) -> list[str]:
+    if isinstance(value, bool):
+        group, _, last = name.rpartition(".")
+        return [f"--{name}" if value else f"--{group}.no_{last}"]
+    return [f"--{name}", str(value)]
+
+
+@st.composite
+def random_configs(draw):
+    """Any mesh of 2, 4 or 8 devices, any model, any way to do the work."""
+    axes = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3))
+    sizes = {axis: 2 ** axes.count(axis) for axis in AXES if axis in axes}
+    pick = lambda *values: draw(st.sampled_from(values))
+    attention, experts, capacity = pick("mla", "gqa"), pick(0, 8), pick(0.0, 0.5, 1.0)
+    prefix, every = (pick(0, 1), pick(1, 2)) if experts else (0, 1)
+    stages = sizes.get("stage", 1)
+    schedule, microbatches = pick(("gpipe", 0), ("gpipe", 3), ("1f1b", 1), ("1f1b", 3), ("interleaved", 0), ("zb", 3))
+    return preset("tiny", **SHARED | {
+        "mesh": MeshConfig(**sizes), "model.n_heads": 32, "model.n_kv_heads": 16, "model.attention": attention,
+        "model.n_experts": experts, "model.capacity_factor": capacity, "model.dense_prefix": prefix,
+        "model.moe_every": every, "model.n_layers": prefix + 2 * stages * every, "model.n_shared": pick(0, 1, 2),
+        "model.top_k": pick(2, 3), "model.router": pick("sigmoid", "softmax"), "model.routed_scaling": pick(1.0, 2.5),
+        "model.activation": pick("swiglu", "gelu"), "model.no_rope_every": pick(0, 2),
+        "model.d_query_latent": pick(0, 32),
+        "model.balance_loss": pick(0.0, 0.5), "model.balance_rate": pick(0.0, 0.01), "model.dropout": pick(0.0, 0.1),
+        "model.tie_embeddings": pick(True, False), "data.mask_documents": pick(True, False), "run.seed": pick(0, 1, 2),
+        "model.remat": pick("none", "dots", "full"), "model.gather": pick("layer", "step"),
+        "model.context_attention": "gather" if stages > 1 else pick("gather", "ring"),  # see COMMAND_CASES
+        "model.loss_chunk": pick(40, 1024), "optim.max_device_batch": pick(0, 1), "pipeline.schedule": schedule,
+        "pipeline.microbatches": microbatches, "pipeline.chunks": 2 if schedule == "interleaved" else 1,
+    })  # fmt: skip
+
+
+# Without shrinking: every try costs two programs, and the settings are printed.
+@hypothesis.settings(max_examples=6, phases=[hypothesis.Phase.generate])
+@hypothesis.given(random_configs())
+def test_any_mesh_equals_one_device(cfg):
+    """Catches what goes wrong only where settings meet that no case above brings together."""
+    comparison = parity.compare(cfg)
+    assert comparison.worst().ok, f"{cfg}: {comparison.worst()}"
+
+
+# The design -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cases_cover():
+    """Catches a case taken out that was the only one of its kind."""
+    meshes = [MeshConfig.parse(case.split()[0]).sizes for case in lines(CASES)]
+    split = [{axis: size for axis, size in mesh.items() if size > 1} for mesh in meshes]
+    for axis, size in itertools.product(AXES, (2, 4, 8)):
+        assert {axis: size} in split, f"{axis}={size} alone"
+    for pair in itertools.combinations(AXES, 2):
+        assert any(tuple(mesh) == pair for mesh in split), f"no mesh of {pair} alone"
+    assert sum(len(mesh) >= 3 for mesh in split) >= 12
+    cases = lines(CASES) + lines(COMMAND_CASES)
+    for word in [*MODELS, "accumulation=3", "microbatches=2", "microbatches=4", "remat=dots", "remat=full",
+                 "gather=step", "attention=ring", "1f1b", "interleaved", "zb"]:  # fmt: skip
+        axes = {axis for case in cases if word in case for axis in case.split()[0].replace("=", ",").split(",")}
+        wanted = {"context"} if "ring" in word else set(AXES)
+        if "microbatches" in word or word in ("1f1b", "interleaved", "zb"):
+            wanted = {"stage"}
+        assert wanted <= axes, f"{word} never meets {wanted - axes}"
+
+
+@pytest.mark.parametrize("case", lines(CASES) + lines(COMMAND_CASES))
+def test_a_case_does_what_it_says(case):
+    """Catches a batch so small that passes or microbatches are fewer than a case says, and so are not tested."""
+    said = {word: int(n) for word, n in re.findall(r"(accumulation|microbatches)=(\d+)", case)}
+    split = sharding.split_batch(config(case))
+    assert said == {word: getattr(split, word) for word in said}
+    assert said.get("accumulation", 1) == split.accumulation
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_dim_has_a_different_size(name):
+    """Catches a model in which two dims could be confused and nobody would see it."""
+    cfg = config(f"data=1 {name}")
+    sizes = {("B", cfg.data.batch_size), ("T", cfg.data.seq_len), ("k", cfg.model.top_k)}
+    for d in sharding.named(model.declare(cfg.model)).values():
+        sizes |= set(zip(d.dims, d.shape, strict=True)) - {("P", 1), ("J", 1)}  # one layer deep
+    if not cfg.model.d_query_latent:
+        sizes -= {("Q", cfg.model.d_model)}  # queries come from the stream
+    by_size = sorted((size, letter) for letter, size in sizes)
+    same = [pair for pair in itertools.pairwise(by_size) if pair[0][0] == pair[1][0]]
+    assert not same, same
+
+
+# The harness ----------------------------------------------------------------------------------------------------------
+
+RIGHT = config("data=1 moe")
+OUT, BIAS = "blocks.moe.attention.w_out_HUD", "blocks.moe.feed_forward.bias_E"
+WRONG = {  # kind, name, what is done to the values -> how far they are then off
+    "a gradient twice as large": ("gradient", OUT, lambda x: 2 * x, 1.0),
+    "a gradient with one wrong entry": ("gradient", OUT, lambda x: x + 1e-3 * np.abs(x).max() * (x == x.max()), 1e-3),
+    "a gradient where there is none": ("gradient", BIAS, lambda x: x + 1, np.inf),
+    "a gradient that is not a number": ("gradient", OUT, lambda x: x * np.nan, np.inf),
+    "one parameter that starts elsewhere": ("initial", OUT, lambda x: x + 1e-6 * (x == x.max()), None),
+    "an update of half the size": ("update", OUT, lambda x: x / 2, 0.5),
+    "a bias pushed the other way": ("update", BIAS, lambda x: -x, 2.0),
+    "a loss that is off in the last step": ("loss", "step 2", lambda x: x * np.float32(1.0001), 1e-4),
+    "one token more": ("count", "tokens_per_expert", lambda x: x + (x == x.max()), None),
+    "a statistic of half the layers": ("metric", "router_entropy", lambda x: x * (np.arange(len(x)) < 2), 1.0),
+    "a replica that drifted": ("replica", f"final.params.{OUT}", lambda x: 0.25, 0.25),
+}
+
+
+def right_results():
+    return parity.run_on_one_device(parity.replace(RIGHT, **parity.PLAIN))
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_comparison_sees_and_names(mistake):
+    """Catches a comparison that averages, forgives, looks elsewhere, or takes NaN for equal."""
+    kind, name, spoil, how_far = WRONG[mistake]
+    right = right_results()
+    wrong = right | {kind: right[kind] | {name: spoil(right[kind][name])}}
+    comparison = parity.differences(wrong, right)
+    (found,) = [d for d in comparison.differences if not d.ok]
+    assert (found.kind, found.name) == (kind, name) and found == comparison.worst()
+    if how_far is not None and np.isfinite(how_far):
+        assert found.off == pytest.approx(how_far, rel=0.01)  # float32
+    said = comparison.to_dict()
+    assert said["ok"] is False
+    assert said["params_equal"] is (kind not in ("initial", "update", "replica"))
+    assert said["metrics_equal"] is (kind not in ("metric", "count"))
+    assert (said["worst_param"] == name) or kind != "gradient"
+    (line,) = [line for line in parity.table(RIGHT, comparison).splitlines() if "<- differs" in line]
+    assert name in line and "DIFFERENT" in parity.table(RIGHT, comparison)
+
+
+def test_equal_results_are_equal():
+    """Catches a comparison that is always red."""
+    comparison = parity.differences(right_results(), right_results())
+    assert comparison.worst().ok and comparison.worst().off == 0
+    assert "equal to one device" in parity.table(RIGHT, comparison)
+
+
+def test_replicas_are_compared_device_by_device():
+    """Catches a check that looks at one device's copy, or that takes different slices for different copies."""
+    mesh = sharding.make_mesh("fsdp=2,tensor=2")
+    held = [np.full(6, value, np.float32) for value in (1, 1, 2, 2)]  # devices 0 and 1 hold one slice, 2 and 3 another
+
+    def array():
+        shards = [jax.device_put(x, device) for x, device in zip(held, mesh.devices.flat, strict=True)]
+        return jax.make_array_from_single_device_arrays((12,), NamedSharding(mesh, P("fsdp")), shards)
+
+    assert parity.differing_replicas(array()) == 0
+    held[3][4:] += 1e-7 * 2
+    assert parity.differing_replicas(array()) == pytest.approx(2 / 6)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--mesh tensor=3 --model.vocab_size 279", "cannot split H=4 of prefix.attention.w_query_QHK over mesh axes tensor "
+     "= 3 devices (4 % 3 = 1); use a multiple of 3, or a smaller axis"),
+    ("--mesh data=5", "cannot split data.batch_size=16 sequences over data*fsdp*expert = 5 batch shards "
+     "(16 % 5 = 1); nearest that do: 15 or 20"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_with_the_arithmetic(words, message):
+    """Catches a traceback, a status that means `different`, and a JSON line nobody can trust."""
+    done = command("tiny", *words.split(), "--json")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_difference_is_status_1():
+    """Catches a command that is always content: bfloat16 rounds partial sums, so meshes differ in the third digit."""
+    words = "--mesh tensor=2 --model.n_experts 0 --model.dense_prefix 0 --model.n_layers 1 --model.attention gqa"
+    done = command("tiny", *words.split(), "--model.precision.compute", "bfloat16")
+    assert done.returncode == 1, done.stderr
+    assert "mesh tensor=2 (2 devices) against one device, bfloat16" in done.stdout
+    assert "<- differs" in done.stdout and "DIFFERENT" in done.stdout
+
+
+def test_help_shows_the_flags():
+    """Catches settings that the comparison cannot be given."""
+    done = command("--help")
+    assert done.returncode == 0
+    assert all(f"--{name} " in done.stdout for name in ("mesh", "json,", "model.n_heads", "optim.max_device_batch"))
