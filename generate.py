@@ -4,7 +4,10 @@ A prompt goes through the model once (prefill), then every new token alone (deco
 tokens is kept. Latent attention keeps its latents and rotary keys only; the projections from the latent to keys and
 values are absorbed into query and output (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Prefill and decode are one
 function, `extend`: s new tokens attend to the S slots of the cache. Mixtures of experts are dropless here, whatever
-capacity_factor they were trained with. It runs on one device.
+capacity_factor they were trained with.
+
+It runs on any mesh, parameters where training left them: requests are split over ROWS, heads and vocabulary over
+TENSOR as in training, layers and their cache over STAGE, where one stage works after the other.
 """
 
 import codecs
@@ -23,15 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 import tiktoken
 import tyro
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import checkpoint
 import model
+import pipeline
 import sharding
 import utils
 from data import tokenizers
-from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, reduce_scatter, vary
-from utils import Config, ModelConfig, UserError
+from sharding import AXES, BATCH, CONTEXT, STAGE, TENSOR, all_gather, psum, reduce_scatter, shift, vary
+from utils import Config, MeshConfig, MeshFlag, ModelConfig, UserError
+
+ROWS = (*BATCH, CONTEXT)  # neighbours hold different requests: attention to a cache has nothing to ask over CONTEXT
+NOWHERE = 2**30  # a position past the last slot of any cache
 
 # The cache ------------------------------------------------------------------------------------------------------------
 
@@ -52,20 +59,31 @@ class GroupedCache:
     value_bSgK: jax.Array
 
 
-def empty_cache(c: ModelConfig, b: int, slots: int):
-    """Zeros for every layer, stacked as the layers are: {"prefix": [P, ..], "dense": [L, J, ..], "moe": [L, ..]}."""
-    dtype = c.precision.compute
+def cache_specs(c: ModelConfig):
+    """How the cache lies on the mesh: key and value heads split over TENSOR; latents the same on its neighbours."""
+    heads = (None, TENSOR) if c.attention == "gqa" else ()
+    stacked = lambda *layers: P(*layers, ROWS, *heads)
+    return {"prefix": stacked(STAGE), "blocks": {"dense": stacked(STAGE, None), "moe": stacked(STAGE)}}
 
-    def layers(*stacked):
-        zeros = lambda *shape: jnp.zeros((*stacked, b, slots, *shape), dtype)
+
+def empty_cache(c: ModelConfig, mesh: Mesh, b: int, slots: int):
+    """Zeros for every layer, stacked as the layers are: {"prefix": [P, ..], "dense": [L, J, ..], "moe": [L, ..]}.
+
+    Every stage has a prefix, of which only the first stage's is used.
+    """
+
+    def layers(spec, *stacked):
+        place = NamedSharding(mesh, spec)
+        zeros = lambda *shape: jnp.zeros((*stacked, b, slots, *shape), c.precision.compute, device=place)
         if c.attention == "mla":
             return LatentCache(zeros(c.d_kv_latent), zeros(c.d_rope))
         return GroupedCache(zeros(c.n_kv_heads, c.d_head), zeros(c.n_kv_heads, c.d_head))
 
-    n_dense = c.layers_per_block - bool(c.n_experts)
-    blocks = {"dense": layers(c.n_blocks, n_dense) if n_dense else None,
-              "moe": layers(c.n_blocks) if c.n_experts else None}  # fmt: skip
-    return {"prefix": layers(c.dense_prefix) if c.dense_prefix else None, "blocks": blocks}
+    specs, n_dense = cache_specs(c), c.layers_per_block - bool(c.n_experts)
+    blocks = {"dense": layers(specs["blocks"]["dense"], c.n_blocks, n_dense) if n_dense else None,
+              "moe": layers(specs["blocks"]["moe"], c.n_blocks) if c.n_experts else None}  # fmt: skip
+    prefix = layers(specs["prefix"], mesh.shape[STAGE] * c.dense_prefix) if c.dense_prefix else None
+    return {"prefix": prefix, "blocks": blocks}
 
 
 def write(cache_bSX, new_bsX, positions_bs):
@@ -116,7 +134,8 @@ def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, p
 def cached_layer(w: model.Layer, c: ModelConfig, x_btD, positions_bs, cache, number):
     """One layer, as `model.layer`, attending to the cache. Returns [b, t, D] and the cache with the new tokens."""
     w = model.gathered(w, c)
-    h_bsD = all_gather(model.rms_norm(x_btD, w.norm_attention_D, c.norm_eps), TENSOR, dim=1)
+    h_btD = model.rms_norm(x_btD, w.norm_attention_D, c.norm_eps)
+    h_bsD = all_gather(h_btD, TENSOR, dim=1, to="invarying")  # so that the cached latents are known to be the same
     attention = cached_latent_attention if c.attention == "mla" else cached_grouped_attention
     rotary_on = model.has_rotary(c, number)
     partial_bsD, cache = attention(w.attention, c, h_bsD, positions_bs, cache, rotary_on)
@@ -135,13 +154,8 @@ def cached_layers(w_stack, c: ModelConfig, x_btD, positions_bs, cache, numbers):
     return jax.lax.scan(step, x_btD, (w_stack, cache, numbers))
 
 
-def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, *, c: ModelConfig):
-    """Run new tokens through the model. Returns logits [b, V] after token `last_b` of each row, and the cache."""
-    x_btD = vary(model.embed(*model.gathered(w, c, "embedding_VD"), tokens_bs), (STAGE,))
-    updated = {"prefix": None}
-    if w.prefix is not None:
-        numbers = jnp.arange(c.dense_prefix)
-        x_btD, updated["prefix"] = cached_layers(w.prefix, c, x_btD, positions_bs, cache["prefix"], numbers)
+def cached_blocks(w_stack: model.Block, c: ModelConfig, x_btD, positions_bs, cache):
+    """This stage's blocks in order, as `model.blocks`, each with its part of the cache."""
 
     def block(x_btD, one):
         w, cache, first = one
@@ -154,29 +168,64 @@ def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, 
             x_btD, updated["moe"] = cached_layer(w.moe, c, x_btD, positions_bs, cache["moe"], number)
         return x_btD, updated
 
-    first_numbers = c.dense_prefix + c.layers_per_block * jnp.arange(c.n_blocks)
-    x_btD, updated["blocks"] = jax.lax.scan(block, x_btD, (w.blocks, cache["blocks"], first_numbers))
-    x_bD = jnp.take_along_axis(x_btD, last_b[:, None, None], axis=1)[:, 0]
-    x_bD = model.rms_norm(x_bD, w.norm_D, c.norm_eps)
-    return (x_bD @ model.unembedding(w, dataclasses.replace(c, gather="layer"))).astype(jnp.float32), updated
+    per_stage = c.n_blocks // jax.lax.axis_size(STAGE)
+    number = jax.lax.axis_index(STAGE) * per_stage + jnp.arange(per_stage)
+    first_numbers = c.dense_prefix + c.layers_per_block * number
+    return jax.lax.scan(block, x_btD, (w_stack, cache, first_numbers))
 
 
-def extend(c: ModelConfig, mesh) -> Callable:
+def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, *, c: ModelConfig):
+    """Run new tokens through the model. Returns logits [b, v] after token `last_b` of each row, and the cache.
+
+    Sends over STAGE: the activations, to the next stage at every tick; and the logits, to all.
+    """
+    stage, stages = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE)
+    # Branches follow each other; none lies in another, or beside an all-gather that need not wait for it: on CPU, a
+    # program read from the compilation cache runs the two at once and hangs (jax 0.10.2).
+    when = lambda mine, run, *args: jax.lax.cond(mine, run, lambda *same: same, *args)
+
+    x_btD = vary(model.embed(*model.gathered(w, c, "embedding_VD"), tokens_bs), AXES)
+    if w.prefix is not None:
+        numbers = jnp.arange(c.dense_prefix)
+        prefix = lambda x_btD, cache: cached_layers(w.prefix, c, x_btD, positions_bs, cache, numbers)
+        x_btD, cache["prefix"] = when(stage == 0, prefix, x_btD, cache["prefix"])
+
+    def tick(carry, at_work):
+        blocks = lambda x_btD, cache: cached_blocks(w.blocks, c, x_btD, positions_bs, cache)
+        x_btD, cache = when(stage == at_work, blocks, *carry)
+        return (shift(x_btD, STAGE), cache), None
+
+    (x_btD, cache["blocks"]), _ = jax.lax.scan(tick, (x_btD, cache["blocks"]), jnp.arange(stages))
+
+    def logits(x_btD):
+        x_bsD = model.leave(w, c, x_btD, dim=1)
+        x_bD = jnp.take_along_axis(x_bsD, last_b[:, None, None], axis=1)[:, 0]
+        return vary((x_bD @ model.unembedding(w, c)).astype(jnp.float32), AXES)
+
+    # The last stage's output was shifted to the first.
+    partial_bv = jax.lax.cond(stage == 0, logits, lambda x_btD: pipeline.nothing(logits, x_btD), x_btD)
+    return psum(partial_bv, STAGE), cache
+
+
+def extend(c: ModelConfig, mesh: Mesh) -> Callable:
     """Compile fn(params, cache, tokens_bs, positions_bs, last_b) -> (logits [b, V], cache), once per shape.
 
-    The old cache's memory is reused: do not touch it again. Raises: UserError on a mesh of several devices.
+    The old cache's memory is reused: do not touch it again. Raises: UserError if a parameter does not split over the
+    mesh.
     """
-    if mesh.size > 1:
-        raise UserError(f"sampling runs on one device so far, and the mesh has {mesh.size}")
-    specs = sharding.specs(model.declare(c))
-    # Every axis has size 1; the specs name those along which `check_vma` takes the values to vary.
-    one = lambda stacked: P(*[STAGE, None][:stacked], BATCH, CONTEXT, TENSOR)
-    cache_specs = {"prefix": one(1), "blocks": {"dense": one(2), "moe": one(1)}}
+    sharding.check_divides(model.declare(c), mesh)
     local = jax.shard_map(
         functools.partial(extend_shards, c=c), mesh=mesh,
-        in_specs=(specs, cache_specs, P(BATCH), P(BATCH), P(BATCH)),
-        out_specs=(P(BATCH, (CONTEXT, TENSOR, STAGE)), cache_specs))  # fmt: skip
-    return jax.jit(local, donate_argnums=1)
+        in_specs=(sharding.specs(model.declare(c)), cache_specs(c), P(ROWS), P(ROWS), P(ROWS)),
+        out_specs=(P(ROWS, TENSOR), cache_specs(c)))  # fmt: skip
+
+    def whole_slices(params, cache, tokens_bs, positions_bs, last_b):
+        # Between blocks positions are split over TENSOR. The tokens added here leave nothing in the cache.
+        widths = ((0, 0), (0, -tokens_bs.shape[1] % mesh.shape[TENSOR]))
+        positions_bs = jnp.pad(positions_bs, widths, constant_values=NOWHERE)
+        return local(params, cache, jnp.pad(tokens_bs, widths), positions_bs, last_b)
+
+    return jax.jit(whole_slices, donate_argnums=1)
 
 
 # Choosing a token -----------------------------------------------------------------------------------------------------
@@ -263,14 +312,23 @@ def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int) -> list[i
 
 
 class Sampler:
-    """A model ready to continue texts; keeps its compiled functions between calls."""
+    """A model ready to continue texts; keeps its compiled functions between calls.
 
-    def __init__(self, cfg: Config, params, encoding: tiktoken.Encoding):
-        self.cfg, self.encoding = cfg, encoding
-        self.c = dataclasses.replace(cfg.model, capacity_factor=0.0)
-        mesh = sharding.make_mesh("", jax.local_devices()[:1])
-        self.params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
-        self.extend = extend(self.c, mesh)
+    mesh   where params lie; None: one device
+    """
+
+    def __init__(self, cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh | None = None):
+        self.cfg, self.params, self.encoding = cfg, params, encoding
+        self.c = dataclasses.replace(cfg.model, capacity_factor=0.0, gather="layer")
+        self.mesh = sharding.make_mesh("", jax.local_devices()[:1]) if mesh is None else mesh
+        self.extend = extend(self.c, self.mesh)
+        everywhere = NamedSharding(self.mesh, P())
+
+        def choose_everywhere(logits_bV, *settings):
+            whole_bV = jax.lax.with_sharding_constraint(logits_bV, everywhere)
+            return choose(whole_bV, *settings, vocabulary=encoding.n_vocab)
+
+        self.choose = jax.jit(choose_everywhere, out_shardings=everywhere)
 
     def prompt_ids(self, request: Request) -> list[int]:
         return prompt_ids(self.encoding, request.prompt, self.cfg.data.seq_len)
@@ -284,6 +342,7 @@ class Sampler:
         prompts, room_b = [self.prompt_ids(r) for r in requests], np.array([self.room(r) for r in requests])
         T, n, V = self.cfg.data.seq_len, len(requests), self.encoding.n_vocab
         b, s = bucket(n, 2 * n), bucket(max(map(len, prompts)), T)
+        b += -b % math.prod(self.mesh.shape[axis] for axis in ROWS)
         slots = bucket(max(len(ids) + room for ids, room in zip(prompts, room_b.tolist(), strict=True)), T)
         rows = requests + [requests[0]] * (b - n)
         settings = (np.float32([r.temperature for r in rows]), np.int32([min(r.top_k, V) for r in rows]),
@@ -294,10 +353,10 @@ class Sampler:
             tokens_bs[row, : len(ids)], lengths_b[row] = ids, len(ids)
         # A prompt's padding is written to the cache too; each slot is written again before a token looks at it.
         positions_bs, last_b = np.tile(np.arange(s, dtype=np.int32), (b, 1)), lengths_b - 1
-        cache, running_n = empty_cache(self.c, b, slots), np.ones(n, bool)
+        cache, running_n = empty_cache(self.c, self.mesh, b, slots), np.ones(n, bool)
         for count in range(room_b.max()):
             logits_bV, cache = self.extend(self.params, cache, tokens_bs, positions_bs, last_b)
-            drawn_b = np.asarray(choose(logits_bV, *settings, np.full(b, count, np.int32), vocabulary=V))
+            drawn_b = np.asarray(self.choose(logits_bV, *settings, np.full(b, count, np.int32)))
             running_n &= drawn_b[:n] != self.encoding.eot_token
             yield [int(token) if runs else None for token, runs in zip(drawn_b[:n], running_n, strict=True)]
             running_n &= count + 1 < room_b
@@ -324,9 +383,9 @@ class Sampler:
         return texts
 
 
-def sample(cfg: Config, params, encoding: tiktoken.Encoding, prompt: str, tokens: int, **settings) -> str:
+def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt: str, tokens: int, **settings) -> str:
     """Continue one prompt."""
-    return Sampler(cfg, params, encoding).texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
+    return Sampler(cfg, params, encoding, mesh).texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -340,6 +399,11 @@ class Arguments(Settings):
     prompt: tuple[str, ...] = ()  # texts to continue, one continuation each
     prompts: str = ""  # file of prompts, or - for standard input: a line is a text, or JSON {"prompt": .., "top_k": ..}
     json: bool = False  # print one JSON object a text instead
+    mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)  # devices along each mesh axis
+    devices: int = 0  # simulate this many CPU devices; 0: work on those there are
+
+    def __post_init__(self):
+        utils.at_least(self, 0, "devices")
 
 
 def requests_of(args: Arguments) -> list[Request]:
@@ -381,8 +445,8 @@ def _settings(line: bytes, place: str) -> dict:
     return values
 
 
-def load(directory: str) -> Sampler:
-    """Open a run's newest checkpoint. Raises: UserError if there is no run, or no checkpoint yet."""
+def load(directory: str, mesh: MeshConfig | str = "") -> Sampler:
+    """Open a run's newest checkpoint. Raises: UserError if there is no run, no checkpoint yet, or no such mesh."""
     file = Path(directory) / "config.json"
     if not file.exists():
         raise UserError(f"{directory}: no config.json there; give a run's directory, e.g. runs/laptop")
@@ -396,9 +460,11 @@ def load(directory: str) -> Sampler:
             f"{directory} holds converted weights, which name no tokenizer; begin a run from them with "
             f"python main.py --init-from {directory}, and sample that"
         )
-    cfg, mesh = Config.from_dict(config), sharding.make_mesh("", jax.local_devices()[:1])
-    params = checkpoint.restore_params(Path(directory) / "checkpoints", sharding.shapes(model.declare(cfg.model), mesh))
-    return Sampler(cfg, params, tokenizers.load(tokens["tokenizer"]["name"]))
+    cfg, devices = Config.from_dict(config), sharding.make_mesh(mesh)
+    declarations = model.declare(cfg.model)
+    sharding.check_divides(declarations, devices)
+    params = checkpoint.restore_params(Path(directory) / "checkpoints", sharding.shapes(declarations, devices))
+    return Sampler(cfg, params, tokenizers.load(tokens["tokenizer"]["name"]), devices)
 
 
 def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
@@ -423,7 +489,8 @@ def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python generate.py", use_underscores=True)
     try:
         requests = requests_of(args)
-        show(load(args.run), requests, args.json)
+        utils.use_devices(args.devices)
+        show(load(args.run, args.mesh), requests, args.json)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

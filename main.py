@@ -442,7 +442,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Pa
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
     encoding = tokenizers.load(manifest["tokenizer"]["name"])
-    text = generate.sample(cfg, state.params, encoding, cfg.run.sample_prompt, cfg.run.sample_tokens)
+    text = generate.sample(cfg, state.params, encoding, mesh, cfg.run.sample_prompt, cfg.run.sample_tokens)
     if utils.is_main_process():
         with (directory / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"--- step {step}\n{text}\n")
@@ -552,6 +552,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         cfg = parse(argv)
+        utils.use_devices(cfg.run.devices)
         use_compile_cache(cfg)
         if cfg.run.replay:
             replay(cfg)

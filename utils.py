@@ -104,6 +104,9 @@ MeshFlag = Annotated[
 ]
 
 
+BARE = tyro.conf.arg(help="")  # a group of flags whose name says enough: --help fits two screens
+
+
 @dataclass(frozen=True)
 class Precision:
     """Which number format is used where. Sums and what is sensitive to them are always float32; see `model.py`."""
@@ -149,7 +152,7 @@ class ModelConfig:
     gather: Literal["layer", "step"] = "layer"  # weights are joined for each use of a layer; or once a step, and kept
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
     loss_chunk: int = 1024  # tokens whose logits exist at once, per device
-    precision: Precision = field(default_factory=Precision)  # number formats
+    precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
 
     def __post_init__(self):
         if self.attention == "gqa" and self.n_heads % self.n_kv_heads:
@@ -279,10 +282,10 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)  # schedule of the stages
-    data: DataConfig = field(default_factory=DataConfig)
+    pipeline: Annotated[PipelineConfig, BARE] = field(default_factory=PipelineConfig)  # schedule of the stages
+    data: Annotated[DataConfig, BARE] = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    run: Annotated[RunConfig, BARE] = field(default_factory=RunConfig)
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -349,7 +352,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "laptop": ("MoE of about 3M parameters: trains in about 2 minutes on 2 cores", {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
-            d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=224, dense_prefix=1, balance_loss=0.01,
+            d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=320, dense_prefix=2, balance_loss=0.01,
             balance_rate=0.001, remat="full", precision=FLOAT32),
         "optim.lr": 5e-3,
     }),

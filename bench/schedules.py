@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     utils.simulate_devices(args.stages)
     if not args.json:
         print(
-            f"{'':12} {'bubble':>7} {'makespan':>9} {'lock-step':>9} {'work':>6} {'live':>5} {'temp MiB':>9} {'step s':>7}"
+            f"{'':12} {'bubble':>7} {'makespan':>9} {'lock-step':>9} {'work':>6} {'live':>5}",
+            f"{'temp MiB':>9} {'step s':>7}",
         )
     try:
         for name in args.names:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import threading
 import types
 from pathlib import Path
 
+import helpers
 import jax
 import numpy as np
 import pytest
@@ -23,8 +25,11 @@ import pytest
 import checkpoint
 import generate
 import main
+import optimizer
+import sharding
 from bench import soak
 from data import prepare
+from utils import preset, replace
 
 ROOT = Path(__file__).parent.parent
 STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
@@ -291,6 +296,96 @@ def test_the_command_says_what_it_finds(tmp_path, capsys):
     capsys.readouterr()
     assert checkpoint.main(["verify", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err == f"error: no checkpoint in {tmp_path}/nowhere\n"
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+MESHES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2", "data=2,stage=2,tensor=2",
+          "expert=2,context=2,tensor=2")  # fmt: skip
+
+
+@functools.cache
+def target(cfg, mesh):
+    """Shapes and places of the training state on a mesh."""
+    return checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
+
+
+@pytest.fixture(scope="module")
+def random_state():
+    """A training state of which no two numbers are equal, as NumPy arrays."""
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.normal(size=x.shape).astype(x.dtype) if x.ndim else rng.integers(2, 99, dtype=x.dtype)
+    return jax.tree.map(draw, target(preset("tiny"), "data=1"))
+
+
+@pytest.fixture(scope="module")
+def saved_on_each_mesh(random_state, tmp_path_factory):
+    """Checkpoints of the same state: that of step n was saved on the n-th mesh."""
+    directory = tmp_path_factory.mktemp("meshes")
+    with checkpoint.open_directory(directory, keep=len(MESHES)) as saver:
+        for step, mesh in enumerate(MESHES):
+            place = lambda x, shape: jax.device_put(x, shape.sharding)
+            checkpoint.save(saver, step, jax.tree.map(place, random_state, target(preset("tiny"), mesh)), {})
+    return directory
+
+
+@pytest.mark.parametrize("there", MESHES)
+@pytest.mark.parametrize("here", MESHES)
+def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_state, here, there):
+    """Catches a slice that is written twice or not at all, that is read into another's place, and an array that ends up
+    elsewhere than the training step wants it."""
+    wanted = target(preset("tiny"), there)
+    got = sharding.named(checkpoint.restore(saved_on_each_mesh, wanted, MESHES.index(here)))
+    wanted, want = sharding.named(wanted), sharding.named(random_state)
+    assert list(got) == list(want)
+    for name, x in want.items():
+        np.testing.assert_array_equal(np.asarray(got[name]), x, err_msg=name)
+        assert got[name].sharding == wanted[name].sharding, name
+
+
+MOVING = preset("tiny", **{"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "data.seq_len": 24})
+MOVES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2")
+AFTER = 5  # steps that are compared
+
+
+@functools.cache
+def step_on(mesh):
+    return optimizer.train_step(replace(MOVING, mesh=mesh), sharding.make_mesh(mesh))
+
+
+def train_on(mesh, state, steps):
+    """Take steps with the batches that belong to them; returns the state and every loss."""
+    losses = []
+    for step in steps:
+        batch = sharding.put(helpers.random_batch(MOVING, seed=step), sharding.make_mesh(mesh))
+        state, metrics = step_on(mesh)(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def unmoved(tmp_path_factory):
+    """A run that stays on the first mesh: losses of every step, and where checkpoint 2, of its second step, lies."""
+    directory = tmp_path_factory.mktemp("unmoved")
+    state, losses = train_on(MOVES[0], optimizer.init(MOVING, sharding.make_mesh(MOVES[0])), range(2))
+    with checkpoint.open_directory(directory) as saver:
+        checkpoint.save(saver, 2, state, {})
+    return losses + train_on(MOVES[0], state, range(2, 2 + 2 * AFTER))[1], directory
+
+
+@pytest.mark.parametrize("mesh", MOVES[1:])
+def test_a_run_moves_to_another_mesh_and_back(unmoved, mesh, tmp_path):
+    """Catches moments, a count or a selection bias that start anew, a mesh on which a step means something else, and
+    one whose checkpoints only it can read."""
+    want, directory = unmoved
+    state, there = train_on(mesh, checkpoint.restore(directory, target(MOVING, mesh)), range(2, 2 + AFTER))
+    with checkpoint.open_directory(tmp_path) as saver:
+        checkpoint.save(saver, 2 + AFTER, state, {})
+    state = checkpoint.restore(tmp_path, target(MOVING, MOVES[0]))
+    _, back = train_on(MOVES[0], state, range(2 + AFTER, 2 + 2 * AFTER))
+    # Float32, other order of sums.
+    np.testing.assert_allclose(there + back, want[2:], rtol=1e-5)
+    assert len({round(loss, 3) for loss in want}) == len(want)
 
 
 # Kills ----------------------------------------------------------------------------------------------------------------

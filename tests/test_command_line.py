@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -79,11 +80,14 @@ WRONG = {
     "tiny --data.batch_size 0": "data.batch_size=0: must be at least 1",
     "tiny --data.batch_size 10 --mesh fsdp=4": "cannot split data.batch_size=10 sequences over data*fsdp*expert = 4 "
     "batch shards (10 % 4 = 2); nearest that do: 8 or 12",
-    "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8",
+    "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8; --devices 16 "
+    "simulates them",
+    "tiny --devices 4": "--devices 4: this process has begun to work with 8; start another",
+    "tiny --devices -1": "run.devices=-1: must be at least 0",
     "tiny --mesh tensor=4": "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
     "nearest that do: 16 or 20",
     "tiny --mesh tensor=8 --data.seq_len 16": "cannot split H=4 of ",
-    "tiny --mesh stage=2": "there is no pipeline schedule yet",
+    "tiny --mesh stage=4": "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 4",
     "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end of text before it leave no room",
     "tiny --model.capacity_factor 0.01": "capacity is 0",
     "tiny --model.vocab_size 200": "holds token ids 0..256, model.vocab_size=200 has 0..199; use --model.vocab_size 26",
@@ -138,9 +142,44 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
 
     monkeypatch.setattr(main, "train", train)
     monkeypatch.setattr(main, "use_compile_cache", lambda cfg: None)
-    status, _, err = run("tiny", "--run.dir", str(tmp_path), "--run.restart", "--run.steps", "7")
+    status, _, err = run("tiny", "--devices", "8", "--run.dir", str(tmp_path), "--run.restart", "--run.steps", "7")
     assert status == 130 and "Traceback" not in err
-    assert err.rstrip().endswith(f"main.py tiny --run.dir {tmp_path} --run.steps 7")
+    assert err.rstrip().endswith(f"main.py tiny --devices 8 --run.dir {tmp_path} --run.steps 7")
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_not_simulated_beside_an_accelerator(monkeypatch):
+    """Catches a run that was meant for eight accelerators, and trains on eight slices of a CPU; and one that was meant
+    for a CPU, and blocks the accelerator."""
+    device = types.SimpleNamespace(platform="gpu", device_kind="H100")
+    monkeypatch.setattr(jax, "devices", lambda: [device] * 2)
+    status, out, err = run("tiny", "--devices", "8")
+    assert (status, out) == (2, "")
+    assert err == (
+        "error: --devices 8 simulates CPU devices, and here are 2 x H100; drop --devices, or set JAX_PLATFORMS=cpu\n"
+    )
+
+
+def test_a_run_on_simulated_devices_goes_on_with_another_mesh(tokens, tmp_path):
+    """Catches a flag that comes after JAX has counted its devices, a run that fails where its parameters lie on several
+    of them (evaluation, checkpoint, sample), and a checkpoint that only its own mesh can read."""
+    cache = jax.config.jax_compilation_cache_dir
+    argv = ["tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--run.compile_cache", cache, "--run.steps", "5",
+            "--run.eval_every", "3", "--run.checkpoint_every", "2", "--devices", "8", "--mesh"]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    words = [sys.executable, "main.py", *argv, "fsdp=2,stage=2,tensor=2"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mesh       stage=2,fsdp=2,tensor=2 on 8 x cpu\n" in done.stdout
+    assert "step     3/5  validation " in done.stdout and "done       step 5 in " in done.stdout
+
+    status, out, err = run(*argv, "data=2,expert=2", "--run.steps", "6")
+    assert (status, err) == (0, "")
+    assert f"resumed    at step 5 from {tmp_path}/tiny/checkpoints\n" in out and "step     6/6  loss " in out
+    samples = re.split(r"(?m)^--- step \d\n", (tmp_path / "tiny" / "samples.txt").read_text())
+    assert [text.startswith("def ") for text in samples] == [False, True, True]
 
 
 # Help -----------------------------------------------------------------------------------------------------------------

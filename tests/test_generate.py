@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import subprocess
@@ -12,7 +13,6 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import generate
@@ -75,7 +75,7 @@ def test_cached_logits_equal_the_full_forward(name):
     s = lengths_B.max()
     prompts_Bs = np.where(np.arange(s) < lengths_B[:, None], tokens_BT[:, :s], 3)
     positions_Bs = np.tile(np.arange(s, dtype=np.int32), (3, 1))
-    cache = generate.empty_cache(cfg.model, 3, T)
+    cache = generate.empty_cache(cfg.model, one_device(), 3, T)
     got_BV, cache = extend(params, cache, prompts_Bs, positions_Bs, lengths_B - 1)
     rows = np.arange(3)
     for at_B in [lengths_B + n for n in range(T)]:
@@ -91,17 +91,50 @@ def test_cached_logits_equal_the_full_forward(name):
 def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, compute, itemsize):
     """Catches a cache of keys and values of heads, or of another number format than activations have."""
     c = preset("tiny", **{"model.n_heads": n_heads, "model.precision.compute": compute}).model
-    size = lambda slots: sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lambda: generate.empty_cache(c, 3, slots)))
-    )
+    size = lambda slots: sum(x.nbytes for x in jax.tree.leaves(generate.empty_cache(c, one_device(), 3, slots)))
     assert size(1) == 3 * c.n_layers * (c.d_kv_latent + c.d_rope) * itemsize
     assert size(7) == 7 * size(1)
 
 
-def test_several_devices_are_refused():
-    """Catches a sample that is silently wrong on a mesh."""
-    with pytest.raises(UserError, match="sampling runs on one device so far, and the mesh has 2"):
-        generate.extend(TINY.model, sharding.make_mesh("tensor=2"))
+# Any mesh -------------------------------------------------------------------------------------------------------------
+
+GQA = CONFIGS["gqa, softmax router, no bias, none shared"]
+ON_MESHES = [
+    *[(preset("tiny"), mesh) for mesh in ("data=3", "stage=2", "fsdp=2", "expert=2", "context=2")],
+    *[(preset("tiny"), mesh) for mesh in ("tensor=2", "stage=2,fsdp=2", "stage=2,tensor=2")],
+    *[(preset("tiny"), mesh) for mesh in ("fsdp=2,expert=2", "context=2,tensor=2")],
+    *[(GQA, mesh) for mesh in ("tensor=2", "stage=2,tensor=2", "context=2,tensor=2")],
+]
+
+
+@functools.cache
+def continued(cfg: Config, mesh: str):
+    """What three requests draw, token by token, and the logits they drew from, on a mesh."""
+    mesh, declarations = sharding.make_mesh(mesh), model.declare(cfg.model)
+    place = lambda x, shape: jax.device_put(x, shape.sharding)
+    params = jax.tree.map(place, helpers.draw(declarations, seed=1), sharding.shapes(declarations, mesh))
+    sampler, logits = Sampler(cfg, params, BYTES, mesh), []
+
+    def extend(*args, run=sampler.extend):
+        logits_bV, cache = run(*args)
+        logits.append(np.asarray(logits_bV[:3]))
+        return logits_bV, cache
+
+    sampler.extend = extend
+    asked = ("abcde", 5, 0.0), ("b", 4, 0.0), ("cdefghi", 6, 1.5)
+    requests = [Request(text, tokens=n, temperature=temperature, seed=3) for text, n, temperature in asked]
+    return list(sampler.ids(requests)), np.stack(logits)
+
+
+@pytest.mark.parametrize("cfg, mesh", ON_MESHES, ids=[f"{cfg.model.attention} {mesh}" for cfg, mesh in ON_MESHES])
+def test_the_mesh_changes_where_a_text_is_made_not_what(cfg, mesh):
+    """Catches a stage that works before its turn, on another's cache or with its layer numbers; heads or words in the
+    wrong place; a dummy token that is written to the cache; a partial sum; noise that depends on the devices; where the
+    program was compiled before, collectives of branches that hang (stage=2,fsdp=2)."""
+    (want, want_logits), (got, got_logits) = continued(cfg, "data=1"), continued(cfg, mesh)
+    assert got == want
+    # Float32, other order of sums.
+    np.testing.assert_allclose(got_logits, want_logits, rtol=0, atol=2e-5 * np.abs(want_logits).max())
 
 
 # Whole samples from a real model --------------------------------------------------------------------------------------
@@ -112,7 +145,7 @@ def tiny():
     """A model of random weights that never ends a text: the logit of end of text is 0, that of the likeliest is not."""
     params = helpers.draw(model.declare(TINY.model), seed=1)
     params.unembedding_DV[:, EOT] = 0
-    return Sampler(TINY, params, BYTES)
+    return Sampler(TINY, jax.device_put(params), BYTES)
 
 
 def drawn(sampler, *requests):
@@ -211,14 +244,6 @@ def test_a_certain_model_reproduces_its_rule(rule, temperature):
     prompts = ["!", "Nx", "abcy"]  # a letter between that breaks the rule: only the last byte counts
     texts = rule.texts([Request(prompt, tokens=18, temperature=temperature) for prompt in prompts])
     assert texts == [rule_text(prompt, 18) for prompt in prompts]
-
-
-def test_parameters_of_a_mesh_are_sampled_on_one_device(certain):
-    """Catches a run on several devices that fails at its last step, the sample."""
-    sampler = Sampler(
-        RULE, jax.device_put(certain.params, sharding.NamedSharding(sharding.make_mesh("fsdp=2"), P())), BYTES
-    )
-    assert sampler.texts([Request("!", tokens=20, temperature=0)]) == [rule_text("!", 20)]
 
 
 def test_experts_drop_no_token_of_a_sample():
@@ -423,7 +448,7 @@ def run(*argv, stdin=b""):
 def requests_of(*argv, stdin=b"", monkeypatch):
     """The requests a command line makes."""
     made = []
-    monkeypatch.setattr(generate, "load", lambda directory: directory)
+    monkeypatch.setattr(generate, "load", lambda directory, mesh: directory)
     monkeypatch.setattr(generate, "show", lambda sampler, requests, as_json: made.extend(requests))
     assert run("runs/none", *argv, stdin=stdin) == (0, "", "")
     return made
@@ -477,6 +502,19 @@ def test_the_command_prints_what_it_is_asked_for(run_directory):
     assert err.splitlines()[1] == (
         "note: text 1 ends after 22 tokens at most: no more of 200 tokens fit behind its prompt in data.seq_len=24"
     )
+
+
+def test_the_command_works_on_a_mesh(run_directory):
+    """Catches a mesh that is read and not used, one prompt that cannot be split over it, and a traceback where a
+    parameter cannot."""
+    argv = [run_directory, "--prompt", "!", "--tokens", "9", "--temperature", "0", "--devices", "8", "--mesh"]
+    assert run(*argv, "fsdp=2,context=2") == (0, rule_text("!", 9) + "\n", "")
+    assert run(*argv, "tensor=2")[2].startswith("error: cannot split G=1 of ")
+    assert run(*argv, "data=16")[2] == (
+        "error: mesh data=16 needs 16 devices, and there are 8; --devices 16 simulates them\n"
+    )
+    status, _, err = run(run_directory, "--devices", "-1")
+    assert status == 2 and "devices=-1: must be at least 0" in err
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
