@@ -193,7 +193,7 @@ def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
 
     def step(carry, round):
         so_far, travelling = carry
-        travelling = shift(travelling, CONTEXT)
+        travelling = shift(travelling, CONTEXT, in_branch=True)
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
     travelling = (*parts, positions_bs, segments_bs)

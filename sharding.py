@@ -309,13 +309,29 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
-def shift(x, axis, by=1):
+def shift(x, axis, by=1, *, in_branch=False):
     """Send every array of x `by` devices on along a mesh axis, around its end.
 
+    in_branch  only some devices of the mesh may come here: whole groups along `axis`, but not all groups. XLA's CPU
+               backend waits for every device at a permutation, so there an all_to_all, which waits for its group, does
+               the same with n times the bytes
     Sends: the arrays. Backward: a shift the other way.
     """
     n = jax.lax.axis_size(axis)
-    return jax.lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+    def permute(x):
+        return jax.lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+    def exchange(x):
+        here = jax.lax.axis_index(axis)
+        slots = jnp.zeros((n, *x.shape), x.dtype).at[(here + by) % n].set(x)
+        return jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)[(here - by) % n]
+
+    def one(x):
+        x = vary(x, (axis,))
+        return jax.lax.platform_dependent(x, cpu=exchange, default=permute) if in_branch else permute(x)
+
+    return jax.tree.map(one, x)
 
 
 def own_slice(x, axes, *, dim):

@@ -433,6 +433,17 @@ def simulate_devices(count: int) -> None:
     """Make this process, and those it starts, see `count` CPU devices. Must run before JAX is imported."""
     assert "jax" not in sys.modules, "simulate_devices must be called before JAX is imported"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    give_threads(count)
+
+
+def give_threads(devices: int) -> None:
+    """Give XLA's CPU client 8 threads a simulated device; must run before the first use of a device.
+
+    A thread that meets a collective sleeps until the other devices come. Collectives that do not depend on each other
+    start in any order; with XLA's default, one thread a device, all threads can be asleep in different ones, for ever.
+    """
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools
 
 
 def use_devices(count: int) -> None:
@@ -444,6 +455,7 @@ def use_devices(count: int) -> None:
 
     if not count:
         return
+    give_threads(count)
     with contextlib.suppress(RuntimeError):  # too late; it does not matter if the number is the same
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices()

@@ -103,12 +103,11 @@ fsdp=2,expert=2,context=2    mixed     attention=ring remat=full
 fsdp=2,expert=2,tensor=2     moe       gather=step accumulation=3
 fsdp=2,context=2,tensor=2    capacity  attention=ring accumulation=3
 expert=2,context=2,tensor=2  moe       attention=ring gather=step
+stage=2,context=2,tensor=2   mixed     microbatches=2 attention=ring schedule=1f1b
 """
 
-# Run by the command, each in a process of its own, which simulates as many devices. Here are also rings inside stages:
-# devices that wait for each other in vain would end this process, and all tests with it.
+# Run by the command, each in a process of its own, which simulates as many devices.
 COMMAND_CASES = """
-stage=2,context=2                           dense  microbatches=2 attention=ring
 stage=2,fsdp=2,expert=2,context=2           moe    microbatches=2 attention=ring gather=step
 data=2,stage=2,fsdp=2,tensor=2              dense  microbatches=2 schedule=1f1b accumulation=3
 stage=2,fsdp=2,expert=2,context=2,tensor=2  mixed  microbatches=2 remat=full
@@ -216,7 +215,7 @@ def random_configs(draw):
         "model.balance_loss": pick(0.0, 0.5), "model.balance_rate": pick(0.0, 0.01), "model.dropout": pick(0.0, 0.1),
         "model.tie_embeddings": pick(True, False), "data.mask_documents": pick(True, False), "run.seed": pick(0, 1, 2),
         "model.remat": pick("none", "dots", "full"), "model.gather": pick("layer", "step"),
-        "model.context_attention": "gather" if stages > 1 else pick("gather", "ring"),  # see COMMAND_CASES
+        "model.context_attention": pick("gather", "ring"),
         "model.loss_chunk": pick(40, 1024), "optim.max_device_batch": pick(0, 1), "pipeline.schedule": schedule,
         "pipeline.microbatches": microbatches, "pipeline.chunks": 2 if schedule == "interleaved" else 1,
     })  # fmt: skip
