@@ -11,7 +11,7 @@ COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
 ARGS ?= # passed on by train, test and lock
 
-.PHONY: help train test lint format lock clean $(EXTRAS:%=extra-%)
+.PHONY: help train test test-tpu lint format lock clean $(EXTRAS:%=extra-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,9 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 
 test: .venv/installed ## run the tests; ARGS="-k report -x" is passed to pytest
 	.venv/bin/python -m pytest $(ARGS)
+
+test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (it is 700 MB; no TPU is needed)
+	.venv/bin/python -m pytest -m tpu $(ARGS)
 
 lint: .venv/installed ## check style: ruff, and shellcheck for shell files
 	.venv/bin/python -m ruff check

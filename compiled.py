@@ -4,11 +4,15 @@ libtpu (`make extra-tpu`) compiles for any slice on a machine without a TPU. Wha
 its memory, its collectives, its FLOPs. Only seconds need the slice.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +38,8 @@ class Compiled:
     output_bytes: int
     alias_bytes: int  # arguments whose memory the results take over: donated
     ledger: ledger.Ledger
+    shares: dict  # what `ledger` was read with: see `shares`
+    unexpected: list[str]  # what should not be in the program, one line each: see `unexpected`
     step: jax.stages.Compiled
 
     @property
@@ -41,27 +47,81 @@ class Compiled:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-class OutOfMemory(UserError):
-    """The compiler cannot fit the step. Sizes in bytes, of one device."""
+# Out of memory --------------------------------------------------------------------------------------------------------
 
-    def __init__(self, message: str):
-        used, limit = (_bytes(x) for x in re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", message).groups())
-        self.used_bytes, self.limit_bytes = used, limit
-        self.buffers = [
-            (_bytes(size), shape, name)
-            for size, name, shape in re.findall(
-                r"Size: ([\d.]+\w)\n(?:\s+Operator: op_name=\"([^\"]*)\".*\n)?(?:\s+Shape: (\S+))?", message
-            )
-        ]
+
+class Buffer(NamedTuple):
+    size_bytes: int
+    shape: str  # of the array, or of the arrays that have this place in turn
+    scope: str = ""  # named scopes of the operation that makes it, where the compiler says so
+    source: str = ""  # "model.py:123"
+
+
+class OutOfMemory(UserError):
+    """The compiler cannot fit the step. Sizes in bytes, of one device; `buffers` are the largest first."""
+
+    def __init__(self, used_bytes: int, limit_bytes: int, buffers: list[Buffer], advice: str):
+        self.used_bytes, self.limit_bytes, self.excess_bytes = used_bytes, limit_bytes, used_bytes - limit_bytes
+        self.buffers = buffers
         gib = lambda n: f"{n / 2**30:,.2f} GiB"
+        largest = "; ".join(
+            f"{gib(b.size_bytes)} {b.shape}" + f" in {b.scope}" * bool(b.scope) + f" ({b.source})" * bool(b.source)
+            for b in buffers[:3]
+        )
         super().__init__(
-            f"out of memory: one device needs {gib(used)} and has {gib(limit)}, {gib(used - limit)} too little"
+            f"out of memory: one device needs {gib(used_bytes)} and has {gib(limit_bytes)}, "
+            f"{gib(self.excess_bytes)} too little; " + f"largest buffers: {largest}; " * bool(largest) + f"try {advice}"
         )
 
 
+SIZE = r"([\d.]+[BKMGT]?)i?B?"
+NEEDED = (
+    rf"total memory required for HLO temporaries \({SIZE}\) exceeds available HBM \({SIZE}\)",
+    rf"Used {SIZE} of {SIZE} hbm",
+)
+# An entry of "Largest program allocations"; and a row of a table of places, which arrays have in turn.
+ENTRY = rf"\d+\. Size: {SIZE}\n((?:[ \t]+\S.*\n?)*)"
+ROW = rf"^ *{SIZE}\( *\d+%\); +{SIZE}; +\d+; +\d+; (.*)$"
+
+
+def out_of_memory(text: str, advice: str) -> OutOfMemory | None:
+    """Read what libtpu says when a program does not fit into a chip: its exception, and a report it logs; None if it
+    says something else."""
+    found = next((match for pattern in NEEDED if (match := re.search(pattern, text))), None)
+    return found and OutOfMemory(_bytes(found[1]), _bytes(found[2]), buffers(text), advice)
+
+
+def buffers(text: str) -> list[Buffer]:
+    """The largest buffers named in what libtpu says, each once."""
+    found = []
+    for size, lines in re.findall(ENTRY, text):
+        of = lambda pattern, lines=lines: (re.search(pattern, lines) or ["", ""])[1]
+        file, line = of(r'source_file="([^"]*)"'), of(r"source_line=(\d+)")
+        source = f"{os.path.basename(file)}:{line}" if file else ""
+        found.append(Buffer(_bytes(size), of(r"Shape: ([^\s{]+)"), of(r'op_name="([^"]*)"'), source))
+    for _, size, shapes in re.findall(ROW, text, re.MULTILINE):
+        found.append(Buffer(_bytes(size), shapes))
+    return sorted(dict.fromkeys(found), key=lambda buffer: -buffer.size_bytes)
+
+
 def _bytes(text: str) -> int:
-    """Read 29.30G, 576.0K or 512B."""
-    return round(float(text[:-1]) * 1024 ** "BKMGT".index(text[-1]))
+    """Read 29.30G, 576.0K, 512B or 0."""
+    number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)", text).groups()
+    return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
+
+
+def advice(cfg: Config) -> str:
+    """Settings that would take less memory, and are not yet as they should be."""
+    split, stages = sharding.split_batch(cfg), cfg.mesh.stage > 1
+    remedies = {
+        "model.remat=full": cfg.model.remat != "full",
+        "model.gather=layer": cfg.model.gather != "layer",
+        "pipeline.schedule=1f1b": stages and cfg.pipeline.schedule in ("gpipe", "zb"),
+        "more pipeline.microbatches": stages and split.device_batch > 1,
+        "a smaller optim.max_device_batch": not stages and split.device_batch > 1,
+        "a larger fsdp axis": True,
+    }
+    return " or ".join(remedy for remedy, helps in remedies.items() if helps)
 
 
 # Devices that are not here --------------------------------------------------------------------------------------------
@@ -74,9 +134,10 @@ def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
     """
     if not importlib.util.find_spec("libtpu"):
         raise UserError(f"compiling for {topology} needs libtpu; install it with: make extra-tpu")
-    # Without these libtpu asks the network which machine of which slice this is.
+    # Without these libtpu asks the network which machine of which slice this is, and keeps logs. It is to say what it
+    # warns of (level 1): `complaints` reads it.
     quiet = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
-                 TPU_ACCELERATOR_TYPE="v4-8", TPU_STDERR_LOG_LEVEL="3")  # fmt: skip
+                 TPU_ACCELERATOR_TYPE="v4-8", TPU_LOG_DIR="disabled", TPU_STDERR_LOG_LEVEL="1")  # fmt: skip
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
     # A v4 chip has two cores that work as one device; other generations are so by default.
@@ -119,23 +180,98 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     lowered = optimizer.train_step(cfg, mesh).lower(*shapes(cfg, mesh))
     lower_s, begin = time.perf_counter() - begin, time.perf_counter()
     say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ..")
-    # A program that comes out of a cache says nothing of the time to compile it.
-    was, _ = jax.config.jax_enable_compilation_cache, jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        step = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" not in str(error):
-            raise
-        raise OutOfMemory(str(error)) from error
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was)
+    step, said = compile_lowered(lowered, advice(cfg))
     compile_s = time.perf_counter() - begin
     say(f"compiled in {compile_s:.1f} s")
     memory, text = step.memory_analysis(), step.as_text()
+    known = shares(cfg, text)
+    found = ledger.read(text, mesh, known)
     return Compiled(
         lower_s, compile_s, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
-        memory.alias_size_in_bytes, ledger.read(text, mesh, shares(cfg, text)), step,
+        memory.alias_size_in_bytes, found, known, unexpected(found.collectives, reported_bytes(cfg)) + said, step,
     )  # fmt: skip
+
+
+def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.stages.Compiled, list[str]]:
+    """Compile, and return what the compiler complains of beside the program; see `complaints`.
+
+    Raises: OutOfMemory; any other error of the compiler as it is.
+    """
+    # A program that comes out of a cache says nothing of the time to compile it, and complains no more.
+    was, _ = jax.config.jax_enable_compilation_cache, jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with heard() as heard_text:
+            step = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = out_of_memory("\n".join([str(error), *heard_text]), advice)
+        if refusal:
+            raise refusal from error
+        sys.stderr.write("".join(heard_text))
+        raise
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+    found, rest = complaints("".join(heard_text))
+    sys.stderr.write(rest)
+    return step, found
+
+
+@contextlib.contextmanager
+def heard():
+    """Collect in a list what is written to file descriptor 2 meanwhile, by C++ too, instead of its being shown."""
+    text = []
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield text
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            text.append(file.read().decode(errors="replace"))
+
+
+LOGGED = r"^[IWEF]\d{4} [\d:.]+ +\d+ "  # how a line begins that C++ logs: severity, time, thread; then file:line] text
+ALARM = r"(\[spmd\] involuntary full rematerialization.*?|\[sharding_fusion\].*?)(?: As the last resort,.*)?$"
+CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|shardy_xla_pass)\S*\] "  # warnings of libtpu to its makers
+
+
+def complaints(text: str) -> tuple[list[str], str]:
+    """What the compiler logs, in two: complaints of a layout it cannot reach without copies; the rest, less chatter."""
+    found, rest = [], []
+    for line in text.splitlines(keepends=True):
+        alarm = re.search(ALARM, line.rstrip(), re.IGNORECASE)
+        if alarm:
+            found.append(alarm[1])
+        elif not re.match(CHATTER, line):
+            rest.append(line)
+    return found, "".join(rest)
+
+
+def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[str]:
+    """What no line of ours asks for, one line each.
+
+    Inside the `shard_map` every collective is a line of ours. Outside it the partitioner makes them: sums for the
+    gradient's norm, and what is reported of a step, together at most `most_bytes` each; more is an array that it moves
+    from one layout to another. Groups along no mesh axes are never ours.
+    A compiler also writes ours in another way: for TPU a reduce-scatter becomes a padded all-reduce and permutes, and
+    sums of several lines one, of no scope. So of those without a scope only gathers and all-to-alls are looked at.
+    """
+    found = []
+    for one in collectives:
+        ours = "shard_map" in one.scope or (not one.scope and one.kind not in ("all-gather", "all-to-all"))
+        if "?" in one.axes or (not ours and one.payload_bytes > most_bytes):
+            over = "devices along no mesh axes" if "?" in one.axes else "*".join(one.axes)
+            place = one.scope or "no scope"
+            found.append(f"{one.kind} of {one.payload_bytes:,} bytes over {over} ({place}, {one.source})")
+    return found
+
+
+def reported_bytes(cfg: Config) -> int:
+    """The most that a step reports of itself: a number for each parameter of a layer, and for each expert."""
+    return 4 * (len(optimizer.places(cfg)) + cfg.model.n_layers * max(cfg.model.n_experts, 1))
 
 
 def shares(cfg: Config, text: str) -> dict:

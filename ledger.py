@@ -346,7 +346,7 @@ def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
     inputs, kernel, output = re.split(r"_|->", one.attribute("dim_labels=", r"([^,]+)"))
     out = dims(one.type)
     window = dict(re.findall(r"(\w+)=([\dx_-]+)", one.attribute("window=", r"\{(.*?)\}")))
-    spatial = [label for label in kernel if label.isdigit()]
+    spatial = sorted(label for label in kernel if label.isdigit())  # as `window` counts them
     columns = lambda name, default: window[name].split("x") if name in window else [default] * len(spatial)
     pairs = 1
     for i, label in enumerate(spatial):

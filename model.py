@@ -127,8 +127,13 @@ def masked_softmax(scores_bhsS, mask_bsS):
 
 def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
     """Mix values by the softmax of scaled scores. Shapes: [b, s, h, K], [b, S, h, K], [b, S, h, U] -> [b, s, h, U]."""
-    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK)
-    return jnp.einsum("bhsS,bShU->bshU", masked_softmax(scores_bhsS, mask_bsS), v_bShU)
+    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK).astype(float32)
+    scores_bhsS = jnp.where(mask_bsS[:, None], scores_bhsS, -1e30)
+    weight_bhsS = jnp.exp(scores_bhsS - jax.lax.stop_gradient(jnp.max(scores_bhsS, axis=-1, keepdims=True)))
+    # The softmax's division comes last: of s * U numbers and not of s * S.
+    mixed_bshU = jnp.einsum("bhsS,bShU->bshU", weight_bhsS.astype(v_bShU.dtype), v_bShU)
+    total_bsh = jnp.sum(weight_bhsS, axis=-1).swapaxes(1, 2)
+    return (mixed_bshU / total_bsh[..., None]).astype(v_bShU.dtype)
 
 
 QUERIES = 256  # least number of queries in one product of `causal`
@@ -193,7 +198,7 @@ def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
 
     def step(carry, round):
         so_far, travelling = carry
-        travelling = shift(travelling, CONTEXT, in_branch=True)
+        travelling = shift(travelling, CONTEXT, in_branch=jax.lax.axis_size(STAGE) > 1)
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
     travelling = (*parts, positions_bs, segments_bs)
@@ -386,6 +391,15 @@ def experts_feed_forward(w: MoE, matmul, rows):
     return matmul(activate(up, gate), w.w_down_EMD)
 
 
+@jax.custom_vjp
+def permuted(x, order, inverse):
+    """x[order]. The way back is a gather too, by the inverse order, where autodiff would scatter, which is slow."""
+    return x[order]
+
+
+permuted.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dx: (dx[inverse], None, None))
+
+
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     """Every token reaches its experts: all tokens to all experts' devices, sorted by expert, one grouped product.
 
@@ -401,11 +415,12 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     local_A = experts_A - jax.lax.axis_index(EXPERT) * n_local
     group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)  # the last group is not ours
     order_A = jnp.argsort(group_A, stable=True)
+    inverse_A = jnp.argsort(order_A)
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
 
-    rows_AD = x_ND[order_A // c.top_k]
+    rows_AD = permuted(jnp.repeat(x_ND, c.top_k, axis=0), order_A, inverse_A)
     out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD)
-    out_AD = out_AD[jnp.argsort(order_A)] * gates_A[:, None].astype(out_AD.dtype)
+    out_AD = permuted(out_AD, inverse_A, order_A) * gates_A[:, None].astype(out_AD.dtype)
     partial_ND = jnp.sum(out_AD.reshape(-1, c.top_k, D), axis=1)
     return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
 
@@ -659,6 +674,7 @@ def cross_entropy_sum(w_Dv, x_nD, targets_n, weights_n):
 def chunked_cross_entropy(w_Dv, x_bsD, targets_bs, weights_bs, chunk: int):
     """The same sum over all this device's tokens, `chunk` tokens at a time, logits recomputed in the backward pass."""
     n = targets_bs.size
+    chunk = min(chunk, n)
     n_chunks = -(-n // chunk)
     cut = lambda x: jnp.pad(x.reshape(n, -1), ((0, n_chunks * chunk - n), (0, 0))).reshape(n_chunks, chunk, -1)
     pieces = (cut(x_bsD), cut(targets_bs)[..., 0], cut(weights_bs)[..., 0])  # padding has weight 0

@@ -124,9 +124,9 @@ def ready(params, c: ModelConfig):
 
     Said here, outside of all loops, so that what goes backward here happens once a step: the sum over the axes along
     which a parameter is the same, and, gathered once a step, the reduce-scatter. In the parameters' dtype, so that the
-    gradients of microbatches add up in it.
+    gradients of microbatches add up in it. The barrier keeps them there: XLA would rather sum first, and convert then.
     """
-    params = vary(params, AXES)
+    params = jax.lax.optimization_barrier(vary(params, AXES))
     return (
         params
         if c.gather == "layer"

@@ -494,11 +494,19 @@ def draw(sched: Schedule, path: str, F: float = 1, B: float = 1, W: float = 1) -
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    inches = min(max(simulate(sched, F, B, W).makespan * 0.36, 6), 22)
+    figure, axes = plt.subplots(figsize=(inches, 0.55 * sched.stages + 1.3), layout="constrained")
+    paint(axes, sched, F, B, W, inches)
+    figure.legend(ncols=3, loc="outside lower right", frameon=False)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def paint(axes, sched: Schedule, F: float, B: float, W: float, inches: float) -> None:
+    """Draw a schedule on matplotlib axes that are so many inches wide."""
     found = simulate(sched, F, B, W)
     colours = {"F": "#4c78a8", "B": "#f2a33a", "W": "#59a14f"}
     names = {"F": "forward", "B": "backward" if not sched.splits_backward else "backward, inputs", "W": "weights"}
-    inches = min(max(found.makespan * 0.36, 6), 22)
-    figure, axes = plt.subplots(figsize=(inches, 0.55 * sched.stages + 1.3), layout="constrained")
     for (op, s), (start, end) in found.spans.items():
         alpha = 1 - 0.6 * op.chunk / max(sched.chunks - 1, 1)  # later chunks are lighter
         axes.barh(s, end - start, left=start, height=0.92, color=colours[op.kind], alpha=alpha, edgecolor="white")
@@ -517,9 +525,6 @@ def draw(sched: Schedule, path: str, F: float = 1, B: float = 1, W: float = 1) -
     title = f"{sched.name}, {sched.stages} stages, {sched.microbatches} microbatches"
     title += f", {sched.chunks} chunks a stage" * (sched.chunks > 1)
     axes.set_title(f"{title}: {found.bubble:.1%} idle, at most {max(found.live)} activations kept", loc="left", size=10)
-    figure.legend(ncols=3, loc="outside lower right", frameon=False)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
 
 
 # Command line ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from utils import AXES, Config, MeshConfig, UserError
@@ -25,7 +26,7 @@ BATCH_SPEC = P(BATCH, CONTEXT)  # of tokens_BT and all that is shaped like it
 
 
 def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
-    """Arrange devices along the six axes, in the order of `utils.AXES`.
+    """Arrange devices along the six axes, in the order of `utils.AXES`; of a TPU slice, neighbours on nearest chips.
 
     Raises: UserError if there are fewer devices than the mesh holds.
     """
@@ -36,8 +37,10 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
         needs = f"{factors} = {mesh.devices}" if "*" in factors else factors
         remedy = f"; --devices {mesh.devices} simulates them" if devices[0].platform == "cpu" else ""
         raise UserError(f"mesh {mesh} needs {needs} devices, and there are {len(devices)}{remedy}")
-    sizes = tuple(mesh.sizes.values())
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: mesh.devices])
+    # A mesh axis may take a part of a torus axis, as fsdp=8 does on 4x4x2.
+    sizes, devices = tuple(mesh.sizes.values()), devices[: mesh.devices]
+    arranged = mesh_utils.create_device_mesh(sizes, devices=devices, allow_split_physical_axes=True)
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # Declarations ---------------------------------------------------------------------------------------------------------
@@ -55,6 +58,7 @@ class Declaration:
     dtype: Any
     decay: bool  # takes part in weight decay
     trainable: bool  # receives a gradient
+    exact: bool  # used in its own dtype, not in the compute dtype
 
     @property
     def size(self) -> int:
@@ -103,6 +107,7 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
             shape=tuple(sizes[letter] for letter in dims),
             spec=P(*(axes.get(letter) for letter in dims)),
             std=deviation, mean=mean, dtype=jnp.dtype(c.precision.parameters), decay=decay, trainable=trainable,
+            exact=exact,
         )  # fmt: skip
 
     return block(**{f.name: read(**f.metadata) for f in dataclasses.fields(block) if f.metadata}, **parts)

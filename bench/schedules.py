@@ -2,7 +2,11 @@
 
 `python -m bench.schedules` takes the configuration of `python -m bench.step` on stage=4; `--json` prints a line a
 schedule. Columns: the bubble and the makespan if each stage goes on as soon as it can (asynchronous), the makespan in
-lock-step, as this program runs, both in forward passes of a stage; then what was measured.
+lock-step, as this program runs, both in forward passes of a stage; the work of a stage without its idle time; the most
+activations it keeps; then what was measured: XLA's temporary memory of a device, and the seconds of a step.
+
+Layers are recomputed, so a backward pass takes 3. That of `zb` is in two halves, which both recompute and both go
+through the layers: 2 and 3. There is no balance loss: with one, all but `gpipe` do their forward passes twice.
 
 Simulated devices share this machine's cores: while a stage is idle, another uses its core. So a step's seconds follow
 the work of all stages together, recomputation and all, not the makespan; only on real devices do bubbles take time.

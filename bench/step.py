@@ -76,31 +76,20 @@ def random_batch(cfg: Config) -> dict[str, np.ndarray]:
 
 def measure(cfg: Config, steps: int) -> dict:
     """Compile and run the training step. JAX is imported here, once it is known how many devices to simulate."""
-    import jax
-
-    import model
+    import compiled
     import optimizer
     import sharding
 
-    # A program that comes out of a cache says nothing of the time to compile it.
-    jax.config.update("jax_enable_compilation_cache", False)
     mesh, split = sharding.make_mesh(cfg.mesh), sharding.split_batch(cfg)
-    sharding.check_divides(model.declare(cfg.model), mesh)
-    batch = sharding.put(random_batch(cfg), mesh)
-    describe = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    shapes = jax.tree.map(describe, optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
-
     say(f"mesh {cfg.mesh}: {split}")
-    begin = time.perf_counter()
-    lowered = optimizer.train_step(cfg, mesh).lower(shapes, batch)
-    lower_s, begin = time.perf_counter() - begin, time.perf_counter()
-    say(f"lowered in {lower_s:.1f} s; compiling ..")
-    step = lowered.compile()
-    compile_s = time.perf_counter() - begin
-    say(f"compiled in {compile_s:.1f} s; taking {steps + 1} steps ..")
-    step_s = best_seconds(step, optimizer.init(cfg, mesh), batch, steps)
-    temp_bytes = step.memory_analysis().temp_size_in_bytes
-    return dict(lower_s=lower_s, compile_s=compile_s, step_s=step_s, temp_bytes=temp_bytes) | read(cfg, mesh, step)
+    program = compiled.compile_step(cfg, mesh, say)
+    if cfg.mesh.stage > 1 and "forward_slot" not in program.shares:
+        say("no conditional lies in scope forward_slot: idle ticks of a stage are counted as work")
+    say(f"taking {steps + 1} steps ..")
+    batch = sharding.put(random_batch(cfg), mesh)
+    step_s = best_seconds(program.step, optimizer.init(cfg, mesh), batch, steps)
+    seconds = dict(lower_s=program.lower_s, compile_s=program.compile_s, step_s=step_s)
+    return seconds | dict(temp_bytes=program.temp_bytes) | read(cfg, program.ledger)
 
 
 def best_seconds(step, state, batch, steps: int) -> float:
@@ -115,38 +104,17 @@ def best_seconds(step, state, batch, steps: int) -> float:
     return min(seconds[1:])
 
 
-def read(cfg: Config, mesh, step) -> dict:
+def read(cfg: Config, found) -> dict:
     """Bytes on the wire of one device, and FLOPs of all over those of the model, in one step."""
-    import ledger
     import planner
 
-    text = step.as_text()
-    found = ledger.read(text, mesh, shares(cfg, text))
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
     return {
         "wire_bytes": round(found.total.wire_bytes),
-        "flops_ratio": found.flops * mesh.size / planner.plan(cfg).model_flops,
+        "flops_ratio": found.flops * cfg.mesh.devices / planner.plan(cfg).model_flops,
         "collectives": round(found.total.count),
         **{f"collectives_by_{field}": rows(field) for field in ("kind", "axes", "source")},
     }
-
-
-def shares(cfg: Config, text: str) -> dict:
-    """How often the conditionals of a step, by their named scopes, do something: see `ledger.read`.
-
-    In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers.
-    """
-    import sharding
-
-    split = sharding.split_batch(cfg)
-    microbatches = split.microbatches * split.accumulation
-    runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), microbatches * cfg.pipeline.chunks)
-    runs["loss_slot"] = microbatches
-    known = {scope: lambda ticks, n=n: n / ticks for scope, n in runs.items()} | {"not_finite": 0.0}
-    conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
-    if cfg.mesh.stage > 1 and "forward_slot" not in conditionals:
-        say("no conditional lies in scope forward_slot: idle ticks of a stage are counted as work")
-    return {scope: share for scope, share in known.items() if scope in conditionals}
 
 
 def table(found: dict) -> str:

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import compiled as compiled_step
 import ledger
+import model
+import pipeline
 import sharding
 from bench import step as bench_step
 from sharding import FSDP, STAGE, TENSOR
-from utils import replace
+from utils import preset, replace
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = (STAGE, FSDP, TENSOR)
@@ -236,6 +239,97 @@ def test_a_conditional_costs_its_dearest_branch():
         ledger.read(text, SIZES, {"backward_slot": 0.5})
 
 
+# A model of one block -------------------------------------------------------------------------------------------------
+# What its loss and gradients send on a mesh of two devices, derived by hand. Numbers are float32 and int32: 4 bytes.
+
+SEQUENCES, POSITIONS, WIDTH, HIDDEN, VOCABULARY = 6, 12, 24, 44, 56
+HEADS, KV_HEADS, HEAD, EXPERTS, CHOSEN = 4, 2, 10, 8, 3
+BLOCK = {"model.n_layers": 1, "model.dense_prefix": 0, "model.n_experts": 0, "model.attention": "gqa",
+         "model.activation": "gelu", "model.n_heads": HEADS, "model.n_kv_heads": KV_HEADS, "model.d_head": HEAD,
+         "model.d_model": WIDTH, "model.d_ff": HIDDEN, "model.vocab_size": VOCABULARY, "data.seq_len": POSITIONS,
+         "data.batch_size": SEQUENCES, "model.loss_chunk": 1000}  # fmt: skip
+TOKENS = SEQUENCES * POSITIONS
+TABLE, QUERY, KEY, FEED_FORWARD = WIDTH * VOCABULARY, WIDTH * HEADS * HEAD, WIDTH * KV_HEADS * HEAD, WIDTH * HIDDEN
+
+# Weights in slices are gathered before use and their gradients scattered after it. A loop over one layer is no loop,
+# so the backward pass finds the layer's weights still gathered.
+EMBEDDINGS = [TABLE, TABLE]
+ATTENTION = [QUERY, KEY, KEY, QUERY]  # query, key, value, out
+DENSE = EMBEDDINGS + ATTENTION + [FEED_FORWARD, FEED_FORWARD]  # .., up, down
+
+
+def there_and_back(function, arrays, there="all-gather", back="reduce-scatter"):
+    return {(function, there): arrays, (function, back): arrays}
+
+
+# Gains of the norms (two of the layer, one at the end) are whole on every device: their gradients are added.
+NORMS = {("ready", "all-reduce"): [3 * WIDTH]}
+LOSS = {("loss", "all-reduce"): [2]}  # nats and target weights
+STREAM = [TOKENS * WIDTH]  # activations of all tokens
+
+# mesh -> settings, and for each (function, kind) how many numbers the joined or sent arrays hold, one each
+BY_HAND = {
+    "fsdp=2": ({}, there_and_back("gathered", DENSE) | NORMS | LOSS),
+    # Between blocks positions lie in slices. A branch gathers them, and scatters its partial sums; the embedding only
+    # scatters, the logits only gather; backwards the other way round. The logits' maximum and both sums are one number
+    # a token; the backward pass computes the maximum and the first sum again.
+    "tensor=2": ({},
+                 there_and_back("attention_branch", STREAM * 2) | there_and_back("feed_forward_branch", STREAM * 2)
+                 | there_and_back("embed", STREAM) | there_and_back("leave", STREAM) | NORMS
+                 | {("cross_entropy_sum", "all-reduce"): [(3 + 2) * TOKENS]}),
+    # Two layers, one a stage; three microbatches are three ticks and one more until the last stage is done, forward and
+    # then backward. The last stage's activations are spread over both for the loss. A stage has no gradient of what the
+    # other alone uses: both embeddings and the last norm, added together with the nats.
+    "stage=2": ({"model.n_layers": 2, "pipeline.microbatches": 3},
+                {("follow", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1) * 2,
+                 ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
+                | there_and_back("spread_loss", [TOKENS // 3 * WIDTH] * 3)),
+    # Dense weights lie in slices along this axis too. The batch's five arrays arrive in order, are gathered and cut
+    # anew. Keys and values of all positions are gathered, and the positions' numbers and documents.
+    "context=2": ({},
+                  there_and_back("gathered", DENSE) | NORMS | LOSS
+                  | {("on_mesh", "all-gather"): [TOKENS] * 5,
+                     ("over_context", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS] * 2,
+                     ("over_context", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
+    # Experts stay where they are, the router's matrix does not. Tokens, gates and the numbers of the chosen experts go
+    # to all; numbers have no gradient. What the experts made of the tokens is scattered back. The balance needs sums:
+    # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
+    "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN},
+                 there_and_back("gathered", EMBEDDINGS + ATTENTION + [WIDTH * EXPERTS]) | NORMS
+                 | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
+                    ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
+                    ("loss", "all-reduce"): [2 + 2 * EXPERTS + 3]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh_text", BY_HAND)
+def test_one_block_sends_what_arithmetic_says(mesh_text):
+    """Catches an exchange more or less than the model needs, of another size, along another axis, or from elsewhere;
+    and a ledger that loses or doubles one."""
+    settings, wanted = BY_HAND[mesh_text]
+    cfg = preset("tiny", **BLOCK | {"mesh": mesh_text} | settings)
+    mesh = sharding.make_mesh(cfg.mesh)
+    params, batch = sharding.shapes(model.declare(cfg.model), mesh), compiled_step.shapes(cfg, mesh)[1]
+    text = pipeline.loss_and_grads(cfg, mesh).lower(params, batch, 0).compile().as_text()
+    found = ledger.read(text, mesh, compiled_step.shares(cfg, text)).collectives
+
+    payloads = collections.defaultdict(list)
+    for one in found:
+        function = one.source.split(" in ")[1].split(".")[0]
+        payloads[function, one.kind] += [one.payload_bytes] * round(one.count)
+    for key in payloads:
+        if key[1] == "all-reduce":  # XLA makes one all-reduce of several that can wait for each other
+            payloads[key] = [sum(payloads[key])]
+    assert {key: sorted(sizes) for key, sizes in payloads.items()} == {
+        key: sorted(4 * n for n in numbers) for key, numbers in wanted.items()
+    }
+    axis = mesh_text.split("=")[0]
+    assert {one.axes for one in found} == {(axis,)}
+    # Of two devices each sends half of what is joined or scattered; of a sum two halves; of what moves on, all.
+    whole = ("all-reduce", "collective-permute")
+    assert [one.wire_bytes for one in found] == [one.payload_bytes // (1 if one.kind in whole else 2) for one in found]
+
+
 # Other texts ----------------------------------------------------------------------------------------------------------
 
 # Cut from what the TPU compilers (v4 and v5e) made of a scan over 6 layers whose weights are gathered one ahead.
@@ -414,14 +508,13 @@ def test_the_bench_refuses_before_it_starts(capsys):
     assert capsys.readouterr().err.startswith("error: no preset is called 'tinny'; did you mean 'tiny'?")
 
 
-def test_idle_ticks_are_not_counted(capsys):
-    """Catches a bench that books every tick of a stage as work, and one that does so without a word."""
+def test_idle_ticks_are_not_counted():
+    """Catches a ledger of a step that books every tick of a stage as work."""
     cfg = replace(bench_step.DEFAULT, **{"pipeline.schedule": "interleaved", "pipeline.chunks": 2})
     line = '  %c.1 = f32[] conditional(%p), metadata={op_name="jit(step)/while/body/forward_slot/cond"}\n'
-    found = bench_step.shares(cfg, line + line.replace("forward", "loss"))
+    found = compiled_step.shares(cfg, line + line.replace("forward", "loss"))
     assert {scope: share(10) for scope, share in found.items()} == {"forward_slot": 0.8, "loss_slot": 0.4}
-    assert bench_step.shares(cfg, "") == {}
-    assert "idle ticks of a stage are counted as work" in capsys.readouterr().err
+    assert compiled_step.shares(cfg, "") == {}
 
 
 def test_the_bench_measures_what_it_says():

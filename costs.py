@@ -1,0 +1,485 @@
+"""What one training step costs a device, by arithmetic on the declarations: FLOPs, bytes on the wire, memory.
+
+Every product and every exchange of `model.py` and `pipeline.py` is one row below. A row says what the forward pass of
+one microbatch does once, and whether the backward pass does it again; `passes` says how often each happens in a step.
+The rows are those of the busiest device, one of the first stage. `python planner.py --compile` puts the compiler's
+counts beside them.
+
+Letters are sizes and as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths
+of this device.
+"""
+
+import math
+from dataclasses import dataclass
+
+import kernels
+import model
+import schedules
+import sharding
+from sharding import CONTEXT, EXPERT, FSDP, STAGE, TENSOR
+from utils import AXES, Config, ModelConfig
+
+# Parameters and model FLOPs -------------------------------------------------------------------------------------------
+
+
+def parameters(c: ModelConfig) -> tuple[int, int]:
+    """Count parameters: all of them, and those one token passes through (top_k of the n_experts routed ones).
+
+    The selection bias is not counted: it is not trained by a gradient, and published counts leave it out.
+    """
+    declared = sharding.named(model.declare(c)).values()
+    total = sum(d.size for d in declared if d.trainable)
+    routed = sum(d.size for d in declared if d.trainable and "E" in d.dims and d.dims[-1] != "E")
+    return total, total - routed + routed * c.top_k // max(c.n_experts, 1)
+
+
+def model_flops_per_token(cfg: Config) -> int:
+    """FLOPs of forward and backward for one token, multiply and add counted apart, recomputation not counted.
+
+    6 per active parameter that multiplies (the embedding only looks up), and for attention 6 per pair of positions it
+    may look at, on average (T + 1)/2, and per width of scores and values. Source: PaLM, arXiv:2204.02311, appendix B,
+    with causal attention counted as causal.
+    """
+    c = cfg.model
+    _, active = parameters(c)
+    lookup = 0 if c.tie_embeddings else c.vocab_size * c.d_model
+    width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
+    return 6 * (active - lookup) + 3 * c.n_layers * c.n_heads * width * (cfg.data.seq_len + 1)
+
+
+# What a device does ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One device's share of one microbatch."""
+
+    b: int  # sequences
+    T: int  # positions of a sequence
+    s: int  # positions attention asks for, those of all TENSOR neighbours
+    t: int  # positions between blocks
+    width: int  # bytes of an activation
+    blocks: int  # repeating blocks of one stage
+    mesh: dict[str, int]
+    platform: str  # cpu, gpu or tpu: the grouped product has more than one form
+
+    @classmethod
+    def of(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
+        mesh, c = cfg.mesh.sizes, cfg.model
+        s = cfg.data.seq_len // mesh[CONTEXT]
+        width = 2 if c.precision.compute == "bfloat16" else 4
+        return cls(sharding.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
+                   c.n_blocks // mesh[STAGE], mesh, platform)  # fmt: skip
+
+    def group(self, *axes: str) -> int:
+        """Devices along some axes."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of one layer's forward pass. `again`: remat policies under which it is repeated."""
+
+    part: str
+    flops: float
+    again: tuple[str, ...] = ("full",)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective of one layer's forward pass."""
+
+    part: str
+    kind: str  # one of ledger.KINDS
+    axes: tuple[str, ...]
+    size: float  # bytes: of the joined array for a gather or scatter, of the array for the others
+    again: tuple[str, ...] = ("full", "dots")  # remat policies under which it is repeated
+    back: bool = True  # a gradient takes the way back
+    times: float = 1  # in one forward pass
+
+    def wire_bytes(self, n: int) -> float:
+        """What one of n devices sends in one execution."""
+        return {"all-reduce": 2 * (n - 1) / n, "collective-permute": min(n - 1, 1)}.get(
+            self.kind, (n - 1) / n
+        ) * self.size
+
+
+ALWAYS = ("full", "dots", "none")
+BATCHED = ("full", "dots")  # "dots" keeps products without batch dims
+
+
+def grouped_rows(A: int, e: int, platform: str) -> int:
+    """Rows that the grouped product of e experts multiplies for A assignments: `kernels.py` pads or repeats tiles."""
+    if platform == "tpu":
+        tile = kernels.tile_rows(A, e)
+        return (-(-A // tile) + e - 1) * tile
+    tile = min(kernels.TILE, -(-A // e))
+    return (-(-A // tile) + e) * tile
+
+
+def attention(c: ModelConfig, z: Sizes):
+    """Products and exchanges of one attention."""
+    h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
+    N, keys = z.b * z.s, z.b * z.T  # tokens that ask, tokens that are looked at
+    ring = c.context_attention == "ring" and n > 1
+    pieces = 2 if n > 1 else max(z.s // model.QUERIES, 1)
+    pairs = z.b * z.s * z.T * (pieces + 1) / (2 * pieces)
+    # A ring meets its own keys in two parts, 3/4 of the pairs, and half of everyone else's.
+    own_pairs, other_pairs = z.b * z.s**2 * 3 / 4, z.b * z.s**2 / 2 * (n - 1)
+    if c.attention == "mla":
+        Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
+        yield Product("attention", 2 * N * c.d_model * (c.d_kv_latent + c.d_rope))
+        yield Product("attention", 2 * N * c.d_model * c.d_query_latent)
+        yield Product("attention", 2 * N * Q * h * score)
+        each_key = 2 * c.d_kv_latent * h * (c.d_head + value)  # keys and values out of the latent
+        parts = (c.d_kv_latent, c.d_rope)
+    else:
+        score = value = c.d_head
+        g = c.n_kv_heads // z.mesh[TENSOR]
+        yield Product("attention", 2 * N * c.d_model * (h + 2 * g) * c.d_head)
+        each_key, parts = 0, (2 * g * c.d_head,)
+    yield Product("attention", 2 * N * h * value * c.d_model)
+    if ring:
+        yield Product("attention", each_key * 1.5 * N)
+        yield Product("attention", 2 * h * (score + value) * own_pairs, again=BATCHED)
+        others = each_key * N * (n - 1) + 2 * h * score * other_pairs, 2 * h * value * other_pairs
+        yield Product("attention", sum(others), again=BATCHED)
+    else:
+        yield Product("attention", each_key * keys)
+        yield Product("attention", 2 * h * (score + value) * pairs, again=BATCHED)
+
+    X = z.b * z.s * c.d_model * z.width
+    yield Exchange("activations", "all-gather", (TENSOR,), X)
+    yield Exchange("activations", "reduce-scatter", (TENSOR,), X)
+    own = N * sum(parts) * z.width
+    if ring:
+        yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
+        yield Exchange("keys", "collective-permute", (CONTEXT,), 8 * N, back=False, times=n - 1)
+    else:
+        yield Exchange("keys", "all-gather", (CONTEXT,), own * n)
+        yield Exchange("keys", "all-gather", (CONTEXT,), 8 * N * n, back=False)  # positions and documents
+
+
+def feed_forward(c: ModelConfig, z: Sizes, hidden: int, part: str):
+    """Products of a dense feed-forward or of the shared experts. Nothing needs the last one's result again."""
+    one = 2 * z.b * z.s * c.d_model * hidden // z.mesh[TENSOR]
+    yield Product(part, one * (1 + model.swiglu(c)))
+    yield Product(part, one, again=())
+
+
+def dense(c: ModelConfig, z: Sizes):
+    """Products and exchanges of one dense layer."""
+    yield from attention(c, z)
+    yield from feed_forward(c, z, c.d_ff, "feed-forward")
+    X = z.b * z.s * c.d_model * z.width
+    yield Exchange("activations", "all-gather", (TENSOR,), X)
+    yield Exchange("activations", "reduce-scatter", (TENSOR,), X, again=())
+
+
+def moe(c: ModelConfig, z: Sizes):
+    """Products and exchanges of one MoE layer."""
+    yield from attention(c, z)
+    N, n, k = z.b * z.s, z.mesh[EXPERT], c.top_k
+    e, m = c.n_experts // n, c.d_expert // z.mesh[TENSOR]
+    X = N * c.d_model * z.width
+    yield Product("router", 2 * z.b * z.t * c.d_model * c.n_experts)
+    yield Exchange("activations", "all-gather", (TENSOR,), X)
+    yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k)
+    yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
+    yield Exchange("activations", "reduce-scatter", (TENSOR,), X, again=())
+    if c.capacity_factor:
+        slots = model.slots_per_expert(c, z.T)
+        rows, buffers = e * n * z.b * slots, c.n_experts * z.b * slots * c.d_model * z.width
+        yield Exchange("routes", "all-gather", (CONTEXT, TENSOR), 4 * z.b * z.T * k, back=False)
+        yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
+        yield Exchange("tokens", "all-to-all", (EXPERT,), buffers)
+        yield Exchange("tokens", "all-to-all", (EXPERT,), buffers)
+    else:
+        rows = grouped_rows(N * n * k, e, z.platform)
+        yield Exchange("tokens", "all-gather", (EXPERT,), n * X)
+        yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k)
+        yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k, back=False)
+        yield Exchange("tokens", "reduce-scatter", (EXPERT,), n * X, again=())
+    yield Product("experts", 2 * rows * c.d_model * m * (2 + model.swiglu(c)), again=BATCHED)
+    if c.n_shared:
+        yield from feed_forward(c, z, c.n_shared * c.d_expert, "shared experts")
+
+
+def enter(c: ModelConfig, z: Sizes):
+    """The embedding: it looks up, and adds what TENSOR neighbours found."""
+    yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=())
+
+
+def logits(c: ModelConfig, z: Sizes):
+    """Logits and loss, a share of the tokens on each stage."""
+    S, n = z.mesh[STAGE], z.mesh[TENSOR]
+    rows = -(-z.b * z.t // S)
+    tokens = n * rows  # of which a device makes its words' logits
+    chunk = min(c.loss_chunk, tokens)
+    padded = -(-tokens // chunk) * chunk
+    yield Product("logits", 2 * padded * c.d_model * c.vocab_size // n, again=ALWAYS)
+    yield Exchange("activations", "reduce-scatter", (STAGE,), rows * S * c.d_model * z.width, again=())
+    yield Exchange("activations", "all-gather", (TENSOR,), tokens * c.d_model * z.width, again=())
+    yield Exchange("logits", "all-reduce", (TENSOR,), 3 * 4 * padded, again=ALWAYS, back=False)
+
+
+# How often ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a step does each thing, all microbatches together."""
+
+    forward: int  # forward passes
+    again: int  # times a backward pass repeats what it needs of the forward pass
+    inputs: int  # gradients of inputs
+    weights: int  # gradients of weights
+
+
+def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
+    """How often the layers of a stage are passed.
+
+    The balance loss costs one more forward pass, unless all forward passes come before the first backward pass. Where
+    weight gradients wait, both halves of a backward pass repeat what they need, and both pass the layers.
+    """
+    c, M = cfg.model, sched.microbatches
+    once_more = M * sched.stages > 1 and not sched.turns and c.n_experts and c.balance_loss
+    halves = 1 + sched.splits_backward
+    return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
+
+
+def layers(c: ModelConfig, z: Sizes) -> list[tuple[int, list]]:
+    """(how many, rows of one) of each kind of layer on the first stage."""
+    n_moe = z.blocks if c.n_experts else 0
+    n_dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
+    return [(n_dense, list(dense(c, z))), (n_moe, list(moe(c, z)) if n_moe else [])]
+
+
+def flops(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
+    """One device's FLOPs in a step, recomputation included, by part of the model."""
+    c, z, once, run = cfg.model, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
+    found: dict[str, float] = {}
+
+    def count(rows, many: int, run: Passes):
+        for row in rows:
+            if isinstance(row, Product):
+                times = run.forward + run.again * (c.remat in row.again) + run.inputs + run.weights
+                found[row.part] = found.get(row.part, 0) + many * times * row.flops
+
+    for many, rows in layers(c, z):
+        count(rows, many, run)
+    count(logits(c, z), 1, once)
+    return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One parameter, as a device of the first stage has it."""
+
+    name: str
+    d: sharding.Declaration
+    mesh: dict[str, int]
+    c: ModelConfig
+
+    @property
+    def axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes that split each dim."""
+        return [(entry,) if isinstance(entry, str) else entry or () for entry in self.d.spec]
+
+    @property
+    def held(self) -> int:
+        """Entries of the slice a device keeps."""
+        return self.d.size // math.prod(self.mesh[axis] for axes in self.axes for axis in axes)
+
+    @property
+    def gathered_over(self) -> tuple[str, ...]:
+        return next((axes for axes in self.axes if FSDP in axes), ())
+
+    @property
+    def joined(self) -> int:
+        """Entries of what products use."""
+        return self.held * math.prod(self.mesh[axis] for axis in self.gathered_over)
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Axes along which every device has the same."""
+        return tuple(axis for axis in AXES if not any(axis in axes for axes in self.axes))
+
+    @property
+    def width(self) -> int:
+        """Bytes of an entry in use."""
+        narrow = self.gathered_over and not self.d.exact and self.c.precision.compute == "bfloat16"
+        return 2 if narrow else self.d.dtype.itemsize
+
+    @property
+    def layers(self) -> int:
+        """Layers of one stage that have one."""
+        sizes = dict(zip(self.d.dims, self.d.shape, strict=True))
+        stages = self.mesh[STAGE] if "L" in sizes else 1
+        return math.prod(sizes.get(letter, 1) for letter in "PLJ") // stages
+
+
+def weights(cfg: Config) -> list[Weights]:
+    return [Weights(name, d, cfg.mesh.sizes, cfg.model) for name, d in sharding.named(model.declare(cfg.model)).items()]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one device sends in a step for one purpose."""
+
+    part: str
+    kind: str
+    axes: tuple[str, ...]  # of more than one device
+    count: float
+    wire_bytes: float
+
+
+def traffic(cfg: Config, sched: schedules.Schedule) -> list[Traffic]:
+    """Everything one device sends in a step, but for a few numbers (counts, norms, metrics)."""
+    c, z, run = cfg.model, Sizes.of(cfg), passes(cfg, sched)
+    once, found = Passes(*(sched.microbatches,) * 4), {}
+
+    def add(part, kind, axes, size, count):
+        axes = tuple(axis for axis in AXES if axis in axes and z.mesh[axis] > 1)
+        if axes and count and size:
+            key, wire = (part, kind, axes), Exchange(part, kind, axes, size).wire_bytes(z.group(*axes))
+            old = found.get(key, (0, 0))
+            found[key] = old[0] + count, old[1] + count * wire
+
+    def activations(rows, many: int, run: Passes):
+        for row in rows:
+            if isinstance(row, Exchange):
+                ahead = run.forward + run.again * (c.remat in row.again)
+                add(row.part, row.kind, row.axes, row.size, many * row.times * ahead)
+                back = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(row.kind, row.kind)
+                add(row.part, back, row.axes, row.size, many * row.times * run.inputs * row.back)
+
+    for many, rows in layers(c, z):
+        activations(rows, many, run)
+    activations(enter(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0))
+    activations(logits(c, z), 1, once)
+    ahead = schedules.forward_only(sched) if run.forward > sched.microbatches else None
+    ticks = len(sched.table) * (1 if sched.turns else 2) + (len(ahead.table) if ahead else 0)
+    if sched.stages > 1:
+        add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, ticks)
+    if c.n_experts:
+        add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
+    parts = sharding.split_batch(cfg)
+    sequences = parts.device_batch * parts.microbatches * parts.accumulation
+    add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
+
+    M, one_piece = sched.microbatches, sched.microbatches * sched.stages == 1
+    for w in weights(cfg):
+        gathers, reductions = run.forward + run.again, run.weights
+        if w.name == "embedding_VD":
+            gathers, reductions = run.forward + M * c.tie_embeddings, M * (1 + c.tie_embeddings)
+        elif w.name == "unembedding_DV":
+            gathers, reductions = M, M
+        size, reduced = w.joined * w.width / w.layers, w.width
+        if c.gather == "step":  # gradients of microbatches are added up in float32 before they are sent
+            gathers, reductions, reduced = 1, 1, w.width if one_piece else 4
+        add("weights", "all-gather", w.gathered_over, size, gathers * w.layers)
+        if w.d.trainable:
+            add("gradients", "reduce-scatter", w.gathered_over, size * reduced / w.width, reductions * w.layers)
+            add("gradients", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
+        if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
+            held = (w.joined if c.gather == "step" else w.held) / sched.chunks
+            rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
+            add("weights", "collective-permute", (STAGE,), held * w.width, rounds)
+            add("gradients", "collective-permute", (STAGE,), held * 4, rounds)
+    return [Traffic(*key, *value) for key, value in found.items()]
+
+
+# Waiting --------------------------------------------------------------------------------------------------------------
+
+
+def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
+    """Cost of a forward slot, a backward slot and a weight slot, in forward passes of a stage."""
+    c = cfg.model
+    again = {"none": 0.0, "dots": 0.2, "full": 1.0}[c.remat]  # "dots": attention's scores, and the experts
+    return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
+
+
+def bubble(cfg: Config, sched: schedules.Schedule) -> float:
+    """Share of the time of the layers that a stage waits for others: all wait for the slowest after every tick."""
+    F, B, W = slots(cfg, sched)
+    busy, whole = sched.microbatches * (F + B + W), schedules.lock_step(sched, F, B, W)
+    if passes(cfg, sched).forward > sched.microbatches:
+        busy, whole = busy + sched.microbatches * F, whole + schedules.lock_step(schedules.forward_only(sched), F)
+    return 1 - busy / whole
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
+    """Bytes that one layer keeps of one microbatch for its backward pass.
+
+    "full" keeps what comes in, "dots" also the results of products without batch dims, "none" every operand that a
+    gradient asks for: the norms', both sides of the scores, the pieces of an activation function.
+    """
+    N, keys, f32 = z.b * z.s, z.b * z.T, 4
+    stream, whole = z.b * z.t * c.d_model, N * c.d_model
+    h = c.n_heads // z.mesh[TENSOR]
+    if c.attention == "mla":
+        latent, score, value = c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value
+        made = keys * h * (c.d_head + value)  # keys and values out of the latent
+    else:
+        latent, score, value = 0, c.d_head, c.d_head
+        made = N * 2 * c.n_kv_heads // z.mesh[TENSOR] * c.d_head
+    n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
+    rows = tiles = 0
+    if is_moe and c.capacity_factor:
+        rows = c.n_experts * z.b * model.slots_per_expert(c, z.T)
+    elif is_moe:
+        rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
+        tiles = 0 if z.platform == "tpu" else rows // min(kernels.TILE, -(-N * n * c.top_k * n // c.n_experts))
+    dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
+    if remat == "full":
+        return stream * z.width
+    if remat == "dots":
+        return (2 * stream + whole * (2 if dense else 1) + N * latent + N * h * score + made
+                + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
+    pieces = 2 if z.mesh[CONTEXT] > 1 else max(z.s // model.QUERIES, 1)
+    scores = z.b * h * z.s * z.T * (pieces + 1) / (2 * pieces)
+    matrices, heads = 2 + model.swiglu(c), (N * h + keys * h) * (score + value)
+    if remat == "fused":  # a TPU makes again what costs no product, rather than keep it
+        return (2 * stream + 3 * whole + N * latent + heads + scores + matrices * (dense + rows * m)
+                + 3 * rows * c.d_model) * z.width  # fmt: skip
+    activation = 5 if model.swiglu(c) else 6
+    return (
+        4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width
+        + heads * z.width
+        + scores * (f32 + z.width)
+        + (dense + rows * m) * activation * z.width
+        + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
+    )  # fmt: skip
+
+
+def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
+    """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
+    c, z, split = cfg.model, Sizes.of(cfg, platform), sharding.split_batch(cfg)
+    one_piece, w = sched.microbatches * sched.stages == 1, weights(cfg)
+    state = sum(x.held * x.d.dtype.itemsize for x in w)
+    sequences = split.device_batch * split.microbatches * split.accumulation
+    there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]
+    saved = sum(many * kept(c, z, is_moe, c.remat) for many, is_moe in there) / sched.chunks
+    on_tpu = platform == "tpu"
+    work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
+    of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
+                   for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
+    buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
+    whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
+    table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
+    tokens = -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
+    chunk = min(c.loss_chunk, tokens) * c.vocab_size // z.mesh[TENSOR] * 4
+    return {
+        "parameters": state,
+        "optimizer": 2 * state,
+        "batch": 5 * 4 * sequences * z.s,
+        "gradients": sum(x.joined * (x.width if one_piece else 4) if whole else x.held * 4 for x in w),
+        "weights": sum(x.joined * x.width for x in w) if whole else 2 * of_layer,
+        "saved": (buffers.kept + (not one_piece)) * saved,
+        "pipeline": (buffers.inbox + buffers.cotangents) * stream,
+        "at work": max(work, (1 if on_tpu else 3) * chunk + 4 * table),  # on one layer, or on logits
+    }

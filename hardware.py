@@ -1,0 +1,299 @@
+"""What the planner must know of chips and of the wires between them. No device is touched.
+
+`Topology.parse("v4:4x4x4")` names devices, `layout` says on which wires each mesh axis lies and how fast they are, and
+`collective_seconds` how long a collective takes there. Latency is left out: about 1 us a hop, which counts below some
+50 kB. So is what collectives of different axes take from each other when they run at the same time.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from utils import AXES, MeshConfig, UserError, nearest
+
+GiB = 2**30
+GPUS_PER_NODE = 8  # joined by NVSwitch: https://jax-ml.github.io/scaling-book/gpus, "At the node level"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as JAX counts them. Bytes per second are those of one direction."""
+
+    key: str  # how a topology begins: v4 in v4:4x4x2
+    name: str
+    device_kind: str  # jax's
+    peak_flops_per_s: float | None  # bf16, dense; None: not known beforehand, main.py measures it
+    memory_bytes: int | None  # a program can use; None: devices share this machine's memory
+    hbm_bytes_per_s: float | None
+    torus_dims: int  # 0: no torus
+    link_bytes_per_s: float | None  # TPU: one link to one neighbour; GPU: all NVLinks of one GPU
+    dcn_bytes_per_s: float | None  # out of the slice or node, for each device: data centre network, or InfiniBand
+    pod: int = 0  # chips of the largest slice; 0: no such bound
+
+
+# FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e; NVIDIA's data sheets of H100 and H200 SXM, not sparse.
+# Memory: what libtpu 0.0.42 says it has when a program does not fit; GPUs: the data sheets.
+# HBM, links, DCN: https://jax-ml.github.io/scaling-book/tpus, "TPU Specs"; an earlier edition said 5e10 for a link of
+# v5e, and 1e11 for v5p and v6e, as Google's pages do.
+# NVLink (18 links of 25e9) and InfiniBand (400 Gbit/s): https://jax-ml.github.io/scaling-book/gpus, "Networking".
+CHIPS = {chip.key: chip for chip in (
+    Chip("v4", "TPU v4", "TPU v4", 275e12, round(30.75 * GiB), 1.2e12, 3, 4.5e10, 6.25e9, 4096),
+    Chip("v5e", "TPU v5e", "TPU v5 lite", 197e12, round(15.75 * GiB), 8.1e11, 2, 4.5e10, 3.125e9, 256),
+    Chip("v5p", "TPU v5p", "TPU v5", 459e12, round(95.74 * GiB), 2.8e12, 3, 9e10, 6.25e9, 8960),
+    Chip("v6e", "TPU v6e", "TPU v6 lite", 918e12, round(31.25 * GiB), 1.6e12, 2, 9e10, 12.5e9, 256),
+    Chip("h100", "NVIDIA H100", "NVIDIA H100 80GB HBM3", 989e12, round(80e9), 3.35e12, 0, 450e9, 50e9),
+    Chip("h200", "NVIDIA H200", "NVIDIA H200", 989e12, round(141e9), 4.8e12, 0, 450e9, 50e9),
+    Chip("cpu", "this machine", "cpu", None, None, None, 0, None, None),
+)}  # fmt: skip
+PEAK_FLOPS_PER_S = {chip.device_kind: chip.peak_flops_per_s for chip in CHIPS.values() if chip.peak_flops_per_s}
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices that are wired together: a TPU slice, GPU nodes, or the simulated devices of a CPU."""
+
+    chip: Chip
+    shape: tuple[int, ...]  # of the torus, x first; of GPUs and CPUs: how many
+    chips: int
+    hosts: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """Read `v4:4x4x2`, `v5e:4x4`, `h100:16` or `cpu:8`.
+
+        Raises: UserError with what can be asked for instead.
+        """
+        refuse = lambda why: UserError(f"topology {text!r}: {why}")
+        key, _, rest = text.strip().lower().partition(":")
+        if re.fullmatch(r"(v4|v5p|v5e|v5litepod|v6e)-\d+", key):
+            raise refuse("slice names count cores on v4 and v5p; say the shape in chips: v4-64 is v4:2x4x4")
+        if key not in CHIPS:
+            raise refuse(f"no chip is called {key!r}; {nearest(key, CHIPS)}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
+        chip, dims = CHIPS[key], CHIPS[key].torus_dims
+        shape = tuple(map(int, rest.split("x"))) if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", rest) else ()
+        if len(shape) != max(dims, 1):
+            example = {0: "8", 2: "4x4", 3: "4x4x4"}[dims]
+            raise refuse(f"{chip.name} takes {dims or 'one'} size{'s' if dims else ''}, like {key}:{example}")
+        if not dims:
+            (n,), node = shape, GPUS_PER_NODE if key != "cpu" else 0
+            if node and n > node and n % node:
+                down = n - n % node
+                raise refuse(f"{n} is no number of whole nodes of {node}; nearest: {key}:{down} or {key}:{down + node}")
+            return cls(chip, shape, n, hosts=-(-n // node) if node else 1)
+        bound, also = (16, ", and at most 16") if dims == 2 else (chip.pod, "")
+        fits = tuple(min(size + size % 2, bound) for size in shape[:2]) + shape[2:]
+        if fits != shape:
+            raise refuse(f"a host drives 2x2 chips, so x and y are even{also}; nearest: {cls(chip, fits, 0, 0)}")
+        chips = math.prod(shape)
+        if chips > chip.pod:
+            raise refuse(f"{chips:,} chips are more than the {chip.pod:,} of a {chip.name} pod")
+        return cls(chip, shape, chips, hosts=chips // 4)
+
+    def __str__(self) -> str:
+        return f"{self.chip.key}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Which torus axes are closed by a link from the last chip to the first.
+
+        v4 and v5p are closed by optical switches between cubes of 4x4x4, so all axes or none: 4x4x2 is no torus. An
+        axis of v5e and v6e is closed where it spans the pod.
+        Source: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking"; https://cloud.google.com/tpu/docs/v5p
+        """
+        if self.chip.torus_dims == 3:
+            return (all(size % 4 == 0 for size in self.shape),) * 3
+        return tuple(size == 16 for size in self.shape)
+
+    def steps(self, start, end) -> np.ndarray:
+        """Signed links along each torus axis on the shortest way between chips, coordinates [.., torus axis]."""
+        size = np.array(self.shape)
+        delta = np.asarray(end) - np.asarray(start)
+        around = (delta + (size - 1) // 2) % size - (size - 1) // 2  # of two equal ways the one that goes up
+        return np.where(self.wraps, around, delta)
+
+    def distance(self, start, end) -> np.ndarray:
+        """Links between chips."""
+        return np.abs(self.steps(start, end)).sum(-1)
+
+
+def coordinates(mesh: MeshConfig, topology: Topology) -> np.ndarray:
+    """Say which chip stands where on the mesh: its place on the torus, [*mesh sizes, torus axis].
+
+    JAX decides, in the call that `compiled.topology_mesh` makes with real devices.
+    Raises: UserError for a mesh that JAX cannot lay there.
+    """
+    from jax.experimental import mesh_utils
+
+    shape, kind = tuple(mesh.sizes.values()), topology.chip.device_kind
+    chip = lambda place: SimpleNamespace(coords=(*place, 0)[:3], core_on_chip=0, device_kind=kind, platform="tpu")
+    devices = [chip(place) for place in np.ndindex(topology.shape)]
+    try:
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (TypeError, ValueError) as error:  # as an axis of 28 in jax 0.10.2: github.com/jax-ml/jax/issues/38286
+        raise UserError(f"JAX cannot lay {mesh} on {topology}; make mesh axes of whole torus axes") from error
+    places = np.array([device.coords for device in arranged.flat])
+    return places[:, : len(topology.shape)].reshape(*shape, -1)
+
+
+# Wires ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """The wires under one mesh axis. Bytes per second are those one device sends, None where they are not known."""
+
+    bytes_per_s: float | None  # in all-gather, reduce-scatter, all-reduce
+    hops: int  # links from a device to the next along a torus axis; as many groups share each of them
+    ring: bool  # every torus axis it lies on is closed, or the last device is the first one's neighbour
+    torus_axes: tuple[str, ...]  # of x, y, z
+    note: str  # the line to print
+    neighbour_bytes_per_s: float | None  # in collective-permute: to the next device alone
+    all_to_all_bytes_per_s: float | None
+
+
+def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
+    """Say on which wires each mesh axis of more than one device lies.
+
+    Raises: UserError for a mesh of another number of devices.
+    """
+    if mesh.devices != topology.chips:
+        raise UserError(f"mesh {mesh} has {mesh.devices} devices, and {topology} has {topology.chips}; "
+                        "use axes whose product is that")  # fmt: skip
+    sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
+    if topology.chip.key == "cpu":
+        note = "lies in this machine's memory"
+        return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None) for axis, n in sizes.items()}
+    on_torus = topology.chip.torus_dims > 0
+    # JAX keeps the order of GPUs.
+    places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
+    find = _torus_link if on_torus else _switched_link
+    lines = lambda axis: np.moveaxis(places, AXES.index(axis), -2).reshape(-1, sizes[axis], places.shape[-1])
+    return {axis: find(axis, lines(axis), topology) for axis in sizes}
+
+
+def check(mesh: MeshConfig, topology: Topology) -> list[str]:
+    """Say in a line each what makes this mesh slower on these wires than it need be; [] if nothing does."""
+    chip, found = topology.chip, []
+    if chip.torus_dims and not any(topology.wraps):
+        closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else "a size of 16"
+        found.append(f"{topology} has no wraparound links ({closed} would): an axis of it sends one way only")
+    for axis, link in layout(mesh, topology).items():
+        name, speed = f"{axis}={mesh.sizes[axis]}", _speed(link.bytes_per_s)
+        if link.hops > 1:
+            found.append(f"{name} neighbours are {link.hops} hops apart: {speed}")
+        if axis == "tensor" and not chip.torus_dims and link.bytes_per_s != chip.link_bytes_per_s:
+            found.append(f"{name} leaves the node of {GPUS_PER_NODE}: {speed}, not {_speed(chip.link_bytes_per_s)}")
+    return found
+
+
+def _speed(bytes_per_s: float | None) -> str:
+    return "speed unknown" if bytes_per_s is None else f"{bytes_per_s / 1e9:.4g} GB/s"
+
+
+def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
+    """Find the link of a mesh axis whose groups of devices stand at these places, [group, device, torus axis].
+
+    A group that fills a box gathers along all its torus axes at once, and their speeds add up: both directions of a
+    link count where the torus axis is closed, one where it is not, since a chip at the end has one neighbour. Where
+    neighbours are h links apart, h groups lie between each other and share the links. Any other group passes slices
+    from device to device. An all-to-all is bound by the links across the middle of the longest torus axis, which carry
+    a quarter of the joined array each way, and of that quarter a device sends (n - 1) / n^2 * 4.
+    Source: https://jax-ml.github.io/scaling-book/sharding, "How long does this take?" and "AllToAll".
+    """
+    one, n = topology.chip.link_bytes_per_s, lines.shape[1]
+    used = [d for d in range(lines.shape[-1]) if np.ptp(lines[:, :, d], axis=1).any()]
+    after = np.roll(lines, -1, axis=1)
+    far = topology.distance(lines, after)
+    neighbour = one / _busiest(lines, after, topology)
+    ring, hops = n > 2 and (far == 1).all(), int(far[:, :-1].max())
+    boxes = [_box(group) for group in lines]
+    if None in boxes:
+        both_ways = [np.concatenate(pair) for pair in ((lines, lines), (after, np.roll(lines, 1, axis=1)))]
+        speed = across = max(neighbour, 2 * one / _busiest(*both_ways, topology)) if n > 2 else neighbour
+        where = " and ".join("xyz"[d] for d in used) + ", crosswise"
+    else:
+        sides = [(topology.shape[d], topology.wraps[d], *boxes[0][d]) for d in used]
+        closed = [wraps and count * stride == size for size, wraps, count, stride in sides]
+        speeds = [(2 if c else 1) * one / stride for c, (*_, stride) in zip(closed, sides, strict=True)]
+        ring, hops, speed = ring or all(closed), max(stride for *_, stride in sides), sum(speeds)
+        across = min(s * n / count for s, (*_, count, _) in zip(speeds, sides, strict=True))
+        where = " and ".join(_part(*side) + "xyz"[d] for d, side in zip(used, sides, strict=True))
+    near = "neighbours adjacent" if hops == 1 else f"neighbours {hops} hops apart"
+    note = f"{axis}={n} lies on {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"
+    all_to_all = min(speed, 4 * (n - 1) / n**2 * across)
+    return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all)
+
+
+def _part(size: int, _wraps: bool, count: int, stride: int) -> str:
+    """Say which part of a torus axis `count` chips are that stand `stride` apart."""
+    share = {1: "", 2: "half of "}.get(size // count // stride, f"1/{size // count // stride} of ")
+    return {1: "", 2: "every 2nd of "}.get(stride, f"every {stride}th of ") + share
+
+
+def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
+    """For each torus axis how many places a group takes and how far apart; None if it does not fill a box."""
+    places = [np.unique(along) for along in group.T]
+    gaps = [set(np.diff(values).tolist()) or {1} for values in places]
+    fills = math.prod(map(len, places)) == len(group) and all(len(gap) == 1 for gap in gaps)
+    return [(len(values), *gap) for values, gap in zip(places, gaps, strict=True)] if fills else None
+
+
+def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology) -> int:
+    """Count the messages on the busiest direction of a link, if all go at once: first along x, then y, then z."""
+    at, left = start.reshape(-1, start.shape[-1]).copy(), topology.steps(start, end).reshape(-1, start.shape[-1])
+    load = np.zeros((len(topology.shape), 2, *topology.shape), int)
+    for d, size in enumerate(topology.shape):
+        while (moving := left[:, d] != 0).any():
+            sign = np.sign(left[moving, d])
+            np.add.at(load[d], ((sign > 0).astype(int), *at[moving].T), 1)
+            at[moving, d] = (at[moving, d] + sign) % size
+            left[moving, d] -= sign
+    return max(int(load.max()), 1)
+
+
+def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
+    """Find the link of a mesh axis of GPUs, numbered [group, device, 1].
+
+    Inside a node every GPU reaches every other at full speed. A group that spans nodes joins the network cards of its
+    GPUs in each node. Source: https://jax-ml.github.io/scaling-book/gpus, "How Do Collectives Work on GPUs?"
+    """
+    chip, n = topology.chip, lines.shape[1]
+    nodes = max(len(np.unique(group // GPUS_PER_NODE)) for group in lines)
+    if nodes == 1:
+        inside = chip.link_bytes_per_s
+        return Link(inside, 1, True, (), f"{axis}={n} stays in a node: NVLink, {_speed(inside)}", inside, inside)
+    here = -(-n // nodes)  # of the group's devices stand in one node
+    card, speed = chip.dcn_bytes_per_s, min(chip.link_bytes_per_s, here * chip.dcn_bytes_per_s)
+    note = f"{axis}={n} spans {nodes} nodes with {here} in each: InfiniBand, {_speed(speed)}"
+    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here))
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
+    """Count the bytes one of n devices sends in a collective, as `ledger.py` does.
+
+    joined_bytes  all-gather: of the result; reduce-scatter and all-reduce: of one device's operand; all-to-all: of all
+                  operands together, so n times the ledger's payload; collective-permute: of what one device sends
+    """
+    share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1 / n}
+    return joined_bytes * (1 if kind == "collective-permute" else share[kind] * (n - 1) / n)
+
+
+def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> float:
+    """Seconds that a collective of n devices takes on their link, if it runs alone and is bound by bytes.
+
+    joined_bytes  as in `wire_bytes`
+    Source: https://jax-ml.github.io/scaling-book/sharding, "What Have We Learned?"; there (n - 1)/n is taken as 1.
+    """
+    speeds = {"all-to-all": link.all_to_all_bytes_per_s, "collective-permute": link.neighbour_bytes_per_s}
+    speed = speeds.get(kind, link.bytes_per_s)
+    assert speed, f"the speed of this link is not known: {link.note}"
+    return wire_bytes(kind, joined_bytes, n) / speed

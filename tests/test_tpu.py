@@ -1,0 +1,133 @@
+"""Claims about steps compiled for TPU slices by libtpu: which of them fit, and what is in them. No TPU is needed.
+
+`make test-tpu` runs these; `make test` leaves them out.
+"""
+
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import compiled
+import optimizer
+from utils import MeshConfig, UserError, preset
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed: make extra-tpu"),
+]
+GIB = 2**30
+V4_BYTES = round(30.75 * GIB)  # of 32 GiB libtpu keeps 1.25 for itself
+
+
+def for_slice(cfg, topology):
+    return compiled.compile_step(cfg, compiled.topology_mesh(cfg.mesh, topology), print)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+# Stages of 8 layers, of which each keeps its input, [64, 256, 1024] in bfloat16: 32 MiB. In GPipe a stage keeps those
+# of 128 microbatches, 32 GiB; in 1F1B of the few that are on their way.
+MICROBATCHES, STAGES, LAYERS = 128, 4, 32
+WIDE = {"model.vocab_size": 512, "model.d_model": 1024, "model.n_layers": LAYERS, "model.n_heads": 8,
+        "model.n_kv_heads": 8, "model.d_head": 128, "model.d_ff": 1024, "model.remat": "full", "data.seq_len": 256,
+        "data.batch_size": 64 * MICROBATCHES, "optim.max_device_batch": 0, "mesh": f"stage={STAGES}",
+        "pipeline.microbatches": MICROBATCHES}  # fmt: skip
+KEPT_BYTES = LAYERS // STAGES * 64 * 256 * 1024 * 2  # of one microbatch on one stage
+
+
+def test_gpipe_does_not_fit_where_1f1b_does():
+    """Catches a 1F1B that keeps what GPipe keeps, and a compiler's refusal that is a traceback, or is not believed."""
+    with pytest.raises(compiled.OutOfMemory, match=r"pipeline\.schedule=1f1b") as refusal:
+        for_slice(preset("dense_124m", **WIDE), "v4:2x2x1")
+    assert refusal.value.limit_bytes == V4_BYTES
+    assert refusal.value.used_bytes > MICROBATCHES * KEPT_BYTES
+    assert refusal.value.excess_bytes == refusal.value.used_bytes - V4_BYTES
+    largest = refusal.value.buffers[0]
+    assert largest.size_bytes >= MICROBATCHES * KEPT_BYTES
+    assert f"bf16[{MICROBATCHES},{LAYERS // STAGES}," in largest.shape
+
+    fits = for_slice(preset("dense_124m", **WIDE | {"pipeline.schedule": "1f1b"}), "v4:2x2x1")
+    assert fits.peak_bytes < 2 * STAGES * KEPT_BYTES + 3 * GIB < V4_BYTES
+    assert fits.unexpected == []
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    """Catches a refusal that is read only if it is the activations that are too large."""
+    mesh = compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x1")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for size, fits in ((5, True), (9, False)):
+        x = jax.ShapeDtypeStruct((size, 1024, 1024, 1024), np.float32, sharding=everywhere)
+        lowered = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x)
+        if fits:
+            compiled.compile_lowered(lowered)
+            continue
+        with pytest.raises(compiled.OutOfMemory, match=rf"36\.00 GiB .*f32\[{size},1024,1024,1024\]") as refusal:
+            compiled.compile_lowered(lowered)
+        assert (refusal.value.used_bytes, refusal.value.limit_bytes) == (36 * GIB, V4_BYTES)
+
+
+# Programs -------------------------------------------------------------------------------------------------------------
+
+
+def tiny(mesh, **settings):
+    """A prefix and four blocks of a dense and an MoE layer, which split over 2 stages of 2 chunks."""
+    return preset("tiny", **{"mesh": mesh, "model.n_layers": 9, "data.seq_len": 16, "data.batch_size": 32} | settings)
+
+
+def donated(found):
+    """Which result takes over the memory of which argument, by their numbers. The state comes first in both."""
+    header = found.step.as_text().splitlines()[0]
+    return [(int(result), int(argument)) for result, argument in re.findall(r"\{(\d+)\}: \((\d+), \{\}", header)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb"])
+def test_every_schedule_compiles(schedule, capfd):
+    """Catches what the TPU compiler alone refuses, exchanges that the partitioner made up, a state that is not donated,
+    and libtpu's words to its makers on our screen."""
+    chunks = {"pipeline.chunks": 2} if schedule == "interleaved" else {}
+    cfg = tiny("stage=2,tensor=2,fsdp=2", **{"pipeline.schedule": schedule, "pipeline.microbatches": 4} | chunks)
+    found = for_slice(cfg, "v4:2x2x2")
+    assert found.unexpected == []
+    arrays = len(jax.tree.leaves(optimizer.state_shapes(cfg)))
+    assert donated(found) == [(number, number) for number in range(arrays)]
+    assert 0.95 * found.argument_bytes < found.alias_bytes < found.argument_bytes  # all but the batch
+    assert {"forward_slot", "backward_slot", "loss_slot"} <= set(found.shares)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_larger_slice_has_no_larger_program():
+    """Catches a program that is unrolled over devices: 64 chips would take eight times as long to compile as 8."""
+    sizes = []
+    for mesh, topology in (("fsdp=4,tensor=2", "v4:2x2x2"), ("fsdp=32,tensor=2", "v4:4x4x4")):
+        wide = {"model.d_model": 96, "model.d_query_latent": 64, "model.d_kv_latent": 32, "model.n_layers": 3}
+        found = for_slice(tiny(mesh, **wide), topology)
+        sizes.append((len(found.ledger.collectives), sum(" = " in line for line in found.step.as_text().splitlines())))
+    (few, short), (many, long) = sizes
+    assert many <= few
+    assert long <= 1.05 * short
+
+
+# Slices ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_another_number_of_chips_is_refused():
+    """Catches a crash in the arrangement of devices instead of the two numbers."""
+    message = r"^mesh fsdp=4 has 4 devices, and v4:2x2x2 has 8 chips; use axes whose product is that$"
+    with pytest.raises(UserError, match=message):
+        compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x2")
+
+
+@pytest.mark.parametrize("topology", ["v9:2x2x2", "v4", "v4:0x2x2"])
+def test_a_slice_that_does_not_exist_is_refused(topology):
+    """Catches libtpu's own error, a page long, and one that does not say which slices there are."""
+    with pytest.raises(UserError, match=rf"^topology '{topology}': .*; known: v4:4x4x2, v5p:4x4x4, v5e:4x4, v6e:8x8"):
+        compiled.topology_mesh(MeshConfig(fsdp=8), topology)
+
+
+def test_the_tests_own_devices_stay():
+    """Catches a compiler for TPU that takes the place of the simulated devices."""
+    compiled.topology_mesh(MeshConfig(fsdp=8), "v4:2x2x2")
+    assert [device.platform for device in jax.devices()] == ["cpu"] * 8
