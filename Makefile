@@ -9,9 +9,9 @@ EXTRAS := tpu gpu ray wandb site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
-ARGS ?= # passed on by train, test and lock
+ARGS ?= # passed on by train, plan, test and lock
 
-.PHONY: help train test test-tpu lint format lock clean $(EXTRAS:%=extra-%)
+.PHONY: help train plan test test-tpu lint format lock clean $(EXTRAS:%=extra-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,9 @@ help: ## list the targets
 train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
 	.venv/bin/python main.py laptop $(ARGS)
+
+plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
+	.venv/bin/python planner.py moe1b --topology v4:4x4x2 --compile $(ARGS)
 
 test: .venv/installed ## run the tests; ARGS="-k report -x" is passed to pytest
 	.venv/bin/python -m pytest $(ARGS)

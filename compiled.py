@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding
 
 import ledger
 import model
 import optimizer
 import pipeline
 import sharding
-from utils import AXES, Config, MeshConfig, UserError
+from utils import Config, MeshConfig, UserError
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,11 @@ class Compiled:
     temp_bytes: int  # everything that is not an argument or a result
     output_bytes: int
     alias_bytes: int  # arguments whose memory the results take over: donated
+    peak_bytes: int  # at the step's fullest
     ledger: ledger.Ledger
     shares: dict  # what `ledger` was read with: see `shares`
     unexpected: list[str]  # what should not be in the program, one line each: see `unexpected`
     step: jax.stages.Compiled
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
 # Out of memory --------------------------------------------------------------------------------------------------------
@@ -150,11 +148,7 @@ def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
     if len(devices) != sizes.devices:
         raise UserError(f"mesh {sizes} has {sizes.devices} devices, and {topology} has {len(devices)} chips; "
                         "use axes whose product is that")  # fmt: skip
-    shape = tuple(sizes.sizes.values())
-    return Mesh(
-        mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True),
-        AXES, axis_types=(AxisType.Auto,) * len(AXES),
-    )  # fmt: skip
+    return sharding.make_mesh(sizes, devices)
 
 
 # The step -------------------------------------------------------------------------------------------------------------
@@ -184,11 +178,16 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     compile_s = time.perf_counter() - begin
     say(f"compiled in {compile_s:.1f} s")
     memory, text = step.memory_analysis(), step.as_text()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # On TPU the most that is alive at once; what is set aside for it, `temp_bytes`, has gaps. On CPU it is not counted.
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    peak_bytes = memory.peak_memory_in_bytes if on_tpu else kept + memory.temp_size_in_bytes
     known = shares(cfg, text)
     found = ledger.read(text, mesh, known)
     return Compiled(
         lower_s, compile_s, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
-        memory.alias_size_in_bytes, found, known, unexpected(found.collectives, reported_bytes(cfg)) + said, step,
+        memory.alias_size_in_bytes, peak_bytes, found, known,
+        unexpected(found.collectives, reported_bytes(cfg)) + said, step,
     )  # fmt: skip
 
 
@@ -197,10 +196,8 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
 
     Raises: OutOfMemory; any other error of the compiler as it is.
     """
-    # A program that comes out of a cache says nothing of the time to compile it, and complains no more.
-    was, _ = jax.config.jax_enable_compilation_cache, jax.config.update("jax_enable_compilation_cache", False)
     try:
-        with heard() as heard_text:
+        with uncached(), heard() as heard_text:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = out_of_memory("\n".join([str(error), *heard_text]), advice)
@@ -208,11 +205,22 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
             raise refusal from error
         sys.stderr.write("".join(heard_text))
         raise
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was)
     found, rest = complaints("".join(heard_text))
     sys.stderr.write(rest)
     return step, found
+
+
+@contextlib.contextmanager
+def uncached():
+    """Compile anew: a program that comes out of a cache says nothing of the time it takes, and complains no more."""
+    was = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks for the setting once, at its first program, and now again
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+        compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager
@@ -256,12 +264,13 @@ def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[st
     Inside the `shard_map` every collective is a line of ours. Outside it the partitioner makes them: sums for the
     gradient's norm, and what is reported of a step, together at most `most_bytes` each; more is an array that it moves
     from one layout to another. Groups along no mesh axes are never ours.
-    A compiler also writes ours in another way: for TPU a reduce-scatter becomes a padded all-reduce and permutes, and
-    sums of several lines one, of no scope. So of those without a scope only gathers and all-to-alls are looked at.
+    A compiler also writes ours in another way: for TPU a reduce-scatter may become a padded all-reduce and permutes,
+    and sums of several lines, the norm's too, become one. So sums are left out, and permutes of no scope.
     """
     found = []
     for one in collectives:
-        ours = "shard_map" in one.scope or (not one.scope and one.kind not in ("all-gather", "all-to-all"))
+        a_sum = one.kind in ("all-reduce", "reduce-scatter") or (not one.scope and one.kind == "collective-permute")
+        ours = "shard_map" in one.scope or a_sum
         if "?" in one.axes or (not ours and one.payload_bytes > most_bytes):
             over = "devices along no mesh axes" if "?" in one.axes else "*".join(one.axes)
             place = one.scope or "no scope"

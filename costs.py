@@ -381,7 +381,7 @@ def traffic(cfg: Config, sched: schedules.Schedule) -> list[Traffic]:
         add("weights", "all-gather", w.gathered_over, size, gathers * w.layers)
         if w.d.trainable:
             add("gradients", "reduce-scatter", w.gathered_over, size * reduced / w.width, reductions * w.layers)
-            add("gradients", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
+            add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
         if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
             held = (w.joined if c.gather == "step" else w.held) / sched.chunks
             rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
@@ -447,6 +447,8 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
         return (2 * stream + 3 * whole + N * latent + heads + scores + matrices * (dense + rows * m)
                 + 3 * rows * c.d_model) * z.width  # fmt: skip
     activation = 5 if model.swiglu(c) else 6
+    if c.context_attention == "ring" and z.mesh[CONTEXT] > 1:  # a step: scores twice, and what is so far
+        scores, heads = z.b * h * z.s**2 * 2, heads + z.mesh[CONTEXT] * N * h * 2 * (value + 2)
     return (
         4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width
         + heads * z.width
@@ -472,14 +474,18 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
     table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     tokens = -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
+    # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
+    each = (4 if on_tpu else 8) if not one_piece else None
+    gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
     chunk = min(c.loss_chunk, tokens) * c.vocab_size // z.mesh[TENSOR] * 4
     return {
         "parameters": state,
         "optimizer": 2 * state,
         "batch": 5 * 4 * sequences * z.s,
-        "gradients": sum(x.joined * (x.width if one_piece else 4) if whole else x.held * 4 for x in w),
+        "gradients": gradients,
         "weights": sum(x.joined * x.width for x in w) if whole else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        "at work": max(work, (1 if on_tpu else 3) * chunk + 4 * table),  # on one layer, or on logits
+        # On one layer; or on logits, when in one piece no layer has a gradient yet.
+        "at work": max(work, (1 if on_tpu else 3) * chunk + 4 * table - (gradients if one_piece and on_tpu else 0)),
     }

@@ -38,6 +38,7 @@ import convert
 import dataset
 import generate
 import guard
+import hardware
 import model
 import optimizer
 import pipeline
@@ -238,9 +239,9 @@ def announce(cfg: Config, mesh) -> planner.Plan:
 
 
 def peak_flops_per_s(device) -> float:
-    """One device's peak: from the planner's table, or, for a CPU, what a 2048-wide float32 product reaches now."""
-    if device.device_kind in planner.PEAK_FLOPS_PER_S:
-        return planner.PEAK_FLOPS_PER_S[device.device_kind]
+    """One device's peak: from the table of chips, or, for a CPU, what a 2048-wide float32 product reaches now."""
+    if device.device_kind in hardware.PEAK_FLOPS_PER_S:
+        return hardware.PEAK_FLOPS_PER_S[device.device_kind]
     n = 2048
     x = jax.device_put(jnp.ones((n, n), jnp.float32), device)
     product = jax.jit(jnp.matmul).lower(x, x).compile()
@@ -370,7 +371,7 @@ def loop(
 ):
     """Take the steps from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), decisive(describe(cfg))
-    peak = peak_flops_per_s(mesh.devices.flat[0]) * mesh.size
+    peak = peak_flops_per_s(mesh.devices.flat[0])
     losses, mark = [], time.perf_counter()
     skips, questions = guard.SkipWatch(cfg, metrics.write), guard.Questions(cfg, mesh, metrics.write)
     with progress_bar(cfg, first) as show:

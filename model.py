@@ -391,13 +391,17 @@ def experts_feed_forward(w: MoE, matmul, rows):
     return matmul(activate(up, gate), w.w_down_EMD)
 
 
-@jax.custom_vjp
-def permuted(x, order, inverse):
-    """x[order]. The way back is a gather too, by the inverse order, where autodiff would scatter, which is slow."""
-    return x[order]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def permuted(x_ND, order_A, inverse_A, copies=1):
+    """Rows in another order, with copies of each. The way back gathers by the inverse order: scatters are slow."""
+    return x_ND[order_A // copies]
 
 
-permuted.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dx: (dx[inverse], None, None))
+def _permuted_back(copies, inverse_A, dx_AD):
+    return jnp.sum(dx_AD[inverse_A].reshape(-1, copies, dx_AD.shape[-1]), axis=1), None, None
+
+
+permuted.defvjp(lambda x, order, inverse, copies: (permuted(x, order, inverse, copies), inverse), _permuted_back)
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
@@ -418,7 +422,7 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     inverse_A = jnp.argsort(order_A)
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
 
-    rows_AD = permuted(jnp.repeat(x_ND, c.top_k, axis=0), order_A, inverse_A)
+    rows_AD = permuted(x_ND, order_A, inverse_A, c.top_k)
     out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD)
     out_AD = permuted(out_AD, inverse_A, order_A) * gates_A[:, None].astype(out_AD.dtype)
     partial_ND = jnp.sum(out_AD.reshape(-1, c.top_k, D), axis=1)

@@ -91,7 +91,7 @@ class Plan:
         if not chip or not chip.peak_flops_per_s:
             return None
         found = {"compute": (self.hardware_flops if flops is None else flops) / chip.peak_flops_per_s}
-        once = {"batch"} | ({"weights", "gradients"} if self.cfg.model.gather == "step" else set())
+        once = {"batch", "replicas"} | ({"weights", "gradients"} if self.cfg.model.gather == "step" else set())
         waits = found["compute"]  # what a stage does in its slots, and others wait for
         links = hardware.layout(self.cfg.mesh, self.topology)
         for one in self.traffic if exchanges is None else exchanges:
@@ -99,7 +99,8 @@ class Plan:
             speed = min(self.speed(one.kind, links[axis]) for axis in one.axes)
             name = "*".join(one.axes)
             found[name] = found.get(name, 0) + sent / speed
-            if getattr(one, "part", "") not in once and STAGE not in one.axes:
+            in_a_slot = one.part not in once and STAGE not in one.axes if exchanges is None else "_slot" in one.scope
+            if in_a_slot:
                 waits += sent / speed
         state = sum(self.memory_bytes[part] for part in ("parameters", "optimizer"))
         found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
@@ -155,7 +156,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     sharding.check_divides(model.declare(cfg.model), SimpleNamespace(shape=cfg.mesh.sizes))
-    sched, platform = pipeline.schedule(cfg), "tpu" if topology and topology.chip.torus_dims else "cpu"
+    sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     total, active = parameters(cfg.model)
     tokens = cfg.data.tokens_per_step
     return Plan(
@@ -163,6 +164,10 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
         costs.flops(cfg, sched, platform), costs.memory(cfg, sched, platform), costs.traffic(cfg, sched), sched,
         limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
+
+
+def is_tpu(chip: hardware.Chip | None) -> bool:
+    return bool(chip and chip.torus_dims)
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------
@@ -173,12 +178,10 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
 
     For the plan's TPU topology, or simulated CPU devices. A step that does not fit is told, not raised.
     """
-    cfg = one.cfg
-    if one.topology and one.topology.chip.torus_dims:
-        mesh = compiled.topology_mesh(cfg.mesh, str(one.topology))
-    else:
-        utils.use_devices(cfg.mesh.devices)
-        mesh = sharding.make_mesh(cfg.mesh)
+    cfg, chip = one.cfg, one.topology and one.topology.chip
+    mesh = compiled.topology_mesh(cfg.mesh, str(one.topology)) if is_tpu(chip) else sharding.make_mesh(cfg.mesh)
+    # For its own memory libtpu knows best: what it compiles, fits.
+    on_tpu = is_tpu(chip) and one.limit_bytes == chip.memory_bytes
     same = {name: getattr(one, name) for name in ("params_total", "params_active", "tokens_per_step", "model_flops")}
     try:
         step = compiled.compile_step(cfg, mesh, say)
@@ -201,7 +204,7 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         "peak_bytes": step.peak_bytes,
         "temp_bytes": step.temp_bytes,
         "donated_bytes": step.alias_bytes,
-        "fits": one.limit_bytes is None or step.peak_bytes <= one.limit_bytes,
+        "fits": on_tpu or one.limit_bytes is None or step.peak_bytes <= one.limit_bytes,
         "lower_s": step.lower_s,
         "compile_s": step.compile_s,
         "bubble": one.bubble,
@@ -399,7 +402,7 @@ def show_search(fit: list[Plan], large: list[Plan], refused: dict[str, int], con
 
     table = Table(title=f"{len(fit)} layouts fit, the fastest first", title_justify="left")
     for column in ("mesh", "schedule", "memory", "on the wire", "bubble", "step", "MFU"):
-        table.add_column(column, justify="left" if column in ("mesh", "schedule") else "right")
+        table.add_column(column, justify="left" if column in ("mesh", "schedule") else "right", no_wrap=True)
     for one in fit[:most]:
         name = f"{one.sched.name} M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
         mfu = f"{one.mfu(one.step_s):.1%}" if one.step_s else "-"
@@ -503,9 +506,11 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     """Do what the flags ask, and print it; returns the numbers, and the exit status: 1 if it does not fit."""
     from rich.console import Console
 
-    console = Console(quiet=args.json == "-", highlight=False, soft_wrap=True)
+    console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     limit = round(args.memory * 2**30) or None
+    if (args.compile or args.max_batch) and not is_tpu(topology and topology.chip):
+        utils.use_devices(cfg.mesh.devices)
     if args.search:
         if not topology or args.search != topology.chips:
             there = f"{topology} has {topology.chips}" if topology else "there is no --topology"

@@ -111,7 +111,7 @@ def read(cfg: Config, found) -> dict:
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
     return {
         "wire_bytes": round(found.total.wire_bytes),
-        "flops_ratio": found.flops * cfg.mesh.devices / planner.plan(cfg).model_flops,
+        "flops_ratio": found.flops / planner.plan(cfg).model_flops,
         "collectives": round(found.total.count),
         **{f"collectives_by_{field}": rows(field) for field in ("kind", "axes", "source")},
     }

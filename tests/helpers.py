@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import model
+import planner
 import sharding
 from sharding import AXES, TOKENS
 from utils import Config, ModelConfig
@@ -245,3 +246,21 @@ def np_cross_entropy(w, c: ModelConfig, batch, slots=None):
         nats -= np.sum(weights_T * np.log(np_softmax(logits_TV))[np.arange(len(targets_T)), targets_T])
         dropped.append(dropped_LT)
     return nats, np.sum(batch["weights_BT"], dtype=np.float64), np.array(dropped)
+
+
+# The planner ----------------------------------------------------------------------------------------------------------
+
+
+def check_prediction(plan, found: dict, state=0.01):
+    """Parameters and optimizer within 1%, peak memory 20%, FLOPs 5%, bytes 5% over each set of axes that carries 1%."""
+    rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in planner.compared(plan, found)}
+    off = {what: predicted / counted - 1 for what, (predicted, counted) in rows.items() if counted}
+    assert abs(off["parameters, optimizer, batch"]) <= state, off
+    assert abs(off["peak memory"]) <= 0.20, off
+    assert abs(off["FLOPs"]) <= 0.05, off
+    assert abs(off["on the wire"]) <= 0.05, off
+    wires = {what: value for what, value in off.items() if what.startswith("over ")}
+    assert wires or plan.cfg.mesh.devices == 1
+    for what, value in wires.items():
+        if rows[what][1] >= 0.01 * found["wire_bytes"]:
+            assert abs(value) <= 0.05, off

@@ -160,6 +160,27 @@ def test_a_layout_that_is_reached_by_a_copy_is_told(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_program_is_compiled_anew():
+    """Catches a program out of JAX's cache, which takes no time to compile and complains of nothing; and a cache that
+    is off from then on."""
+    hits = []
+    listen = lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+    jax.monitoring.register_event_listener(listen)
+
+    def compile_once():
+        jax.clear_caches()
+        jax.jit(lambda x: x * 3 + 1).lower(jnp.float32(1)).compile()
+
+    for _ in range(2):  # JAX decides at a program whether it keeps programs, then keeps to it
+        compile_once()
+        hits.clear()
+        jax.clear_caches()
+        assert moved(P(STAGE, FSDP), P(None, (STAGE, FSDP, TENSOR)))[1] != []
+        assert hits == []
+    compile_once()
+    assert hits != []
+
+
 def test_an_exchange_that_the_partitioner_made_up_is_told():
     """Catches an array that moves between two lines of ours, and nobody asked for it."""
     found, said = moved(P((STAGE, FSDP)), P((FSDP, TENSOR)))
@@ -184,7 +205,8 @@ def test_what_the_compiler_logs_besides_is_shown(capfd):
 @pytest.mark.parametrize("kind, scope, payload_bytes, ours", [
     ("all-gather", "jit(step)/shard_map/all_gather", 4000, True),
     ("all-reduce", "jit(step)/reduce_sum", 40, True),  # the gradient's norm
-    ("all-reduce", "jit(step)/reduce_sum", 4000, False),
+    ("all-reduce", "jit(step)/reduce_sum", 4000, True),  # merged with a reduce-scatter of ours
+    ("all-to-all", "jit(step)/transpose", 4000, False),
     ("all-gather", "", 40, True),  # a metric
     ("all-gather", "", 4000, False),  # parameters that leave in another layout
     ("all-reduce", "", 4000, True),  # a reduce-scatter, as TPU writes it

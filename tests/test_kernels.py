@@ -85,10 +85,12 @@ def test_only_own_rows_are_visited():
     assert at.tile_i[:5].tolist() == [0, 1, 1, 1, 2]
 
 
-def test_the_way_back_of_a_permutation():
-    """Catches a permutation whose gradient takes the way there."""
-    order = jnp.array([2, 0, 3, 1])
-    x = jnp.arange(8.0).reshape(4, 2)
-    _, pull = jax.vjp(lambda x: model.permuted(x, order, jnp.argsort(order)), x)
-    _, want = jax.vjp(lambda x: x[order], x)
-    np.testing.assert_array_equal(pull(x)[0], want(x)[0])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_way_back_of_a_permutation(copies):
+    """Catches a permutation whose gradient takes the way there, or loses all copies of a row but one."""
+    order, x = jnp.array([2, 0, 3, 1]), jnp.arange(8.0 / copies).reshape(-1, 2)
+    there = lambda x: model.permuted(x, order, jnp.argsort(order), copies)
+    out, pull = jax.vjp(there, x)
+    want, want_pull = jax.vjp(lambda x: x[order // copies], x)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(pull(out)[0], want_pull(out)[0])

@@ -294,7 +294,8 @@ BY_HAND = {
     # Experts stay where they are, the router's matrix does not. Tokens, gates and the numbers of the chosen experts go
     # to all; numbers have no gradient. What the experts made of the tokens is scattered back. The balance needs sums:
     # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
-    "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN},
+    "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
+                  "model.balance_rate": 0.0},
                  there_and_back("gathered", EMBEDDINGS + ATTENTION + [WIDTH * EXPERTS]) | NORMS
                  | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
                     ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,

@@ -332,11 +332,10 @@ def test_parameters_of_laptop_by_hand():
     attention = 128 * 4 * 32 + 128 * 4 * 16 + 128 * 64 + 64 + 128 * 16 + 64 * 4 * 32 + 64 * 4 * 32 + 4 * 32 * 128
     layer = attention + 2 * 128  # two norms
     dense = 3 * 128 * 384
-    expert = 3 * 128 * 224
-    outside_experts = (
-        272 * 128 + 128 + 128 * 272 + (layer + dense) + 3 * (layer + 128 * 8 + expert)
-    )  # one shared expert
-    total, active = outside_experts + 3 * 8 * expert, outside_experts + 3 * 2 * expert
+    expert = 3 * 128 * 320
+    moe = layer + 128 * 8 + expert  # one shared expert
+    outside_experts = 272 * 128 + 128 + 128 * 272 + 2 * (layer + dense) + 2 * moe
+    total, active = outside_experts + 2 * 8 * expert, outside_experts + 2 * 2 * expert
     assert planner.parameters(preset("laptop").model) == (total, active)
 
 

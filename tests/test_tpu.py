@@ -12,6 +12,8 @@ import pytest
 
 import compiled
 import optimizer
+import planner
+from tests.helpers import check_prediction
 from utils import MeshConfig, UserError, preset
 
 pytestmark = [
@@ -108,6 +110,54 @@ def test_a_larger_slice_has_no_larger_program():
     (few, short), (many, long) = sizes
     assert many <= few
     assert long <= 1.05 * short
+
+
+# Predicted and compiled -----------------------------------------------------------------------------------------------
+
+# Tables are small here: for a slice of a table's narrow dim the compiler takes an all-reduce, twice the bytes.
+DENSE = {"model.vocab_size": 2048, "model.d_model": 1024, "model.n_heads": 8, "model.n_kv_heads": 8,
+         "model.d_head": 128, "model.remat": "full", "data.batch_size": 64}  # fmt: skip
+PREDICTED = {
+    "fsdp, tensor": ("v4:4x4x2", "dense_124m", DENSE | {"mesh": "fsdp=16,tensor=2", "data.batch_size": 256}),
+    "data, gathered once": ("v4:2x2x2", "dense_124m", {"mesh": "data=2,tensor=4", "model.gather": "step"} | DENSE),
+    "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "pipeline.schedule": "1f1b"} | DENSE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PREDICTED)
+def test_what_is_predicted_is_what_is_compiled(case):
+    """Catches a plan that is right on simulated devices alone."""
+    topology, name, settings = PREDICTED[case]
+    plan = planner.plan(preset(name, **settings), topology)
+    found, _ = planner.compile_plan(plan, print)
+    check_prediction(plan, found)
+    assert found["unexpected"] == []
+
+
+@pytest.fixture(scope="module")
+def headline():
+    plan = planner.plan(preset("moe1b"), "v4:4x4x2")
+    found, step = planner.compile_plan(plan, print)
+    return plan, found, step
+
+
+def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
+    """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
+    plan, found, step = headline
+    assert found["fits"]
+    assert found["temp_bytes"] < 4.6 * GIB
+    assert found["wire_bytes"] < 8.0 * GIB
+    assert found["collectives"] < 2500
+    assert found["hardware_flops"] < 1.38 * plan.model_flops
+    assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])
+    assert "custom-call" in step.step.as_text()  # the grouped product
+    assert found["unexpected"] == []
+
+
+def test_the_headline_step_is_as_predicted(headline):
+    """Catches a plan of an MoE that is right on simulated devices alone."""
+    plan, found, _ = headline
+    check_prediction(plan, found, state=0.02)  # slices of 96 lie in tiles of 128
 
 
 # Slices ---------------------------------------------------------------------------------------------------------------

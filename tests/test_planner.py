@@ -1,0 +1,289 @@
+"""Claims about the planner: its arithmetic is what the compiler counts, and what it prints can be relied on."""
+
+import json
+import math
+import re
+
+import pytest
+
+import compiled
+import costs
+import hardware
+import pipeline
+import planner
+import schedules
+import utils
+from bench import step as bench_step
+from tests.helpers import check_prediction
+from utils import UserError, preset
+
+GIB = 2**30
+
+
+def config(name: str, mesh: str, **settings):
+    """A preset, or the default of bench/step.py, on a mesh."""
+    if name == "bench":
+        return utils.replace(bench_step.DEFAULT, mesh=mesh, **settings)
+    return preset(name, mesh=mesh, **settings)
+
+
+# Predicted and compiled -----------------------------------------------------------------------------------------------
+
+LAYER, NONE = {"model.gather": "layer"}, {"model.remat": "none"}
+DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
+CASES = {
+    "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
+    "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "optim.max_device_batch": 2}),
+    "experts, gathered by layer": ("bench", "fsdp=2,expert=2", LAYER),
+    "dense, everything kept": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
+    "products kept": ("bench", "context=2,tensor=2", LAYER | {"model.remat": "dots"}),
+    "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"pipeline.schedule": "1f1b", "pipeline.microbatches": 8}),
+    "interleaved": ("bench", "stage=2,fsdp=2", {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}),
+    "zb": ("bench", "stage=2,tensor=2", {"pipeline.schedule": "zb", "model.balance_loss": 0.0}),
+    "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
+    "ring, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {
+        "model.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
+        "model.activation": "swiglu", "model.tie_embeddings": True}),
+    "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_predicted_is_what_is_compiled(case):
+    """Catches a product, an exchange or a buffer of the model that the arithmetic does not have, or has too often."""
+    name, mesh, settings = CASES[case]
+    plan = planner.plan(config(name, mesh, **settings))
+    found, _ = planner.compile_plan(plan, print)
+    check_prediction(plan, found)
+    assert found["unexpected"] == []
+    assert found["donated_bytes"] >= 0.99 * sum(plan.memory_bytes[part] for part in ("parameters", "optimizer"))
+
+
+# A change may not add bytes, collectives or FLOPs ---------------------------------------------------------------------
+
+# name, mesh: bytes on the wire, collectives, FLOPs and temporary bytes of a device and step, as compiled for CPU. Lower
+# them when the program gets better; `python planner.py NAME --mesh .. --compile` prints them.
+BUDGETS = {
+    ("bench", "fsdp=2,stage=2,tensor=2"): (17_500_000, 330, 8.03e9, 28_000_000),
+    ("laptop", "fsdp=2"): (21_000_000, 220, 1.73e10, 82_000_000),
+    ("tiny", "expert=2,context=2,tensor=2"): (650_000, 305, 3.0e7, 3_400_000),
+}
+
+
+@pytest.mark.parametrize("name, mesh", BUDGETS)
+def test_a_step_stays_within_its_budget(name, mesh):
+    """Catches a change that adds an exchange, a product or a buffer to the step, in every layer or once."""
+    settings = {"data.seq_len": 24} if name == "tiny" else {}
+    found, _ = planner.compile_plan(planner.plan(config(name, mesh, **settings)), print)
+    wire, collectives, flops, temp = BUDGETS[name, mesh]
+    print(found["wire_bytes"], found["collectives"], found["hardware_flops"], found["temp_bytes"])
+    assert found["wire_bytes"] <= wire
+    assert found["collectives"] <= collectives
+    assert found["hardware_flops"] <= flops
+    assert found["temp_bytes"] <= temp
+
+
+HEADLINE_BYTES = 7.95 * GIB  # over all axes, for 262,144 tokens on 32 chips
+
+
+def test_the_headline_plan_stays_within_its_budget():
+    """Catches a change of the model or the preset that makes the headline step dearer; its compiled form is in
+    test_tpu.py."""
+    plan = planner.plan(preset("moe1b"), "v4:4x4x2")
+    assert plan.fits
+    assert plan.hardware_flops <= 1.45 * plan.model_flops
+    assert plan.wire_bytes <= HEADLINE_BYTES
+    assert plan.temp_bytes <= 7 * GIB
+
+
+# Arithmetic by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_time_is_work_over_speed():
+    """Catches a term of the roofline that is lost, doubled, or divided by another wire's speed."""
+    cfg = preset("dense_124m", **{"mesh": "data=4,tensor=2,stage=4", "data.batch_size": 64, "model.remat": "full"})
+    plan = planner.plan(cfg, "v4:4x4x2")
+    links, seconds = hardware.layout(cfg.mesh, plan.topology), plan.seconds()
+    assert seconds["compute"] == plan.hardware_flops / 275e12
+    assert seconds["tensor"] == pytest.approx(plan.wire_by_axes["tensor"] / links["tensor"].bytes_per_s)
+    state = plan.memory_bytes["parameters"]
+    assert seconds["optimizer"] == pytest.approx(7 * state / 1.2e12)  # three arrays read and written, gradients read
+    # gpipe, M=16 microbatches, S=4 stages: of 19 rounds of forward passes and 19 of backward passes a stage has 16.
+    assert plan.sched.microbatches == 16
+    assert plan.bubble == pytest.approx(3 / 19)
+    assert seconds["bubble"] == pytest.approx((seconds["compute"] + seconds["tensor"]) * 3 / 16)
+    assert plan.step_s == pytest.approx(sum(seconds.values()))
+    assert plan.mfu(plan.step_s) == pytest.approx(plan.model_flops / plan.step_s / 275e12)
+    assert plan.overlapped_s < plan.step_s
+
+
+def test_a_mesh_divides_the_work_and_not_the_model():
+    """Catches numbers of one device that are those of all, and the other way round."""
+    one, many = (planner.plan(preset("dense_124m", mesh=mesh), None) for mesh in ("data=1", "data=2,fsdp=2,tensor=2"))
+    assert one.params_total == many.params_total
+    assert one.model_flops == 8 * many.model_flops
+    assert one.hardware_flops == pytest.approx(8 * many.hardware_flops)
+    assert one.wire_bytes == 0
+    # Norms, 768 numbers a layer twice and once at the end, are whole everywhere; all else lies on 4 devices.
+    norms = 4 * 768 * (2 * 12 + 1)
+    assert many.memory_bytes["parameters"] - norms == (one.memory_bytes["parameters"] - norms) / 4
+
+
+def test_a_balance_loss_costs_a_forward_pass_where_passes_mix():
+    """Catches a plan of 1F1B that leaves out the passes before the first backward pass."""
+    settings = {"mesh": "stage=2", "pipeline.microbatches": 4, "pipeline.schedule": "1f1b", "model.remat": "full"}
+    with_loss, without = (config("bench", **settings, **{"model.balance_loss": x}) for x in (0.1, 0.0))
+    counted = [costs.passes(cfg, pipeline.schedule(cfg)) for cfg in (with_loss, without)]
+    assert [run.forward for run in counted] == [8, 4]
+    busy, whole = 4 * (1 + 3), schedules.lock_step(pipeline.schedule(without), 1, 3)
+    assert costs.bubble(without, pipeline.schedule(without)) == 1 - busy / whole
+
+
+# Search and largest batch ---------------------------------------------------------------------------------------------
+
+
+def test_all_ways_to_spread_devices():
+    """Catches meshes that are left out, or listed twice: 8 = 2^3 goes into 6 axes in C(8, 3) ways."""
+    found = list(planner.meshes(8))
+    assert len(found) == len({str(mesh) for mesh in found}) == math.comb(8, 3)
+    assert all(mesh.devices == 8 for mesh in found)
+
+
+def test_search_ranks_what_fits_and_counts_what_does_not():
+    """Catches a layout that does not fit among those that do, a wrong order, and layouts that vanish without a word."""
+    cfg = preset("dense_124m", **{"data.batch_size": 64})
+    limit = 2 * GIB
+    fit, large, refused = planner.search(cfg, hardware.Topology.parse("v4:2x2x2"), limit)
+    assert [one.step_s for one in fit] == sorted(one.step_s for one in fit)
+    assert all(one.peak_bytes <= limit for one in fit)
+    assert large
+    assert all(one.peak_bytes > limit for one in large)
+    tried = sum(4 if mesh.stage > 1 else 1 for mesh in planner.meshes(8))
+    assert len(fit) + len(large) + sum(refused.values()) == tried
+    assert any("H=12" in reason for reason in refused)  # 8 devices do not divide 12 heads
+
+
+def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch):
+    """Catches a search that stops at a power of two, or returns a batch that does not fit."""
+    cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "optim.max_device_batch": 0}), []
+
+    def compile_plan(plan, say):
+        asked.append(plan.cfg.data.batch_size)
+        return {"peak_bytes": plan.cfg.data.batch_size * 1e6, "fits": plan.cfg.data.batch_size <= 1234}, None
+
+    monkeypatch.setattr(planner, "compile_plan", compile_plan)
+    most, too_many = planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
+    assert most <= 1234 < too_many
+    assert too_many - most <= most / 16 + 4
+    assert len(asked) < 20
+    with pytest.raises(UserError, match="needs a memory to fit"):
+        planner.largest_batch(cfg, None, None, print)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+WANTED = {"params_total", "params_active", "model_flops", "hardware_flops", "wire_bytes", "peak_bytes", "temp_bytes",
+          "compile_s", "fits", "step_s", "mfu", "bubble"}  # fmt: skip
+
+
+def run(capsys, *words):
+    status = planner.main(list(words))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_json_is_one_object_of_all_that_is_promised(capsys):
+    """Catches a key that is renamed, and words between the numbers of `--json -`."""
+    status, out, _ = run(capsys, "moe1b", "--topology", "v4:4x4x2", "--json", "-")
+    found = json.loads(out)
+    assert status == 0
+    assert found.keys() >= WANTED
+    assert found["params_total"] == 1_088_606_976
+    assert found["fits"] is True
+    assert found["wire_bytes"] == pytest.approx(sum(found["wire_by_axes"].values()))
+    assert found["step_s"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["compile_s"] is None
+
+
+def test_compiled_stands_beside_predicted(capsys, tmp_path):
+    """Catches a command that compiles something else, or does not say what came out."""
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    status, out, _ = run(capsys, "tiny", "--mesh", "fsdp=4,stage=2", "--compile", "--json", str(path), "--plot",
+                         str(picture))  # fmt: skip
+    assert status == 0
+    found = json.loads(path.read_text())
+    assert found["compiled"].keys() >= WANTED
+    assert found["compiled"]["fits"] is True
+    assert found["compiled"]["ledger"]
+    assert {"over fsdp", "over stage"} <= {line.split("│")[1].strip() for line in out.splitlines() if "│" in line}
+    assert "difference" in out
+    assert "the ledger" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_out_of_memory_is_a_report(capsys, monkeypatch):
+    """Catches a traceback, or exit status 0, where the answer is that it does not fit."""
+
+    def refuse(*_):
+        raise compiled.OutOfMemory(round(40.1 * GIB), round(30.75 * GIB), [], "model.remat=full")
+
+    monkeypatch.setattr(compiled, "compile_step", refuse)
+    status, out, err = run(capsys, "tiny", "--mesh", "data=2,fsdp=4", "--compile")
+    assert status == 1
+    assert "error: out of memory: one device needs 40.10 GiB and has 30.75 GiB, 9.35 GiB too little" in err
+    assert "40.100 GiB" in out
+    status, out, _ = run(capsys, "tiny", "--mesh", "data=2,fsdp=4", "--compile", "--json", "-")
+    found = json.loads(out)["compiled"]
+    assert status == 1
+    assert found["fits"] is False
+    assert found["excess_bytes"] == round(40.1 * GIB) - round(30.75 * GIB)
+
+
+def test_what_should_not_be_in_a_program_is_an_error(capsys, monkeypatch):
+    """Catches an unexpected collective that the planner knows of and does not report."""
+    told = lambda plan, say: ({"fits": True, "unexpected": ["all-gather of 1 bytes over fsdp"]}, None)
+    monkeypatch.setattr(planner, "compile_plan", told)
+    status, _, err = run(capsys, "tiny", "--mesh", "data=2,fsdp=4", "--compile")
+    assert status == 1
+    assert "error: all-gather of 1 bytes over fsdp" in err
+
+
+def test_a_plan_that_does_not_fit_ends_with_1(capsys):
+    """Catches a script that goes on to rent what will not do."""
+    status, out, _ = run(
+        capsys, "deepseek_v3", "--topology", "v4:4x4x2", "--mesh", "fsdp=32", "--data.batch_size", "32"
+    )
+    assert status == 1
+    assert "does not fit" in out
+    status, _, _ = run(capsys, "tiny", "--memory", "0.0001")
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--mesh", "fsdp=2"], "name a preset first"),
+        (["moe2b"], "no preset is called 'moe2b'; .*moe1b"),
+        (["moe1b", "--topology", "v4:4x4"], "takes 3 sizes, like v4:4x4x4"),
+        (["moe1b", "--topology", "v4:4x4x4"], "32 devices, and v4:4x4x4 has 64"),
+        (["tiny", "--mesh", "tensor=3"], "cannot split"),
+        (["moe1b", "--topology", "v4:4x4x2", "--search", "64"], "--search 64: v4:4x4x2 has 32"),
+        (["moe1b", "--search", "64"], "there is no --topology"),
+        (["tiny", "--json", "/nowhere/plan.json"], "/nowhere/plan.json"),
+    ],
+)
+def test_bad_input_gets_one_line(capsys, words, message):
+    """Catches a traceback for what a user can cause."""
+    status, _, err = run(capsys, *words)
+    assert status == 2
+    lines = err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert re.search(message, lines[0])
+
+
+def test_without_words_the_presets_are_listed(capsys):
+    """Catches a table in the README that no command prints any more."""
+    status, out, _ = run(capsys)
+    assert status == 0
+    assert "| `llama3_8b` | the published shape, 8,030,261,248 parameters | 8,030,261,248 | 8,030,261,248 |" in out
