@@ -4,7 +4,6 @@ Letters as in `model.py`: A rows (tokens assigned to experts), D and M widths, e
 tile of rows meeting an expert that has some of them.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -22,9 +21,27 @@ def grouped_matmul(rows_AD, w_eDM, sizes_e):
 
     `jax.lax.ragged_dot` is this too, but multiplies every row by every expert on CPUs, and on TPUs on the way back.
     """
-    return jax.lax.platform_dependent(
-        rows_AD, w_eDM, sizes_e, tpu=grouped_matmul_by_visits, default=grouped_matmul_in_tiles
-    )
+    everywhere = set().union(*(jax.typeof(x).mat.varying for x in (rows_AD, w_eDM, sizes_e)))
+    return _grouped_matmul(*vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)))
+
+
+# The gradient is written around the choice of a form: the backward pass keeps the operands and nothing that one form
+# makes of them, so that a remat policy sees the weights, and may gather them again.
+@jax.custom_vjp
+def _grouped_matmul(rows_AD, w_eDM, sizes_e):
+    return jax.lax.platform_dependent(rows_AD, w_eDM, sizes_e, tpu=products, default=grouped_matmul_in_tiles)
+
+
+def _forward(rows_AD, w_eDM, sizes_e):
+    return _grouped_matmul(rows_AD, w_eDM, sizes_e), (rows_AD, w_eDM, sizes_e)
+
+
+def _backward(kept, d_out_AM):
+    pulled = jax.lax.platform_dependent(*kept, d_out_AM, tpu=pulled_by_visits, default=pulled_in_tiles)
+    return *pulled, None
+
+
+_grouped_matmul.defvjp(_forward, _backward)
 
 
 TILE = 256  # most rows of a tile of `grouped_matmul_in_tiles`
@@ -47,30 +64,19 @@ def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
     return products.at[place_A].get(mode="fill", fill_value=0)
 
 
+def pulled_in_tiles(rows_AD, w_eDM, sizes_e, d_out_AM):
+    """Gradients by the rows and by the weights."""
+    _, pull = jax.vjp(lambda rows, w: grouped_matmul_in_tiles(rows, w, sizes_e), rows_AD, w_eDM)
+    return pull(d_out_AM)
+
+
 # On TPUs: a kernel that reads each expert's weights once, after megablocks, arXiv:2211.15841 --------------------------
 
 
-def grouped_matmul_by_visits(rows_AD, w_eDM, sizes_e, interpret=False):
-    everywhere = set().union(*(jax.typeof(x).mat.varying for x in (rows_AD, w_eDM, sizes_e)))
-    return _grouped_matmul(interpret, *vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(interpret, rows_AD, w_eDM, sizes_e):
-    return products(rows_AD, w_eDM, sizes_e, interpret=interpret)
-
-
-def _forward(interpret, rows_AD, w_eDM, sizes_e):
-    return _grouped_matmul(interpret, rows_AD, w_eDM, sizes_e), (rows_AD, w_eDM, sizes_e)
-
-
-def _backward(interpret, kept, d_out_AM):
-    rows_AD, w_eDM, sizes_e = kept
+def pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
+    """Gradients by the rows and by the weights."""
     d_rows_AD = products(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
-    return d_rows_AD, outer_products(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret), None
-
-
-_grouped_matmul.defvjp(_forward, _backward)
+    return d_rows_AD, outer_products(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
 
 class Visits(NamedTuple):

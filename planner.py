@@ -1,10 +1,14 @@
 """Know before you rent: does a configuration fit, what moves, what waits, how fast could it be.
 
-    python planner.py moe1b --topology v4:4x4x2            # by arithmetic, at once
-    python planner.py moe1b --topology v4:4x4x2 --compile  # and by the TPU compiler, beside it; no TPU needed
+    python planner.py moe1b --topology v4:4x4x2               # by arithmetic, at once
+    python planner.py moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
+    python planner.py moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
+    python planner.py moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
+    python planner.py laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
 
-`plan` adds up the rows of `costs.py` on the wires of `hardware.py`; `--compile` has the trainer's own step compiled and
-puts the compiler's counts beside them. Without `--compile` no device is touched.
+--json FILE (or -, to print it) and --plot FILE keep what was found; --memory GiB stands for another chip's. Exit status
+1: it does not fit. `plan` adds up the rows of `costs.py` on the wires of `hardware.py`; `--compile` has the trainer's
+own step compiled and puts the compiler's counts beside them. Without it no device is touched.
 """
 
 import dataclasses
@@ -432,18 +436,20 @@ def plot(one: Plan, found: dict | None, path: str) -> None:
     for (part, size), colour in zip(one.memory_bytes.items(), colours, strict=False):
         memory.bar("predicted", size / 2**30, bottom=base, color=colour, label=part, width=0.6)
         base += size / 2**30
-    if found and "temp_bytes" in found:
+    if found and "argument_bytes" in found:
         memory.bar("compiled", found["argument_bytes"] / 2**30, color="#999999", label="arguments", width=0.6)
         memory.bar("compiled", (found["peak_bytes"] - found["argument_bytes"]) / 2**30, color="#cccccc", width=0.6,
                    bottom=found["argument_bytes"] / 2**30, label="temporary")  # fmt: skip
-    if one.limit_bytes and one.limit_bytes < 20 * one.peak_bytes:
+    if one.limit_bytes and one.limit_bytes < 2 * one.peak_bytes:
         memory.axhline(one.limit_bytes / 2**30, color="black", linewidth=1, linestyle="--", label="device")
     memory.set(ylabel="GiB", xlim=(-0.5, 2.4 if found else 1.4))
-    memory.set_title("memory of a device", loc="left", size=10)
+    has = f", which has {amount(one.limit_bytes, 'bytes')}" if one.limit_bytes else ""
+    memory.set_title(f"memory of a device{has}", loc="left", size=10)
     handles, labels = memory.get_legend_handles_labels()
     memory.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="center right")
 
     rows = [row for row in compared(one, found or {}) if row[0].startswith("  over ")]
+    rows = [row for row in rows if row[2] >= 0.002 * one.wire_bytes]
     names = [what.removeprefix("  over ") for what, *_ in rows]
     for shift, label, values in (
         (-0.2, "predicted", [row[2] for row in rows]),
@@ -456,7 +462,9 @@ def plot(one: Plan, found: dict | None, path: str) -> None:
     wires.legend(frameon=False, fontsize=8)
     wires.set_title("sent by a device, by mesh axes", loc="left", size=10)
     if staged:
-        schedules.paint(figure.add_subplot(grid[1, :]), one.sched, *costs.slots(one.cfg, one.sched), inches=11)
+        stages = figure.add_subplot(grid[1, :])
+        schedules.paint(stages, one.sched, *costs.slots(one.cfg, one.sched), inches=11)
+        stages.legend(frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
     for axes in (memory, wires):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

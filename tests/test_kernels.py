@@ -1,7 +1,5 @@
 """Claims about `kernels.py`: its TPU kernels, run here by Pallas's interpreter, are the products they stand for."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,16 @@ import model
 from sharding import FSDP, make_mesh
 from utils import MeshConfig
 
-by_visits = functools.partial(kernels.grouped_matmul_by_visits, interpret=True)
+
+def by_visits(rows_AD, w_eDM, sizes_e, d_out_AM):
+    """The product and its gradients, as on TPU."""
+    pulled = kernels.pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
+    return kernels.products(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
+
+
+def by_ragged_dot(rows_AD, w_eDM, sizes_e, d_out_AM):
+    out, pull = jax.vjp(lambda rows, w: jax.lax.ragged_dot(rows, w, sizes_e), rows_AD, w_eDM)
+    return out, *pull(d_out_AM)
 
 
 def operands(rows, groups, D=5, M=7):
@@ -33,10 +40,7 @@ def test_products_by_visits_equal_ragged_dot(rows, sizes_e):
     """Catches a tile's rows given to a neighbour's expert or written over by it, an expert without rows whose gradient
     is what memory held before, and tiles left as memory held them (the interpreter fills it with NaN)."""
     rows_AD, w_eDM, d_out_AM = operands(rows, len(sizes_e))
-    results = []
-    for matmul in (by_visits, jax.lax.ragged_dot):
-        out, pull = jax.vjp(lambda rows, w, matmul=matmul: matmul(rows, w, jnp.array(sizes_e)), rows_AD, w_eDM)
-        results.append((out, *pull(d_out_AM)))
+    results = [way(rows_AD, w_eDM, jnp.array(sizes_e), d_out_AM) for way in (by_visits, by_ragged_dot)]
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4)  # float32; sums of up to 300 numbers of size 1
 
@@ -46,10 +50,7 @@ def test_wide_weights_are_cut_into_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "block_width", lambda width, height, most: 128)
     rows_AD, w_eDM, d_out_AM = operands(256, 2, D=256, M=384)
     sizes_e = jnp.array([56, 200])
-    results = []
-    for matmul in (by_visits, jax.lax.ragged_dot):
-        out, pull = jax.vjp(lambda rows, w, matmul=matmul: matmul(rows, w, sizes_e), rows_AD, w_eDM)
-        results.append((out, *pull(d_out_AM)))
+    results = [way(rows_AD, w_eDM, sizes_e, d_out_AM) for way in (by_visits, by_ragged_dot)]
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-3)  # float32; sums of 384 numbers of size 1
 
@@ -69,7 +70,7 @@ def test_types_say_along_which_axes_the_kernels_vary():
     sizes_ne = jnp.array([[100, 0, 28], [128, 0, 0], [1, 100, 20], [0, 64, 64]])
 
     def total(w_eDM, rows_AD):
-        local = lambda rows, w, sizes: jax.lax.psum(jnp.sum(kernels.grouped_matmul_by_visits(rows, w, sizes[0])), FSDP)
+        local = lambda rows, w, sizes: jax.lax.psum(jnp.sum(kernels.grouped_matmul(rows, w, sizes[0])), FSDP)
         mesh, specs = make_mesh(MeshConfig(fsdp=4)), (P(FSDP), P(), P(FSDP))
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(rows_AD, w_eDM, sizes_ne)
 
@@ -83,6 +84,13 @@ def test_only_own_rows_are_visited():
     assert int(n_visits) == 2 + 1 + 2
     assert at.expert_i[:5].tolist() == [0, 0, 1, 2, 2]
     assert at.tile_i[:5].tolist() == [0, 1, 1, 1, 2]
+
+
+def test_a_backward_pass_keeps_the_operands_alone():
+    """Catches tiles, or weights an expert's tile uses, that are kept between forward and backward pass."""
+    rows_AD, w_eDM, _ = operands(256, 3)
+    _, pull = jax.vjp(kernels.grouped_matmul, jnp.array(rows_AD), jnp.array(w_eDM), jnp.array([100, 0, 156]))
+    assert sorted(x.shape for x in jax.tree.leaves(pull)) == [(3,), (3, 5, 7), (256, 5)]
 
 
 @pytest.mark.parametrize("copies", [1, 2])
