@@ -238,23 +238,6 @@ def test_the_trainers_step_holds_what_it_should():
     assert [line.split(" in ")[0] for line in said] == ["lowered", "compiled"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_program_does_not_grow_with_layers_or_microbatches(schedule):
-    """Catches a loop over layers, ticks or microbatches that is unrolled: tracing and compiling would take as often as
-    long. Its size stands for both: the lines of the program that is handed to the compiler."""
-
-    def lines(layers, microbatches):
-        cfg = preset("tiny", **{
-            "mesh": "fsdp=2,stage=2,tensor=2", "model.dense_prefix": 0, "model.n_layers": layers, "data.seq_len": 16,
-            "pipeline.schedule": schedule, "pipeline.microbatches": microbatches, "data.batch_size": 64})  # fmt: skip
-        mesh = sharding.make_mesh(cfg.mesh)
-        return len(optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh)).as_text().splitlines())
-
-    short = lines(4, 2)
-    assert lines(32, 2) <= 1.05 * short
-    assert lines(4, 32) <= 1.05 * short
-
-
 def state_bytes(cfg, mesh):
     """Of the state's slices on one device."""
     shapes, places = optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh)
