@@ -229,7 +229,8 @@ def to_json(value):
 def announce(cfg: Config, mesh) -> planner.Plan:
     """Say what will run before the slow parts start."""
     plan = planner.plan(cfg)
-    memory = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in plan.memory_bytes.items())
+    parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
+    memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
     device = mesh.devices.flat[0]
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
     log(f"mesh       {cfg.mesh} on {mesh.size} x {device.device_kind}")
