@@ -5,6 +5,7 @@
 50 kB. So is what collectives of different axes take from each other when they run at the same time.
 """
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -157,6 +158,7 @@ class Link:
     all_to_all_bytes_per_s: float | None
 
 
+@functools.cache
 def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
     """Say on which wires each mesh axis of more than one device lies.
 
@@ -212,7 +214,7 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     far = topology.distance(lines, after)
     neighbour = one / _busiest(lines, after, topology)
     ring, hops = n > 2 and (far == 1).all(), int(far[:, :-1].max())
-    boxes = [_box(group) for group in lines]
+    boxes = [_box(shape) for shape in np.unique(lines - lines.min(axis=1, keepdims=True), axis=0)]
     if None in boxes:
         both_ways = [np.concatenate(pair) for pair in ((lines, lines), (after, np.roll(lines, 1, axis=1)))]
         speed = across = max(neighbour, 2 * one / _busiest(*both_ways, topology)) if n > 2 else neighbour
