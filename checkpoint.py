@@ -31,7 +31,7 @@ import tyro
 from orbax.checkpoint import checkpoint_managers as policies
 
 from sharding import map_named, named
-from utils import UserError, first_difference, is_main_process
+from utils import UserError, exit_status, first_difference, is_main_process
 
 MANIFEST = "manifest.json"
 SAVING, DELETING = ".saving", ".deleting"  # ends of the names of directories that are no checkpoints, yet or any more
@@ -392,14 +392,14 @@ def rows(directory: str | os.PathLike, read: bool) -> list[Row]:
     return table
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     args = tyro.extras.subcommand_cli_from_dict({"ls": List, "verify": Verify}, args=argv, prog="python checkpoint.py")
     inside = os.path.join(args.directory, "checkpoints")
     directory, read = inside if os.path.isdir(inside) else args.directory, isinstance(args, Verify)
     table = rows(directory, read)
     if not table:
-        print(f"error: no checkpoint in {directory}", file=sys.stderr)
-        return 2
+        raise UserError(f"no checkpoint in {directory}")
     if args.json:
         print(json.dumps([asdict(row) for row in table], indent=1))
     else:

@@ -31,7 +31,7 @@ import checkpoint
 import sharding
 from families import KEPT, Piece, config_from_hf, config_to_hf, declare, family_of, pieces, to_ours, to_theirs
 from gptj import GPTJConfig
-from utils import Config, ModelConfig, Precision, UserError, log, replace
+from utils import Config, ModelConfig, Precision, UserError, exit_status, log, replace
 
 # Folders --------------------------------------------------------------------------------------------------------------
 
@@ -305,14 +305,12 @@ def write_file(path: Path, some: list[Piece], read, declared) -> None:
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator, and should not take one
     try:
         commands = {"from-hf": from_hf, "to-hf": to_hf}
         tyro.extras.subcommand_cli_from_dict(commands, prog="python convert.py", args=argv)
-    except (UserError, OSError) as error:  # OSError: no space, no permission; its text names the file
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was kept", file=sys.stderr)
         return 130

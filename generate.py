@@ -485,16 +485,12 @@ def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
             print(f"--- {n}\n{text}")
 
 
-def main(argv: list[str] | None = None) -> int:
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python generate.py", use_underscores=True)
-    try:
-        requests = requests_of(args)
-        utils.use_devices(args.devices)
-        show(load(args.run, args.mesh), requests, args.json)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    requests = requests_of(args)
+    utils.use_devices(args.devices)
+    show(load(args.run, args.mesh), requests, args.json)
 
 
 if __name__ == "__main__":

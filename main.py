@@ -550,6 +550,7 @@ class Interruptions:
             raise Stopped
 
 
+@utils.exit_status
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -561,9 +562,6 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with Interruptions(argv) as interruptions, locked(Path(cfg.run.dir) / cfg.run.name):
             train(cfg, argv, interruptions)
-    except (UserError, OSError) as error:  # OSError: no space, no permission; its text names the file
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except Stopped:
         log(f"stopped    nothing is lost; this goes on:  {command(argv)}")
     except KeyboardInterrupt:

@@ -273,8 +273,8 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
         if one.limit_bytes is None:
             raise UserError("--max_batch needs a memory to fit: name a --topology, or a --memory in GiB")
         found, _ = compile_plan(one, lambda text: None)
-        gib = found["peak_bytes"] / 2**30
-        say(f"{units * unit} sequences: {gib:.2f} GiB, {'fits' if found['fits'] else 'does not fit'}")
+        fits = "fits" if found["fits"] else "does not fit"
+        say(f"{units * unit} sequences: {amount(found['peak_bytes'], 'bytes')}, {fits}")
         return found["fits"]
 
     high = max(cfg.data.batch_size // unit, 1)
@@ -550,23 +550,20 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     return one.to_json() | ({"compiled": found} if found else {}), 1 if fits is False else 0
 
 
+@utils.exit_status
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         presets()
         return 0
-    try:
-        cfg, args = parse(argv)
-        numbers, status = run(cfg, args)
-        if args.json == "-":
-            print(json.dumps(numbers))
-        elif args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(numbers, file, indent=1)
-            say(f"wrote {args.json}")
-    except (UserError, OSError) as error:
-        say(f"error: {error}")
-        return 2
+    cfg, args = parse(argv)
+    numbers, status = run(cfg, args)
+    if args.json == "-":
+        print(json.dumps(numbers))
+    elif args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(numbers, file, indent=1)
+        say(f"wrote {args.json}")
     return status
 
 

@@ -275,17 +275,14 @@ class Arguments:
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ""
 
 
+@utils.exit_status
 def main() -> None:
     args = tyro.cli(Arguments)
-    try:
-        if not args.runs:
-            raise UserError("no run given; give a run's directory, e.g. runs/laptop")
-        default = os.path.join(args.runs[0] if len(args.runs) == 1 else "", "report.png")
-        utils.log(f"wrote {draw(args.runs, args.out or default)}")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if not args.runs:
+        raise UserError("no run given; give a run's directory, e.g. runs/laptop")
+    default = os.path.join(args.runs[0] if len(args.runs) == 1 else "", "report.png")
+    utils.log(f"wrote {draw(args.runs, args.out or default)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

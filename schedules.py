@@ -23,7 +23,7 @@ import tyro
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from utils import UserError, nearest
+from utils import UserError, exit_status, nearest
 
 KINDS = "FBW"
 IDLE = -1
@@ -615,13 +615,9 @@ class Costs:
                 f"({self.ticks} ticks), at most {self.live} activations kept by a stage")  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_status
+def main(argv: list[str] | None = None) -> None:
     command = tyro.extras.subcommand_cli_from_dict(
         {"draw": Draw, "show": Show, "compare": Compare}, args=argv, prog="python -m pipeline"
     )
-    try:
-        command()
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    command()

@@ -7,6 +7,7 @@ A setting is one field: name, type, default, one sentence with its unit. The com
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -22,6 +23,32 @@ SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp"
 
 class UserError(ValueError):
     """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with status 2."""
+
+
+def exit_status(main):
+    """Decorator of a command: what a user can cause ends in one line and an exit status, never in a traceback.
+
+    2 for a UserError, and for what the system refuses, as for want of space (an OSError's text names the file); 130
+    after Ctrl-C; 1, and no line, if the reader of the output has left, as `head` does.
+    """
+
+    @functools.wraps(main)
+    def wrapped(*args) -> int:
+        try:
+            status = main(*args) or 0
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            return 1
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return 130
+
+    return wrapped
 
 
 def nearest(word: str, known) -> str:

@@ -22,7 +22,7 @@ import tyro
 import schedules
 import utils
 from bench import step
-from utils import UserError, replace
+from utils import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,8 @@ def predicted(cfg: utils.Config, args: Arguments) -> dict:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m bench.schedules", description=__doc__, use_underscores=True)
     os.environ["JAX_PLATFORMS"] = "cpu"
     utils.simulate_devices(args.stages)
@@ -67,21 +68,16 @@ def main(argv: list[str] | None = None) -> int:
             f"{'':12} {'bubble':>7} {'makespan':>9} {'lock-step':>9} {'work':>6} {'live':>5}",
             f"{'temp MiB':>9} {'step s':>7}",
         )
-    try:
-        for name in args.names:
-            cfg = settings(args, name)
-            row = predicted(cfg, args)
-            found = step.measure(cfg, args.steps)
-            row |= {key: found[key] for key in ("temp_bytes", "step_s", "compile_s", "wire_bytes", "flops_ratio")}
-            if args.json:
-                print(json.dumps(row), flush=True)
-                continue
-            print(f"{name:12} {row['bubble']:7.1%} {row['makespan']:9.1f} {row['lock_step']:9.1f} {row['work']:6.1f} "
-                  f"{row['live']:5} {row['temp_bytes'] / 2**20:9.1f} {row['step_s']:7.2f}", flush=True)  # fmt: skip
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for name in args.names:
+        cfg = settings(args, name)
+        row = predicted(cfg, args)
+        found = step.measure(cfg, args.steps)
+        row |= {key: found[key] for key in ("temp_bytes", "step_s", "compile_s", "wire_bytes", "flops_ratio")}
+        if args.json:
+            print(json.dumps(row), flush=True)
+            continue
+        print(f"{name:12} {row['bubble']:7.1%} {row['makespan']:9.1f} {row['lock_step']:9.1f} {row['work']:6.1f} "
+              f"{row['live']:5} {row['temp_bytes'] / 2**20:9.1f} {row['step_s']:7.2f}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import checkpoint
 import main
 import optimizer
 import sharding
+import utils
 from data import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +139,7 @@ def run_to_end(argv: list[str]) -> None:
     subprocess.run([sys.executable, "main.py", *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+@utils.exit_status
 def command(args: Arguments) -> int:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

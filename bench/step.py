@@ -132,18 +132,14 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        cfg = Config(**{f.name: getattr(args, f.name) for f in fields(Config)})
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        utils.simulate_devices(cfg.mesh.devices)
-        found = measure(cfg, args.steps)
-    except UserError as error:
-        say(f"error: {error}")
-        return 2
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    cfg = Config(**{f.name: getattr(args, f.name) for f in fields(Config)})
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    utils.simulate_devices(cfg.mesh.devices)
+    found = measure(cfg, args.steps)
     print(json.dumps(found) if args.json else table(found))
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tyro
 
 import dataset
 from data import sources, tokenizers
-from utils import UserError, first_difference, log
+from utils import UserError, exit_status, first_difference, log
 
 COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
 
@@ -98,14 +98,9 @@ class ShardWriter:
         return total | {"text_bytes": self.text_bytes, "shards": self.shards}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 if the tokens are there, 2 with a message if they cannot be."""
-    try:
-        prepare(tyro.cli(Arguments, args=argv, prog="python -m data.prepare", config=(tyro.conf.FlagCreatePairsOff,)))
-    except (UserError, OSError) as error:  # OSError: no space, no permission; its text names the file
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@exit_status
+def main(argv: list[str] | None = None) -> None:
+    prepare(tyro.cli(Arguments, args=argv, prog="python -m data.prepare", config=(tyro.conf.FlagCreatePairsOff,)))
 
 
 def prepare(args: Arguments) -> dict:

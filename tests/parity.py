@@ -22,7 +22,7 @@ import optimizer
 import sharding
 import utils
 from tests import helpers
-from utils import Config, UserError, preset, replace
+from utils import Config, preset, replace
 
 STEPS = 3
 
@@ -238,15 +238,12 @@ def parse(argv: list[str]) -> tuple[Config, bool]:
     return Config(**{f.name: settings[f.name] for f in dataclasses.fields(Config)}), arguments.json
 
 
+@utils.exit_status
 def main(argv: list[str]) -> int:
-    try:
-        cfg, as_json = parse(argv)
-        jax.config.update("jax_platforms", "cpu")
-        utils.use_devices(cfg.mesh.devices)
-        comparison = compare(cfg)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cfg, as_json = parse(argv)
+    jax.config.update("jax_platforms", "cpu")
+    utils.use_devices(cfg.mesh.devices)
+    comparison = compare(cfg)
     print(json.dumps(comparison.to_dict()) if as_json else table(cfg, comparison))
     return 0 if comparison.worst().ok else 1
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from subprocess import PIPE
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import main
 import optimizer
+import planner
 import utils
 from data import prepare
 
@@ -132,6 +134,25 @@ def test_the_process_ends_with_status_2(tokens, tmp_path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot split ") and "= 3 devices" in done.stderr and not done.stdout
+
+
+def test_a_reader_may_leave():
+    """Catches a traceback, or Python's own complaint as it ends, behind `python planner.py | head -1`."""
+    with subprocess.Popen([sys.executable, "planner.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as command:
+        command.stdout.close()
+        said = command.stderr.read()
+    assert (command.returncode, said) == (1, "")
+
+
+def test_every_command_may_be_interrupted(monkeypatch, capsys):
+    """Catches a page of traceback after Ctrl-C in a search that takes minutes."""
+
+    def run(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner, "run", run)
+    assert planner.main(["tiny"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
