@@ -138,7 +138,9 @@ def test_the_process_ends_with_status_2(tokens, tmp_path):
 
 def test_a_reader_may_leave():
     """Catches a traceback, or Python's own complaint as it ends, behind `python planner.py | head -1`."""
-    with subprocess.Popen([sys.executable, "planner.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as command:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # written as Python ends
+    words = [sys.executable, "planner.py"]
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=PIPE, stderr=PIPE, text=True) as command:
         command.stdout.close()
         said = command.stderr.read()
     assert (command.returncode, said) == (1, "")
