@@ -88,6 +88,9 @@ class Visits(NamedTuple):
     tile_i: jax.Array
 
 
+VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may use, for blocks; the compiler takes some for itself
+
+
 def tile_rows(A: int, e: int) -> int:
     """Rows of a tile: many, so that a visit is worth its weights; few, as experts share tiles and each visits alone."""
     return next((tile for tile in (512, 256) if 4 * e * tile <= A), 128)
@@ -112,36 +115,51 @@ def own_rows(at: Visits, i, shape):
 
 
 def block_width(width: int, height: int, most: int) -> int:
-    """The widest part of `width` of which `height` rows are at most `most` numbers: whole lanes, or all of it."""
+    """The widest part of `width` that is at most `most` if each of it costs `height`: whole lanes, or all of it."""
     fits = [n for n in range(128, width + 1, 128) if width % n == 0 and n * height <= most]
     return width if width * height <= most else max(fits, default=width)
 
 
 def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
-    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M]."""
+    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M].
+
+    Blocks have d of the D numbers of a row and m of the M of a result. A visit whose expert is the last one's does not
+    read its weights again, unless D is cut.
+    """
     (A, D), (e, M) = rows_AD.shape, (len(w_eDM), w_eDM.shape[1 if transposed else 2])
-    tile, m = tile_rows(A, e), block_width(M, D, 2**21)
+    tile, width = tile_rows(A, e), rows_AD.dtype.itemsize
+    d = block_width(D, tile, 2**21 // width)
+    # Operands and result twice, as the next one is on its way, and the sum in float32.
+    m = block_width(M, 2 * width * (d + tile) + 4 * tile, VMEM_BYTES - 2 * width * tile * d)
     rows_AD = jnp.pad(rows_AD, ((0, -A % tile), (0, 0)))
     at, n_visits = visits(len(rows_AD), sizes_e, tile)
 
-    def kernel(start_e, end_e, expert_i, tile_i, rows, w, out):
-        i, at = pl.program_id(1), Visits(start_e, end_e, expert_i, tile_i)
-        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-        product = jax.lax.dot_general(rows[...], w[...], contracted, preferred_element_type=float32)
-        is_first = (i == 0) | (tile_i[jnp.maximum(i - 1, 0)] != tile_i[i])
-        others = jnp.where(is_first, 0, out[...].astype(float32))
-        out[...] = jnp.where(own_rows(at, i, product.shape), product, others).astype(out.dtype)
+    def kernel(start_e, end_e, expert_i, tile_i, rows, w, out, total):
+        i, k, at = pl.program_id(1), pl.program_id(2), Visits(start_e, end_e, expert_i, tile_i)
 
-    tile_of = lambda j, i, start_e, end_e, expert_i, tile_i: (tile_i[i], 0)
+        @pl.when(k == 0)
+        def _():
+            total[...] = jnp.zeros_like(total)
+
+        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+        total[...] += jax.lax.dot_general(rows[...], w[...], contracted, preferred_element_type=float32)
+
+        @pl.when(k == D // d - 1)
+        def _():
+            is_first = (i == 0) | (tile_i[jnp.maximum(i - 1, 0)] != tile_i[i])
+            others = jnp.where(is_first, 0, out[...].astype(float32))
+            out[...] = jnp.where(own_rows(at, i, total.shape), total[...], others).astype(out.dtype)
+
     if transposed:
-        w_block = pl.BlockSpec((None, m, D), lambda j, i, start_e, end_e, expert_i, tile_i: (expert_i[i], j, 0))
+        w_block = pl.BlockSpec((None, m, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (expert_i[i], j, k))
     else:
-        w_block = pl.BlockSpec((None, D, m), lambda j, i, start_e, end_e, expert_i, tile_i: (expert_i[i], 0, j))
+        w_block = pl.BlockSpec((None, d, m), lambda j, i, k, start_e, end_e, expert_i, tile_i: (expert_i[i], k, j))
     out_AM = _call(
-        kernel, (M // m, n_visits), at, [pl.BlockSpec((tile, D), tile_of), w_block],
-        pl.BlockSpec((tile, m), lambda j, i, start_e, end_e, expert_i, tile_i: (tile_i[i], j)),
+        kernel, (M // m, n_visits, D // d), at,
+        [pl.BlockSpec((tile, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], k)), w_block],
+        pl.BlockSpec((tile, m), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], j)),
         jax.ShapeDtypeStruct((len(rows_AD), M), rows_AD.dtype), (rows_AD, w_eDM), interpret,
-        flops=2 * len(at.tile_i) * tile * D * M,
+        flops=2 * len(at.tile_i) * tile * D * M, scratch=[pltpu.VMEM((tile, m), float32)],
     )  # fmt: skip
     # Tiles that no expert visits were not written.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A], 0)
@@ -150,9 +168,9 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
 def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
     """The gradient of each expert's weights: the sum over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
-    tile = tile_rows(A, e)
-    m = block_width(M, min(D, 1024), 2**20)
-    d = block_width(D, m, 2**20)
+    tile, width = tile_rows(A, e), rows_AD.dtype.itemsize
+    m = block_width(M, min(D, 1024), 2**21 // width)
+    d = block_width(D, 2 * width * (tile + m) + 4 * m, VMEM_BYTES - 2 * width * tile * m)
     rows_AD, d_out_AM = (jnp.pad(x, ((0, -A % tile), (0, 0))) for x in (rows_AD, d_out_AM))
     at, n_visits = visits(len(rows_AD), sizes_e, tile)
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import compiled
+import kernels
 import optimizer
 import planner
+from sharding import FSDP
 from tests.helpers import check_prediction
 from utils import MeshConfig, UserError, preset
 
@@ -98,6 +100,25 @@ def test_every_schedule_compiles(schedule, capfd):
     assert 0.95 * found.argument_bytes < found.alias_bytes < found.argument_bytes  # all but the batch
     assert {"forward_slot", "backward_slot", "loss_slot"} <= set(found.shares)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("D, M, experts", [(768, 1536, 16), (4096, 14_336, 8), (7168, 2048, 8), (96, 136, 4)])
+def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
+    """Catches blocks that are cut for the headline's widths alone: the next model's do not fit a core's 16 MiB."""
+    mesh = compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x1")
+
+    def local(rows_AD, w_eDM, sizes_e, d_out_AM):
+        out, pull = jax.vjp(lambda rows, w: kernels.grouped_matmul(rows, w, sizes_e), rows_AD, w_eDM)
+        return out, *pull(d_out_AM)
+
+    shapes = [((4 * 8192, D), dtype), ((4 * experts, D, M), dtype), ((4 * experts,), "int32"), ((4 * 8192, M), dtype)]
+    sliced = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(FSDP))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=sliced.spec, out_specs=sliced.spec))
+    found, _ = compiled.compile_lowered(step.lower(*(jax.ShapeDtypeStruct(*x, sharding=sliced) for x in shapes)))
+    assert (
+        len(re.findall("= .* custom-call.*tpu_custom_call", found.as_text())) == 3
+    )  # the product, and its two gradients
 
 
 def test_a_larger_slice_has_no_larger_program():
