@@ -116,9 +116,8 @@ def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
     sliced = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(FSDP))
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=sliced.spec, out_specs=sliced.spec))
     found, _ = compiled.compile_lowered(step.lower(*(jax.ShapeDtypeStruct(*x, sharding=sliced) for x in shapes)))
-    assert (
-        len(re.findall("= .* custom-call.*tpu_custom_call", found.as_text())) == 3
-    )  # the product, and its two gradients
+    # The product, and its two gradients.
+    assert len(re.findall("= .* custom-call.*tpu_custom_call", found.as_text())) == 3
 
 
 def test_a_larger_slice_has_no_larger_program():
