@@ -185,6 +185,11 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     if chip.torus_dims and not any(topology.wraps):
         closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else "a size of 16"
         found.append(f"{topology} has no wraparound links ({closed} would): an axis of it sends one way only")
+    # As libtpu 0.0.42 compiles it; tests/test_tpu.py holds it to that.
+    split = [axis for axis, size in mesh.sizes.items() if size > 1]
+    if chip.torus_dims and topology.chips > 4 and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
+        found.append(f"{mesh} scatters over all chips of the slice: the TPU compiler makes all-reduces of it, up to "
+                     "twice the bytes (--compile counts them)")  # fmt: skip
     for axis, link in layout(mesh, topology).items():
         name, speed = f"{axis}={mesh.sizes[axis]}", _speed(link.bytes_per_s)
         if link.hops > 1:

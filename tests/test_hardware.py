@@ -177,6 +177,8 @@ def test_a_line_can_be_read():
     assert no_ring.startswith("v4:4x4x2 has no wraparound links")
     assert apart == "stage=2 neighbours are 2 hops apart: 22.5 GB/s"
     assert check("fsdp=16,tensor=4", "v4:4x4x4") == check("fsdp=2,tensor=8", "h100:16") == []
+    (all_chips,) = check("fsdp=16,expert=4", "v4:4x4x4")
+    assert all_chips.startswith("fsdp=16,expert=4 scatters over all chips")
     assert check("tensor=16", "h100:16") == ["tensor=16 leaves the node of 8: 400 GB/s, not 450 GB/s"]
     assert links("fsdp=8", "cpu:8")["fsdp"].note == "fsdp=8 lies in this machine's memory"
 

@@ -12,6 +12,7 @@ import pytest
 
 import compiled
 import kernels
+import ledger
 import optimizer
 import planner
 from sharding import FSDP
@@ -118,6 +119,19 @@ def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
     found, _ = compiled.compile_lowered(step.lower(*(jax.ShapeDtypeStruct(*x, sharding=sliced) for x in shapes)))
     # The product, and its two gradients.
     assert len(re.findall("= .* custom-call.*tpu_custom_call", found.as_text())) == 3
+
+
+@pytest.mark.parametrize("mesh, kind", [("fsdp=8", "all-reduce"), ("fsdp=4,data=2", "reduce-scatter")])
+def test_a_scatter_over_all_chips_is_an_all_reduce(mesh, kind):
+    """Catches a note in `hardware.check` that is no longer true of the compiler."""
+    mesh = compiled.topology_mesh(MeshConfig.parse(mesh), "v4:2x2x2")
+    local = lambda x: jax.lax.psum_scatter(x, FSDP, scatter_dimension=0, tiled=True)
+    spec, whole = jax.sharding.PartitionSpec(FSDP), jax.sharding.PartitionSpec(None, FSDP)
+    x = jax.ShapeDtypeStruct((2048, 8 * 2048), "bfloat16", sharding=jax.sharding.NamedSharding(mesh, whole))
+    scatter = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=spec))
+    step, _ = compiled.compile_lowered(scatter.lower(x))
+    kinds = {one.kind for one in ledger.read(step.as_text(), mesh).collectives}
+    assert kinds & {"all-reduce", "reduce-scatter"} == {kind}
 
 
 def test_a_larger_slice_has_no_larger_program():
