@@ -320,10 +320,18 @@ def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None
     return [*rows, ("step, at best", "s", one.step_s, found.get("step_s"))]
 
 
-def show(one: Plan, found: dict | None, console) -> None:
-    """Print a plan, and what the compiler counted beside it, as tables."""
+def titled(title: str, *columns: str, words: int = 1, **more):
+    """A table, of which the first columns hold words and the others numbers."""
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < words else "right", **more)
+    return table
+
+
+def show(one: Plan, found: dict | None, console) -> None:
+    """Print a plan, and what the compiler counted beside it, as tables."""
     cfg, seconds = one.cfg, one.seconds()
     console.print(f"model      {one.params_total:,} parameters, {one.params_active:,} active per token")
     devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of no known kind"
@@ -332,32 +340,25 @@ def show(one: Plan, found: dict | None, console) -> None:
     if cfg.mesh.stage > 1:
         console.print(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
     if one.topology:
-        for axis, link in hardware.layout(cfg.mesh, one.topology).items():
-            console.print(
-                f"{'wires' if axis == next(iter(hardware.layout(cfg.mesh, one.topology))) else '':10} {link.note}"
-            )
+        for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values()):
+            console.print(f"{'' if number else 'wires':10} {link.note}")
         for line in hardware.check(cfg.mesh, one.topology):
             console.print(f"note       {line}")
     ratio = one.hardware_flops / one.model_flops
     console.print(f"work       {amount(one.model_flops, 'FLOPs')} a device and step, "
                   f"{ratio:.2f} times that with recomputation and padding")  # fmt: skip
 
-    table = Table(title="memory of a device", title_justify="left")
-    for column in ("part", "predicted"):
-        table.add_column(column, justify="left" if column == "part" else "right")
+    table = titled("memory of a device", "part", "predicted")
     for part, size in one.memory_bytes.items():
         table.add_row(part, amount(size, "bytes"))
     table.add_section()
-    limit = (
-        f" of {amount(one.limit_bytes, 'bytes')}: {'fits' if one.fits else 'does not fit'}" if one.limit_bytes else ""
-    )
+    fits = "fits" if one.fits else "does not fit"
+    limit = f" of {amount(one.limit_bytes, 'bytes')}: {fits}" if one.limit_bytes else ""
     table.add_row("at its fullest", amount(one.peak_bytes, "bytes") + limit)
     console.print(table)
 
     if seconds:
-        table = Table(title="time of a step, nothing overlapping", title_justify="left")
-        for column in ("spent on", "predicted", "share"):
-            table.add_column(column, justify="left" if column == "spent on" else "right")
+        table = titled("time of a step, nothing overlapping", "spent on", "predicted", "share")
         for part, time in seconds.items():
             table.add_row(part, amount(time, "s"), f"{time / one.step_s:.1%}")
         table.add_section()
@@ -366,9 +367,8 @@ def show(one: Plan, found: dict | None, console) -> None:
         table.add_row("wires hidden behind products", amount(overlapped, "s"), f"MFU {one.mfu(overlapped):.1%}")
         console.print(table)
 
-    table = Table(title="predicted and compiled" if found else "predicted", title_justify="left")
-    for column in ("a device and step", "predicted", *(("compiled", "difference") if found else ())):
-        table.add_column(column, justify="left" if column == "a device and step" else "right")
+    beside = ("compiled", "difference") if found else ()
+    table = titled(" and ".join(["predicted", *beside[:1]]), "a device and step", "predicted", *beside)
     for what, unit, predicted, counted in compared(one, found or {}):
         row = [what, amount(predicted, unit)]
         if found:
@@ -380,11 +380,8 @@ def show(one: Plan, found: dict | None, console) -> None:
 
 def show_compiled(found: dict, step: compiled.Compiled, console) -> None:
     """Print the ledger, and what should not be there."""
-    from rich.table import Table
-
-    table = Table(title="the ledger: collectives of the compiled step", title_justify="left")
-    for column in ("kind", "mesh axes", "comes from", "executed", "on the wire", "in the background"):
-        table.add_column(column, justify="left" if column in ("kind", "mesh axes", "comes from") else "right")
+    table = titled("the ledger: collectives of the compiled step", "kind", "mesh axes", "comes from", "executed",
+                   "on the wire", "in the background", words=3)  # fmt: skip
     groups: dict[tuple, list] = {}
     for one in step.ledger.collectives:
         groups.setdefault((one.kind, "*".join(one.axes), one.source), []).append(one)
@@ -402,11 +399,8 @@ def show_compiled(found: dict, step: compiled.Compiled, console) -> None:
 
 
 def show_search(fit: list[Plan], large: list[Plan], refused: dict[str, int], console, most: int = 20) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{len(fit)} layouts fit, the fastest first", title_justify="left")
-    for column in ("mesh", "schedule", "memory", "on the wire", "bubble", "step", "MFU"):
-        table.add_column(column, justify="left" if column in ("mesh", "schedule") else "right", no_wrap=True)
+    table = titled(f"{len(fit)} layouts fit, the fastest first", "mesh", "schedule", "memory", "on the wire", "bubble",
+                   "step", "MFU", words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
         name = f"{one.sched.name} M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
         mfu = f"{one.mfu(one.step_s):.1%}" if one.step_s else "-"
