@@ -101,7 +101,7 @@ def describe(cfg: Config) -> dict:
 def decisive(about: dict) -> dict:
     """The part of `describe` that decides results: a run goes on only where it is the same."""
     config = json.loads(json.dumps(about["config"]))
-    run = {name: config["run"][name] for name in ("seed", "init_from")}
+    run = {name: config["run"].get(name) for name in ("seed", "init_from")}
     for name in FREE:
         part, _, setting = name.partition(".")
         (config[part] if setting else config).pop(setting or part, None)
