@@ -179,7 +179,7 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     say(f"compiled in {compile_s:.1f} s")
     memory, text = step.memory_analysis(), step.as_text()
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # On TPU the most that is alive at once; what is set aside for it, `temp_bytes`, has gaps. On CPU it is not counted.
+    # On TPU the most that is alive at once, and decides what fits; `temp_bytes` may be more. On CPU it is not counted.
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     peak_bytes = memory.peak_memory_in_bytes if on_tpu else kept + memory.temp_size_in_bytes
     known = shares(cfg, text)

@@ -59,6 +59,13 @@ def test_gpipe_does_not_fit_where_1f1b_does():
     assert fits.unexpected == []
 
 
+def test_the_peak_decides_what_fits():
+    """Catches a judgement by XLA's temporary bytes, which are more than is there at once."""
+    dense = DENSE | {"model.n_layers": 4, "model.remat": "none", "optim.max_device_batch": 0, "mesh": "fsdp=4"}
+    found = for_slice(preset("dense_124m", **dense | {"data.batch_size": 216}), "v4:2x2x1")
+    assert found.peak_bytes < V4_BYTES < found.temp_bytes
+
+
 def test_arguments_that_do_not_fit_are_refused():
     """Catches a refusal that is read only if it is the activations that are too large."""
     mesh = compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x1")
