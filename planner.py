@@ -262,32 +262,39 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
 
 
 def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None, say) -> tuple[int, int]:
-    """The most sequences that fit, by compiling, and the fewest that do not: powers of two apart, then halved.
+    """The most sequences that fit, by compiling, and the fewest that do not, a sixteenth apart.
 
+    Starts at what arithmetic says fits, goes on from there in growing steps, and halves what is left between.
     Raises: UserError if not even the smallest batch fits, or memory stays the same however large the batch is.
     """
     unit = cfg.mesh.batch_shards * max(cfg.pipeline.microbatches, 1)
+    sized = lambda units: plan(utils.replace(cfg, **{"data.batch_size": units * unit}), topology, limit_bytes)
 
     def fits(units: int) -> bool:
-        one = plan(utils.replace(cfg, **{"data.batch_size": units * unit}), topology, limit_bytes)
-        if one.limit_bytes is None:
-            raise UserError("--max_batch needs a memory to fit: name a --topology, or a --memory in GiB")
-        found, _ = compile_plan(one, lambda text: None)
+        found, _ = compile_plan(sized(units), lambda text: None)
         fits = "fits" if found["fits"] else "does not fit"
         say(f"{units * unit} sequences: {amount(found['peak_bytes'], 'bytes')}, {fits}")
         return found["fits"]
 
-    high = max(cfg.data.batch_size // unit, 1)
-    low = 0
-    while fits(high):
+    low, high = 0, 1
+    if sized(high).limit_bytes is None:
+        raise UserError("--max_batch needs a memory to fit: name a --topology, or a --memory in GiB")
+    while sized(high).fits:
         low, high = high, 2 * high
         if high * unit > 2**16 * cfg.data.batch_size:
             raise UserError(f"{low * unit} sequences still fit: memory does not grow with the batch")
-    while high - low > max(low // 16, 1):  # within a sixteenth
+    while high - low > max(low // 16, 1):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    if not low:
-        raise UserError(f"not even {unit} sequences fit; try a larger fsdp axis, or model.remat=full")
+        low, high = (middle, high) if sized(middle).fits else (low, middle)
+
+    at = max(low, 1)
+    low, high, step = 0, None, max(at // 16, 1)
+    while not high or high - low > max(low // 16, 1):  # within a sixteenth
+        low, high = (at, high) if fits(at) else (low, at)
+        at = (low + high) // 2 if low and high else low + step if low else max(high - step, 1)
+        step *= 2
+        if high == 1:
+            raise UserError(f"not even {unit} sequences fit; try a larger fsdp axis, or model.remat=full")
     return low * unit, high * unit
 
 

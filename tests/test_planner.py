@@ -164,21 +164,34 @@ def test_search_ranks_what_fits_and_counts_what_does_not():
     assert any("H=12" in reason for reason in refused)  # 8 devices do not divide 12 heads
 
 
-def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch):
-    """Catches a search that stops at a power of two, or returns a batch that does not fit."""
+@pytest.mark.parametrize("true", [4, 45, 700, 1234, 9000])
+def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
+    """Catches a search that stops where arithmetic does, or a step before or after, and one that compiles for hours."""
     cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "optim.max_device_batch": 0}), []
 
     def compile_plan(plan, say):
         asked.append(plan.cfg.data.batch_size)
-        return {"peak_bytes": plan.cfg.data.batch_size * 1e6, "fits": plan.cfg.data.batch_size <= 1234}, None
+        return {"peak_bytes": plan.cfg.data.batch_size * 1e6, "fits": plan.cfg.data.batch_size <= true}, None
 
     monkeypatch.setattr(planner, "compile_plan", compile_plan)
     most, too_many = planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
-    assert most <= 1234 < too_many
+    assert most <= true < too_many
     assert too_many - most <= most / 16 + 4
+    assert {most, too_many} <= set(asked)
     assert len(asked) < 20
+
+
+def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
+    """Catches an endless search."""
+    cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "optim.max_device_batch": 0})
     with pytest.raises(UserError, match="needs a memory to fit"):
         planner.largest_batch(cfg, None, None, print)
+    in_passes = utils.replace(cfg, **{"optim.max_device_batch": 16})
+    with pytest.raises(UserError, match="still fit: memory does not grow"):
+        planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
+    monkeypatch.setattr(planner, "compile_plan", lambda plan, say: ({"peak_bytes": 1e12, "fits": False}, None))
+    with pytest.raises(UserError, match="not even 4 sequences fit"):
+        planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
 
 
 # The command ----------------------------------------------------------------------------------------------------------
