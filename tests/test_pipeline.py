@@ -107,10 +107,10 @@ def test_programs_do_not_grow_with_layers_or_microbatches(schedule):
         return len(lowered(f"balance stage=2 schedule={schedule}", **more)[2].as_text().splitlines())
 
     few, deep = size(**{"model.n_layers": 4}), size(**{"model.n_layers": 32})
-    many = size(**{"model.n_layers": 4, "pipeline.microbatches": 32})
-    two = size(**{"model.n_layers": 4, "pipeline.microbatches": 2})
-    assert deep <= few
-    assert many <= two
+    # Of 2 sequences each: one of another size would be another program.
+    two, many = (size(**{"model.n_layers": 4, "pipeline.microbatches": M, "data.batch_size": 2 * M}) for M in (2, 32))
+    assert deep == few
+    assert many == two
 
 
 def test_only_gradients_travel_over_data():
