@@ -17,7 +17,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 import ledger
@@ -25,6 +24,7 @@ import model
 import optimizer
 import pipeline
 import sharding
+import utils
 from utils import Config, MeshConfig, UserError
 
 
@@ -197,7 +197,8 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
     Raises: OutOfMemory; any other error of the compiler as it is.
     """
     try:
-        with uncached(), heard() as heard_text:
+        # A program out of a cache says nothing of the time it takes, and complains no more.
+        with utils.compile_cache(""), heard() as heard_text:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = out_of_memory("\n".join([str(error), *heard_text]), advice)
@@ -208,19 +209,6 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
     found, rest = complaints("".join(heard_text))
     sys.stderr.write(rest)
     return step, found
-
-
-@contextlib.contextmanager
-def uncached():
-    """Compile anew: a program that comes out of a cache says nothing of the time it takes, and complains no more."""
-    was = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX asks for the setting once, at its first program, and now again
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was)
-        compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

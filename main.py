@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -479,14 +478,12 @@ def command(argv: list[str], steps: int | None = None, restart: bool = False) ->
     return shlex.join([sys.executable if python.startswith("..") else python, os.path.relpath(__file__), *kept])
 
 
-def use_compile_cache(cfg: Config) -> None:
-    """Keep compiled programs between runs, so that the second start is faster."""
-    directory = cfg.run.compile_cache
-    if directory == "auto":
-        directory = os.path.join(utils.cache_directory(), "xla")
-    if jax.config.jax_compilation_cache_dir != (directory or None):
-        jax.config.update("jax_compilation_cache_dir", directory or None)
-        compilation_cache.reset_cache()  # it would go on using the directory it was first used with
+def compile_cache(cfg: Config):
+    """Meanwhile keep compiled programs, so that the next start is faster."""
+    if cfg.mesh.devices > 1 and jax.default_backend() == "cpu":
+        return utils.compile_cache("")  # utils.prepare_collectives says why
+    automatic = os.path.join(utils.cache_directory(), "xla")
+    return utils.compile_cache(automatic if cfg.run.compile_cache == "auto" else cfg.run.compile_cache)
 
 
 class Stopped(KeyboardInterrupt):
@@ -556,12 +553,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = parse(argv)
         utils.use_devices(cfg.run.devices)
-        use_compile_cache(cfg)
-        if cfg.run.replay:
-            replay(cfg)
-            return 0
-        with Interruptions(argv) as interruptions, locked(Path(cfg.run.dir) / cfg.run.name):
-            train(cfg, argv, interruptions)
+        with compile_cache(cfg):
+            if cfg.run.replay:
+                replay(cfg)
+                return 0
+            with Interruptions(argv) as interruptions, locked(Path(cfg.run.dir) / cfg.run.name):
+                train(cfg, argv, interruptions)
     except Stopped:
         log(f"stopped    nothing is lost; this goes on:  {command(argv)}")
     except KeyboardInterrupt:

@@ -292,7 +292,8 @@ class RunConfig:
     replay: Annotated[int, tyro.conf.arg(aliases=["--replay"])] = 0
     # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
     devices: Annotated[int, tyro.conf.arg(aliases=["--devices"])] = 0
-    compile_cache: str = "auto"  # directory of compiled programs; auto: the user's cache folder; empty: none
+    # directory of compiled programs (not of several simulated devices); auto: the user's cache folder; empty: none
+    compile_cache: str = "auto"
     restart: bool = False  # delete this run's results and start at step 0
 
     def __post_init__(self):
@@ -460,17 +461,24 @@ def simulate_devices(count: int) -> None:
     """Make this process, and those it starts, see `count` CPU devices. Must run before JAX is imported."""
     assert "jax" not in sys.modules, "simulate_devices must be called before JAX is imported"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
-    give_threads(count)
+    prepare_collectives(count)
 
 
-def give_threads(devices: int) -> None:
-    """Give XLA's CPU client 8 threads a simulated device; must run before the first use of a device.
+def prepare_collectives(devices: int) -> None:
+    """Keep collectives of several CPU devices of one process from deadlock. Must run before the first use of a device.
 
-    A thread that meets a collective sleeps until the other devices come. Collectives that do not depend on each other
-    start in any order; with XLA's default, one thread a device, all threads can be asleep in different ones, for ever.
+    - Threads: one that meets a collective sleeps until the other devices of its group come. A device can be in several
+      at once, as those in a branch or loop are not ordered with those beside it. With XLA's default, one thread a
+      device, all threads can be asleep in different ones, for ever.
+    - No compilation cache: a program that is read from a file has lost more of that order (JAX 0.10.2: branches and
+      loops no longer share the resource that orders collectives). Two of one group run at once; devices meet in the
+      wrong one, and XLA ends the process.
     """
     if devices > 1:
         os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # if JAX is imported later, and in processes started here
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_enable_compilation_cache", False)
 
 
 def use_devices(count: int) -> None:
@@ -482,7 +490,7 @@ def use_devices(count: int) -> None:
 
     if not count:
         return
-    give_threads(count)
+    prepare_collectives(count)
     with contextlib.suppress(RuntimeError):  # too late; it does not matter if the number is the same
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices()
@@ -491,6 +499,25 @@ def use_devices(count: int) -> None:
                         f"{devices[0].device_kind}; drop --devices, or set JAX_PLATFORMS=cpu")  # fmt: skip
     if len(devices) != count:
         raise UserError(f"--devices {count}: this process has begun to work with {len(devices)}; start another")
+
+
+@contextlib.contextmanager
+def compile_cache(directory: str):
+    """Meanwhile keep compiled programs in a directory, and find them there; empty: compile anew, and keep none."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {"jax_enable_compilation_cache": bool(directory), "jax_compilation_cache_dir": directory or None}
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # JAX asks for the settings once, at its first program, and now again
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def cache_directory() -> str:

@@ -13,7 +13,6 @@ from subprocess import PIPE
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import main
 import optimizer
@@ -164,7 +163,6 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "train", train)
-    monkeypatch.setattr(main, "use_compile_cache", lambda cfg: None)
     status, _, err = run("tiny", "--devices", "8", "--run.dir", str(tmp_path), "--run.restart", "--run.steps", "7")
     assert status == 130 and "Traceback" not in err
     assert err.rstrip().endswith(f"main.py tiny --devices 8 --run.dir {tmp_path} --run.steps 7")
@@ -188,9 +186,10 @@ def test_devices_are_not_simulated_beside_an_accelerator(monkeypatch):
 def test_a_run_on_simulated_devices_goes_on_with_another_mesh(tokens, tmp_path):
     """Catches a flag that comes after JAX has counted its devices, a run that fails where its parameters lie on several
     of them (evaluation, checkpoint, sample), and a checkpoint that only its own mesh can read."""
-    cache = jax.config.jax_compilation_cache_dir
-    argv = ["tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--run.compile_cache", cache, "--run.steps", "5",
-            "--run.eval_every", "3", "--run.checkpoint_every", "2", "--devices", "8", "--mesh"]  # fmt: skip
+    small = "--model.n_layers 2 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
+    every = "--run.steps 5 --run.eval_every 3 --run.checkpoint_every 2 --run.sample_tokens 5"
+    argv = ["tiny", *small.split(), "--data.path", tokens, "--run.dir", str(tmp_path), *every.split(), "--devices", "8",
+            "--mesh"]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     words = [sys.executable, "main.py", *argv, "fsdp=2,stage=2,tensor=2"]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -257,38 +256,45 @@ def test_help_is_quick_in_a_process():
 # Compiled programs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache():
-    """Give the tests' own cache back afterwards."""
-    before = jax.config.jax_compilation_cache_dir
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+def compile_something(n, *argv):
+    with main.compile_cache(main.parse(["tiny", *argv])):
+        jax.jit(lambda x: x * n + 1)(np.ones(n, np.float32)).block_until_ready()
 
 
-def compile_something(n):
-    jax.jit(lambda x: x * n + 1)(np.ones(n, np.float32)).block_until_ready()
-
-
-def test_compiled_programs_are_kept_where_asked(cache, tmp_path, monkeypatch):
+def test_compiled_programs_are_kept_where_asked(tmp_path, monkeypatch):
     """Catches a flag that is ignored because programs were kept elsewhere before, `auto` outside the user's cache
-    folder, and an empty flag that keeps them all the same."""
+    folder, an empty flag that keeps them all the same, and settings that outlive the run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     count = lambda: len([path for path in tmp_path.rglob("*") if path.is_file()])
-    use = lambda *argv: main.use_compile_cache(main.parse(["tiny", *argv]))
+    settings = lambda: (jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir)
+    before = settings()
 
-    use("--run.compile_cache", str(tmp_path / "mine"))
-    compile_something(11)
+    compile_something(11, "--run.compile_cache", str(tmp_path / "mine"))
     assert list((tmp_path / "mine").iterdir()) and not (tmp_path / "xdg").exists()
-    use()
     compile_something(13)
     assert list((tmp_path / "xdg" / "axis-by-axis").rglob("*"))
     kept = count()
-    use("--run.compile_cache", "")
-    compile_something(17)
+    compile_something(17, "--run.compile_cache", "")
     assert count() == kept
     monkeypatch.delenv("XDG_CACHE_HOME")
-    use()
     compile_something(19)
     assert list((tmp_path / "home" / ".cache" / "axis-by-axis").rglob("*"))
+    assert settings() == before
+
+
+def test_programs_of_several_simulated_devices_are_not_kept(tmp_path):
+    """Catches a run that reads such a program from a file: its collectives have lost their order, and deadlock."""
+    cache = str(tmp_path / "cache")
+    compile_something(23, "--run.compile_cache", cache, "--devices", "8", "--mesh", "fsdp=2")
+    assert not Path(cache).exists()
+    compile_something(23, "--run.compile_cache", cache)
+    assert list(Path(cache).iterdir())
+
+    code = "import utils; utils.{}(2); import jax; print(jax.config.jax_enable_compilation_cache, jax.device_count())"
+    here = {"JAX_NUM_CPU_DEVICES", "JAX_ENABLE_COMPILATION_CACHE", "NPROC", "XLA_FLAGS"}
+    env = {name: value for name, value in os.environ.items() if name not in here} | {"JAX_COMPILATION_CACHE_DIR": cache}
+    for function in ("simulate_devices", "use_devices"):
+        words = [sys.executable, "-c", code.format(function)]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("False 2\n", ""), function
