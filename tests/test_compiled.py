@@ -13,6 +13,7 @@ import compiled
 import ledger
 import optimizer
 import sharding
+import utils
 from sharding import FSDP, STAGE, TENSOR
 from utils import MeshConfig, UserError, preset
 
@@ -160,7 +161,7 @@ def test_a_layout_that_is_reached_by_a_copy_is_told(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_program_is_compiled_anew():
+def test_a_program_is_compiled_anew(tmp_path):
     """Catches a program out of JAX's cache, which takes no time to compile and complains of nothing; and a cache that
     is off from then on."""
     hits = []
@@ -171,14 +172,15 @@ def test_a_program_is_compiled_anew():
         jax.clear_caches()
         jax.jit(lambda x: x * 3 + 1).lower(jnp.float32(1)).compile()
 
-    for _ in range(2):  # JAX decides at a program whether it keeps programs, then keeps to it
+    with utils.compile_cache(str(tmp_path)):
+        for _ in range(2):  # JAX decides at a program whether it keeps programs, then keeps to it
+            compile_once()
+            hits.clear()
+            jax.clear_caches()
+            assert moved(P(STAGE, FSDP), P(None, (STAGE, FSDP, TENSOR)))[1] != []
+            assert hits == []
         compile_once()
-        hits.clear()
-        jax.clear_caches()
-        assert moved(P(STAGE, FSDP), P(None, (STAGE, FSDP, TENSOR)))[1] != []
-        assert hits == []
-    compile_once()
-    assert hits != []
+        assert hits != []
 
 
 def test_an_exchange_that_the_partitioner_made_up_is_told():
