@@ -377,7 +377,7 @@ FLOAT32 = Precision(compute="float32")
 
 # name -> (what for, {dotted setting: value})
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "laptop": ("MoE of about 3M parameters: trains in about 2 minutes on 2 cores", {
+    "laptop": ("MoE of about 3M parameters: trains in 2 to 3 minutes on 2 cores", {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
             d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=320, dense_prefix=2, balance_loss=0.01,
