@@ -470,9 +470,8 @@ def prepare_collectives(devices: int) -> None:
     - Threads: one that meets a collective sleeps until the other devices of its group come. A device can be in several
       at once, as those in a branch or loop are not ordered with those beside it. With XLA's default, one thread a
       device, all threads can be asleep in different ones, for ever.
-    - No compilation cache: a program that is read from a file has lost more of that order (JAX 0.10.2: branches and
-      loops no longer share the resource that orders collectives). Two of one group run at once; devices meet in the
-      wrong one, and XLA ends the process.
+    - No compilation cache: a program that is read from a file has lost more of that order (seen with JAX 0.10.2). Two
+      collectives of one group run at once, devices meet in the wrong one, and XLA ends the process.
     """
     if devices > 1:
         os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools

@@ -1,4 +1,4 @@
-"""What every test stands on: 8 simulated CPU devices, compiled programs kept between runs, no network."""
+"""What every test stands on: 8 simulated CPU devices, runs on one of them whose programs are kept, no network."""
 
 import os
 import socket

@@ -29,16 +29,6 @@ ALL = (STAGE, FSDP, TENSOR)
 SIZES = {"data": 1, STAGE: 2, FSDP: 2, "expert": 1, "context": 1, TENSOR: 2}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def lines_of_this_program():
-    """A program kept from an earlier run of the tests says on which lines its source stood then."""
-    name = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
-
-
 def compiled(function, *shapes):
     """HLO text of a function of local shards, which are cut from dim 0 of float32 arrays of these whole shapes."""
     mesh = sharding.make_mesh("stage=2,fsdp=2,tensor=2")
