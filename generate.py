@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import checkpoint
 import model
+import ordered
 import pipeline
 import sharding
 import utils
@@ -225,7 +226,7 @@ def extend(c: ModelConfig, mesh: Mesh) -> Callable:
         positions_bs = jnp.pad(positions_bs, widths, constant_values=NOWHERE)
         return local(params, cache, jnp.pad(tokens_bs, widths), positions_bs, last_b)
 
-    return jax.jit(whole_slices, donate_argnums=1)
+    return ordered.jit(whole_slices, mesh, donate_argnums=1)
 
 
 # Choosing a token -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
+import ordered
 import sharding
 from model import allowed, attend, embed, gathered, rotary_angles, rotate
 from sharding import BATCH, BATCH_SPEC, CONTEXT, SLICED, TENSOR, all_gather, param, reduce_scatter, weights
@@ -132,4 +133,4 @@ def compiled_logits(c: GPTJConfig, mesh: Mesh):
     in_specs = (sharding.specs(declare(c)), dict.fromkeys(NAMES, BATCH_SPEC))
     local = jax.shard_map(lambda w, batch: logits(w, c, batch), mesh=mesh, in_specs=in_specs,
                           out_specs=P(BATCH, CONTEXT, TENSOR))  # fmt: skip
-    return jax.jit(lambda params, batch: local(params, {name: batch[name] for name in NAMES}))
+    return ordered.jit(lambda params, batch: local(params, {name: batch[name] for name in NAMES}), mesh)

@@ -9,6 +9,7 @@ on the mesh, and the axes along which they differ are the axes of the collective
 
 import collections
 import functools
+import itertools
 import math
 import os
 import re
@@ -158,6 +159,16 @@ class Instruction:
     def scope(self) -> str:
         return self.attribute("op_name=", r'"(.*?)"')
 
+    @property
+    def is_collective(self) -> bool:
+        return self.opcode.removesuffix("-start") in KINDS
+
+    def groups(self, devices: int) -> list[list[int]]:
+        """The devices of a collective, group by group; of a permutation, from and to. Of other instructions: none."""
+        name = "source_target_pairs=" if "permute" in self.opcode else "replica_groups="
+        text = self.attribute(name, GROUPS) if self.is_collective else ""
+        return device_groups(text, devices) if text else []
+
 
 class Program:
     """A module of HLO text: its computations, each {name: Instruction}, and where in our source they come from."""
@@ -197,6 +208,10 @@ class Program:
             elif one.opcode in ("fusion", "async-start", "custom-call"):
                 called = one.attribute("calls=")
                 yield from map(Call, [called] if called else one.computations("called_computations="))
+
+    def called(self, one: Instruction) -> list[str]:
+        """Every computation that an instruction names: bodies, conditions, branches, what it fuses or applies."""
+        return [name for name in re.findall(r"%([^\s,{}]+)", one.attributes) if name in self.computations]
 
     # Loops
 
@@ -322,6 +337,39 @@ def origin(computation: dict, name: str) -> Instruction:
     while one.opcode in SAME_VALUE:
         one = computation[one.operands[0]]
     return one
+
+
+# The order of collectives ---------------------------------------------------------------------------------------------
+
+
+def unordered(text: str) -> list[str]:
+    """Pairs of collectives in one computation that nothing orders, at least one of them nested: within a loop, a
+    branch, a call or a fusion that stands there.
+
+    Two are in order if one needs the other's result, or what is made of it, or is told to wait for it (a control
+    predecessor). Pairs that both stand in the computation itself are left out: XLA's CPU executor starts those in one
+    order. So are exchanges of a device with itself. `ordered.py` says what a pair does to simulated devices.
+    """
+    program, within, pairs = Program(text), {}, []
+    devices = int((re.search(r"num_partitions=(\d+)", text) or ["", 1])[1])
+    waits = lambda one: any(len(set(group)) > 1 for group in one.groups(devices))
+    for name, computation in program.computations.items():  # a computation stands before its callers
+        found = {}  # instruction -> the collective that it is, or the first that it holds
+        for one in computation.values():
+            held = (within[called] for called in program.called(one) if within.get(called))
+            if collective := one if waits(one) else next(held, None):
+                found[one.name] = collective
+        within[name] = next(iter(found.values()), None)
+        bits, come_before = {one: 1 << number for number, one in enumerate(found)}, {}
+        for one in computation.values():
+            needed = (come_before[x] for x in (*one.operands, *one.computations("control-predecessors=")))
+            come_before[one.name] = functools.reduce(int.__or__, needed, bits.get(one.name, 0))
+        for a, b in itertools.combinations(found, 2):
+            plain = computation[a].is_collective and computation[b].is_collective
+            if not (plain or come_before[a] & bits[b] or come_before[b] & bits[a]):
+                where = (f"{found[x].opcode}{f' in %{x}' * (found[x].name != x)} ({program.source(found[x])})" for x in (a, b))
+                pairs.append(" and ".join(where))
+    return pairs
 
 
 # Arrays, windows, groups ----------------------------------------------------------------------------------------------

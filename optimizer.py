@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
+import ordered
 import pipeline
 import sharding
 from utils import Config, UserError, replace
@@ -119,7 +120,7 @@ def updates(cfg: Config, mesh: Mesh):
 def train_step(cfg: Config, mesh: Mesh):
     """Compile fn(state, batch) -> (state, metrics). The old state's memory is reused: do not touch it again.
 
-    A step whose loss or gradient is not finite is skipped: all but the counters stays as it is.
+    A step whose loss, gradient or another metric is not finite is skipped: all but the counters stays as it is.
     Metrics add to those of `model.loss`: loss, grad_norm (before clipping), lr, skipped_steps, skipped_in_a_row, and
     not_finite: for each of `places`, whether its gradient is to blame for this step being skipped.
     """
@@ -127,7 +128,9 @@ def train_step(cfg: Config, mesh: Mesh):
 
     def step(state: TrainState, batch):
         metrics, grads, changes, moments = updates_of(state, batch)
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        # Joined here, and looked at: so the branch below, which sums over devices, comes after this exchange.
+        metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
+        finite = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(metrics)]).all()
         taken = (optax.apply_updates(state.params, changes), moments)
         params, moments = jax.tree.map(lambda x, old: jnp.where(finite, x, old), taken, (state.params, state.optimizer))
         skipped = {
@@ -141,7 +144,7 @@ def train_step(cfg: Config, mesh: Mesh):
         return TrainState(params, moments, state.step + 1, **skipped), metrics
 
     shardings = state_shardings(cfg, mesh)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+    return ordered.jit(step, mesh, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
 
 
 # What can be asked about a step ---------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ def layer_norms(cfg: Config, mesh: Mesh):
         of = lambda tree: jax.tree.map(jnp.sqrt, layer_squares(cfg, tree))
         return {"gradient": of(grads), "update": of(changes), "parameter": of(state.params)}
 
-    compiled = jax.jit(norms, out_shardings=NamedSharding(mesh, P()))
+    compiled = ordered.jit(norms, mesh, out_shardings=NamedSharding(mesh, P()))
 
     def named(state: TrainState, batch) -> dict[str, dict]:
         trees = compiled(state, batch)  # a dict that leaves `jit` is in the order of the alphabet

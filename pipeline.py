@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import model
+import ordered
 import schedules
 import sharding
 from sharding import (
@@ -422,15 +423,15 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
         return scheduled(params, cfg, batch, key(step), sched)
 
     if sched.stages * sched.microbatches > 1:
-        return jax.jit(on_mesh(cfg, mesh, in_microbatches, (*specs, sharding.specs(model.declare(cfg.model)))))
+        specs = (*specs, sharding.specs(model.declare(cfg.model)))
+        return ordered.jit(on_mesh(cfg, mesh, in_microbatches, specs), mesh)
     loss = on_mesh(cfg, mesh, in_one_piece, specs)
 
-    @jax.jit
     def differentiated(params, batch, step):
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, step)
         return value, metrics, grads
 
-    return differentiated
+    return ordered.jit(differentiated, mesh)
 
 
 def evaluate(cfg: Config, mesh: Mesh):
@@ -441,7 +442,7 @@ def evaluate(cfg: Config, mesh: Mesh):
         totals = sums(w, cfg, batch, None)
         return psum(totals["loss"], (*BATCH, CONTEXT, STAGE)), psum(totals["weight"], (*BATCH, CONTEXT))
 
-    return jax.jit(on_mesh(cfg, mesh, local_sums, (P(), P())))
+    return ordered.jit(on_mesh(cfg, mesh, local_sums, (P(), P())), mesh)
 
 
 def logits(cfg: Config, mesh: Mesh):
@@ -454,7 +455,7 @@ def logits(cfg: Config, mesh: Mesh):
         return psum(last_stages((x_bsD @ model.unembedding(w, cfg.model)).astype(jnp.float32)), STAGE)
 
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR))
-    return jax.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]))
+    return ordered.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]), mesh)
 
 
 if __name__ == "__main__":

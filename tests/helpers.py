@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import model
+import ordered
 import planner
 import sharding
 from sharding import AXES, TOKENS
@@ -84,7 +85,8 @@ def compiled(function, declarations, n_arrays: int, mesh="data=1"):
     output needs a dim, which is joined over all axes.
     """
     specs = (sharding.specs(declarations), *[P(TOKENS)] * n_arrays)
-    return jax.jit(jax.shard_map(function, mesh=sharding.make_mesh(mesh), in_specs=specs, out_specs=P(AXES)))
+    mesh = sharding.make_mesh(mesh)
+    return ordered.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(AXES)), mesh)
 
 
 def run(function, declarations, w, *arrays, mesh="data=1"):

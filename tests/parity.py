@@ -19,6 +19,7 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
+import ordered
 import sharding
 import utils
 from tests import helpers
@@ -73,7 +74,7 @@ def compiled_step(cfg: Config, mesh):
     # LLVM's optimizations take a third of the time to compile. They change no collective.
     options = {"xla_backend_optimization_level": 0}
     out_shardings = (state, NamedSharding(mesh, P()), state.params)
-    return jax.jit(step, out_shardings=out_shardings, compiler_options=options)
+    return ordered.jit(step, mesh, out_shardings=out_shardings, compiler_options=options)
 
 
 def host(tree) -> dict[str, np.ndarray]:

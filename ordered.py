@@ -1,0 +1,247 @@
+"""`jit` for simulated devices: collectives in one order, held by data.
+
+All simulated devices are threads of one process, and a thread that meets a collective waits for the others of its
+group. XLA's CPU executor starts what no data flow orders in any order, and it orders when a loop or a branch starts,
+not what is done in it. So a collective inside a loop and one beside it can be met in one order by one device, and in
+another by the next: both wait for ever, or the first two of one group meet in each other's place, and numbers are
+wrong. An accelerator works through its program in one order, and none of this applies to it: there, `jit` is `jax.jit`.
+
+Here `jit` rewrites the program that JAX has traced, and differentiated: every collective takes its operands from
+`after(x, token)`, which is x, and the token is made from what the collective before it brought. A token is False; that
+it always is, no compiler finds out. It goes into loops and branches, and comes out of them.
+
+`checked` looks for what is left unordered in the compiled program, and refuses to run it.
+"""
+
+import functools
+import math
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+from jax.sharding import Mesh, PartitionSpec as P
+
+import ledger
+from utils import UserError
+
+COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",
+               "all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")  # fmt: skip
+
+
+def jit(function, mesh: Mesh, **options):
+    """`jax.jit(function, **options)`; on a mesh of several simulated devices, with its collectives in one order.
+
+    Called within another traced function it is only `function`: the outermost `jit` orders everything.
+    Raises: UserError, when it is first called, if collectives of the compiled program are not ordered.
+    """
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+        return jax.jit(function, **options)
+    return Ordered(function, mesh, options)
+
+
+class Ordered:
+    """A function whose collectives happen in one order. `lower` and calls are those of `jax.jit`."""
+
+    def __init__(self, function, mesh: Mesh, options: dict):
+        self.function, self.programs = function, {}
+        self.lower = jax.jit(in_order(function, mesh), **options).lower
+
+    def __call__(self, *args):
+        leaves, tree = jax.tree.flatten(args)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self.function(*args)
+        key = tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+        if key not in self.programs:
+            self.programs[key] = checked(self.lower(*args).compile())
+        return self.programs[key](*args)
+
+
+def checked(program: jax.stages.Compiled) -> jax.stages.Compiled:
+    """The program, if it cannot hang. Raises: UserError naming the first collectives that nothing orders."""
+    devices = jax.tree.leaves(program.input_shardings)[0].device_set
+    if len(devices) == 1 or next(iter(devices)).platform != "cpu":
+        return program
+    if pairs := ledger.unordered(program.as_text()):
+        raise UserError(
+            f"{len(pairs)} pairs of collectives are in no order, so {len(devices)} simulated devices could wait for "
+            f"each other for ever, or compute nonsense: {pairs[0]}; compile it with ordered.jit, or run it on real devices")  # fmt: skip
+    return program
+
+
+# What holds the order -------------------------------------------------------------------------------------------------
+
+after_p, token_p = jex.Primitive("after"), jex.Primitive("token")
+
+
+@after_p.def_abstract_eval
+def _(x, token):
+    return x  # the same value, and so the same on the same devices
+
+
+@token_p.def_abstract_eval
+def _(token, *arrived):
+    return token
+
+
+def _after(x, token):
+    """x, changed if the token were True, even where x is a constant."""
+    token = token.reshape((1,) * x.ndim)
+    return jnp.where(token, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x ^ token.astype(x.dtype)
+
+
+def _token(token, *arrived):
+    """False, made from the first number of each array. (Not 0 * x: that is NaN if x is.)"""
+    for x in arrived:
+        first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(1)
+        bits = first.astype(jnp.uint8) if first.dtype == bool else first.view(f"uint{8 * first.dtype.itemsize}")
+        token |= bits == (bits ^ 1)
+    return token
+
+
+mlir.register_lowering(after_p, mlir.lower_fun(_after, multiple_results=False))
+mlir.register_lowering(token_p, mlir.lower_fun(_token, multiple_results=False))
+
+
+# The rewriting --------------------------------------------------------------------------------------------------------
+
+
+def in_order(function, mesh: Mesh):
+    """The same function of arrays, its collectives in the order in which they were traced."""
+
+    @functools.wraps(function)
+    def ordered(*args):
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        one_each = token_alone(mesh).invars[0].aval  # a token for each device
+        holders = collect_holders(traced.jaxpr, mesh, set())
+        program = jex.ClosedJaxpr(with_token(traced.jaxpr, one_each, mesh, holders), traced.consts)
+        _, *out = jex.jaxpr_as_fun(program)(jnp.zeros(one_each.shape, bool), *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return ordered
+
+
+@functools.cache
+def token_alone(mesh: Mesh):
+    """The equation of a `shard_map` that hands on nothing but a token: how any other can do so too."""
+    spec = P(mesh.axis_names)
+    alone = jax.shard_map(lambda token: token, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.make_jaxpr(alone)(np.zeros(mesh.size, bool)).jaxpr.eqns[0]
+
+
+def collect_holders(jaxpr, mesh: Mesh, found: set) -> set:
+    """Add the ids of equations that are a collective along more than one device, or hold one, at any depth."""
+    for equation in jaxpr.eqns:
+        inside = list(jex.jaxprs_in_params(equation.params))
+        for other in inside:
+            collect_holders(other, mesh, found)
+        if is_collective(equation, mesh) or any(id(e) in found for other in inside for e in other.eqns):
+            found.add(id(equation))
+    return found
+
+
+def is_collective(equation, mesh: Mesh) -> bool:
+    """Along axes of more than one device: the compiler takes the others out."""
+    if equation.primitive.name not in COLLECTIVES:
+        return False
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes)) > 1
+
+
+def with_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
+    """The same jaxpr in order, with one more input, at a place, and one more output, the first: the token.
+
+    tie_results  all outputs come after all collectives
+    """
+    writer = Writer(jex.Var(aval), mesh, holders)
+    results = writer.write(jaxpr, {x: x for x in (*jaxpr.constvars, *jaxpr.invars)})
+    if tie_results:
+        results = [writer.tied(x) for x in results]
+    return jaxpr.replace(
+        invars=[*jaxpr.invars[:at], writer.first, *jaxpr.invars[at:]], outvars=[writer.settled(), *results],
+        eqns=writer.equations, debug_info=jaxpr.debug_info.with_unknown_names())  # fmt: skip
+
+
+class Writer:
+    """Writes a jaxpr anew, equation by equation, and a token goes along."""
+
+    def __init__(self, token, mesh: Mesh, holders: set):
+        self.first = self.token = token
+        self.mesh, self.holders, self.equations = mesh, holders, []
+        self.arrived, self.later = [], set()  # of the last collective: what it brought, and all that is made of it
+
+    def write(self, jaxpr, values: dict) -> list:
+        """Add the equations of a jaxpr. `values` says what stands for its variables; returns what does for its results."""
+        read = lambda x: x if isinstance(x, jex.Literal) else values[x]
+        for equation in jaxpr.eqns:
+            self.last = equation
+            results = self.step(equation, [read(x) for x in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def step(self, equation, inputs) -> list:
+        """Add one equation, or what takes its place."""
+        name, params = equation.primitive.name, equation.params
+        inside = lambda jaxpr, **how: with_token(jaxpr, self.token.aval, self.mesh, self.holders, **how)
+        closed = lambda one, **how: jex.ClosedJaxpr(inside(one.jaxpr, **how), one.consts)
+        if id(equation) not in self.holders:
+            return self.add(equation, inputs)
+        if name in COLLECTIVES:
+            results = self.add(equation, [self.tied(x) for x in inputs])
+            self.arrived, self.later = results, set(results[:1]) if len(results) == 1 else set()
+            return results
+        if name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):  # what is called, in its place
+            one = params["jaxpr" if name == "jit" else "call_jaxpr"]
+            consts = [jex.Literal(x, v.aval) for v, x in zip(one.jaxpr.constvars, one.consts, strict=True)]
+            names = (*one.jaxpr.constvars, *one.jaxpr.invars)
+            return self.write(one.jaxpr, dict(zip(names, (*consts, *inputs), strict=True)))
+        if name == "shard_map":
+            alone = token_alone(self.mesh).params
+            aval = alone["jaxpr"].invars[0].aval
+            body = with_token(params["jaxpr"], aval, self.mesh, self.holders, tie_results=True)
+            specs = {key: (*alone[key], *params[key]) for key in ("in_specs", "out_specs")}
+            return self.hand_on(equation, inputs, jaxpr=body, **specs)
+        if name == "remat2":
+            return self.hand_on(equation, inputs, jaxpr=inside(params["jaxpr"]))
+        if name == "cond":
+            return self.hand_on(equation, inputs, 1, branches=tuple(closed(one) for one in params["branches"]))
+        if name == "scan":
+            at = params["num_consts"]
+            body = closed(params["jaxpr"], at=at)
+            return self.hand_on(equation, inputs, at, jaxpr=body, num_carry=params["num_carry"] + 1)
+        raise NotImplementedError(f"collectives in {name}: on simulated devices nothing here knows how to order them")
+
+    def hand_on(self, equation, inputs, at=0, **params) -> list:
+        """Add an equation that takes the token, at a place among its inputs, and gives it back."""
+        inputs = [*inputs[:at], self.settled(), *inputs[at:]]
+        self.token, *results = self.add(equation, inputs, [self.token.aval], **params)
+        self.later = {self.token}
+        return results
+
+    def add(self, equation, inputs, more=(), **params) -> list:
+        results = [jex.Var(aval) for aval in (*more, *(x.aval for x in equation.outvars))]
+        self.equations.append(equation.replace(invars=inputs, outvars=results, params=equation.params | params))
+        # Of several results, the compiler may find some that do not need all inputs.
+        if len(results) == 1 and any(isinstance(x, jex.Var) and x in self.later for x in inputs):
+            self.later.update(results)
+        return results
+
+    def own(self, primitive, *inputs):
+        """Add an equation of a primitive of this file; it is said to come from where the last one does."""
+        result = jex.Var(inputs[0].aval)
+        new = jex.new_jaxpr_eqn(list(inputs), [result], primitive, {}, set(), self.last.source_info, self.last.ctx)
+        self.equations.append(new)
+        return result
+
+    def tied(self, x):
+        """x, once the last collective is over."""
+        is_later = isinstance(x, jex.Var) and x in self.later
+        return x if is_later else self.own(after_p, x, self.settled())
+
+    def settled(self):
+        """A token of all collectives so far."""
+        if self.arrived:
+            self.token, self.arrived = self.own(token_p, self.token, *self.arrived), []
+            self.later.add(self.token)
+        return self.token
