@@ -11,7 +11,7 @@ COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
 ARGS ?= # passed on by train, plan, test and lock
 
-.PHONY: help train plan test test-tpu lint format lock clean $(EXTRAS:%=extra-%)
+.PHONY: help train plan test test-all test-tpu lint format lock clean $(EXTRAS:%=extra-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -24,7 +24,10 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
 	.venv/bin/python planner.py moe1b --topology v4:4x4x2 --compile $(ARGS)
 
-test: .venv/installed ## run the tests; ARGS="-k report -x" is passed to pytest
+test: .venv/installed ## run the tests, but for more cases of the same; ARGS="-k report -x" is passed to pytest
+	.venv/bin/python -m pytest -m "not tpu and not slow" $(ARGS)
+
+test-all: .venv/installed ## run all tests that need no TPU compiler
 	.venv/bin/python -m pytest $(ARGS)
 
 test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (it is 700 MB; no TPU is needed)

@@ -364,11 +364,11 @@ def unordered(text: str) -> list[str]:
         for one in computation.values():
             needed = (come_before[x] for x in (*one.operands, *one.computations("control-predecessors=")))
             come_before[one.name] = functools.reduce(int.__or__, needed, bits.get(one.name, 0))
+        nested = {one: f" in %{one}" if one != found[one].name else "" for one in found}
+        where = {one: f"{found[one].opcode}{nested[one]} ({program.source(found[one])})" for one in found}
         for a, b in itertools.combinations(found, 2):
-            plain = computation[a].is_collective and computation[b].is_collective
-            if not (plain or come_before[a] & bits[b] or come_before[b] & bits[a]):
-                where = (f"{found[x].opcode}{f' in %{x}' * (found[x].name != x)} ({program.source(found[x])})" for x in (a, b))
-                pairs.append(" and ".join(where))
+            if (nested[a] or nested[b]) and not (come_before[a] & bits[b] or come_before[b] & bits[a]):
+                pairs.append(f"{where[a]} and {where[b]}")
     return pairs
 
 

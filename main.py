@@ -40,6 +40,7 @@ import guard
 import hardware
 import model
 import optimizer
+import ordered
 import pipeline
 import planner
 import report
@@ -344,7 +345,7 @@ def train(cfg: Config, argv: list[str], interruptions: "Interruptions") -> None:
     state = restore_or_init(cfg, mesh, directory / "checkpoints")
     first = int(state.step)
     restore_s, begin = time.perf_counter() - begin, time.perf_counter()
-    step_function = traced.compile()
+    step_function = ordered.compile(traced, mesh)
     compile_s = trace_s + time.perf_counter() - begin
     begun = "restore" if first else "initialise"
     log(f"start-up   import {IMPORT_S:.1f} s, {begun} {restore_s:.1f} s, compile {compile_s:.1f} s")
@@ -480,10 +481,9 @@ def command(argv: list[str], steps: int | None = None, restart: bool = False) ->
 
 def compile_cache(cfg: Config):
     """Meanwhile keep compiled programs, so that the next start is faster."""
-    if cfg.mesh.devices > 1 and jax.default_backend() == "cpu":
-        return utils.compile_cache("")  # utils.prepare_collectives says why
     automatic = os.path.join(utils.cache_directory(), "xla")
-    return utils.compile_cache(automatic if cfg.run.compile_cache == "auto" else cfg.run.compile_cache)
+    directory = automatic if cfg.run.compile_cache == "auto" else cfg.run.compile_cache
+    return utils.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 
 class Stopped(KeyboardInterrupt):

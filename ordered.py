@@ -10,7 +10,7 @@ Here `jit` rewrites the program that JAX has traced, and differentiated: every c
 `after(x, token)`, which is x, and the token is made from what the collective before it brought. A token is False; that
 it always is, no compiler finds out. It goes into loops and branches, and comes out of them.
 
-`checked` looks for what is left unordered in the compiled program, and refuses to run it.
+`compile` looks for what is left unordered in the compiled program, and refuses to run it.
 """
 
 import functools
@@ -20,32 +20,36 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
+from jax.interpreters import mlir, partial_eval
 from jax.sharding import Mesh, PartitionSpec as P
 
 import ledger
+import utils
 from utils import UserError
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",
                "all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")  # fmt: skip
 
 
+def simulated(mesh: Mesh) -> bool:
+    """Whether several devices of the mesh are threads of this process."""
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def jit(function, mesh: Mesh, **options):
-    """`jax.jit(function, **options)`; on a mesh of several simulated devices, with its collectives in one order.
+    """`jax.jit(function, **options)`; on simulated devices, with its collectives in one order.
 
     Called within another traced function it is only `function`: the outermost `jit` orders everything.
-    Raises: UserError, when it is first called, if collectives of the compiled program are not ordered.
+    Raises: as `compile`, when it is first called.
     """
-    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
-        return jax.jit(function, **options)
-    return Ordered(function, mesh, options)
+    return InOrder(function, mesh, options) if simulated(mesh) else jax.jit(function, **options)
 
 
-class Ordered:
-    """A function whose collectives happen in one order. `lower` and calls are those of `jax.jit`."""
+class InOrder:
+    """A function of arrays whose collectives happen in one order. `lower` and calls are those of `jax.jit`."""
 
     def __init__(self, function, mesh: Mesh, options: dict):
-        self.function, self.programs = function, {}
+        self.function, self.mesh, self.programs = function, mesh, {}
         self.lower = jax.jit(in_order(function, mesh), **options).lower
 
     def __call__(self, *args):
@@ -54,20 +58,27 @@ class Ordered:
             return self.function(*args)
         key = tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
         if key not in self.programs:
-            self.programs[key] = checked(self.lower(*args).compile())
+            self.programs[key] = compile(self.lower(*args), self.mesh)
         return self.programs[key](*args)
 
 
-def checked(program: jax.stages.Compiled) -> jax.stages.Compiled:
-    """The program, if it cannot hang. Raises: UserError naming the first collectives that nothing orders."""
-    devices = jax.tree.leaves(program.input_shardings)[0].device_set
-    if len(devices) == 1 or next(iter(devices)).platform != "cpu":
-        return program
+def compile(lowered: jax.stages.Lowered, mesh: Mesh):
+    """Compile what `jit(..).lower(..)` returned: `lowered.compile()`. On simulated devices it is checked first, and one
+    call waits for the one before. (XLA has a thread for each device, if NPROC does not say more. Of programs that
+    overlap, some devices may take threads that the others need to begin: `python bench/deadlock.py` shows it.)
+
+    Raises: UserError naming the first collectives that nothing orders.
+    """
+    if not simulated(mesh):
+        return lowered.compile()
+    # What is in order may be read from a file: it loses nothing there but the order of the text.
+    with utils.compile_cache(jax.config.jax_compilation_cache_dir or ""):
+        program = lowered.compile()
     if pairs := ledger.unordered(program.as_text()):
         raise UserError(
-            f"{len(pairs)} pairs of collectives are in no order, so {len(devices)} simulated devices could wait for "
-            f"each other for ever, or compute nonsense: {pairs[0]}; compile it with ordered.jit, or run it on real devices")  # fmt: skip
-    return program
+            f"{mesh.size} simulated devices could wait for each other for ever, or compute nonsense: nothing orders "
+            f"{pairs[0]}, nor {len(pairs) - 1} more pairs of collectives; compile with ordered.jit")  # fmt: skip
+    return lambda *args: jax.block_until_ready(program(*jax.block_until_ready(args)))
 
 
 # What holds the order -------------------------------------------------------------------------------------------------
@@ -113,9 +124,13 @@ def in_order(function, mesh: Mesh):
     @functools.wraps(function)
     def ordered(*args):
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        # What is not used goes now: later the tokens would use it.
+        jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+        holders = collect_holders(jaxpr, mesh, set())
+        if not holders:
+            return function(*args)
         one_each = token_alone(mesh).invars[0].aval  # a token for each device
-        holders = collect_holders(traced.jaxpr, mesh, set())
-        program = jex.ClosedJaxpr(with_token(traced.jaxpr, one_each, mesh, holders), traced.consts)
+        program = jex.ClosedJaxpr(with_token(jaxpr, one_each, mesh, holders), traced.consts)
         _, *out = jex.jaxpr_as_fun(program)(jnp.zeros(one_each.shape, bool), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -172,7 +187,7 @@ class Writer:
         self.arrived, self.later = [], set()  # of the last collective: what it brought, and all that is made of it
 
     def write(self, jaxpr, values: dict) -> list:
-        """Add the equations of a jaxpr. `values` says what stands for its variables; returns what does for its results."""
+        """Add the equations of a jaxpr, given what stands for its variables. Returns what stands for its results."""
         read = lambda x: x if isinstance(x, jex.Literal) else values[x]
         for equation in jaxpr.eqns:
             self.last = equation
@@ -237,7 +252,8 @@ class Writer:
     def tied(self, x):
         """x, once the last collective is over."""
         is_later = isinstance(x, jex.Var) and x in self.later
-        return x if is_later else self.own(after_p, x, self.settled())
+        is_key = jax.dtypes.issubdtype(x.aval.dtype, jax.dtypes.extended)  # of dropout: no collective sends it
+        return x if is_later or is_key else self.own(after_p, x, self.settled())
 
     def settled(self):
         """A token of all collectives so far."""

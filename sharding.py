@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+import ordered
 from utils import AXES, Config, MeshConfig, UserError
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
@@ -178,7 +179,7 @@ def init(declarations, mesh: Mesh, seed: int):
     shardings = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations)
     # The key is an argument: were it a constant, the compiler would work out small parameters itself, slowly.
     make = lambda key: map_named(functools.partial(one, key), declarations)
-    return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+    return ordered.jit(make, mesh, out_shardings=shardings)(jax.random.key(seed))
 
 
 def check_divides(declarations, mesh: Mesh) -> None:

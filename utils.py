@@ -292,7 +292,7 @@ class RunConfig:
     replay: Annotated[int, tyro.conf.arg(aliases=["--replay"])] = 0
     # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
     devices: Annotated[int, tyro.conf.arg(aliases=["--devices"])] = 0
-    # directory of compiled programs (not of several simulated devices); auto: the user's cache folder; empty: none
+    # directory of compiled programs; auto: the user's cache folder; empty: none
     compile_cache: str = "auto"
     restart: bool = False  # delete this run's results and start at step 0
 
@@ -467,11 +467,11 @@ def simulate_devices(count: int) -> None:
 def prepare_collectives(devices: int) -> None:
     """Keep collectives of several CPU devices of one process from deadlock. Must run before the first use of a device.
 
-    - Threads: one that meets a collective sleeps until the other devices of its group come. A device can be in several
-      at once, as those in a branch or loop are not ordered with those beside it. With XLA's default, one thread a
-      device, all threads can be asleep in different ones, for ever.
-    - No compilation cache: a program that is read from a file has lost more of that order (seen with JAX 0.10.2). Two
-      collectives of one group run at once, devices meet in the wrong one, and XLA ends the process.
+    - Threads: one that meets a collective sleeps until the other devices of its group come. With XLA's default, one
+      thread a device, devices that begin with a second program leave none for those that are late with the first
+      (`python bench/deadlock.py`).
+    - No compilation cache, but for what `ordered.py` has compiled: a program that is read from a file has lost more of
+      the order of its collectives (seen with JAX 0.10.2).
     """
     if devices > 1:
         os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools
@@ -501,12 +501,16 @@ def use_devices(count: int) -> None:
 
 
 @contextlib.contextmanager
-def compile_cache(directory: str):
-    """Meanwhile keep compiled programs in a directory, and find them there; empty: compile anew, and keep none."""
+def compile_cache(directory: str, enabled: bool = True):
+    """Meanwhile keep compiled programs in a directory, and find them there; empty: compile anew, and keep none.
+
+    enabled  False: only those of `ordered.compile`
+    """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    settings = {"jax_enable_compilation_cache": bool(directory), "jax_compilation_cache_dir": directory or None}
+    settings = {"jax_enable_compilation_cache": enabled and bool(directory),
+                "jax_compilation_cache_dir": directory or None}  # fmt: skip
     before = {name: getattr(jax.config, name) for name in settings}
     try:
         for name, value in settings.items():

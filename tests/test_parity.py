@@ -7,20 +7,20 @@ the same comparison of any other.
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis
+import helpers
 import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import model
 import sharding
-from tests import parity
+from tests import fuzz, parity
 from utils import AXES, MeshConfig, preset
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +119,12 @@ def lines(table: str) -> list[str]:
     return [" ".join(line.split()) for line in table.split("\n") if line]
 
 
+def meetings(case: str) -> set:
+    """The pairs of axis and feature that a case tests; of passes and microbatches only that there are some."""
+    mesh, name, *words = case.split()
+    return helpers.meetings(mesh, name, *(word.rstrip("=0123456789") for word in words))
+
+
 def settings(case: str) -> dict:
     """Dotted settings of a case, over the preset `tiny`."""
     mesh, name, *words = case.split()
@@ -144,90 +150,40 @@ def forget_programs():
     jax.clear_caches()
 
 
-@pytest.fixture(scope="session")
-def worst(pytestconfig):
-    """{case: (parameter, ratio)}, shown when all tests are done, worst first."""
-    found = {}
-
-    class Summary:
-        def pytest_terminal_summary(self, terminalreporter):
-            terminalreporter.section("parity: the worst gradient of each case, as a share of its largest entry")
-            for case, (name, ratio) in sorted(found.items(), key=lambda item: -item[1][1]):
-                terminalreporter.write_line(f"{ratio:.1e}  {case:68}  {name}")
-
-    pytestconfig.pluginmanager.register(Summary())
-    return found
-
-
 # The mesh changes where, not what -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", lines(CASES))
-def test_a_mesh_equals_one_device(case, worst):
+@pytest.mark.parametrize("case", helpers.quick_or_slow({case: meetings(case) for case in lines(CASES)}))
+def test_a_mesh_equals_one_device(case, record_property):
     """Catches a psum missing or doubled, a mean of means, a statistic or a clipping norm of one device only, dropout
     or numbering that depends on who holds a token, parameters that start or drift apart, a gradient that is lost
     between stages, passes or microbatches, and a weight gathered along the wrong dim."""
     comparison = parity.compare(config(case))
     gradient = comparison.worst("gradient")
-    worst[case] = gradient.name, gradient.off
+    record_property("worst gradient", (gradient.off, case, gradient.name))
     assert comparison.worst().ok, f"{case}: {comparison.worst()}"
 
 
-@pytest.mark.parametrize("case", lines(COMMAND_CASES))
-def test_the_command_says_that_a_mesh_equals_one_device(case, worst):
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in lines(COMMAND_CASES)])
+def test_the_command_says_that_a_mesh_equals_one_device(case, record_property):
     """Catches what needs four axes, or five, to go wrong, a ring and a pipeline that wait for each other, and a command
     whose verdict or keys changed."""
-    flags = [word for name, value in settings(case).items() for word in flag(name, value)]
-    done = command("tiny", *flags, "--json")
+    done = command("tiny", *fuzz.flags(settings(case)), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     found = json.loads(line)
-    worst[case] = found["worst_param"], found["grad_rel"]
+    record_property("worst gradient", (found["grad_rel"], case, found["worst_param"]))
     assert found["loss_rel"] <= 1e-5 and found["grad_rel"] <= 1e-4 and found["update_rel"] <= 1e-3, line
     verdicts = ("ok", "params_equal", "metrics_equal", "initial_equal", "replicas_equal")
     assert all(found[verdict] is True for verdict in verdicts), line
 
 
-def flag(name: str, value) -> list[str]:
-    if isinstance(value, bool):
-        group, _, last = name.rpartition(".")
-        return [f"--{name}" if value else f"--{group}.no_{last}"]
-    return [f"--{name}", str(value)]
-
-
-@st.composite
-def random_configs(draw):
-    """Any mesh of 2, 4 or 8 devices, any model, any way to do the work."""
-    axes = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3))
-    sizes = {axis: 2 ** axes.count(axis) for axis in AXES if axis in axes}
-    pick = lambda *values: draw(st.sampled_from(values))
-    attention, experts, capacity = pick("mla", "gqa"), pick(0, 8), pick(0.0, 0.5, 1.0)
-    prefix, every = (pick(0, 1), pick(1, 2)) if experts else (0, 1)
-    stages = sizes.get("stage", 1)
-    schedule, microbatches = pick(("gpipe", 0), ("gpipe", 3), ("1f1b", 1), ("1f1b", 3), ("interleaved", 0), ("zb", 3))
-    return preset("tiny", **SHARED | {
-        "mesh": MeshConfig(**sizes), "model.n_heads": 32, "model.n_kv_heads": 16, "model.attention": attention,
-        "model.n_experts": experts, "model.capacity_factor": capacity, "model.dense_prefix": prefix,
-        "model.moe_every": every, "model.n_layers": prefix + 2 * stages * every, "model.n_shared": pick(0, 1, 2),
-        "model.top_k": pick(2, 3), "model.router": pick("sigmoid", "softmax"), "model.routed_scaling": pick(1.0, 2.5),
-        "model.activation": pick("swiglu", "gelu"), "model.no_rope_every": pick(0, 2),
-        "model.d_query_latent": pick(0, 32),
-        "model.balance_loss": pick(0.0, 0.5), "model.balance_rate": pick(0.0, 0.01), "model.dropout": pick(0.0, 0.1),
-        "model.tie_embeddings": pick(True, False), "data.mask_documents": pick(True, False), "run.seed": pick(0, 1, 2),
-        "model.remat": pick("none", "dots", "full"), "model.gather": pick("layer", "step"),
-        "model.context_attention": pick("gather", "ring"),
-        "model.loss_chunk": pick(40, 1024), "optim.max_device_batch": pick(0, 1), "pipeline.schedule": schedule,
-        "pipeline.microbatches": microbatches, "pipeline.chunks": 2 if schedule == "interleaved" else 1,
-    })  # fmt: skip
-
-
-# Without shrinking: every try costs two programs, and the settings are printed.
-@hypothesis.settings(max_examples=6, phases=[hypothesis.Phase.generate])
-@hypothesis.given(random_configs())
-def test_any_mesh_equals_one_device(cfg):
-    """Catches what goes wrong only where settings meet that no case above brings together."""
-    comparison = parity.compare(cfg)
-    assert comparison.worst().ok, f"{cfg}: {comparison.worst()}"
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))])
+def test_any_mesh_equals_one_device(number):
+    """Catches what goes wrong only where settings meet that no case above brings together: `python -m tests.fuzz`."""
+    settings = fuzz.draw(number)
+    comparison = parity.compare(preset("tiny", **settings))
+    assert comparison.worst().ok, f"{shlex.join(fuzz.flags(settings))}: {comparison.worst()}"
 
 
 # The design -----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,12 @@ prefix   tensor=2                      schedule=1f1b         microbatches=8
 """  # fmt: skip
 
 
+def cases() -> dict[str, set]:
+    """Each case, and the pairs of axis and feature that it tests."""
+    rows = [line.split() for line in CASES.strip().splitlines()]
+    return {" ".join(row): helpers.meetings(row[1], row[0], row[2], *row[4:]) for row in rows}
+
+
 def config(case: str, **more):
     """`MODEL MESH [pipeline.SETTING=VALUE ..]` over the preset `tiny`."""
     name, mesh, *words = case.split()
@@ -67,7 +73,7 @@ def forget_programs():
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", [" ".join(line.split()) for line in CASES.strip().splitlines()])
+@pytest.mark.parametrize("case", helpers.quick_or_slow(cases()))
 def test_a_schedule_changes_when_not_what(case):
     """Catches a gradient of one microbatch lost or added twice, a buffer read too late, weights of another chunk, a
     balance loss of one microbatch's loads, and a loss that is scaled by the number of microbatches."""

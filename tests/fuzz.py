@@ -1,0 +1,142 @@
+"""Compare drawn meshes and models with one device: `tests.parity` on cases that nobody chose.
+
+    python -m tests.fuzz --seed 3 --count 60
+    python -m tests.fuzz --seed 3 --only 17      # one of them again, with what it prints
+
+A case is a mesh of 2 to 8 simulated devices, a model, and how the work is done; its number and the seed say which. Each
+runs in a process of its own, so that one that hangs or aborts is one line here. Exit status 0: all agree with one
+device; 1: some do not, and the command of each is printed.
+"""
+
+import json
+import math
+import random
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+import utils
+from tests import parity
+from utils import AXES, MeshConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def draw_mesh(rng: random.Random) -> MeshConfig:
+    """Up to three axes, of sizes whose product is at most 8."""
+    sizes = {}
+    for axis in rng.sample(AXES, rng.choice((1, 2, 2, 3, 3, 3))):
+        room = 8 // math.prod(sizes.values())
+        if room > 1:
+            sizes[axis] = rng.choice([n for n in (2, 2, 2, 3, 4, 8) if n <= room])
+    return MeshConfig(**sizes)
+
+
+def draw(seed: int) -> dict:
+    """Dotted settings over the preset `tiny`, which split over their mesh."""
+    rng = random.Random(seed)
+    pick = lambda *values: rng.choice(values)
+    mesh = draw_mesh(rng)
+    sliced, tensor, context = mesh.fsdp * mesh.expert * mesh.context, mesh.tensor, mesh.context
+    some = lambda unit, *counts: unit * pick(*counts)  # a multiple of what must divide it
+
+    n_experts = pick(0, some(mesh.expert, 2, 4, 5))
+    prefix, every = (pick(0, 1), pick(1, 2)) if n_experts else (pick(0, 0, 1), 1)
+    schedule = pick("gpipe", "1f1b", "interleaved", "zb")
+    chunks = pick(1, 2) if schedule == "interleaved" and mesh.stage > 1 else 1
+    microbatches = mesh.stage * pick(1, 2) if mesh.stage > 1 else pick(0, 1, 2)
+    kv_heads = some(tensor, 1, 2)
+    experts = {
+        "n_experts": n_experts, "top_k": pick(2, 3) if n_experts > 2 else 2, "n_shared": pick(0, 1, 2),
+        "d_expert": some(tensor, 3, 8, 14), "moe_every": every, "router": pick("sigmoid", "softmax"),
+        "routed_scaling": pick(1.0, 2.5), "balance_loss": pick(0.0, 0.01, 0.7), "balance_rate": pick(0.0, 0.01),
+        "capacity_factor": pick(0.0, 0.0, 1.0),
+    } if n_experts else {"n_experts": 0, "moe_every": 1}  # fmt: skip
+    model = {
+        "vocab_size": some(tensor, 36, 55, 70), "d_model": some(sliced, 5, 7, 10), "dense_prefix": prefix,
+        "n_layers": prefix + every * mesh.stage * chunks * pick(1, 1, 2), "attention": pick("mla", "mla", "gqa"),
+        "n_heads": kv_heads * pick(1, 2), "n_kv_heads": kv_heads, "d_head": pick(2, 4, 10), "d_rope": pick(2, 6),
+        "d_value": pick(3, 8), "d_query_latent": pick(0, some(sliced, 2, 3)), "d_kv_latent": some(sliced, 2, 3),
+        "d_ff": some(tensor, 9, 16), "activation": pick("swiglu", "gelu"), "no_rope_every": pick(0, 2, 3),
+        "tie_embeddings": pick(True, False), "dropout": pick(0.0, 0.3), "remat": pick("none", "dots", "full"),
+        "gather": pick("layer", "step"), "context_attention": pick("gather", "ring"), "loss_chunk": pick(32, 1024),
+    } | experts  # fmt: skip
+    rest = {
+        "data.seq_len": some(math.lcm(2 * context, context * tensor), 2, 3, 5),
+        "data.batch_size": some(mesh.batch_shards * max(microbatches, 1), 1, 2, 3),
+        "data.mask_documents": pick(True, False), "optim.max_device_batch": pick(0, 0, 1), "run.seed": pick(0, 1, 2),
+        "pipeline.schedule": schedule if mesh.stage > 1 else "gpipe", "pipeline.chunks": chunks,
+        "pipeline.microbatches": microbatches,
+    }  # fmt: skip
+    return {"mesh": str(mesh)} | {f"model.{name}": value for name, value in model.items()} | rest
+
+
+def flags(settings: dict) -> list[str]:
+    """What to type for dotted settings."""
+    words = []
+    for name, value in settings.items():
+        group, _, last = name.rpartition(".")
+        on_or_off = [f"--{name}" if value else f"--{group}.no_{last}"]
+        words += on_or_off if isinstance(value, bool) else [f"--{name}", str(value)]
+    return words
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare drawn meshes and models with one device."""
+
+    seed: int = 0  # another seed, other cases
+    count: int = 20  # cases
+    only: int = -1  # number of the one case to run; -1: all
+    jobs: int = 2  # processes at once
+    timeout: float = 300.0  # seconds until a case counts as hanging
+    json: bool = False  # print one line of JSON a case instead of a table
+
+
+def run(number: int, args: Arguments) -> dict:
+    """One case in its own process: what `tests.parity` found, or how it ended."""
+    settings = draw(1000 * args.seed + number)
+    words = ["-m", "tests.parity", "tiny", *flags(settings)]
+    begin = time.perf_counter()
+    about = {"case": number, "mesh": settings["mesh"], "command": shlex.join(["python", *words])}
+    try:
+        done = subprocess.run([sys.executable, *words, "--json"], cwd=ROOT, capture_output=True, text=True,
+                              timeout=args.timeout, check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return about | {"seconds": args.timeout, "verdict": "hangs"}
+    about["seconds"] = time.perf_counter() - begin
+    if done.returncode not in (0, 1) or not done.stdout:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return about | {"verdict": f"status {done.returncode}: {last}"}
+    found = json.loads(done.stdout)
+    return about | found | {"verdict": "equal" if found["ok"] else "DIFFERENT"}
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> int:
+    args = tyro.cli(Arguments, args=argv, prog="python -m tests.fuzz", description=__doc__, use_underscores=True)
+    if args.only >= 0:
+        return parity.main(["tiny", *flags(draw(1000 * args.seed + args.only))])
+    results = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for found in pool.map(lambda number: run(number, args), range(args.count)):
+            results.append(found)
+            worst = f"{found['grad_rel']:.1e} {found['worst_param']}" if "grad_rel" in found else ""
+            line = f"{found['case']:4} {found['seconds']:4.0f} s  {found['mesh']:32} {found['verdict']:9} {worst}"
+            print(json.dumps(found) if args.json else line, flush=True)
+    bad = [found for found in results if found["verdict"] != "equal"]
+    for found in bad:
+        print(f"\ncase {found['case']}: {found['verdict']}\n  {found['command']}", file=sys.stderr)
+    if not args.json:
+        print(f"\n{len(results) - len(bad)} of {len(results)} cases are equal to one device.")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Collectives of simulated devices happen in one order: what is compiled says so, and what does not is refused."""
+
+import functools
+import os
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import compiled
+import generate
+import ledger
+import model
+import optimizer
+import ordered
+import pipeline
+import sharding
+import utils
+from sharding import FSDP, STAGE, TENSOR
+from tests import fuzz, parity
+from utils import UserError, preset
+
+MESH = "stage=2,fsdp=2,tensor=2"
+SPEC = P((STAGE, FSDP, TENSOR))
+
+
+# The check ------------------------------------------------------------------------------------------------------------
+
+# Two devices. The branch holds an all-reduce, the computation around it another one.
+TEXT = """HloModule toy, is_scheduled=true, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+%taken (x.1: f32[4]) -> f32[4] {{
+  %x.1 = f32[4]{{0}} parameter(0)
+  ROOT %inner = f32[4]{{0}} all-reduce(%x.1), channel_id=1, replica_groups={inner}, to_apply=%add
+}}
+
+%skipped (x.2: f32[4]) -> f32[4] {{
+  ROOT %x.2 = f32[4]{{0}} parameter(0)
+}}
+
+ENTRY %main (p: pred[], x: f32[4]) -> (f32[4], f32[4]) {{
+  %p = pred[] parameter(0)
+  %x = f32[4]{{0}} parameter(1)
+  %outer = f32[4]{{0}} all-reduce(%x), channel_id=2, replica_groups={{{{0,1}}}}, to_apply=%add
+  %made = f32[4]{{0}} negate(%outer)
+  %branch = f32[4]{{0}} conditional(%p, {operand}, {operand}), true_computation=%taken, false_computation=%skipped{more}
+  ROOT %both = (f32[4]{{0}}, f32[4]{{0}}) tuple(%outer, %branch)
+}}
+"""
+
+
+@pytest.mark.parametrize("operand, more, inner, pairs", [
+    ("%x", "", "{{0,1}}", 1),
+    ("%made", "", "{{0,1}}", 0),  # made of the other's result
+    ("%x", ", control-predecessors={%made}", "{{0,1}}", 0),  # told to wait for it
+    ("%x", "", "{{0},{1}}", 0),  # each device with itself
+], ids=["no order", "by data", "by control", "alone"])  # fmt: skip
+def test_a_pair_without_order_is_found(operand, more, inner, pairs):
+    """Catches a check that looks at one kind of order only, or not into branches."""
+    found = ledger.unordered(TEXT.format(operand=operand, more=more, inner=inner))
+    assert found == ["all-reduce (?) and all-reduce in %branch (?)"][:pairs]
+
+
+def toy(x, i, scale):
+    """Collectives in a branch, in a loop, and beside them, which nothing orders; the weights come from outside."""
+    total = lambda x, axis: sharding.vary(sharding.psum(x, axis), (axis,))
+    branch = jax.lax.cond(i > 0, lambda x: total(jnp.tanh(x), TENSOR), lambda x: x * 2, x)
+    loop, _ = jax.lax.scan(lambda x, w: (total(x * w, FSDP) + 1, None), x, scale)
+    gathered = sharding.all_gather(jnp.sin(x), FSDP, dim=0)
+    most = jax.lax.pmax(x, STAGE)
+    return branch + loop + jnp.sum(gathered, axis=0, keepdims=True) + sharding.vary(most, (STAGE,))
+
+
+def toy_program(jit):
+    mesh = sharding.make_mesh(MESH)
+    local = lambda x, i, scale: toy(x, i, sharding.vary(scale, (STAGE, FSDP, TENSOR)))
+    return jit(jax.shard_map(local, mesh=mesh, in_specs=(SPEC, P(), P()), out_specs=SPEC), mesh)
+
+
+TOY_ARRAYS = np.linspace(-1, 1, 80, dtype=np.float32).reshape(8, 10), 1, np.float32([0.5, 2, -1])
+
+
+def test_the_order_is_held_and_changes_no_bit():
+    """Catches a collective left out of the order, in a loop, a branch or beside them, and a value that it changes."""
+    plain = toy_program(lambda function, mesh: jax.jit(function)).lower(*TOY_ARRAYS)
+    assert len(ledger.unordered(plain.compile().as_text())) >= 3
+    in_order = toy_program(ordered.jit)
+    assert ledger.unordered(in_order.lower(*TOY_ARRAYS).compile().as_text()) == []
+    # The same sums on numbers of which they are exact.
+    exact = np.arange(80, dtype=np.float32).reshape(8, 10), 0, np.float32([1, 2, 4])
+    got, x, mesh = in_order(*exact), exact[0], sharding.make_mesh(MESH)
+    grid = x.reshape(2, 2, 2, 10)  # stage, fsdp, tensor
+    loop = grid
+    for scale in (1, 2, 4):
+        loop = (scale * loop).sum(axis=1, keepdims=True) + 1 + 0 * grid
+    sines = np.sin(grid).sum(axis=1, keepdims=True)
+    want = 2 * grid + loop + sines + grid.max(axis=0, keepdims=True)
+    np.testing.assert_allclose(np.asarray(got).reshape(grid.shape), want, rtol=1e-6)  # float32 sines
+    assert got.sharding == NamedSharding(mesh, SPEC)
+
+
+def test_a_value_that_is_not_finite_stays_where_it_is():
+    """Catches an order held by arithmetic: 0 * NaN, added, would be everywhere."""
+    mesh = sharding.make_mesh("tensor=2")
+
+    def local(x, y):
+        return sharding.psum(x, TENSOR), sharding.psum(y, TENSOR)
+
+    function = ordered.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(TENSOR), P(TENSOR)), out_specs=P()), mesh)
+    first, second = function(np.float32([np.nan, 1, np.inf, 2]), np.float32([1, 2, 3, 4]))
+    assert np.isinf(first[0]) is np.False_ and np.isnan(first[0]) and first[1] == 3
+    assert second.tolist() == [4, 6]
+
+
+# The programs of this project -----------------------------------------------------------------------------------------
+
+
+def programs(cfg):
+    """Name -> what to lower it with, for every program of several devices that commands compile."""
+    mesh = sharding.make_mesh(cfg.mesh)
+    state, batch = compiled.shapes(cfg, mesh)
+    c, rows = cfg.model, 2 * mesh.size
+    decoding = utils.dataclasses.replace(c, capacity_factor=0.0, gather="layer")
+    yield "step", optimizer.train_step(cfg, mesh), (state, batch)
+    yield "evaluation", pipeline.evaluate(cfg, mesh), (state.params, batch)
+    yield "logits", pipeline.logits(cfg, mesh), (state.params, batch)
+    yield "loss and gradients", pipeline.loss_and_grads(cfg, mesh), (state.params, batch, 0)
+    if c.n_blocks % mesh.shape[STAGE] == 0:
+        cache = jax.eval_shape(functools.partial(generate.empty_cache, decoding, mesh, rows, 8))
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), generate.cache_specs(decoding))
+        cache = jax.tree.map(
+            lambda place, part: jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), part), places, cache,
+            is_leaf=lambda x: isinstance(x, NamedSharding))  # fmt: skip
+        tokens = np.zeros((rows, 3), np.int32)
+        yield "sampling", generate.extend(decoding, mesh), (state.params, cache, tokens, tokens, tokens[:, 0])
+
+
+@pytest.mark.parametrize("number", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in range(21, 26))])
+def test_nothing_is_left_unordered(number):
+    """Catches a program that could hang or compute nonsense on another machine, though it does neither here."""
+    cfg = preset("tiny", **fuzz.draw(number))
+    for name, program, arrays in programs(cfg):
+        assert ledger.unordered(program.lower(*arrays).compile().as_text()) == [], name
+
+
+def test_what_a_run_starts_with_is_in_order():
+    """Catches parameters, moments or norms made by a program of several devices that has loops with collectives."""
+    cfg = preset("tiny", **fuzz.draw(20))
+    mesh = sharding.make_mesh(cfg.mesh)
+    state = optimizer.init(cfg, mesh)  # both programs are checked when they are compiled
+    batch = sharding.put(helpers.random_batch(cfg, 0), mesh)
+    norms = optimizer.layer_norms(cfg, mesh)(state, batch)
+    assert set(norms) == {"gradient", "update", "parameter"}
+
+
+def test_what_is_not_in_order_is_refused(monkeypatch):
+    """Catches a run that hangs, or goes on with nonsense, instead of saying so before its first step."""
+    monkeypatch.setattr(ordered, "in_order", lambda function, mesh: function)
+    cfg = preset("tiny", **{"mesh": "stage=2,expert=2", "model.n_layers": 5, "data.batch_size": 8})
+    mesh = sharding.make_mesh(cfg.mesh)
+    traced = optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh))
+    with pytest.raises(UserError, match=r"4 simulated devices could wait .* nor \d+ more pairs") as refusal:
+        ordered.compile(traced, mesh)
+    assert "model.py:" in str(refusal.value), refusal.value
+
+
+CASE = """--mesh stage=2,expert=2,data=2 --model.vocab_size 72 --model.d_model 56 --model.n_heads 8 --model.n_kv_heads 8
+--model.d_head 10 --model.d_rope 2 --model.d_value 3 --model.d_kv_latent 8 --model.d_query_latent 16 --model.d_ff 24
+--model.tie_embeddings --model.dropout 0.3 --model.no_rope_every 0 --model.remat full --data.batch_size 48
+--data.seq_len 80 --model.n_experts 8 --model.top_k 3 --model.n_shared 1 --model.d_expert 8 --model.balance_loss 0.7
+--model.balance_rate 0 --model.moe_every 2 --model.dense_prefix 0 --pipeline.microbatches 4 --model.n_layers 4"""
+
+
+def test_a_step_that_hung_ends_and_is_right():
+    """Catches the order lost where it was first missed: all 8 devices waited, every time, or the loss was NaN."""
+    cfg, _ = parity.parse(["tiny", *CASE.split()])
+    assert parity.compare(cfg).worst().ok
+
+
+# Kept programs --------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_in_order_is_kept(tmp_path):
+    """Catches a cache that keeps programs whose order is lost there, and one that is never written, or never read."""
+    heard = []
+    jax.monitoring.register_event_listener(lambda name, **_: heard.append(name))
+    hits = lambda: heard.count("/jax/compilation_cache/cache_hits")
+    with utils.compile_cache(str(tmp_path), enabled=False):
+        plain = toy_program(lambda function, mesh: jax.jit(function))
+        plain.lower(*TOY_ARRAYS).compile()
+        assert os.listdir(tmp_path) == []
+        first = np.asarray(toy_program(ordered.jit)(*TOY_ARRAYS))
+        assert os.listdir(tmp_path) != []
+        before = hits()
+        again = np.asarray(toy_program(ordered.jit)(*TOY_ARRAYS))
+        assert hits() == before + 1
+    np.testing.assert_array_equal(again, first)
+
+
+def test_within_another_trace_nothing_is_ordered_twice():
+    """Catches gradients through a function of ours that end in a primitive without a derivative."""
+    cfg = preset("tiny", **{"mesh": "fsdp=2", "model.n_layers": 1, "model.n_experts": 0, "model.dense_prefix": 0})
+    mesh = sharding.make_mesh(cfg.mesh)
+    params = sharding.init(model.declare(cfg.model), mesh, 0)
+    batch = sharding.put(helpers.random_batch(cfg, 0), mesh)
+    of_logits = lambda params: jnp.mean(pipeline.logits(cfg, mesh)(params, batch) ** 2)
+    program = ordered.jit(jax.grad(of_logits), mesh)
+    assert float(jnp.abs(program(params).norm_D).max()) > 0
