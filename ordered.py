@@ -217,7 +217,7 @@ class Writer:
             body = with_token(params["jaxpr"], aval, self.mesh, self.holders, tie_results=True)
             specs = {key: (*alone[key], *params[key]) for key in ("in_specs", "out_specs")}
             return self.hand_on(equation, inputs, jaxpr=body, **specs)
-        if name == "remat2":
+        if name in ("remat2", "checkpoint"):
             return self.hand_on(equation, inputs, jaxpr=inside(params["jaxpr"]))
         if name == "cond":
             return self.hand_on(equation, inputs, 1, branches=tuple(closed(one) for one in params["branches"]))

@@ -18,6 +18,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
+import pytest
+
+import ordered
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -35,6 +38,13 @@ def _connect_to_this_machine(self, address):
 
 
 socket.socket.connect = _connect_to_this_machine
+
+
+@pytest.fixture
+def as_on_accelerators(monkeypatch):
+    """Programs in the form that accelerators compile, which are not to be run: without what orders collectives on
+    simulated devices, and keeps XLA from merging them."""
+    monkeypatch.setattr(ordered, "simulated", lambda mesh: False)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -45,6 +45,8 @@ def draw(seed: int) -> dict:
     mesh = draw_mesh(rng)
     sliced, tensor, context = mesh.fsdp * mesh.expert * mesh.context, mesh.tensor, mesh.context
     some = lambda unit, *counts: unit * pick(*counts)  # a multiple of what must divide it
+    # Not too narrow: rounding would be most of what a norm of 5 numbers says.
+    wide = lambda *least: -(-pick(*least) // sliced) * sliced
 
     n_experts = pick(0, some(mesh.expert, 2, 4, 5))
     prefix, every = (pick(0, 1), pick(1, 2)) if n_experts else (pick(0, 0, 1), 1)
@@ -59,17 +61,17 @@ def draw(seed: int) -> dict:
         "capacity_factor": pick(0.0, 0.0, 1.0),
     } if n_experts else {"n_experts": 0, "moe_every": 1}  # fmt: skip
     model = {
-        "vocab_size": some(tensor, 36, 55, 70), "d_model": some(sliced, 5, 7, 10), "dense_prefix": prefix,
+        "vocab_size": some(tensor, 36, 55, 70), "d_model": wide(18, 26, 40), "dense_prefix": prefix,
         "n_layers": prefix + every * mesh.stage * chunks * pick(1, 1, 2), "attention": pick("mla", "mla", "gqa"),
         "n_heads": kv_heads * pick(1, 2), "n_kv_heads": kv_heads, "d_head": pick(2, 4, 10), "d_rope": pick(2, 6),
-        "d_value": pick(3, 8), "d_query_latent": pick(0, some(sliced, 2, 3)), "d_kv_latent": some(sliced, 2, 3),
+        "d_value": pick(3, 8), "d_query_latent": pick(0, wide(9, 16)), "d_kv_latent": wide(8, 22),
         "d_ff": some(tensor, 9, 16), "activation": pick("swiglu", "gelu"), "no_rope_every": pick(0, 2, 3),
         "tie_embeddings": pick(True, False), "dropout": pick(0.0, 0.3), "remat": pick("none", "dots", "full"),
         "gather": pick("layer", "step"), "context_attention": pick("gather", "ring"), "loss_chunk": pick(32, 1024),
     } | experts  # fmt: skip
     rest = {
         "data.seq_len": some(math.lcm(2 * context, context * tensor), 2, 3, 5),
-        "data.batch_size": some(mesh.batch_shards * max(microbatches, 1), 1, 2, 3),
+        "data.batch_size": some(mesh.batch_shards * max(microbatches, 1), 2, 3),  # the last row has no target
         "data.mask_documents": pick(True, False), "optim.max_device_batch": pick(0, 0, 1), "run.seed": pick(0, 1, 2),
         "pipeline.schedule": schedule if mesh.stage > 1 else "gpipe", "pipeline.chunks": chunks,
         "pipeline.microbatches": microbatches,

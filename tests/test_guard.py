@@ -93,7 +93,7 @@ def taken(home):
         state, values = step(state, sharding.put(marked(batch) if n in (1, 2) else batch, mesh))
         states.append(host(state))
         metrics.append(host(values))
-    assert step._cache_size() == 1, "a skipped step is another program"
+    assert len(step.programs) == 1, "a skipped step is another program"
     return cfg, states, metrics
 
 

@@ -294,7 +294,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("mesh_text", BY_HAND)
-def test_one_block_sends_what_arithmetic_says(mesh_text):
+def test_one_block_sends_what_arithmetic_says(mesh_text, as_on_accelerators):
     """Catches an exchange more or less than the model needs, of another size, along another axis, or from elsewhere;
     and a ledger that loses or doubles one."""
     settings, wanted = BY_HAND[mesh_text]

@@ -163,6 +163,21 @@ def test_what_a_run_starts_with_is_in_order():
     assert set(norms) == {"gradient", "update", "parameter"}
 
 
+def test_the_order_costs_little(monkeypatch):
+    """Catches an order that sends or multiplies: it only keeps XLA from merging what is done twice."""
+    cfg = preset("tiny", **{"mesh": "expert=2,context=2,tensor=2", "data.seq_len": 24})
+    found = {}
+    for form in (True, False):
+        monkeypatch.setattr(ordered, "simulated", lambda mesh, form=form: form)
+        mesh = sharding.make_mesh(cfg.mesh)
+        text = optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh)).compile().as_text()
+        found[form] = ledger.read(text, mesh, compiled.shares(cfg, text))
+    in_order, plain = found[True], found[False]
+    assert in_order.flops == pytest.approx(plain.flops, rel=1e-2)
+    assert in_order.total.wire_bytes == pytest.approx(plain.total.wire_bytes, rel=2e-2)
+    assert plain.total.count <= in_order.total.count <= 1.15 * plain.total.count
+
+
 def test_what_is_not_in_order_is_refused(monkeypatch):
     """Catches a run that hangs, or goes on with nonsense, instead of saying so before its first step."""
     monkeypatch.setattr(ordered, "in_order", lambda function, mesh: function)
