@@ -186,6 +186,29 @@ def test_any_mesh_equals_one_device(number):
     assert comparison.worst().ok, f"{shlex.join(fuzz.flags(settings))}: {comparison.worst()}"
 
 
+def fuzzed(*arguments: str) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "tests.fuzz", *arguments]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_drawn_cases_run_in_processes_of_their_own():
+    """Catches a command that draws the same case twice, or whose verdict nobody can read."""
+    done = fuzzed("--seed", "5", "--count", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["verdict"] == second["verdict"] == "equal" and first["command"] != second["command"]
+    assert [first["case"], second["case"]] == [0, 1]
+
+
+def test_a_case_that_does_not_end_is_one_line():
+    """Catches a hanging case that stops the others, that is taken for equal, or that cannot be run again."""
+    done = fuzzed("--count", "1", "--timeout", "0.2")
+    assert done.returncode == 1
+    assert "hangs" in done.stdout and "0 of 1 cases are equal to one device" in done.stdout
+    assert f"python -m tests.parity tiny {shlex.join(fuzz.flags(fuzz.draw(0)))}" in done.stderr
+
+
 # The design -----------------------------------------------------------------------------------------------------------
 
 
