@@ -231,6 +231,15 @@ def test_the_cases_cover():
         assert wanted <= axes, f"{word} never meets {wanted - axes}"
 
 
+def test_the_quick_cases_meet_every_pair():
+    """Catches a `make test` that leaves out a feature on an axis, or more cases than README says."""
+    cases = {case: meetings(case) for case in lines(CASES)}
+    quick = helpers.covering(cases)
+    assert set().union(*(cases[case] for case in quick)) == set().union(*cases.values())
+    assert f"of the {len(cases)} meshes and models" in (text := " ".join((ROOT / "README.md").read_text().split()))
+    assert f"it takes {len(quick)}, in which" in text
+
+
 @pytest.mark.parametrize("case", lines(CASES) + lines(COMMAND_CASES))
 def test_a_case_does_what_it_says(case):
     """Catches a batch so small that passes or microbatches are fewer than a case says, and so are not tested."""
