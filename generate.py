@@ -181,8 +181,6 @@ def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, 
     Sends over STAGE: the activations, to the next stage at every tick; and the logits, to all.
     """
     stage, stages = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE)
-    # Branches follow each other; none lies in another, or beside an all-gather that need not wait for it: on CPU, a
-    # program read from the compilation cache runs the two at once and hangs (jax 0.10.2).
     when = lambda mine, run, *args: jax.lax.cond(mine, run, lambda *same: same, *args)
 
     x_btD = vary(model.embed(*model.gathered(w, c, "embedding_VD"), tokens_bs), AXES)

@@ -306,6 +306,25 @@ def test_the_comparison_sees_and_names(mistake):
     assert name in line and "DIFFERENT" in parity.table(RIGHT, comparison)
 
 
+@pytest.mark.parametrize("wrong_until, tries, ok", [(0, 1, True), (1, 2, True), (9, 3, False)])
+def test_other_batches_are_tried_where_experts_are_chosen(monkeypatch, wrong_until, tries, ok):
+    """Catches a comparison that takes two equal scores for a fault, and one that forgives a fault of every batch."""
+    right = right_results()
+    monkeypatch.setattr(parity, "run_on_one_device", lambda cfg, first_batch: right)
+
+    def run(cfg, first_batch):
+        spoil = first_batch < wrong_until * parity.STEPS
+        return right | {"update": right["update"] | {OUT: right["update"][OUT] * (1 + spoil)}}
+
+    monkeypatch.setattr(parity, "run", run)
+    comparison = parity.compare(RIGHT)
+    assert (comparison.tries, comparison.worst().ok) == (tries, ok)
+    assert comparison.to_dict()["tries"] == tries
+    assert ("sets of batches were tried" in parity.table(RIGHT, comparison)) is (tries > 1)
+    dense = parity.compare(parity.replace(RIGHT, **{"model.n_experts": 0, "model.moe_every": 1}))
+    assert dense.tries == 1
+
+
 def test_equal_results_are_equal():
     """Catches a comparison that is always red."""
     comparison = parity.differences(right_results(), right_results())
