@@ -53,7 +53,7 @@ def draw(seed: int) -> dict:
     schedule = pick("gpipe", "1f1b", "interleaved", "zb")
     chunks = pick(1, 2) if schedule == "interleaved" and mesh.stage > 1 else 1
     microbatches = mesh.stage * pick(1, 2) if mesh.stage > 1 else pick(0, 1, 2)
-    kv_heads = some(tensor, 1, 2)
+    kv_heads, seq_len = some(tensor, 1, 2), some(math.lcm(2 * context, context * tensor), 2, 3, 5)
     experts = {
         "n_experts": n_experts, "top_k": pick(2, 3) if n_experts > 2 else 2, "n_shared": pick(0, 1, 2),
         "d_expert": some(tensor, 3, 8, 14), "moe_every": every, "router": pick("sigmoid", "softmax"),
@@ -70,12 +70,14 @@ def draw(seed: int) -> dict:
         "gather": pick("layer", "step"), "context_attention": pick("gather", "ring"), "loss_chunk": pick(32, 1024),
     } | experts  # fmt: skip
     rest = {
-        "data.seq_len": some(math.lcm(2 * context, context * tensor), 2, 3, 5),
+        "data.seq_len": seq_len,
         "data.batch_size": some(mesh.batch_shards * max(microbatches, 1), 2, 3),  # the last row has no target
         "data.mask_documents": pick(True, False), "optim.max_device_batch": pick(0, 0, 1), "run.seed": pick(0, 1, 2),
         "pipeline.schedule": schedule if mesh.stage > 1 else "gpipe", "pipeline.chunks": chunks,
         "pipeline.microbatches": microbatches,
     }  # fmt: skip
+    if n_experts and n_experts > model["top_k"] * seq_len:
+        model["capacity_factor"] = 0.0  # at 1.0 an expert would keep no token, which is refused
     return {"mesh": str(mesh)} | {f"model.{name}": value for name, value in model.items()} | rest
 
 

@@ -145,7 +145,7 @@ def programs(cfg):
         yield "sampling", generate.extend(decoding, mesh), (state.params, cache, tokens, tokens, tokens[:, 0])
 
 
-@pytest.mark.parametrize("number", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in range(21, 26))])
+@pytest.mark.parametrize("number", [27, *(pytest.param(n, marks=pytest.mark.slow) for n in (22, 24, 35, 38, 41))])
 def test_nothing_is_left_unordered(number):
     """Catches a program that could hang or compute nonsense on another machine, though it does neither here."""
     cfg = preset("tiny", **fuzz.draw(number))
@@ -155,7 +155,7 @@ def test_nothing_is_left_unordered(number):
 
 def test_what_a_run_starts_with_is_in_order():
     """Catches parameters, moments or norms made by a program of several devices that has loops with collectives."""
-    cfg = preset("tiny", **fuzz.draw(20))
+    cfg = preset("tiny", **fuzz.draw(27))
     mesh = sharding.make_mesh(cfg.mesh)
     state = optimizer.init(cfg, mesh)  # both programs are checked when they are compiled
     batch = sharding.put(helpers.random_batch(cfg, 0), mesh)
