@@ -1,4 +1,4 @@
-"""XLA's flags for programs that run a few steps: compiled 2.7 times faster, and slower to run.
+"""XLA's flags for programs that run a few steps: faster to compile, and slower to run.
 
 Import it, and call `compile_quickly`, before the first use of a device. Not for benchmarks: what is measured is another
 program. Verdicts are the same: no collective, and no formula, is another one.
