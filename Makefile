@@ -22,7 +22,7 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 	.venv/bin/python main.py laptop $(ARGS)
 
 plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
-	.venv/bin/python planner.py moe1b --topology v4:4x4x2 --compile $(ARGS)
+	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
 test: .venv/installed ## run the tests, each kind of case once (12 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
 	.venv/bin/python -m pytest -m "not tpu and not slow" $(ARGS)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils import Config, UserError
+from config import Config
+from utils import UserError
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"

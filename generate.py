@@ -28,15 +28,16 @@ import tiktoken
 import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-import checkpoint
 import model
-import ordered
-import pipeline
 import sharding
 import utils
+from config import Config, MeshConfig, MeshFlag, ModelConfig, at_least
 from data import tokenizers
+from pipeline.step import nothing
 from sharding import AXES, BATCH, CONTEXT, STAGE, TENSOR, all_gather, psum, reduce_scatter, shift, vary
-from utils import Config, MeshConfig, MeshFlag, ModelConfig, UserError
+from train import checkpoint
+from utils import UserError
+from xla import ordered
 
 ROWS = (*BATCH, CONTEXT)  # neighbours hold different requests: attention to a cache has nothing to ask over CONTEXT
 NOWHERE = 2**30  # a position past the last slot of any cache
@@ -202,7 +203,7 @@ def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, 
         return vary((x_bD @ model.unembedding(w, c)).astype(jnp.float32), AXES)
 
     # The last stage's output was shifted to the first.
-    partial_bv = jax.lax.cond(stage == 0, logits, lambda x_btD: pipeline.nothing(logits, x_btD), x_btD)
+    partial_bv = jax.lax.cond(stage == 0, logits, lambda x_btD: nothing(logits, x_btD), x_btD)
     return psum(partial_bv, STAGE), cache
 
 
@@ -248,8 +249,8 @@ class Request(Settings):
     prompt: str = ""  # text to continue
 
     def __post_init__(self):
-        utils.at_least(self, 0, "top_k", "temperature")
-        utils.at_least(self, 1, "tokens")
+        at_least(self, 0, "top_k", "temperature")
+        at_least(self, 1, "tokens")
         if not self.temperature < math.inf:
             raise UserError(f"temperature={self.temperature}: must be a finite number; 1 leaves logits as they are")
         if not 0 < self.top_p <= 1:
@@ -402,7 +403,7 @@ class Arguments(Settings):
     devices: int = 0  # simulate this many CPU devices; 0: work on those there are
 
     def __post_init__(self):
-        utils.at_least(self, 0, "devices")
+        at_least(self, 0, "devices")
 
 
 def requests_of(args: Arguments) -> list[Request]:

@@ -32,23 +32,20 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import checkpoint
-import convert
 import dataset
 import generate
-import guard
-import hardware
 import model
 import optimizer
-import ordered
 import pipeline
-import planner
-import report
 import sharding
-import tracking
 import utils
+from config import PRESETS, Config, ModelConfig, first_difference, preset
 from data import tokenizers
-from utils import Config, UserError, log
+from plan import hardware, planner
+from train import checkpoint, guard, report, tracking
+from utils import UserError, log
+from weights import convert
+from xla import ordered
 
 IMPORT_S = time.perf_counter() - START
 
@@ -57,19 +54,19 @@ def parse(argv: list[str]) -> Config:
     """Read `[PRESET] [--flags]`; the preset says what the flags' defaults are."""
     has_preset = argv and not argv[0].startswith("-")
     name, flags = (argv[0], argv[1:]) if has_preset else ("laptop", argv)
-    too_big = [name for name, (what, _) in utils.PRESETS.items() if what.startswith("planner only")]
-    presets = {name: what for name, (what, _) in utils.PRESETS.items() if name not in too_big}
+    too_big = [name for name, (what, _) in PRESETS.items() if what.startswith("planner only")]
+    presets = {name: what for name, (what, _) in PRESETS.items() if name not in too_big}
     lines = [f"  {name:13} {what}" for name, what in (presets | {"planner only": ", ".join(too_big)}).items()]
     description = "\n".join((
         "Train a transformer. Presets:", *lines, "",
         f"Flags change settings of the preset, here {name!r}; their defaults are its values. "
         "--help-verbose says what each does."))  # fmt: skip
-    default = utils.preset(name)
+    default = preset(name)
     if source := init_from(flags):
-        config = convert.read_config(Path(source))
-        if not isinstance(config, utils.ModelConfig):
-            raise UserError(f"{source} holds another model ({type(config).__name__}); main.py trains model.py's")
-        default = dataclasses.replace(default, model=config)
+        theirs = convert.read_config(Path(source))
+        if not isinstance(theirs, ModelConfig):
+            raise UserError(f"{source} holds another model ({type(theirs).__name__}); main.py trains model.py's")
+        default = dataclasses.replace(default, model=theirs)
     return tyro.cli(
         Config, prog="python main.py [PRESET]", description=description, default=default, args=flags,
         use_underscores=True, compact_help=True,
@@ -117,7 +114,7 @@ def check_same(cfg: Config, directory: Path) -> None:
         theirs = decisive(json.loads(file.read_text())) if file.exists() else ours
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} cannot be read ({error!r}); choose another --run.name, or --run.restart") from None
-    if difference := utils.first_difference(ours, theirs):
+    if difference := first_difference(ours, theirs):
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "
             "start another run with --run.name, or delete this one with --run.restart")  # fmt: skip

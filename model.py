@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kernels import grouped_matmul
+from config import ModelConfig
+from kernels.grouped import grouped_matmul
 from sharding import (
     BATCH,
     CONTEXT,
@@ -54,7 +55,7 @@ from sharding import (
     vary,
     weights,
 )
-from utils import ModelConfig, UserError
+from utils import UserError
 
 float32 = jnp.float32
 

@@ -13,10 +13,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
-import ordered
 import pipeline
 import sharding
-from utils import Config, UserError, replace
+from config import Config, replace
+from utils import UserError
+from xla import ordered
 
 
 @sharding.weights

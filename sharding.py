@@ -16,8 +16,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-import ordered
-from utils import AXES, Config, MeshConfig, UserError
+from config import AXES, Config, MeshConfig
+from utils import UserError
+from xla import ordered
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
 BATCH = (DATA, FSDP, EXPERT)  # neighbours hold different sequences
@@ -27,7 +28,7 @@ BATCH_SPEC = P(BATCH, CONTEXT)  # of tokens_BT and all that is shaped like it
 
 
 def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
-    """Arrange devices along the six axes, in the order of `utils.AXES`; of a TPU slice, neighbours on nearest chips.
+    """Arrange devices along the six axes, in the order of `config.AXES`; of a TPU slice, neighbours on nearest chips.
 
     Raises: UserError if there are fewer devices than the mesh holds.
     """

@@ -19,10 +19,10 @@ import sys
 
 import tyro
 
-import schedules
 import utils
 from bench import step
-from utils import replace
+from config import Config, replace
+from pipeline import schedules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Arguments:
     json: bool = False  # print one JSON object a schedule
 
 
-def settings(args: Arguments, name: str) -> utils.Config:
+def settings(args: Arguments, name: str) -> Config:
     return replace(step.DEFAULT, **{
         "mesh": f"stage={args.stages}", "pipeline.schedule": name, "pipeline.microbatches": args.microbatches,
         "pipeline.chunks": 2 if name == "interleaved" else 1, "data.batch_size": 2 * args.microbatches,
         "model.n_layers": 16, "model.balance_loss": 0.0})  # fmt: skip
 
 
-def predicted(cfg: utils.Config, args: Arguments) -> dict:
+def predicted(cfg: Config, args: Arguments) -> dict:
     """By the simulator: a backward pass takes twice a forward one, and as much again as one to recompute it."""
     sched = schedules.schedule(cfg.pipeline.schedule, args.stages, args.microbatches, cfg.pipeline.chunks, lead=2)
     # Where weight gradients wait, both halves recompute, and both go through the layers.

@@ -20,12 +20,12 @@ from typing import Literal
 import numpy as np
 import tyro
 
-import checkpoint
 import main
 import optimizer
 import sharding
 import utils
 from data import prepare
+from train import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes"}

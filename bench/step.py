@@ -19,7 +19,8 @@ import numpy as np
 import tyro
 
 import utils
-from utils import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, UserError
+from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, preset
+from utils import UserError
 
 MOST_DEVICES = 64  # simulated devices are threads of one process
 DEFAULT = Config(
@@ -42,7 +43,7 @@ class Arguments(Config):
 def parse(argv: list[str]) -> Arguments:
     """Read `[PRESET] [--flags]`; the preset says what the flags' defaults are."""
     has_preset = argv and not argv[0].startswith("-")
-    start, flags = (utils.preset(argv[0]), argv[1:]) if has_preset else (DEFAULT, argv)
+    start, flags = (preset(argv[0]), argv[1:]) if has_preset else (DEFAULT, argv)
     args = tyro.cli(
         Arguments, prog="python -m bench.step [PRESET]", description=__doc__.split("\n\n")[0], args=flags,
         default=Arguments(**vars(start)), use_underscores=True, compact_help=True,
@@ -76,9 +77,9 @@ def random_batch(cfg: Config) -> dict[str, np.ndarray]:
 
 def measure(cfg: Config, steps: int) -> dict:
     """Compile and run the training step. JAX is imported here, once it is known how many devices to simulate."""
-    import compiled
     import optimizer
     import sharding
+    from plan import compiled
 
     mesh, split = sharding.make_mesh(cfg.mesh), sharding.split_batch(cfg)
     say(f"mesh {cfg.mesh}: {split}")
@@ -106,7 +107,7 @@ def best_seconds(step, state, batch, steps: int) -> float:
 
 def read(cfg: Config, found) -> dict:
     """Bytes on the wire of one device, and FLOPs of all over those of the model, in one step."""
-    import planner
+    from plan import planner
 
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
     return {

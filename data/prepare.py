@@ -15,8 +15,9 @@ import rich.progress
 import tyro
 
 import dataset
+from config import first_difference
 from data import sources, tokenizers
-from utils import UserError, exit_status, first_difference, log
+from utils import UserError, exit_status, log
 
 COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
 

@@ -1,29 +1,23 @@
 """Pipeline schedules as data: who works on which microbatch when. Plain Python; no device is touched.
 
-    python -m pipeline draw 1f1b --stages 4 --microbatches 8 --out 1f1b.png
-    python -m pipeline compare --stages 4 --microbatches 8
-
 A schedule is an order of operations for each stage. `F` is the forward pass of one microbatch through one chunk of
 layers; `B` its backward pass; where weight gradients wait, `B` makes the gradient of the inputs and `W` that of the
 weights. `Schedule.table` places the orders into ticks: in one tick a stage does at most one F, then one B, then one W,
 and what it sends arrives at the end of the tick. `rows` adds which buffer slot each operation reads and writes, as
-arrays for the executor in `pipeline.py`; `check` runs these rows with labels in place of numbers.
+arrays for the executor in `step.py`; `check.py` runs these rows with labels in place of numbers.
 
 Letters: S stages, M microbatches, v chunks a stage. Chunk c of stage s holds layers that come c*S + s-th.
 """
 
 import dataclasses
 import functools
-import json
-import sys
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import tyro
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from utils import UserError, exit_status, nearest
+from utils import UserError, nearest
 
 KINDS = "FBW"
 IDLE = -1
@@ -380,244 +374,3 @@ def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
         rounds.append(chosen)
         left = [edge for edge in left if edge not in chosen]
     return rounds
-
-
-# Checking -------------------------------------------------------------------------------------------------------------
-
-
-def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
-    """Follow the rows as the executor does, with labels in place of arrays.
-
-    Raises: ValueError at the first operation that reads anything but its own input, writes over what is still needed,
-    happens twice or never, and at the first message that nobody kept.
-    """
-    r, slots = found or rows(sched)
-    S, v, M = sched.stages, sched.chunks, sched.microbatches
-    inbox, kept, cotangents = ([{} for _ in range(S)] for _ in range(3))
-    uses = 2 if sched.splits_backward else 1
-    seen = {}
-
-    def fail(tick, s, what):
-        raise ValueError(f"{sched.name}, tick {tick}, stage {s}: {what}")
-
-    def write(tick, s, buffer, size, slot, label, reads):
-        if slot == size and reads:
-            fail(tick, s, f"{label} is not kept, and is needed later")
-        if slot < size and buffer[s].get(slot, (None, 0))[1]:
-            fail(tick, s, f"{label} is written over {buffer[s][slot][0]}, which is still needed")
-        if slot < size:
-            buffer[s][slot] = (label, reads)
-
-    def read(tick, s, buffer, slot, label):
-        there, reads = buffer[s].get(slot, ("nothing", 0))
-        if there != label or not reads:
-            fail(tick, s, f"reads {there if reads or there == 'nothing' else f'{there} again'} from slot {slot} "
-                          f"instead of {label}")  # fmt: skip
-        buffer[s][slot] = (there, reads - 1)
-
-    def once(tick, s, op):
-        if not (0 <= op.microbatch < M and 0 <= op.chunk < v):
-            fail(tick, s, f"{op} is not one of {M} microbatches and {v} chunks")
-        if (op, s) in seen:
-            fail(tick, s, f"{op} was done in tick {seen[op, s]}")
-        seen[op, s] = tick
-
-    backwards = any(op.kind == "B" for op in sched.orders[0])
-    for t in range(len(r.forward)):
-        sent, sent_back = [None] * S, [None] * S
-        for s in range(S):
-            m, c = r.forward[t, s], r.forward_chunk[t, s]
-            if m != IDLE:
-                once(t, s, Op("F", m, c))
-                if c * S + s:
-                    read(t, s, inbox, r.forward_from[t, s], ("input of", m, c))
-                elif r.forward_from[t, s] != IDLE:
-                    fail(t, s, "tokens enter here, yet it reads its inbox")
-                write(t, s, kept, slots.kept, r.keep[t, s], ("kept of", m, c), uses * backwards)
-                sent[s] = (m, c)
-            elif r.keep[t, s] != slots.kept:
-                fail(t, s, f"slot {r.keep[t, s]} is kept for what is not done")
-        for s in range(S):
-            due = sent[S - 1][0] if sent[S - 1] and sent[S - 1][1] == v - 1 else IDLE
-            if r.loss[t, s] != due:
-                fail(t, s, f"the loss of microbatch {r.loss[t, s]} is taken, and {due} has left the last stage")
-            if s == S - 1 and due != IDLE:
-                label = ("gradient of", due, v - 1)
-                write(t, s, cotangents, slots.cotangents, r.loss_to[t, s], label, uses * backwards)
-            elif r.loss_to[t, s] != slots.cotangents:
-                fail(t, s, f"slot {r.loss_to[t, s]} is kept for a loss that is not its own")
-        for kind, name in (("B", "backward"), ("W", "weight")):
-            for s in range(S):
-                m, c = getattr(r, name)[t, s], getattr(r, f"{name}_chunk")[t, s]
-                if m != IDLE:
-                    once(t, s, Op(kind, m, c))
-                    if kind == "W" and (Op("B", m, c), s) not in seen:
-                        fail(t, s, f"W{m} before its B")
-                    read(t, s, kept, getattr(r, f"{name}_kept")[t, s], ("kept of", m, c))
-                    read(t, s, cotangents, getattr(r, f"{name}_from")[t, s], ("gradient of", m, c))
-                    if kind == "B":
-                        sent_back[s] = (m, c)
-        for s in range(S):
-            for buffer, size, slot, came, ends, what in (
-                (inbox, slots.inbox, r.arrive[t, s], sent[s - 1], v * S - 1, "input of"),
-                (cotangents, slots.cotangents, r.arrive_back[t, s], sent_back[(s + 1) % S], 0, "gradient of"),
-            ):
-                step = 1 if what == "input of" else -1
-                number = came[1] * S + (s - step) % S if came else None
-                if came and number != ends:  # the last forward pass and the first stage's backward pass send to nobody
-                    reads = 1 if what == "input of" else uses
-                    write(t, s, buffer, size, slot, (what, came[0], (number + step) // S), reads)
-                elif slot != size:
-                    fail(t, s, f"slot {slot} is kept for what does not arrive")
-    wanted = {(Op(kind, m, c), s) for kind in {op.kind for op in sched.orders[0]} for m in range(M) for c in range(v)
-              for s in range(S)}  # fmt: skip
-    if missing := wanted - set(seen):
-        op, s = min(missing)
-        raise ValueError(f"{sched.name}: {op} of stage {s} never happens")
-
-
-# Drawing --------------------------------------------------------------------------------------------------------------
-
-
-def text(sched: Schedule) -> str:
-    """The table, a line a stage, a column a tick."""
-    cells = [["".join(map(str, cell)) or "." for cell in column] for column in zip(*sched.table, strict=True)]
-    width = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    line = lambda s, row: f"stage {s}  " + " ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True))
-    return "\n".join(line(s, row).rstrip() for s, row in enumerate(cells))
-
-
-def draw(sched: Schedule, path: str, F: float = 1, B: float = 1, W: float = 1) -> None:
-    """Draw what each stage does over time, as `simulate` says, into a picture file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    inches = min(max(simulate(sched, F, B, W).makespan * 0.36, 6), 22)
-    figure, axes = plt.subplots(figsize=(inches, 0.55 * sched.stages + 1.3), layout="constrained")
-    paint(axes, sched, F, B, W, inches)
-    figure.legend(ncols=3, loc="outside lower right", frameon=False)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
-
-
-def paint(axes, sched: Schedule, F: float, B: float, W: float, inches: float) -> None:
-    """Draw a schedule on matplotlib axes that are so many inches wide."""
-    found = simulate(sched, F, B, W)
-    colours = {"F": "#4c78a8", "B": "#f2a33a", "W": "#59a14f"}
-    names = {"F": "forward", "B": "backward" if not sched.splits_backward else "backward, inputs", "W": "weights"}
-    for (op, s), (start, end) in found.spans.items():
-        alpha = 1 - 0.6 * op.chunk / max(sched.chunks - 1, 1)  # later chunks are lighter
-        axes.barh(s, end - start, left=start, height=0.92, color=colours[op.kind], alpha=alpha, edgecolor="white")
-        points = 72 * inches / found.makespan * (end - start)  # of width there are
-        if points > 6:
-            size = min(9, points / len(str(op.microbatch)))
-            axes.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=size,
-                      color="white" if alpha > 0.6 else "black")  # fmt: skip
-    for kind in sorted({op.kind for op in sched.orders[0]}, key=KINDS.index):
-        axes.bar(0, 0, color=colours[kind], label=names[kind])
-    axes.set(yticks=range(sched.stages), yticklabels=[f"stage {s}" for s in range(sched.stages)],
-             xlim=(0, found.makespan), xlabel="time, in forward passes of a stage")  # fmt: skip
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
-    title = f"{sched.name}, {sched.stages} stages, {sched.microbatches} microbatches"
-    title += f", {sched.chunks} chunks a stage" * (sched.chunks > 1)
-    axes.set_title(f"{title}: {found.bubble:.1%} idle, at most {max(found.live)} activations kept", loc="left", size=10)
-
-
-# Command line ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Shape:
-    """A schedule, and how long its operations take."""
-
-    name: Annotated[Literal["gpipe", "1f1b", "interleaved", "zb"], tyro.conf.Positional]
-    stages: int = 4  # S
-    microbatches: int = 8  # M
-    chunks: int = 1  # v, parts of the layers on each stage; interleaved only
-    lead: Literal[1, 2] = 1  # 1: as published; 2: further ahead, as the lock-step executor runs it
-    forward: float = 1.0  # time of a forward pass through one stage
-    backward: float = 1.0  # of the gradient of its inputs
-    weight: float = 1.0  # of the gradient of its weights; zb delays it, elsewhere it is part of the backward pass
-
-    @property
-    def schedule(self) -> Schedule:
-        return schedule(self.name, self.stages, self.microbatches, self.chunks, self.lead)
-
-    @property
-    def times(self) -> tuple[float, float, float]:
-        if self.schedule.splits_backward:
-            return self.forward, self.backward, self.weight
-        return self.forward, self.backward + self.weight, 0.0
-
-
-@dataclasses.dataclass
-class Draw(Shape):
-    """Draw what each stage does over time into a picture file."""
-
-    out: str = "schedule.png"  # PNG, SVG or PDF
-
-    def __call__(self) -> None:
-        draw(self.schedule, self.out, *self.times)
-        print(f"wrote {self.out}")
-
-
-@dataclasses.dataclass
-class Show(Shape):
-    """Print the table of ticks, and what the schedule costs."""
-
-    def __call__(self) -> None:
-        check(self.schedule)
-        print(text(self.schedule))
-        print(Costs(self.schedule, *self.times))
-
-
-@dataclasses.dataclass
-class Compare:
-    """Print what each schedule costs for one number of stages and microbatches."""
-
-    stages: int = 4  # S
-    microbatches: int = 8  # M
-    json: bool = False  # one JSON object a line instead
-
-    def __call__(self) -> None:
-        for name in SCHEDULES:
-            try:
-                shape = Shape(name, self.stages, self.microbatches, 2 if name == "interleaved" else 1, lead=2)
-                costs = Costs(shape.schedule, *shape.times)
-            except UserError as error:
-                print(f"{name:12} {error}", file=sys.stderr)
-                continue
-            print(json.dumps(dataclasses.asdict(costs)) if self.json else f"{name:12} {costs}")
-
-
-@dataclasses.dataclass
-class Costs:
-    """What a schedule costs, in the unit of the times given."""
-
-    schedule: str
-    bubble: float  # share of the makespan, asynchronous
-    makespan: float
-    lock_step: float  # makespan in lock-step
-    live: int  # most activations kept by a stage
-    ticks: int
-
-    def __init__(self, sched: Schedule, F: float, B: float, W: float):
-        found = simulate(sched, F, B, W)
-        self.schedule, self.bubble, self.makespan, self.live = sched.name, found.bubble, found.makespan, max(found.live)
-        self.lock_step, self.ticks = lock_step(sched, F, B, W), len(sched.table)
-
-    def __str__(self) -> str:
-        return (f"bubble {self.bubble:.1%}, makespan {self.makespan:g}, in lock-step {self.lock_step:g} "
-                f"({self.ticks} ticks), at most {self.live} activations kept by a stage")  # fmt: skip
-
-
-@exit_status
-def main(argv: list[str] | None = None) -> None:
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"draw": Draw, "show": Show, "compare": Compare}, args=argv, prog="python -m pipeline"
-    )
-    command()

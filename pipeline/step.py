@@ -7,7 +7,6 @@ stage may skip hands its weights to the backward pass in every tick: they would 
 """
 
 import dataclasses
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import model
-import ordered
-import schedules
 import sharding
+from config import AXES, Config, ModelConfig
+from pipeline import schedules
 from sharding import (
     BATCH,
     BATCH_SPEC,
@@ -33,7 +32,8 @@ from sharding import (
     shift,
     vary,
 )
-from utils import AXES, Config, ModelConfig, UserError
+from utils import UserError
+from xla import ordered
 
 IDLE = schedules.IDLE
 WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
@@ -456,7 +456,3 @@ def logits(cfg: Config, mesh: Mesh):
 
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR))
     return ordered.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]), mesh)
-
-
-if __name__ == "__main__":
-    sys.exit(schedules.main())

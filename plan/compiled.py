@@ -19,13 +19,14 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-import ledger
 import model
 import optimizer
-import pipeline
 import sharding
 import utils
-from utils import Config, MeshConfig, UserError
+from config import Config, MeshConfig
+from pipeline.step import BATCH_NAMES
+from utils import UserError
+from xla import ledger
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def shapes(cfg: Config, mesh: Mesh):
     state = jax.tree.map(describe, optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     place, shape = NamedSharding(mesh, sharding.BATCH_SPEC), (cfg.data.batch_size, cfg.data.seq_len)
     dtype = lambda name: np.float32 if name == "weights_BT" else np.int32
-    return state, {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=place) for name in pipeline.BATCH_NAMES}
+    return state, {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=place) for name in BATCH_NAMES}
 
 
 def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:

@@ -2,7 +2,7 @@
 
 Every product and every exchange of `model.py` and `pipeline.py` is one row below. A row says what the forward pass of
 one microbatch does once, and whether the backward pass does it again; `passes` says how often each happens in a step.
-The rows are those of the busiest device, one of the first stage. `python planner.py --compile` puts the compiler's
+The rows are those of the busiest device, one of the first stage. `python -m plan --compile` puts the compiler's
 counts beside them.
 
 Letters are sizes and as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths
@@ -12,12 +12,12 @@ of this device.
 import math
 from dataclasses import dataclass
 
-import kernels
 import model
-import schedules
 import sharding
+from config import AXES, Config, ModelConfig
+from kernels import grouped
+from pipeline import schedules
 from sharding import CONTEXT, EXPERT, FSDP, STAGE, TENSOR
-from utils import AXES, Config, ModelConfig
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
 
@@ -109,11 +109,11 @@ BATCHED = ("full", "dots")  # "dots" keeps products without batch dims
 
 
 def grouped_rows(A: int, e: int, platform: str) -> int:
-    """Rows that the grouped product of e experts multiplies for A assignments: `kernels.py` pads or repeats tiles."""
+    """Rows that the grouped product of e experts multiplies for A assignments: it pads, or repeats tiles."""
     if platform == "tpu":
-        tile = kernels.tile_rows(A, e)
+        tile = grouped.tile_rows(A, e)
         return (-(-A // tile) + e - 1) * tile
-    tile = min(kernels.TILE, -(-A // e))
+    tile = min(grouped.TILE, -(-A // e))
     return (-(-A // tile) + e) * tile
 
 
@@ -433,7 +433,7 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
         rows = c.n_experts * z.b * model.slots_per_expert(c, z.T)
     elif is_moe:
         rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
-        tiles = 0 if z.platform == "tpu" else rows // min(kernels.TILE, -(-N * n * c.top_k * n // c.n_experts))
+        tiles = 0 if z.platform == "tpu" else rows // min(grouped.TILE, -(-N * n * c.top_k * n // c.n_experts))
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
     if remat == "full":
         return stream * z.width

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from utils import AXES, MeshConfig, UserError, nearest
+from config import AXES, MeshConfig
+from utils import UserError, nearest
 
 GiB = 2**30
 GPUS_PER_NODE = 8  # joined by NVSwitch: https://jax-ml.github.io/scaling-book/gpus, "At the node level"

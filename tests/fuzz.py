@@ -22,8 +22,8 @@ from pathlib import Path
 import tyro
 
 import utils
+from config import AXES, MeshConfig
 from tests import parity
-from utils import AXES, MeshConfig
 
 ROOT = Path(__file__).parent.parent
 

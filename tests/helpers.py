@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import model
-import ordered
-import planner
 import sharding
+from config import Config, MeshConfig, ModelConfig
+from plan import show
 from sharding import AXES, TOKENS
-from utils import Config, MeshConfig, ModelConfig
+from xla import ordered
 
 # Batches --------------------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ def quick_or_slow(cases: dict[str, set]) -> list:
 
 def check_prediction(plan, found: dict, state=0.01):
     """Parameters and optimizer within 1%, peak memory 20%, FLOPs 5%, bytes 5% over each set of axes that carries 1%."""
-    rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in planner.compared(plan, found)}
+    rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in show.compared(plan, found)}
     off = {what: predicted / counted - 1 for what, (predicted, counted) in rows.items() if counted}
     assert abs(off["parameters, optimizer, batch"]) <= state, off
     assert abs(off["peak memory"]) <= 0.20, off

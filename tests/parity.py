@@ -19,11 +19,11 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
-import ordered
 import sharding
 import utils
+from config import Config, preset, replace
 from tests import helpers, quick
-from utils import Config, preset, replace
+from xla import ordered
 
 STEPS, TRIES = 3, 3
 

@@ -16,9 +16,9 @@ import pytest
 
 import main
 import optimizer
-import planner
-import utils
+from config import PRESETS, preset
 from data import prepare
+from plan import __main__ as plan_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -136,9 +136,9 @@ def test_the_process_ends_with_status_2(tokens, tmp_path):
 
 
 def test_a_reader_may_leave():
-    """Catches a traceback, or Python's own complaint as it ends, behind `python planner.py | head -1`."""
+    """Catches a traceback, or Python's own complaint as it ends, behind `python -m plan | head -1`."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # written as Python ends
-    words = [sys.executable, "planner.py"]
+    words = [sys.executable, "-m", "plan"]
     with subprocess.Popen(words, cwd=ROOT, env=env, stdout=PIPE, stderr=PIPE, text=True) as command:
         command.stdout.close()
         said = command.stderr.read()
@@ -151,8 +151,8 @@ def test_every_command_may_be_interrupted(monkeypatch, capsys):
     def run(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planner, "run", run)
-    assert planner.main(["tiny"]) == 130
+    monkeypatch.setattr(plan_command, "run", run)
+    assert plan_command.main(["tiny"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
@@ -223,9 +223,9 @@ def test_help_fits_two_screens():
     assert len(lines) <= 110 and max(map(len, lines)) <= 120
     for group in ("model", "model.precision", "data", "optim", "run"):
         assert f" {group} options " in out
-    for preset in utils.PRESETS:
-        assert re.search(rf"\b{preset}\b", out), preset
-    for name, value in settings(utils.preset("tiny").to_dict()):
+    for name in PRESETS:
+        assert re.search(rf"\b{name}\b", out), name
+    for name, value in settings(preset("tiny").to_dict()):
         assert re.search(rf"{re.escape(name)}\b", out), name
         if isinstance(value, int | float) and not isinstance(value, bool):
             assert f"{name} {'INT' if isinstance(value, int) else 'FLOAT'} (default: {value})" in plain(out), name
@@ -237,7 +237,7 @@ def test_help_verbose_explains_each_setting():
     status, out, _ = run("tiny", "--help-verbose")
     assert status == 0
     said = plain(out)
-    for name, _ in settings(utils.preset("tiny").to_dict()):
+    for name, _ in settings(preset("tiny").to_dict()):
         start = re.search(rf"{re.escape(name)}(?![\w.])", said)
         text = said[start.end() : said.index("(default:", start.end())]
         words = re.findall(r"\b[a-z]{2,}\b", re.sub(r"--\S+|{\S+}", "", text))

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import dataset
+from config import first_difference, preset, replace
 from data import prepare
-from utils import UserError, first_difference, preset, replace
+from utils import UserError
 
 B, T = 3, 7  # rows and positions of a batch
 NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")

@@ -9,20 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import helpers
 import jax
 import numpy as np
 import pytest
 
-import checkpoint
 import generate
 import model
 import optimizer
 import pipeline
 import sharding
+from config import Config, ModelConfig, preset, replace
 from data import tokenizers
 from generate import Request, Sampler
-from utils import Config, ModelConfig, UserError, preset, replace
+from tests import helpers
+from train import checkpoint
+from utils import UserError
 
 ROOT = Path(__file__).parent.parent
 BYTES = tokenizers.load("bytes")

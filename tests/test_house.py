@@ -15,33 +15,35 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Who may import whom among our own modules. A new module gets a row. None: anything.
+# Who may import whom among our files at the root and our rooms. A new one gets a row. None: anything.
 MAY_IMPORT = {
-    "utils": set(),
-    "ledger": set(),
-    "ordered": {"utils", "ledger"},
-    "sharding": {"utils", "ordered"},
-    "kernels": {"sharding"},
-    "model": {"utils", "sharding", "kernels"},
-    "schedules": {"utils"},
-    "pipeline": {"utils", "sharding", "ordered", "model", "schedules"},
-    "optimizer": {"utils", "sharding", "ordered", "model", "pipeline"},
-    "checkpoint": {"utils", "sharding"},
-    "dataset": {"utils"},
-    "data": {"utils", "dataset"},
-    "report": {"utils"},
-    "hardware": {"utils"},
-    "compiled": {"utils", "sharding", "model", "pipeline", "optimizer", "ledger"},
-    "costs": {"utils", "sharding", "kernels", "model", "schedules"},
-    "planner": {"utils", "sharding", "model", "pipeline", "schedules", "hardware", "compiled", "ledger", "costs"},
-    "generate": {"utils", "sharding", "ordered", "model", "pipeline", "dataset", "data", "checkpoint"},
-    "gptj": {"utils", "sharding", "ordered", "model"},
-    "families": {"utils", "sharding", "model", "gptj"},
-    "convert": {"utils", "sharding", "gptj", "families", "checkpoint"},
-    "guard": {"utils", "sharding", "optimizer", "dataset"},
-    "tracking": {"utils"},
+    "utils": "",
+    "config": "utils",
+    "xla": "utils",
+    "sharding": "utils config xla",
+    "kernels": "sharding",
+    "model": "utils config sharding kernels",
+    "pipeline": "utils config xla sharding model",
+    "optimizer": "utils config xla sharding model pipeline",
+    "dataset": "utils config",
+    "data": "utils config dataset",
+    "plan": "utils config xla sharding kernels model pipeline optimizer",
+    "train": "utils config sharding model optimizer dataset",
+    "weights": "utils config xla sharding model train",
+    "generate": "utils config xla sharding model pipeline dataset data train",
     "main": None,
 }
+# The files of a room: each may import those before it.
+ROOMS = {
+    "xla": "ledger ordered",
+    "kernels": "grouped",
+    "pipeline": "schedules check draw step __main__",
+    "data": "sources tokenizers prepare",
+    "plan": "hardware costs compiled planner show __main__",
+    "train": "checkpoint guard tracking report",
+    "weights": "gptj families convert __main__",
+}
+AROUND = {"tests", "chapters", "bench", "docs"}  # what uses the rooms, and is not imported by them
 NOT_OURS = {".git", ".venv", "runs", "tokens"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 
@@ -60,18 +62,19 @@ def shell_files():
 
 
 def modules():
-    """Our modules and packages by name, with the Python files each is made of."""
-    packages = {path.parent.name: sorted(path.parent.glob("*.py")) for path in ROOT.glob("*/__init__.py")}
-    return {path.stem: [path] for path in ROOT.glob("*.py")} | packages
+    """Our files at the root and our rooms, by name, with the Python files each is made of."""
+    rooms = {path.parent.name: sorted(path.parent.glob("*.py")) for path in ROOT.glob("*/__init__.py")}
+    return {path.stem: [path] for path in ROOT.glob("*.py")} | rooms
 
 
 def imported(path):
-    """The top-level names a file imports, inside functions too."""
+    """What a file imports, inside functions too: `from a.b import c` gives a.b and a.b.c."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.split(".")[0]
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def pins(path):
@@ -110,22 +113,53 @@ def test_shapes_are_never_stretched_silently():
 
 
 def test_every_module_has_a_row():
-    """Catches a new module that nobody placed in the order, and a row for one that is gone."""
-    assert set(modules()) - {"tests", "chapters", "bench", "docs"} == set(MAY_IMPORT)
+    """Catches a new file or room that nobody placed in the order, and a row for one that is gone."""
+    assert set(modules()) - AROUND == set(MAY_IMPORT)
+    for room, order in ROOMS.items():
+        assert {path.stem for path in modules()[room]} == {"__init__", *order.split()}, room
+    assert set(ROOMS) == {path.parent.name for path in ROOT.glob("*/__init__.py")} - AROUND
 
 
 @pytest.mark.parametrize("module", MAY_IMPORT)
 def test_imports_go_one_way(module):
     """Catches a lower module that begins to lean on a higher one."""
-    assert module in modules(), f"{module} is in the table, but there is no {module}.py"
-    names = {name for path in modules()[module] for name in imported(path)} & set(modules()) - {module}
-    allowed = set(modules()) if MAY_IMPORT[module] is None else MAY_IMPORT[module]
+    ours = set(modules()) - {module}
+    names = {name.split(".")[0] for path in modules()[module] for name in imported(path)} & ours
+    allowed = ours if MAY_IMPORT[module] is None else set(MAY_IMPORT[module].split())
     assert names <= allowed, f"{module} may not import {names - allowed}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_in_a_room_go_one_way(room):
+    """Catches two files of a room that lean on each other."""
+    order = ROOMS[room].split()
+    for place, file in enumerate(order):
+        names = {name.split(".")[1] for name in imported(ROOT / room / f"{file}.py") if name.startswith(f"{room}.")}
+        assert names & set(order) <= set(order[:place]), f"{room}/{file}.py imports {names - set(order[:place])}"
 
 
 def test_the_order_has_no_circle():
     """Catches an edit of the table that allows two modules to import each other."""
-    graphlib.TopologicalSorter({name: allowed or () for name, allowed in MAY_IMPORT.items()}).prepare()
+    graphlib.TopologicalSorter({name: (allowed or "").split() for name, allowed in MAY_IMPORT.items()}).prepare()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_it_is_for(room):
+    """Catches a room without a way in: what it is for, the file to open first, what may be imported from outside."""
+    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+    first = re.search(r"\n\nOpen `(\w+)\.py`", text)
+    assert first, f"{room}/__init__.py does not say which file to open first"
+    assert first[1] in ROOMS[room].split()
+    assert "\n\nFrom outside: " in text, f"{room}/__init__.py does not say what may be imported from outside"
+    named = set(re.findall(r"`(\w+)\.py`", text)) - {"__main__"} - set(MAY_IMPORT)
+    assert named == set(ROOMS[room].split()) - {"__main__"}, f"{room}/__init__.py names {named}"
+
+
+def test_entering_a_room_loads_nothing():
+    """Catches a room whose `__init__.py` begins to import JAX, or its own files: `--help` and plain readers wait."""
+    code = f"import sys; before = set(sys.modules); import {', '.join(ROOMS)}; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == set(ROOMS)
 
 
 def test_every_extra_has_a_lock():

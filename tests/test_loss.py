@@ -4,7 +4,6 @@ import functools
 import math
 import re
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,9 @@ import pytest
 import model
 import pipeline
 import sharding
-from utils import Precision, UserError, preset
+from config import Precision, preset
+from tests import helpers
+from utils import UserError
 
 B, T, V = 16, 18, 280
 CHUNK = 36  # tokens whose logits exist at once; 8 chunks make B * T

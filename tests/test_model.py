@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +11,10 @@ import pytest
 
 import model
 import pipeline
-import planner
 import sharding
-from utils import PRESETS, preset
+from config import PRESETS, preset
+from plan import planner
+from tests import helpers
 
 B, T, D = 3, 18, 24  # of the blocks tested alone; the tiny preset is 24 wide
 

@@ -4,15 +4,16 @@ import dataclasses
 import functools
 import re
 
-import helpers
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import kernels
 import model
-from utils import UserError, preset
+from config import preset
+from kernels import grouped
+from tests import helpers
+from utils import UserError
 
 B, T, D, E = 4, 11, 24, 8  # of these tests; the tiny preset is 24 wide and has 8 experts
 
@@ -105,7 +106,7 @@ def grouped_products(tile):
     """value, d rows and d weights of both ways to multiply groups, as one compiled function."""
 
     def both(rows_AD, w_eDM, sizes_e, out_AM):
-        tiles = functools.partial(kernels.grouped_matmul_in_tiles, tile=tile)
+        tiles = functools.partial(grouped.grouped_matmul_in_tiles, tile=tile)
         results = []
         for matmul in (tiles, jax.lax.ragged_dot, model.grouped_matmul):
             out, pull = jax.vjp(lambda rows, w, matmul=matmul: matmul(rows, w, sizes_e), rows_AD, w_eDM)

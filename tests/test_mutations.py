@@ -3,7 +3,6 @@
 import functools
 import re
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +12,10 @@ import pytest
 import model
 import pipeline
 import sharding
+from config import preset
+from pipeline import step
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, TOKENS
-from tests import parity
-from utils import preset
+from tests import helpers, parity
 
 # Two blocks of a dense and an MoE layer: latent attention, a layer without rotary, dropout, a balance loss that counts.
 SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.no_rope_every": 3,
@@ -54,7 +54,7 @@ def a_mean_of_the_devices_means(patch):
 
 @mutation("^loss", mesh="stage=2")
 def every_stage_adds_its_activations(patch):
-    patch(pipeline, "last_stages", lambda x: x)
+    patch(step, "last_stages", lambda x: x)
 
 
 @mutation(r"^gradient of blocks\.moe\.feed_forward\.w_router_DE", mesh="data=2,expert=2")
@@ -184,13 +184,13 @@ def dropout_by_the_place_on_the_device(patch):
 
 @mutation(r"^gradient of norm_D", mesh="fsdp=2")
 def a_replicated_gradient_that_is_added_twice(patch):
-    true = pipeline.ready
+    true = step.ready
 
     def ready(params, c):
         w = true(params, c)
         return type(w)(**vars(w) | {"norm_D": 2 * w.norm_D - jax.lax.stop_gradient(w.norm_D)})
 
-    patch(pipeline, "ready", ready)
+    patch(step, "ready", ready)
 
 
 @mutation(r"^gradient of blocks\.", mesh="stage=2")
@@ -203,8 +203,8 @@ def only_the_last_microbatch_counts(patch):
     def on_weights_only(totals, index, values):
         return (add_at if isinstance(totals, model.Block) else true)(totals, index, values)
 
-    true = pipeline.add_at
-    patch(pipeline, "add_at", on_weights_only)
+    true = step.add_at
+    patch(step, "add_at", on_weights_only)
 
 
 @mutation(r"^no gradient of embedding_VD", mesh="stage=2")
@@ -259,7 +259,7 @@ def test_a_dropped_psum_is_seen_before_it_runs(monkeypatch):
     """Catches check_vma switched off: a sum that each device has its own part of would pass for the whole."""
     cfg = preset("tiny", **SETTINGS, mesh="fsdp=2")
     w, batch = helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, 0)
-    monkeypatch.setattr(pipeline, "psum", lambda x, axes: x)
+    monkeypatch.setattr(step, "psum", lambda x, axes: x)
     with pytest.raises(ValueError, match=r"possibly varying over \{data,stage,fsdp"):
         pipeline.evaluate(cfg, sharding.make_mesh(cfg.mesh)).lower(w, batch)
 

@@ -9,8 +9,8 @@ import dataset
 import model
 import optimizer
 import sharding
+from config import preset
 from data import prepare
-from utils import preset
 
 # Three MoE layers, nothing else: what is tested here does not depend on depth, and this compiles in seconds.
 SMALL = {"model.n_layers": 3, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",

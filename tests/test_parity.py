@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import helpers
 import jax
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import model
 import sharding
-from tests import fuzz, parity
-from utils import AXES, MeshConfig, preset
+from config import AXES, MeshConfig, preset
+from tests import fuzz, helpers, parity
 
 ROOT = Path(__file__).parent.parent
 

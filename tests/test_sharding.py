@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import sharding
+from config import PRESETS, Config, MeshConfig, ModelConfig, first_difference, preset, replace
 from sharding import AXES, DATA, FSDP, TENSOR
-from utils import PRESETS, Config, MeshConfig, ModelConfig, UserError, first_difference, preset, replace
+from utils import UserError
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,14 @@ import jax
 import numpy as np
 import pytest
 
-import checkpoint
-import convert
 import dataset
 import main
 import optimizer
 import pipeline
-import report
 import sharding
 from data import prepare
+from train import checkpoint, report
+from weights import __main__ as weights_command
 
 ROOT = Path(__file__).parent.parent
 STEPS = 60  # a checkpoint every 20, an evaluation every 25
@@ -107,7 +106,10 @@ def copied(finished, tmp_path):
 
 def test_another_model_is_not_trained(tmp_path):
     """Catches a traceback, or a GPT-J read into a model of another shape."""
-    assert convert.main(["from-hf", str(ROOT / "tests/fixtures/gptj"), "--out", str(tmp_path / "gptj")]) == 0
+    assert (
+        weights_command.main(["from-hf", str(ROOT / "tests/weights/fixtures/gptj"), "--out", str(tmp_path / "gptj")])
+        == 0
+    )
     status, _, err = run(["tiny", "--init-from", tmp_path / "gptj"])
     assert (status, err.count("\n")) == (2, 1) and "holds another model (GPTJConfig)" in err
 
@@ -128,8 +130,8 @@ def test_a_run_starts_from_another(home, tmp_path):
               "--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]  # fmt: skip
     assert run(["tiny", *dense.split(), *common, "--run.name", "source"])[0] == 0
     source, folder, converted = tmp_path / "source", tmp_path / "hf", tmp_path / "converted"
-    assert convert.main(["to-hf", str(source), "--out", str(folder)]) == 0
-    assert convert.main(["from-hf", str(folder), "--out", str(converted)]) == 0
+    assert weights_command.main(["to-hf", str(source), "--out", str(folder)]) == 0
+    assert weights_command.main(["from-hf", str(folder), "--out", str(converted)]) == 0
     want = restored(["tiny", *dense.split()], source)
     for name, start in (("tuned", source), ("retuned", converted)):
         # A learning rate of 0 leaves the parameters as they were given.

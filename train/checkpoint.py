@@ -6,8 +6,8 @@
     checkpoints/60.saving/          not finished: it gets its number last, so what has a number was once whole
 
 A step is read only if it still agrees with its manifest: Orbax restores flipped bits without a word. Where the newest
-does not, the one before is taken, and the reason said. `python checkpoint.py ls DIR` lists the steps of a run,
-`python checkpoint.py verify DIR` reads every byte of them.
+does not, the one before is taken, and the reason said. `python -m train.checkpoint ls DIR` lists the steps of a run,
+`python -m train.checkpoint verify DIR` reads every byte of them.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ import orbax.checkpoint as ocp
 import tyro
 from orbax.checkpoint import checkpoint_managers as policies
 
+from config import first_difference
 from sharding import map_named, named
-from utils import UserError, exit_status, first_difference, is_main_process
+from utils import UserError, exit_status, is_main_process
 
 MANIFEST = "manifest.json"
 SAVING, DELETING = ".saving", ".deleting"  # ends of the names of directories that are no checkpoints, yet or any more
@@ -394,7 +395,9 @@ def rows(directory: str | os.PathLike, read: bool) -> list[Row]:
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    args = tyro.extras.subcommand_cli_from_dict({"ls": List, "verify": Verify}, args=argv, prog="python checkpoint.py")
+    args = tyro.extras.subcommand_cli_from_dict(
+        {"ls": List, "verify": Verify}, args=argv, prog="python -m train.checkpoint"
+    )
     inside = os.path.join(args.directory, "checkpoints")
     directory, read = inside if os.path.isdir(inside) else args.directory, isinstance(args, Verify)
     table = rows(directory, read)

@@ -11,7 +11,8 @@ import numpy as np
 import dataset
 import optimizer
 import sharding
-from utils import Config, UserError, log
+from config import Config
+from utils import UserError, log
 
 
 def mean_loss(losses: list) -> float:

@@ -1,6 +1,8 @@
 """Draw training runs: metrics.jsonl -> report.png, from that file alone.
 
-`python report.py runs/laptop` draws one run, `python report.py runs/a runs/b --out both.png` overlays several.
+    python -m train.report runs/laptop                         # one run
+    python -m train.report runs/a runs/b --out both.png        # several on top of each other
+
 `main.py` writes one JSON object a line, told apart by its `kind`: start, train, eval, end; and,
 of which nothing is drawn, skip (a step that was not finite), norms and noise (asked for).
 """

@@ -17,7 +17,8 @@ import uuid
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from utils import Config, is_main_process, log
+from config import Config
+from utils import is_main_process, log
 
 FILES = ("wandb.json", "wandb.log", "wandb")  # what it leaves in a run's directory
 PATIENCE_S = 30.0  # for the last rows to be sent, once training is done
@@ -34,9 +35,10 @@ class Tracker:
         self.directory, self.process, self.given_up = directory, None, False
         if cfg.run.tracker == "wandb" and is_main_process():
             with (directory / "wandb.log").open("a") as output:
-                words = [sys.executable, os.path.abspath(__file__), str(directory)]
+                words = [sys.executable, "-m", "train.tracking", str(directory.resolve())]
                 # A session of its own: Ctrl-C reaches the training process alone, which then says when to end.
-                self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output,
+                self.process = subprocess.Popen(words, cwd=Path(__file__).resolve().parents[1],
+                                                stdin=subprocess.PIPE, stdout=output, stderr=output,
                                                 start_new_session=True)  # fmt: skip
             self.waiting = threading.Thread(target=self._wait, daemon=True)
             self.waiting.start()

@@ -1,8 +1,5 @@
 """Weights to and from Hugging Face, by the tables of `families.py`.
 
-    python convert.py from-hf DIR --out runs/x    # config.json + safetensors -> runs/x: config.json + weights/
-    python convert.py to-hf runs/x --out DIR      # the same folder back; of a training run, its newest checkpoint
-
 Reading holds one tensor in memory at a time; writing holds one file, which is no larger than our largest parameter (or
 64 MiB, if that is smaller).
 """
@@ -13,7 +10,6 @@ import functools
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +23,12 @@ import safetensors.numpy
 import tyro
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-import checkpoint
 import sharding
-from families import KEPT, Piece, config_from_hf, config_to_hf, declare, family_of, pieces, to_ours, to_theirs
-from gptj import GPTJConfig
-from utils import Config, ModelConfig, Precision, UserError, exit_status, log, replace
+from config import Config, ModelConfig, Precision, replace
+from train import checkpoint
+from utils import UserError, log
+from weights.families import KEPT, Piece, config_from_hf, config_to_hf, declare, family_of, pieces, to_ours, to_theirs
+from weights.gptj import GPTJConfig
 
 # Folders --------------------------------------------------------------------------------------------------------------
 
@@ -303,19 +300,3 @@ def write_file(path: Path, some: list[Piece], read, declared) -> None:
     """Write one file. A function of its own, so that its tensors are gone before those of the next are made."""
     tensors = {piece.theirs: to_theirs(read, piece, declared) for piece in some}
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-
-
-@exit_status
-def main(argv: list[str] | None = None) -> int:
-    jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator, and should not take one
-    try:
-        commands = {"from-hf": from_hf, "to-hf": to_hf}
-        tyro.extras.subcommand_cli_from_dict(commands, prog="python convert.py", args=argv)
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was kept", file=sys.stderr)
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import gptj
 import model
 import sharding
-from gptj import GPTJConfig
-from utils import ModelConfig, UserError, nearest
+from config import ModelConfig
+from utils import UserError, nearest
+from weights import gptj
+from weights.gptj import GPTJConfig
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
 

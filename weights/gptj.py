@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
-import ordered
 import sharding
+from config import Precision, at_least
 from model import allowed, attend, embed, gathered, rotary_angles, rotate
 from sharding import BATCH, BATCH_SPEC, CONTEXT, SLICED, TENSOR, all_gather, param, reduce_scatter, weights
-from utils import Precision, UserError, at_least
+from utils import UserError
+from xla import ordered
 
 ROPE_THETA = 10_000.0  # fixed in GPT-J
 NAMES = ("tokens_BT", "positions_BT", "segments_BT")  # what it reads of a batch

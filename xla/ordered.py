@@ -23,9 +23,9 @@ import numpy as np
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import Mesh, PartitionSpec as P
 
-import ledger
 import utils
 from utils import UserError
+from xla import ledger
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",
                "all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")  # fmt: skip

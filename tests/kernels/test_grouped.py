@@ -1,4 +1,4 @@
-"""Claims about `kernels.py`: its TPU kernels, run here by Pallas's interpreter, are the products they stand for."""
+"""Claims about `kernels/grouped.py`: its TPU kernels, run by Pallas's interpreter, are the products they stand for."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import kernels
 import model
+from config import MeshConfig
+from kernels import grouped
 from sharding import FSDP, make_mesh
-from utils import MeshConfig
 
 
 def by_visits(rows_AD, w_eDM, sizes_e, d_out_AM):
     """The product and its gradients, as on TPU."""
-    pulled = kernels.pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
-    return kernels.products(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
+    pulled = grouped.pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
+    return grouped.products(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
 
 
 def by_ragged_dot(rows_AD, w_eDM, sizes_e, d_out_AM):
@@ -47,7 +47,7 @@ def test_products_by_visits_equal_ragged_dot(rows, sizes_e):
 
 def test_wide_weights_are_cut_into_blocks(monkeypatch):
     """Catches blocks of weights that meet the wrong columns."""
-    monkeypatch.setattr(kernels, "block_width", lambda width, height, most: 128)
+    monkeypatch.setattr(grouped, "block_width", lambda width, height, most: 128)
     rows_AD, w_eDM, d_out_AM = operands(256, 2, D=256, M=384)
     sizes_e = jnp.array([56, 200])
     results = [way(rows_AD, w_eDM, sizes_e, d_out_AM) for way in (by_visits, by_ragged_dot)]
@@ -60,7 +60,7 @@ def test_wide_weights_are_cut_into_blocks(monkeypatch):
 )
 def test_a_block_of_weights_is_whole_lanes(width, height, most, want):
     """Catches a block that does not divide the weights, or does not fit where it could."""
-    assert kernels.block_width(width, height, most) == want
+    assert grouped.block_width(width, height, most) == want
 
 
 def test_types_say_along_which_axes_the_kernels_vary():
@@ -70,7 +70,7 @@ def test_types_say_along_which_axes_the_kernels_vary():
     sizes_ne = jnp.array([[100, 0, 28], [128, 0, 0], [1, 100, 20], [0, 64, 64]])
 
     def total(w_eDM, rows_AD):
-        local = lambda rows, w, sizes: jax.lax.psum(jnp.sum(kernels.grouped_matmul(rows, w, sizes[0])), FSDP)
+        local = lambda rows, w, sizes: jax.lax.psum(jnp.sum(grouped.grouped_matmul(rows, w, sizes[0])), FSDP)
         mesh, specs = make_mesh(MeshConfig(fsdp=4)), (P(FSDP), P(), P(FSDP))
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(rows_AD, w_eDM, sizes_ne)
 
@@ -80,7 +80,7 @@ def test_types_say_along_which_axes_the_kernels_vary():
 def test_only_own_rows_are_visited():
     """Catches work on rows of other devices' experts: visits are as many as own rows need, not as there are rows."""
     sizes_e = jnp.array([200, 0, 100])
-    at, n_visits = kernels.visits(128 * 100, sizes_e, tile=128)
+    at, n_visits = grouped.visits(128 * 100, sizes_e, tile=128)
     assert int(n_visits) == 2 + 1 + 2
     assert at.expert_i[:5].tolist() == [0, 0, 1, 2, 2]
     assert at.tile_i[:5].tolist() == [0, 1, 1, 1, 2]
@@ -89,7 +89,7 @@ def test_only_own_rows_are_visited():
 def test_a_backward_pass_keeps_the_operands_alone():
     """Catches tiles, or weights an expert's tile uses, that are kept between forward and backward pass."""
     rows_AD, w_eDM, _ = operands(256, 3)
-    _, pull = jax.vjp(kernels.grouped_matmul, jnp.array(rows_AD), jnp.array(w_eDM), jnp.array([100, 0, 156]))
+    _, pull = jax.vjp(grouped.grouped_matmul, jnp.array(rows_AD), jnp.array(w_eDM), jnp.array([100, 0, 156]))
     assert sorted(x.shape for x in jax.tree.leaves(pull)) == [(3,), (3, 5, 7), (256, 5)]
 
 

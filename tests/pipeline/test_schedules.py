@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-import schedules
-from schedules import Op, Schedule, check, live, lock_step, rows, schedule, simulate
+from pipeline import schedules
+from pipeline.__main__ import main
+from pipeline.check import check
+from pipeline.schedules import Op, Schedule, live, lock_step, rows, schedule, simulate
 from utils import UserError
 
 SIZES = [(S, M) for S in (1, 2, 3, 4, 8) for M in (S, 2 * S, 8 * S)]
@@ -177,7 +179,7 @@ def test_layers_find_their_way_to_their_chunks(S, v):
 
 def test_the_table_is_printed_as_text(capsys):
     """Catches a table whose columns are not ticks, and costs of another schedule than the one shown."""
-    assert schedules.main(["show", "1f1b", "--stages", "3", "--microbatches", "4", "--lead", "2"]) == 0
+    assert main(["show", "1f1b", "--stages", "3", "--microbatches", "4", "--lead", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "stage 0  F0 F1 F2   F3   B0   B1   B2 B3",
         "stage 1  .  F0 F1   F2B0 F3B1 B2   B3 .",
@@ -188,13 +190,13 @@ def test_the_table_is_printed_as_text(capsys):
 
 def test_schedules_are_compared_for_people_and_programs(capsys):
     """Catches a split backward pass that is less work than a whole one, and a line that is no JSON."""
-    assert schedules.main(["compare", "--stages", "4", "--microbatches", "8", "--json"]) == 0
+    assert main(["compare", "--stages", "4", "--microbatches", "8", "--json"]) == 0
     found = {row["schedule"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert set(found) == set(schedules.SCHEDULES)
     work = {name: row["makespan"] * (1 - row["bubble"]) for name, row in found.items()}
     assert list(work.values()) == pytest.approx([24] * 4)  # 8 microbatches of F + B + W = 3
     assert found["gpipe"]["live"] == 8 and found["1f1b"]["live"] == 7
-    assert schedules.main(["compare", "--stages", "4", "--microbatches", "6"]) == 0
+    assert main(["compare", "--stages", "4", "--microbatches", "6"]) == 0
     printed = capsys.readouterr()
     assert "nearest that are: 4 or 8" in printed.err and len(printed.out.splitlines()) == 3
 
@@ -204,9 +206,9 @@ def test_a_schedule_is_drawn(tmp_path, capsys):
     from matplotlib import image
 
     out = tmp_path / "zb.png"
-    assert schedules.main(["draw", "zb", "--out", str(out)]) == 0
+    assert main(["draw", "zb", "--out", str(out)]) == 0
     pixels = image.imread(out)[..., :3].reshape(-1, 3)
     for colour in ((0x4C, 0x78, 0xA8), (0xF2, 0xA3, 0x3A), (0x59, 0xA1, 0x4F)):  # forward, backward, weights
         assert np.mean(np.all(np.abs(pixels - np.array(colour) / 255) < 0.02, axis=1)) > 0.02
-    assert schedules.main(["draw", "zb", "--out", str(tmp_path / "none" / "zb.png")]) == 2
+    assert main(["draw", "zb", "--out", str(tmp_path / "none" / "zb.png")]) == 2
     assert "error: " in capsys.readouterr().err

@@ -2,17 +2,18 @@
 
 import functools
 
-import helpers
 import jax
 import numpy as np
 import pytest
 
-import ledger
 import model
 import pipeline
 import sharding
-from tests import parity
-from utils import UserError, preset
+from config import preset
+from pipeline import step
+from tests import helpers, parity
+from utils import UserError
+from xla import ledger
 
 # Sixteen blocks of one layer, so that 8 stages can have 2 chunks each; every dim a different size.
 SHARED = {"model.n_layers": 16, "model.dense_prefix": 0, "model.moe_every": 1, "model.n_experts": 4,
@@ -173,8 +174,8 @@ def test_layers_go_to_their_chunks_and_back():
     spec = jax.sharding.PartitionSpec("stage")
 
     def there_and_back(x_l):
-        chunks = pipeline.to_chunks(x_l, 2)
-        return chunks.reshape(x_l.shape), pipeline.from_chunks(chunks, 2)
+        chunks = step.to_chunks(x_l, 2)
+        return chunks.reshape(x_l.shape), step.from_chunks(chunks, 2)
 
     x = np.arange(16 * 3).reshape(16, 3)
     moved, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=spec))(x)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import compiled
-import ledger
 import optimizer
 import sharding
 import utils
+from config import MeshConfig, preset
+from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
-from utils import MeshConfig, UserError, preset
+from utils import UserError
+from xla import ledger
 
 GIB = 2**30
 

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 
-import hardware
-import planner
-from hardware import CHIPS, Topology, collective_seconds, layout
-from utils import MeshConfig, ModelConfig, UserError
+from config import MeshConfig, ModelConfig
+from plan import hardware, planner
+from plan.hardware import CHIPS, Topology, collective_seconds, layout
+from utils import UserError
 
 approx = pytest.approx
 V5P = CHIPS["v5p"]
@@ -131,7 +131,7 @@ NO_LIBTPU = not importlib.util.find_spec("libtpu")
 ])  # fmt: skip
 def test_the_compiler_arranges_the_chips_the_same_way(topology, mesh):
     """Catches devices made up here that JAX arranges differently from libtpu's."""
-    import compiled
+    from plan import compiled
 
     sizes = MeshConfig.parse(mesh)
     real = compiled.topology_mesh(sizes, topology).devices
@@ -147,7 +147,7 @@ def test_the_compiler_arranges_the_chips_the_same_way(topology, mesh):
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_the_compiler_has_as_much_memory(topology):
     """Catches the memory printed on a chip taken for what a program gets."""
-    import compiled
+    from plan import compiled
 
     chip = Topology.parse(topology).chip
     device = compiled.topology_mesh(MeshConfig(fsdp=4), topology).devices.flat[0]

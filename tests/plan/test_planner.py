@@ -7,16 +7,14 @@ import re
 import jax
 import pytest
 
-import compiled
-import costs
-import hardware
 import pipeline
-import planner
-import schedules
-import utils
 from bench import step as bench_step
+from config import preset, replace
+from pipeline import schedules
+from plan import compiled, costs, hardware, planner
+from plan.__main__ import main
 from tests.helpers import check_prediction
-from utils import UserError, preset
+from utils import UserError
 
 GIB = 2**30
 
@@ -24,7 +22,7 @@ GIB = 2**30
 def config(name: str, mesh: str, **settings):
     """A preset, or the default of bench/step.py, on a mesh."""
     if name == "bench":
-        return utils.replace(bench_step.DEFAULT, mesh=mesh, **settings)
+        return replace(bench_step.DEFAULT, mesh=mesh, **settings)
     return preset(name, mesh=mesh, **settings)
 
 
@@ -193,7 +191,7 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "optim.max_device_batch": 0})
     with pytest.raises(UserError, match="needs a memory to fit"):
         planner.largest_batch(cfg, None, None, print)
-    in_passes = utils.replace(cfg, **{"optim.max_device_batch": 16})
+    in_passes = replace(cfg, **{"optim.max_device_batch": 16})
     with pytest.raises(UserError, match="still fit: memory does not grow"):
         planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
     monkeypatch.setattr(planner, "compile_plan", lambda plan, say: ({"peak_bytes": 1e12, "fits": False}, None))
@@ -208,7 +206,7 @@ WANTED = {"params_total", "params_active", "model_flops", "hardware_flops", "wir
 
 
 def run(capsys, *words):
-    status = planner.main(list(words))
+    status = main(list(words))
     out, err = capsys.readouterr()
     return status, out, err
 

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-import compiled
-import kernels
-import ledger
 import optimizer
-import planner
+from config import MeshConfig, preset
+from kernels import grouped
+from plan import compiled, planner
 from sharding import FSDP
 from tests.helpers import check_prediction
-from utils import MeshConfig, UserError, preset
+from utils import UserError
+from xla import ledger
 
 pytestmark = [
     pytest.mark.tpu,
@@ -117,7 +117,7 @@ def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
     mesh = compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x1")
 
     def local(rows_AD, w_eDM, sizes_e, d_out_AM):
-        out, pull = jax.vjp(lambda rows, w: kernels.grouped_matmul(rows, w, sizes_e), rows_AD, w_eDM)
+        out, pull = jax.vjp(lambda rows, w: grouped.grouped_matmul(rows, w, sizes_e), rows_AD, w_eDM)
         return out, *pull(d_out_AM)
 
     shapes = [((4 * 8192, D), dtype), ((4 * experts, D, M), dtype), ((4 * experts,), "int32"), ((4 * 8192, M), dtype)]

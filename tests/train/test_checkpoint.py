@@ -17,22 +17,22 @@ import threading
 import types
 from pathlib import Path
 
-import helpers
 import jax
 import numpy as np
 import pytest
 
-import checkpoint
 import generate
 import main
 import optimizer
 import pipeline
 import sharding
 from bench import soak
+from config import preset, replace
 from data import prepare
-from utils import preset, replace
+from tests import helpers
+from train import checkpoint
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
 FLAGS = shlex.split(  # the model of test_training.py, so that its compiled programs are found
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
@@ -260,7 +260,7 @@ def test_the_command_lists_and_verifies_without_a_device(tmp_path):
 
     def command(*words):
         env = os.environ | {"JAX_PLATFORMS": "nonsense"}
-        words = [sys.executable, "checkpoint.py", *map(str, words)]
+        words = [sys.executable, "-m", "train.checkpoint", *map(str, words)]
         done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert done.stderr == ""
         return done.returncode, done.stdout

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_batch
-from test_training import PowerCut, cut_at, restored, rows, run, snapshot, untimed
 
 import dataset
-import guard
 import main
 import model
 import optimizer
 import pipeline
-import report
 import sharding
+from config import preset, replace
 from data import prepare
-from utils import UserError, preset, replace
+from tests.helpers import random_batch
+from tests.test_training import PowerCut, cut_at, restored, rows, run, snapshot, untimed
+from train import guard, report
+from utils import UserError
 
 # Two blocks of one layer each, over two devices; what is repeated twice over is in the names only.
 SMALL = {"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",

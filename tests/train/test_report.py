@@ -1,6 +1,7 @@
 """The picture says what metrics.jsonl says, and a run that cannot be drawn is refused in one sentence."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import report
+from train import report
 from utils import UserError
 
+ROOT = Path(__file__).parents[2]
 STEPS, LAYERS, EXPERTS = 7, 2, 5
 
 
@@ -169,8 +171,8 @@ def test_an_unknown_kind_of_picture_is_refused(tmp_path):
 
 
 def command(*words, cwd):
-    words = [sys.executable, Path(report.__file__), *words]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    words, env = [sys.executable, "-m", "train.report", *words], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def test_the_command_writes_the_picture_beside_the_metrics(tmp_path):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import main
-import tracking
-from utils import preset
+from config import preset
+from train import tracking
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORDER = """
 import json, os, time
 def say(*words):
@@ -134,10 +134,10 @@ def test_a_resumed_run_goes_on_where_it_was(stand_in, directory):
 def test_it_ends_with_a_killed_training(stand_in, directory):
     """Catches a process that is left behind, and rows of a killed run that are never sent."""
     calls = stand_in()
-    code = (f"import tracking, time, os, pathlib\nfrom tests.test_tracking import CFG, write\n"
+    code = (f"import time, os, pathlib\nfrom train import tracking\nfrom tests.train.test_tracking import CFG, write\n"
             f"d = pathlib.Path({str(directory)!r})\nwrite(d, 'train', 1, 2, 3)\n"
             f"t = tracking.Tracker(CFG, d)\nprint(t.process.pid, flush=True)\nos.kill(os.getpid(), 9)")  # fmt: skip
-    env = os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{ROOT}:{ROOT}/tests"}
+    env = os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
     wait_for(lambda: calls() and calls()[-1] == ["finish"])

@@ -6,6 +6,7 @@ The witnesses are tiny random models made by `fixtures/make_reference.py`; nothi
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,21 +17,21 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import draw
 
-import checkpoint
-import convert
-import families
-import gptj
 import model
 import pipeline
 import sharding
-from families import FAMILIES, config_from_hf, config_to_hf, declare
-from gptj import GPTJConfig
-from utils import FLOAT32, Config, MeshConfig, UserError, preset, replace
+from config import FLOAT32, Config, MeshConfig, preset, replace
+from tests.helpers import draw
+from train import checkpoint
+from utils import UserError
+from weights import convert, families, gptj
+from weights.__main__ import main
+from weights.families import FAMILIES, config_from_hf, config_to_hf, declare
+from weights.gptj import GPTJConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = ROOT / "tests" / "fixtures"
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests/weights/fixtures"
 # Each must divide its family's odd sizes. Llama keeps its two key heads together, or their order would not matter.
 MESHES = {"llama": "fsdp=2,context=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
@@ -54,7 +55,7 @@ PUBLISHED = {name: preset(name).model for name in ("llama3_8b", "mixtral_8x7b", 
 
 def command(*argv, capsys=None):
     """Run the command line in this process; returns the exit status, and what it said if asked."""
-    status = convert.main([str(word) for word in argv])
+    status = main([str(word) for word in argv])
     return (status, *capsys.readouterr()) if capsys else status
 
 
@@ -415,8 +416,9 @@ def test_the_command_line_end_to_end(tmp_path):
     """As a user types it, in a process of its own, both ways; and a mistake, with status 2 and no traceback."""
 
     def run(*argv):
-        words = [sys.executable, ROOT / "convert.py", *argv]
-        return subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+        words = [sys.executable, "-m", "weights", *argv]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
 
     done = run("from-hf", FIXTURES / "mixtral", "--out", "runs/x")
     assert (done.returncode, done.stderr) == (0, "") and "73,120 parameters" in done.stdout

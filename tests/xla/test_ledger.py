@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import compiled as compiled_step
-import ledger
 import model
 import pipeline
 import sharding
 from bench import step as bench_step
+from config import preset, replace
+from plan import compiled as compiled_step
 from sharding import FSDP, STAGE, TENSOR
-from utils import preset, replace
+from xla import ledger
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ALL = (STAGE, FSDP, TENSOR)
 SIZES = {"data": 1, STAGE: 2, FSDP: 2, "expert": 1, "context": 1, TENSOR: 2}
 

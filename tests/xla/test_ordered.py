@@ -3,25 +3,24 @@
 import functools
 import os
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import compiled
 import generate
-import ledger
 import model
 import optimizer
-import ordered
 import pipeline
 import sharding
 import utils
+from config import preset
+from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
-from tests import fuzz, parity
-from utils import UserError, preset
+from tests import fuzz, helpers, parity
+from utils import UserError
+from xla import ledger, ordered
 
 MESH = "stage=2,fsdp=2,tensor=2"
 SPEC = P((STAGE, FSDP, TENSOR))

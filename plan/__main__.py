@@ -1,0 +1,123 @@
+"""Know before you rent: does a configuration fit, what moves, what waits, how fast could it be.
+
+    python -m plan moe1b --topology v4:4x4x2               # by arithmetic, at once
+    python -m plan moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
+    python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
+    python -m plan moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
+    python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
+
+--json FILE (or -, to print it) and --plot FILE keep what was found; --memory GiB stands for another chip's. Exit status
+1: it does not fit. `plan` adds up the rows of `costs.py` on the wires of `hardware.py`; `--compile` has the trainer's
+own step compiled and puts the compiler's counts beside them. Without it no device is touched.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass, fields
+
+import tyro
+
+import utils
+from config import PRESETS, Config, preset
+from plan import hardware, planner, show
+from plan.costs import parameters
+from utils import UserError
+
+flag = lambda name: tyro.conf.arg(aliases=[f"--{name}"], name=name)
+
+
+@dataclass(frozen=True)
+class Arguments(Config):
+    topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ..; empty: of no known speed or memory
+    compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices
+    search: int = 0  # plan every mesh of this many devices, and rank those that fit
+    max_batch: bool = False  # find the largest batch that fits, by compiling
+    memory: float = 0.0  # GiB a device has; 0: what its kind has
+    json: str = ""  # write the numbers to this file as JSON; -: print them, and nothing else
+    plot: str = ""  # draw memory, wires and schedule into this file
+
+
+def parse(argv: list[str]) -> tuple[Config, Arguments]:
+    """Read `PRESET [--flags]`; the preset says what the flags' defaults are."""
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        raise UserError(f"name a preset first: {', '.join(PRESETS)}")
+    start, rest = (Config(), argv) if argv[0].startswith("-") else (preset(argv[0]), argv[1:])
+    args = tyro.cli(
+        Arguments, prog="python -m plan PRESET", description=__doc__, args=rest, default=Arguments(**vars(start)),
+        use_underscores=True, compact_help=True,
+    )  # fmt: skip
+    return Config(**{f.name: getattr(args, f.name) for f in fields(Config)}), args
+
+
+def presets() -> None:
+    """Print every preset's size as a Markdown table."""
+    for name, (what, _) in PRESETS.items():
+        total, active = parameters(preset(name).model)
+        print(f"| `{name}` | {what.removeprefix('planner only: ')} | {total:,} | {active:,} |")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
+    """Do what the flags ask, and print it; returns the numbers, and the exit status: 1 if it does not fit."""
+    from rich.console import Console
+
+    console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
+    topology = hardware.Topology.parse(args.topology) if args.topology else None
+    limit = round(args.memory * 2**30) or None
+    if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
+        utils.use_devices(cfg.mesh.devices)
+    if args.search:
+        if not topology or args.search != topology.chips:
+            there = f"{topology} has {topology.chips}" if topology else "there is no --topology"
+            raise UserError(f"--search {args.search}: {there}; name one with {args.search} devices")
+        fit, large, refused = planner.search(cfg, topology, limit, say)
+        show.search_table(fit, large, refused, console)
+        names = ("mesh", "step_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
+        short = lambda one: {name: one.to_json()[name] for name in names} | {
+            "schedule": one.sched.name, "microbatches": one.sched.microbatches}  # fmt: skip
+        return {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}, 0 if fit else 1
+    if args.max_batch:
+        most, too_many = planner.largest_batch(cfg, topology, limit, say)
+        console.print(f"{most} sequences fit ({most * cfg.data.seq_len:,} tokens), {too_many} do not")
+        return {"max_batch": most, "too_large": too_many}, 0
+
+    one = planner.plan(cfg, topology, limit)
+    found, step = planner.compile_plan(one, say) if args.compile else (None, None)
+    show.tables(one, found, console)
+    if step:
+        show.compiled_tables(found, step, console)
+    if args.plot:
+        show.plot(one, found, args.plot)
+        say(f"drew {args.plot}")
+    for problem in (found or {}).get("unexpected", []):
+        say(f"error: {problem}")
+    if found and "error" in found:
+        say(f"error: {found['error']}")
+    fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
+    return one.to_json() | ({"compiled": found} if found else {}), 1 if fits is False else 0
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        presets()
+        return 0
+    cfg, args = parse(argv)
+    numbers, status = run(cfg, args)
+    if args.json == "-":
+        print(json.dumps(numbers))
+    elif args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(numbers, file, indent=1)
+        say(f"wrote {args.json}")
+    return status
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Errors a user can cause, process-0 logging, simulated devices. Nothing here imports JAX before it must."""
+
+import contextlib
+import difflib
+import functools
+import os
+import sys
+
+
+class UserError(ValueError):
+    """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with status 2."""
+
+
+def exit_status(main):
+    """Decorator of a command: what a user can cause ends in one line and an exit status, never in a traceback.
+
+    2 for a UserError, and for what the system refuses, as for want of space (an OSError's text names the file); 130
+    after Ctrl-C; 1, and no line, if the reader of the output has left, as `head` does.
+    """
+
+    @functools.wraps(main)
+    def wrapped(*args) -> int:
+        try:
+            status = main(*args) or 0
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            return 1
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return 130
+
+    return wrapped
+
+
+def nearest(word: str, known) -> str:
+    """Say which known word is closest to a misspelt one, then list a few more, all if they are few."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)
+    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(listed)
+
+
+def is_main_process() -> bool:
+    """True in process 0, the one that prints and writes; always true before JAX is imported."""
+    return "jax" not in sys.modules or sys.modules["jax"].process_index() == 0
+
+
+def log(*words) -> None:
+    """Print on process 0."""
+    if is_main_process():
+        print(*words, flush=True)
+
+
+def simulate_devices(count: int) -> None:
+    """Make this process, and those it starts, see `count` CPU devices. Must run before JAX is imported."""
+    assert "jax" not in sys.modules, "simulate_devices must be called before JAX is imported"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    prepare_collectives(count)
+
+
+def prepare_collectives(devices: int) -> None:
+    """Keep collectives of several CPU devices of one process from deadlock. Must run before the first use of a device.
+
+    - Threads: one that meets a collective sleeps until the other devices of its group come. With XLA's default, one
+      thread a device, devices that begin with a second program leave none for those that are late with the first
+      (`python bench/deadlock.py`).
+    - No compilation cache, but for what `ordered.py` has compiled: a program that is read from a file has lost more of
+      the order of its collectives (seen with JAX 0.10.2).
+    """
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # if JAX is imported later, and in processes started here
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_enable_compilation_cache", False)
+
+
+def use_devices(count: int) -> None:
+    """Make this process see `count` CPU devices, now that JAX is imported; 0: those there are.
+
+    Raises: UserError if there is an accelerator, or this process has worked with another number of devices.
+    """
+    import jax
+
+    if not count:
+        return
+    prepare_collectives(count)
+    with contextlib.suppress(RuntimeError):  # too late; it does not matter if the number is the same
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        raise UserError(f"--devices {count} simulates CPU devices, and here are {len(devices)} x "
+                        f"{devices[0].device_kind}; drop --devices, or set JAX_PLATFORMS=cpu")  # fmt: skip
+    if len(devices) != count:
+        raise UserError(f"--devices {count}: this process has begun to work with {len(devices)}; start another")
+
+
+@contextlib.contextmanager
+def compile_cache(directory: str, enabled: bool = True):
+    """Meanwhile keep compiled programs in a directory, and find them there; empty: compile anew, and keep none.
+
+    enabled  False: only those of `ordered.compile`
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {"jax_enable_compilation_cache": enabled and bool(directory),
+                "jax_compilation_cache_dir": directory or None}  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # JAX asks for the settings once, at its first program, and now again
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def cache_directory() -> str:
+    """The user's cache folder for this project: $XDG_CACHE_HOME/axis-by-axis, or ~/.cache/axis-by-axis."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "axis-by-axis")

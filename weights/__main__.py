@@ -1,0 +1,29 @@
+"""Weights to and from Hugging Face.
+
+python -m weights from-hf DIR --out runs/x    # config.json + safetensors -> runs/x: config.json + weights/
+python -m weights to-hf runs/x --out DIR      # the same folder back; of a training run, its newest checkpoint
+"""
+
+import sys
+
+import jax
+import tyro
+
+from utils import exit_status
+from weights.convert import from_hf, to_hf
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> int:
+    jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator, and should not take one
+    try:
+        commands = {"from-hf": from_hf, "to-hf": to_hf}
+        tyro.extras.subcommand_cli_from_dict(commands, prog="python -m weights", args=argv)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
