@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiktoken
 import tyro
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
@@ -45,7 +46,7 @@ NOWHERE = 2**30  # a position past the last slot of any cache
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
-@sharding.weights
+@struct.dataclass
 class LatentCache:
     """What latent attention keeps of each position: C + R numbers, whatever the number of heads."""
 
@@ -53,7 +54,7 @@ class LatentCache:
     rotary_bSR: jax.Array
 
 
-@sharding.weights
+@struct.dataclass
 class GroupedCache:
     """What grouped-query attention keeps of each position: a key and a value for each of the G heads."""
 

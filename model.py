@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
@@ -53,7 +54,6 @@ from sharding import (
     reduce_scatter,
     shift,
     vary,
-    weights,
 )
 from utils import UserError
 
@@ -225,7 +225,7 @@ def over_context(c: ModelConfig, q_bshK, parts, keys_values, positions_bs, segme
     return causal(q_bshK, *keys_values(*parts), allowed(positions_bs, positions_bS, segments_bs, segments_bS))
 
 
-@weights
+@struct.dataclass
 class LatentAttention:
     """Keys and values come from one narrow latent; all heads share a small rotary key (arXiv:2405.04434, 2.1)."""
 
@@ -275,7 +275,7 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, se
     return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD)
 
 
-@weights
+@struct.dataclass
 class GroupedAttention:
     """H query heads share G key and value heads, in groups of H/G neighbours (arXiv:2305.13245)."""
 
@@ -319,7 +319,7 @@ def activate(up, gate):
     return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
-@weights
+@struct.dataclass
 class FeedForward:
     w_gate_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR, needs=swiglu)
     w_up_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR)
@@ -336,7 +336,7 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
 # Mixture of experts ---------------------------------------------------------------------------------------------------
 
 
-@weights
+@struct.dataclass
 class MoE:
     w_router_DE: Any = param("DE", fan_in="D", D=SLICED, exact=True)
     # Added to the scores when experts are chosen, never to the gates; moved by the load, not by a gradient.
@@ -503,7 +503,7 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-@weights
+@struct.dataclass
 class Layer:
     norm_attention_D: Any = param("D", mean=1.0, decay=False)
     attention: LatentAttention | GroupedAttention | None = None
@@ -511,7 +511,7 @@ class Layer:
     feed_forward: FeedForward | MoE | None = None
 
 
-@weights
+@struct.dataclass
 class Block:
     """The unit that repeats: J dense layers, then one MoE layer; in a dense model, one dense layer."""
 
@@ -524,7 +524,7 @@ def embedding_std(c: ModelConfig) -> float:
     return c.d_model**-0.5 if c.tie_embeddings else 1.0
 
 
-@weights
+@struct.dataclass
 class Transformer:
     embedding_VD: Any = param("VD", std=embedding_std, decay=False, V=TENSOR, D=SLICED)
     prefix: Layer | None = None

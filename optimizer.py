@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
@@ -20,7 +21,7 @@ from utils import UserError
 from xla import ordered
 
 
-@sharding.weights
+@struct.dataclass
 class TrainState:
     """All that a step changes. The data cursor is `step` itself."""
 

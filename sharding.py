@@ -67,11 +67,6 @@ class Declaration:
         return math.prod(self.shape)
 
 
-def weights(cls):
-    """Make a class of declared parameters a frozen dataclass that JAX sees as a pytree."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
 def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, decay=True, trainable=True, exact=False,
           **axis_of):  # fmt: skip
     """Declare a parameter: one letter per dim, and the mesh axis (or axes) that splits each letter.
@@ -131,7 +126,7 @@ def named(tree) -> dict[str, Any]:
 def map_sliced(function, w, *names):
     """Replace each parameter that lies in slices along FSDP by function(array, dim, axes, exact); the rest stays.
 
-    w      weights of a class made by `weights`, one layer's or stacked
+    w      a `flax.struct` of declared parameters, one layer's or stacked
     names  only these of its parameters, as a tuple; none: the whole class, and the classes in it
     """
 

@@ -68,7 +68,7 @@ def compiled_step(cfg: Config, mesh):
     def step(state, batch):
         metrics, grads, changes, moments = updates(state, batch)
         params = optax.apply_updates(state.params, changes)
-        return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics, grads
+        return state.replace(params=params, optimizer=moments, step=state.step + 1), metrics, grads
 
     state = optimizer.state_shardings(cfg, mesh)
     return ordered.jit(step, mesh, out_shardings=(state, NamedSharding(mesh, P()), state.params))

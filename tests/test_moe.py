@@ -1,6 +1,5 @@
 """The router, the experts, what is dropped and what is counted, each beside a loop over tokens."""
 
-import dataclasses
 import functools
 import re
 
@@ -75,7 +74,7 @@ def test_the_router_equals_a_loop(variant):
     np.testing.assert_allclose(probabilities, [[one[2] for one in row] for row in want], rtol=1e-5)
     np.testing.assert_allclose(gates.sum(axis=-1), c.routed_scaling, rtol=1e-6)
     if w.bias_E is not None:  # else this test would not see a bias that is ignored
-        unbiased = dataclasses.replace(w, bias_E=None)
+        unbiased = w.replace(bias_E=None)
         others = [[helpers.np_route(unbiased, c, x_D)[1] for x_D in x_TD] for x_TD in x_BTD]
         assert np.mean(experts == others) < 0.95
 
@@ -251,7 +250,7 @@ def with_router(c, w_router_DE):
     """Weights whose router is given and whose experts are random; no selection bias."""
     w = helpers.draw(helpers.moe_declarations(c))
     bias_E = None if w.bias_E is None else np.zeros(E, np.float32)
-    return dataclasses.replace(w, w_router_DE=np.float32(w_router_DE), bias_E=bias_E)
+    return w.replace(w_router_DE=np.float32(w_router_DE), bias_E=bias_E)
 
 
 def test_an_undecided_router_has_balance_loss_one():

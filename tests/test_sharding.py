@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from jax.sharding import PartitionSpec as P
 
 import sharding
@@ -125,7 +126,7 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
 # Declarations ---------------------------------------------------------------------------------------------------------
 
 
-@sharding.weights
+@struct.dataclass
 class Pair:
     w_XY: object = sharding.param("XY", fan_in="X", X=(FSDP, DATA), Y=TENSOR)
     gain_Y: object = sharding.param("Y", mean=2.0, decay=False)

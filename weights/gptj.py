@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh, PartitionSpec as P
 
 import sharding
 from config import Precision, at_least
 from model import allowed, attend, embed, gathered, rotary_angles, rotate
-from sharding import BATCH, BATCH_SPEC, CONTEXT, SLICED, TENSOR, all_gather, param, reduce_scatter, weights
+from sharding import BATCH, BATCH_SPEC, CONTEXT, SLICED, TENSOR, all_gather, param, reduce_scatter
 from utils import UserError
 from xla import ordered
 
@@ -52,7 +53,7 @@ class GPTJConfig:
         return self.d_model // self.n_heads
 
 
-@weights
+@struct.dataclass
 class Layer:
     norm_gain_D: Any = param("D", mean=1.0, decay=False)
     norm_bias_D: Any = param("D", decay=False)
@@ -68,7 +69,7 @@ class Layer:
     bias_down_D: Any = param("D", decay=False)
 
 
-@weights
+@struct.dataclass
 class GPTJ:
     embedding_VD: Any = param("VD", std=lambda c: 0.02, decay=False, V=TENSOR, D=SLICED)
     layers: Layer | None = None

@@ -1,5 +1,6 @@
 """Collectives of simulated devices happen in one order: what is compiled says so, and what does not is refused."""
 
+import dataclasses
 import functools
 import os
 
@@ -128,7 +129,7 @@ def programs(cfg):
     mesh = sharding.make_mesh(cfg.mesh)
     state, batch = compiled.shapes(cfg, mesh)
     c, rows = cfg.model, 2 * mesh.size
-    decoding = utils.dataclasses.replace(c, capacity_factor=0.0, gather="layer")
+    decoding = dataclasses.replace(c, capacity_factor=0.0, gather="layer")
     yield "step", optimizer.train_step(cfg, mesh), (state, batch)
     yield "evaluation", pipeline.evaluate(cfg, mesh), (state.params, batch)
     yield "logits", pipeline.logits(cfg, mesh), (state.params, batch)
