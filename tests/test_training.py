@@ -418,7 +418,8 @@ def test_an_interrupted_run_goes_on(finished, home, tmp_path, monkeypatch):
 
 KILLED = """
 import sys, time
-import checkpoint, main
+import main
+from train import checkpoint
 write = main.Metrics.write
 def write_then_hang(self, kind, step, **values):
     write(self, kind, step, **values)

@@ -593,7 +593,8 @@ def test_a_signal_where_there_is_nothing_to_save(straight, partway, monkeypatch,
 
 HANGING = """
 import sys, time
-import checkpoint, main
+import main
+from train import checkpoint
 def hang(*_):
     print("HANGS", flush=True)
     time.sleep(600)
