@@ -40,7 +40,7 @@ ROOMS = {
     "pipeline": "schedules check draw step __main__",
     "data": "sources tokenizers prepare",
     "plan": "hardware costs compiled planner show __main__",
-    "train": "checkpoint guard tracking report",
+    "train": "checkpoint guard tracking report directory interruptions start progress",
     "weights": "gptj families convert __main__",
 }
 AROUND = {"tests", "chapters", "bench", "docs"}  # what uses the rooms, and is not imported by them

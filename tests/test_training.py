@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -24,7 +23,8 @@ import optimizer
 import pipeline
 import sharding
 from data import prepare
-from train import checkpoint, report
+from train import checkpoint, progress, report
+from train.directory import OWN_FILES, Metrics
 from weights import __main__ as weights_command
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +157,7 @@ def assert_same_arrays(got, want):
 def test_a_run_leaves_its_files(finished):
     """Catches a result that is not written, a picture that is not one, and a config.json that is not the run's."""
     argv, directory, _ = finished
-    assert {p.name for p in directory.iterdir()} == {*main.OWN_FILES}
+    assert {p.name for p in directory.iterdir()} == {*OWN_FILES}
     assert json.loads((directory / "config.json").read_text())["config"] == main.parse(argv).to_dict()
     assert (directory / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert checkpoint.latest_step(directory / "checkpoints") == STEPS
@@ -202,7 +202,7 @@ def test_metrics_are_complete_and_in_order(finished):
 
 def test_a_row_averages_the_loss_since_the_row_before():
     """Catches a row that shows one lucky step, and one that counts the balance loss as cross-entropy."""
-    row = main.to_row({"loss": np.float32(9), "cross_entropy": np.float32(4)}, [np.float32(1), np.float32(4)])
+    row = progress.to_row({"loss": np.float32(9), "cross_entropy": np.float32(4)}, [np.float32(1), np.float32(4)])
     assert row == {"loss": 2.5}
 
 
@@ -284,12 +284,12 @@ def test_batches_weigh_by_their_tokens(home):
         return next(nats) * tokens, tokens
 
     seen = []
-    got = main.evaluate(cfg, sharding.make_mesh("data=1"), compiled, None, 0)
+    got = progress.evaluate(cfg, sharding.make_mesh("data=1"), compiled, None, 0)
     assert seen[:2] == [288, 288] and seen[2] < 288
     assert got["loss"] == pytest.approx((288 * 1 + 288 * 2 + seen[2] * 5) / sum(seen))
     assert (got["tokens"], got["full"]) == (sum(seen), True)
     nats, seen = iter([1.0]), []
-    assert main.evaluate(cfg, sharding.make_mesh("data=1"), compiled, None, 1)["full"] is False
+    assert progress.evaluate(cfg, sharding.make_mesh("data=1"), compiled, None, 1)["full"] is False
 
 
 # Complete, continue, start again --------------------------------------------------------------------------------------
@@ -364,15 +364,6 @@ def test_the_printed_command_starts_again(copied, finished):
     assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] is False
 
 
-def test_the_command_repeats_what_was_typed():
-    """Catches a number of steps given twice, a restart repeated by accident, and words that a shell would split."""
-    own = ["tiny", "--run.dir", "my runs", "--run.steps", "5", "--run.restart", "--run.steps=7", "--run.seed=1"]
-    words = lambda **changes: shlex.split(main.command(own, **changes))[2:]
-    assert words(steps=9) == ["tiny", "--run.dir", "my runs", "--run.seed=1", "--run.steps", "9"]
-    assert words(restart=True) == [*own[:5], "--run.steps=7", "--run.seed=1", "--run.restart"]
-    assert words() == [*own[:5], "--run.steps=7", "--run.seed=1"]
-
-
 # Interruptions --------------------------------------------------------------------------------------------------------
 
 
@@ -381,14 +372,14 @@ class PowerCut(Exception):
 
 
 def cut_at(monkeypatch, kind, step):
-    write = main.Metrics.write
+    write = Metrics.write
 
     def write_or_fail(self, row_kind, row_step, **values):
         if (row_kind, row_step) == (kind, step):
             raise PowerCut
         write(self, row_kind, row_step, **values)
 
-    monkeypatch.setattr(main.Metrics, "write", write_or_fail)
+    monkeypatch.setattr(Metrics, "write", write_or_fail)
 
 
 def assert_same_run(argv, directory, finished):
@@ -420,7 +411,8 @@ KILLED = """
 import sys, time
 import main
 from train import checkpoint
-write = main.Metrics.write
+from train.directory import Metrics
+write = Metrics.write
 def write_then_hang(self, kind, step, **values):
     write(self, kind, step, **values)
     if (kind, step) == ("train", 33):
@@ -428,7 +420,7 @@ def write_then_hang(self, kind, step, **values):
             time.sleep(0.01)
         print("READY", flush=True)
         time.sleep(600)
-main.Metrics.write = write_then_hang
+Metrics.write = write_then_hang
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -467,7 +459,7 @@ def test_a_run_cut_after_its_last_step_is_finished(finished, copied, monkeypatch
     assert untimed(rows(directory, "train")) == untimed(rows(finished[1], "train"))
     assert untimed(rows(directory, "eval")) == untimed(rows(finished[1], "eval"))
     assert rows(directory)[-1]["kind"] == "end"
-    assert {p.name for p in directory.iterdir()} == {*main.OWN_FILES}
+    assert {p.name for p in directory.iterdir()} == {*OWN_FILES}
     assert run(argv)[1].startswith(f"{directory} is complete")
 
 
@@ -561,21 +553,3 @@ def test_a_state_moves_to_another_mesh_and_back(finished, tmp_path):
     with checkpoint.open_directory(tmp_path / "checkpoints") as manager:
         checkpoint.save(manager, 3, four, {})
     assert_same_arrays(restored(argv, tmp_path), one)
-
-
-def test_a_save_is_not_touched_by_later_steps(tmp_path):
-    """Catches a background save that reads memory which the next step has been given."""
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = add(np.zeros(2_000_000, np.float32))
-    with checkpoint.open_directory(tmp_path) as manager:
-        checkpoint.save(manager, 1, {"x": x}, {})
-        for _ in range(20):
-            x = add(x)
-    target = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)}
-    np.testing.assert_array_equal(checkpoint.restore(tmp_path, target)["x"], 1)
-
-
-def test_a_missing_checkpoint_is_named(tmp_path):
-    """Catches a state at step 0 that is passed off as a restored one."""
-    with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path}/nowhere"):
-        checkpoint.restore(tmp_path / "nowhere", {})

@@ -1,115 +1,30 @@
 """Faults lose nothing: a damaged step is passed over, a kill costs at most the steps since a save, a run stops well."""
 
-import contextlib
-import fcntl
 import functools
-import io
 import json
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import types
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import generate
-import main
 import optimizer
 import pipeline
 import sharding
 from bench import soak
 from config import preset, replace
-from data import prepare
 from tests import helpers
+from tests.train.small_run import EVERY, ROOT, STEPS, flags, run, snapshot, trained_steps
 from train import checkpoint
-
-ROOT = Path(__file__).parents[2]
-STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
-FLAGS = shlex.split(  # the model of test_training.py, so that its compiled programs are found
-    "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
-    f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 10 --run.eval_batches 1 "
-    f"--run.checkpoint_every {EVERY} --run.keep_every 24 --run.sample_tokens 5"
-)
-
-
-def run(argv):
-    """Run the command in this process: exit status, what it printed, what it complained about."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main.main([str(word) for word in argv])
-    return status, out.getvalue(), err.getvalue()
-
-
-def snapshot(directory):
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.rglob("*") if path.is_file()}
-
-
-def trained_steps(directory):
-    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [row["step"] for row in rows if row["kind"] == "train"]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("checkpoint")
-    (home / "texts").mkdir()
-    for n in range(12):
-        (home / "texts" / f"{n}.txt").write_text("abcd efgh. " * (30 + n))
-    prepare.prepare(prepare.Arguments(str(home / "tokens"), f"text:{home}/texts/*.txt", "bytes", val_share=0.3))
-    return home
-
-
-def flags(home, runs):
-    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    return [*FLAGS, "--data.path", str(home / "tokens"), "--run.dir", str(runs), "--run.compile_cache", cache]
-
-
-@pytest.fixture(scope="module")
-def straight(home):
-    """The run that nothing happens to: its directory."""
-    status, _, err = run(flags(home, home / "straight"))
-    assert (status, err) == (0, "")
-    return home / "straight" / "small"
-
-
-@pytest.fixture(scope="module")
-def stopped(home, straight):
-    """The run stopped at step 49 by Ctrl-C: its directory, and what `run` said."""
-    with stopped_at(49, signal.SIGINT):
-        said = run(flags(home, home / "stopped"))
-    return home / "stopped" / "small", said
-
-
-@pytest.fixture
-def partway(home, stopped, tmp_path):
-    """The stopped run again, with checkpoints 48 and 49, in a directory that a test may change: flags and directory."""
-    shutil.copytree(stopped[0], tmp_path / "small")
-    return flags(home, tmp_path), tmp_path / "small"
-
-
-@contextlib.contextmanager
-def stopped_at(step, number):
-    """Send a signal as soon as the row of a step is written."""
-    write = main.Metrics.write
-
-    def write_and_signal(self, kind, row_step, **values):
-        write(self, kind, row_step, **values)
-        if (kind, row_step) == ("train", step - 1):
-            signal.raise_signal(number)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(main.Metrics, "write", write_and_signal)
-        yield
-
 
 # Steps and their manifests --------------------------------------------------------------------------------------------
 
@@ -541,122 +456,19 @@ def test_only_the_expected_complaint_is_passed_over(tmp_path, monkeypatch):
     assert [str(unraisable.exc_value) for unraisable in seen] == ["another"] and sys.unraisablehook is hook
 
 
-# Being stopped --------------------------------------------------------------------------------------------------------
+def test_a_save_is_not_touched_by_later_steps(tmp_path):
+    """Catches a background save that reads memory which the next step has been given."""
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = add(np.zeros(2_000_000, np.float32))
+    with checkpoint.open_directory(tmp_path) as manager:
+        checkpoint.save(manager, 1, {"x": x}, {})
+        for _ in range(20):
+            x = add(x)
+    target = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)}
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, target)["x"], 1)
 
 
-def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, partway):
-    """Catches steps lost since the last checkpoint, an exit status that looks like a failure, and a command that starts
-    something else."""
-    (directory, (status, out, err)), (argv, copy) = stopped, partway
-    assert status == 0 and "stopping after this step, and saving it; once more stops at once" in err
-    assert "Traceback" not in err
-    assert trained_steps(directory) == list(range(1, 50)), "it goes on, or stops before it is asked to"
-    assert checkpoint.latest_step(directory / "checkpoints") == 49 and not (directory / ".lock").exists()
-    words = shlex.split(re.search(r"(?m)^stopped    nothing is lost; this goes on:  (.*)$", out)[1])
-    assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
-    status, out, err = run(argv)
-    assert (status, err) == (0, "") and f"resumed    at step 49 from {copy}/checkpoints" in out
-    assert soak.differences(argv, copy, straight) == []
-
-
-def test_a_termination_saves(partway):
-    """Catches a machine that is taken away with the steps since the last checkpoint, and handlers that stay behind."""
-    argv, directory = partway
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with stopped_at(52, signal.SIGTERM):  # when a checkpoint is due anyway
-        status, out, _ = run(argv)
-    assert status == 0 and "stopped    nothing is lost; this goes on:  " in out
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert trained_steps(directory)[-1] == checkpoint.latest_step(directory / "checkpoints") == 52
-
-
-@pytest.mark.parametrize("place", ["trace_step", "restore_or_init", "finish"])
-def test_a_signal_where_there_is_nothing_to_save(straight, partway, monkeypatch, place):
-    """Catches a traceback, or a run that goes on, when the signal comes before the first step or after the last."""
-    argv, directory = partway
-    work = getattr(main, place)
-
-    def work_and_signal(*args, **kwargs):
-        signal.raise_signal(signal.SIGTERM)
-        return work(*args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(main, place, work_and_signal)
-        status, out, err = run(argv)
-    assert status == 0 and "Traceback" not in err
-    assert out.rstrip().splitlines()[-1].startswith("stopped    nothing is lost; this goes on:  ")
-    assert checkpoint.latest_step(directory / "checkpoints") == (STEPS if place == "finish" else 49)
-    if place == "finish":
-        assert run(argv)[::2] == (0, "")
-        assert soak.differences(argv, directory, straight) == []
-
-
-HANGING = """
-import sys, time
-import main
-from train import checkpoint
-def hang(*_):
-    print("HANGS", flush=True)
-    time.sleep(600)
-checkpoint.save = hang
-sys.exit(main.main(sys.argv[1:]))
-"""
-
-
-def test_a_second_ctrl_c_stops_at_once(home, straight, tmp_path):
-    """Catches a run that cannot be ended from the keyboard because its last save hangs."""
-    words = [sys.executable, "-c", HANGING, *flags(home, tmp_path)]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert any(line == "HANGS\n" for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        assert any(
-            "stopping after this step, and saving it; once more stops at once" in line for line in process.stderr
-        )
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        err = process.stderr.read()
-        assert process.wait(timeout=10) == 130
-    assert err.startswith("stopped at once; this goes on from the newest checkpoint:  ") and "Traceback" not in err
-
-
-# The run's directory --------------------------------------------------------------------------------------------------
-
-
-def test_two_runs_in_one_directory_are_refused(straight, home):
-    """Catches two processes that write one record; and a refused one that removes the lock of the other."""
-    argv = [*flags(home, home / "straight"), "--run.steps", str(2 * STEPS)]
-    before = snapshot(straight)
-    with main.locked(straight):
-        with_lock = snapshot(straight)
-        for more in ([], ["--run.restart"]):
-            status, out, err = run([*argv, *more])
-            assert (status, out) == (2, "")
-            assert re.fullmatch(
-                rf"error: {straight} is in use by process {os.getpid()} on \S+, since .*; wait until that ends, or "
-                r"start another run with --run\.name\n", err)  # fmt: skip
-        assert snapshot(straight) == with_lock
-    assert snapshot(straight) == before
-
-
-def test_a_lock_that_was_just_removed_is_not_taken(tmp_path, monkeypatch):
-    """Catches two runs that hold two files of one name: one opened it before the other removed it."""
-    flock = fcntl.flock
-
-    def lock_late(file, how):
-        (tmp_path / ".lock").unlink()  # its holder ends
-        (tmp_path / ".lock").touch()  # somebody else begins
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", lock_late)
-    with pytest.raises(ValueError, match="is in use by another process"), main.locked(tmp_path):
-        pass
-
-
-def test_an_unwritable_place_is_named(home, tmp_path):
-    """Catches a traceback where the run's directory cannot be made, and a run that trains before it notices."""
-    (tmp_path / "file").write_text("mine")
-    status, out, err = run(flags(home, tmp_path / "file"))
-    assert (status, out) == (2, "")
-    assert err.startswith(f"error: cannot write to {tmp_path}/file/small: [Errno 20] Not a directory")
-    assert err.endswith("; choose another --run.dir\n")
-    assert (tmp_path / "file").read_text() == "mine"
+def test_a_missing_checkpoint_is_named(tmp_path):
+    """Catches a state at step 0 that is passed off as a restored one."""
+    with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path}/nowhere"):
+        checkpoint.restore(tmp_path / "nowhere", {})

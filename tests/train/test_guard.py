@@ -20,7 +20,8 @@ from config import preset, replace
 from data import prepare
 from tests.helpers import random_batch
 from tests.test_training import PowerCut, cut_at, restored, rows, run, snapshot, untimed
-from train import guard, report
+from train import checkpoint, guard, report
+from train.directory import to_json
 from utils import UserError
 
 # Two blocks of one layer each, over two devices; what is repeated twice over is in the names only.
@@ -186,7 +187,7 @@ def test_a_mean_loss_passes_over_what_is_not_finite():
     """Catches one skipped step that hides the loss of nine others."""
     assert guard.mean_loss([np.float32(1), np.float32(np.nan), np.float32(4), np.float32(np.inf)]) == 2.5
     assert math.isnan(guard.mean_loss([np.float32(np.nan)]))
-    assert main.to_json({"a": np.float32(np.nan), "b": [1.0, math.inf], "c": {"d": jnp.arange(2)}}) == {
+    assert to_json({"a": np.float32(np.nan), "b": [1.0, math.inf], "c": {"d": jnp.arange(2)}}) == {
         "a": None, "b": [1.0, None], "c": {"d": [0, 1]}}  # fmt: skip
 
 
@@ -314,9 +315,9 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
     wrong = np.nextafter(honest["loss"], 0).item()
     state = restored([*plain, "--run.dir", str(runs)], runs / "small")
     mesh = sharding.make_mesh(cfg.mesh)
-    target = main.checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     for loss, said in ((wrong, f"is {wrong!r}, here it is {honest['loss']!r}"), (honest["loss"], "the same")):
-        state = main.checkpoint.restore(runs / "small" / "checkpoints", target, 12)
+        state = checkpoint.restore(runs / "small" / "checkpoints", target, 12)
         lines = []
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(guard, "log", lambda line, lines=lines: lines.append(line))

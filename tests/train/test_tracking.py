@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import main
 from config import preset
 from train import tracking
+from train.directory import open_run
 
 ROOT = Path(__file__).parents[2]
 RECORDER = """
@@ -117,7 +117,7 @@ def test_a_resumed_run_goes_on_where_it_was(stand_in, directory):
         with (directory / "metrics.jsonl").open("a") as file:
             file.write('{"kind": "tra')
     assert logged(calls()) == [1, 2, 3, 4], "step 5 may get more rows"
-    (directory / "metrics.jsonl").unlink()  # what main.Metrics does to rows past the checkpoint at step 2
+    (directory / "metrics.jsonl").unlink()  # what Metrics does to rows past the checkpoint at step 2
     write(directory, "train", 1, 2)
     with tracking.Tracker(CFG, directory):
         write(directory, "start", 2, time=1.0)
@@ -200,6 +200,6 @@ def test_a_restart_begins_another_run(directory, tmp_path, monkeypatch):
     for name in ("wandb.json", "wandb.log"):
         (directory / name).write_text("{}")
     (directory / "wandb").mkdir()
-    monkeypatch.setattr(main, "describe", lambda cfg: {})
-    main.open_run(preset("tiny", **{"run.restart": True}), directory)
+    monkeypatch.setattr("train.directory.describe", lambda cfg: {})
+    open_run(preset("tiny", **{"run.restart": True}), directory)
     assert {path.name for path in directory.iterdir()} == {"config.json"}

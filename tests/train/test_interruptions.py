@@ -1,0 +1,98 @@
+"""Ctrl-C and SIGTERM lose nothing, a second one ends the process, and the printed command goes on."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import main
+from bench import soak
+from tests.train.small_run import ROOT, STEPS, flags, run, stopped_at, trained_steps
+from train import checkpoint, interruptions
+
+
+def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, partway):
+    """Catches steps lost since the last checkpoint, an exit status that looks like a failure, and a command that starts
+    something else."""
+    (directory, (status, out, err)), (argv, copy) = stopped, partway
+    assert status == 0 and "stopping after this step, and saving it; once more stops at once" in err
+    assert "Traceback" not in err
+    assert trained_steps(directory) == list(range(1, 50)), "it goes on, or stops before it is asked to"
+    assert checkpoint.latest_step(directory / "checkpoints") == 49 and not (directory / ".lock").exists()
+    words = shlex.split(re.search(r"(?m)^stopped    nothing is lost; this goes on:  (.*)$", out)[1])
+    assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
+    status, out, err = run(argv)
+    assert (status, err) == (0, "") and f"resumed    at step 49 from {copy}/checkpoints" in out
+    assert soak.differences(argv, copy, straight) == []
+
+
+def test_a_termination_saves(partway):
+    """Catches a machine that is taken away with the steps since the last checkpoint, and handlers that stay behind."""
+    argv, directory = partway
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with stopped_at(52, signal.SIGTERM):  # when a checkpoint is due anyway
+        status, out, _ = run(argv)
+    assert status == 0 and "stopped    nothing is lost; this goes on:  " in out
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert trained_steps(directory)[-1] == checkpoint.latest_step(directory / "checkpoints") == 52
+
+
+@pytest.mark.parametrize("place", ["trace_step", "restore_or_init", "finish"])
+def test_a_signal_where_there_is_nothing_to_save(straight, partway, monkeypatch, place):
+    """Catches a traceback, or a run that goes on, when the signal comes before the first step or after the last."""
+    argv, directory = partway
+    work = getattr(main, place)
+
+    def work_and_signal(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return work(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(main, place, work_and_signal)
+        status, out, err = run(argv)
+    assert status == 0 and "Traceback" not in err
+    assert out.rstrip().splitlines()[-1].startswith("stopped    nothing is lost; this goes on:  ")
+    assert checkpoint.latest_step(directory / "checkpoints") == (STEPS if place == "finish" else 49)
+    if place == "finish":
+        assert run(argv)[::2] == (0, "")
+        assert soak.differences(argv, directory, straight) == []
+
+
+HANGING = """
+import sys, time
+import main
+from train import checkpoint
+def hang(*_):
+    print("HANGS", flush=True)
+    time.sleep(600)
+checkpoint.save = hang
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_a_second_ctrl_c_stops_at_once(home, straight, tmp_path):
+    """Catches a run that cannot be ended from the keyboard because its last save hangs."""
+    words = [sys.executable, "-c", HANGING, *flags(home, tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert any(line == "HANGS\n" for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert any(
+            "stopping after this step, and saving it; once more stops at once" in line for line in process.stderr
+        )
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read()
+        assert process.wait(timeout=10) == 130
+    assert err.startswith("stopped at once; this goes on from the newest checkpoint:  ") and "Traceback" not in err
+
+
+def test_the_command_repeats_what_was_typed():
+    """Catches a number of steps given twice, a restart repeated by accident, and words that a shell would split."""
+    own = ["tiny", "--run.dir", "my runs", "--run.steps", "5", "--run.restart", "--run.steps=7", "--run.seed=1"]
+    words = lambda **changes: shlex.split(interruptions.command(own, **changes))[2:]
+    assert words(steps=9) == ["tiny", "--run.dir", "my runs", "--run.seed=1", "--run.steps", "9"]
+    assert words(restart=True) == [*own[:5], "--run.steps=7", "--run.seed=1", "--run.restart"]
+    assert words() == [*own[:5], "--run.steps=7", "--run.seed=1"]

@@ -1,0 +1,88 @@
+"""What stops a run from outside, Ctrl-C and SIGTERM, and the command that goes on with it."""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MAIN = Path(__file__).resolve().parent.parent / "main.py"
+
+
+class Stopped(KeyboardInterrupt):
+    """The user or the system asked the run to stop, and nothing is lost."""
+
+
+class Interruptions:
+    """Ctrl-C and SIGTERM. The first asks the loop to save and stop; outside the loop there is nothing to save, and it
+    raises Stopped. A second one ends the process at once, with the exit status a shell gives it."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, argv: list[str]):
+        self.argv, self.asked, self.saving, self.before = argv, False, False, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.reads, self.writes = os.pipe()
+            os.set_blocking(self.writes, False)
+            self.before = {number: signal.signal(number, self.handle) for number in self.SIGNALS}
+            self.wakeup = signal.set_wakeup_fd(self.writes)
+            threading.Thread(target=self.watch, args=(self.reads,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        if self.before:
+            signal.set_wakeup_fd(self.wakeup)
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
+            os.close(self.writes)  # ends the thread
+
+    def handle(self, number, frame) -> None:
+        self.asked = True
+        if not self.saving:
+            raise Stopped
+
+    def watch(self, reads: int) -> None:
+        """Sees a signal at once, in a thread: the main one may be inside XLA for a minute, where `handle` waits."""
+        seen = 0
+        while number := os.read(reads, 1):
+            seen += number[0] in self.SIGNALS
+            if seen == 1:
+                end = "stopping after this step, and saving it" if self.saving else "stopping"
+                print(f"\n{end}; once more stops at once", file=sys.stderr, flush=True)
+            elif seen > 1:
+                cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the progress bar hides it
+                print(f"{cursor}stopped at once; this goes on from the newest checkpoint:  {command(self.argv)}",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                os._exit(128 + number[0])
+        os.close(reads)
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Within, a signal only sets `asked`; what is within saves. Raises: Stopped at the end if there was one."""
+        self.saving = True
+        try:
+            yield
+        finally:
+            self.saving = False
+        if self.asked:
+            raise Stopped
+
+
+def command(argv: list[str], steps: int | None = None, restart: bool = False) -> str:
+    """The user's own command, ready for a shell, with another number of steps, or starting again."""
+    kept, words = [], iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name == "--run.steps" and steps:
+            _ = equals or next(words)  # its value goes with it
+        elif name not in ("--run.restart", "--run.no_restart"):
+            kept.append(word)
+    kept += ["--run.steps", str(steps)] if steps else []
+    kept += ["--run.restart"] if restart else []
+    python = os.path.relpath(sys.executable)  # .venv/bin/python: it holds the packages, the shell's may not
+    return shlex.join([sys.executable if python.startswith("..") else python, os.path.relpath(MAIN), *kept])

@@ -1,0 +1,79 @@
+"""How far a run is: the loss of the validation split, the rows it writes, its speed, what a terminal shows."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import dataset
+import sharding
+import utils
+from config import Config
+from train import guard
+from utils import log
+
+
+def evaluate(cfg: Config, mesh, compiled, params, batches: int) -> dict:
+    """Nats per token and bits per byte of the validation split (or of `batches` batches of it), weighted by tokens."""
+    nats = tokens = 0.0
+    for batch in dataset.evaluation_batches(cfg, batches):
+        sums = compiled(params, sharding.put(batch, mesh))
+        nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
+    bytes_per_token = dataset.bytes_per_token(dataset.load(cfg.data.path))
+    return {
+        "loss": nats / tokens,
+        "bits_per_byte": nats / tokens / math.log(2) / bytes_per_token,
+        "tokens": int(tokens),
+        "full": batches == 0,
+    }
+
+
+def to_row(metrics: dict, losses: list) -> dict:
+    """Metrics of the last step as JSON; only the loss is averaged, over the steps since the row before."""
+    not_here = ("cross_entropy", "skipped_in_a_row", "not_finite")
+    row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name not in not_here}
+    row["loss"] = guard.mean_loss(losses)  # cross-entropy alone, in nats per token
+    if "balance_loss" in row:
+        row["balance_loss"] = float(np.mean(row["balance_loss"]))
+        row["tokens_per_expert"] = [[round(n) for n in layer] for layer in row["tokens_per_expert"]]
+    return row
+
+
+@contextmanager
+def progress_bar(cfg: Config, start: int) -> Iterator:
+    """Yield show(step, row): a bar on a terminal, a line a row elsewhere."""
+    console = Console()
+    words = "loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  MFU {mfu:.1%}"
+    if not (console.is_terminal and utils.is_main_process()):
+        yield lambda step, row: log(f"step {step:>5}/{cfg.run.steps}  " + words.format(**row))
+        return
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+               TextColumn("ETA"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("taking the first steps", total=cfg.run.steps, completed=start)
+        yield lambda step, row: bar.update(task, completed=step, description=words.format(**row))
+
+
+def in_words(result: dict) -> str:
+    return f"{result['loss']:.3f} nats/token, {result['bits_per_byte']:.3f} bits/byte over {result['tokens']:,} tokens"
+
+
+def peak_flops_per_s(device, table: dict[str, float]) -> float:
+    """One device's peak: from a table of chips, or, for a CPU, what a 2048-wide float32 product reaches now."""
+    if device.device_kind in table:
+        return table[device.device_kind]
+    n = 2048
+    x = jax.device_put(jnp.ones((n, n), jnp.float32), device)
+    product = jax.jit(jnp.matmul).lower(x, x).compile()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times)
