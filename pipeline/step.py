@@ -7,10 +7,12 @@ stage may skip hands its weights to the backward pass in every tick: they would 
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import Mesh, PartitionSpec as P
 
 import model
@@ -201,6 +203,199 @@ def add_at(totals, index, values):
     return jax.tree.map(lambda total, value: total.at[index].add(value.astype(total.dtype)), totals, values)
 
 
+@struct.dataclass
+class Carry:
+    """What a stage hands from one tick to the next. How many slots a buffer has, `schedules.rows` says."""
+
+    inbox: Any  # activations that have arrived, [slots, b, t, D]
+    kept: Any  # what backward passes need of their forward passes, a list of [slots, ..]
+    cotangents: Any  # gradients of activations that have left, [slots, b, t, D]
+    sums: Any  # what the loss is made of: loss, weight, and router, [v, ..]
+    grads: Any  # of the weights, as a Transformer, in float32
+
+
+class Job(NamedTuple):
+    """What stays the same in all ticks."""
+
+    w: model.Transformer  # as a step holds them; blocks in chunks, [v, l, ..]
+    c: ModelConfig
+    pieces: dict  # the batch by microbatches, [m, b, s]
+    key: Any  # of dropout; None: no dropout
+    sched: schedules.Schedule
+    d_loss: Any = None  # gradients by the sums, the same for every microbatch; None: forward passes only
+    d_router: Any = None
+    how: Any = None  # how what is kept becomes a backward pass again, see `apart`
+
+
+def known(job: Job, m, chunk):
+    """What a forward pass reads besides activations, and a backward pass need not keep: weights, tokens and key."""
+    return (job.w.prefix, at(job.w.blocks, chunk)), (at(job.pieces, m), job.key)
+
+
+def enter(job: Job, table_VD, m):
+    """Microbatch m as the first stage receives it, [b, t, D]."""
+    return vary(model.enter(job.w.replace(embedding_VD=table_VD), job.c, at(job.pieces, m), job.key), AXES)
+
+
+def forward(job: Job, m, chunk, x_btD):
+    """Run microbatch m through a chunk of this stage's layers.
+
+    Returns ([b, t, D], router statistics), what its backward pass must be kept, and how that is put together again.
+    """
+    weights, context = known(job, m, chunk)
+
+    def run(weights, x_btD, context):
+        here = job.w.replace(prefix=weights[0], blocks=weights[1])
+        return vary(model.stage(here, job.c, x_btD, *context, chunk), AXES)
+
+    if job.d_loss is None:
+        return run(weights, x_btD, context), [], None
+    out, pull = jax.vjp(run, weights, x_btD, context)
+    kept, how = apart(pull, (weights, context))
+    return out, vary(kept, AXES), how
+
+
+def backward(job: Job, carry: Carry, m, chunk, kept_at, cotangent_at):
+    """Run microbatch m back through a chunk. Returns the gradients of (prefix, blocks) and of its input, [b, t, D]."""
+    pull = together(job.how, at(carry.kept, kept_at), known(job, m, chunk))
+    d_weights, dx_btD, _ = pull((at(carry.cotangents, cotangent_at), at(job.d_router, chunk)))
+    return d_weights, dx_btD
+
+
+def add_layers(grads: model.Transformer, chunk, d_weights):
+    """Add the gradients that one backward pass found."""
+    d_prefix, d_blocks = d_weights
+    return grads.replace(prefix=add(grads.prefix, d_prefix), blocks=add_at(grads.blocks, chunk, d_blocks))
+
+
+def forward_slot(job: Job, carry: Carry, own: schedules.Rows):
+    """The forward pass of a tick, if there is one, and what the stage before sends meanwhile. Returns its output too.
+
+    Sends over STAGE: one microbatch's activations, to the next stage.
+    """
+
+    def work():
+        is_first = (jax.lax.axis_index(STAGE) == 0) & (own.forward_chunk == 0)
+        read = lambda: at(carry.inbox, jnp.maximum(own.forward_from, 0))
+        x_btD = jax.lax.cond(is_first, lambda: enter(job, job.w.embedding_VD, own.forward), read)
+        return forward(job, own.forward, own.forward_chunk, x_btD)[:2]
+
+    with jax.named_scope("forward_slot"):
+        (y_btD, router), kept = jax.lax.cond(own.forward != IDLE, work, lambda: nothing(work))
+    return y_btD, carry.replace(
+        inbox=put(carry.inbox, own.arrive, shift(y_btD, STAGE)),
+        kept=put(carry.kept, own.keep, kept),
+        sums=carry.sums | {"router": add_at(carry.sums["router"], jnp.maximum(own.forward_chunk, 0), router)},
+    )
+
+
+def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
+    """Loss and gradient of the microbatch that has just left the last stage, if one is `due`: all stages share it.
+
+    Sends over STAGE: a share of its activations to each stage, and of their gradient back.
+    """
+    names = ("norm_D", "embedding_VD" if job.w.unembedding_DV is None else "unembedding_DV")
+
+    def loss(weights, y_btD):
+        piece, here = at(job.pieces, due), job.w.replace(**weights)
+        return vary(spread_loss(here, job.c, y_btD, piece["targets_BT"], piece["weights_BT"]), WITHOUT_TENSOR)
+
+    def take():
+        value, pull = jax.vjp(loss, {name: getattr(job.w, name) for name in names}, y_btD)
+        d_weights, dy_btD = pull(job.d_loss)
+        grads = {name: add(getattr(carry.grads, name), d) for name, d in d_weights.items()}
+        return value, dy_btD, carry.grads.replace(**grads)
+
+    none = lambda: (vary(jnp.float32(0), WITHOUT_TENSOR), nothing(lambda: y_btD), carry.grads)
+    with jax.named_scope("loss_slot"):
+        value, dy_btD, grads = jax.lax.cond(due != IDLE, take, none)
+    return carry.replace(
+        cotangents=put(carry.cotangents, own.loss_to, dy_btD),
+        sums=carry.sums | {"loss": carry.sums["loss"] + value},
+        grads=grads,
+    )
+
+
+def backward_slot(job: Job, carry: Carry, own: schedules.Rows):
+    """The backward pass of a tick, if there is one; where weight gradients wait, only that of the inputs is kept.
+
+    Returns the gradient of its input, which is still to be sent.
+    """
+
+    def work():
+        d_weights, dx_btD = backward(job, carry, own.backward, own.backward_chunk, own.backward_kept, own.backward_from)
+        grads = carry.grads if job.sched.splits_backward else add_layers(carry.grads, own.backward_chunk, d_weights)
+
+        def entered():
+            _, pull = jax.vjp(lambda table_VD: enter(job, table_VD, own.backward), job.w.embedding_VD)
+            return grads.replace(embedding_VD=add(grads.embedding_VD, pull(dx_btD)[0]))
+
+        is_first = (jax.lax.axis_index(STAGE) == 0) & (own.backward_chunk == 0)
+        return dx_btD, jax.lax.cond(is_first, entered, lambda: grads)
+
+    idle = lambda: (nothing(lambda: at(carry.inbox, 0)), carry.grads)
+    with jax.named_scope("backward_slot"):
+        dx_btD, grads = jax.lax.cond(own.backward != IDLE, work, idle)
+    return dx_btD, carry.replace(grads=grads)
+
+
+def weight_slot(job: Job, carry: Carry, own: schedules.Rows):
+    """The gradients of weights that have waited, if it is their turn."""
+
+    def work():
+        d_weights, _ = backward(job, carry, own.weight, own.weight_chunk, own.weight_kept, own.weight_from)
+        return add_layers(carry.grads, own.weight_chunk, d_weights)
+
+    with jax.named_scope("weight_slot"):
+        return carry.replace(grads=jax.lax.cond(own.weight != IDLE, work, lambda: carry.grads))
+
+
+def run_ticks(job: Job, carry: Carry, rows: schedules.Rows, forwards=True, backwards=True) -> Carry:
+    """Do what the rows say, tick by tick: one traced tick, scanned. Some stretches have no forward or backward passes.
+
+    Sends over STAGE: every tick one microbatch's activations forward and their gradient back, and to the loss.
+    """
+
+    def tick(carry, row):
+        own = schedules.Rows(*(x[jax.lax.axis_index(STAGE)] for x in row))
+        if forwards:
+            y_btD, carry = forward_slot(job, carry, own)
+            if job.d_loss is not None:
+                carry = loss_slot(job, carry, own, row.loss[0], y_btD)
+        if backwards:
+            dx_btD, carry = backward_slot(job, carry, own)
+            if job.sched.splits_backward:
+                carry = weight_slot(job, carry, own)
+            arrived_btD = shift(dx_btD, STAGE, by=-1)
+            carry = carry.replace(cotangents=put(carry.cotangents, own.arrive_back, arrived_btD))
+        return carry, None
+
+    return jax.lax.scan(tick, carry, rows)[0]
+
+
+def begin(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]:
+    """The carry before the first tick, all zeros; and the job, which now knows what is kept."""
+    x_btD = nothing(lambda: enter(job, job.w.embedding_VD, 0))
+    stage, hows = jax.lax.axis_index(STAGE), []
+
+    def trace(x_btD):
+        out, kept, how = forward(job, stage, stage, x_btD)
+        hows.append(how)
+        return out, kept
+
+    (_, router), kept = nothing(trace, x_btD)
+    buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
+    carry = Carry(
+        inbox=buffer(x_btD, slots.inbox),
+        kept=buffer(kept, slots.kept),
+        cotangents=buffer(x_btD, slots.cotangents),
+        sums={"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "router": buffer(router, job.sched.chunks),
+              "weight": weight},
+        grads=jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), job.w),
+    )  # fmt: skip
+    return job._replace(how=hows[-1]), carry
+
+
 def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None, d_router=None):
     """Run a schedule: in each tick a forward, a loss, a backward and a weight slot, as its rows say.
 
@@ -209,126 +404,20 @@ def follow(w: model.Transformer, c: ModelConfig, batch, key, sched: schedules.Sc
                       function of the sums of all forward passes, where the schedule turns
     Returns sums and, in float32, the gradients of w.
     Which branch is taken depends on STAGE alone, so the devices of a collective in it, along other axes, all take it.
-    Sends over STAGE: every tick one microbatch's activations forward and their gradient back, and to the loss.
     """
-    stage, (table, slots) = jax.lax.axis_index(STAGE), schedules.rows(sched)
+    table, slots = schedules.rows(sched)
+    rows = lambda *ends: schedules.Rows(*(jnp.asarray(x[slice(*ends)]) for x in table))
     pieces = jax.tree.map(lambda x: x.reshape(sched.microbatches, -1, *x.shape[1:]), batch)
-    head = ("norm_D", "embedding_VD" if w.unembedding_DV is None else "unembedding_DV")
-    backwards, how = d_loss is not None, None
-
-    def known(m, chunk):
-        """What a forward pass reads besides activations, and a backward pass need not keep: weights, tokens and key."""
-        return (w.prefix, at(w.blocks, chunk)), (at(pieces, m), key)
-
-    def run(weights, x_btD, context, chunk):
-        here = dataclasses.replace(w, prefix=weights[0], blocks=weights[1])
-        return vary(model.stage(here, c, x_btD, *context, chunk), AXES)
-
-    def forward(m, chunk, x_btD):
-        nonlocal how
-        weights, context = known(m, chunk)
-        if not backwards:
-            return run(weights, x_btD, context, chunk), []
-        out, pull = jax.vjp(lambda *args: run(*args, chunk), weights, x_btD, context)
-        kept, how = apart(pull, (weights, context))
-        return out, vary(kept, AXES)
-
-    def enter(table_VD, m):
-        return vary(model.enter(dataclasses.replace(w, embedding_VD=table_VD), c, at(pieces, m), key), AXES)
-
-    def head_loss(weights, y_btD, m):
-        piece, here = at(pieces, m), dataclasses.replace(w, **dict(zip(head, weights, strict=True)))
-        return vary(spread_loss(here, c, y_btD, piece["targets_BT"], piece["weights_BT"]), WITHOUT_TENSOR)
-
-    def forward_slots(carry, row, own):
-        inbox, kept, cotangents, sums, grads = carry
-
-        def work():
-            is_first = (stage == 0) & (own.forward_chunk == 0)
-            read = lambda: at(inbox, jnp.maximum(own.forward_from, 0))
-            x_btD = jax.lax.cond(is_first, lambda: enter(w.embedding_VD, own.forward), read)
-            return forward(own.forward, own.forward_chunk, x_btD)
-
-        with jax.named_scope("forward_slot"):
-            (y_btD, router), keep = jax.lax.cond(own.forward != IDLE, work, lambda: nothing(work))
-        sums = sums | {"router": add_at(sums["router"], jnp.maximum(own.forward_chunk, 0), router)}
-        inbox = put(inbox, own.arrive, shift(y_btD, STAGE))
-        if d_loss is None:
-            return inbox, kept, cotangents, sums, grads
-
-        def take_loss():
-            weights = tuple(getattr(w, name) for name in head)
-            loss, pull = jax.vjp(lambda *args: head_loss(*args, row.loss[0]), weights, y_btD)
-            d_head, dy_btD = pull(d_loss)
-            return loss, dy_btD, grads | {name: add(grads[name], d) for name, d in zip(head, d_head, strict=True)}
-
-        no_loss = lambda: (vary(jnp.float32(0), WITHOUT_TENSOR), nothing(lambda: y_btD), grads)
-        with jax.named_scope("loss_slot"):
-            loss, dy_btD, grads = jax.lax.cond(row.loss[0] != IDLE, take_loss, no_loss)
-        sums = sums | {"loss": sums["loss"] + loss}
-        return inbox, put(kept, own.keep, keep), put(cotangents, own.loss_to, dy_btD), sums, grads
-
-    def backward_slots(carry, own, d_router):
-        inbox, kept, cotangents, sums, grads = carry
-
-        def pulled(m, chunk, kept_at, cotangent_at):
-            pull = together(how, at(kept, kept_at), known(m, chunk))
-            return pull((at(cotangents, cotangent_at), at(d_router, chunk)))[:2]
-
-        def add_stage(grads, chunk, d_weights):
-            prefix, blocks = d_weights
-            return grads | {"prefix": add(grads["prefix"], prefix), "blocks": add_at(grads["blocks"], chunk, blocks)}
-
-        def work():
-            d_weights, dx_btD = pulled(own.backward, own.backward_chunk, own.backward_kept, own.backward_from)
-            more = grads if sched.splits_backward else add_stage(grads, own.backward_chunk, d_weights)
-
-            def entered():
-                _, pull = jax.vjp(lambda table: enter(table, own.backward), w.embedding_VD)
-                return more | {"embedding_VD": add(more["embedding_VD"], pull(dx_btD)[0])}
-
-            is_first = (stage == 0) & (own.backward_chunk == 0)
-            return dx_btD, jax.lax.cond(is_first, entered, lambda: more)
-
-        with jax.named_scope("backward_slot"):
-            idle = lambda: (nothing(lambda: x_btD), grads)
-            dx_btD, grads = jax.lax.cond(own.backward != IDLE, work, idle)
-
-        def weights_alone():
-            d_weights, _ = pulled(own.weight, own.weight_chunk, own.weight_kept, own.weight_from)
-            return add_stage(grads, own.weight_chunk, d_weights)
-
-        if sched.splits_backward:
-            with jax.named_scope("weight_slot"):
-                grads = jax.lax.cond(own.weight != IDLE, weights_alone, lambda: grads)
-        return inbox, kept, put(cotangents, own.arrive_back, shift(dx_btD, STAGE, by=-1)), sums, grads
-
-    def run_ticks(carry, ticks: slice, ahead=True, back=True):
-        def tick(carry, row):
-            own = schedules.Rows(*(x[stage] for x in row))
-            carry = forward_slots(carry, row, own) if ahead else carry
-            return backward_slots(carry, own, d_router) if back else carry, None
-
-        return jax.lax.scan(tick, carry, schedules.Rows(*(jnp.asarray(x[ticks]) for x in table)))[0]
-
-    x_btD = nothing(lambda: enter(w.embedding_VD, 0))
-    (_, router), keep = nothing(forward, stage, stage, x_btD)
-    buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
-    sums = {"loss": vary(jnp.float32(0), WITHOUT_TENSOR), "router": buffer(router, sched.chunks),
-            "weight": jnp.sum(batch["weights_BT"])}  # fmt: skip
-    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), w)
-    grads = {field.name: getattr(zeros, field.name) for field in dataclasses.fields(zeros)}
-    carry = (buffer(x_btD, slots.inbox), buffer(keep, slots.kept), buffer(x_btD, slots.cotangents), sums, grads)
+    job, carry = begin(Job(w, c, pieces, key, sched, d_loss), jnp.sum(batch["weights_BT"]), slots)
     if d_loss is None:
-        carry = run_ticks(carry, slice(None), back=False)
+        carry = run_ticks(job, carry, rows(None), backwards=False)
     elif callable(d_router):
-        carry = run_ticks(carry, slice(sched.turn), back=False)
-        d_router = d_router(carry[3])
-        carry = run_ticks(carry, slice(sched.turn, None), ahead=False)
+        carry = run_ticks(job, carry, rows(sched.turn), backwards=False)
+        job = job._replace(d_router=d_router(carry.sums))
+        carry = run_ticks(job, carry, rows(sched.turn, None), forwards=False)
     else:
-        carry = run_ticks(carry, slice(None))
-    *_, sums, grads = carry
-    return sums, dataclasses.replace(w, **grads)
+        carry = run_ticks(job._replace(d_router=d_router), carry, rows(None))
+    return carry.sums, carry.grads
 
 
 def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
@@ -343,7 +432,7 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
 
     def hold(params, c):
         w = model.held(vary(params, AXES), c)
-        return dataclasses.replace(w, blocks=chunked(w.blocks))
+        return w.replace(blocks=chunked(w.blocks))
 
     def d_router(sums):
         """Gradient of the loss by the router's sums; those of the loads are not needed, and may be anything."""
