@@ -35,7 +35,20 @@ import utils
 from config import Config, MeshConfig, MeshFlag, ModelConfig, at_least
 from data import tokenizers
 from pipeline.step import nothing
-from sharding import AXES, BATCH, CONTEXT, STAGE, TENSOR, all_gather, psum, reduce_scatter, shift, vary
+from sharding import (
+    AXES,
+    BATCH,
+    CONTEXT,
+    STAGE,
+    TENSOR,
+    all_gather,
+    axis_index,
+    axis_size,
+    psum,
+    reduce_scatter,
+    shift,
+    vary,
+)
 from train import checkpoint
 from utils import UserError
 from xla import ordered
@@ -171,8 +184,8 @@ def cached_blocks(w_stack: model.Block, c: ModelConfig, x_btD, positions_bs, cac
             x_btD, updated["moe"] = cached_layer(w.moe, c, x_btD, positions_bs, cache["moe"], number)
         return x_btD, updated
 
-    per_stage = c.n_blocks // jax.lax.axis_size(STAGE)
-    number = jax.lax.axis_index(STAGE) * per_stage + jnp.arange(per_stage)
+    per_stage = c.n_blocks // axis_size(STAGE)
+    number = axis_index(STAGE) * per_stage + jnp.arange(per_stage)
     first_numbers = c.dense_prefix + c.layers_per_block * number
     return jax.lax.scan(block, x_btD, (w_stack, cache, first_numbers))
 
@@ -182,7 +195,7 @@ def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, 
 
     Sends over STAGE: the activations, to the next stage at every tick; and the logits, to all.
     """
-    stage, stages = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE)
+    stage, stages = axis_index(STAGE), axis_size(STAGE)
     when = lambda mine, run, *args: jax.lax.cond(mine, run, lambda *same: same, *args)
 
     x_btD = vary(model.embed(*model.gathered(w, c, "embedding_VD"), tokens_bs), AXES)

@@ -44,6 +44,8 @@ from sharding import (
     TOKENS,
     all_gather,
     all_to_all,
+    axis_index,
+    axis_size,
     declare as declare_block,
     in_order,
     map_sliced,
@@ -182,7 +184,7 @@ def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
     may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
     Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
     """
-    n, here, half = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT), q_bshK.shape[1] // 2
+    n, here, half = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1] // 2
     first, second, both = slice(0, half), slice(half, None), slice(None)
 
     def meet(so_far: Softmax, travelling, queries, keys):
@@ -199,7 +201,7 @@ def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
 
     def step(carry, round):
         so_far, travelling = carry
-        travelling = shift(travelling, CONTEXT, in_branch=jax.lax.axis_size(STAGE) > 1)
+        travelling = shift(travelling, CONTEXT, in_branch=axis_size(STAGE) > 1)
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
     travelling = (*parts, positions_bs, segments_bs)
@@ -218,7 +220,7 @@ def over_context(c: ModelConfig, q_bshK, parts, keys_values, positions_bs, segme
     parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, h, K], [b, S, h, U] of it
     Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
     """
-    if c.context_attention == "ring" and jax.lax.axis_size(CONTEXT) > 1:
+    if c.context_attention == "ring" and axis_size(CONTEXT) > 1:
         return ring(q_bshK, parts, keys_values, positions_bs, segments_bs)
     parts = (*parts, positions_bs, segments_bs)
     *parts, positions_bS, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in parts)
@@ -416,8 +418,8 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     gates_A = all_gather(gates_bsk.reshape(b * s, c.top_k), EXPERT, dim=0).reshape(-1)
     experts_A = all_gather(experts_bsk.reshape(b * s, c.top_k), EXPERT, dim=0).reshape(-1)
 
-    n_local = c.n_experts // jax.lax.axis_size(EXPERT)
-    local_A = experts_A - jax.lax.axis_index(EXPERT) * n_local
+    n_local = c.n_experts // axis_size(EXPERT)
+    local_A = experts_A - axis_index(EXPERT) * n_local
     group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)  # the last group is not ours
     order_A = jnp.argsort(group_A, stable=True)
     inverse_A = jnp.argsort(order_A)
@@ -441,8 +443,7 @@ def slots_per_expert(c: ModelConfig, positions: int) -> int:
         enough = math.ceil(1000 * c.n_experts / c.top_k / positions) / 1000
         raise UserError(
             f"capacity is 0: capacity_factor={c.capacity_factor} * top_k={c.top_k} * {positions} positions "
-            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {enough}"
-        )
+            f"/ n_experts={c.n_experts} < 1; raise capacity_factor to at least {enough}")  # fmt: skip
     return slots
 
 
@@ -463,10 +464,8 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
     Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back.
     """
-    b, s, D = x_bsD.shape
-    n = jax.lax.axis_size(EXPERT)
-    sequence_bsk = jnp.arange(b)[:, None, None]
-    place = (experts_bsk, sequence_bsk, rank_bsk)  # rank >= slots lies outside: not written, and read as 0
+    (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
+    place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk  # rank >= slots lies outside: not written, read as 0
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
     buffer_EbXD = jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype).at[place].set(x_bskD, mode="drop")
 
@@ -637,7 +636,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     chunk  how often activations have been around the stages before
     """
     n = len(jax.tree.leaves(w_stack)[0])
-    number = (chunk * jax.lax.axis_size(STAGE) + jax.lax.axis_index(STAGE)) * n + jnp.arange(n)
+    number = (chunk * axis_size(STAGE) + axis_index(STAGE)) * n + jnp.arange(n)
     first = c.dense_prefix + c.layers_per_block * number
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
@@ -648,7 +647,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
 
 def local_vocabulary(ids, v: int):
     """Index of each id in this device's slice of the vocabulary, and whether it lies there."""
-    local = ids - jax.lax.axis_index(TENSOR) * v
+    local = ids - axis_index(TENSOR) * v
     return jnp.clip(local, 0, v - 1), (local >= 0) & (local < v)
 
 
@@ -714,7 +713,7 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
     tokens, key = tokens_of(batch), keys(key)[1]
     if w.prefix is not None:
         prefix = lambda x_btD: layers(w.prefix, c, x_btD, tokens, jnp.arange(c.dense_prefix), key)[0]
-        is_first = (jax.lax.axis_index(STAGE) == 0) & (chunk == 0)
+        is_first = (axis_index(STAGE) == 0) & (chunk == 0)
         x_btD = jax.lax.cond(is_first, prefix, lambda x_btD: x_btD, x_btD)
     return blocks(w.blocks, c, x_btD, tokens, key, chunk)
 

@@ -7,6 +7,7 @@ A parameter is declared once: its letters (one a dim), the mesh axis that splits
 import dataclasses
 import functools
 import math
+import re
 import zlib
 from typing import Any
 
@@ -182,7 +183,7 @@ def check_divides(declarations, mesh: Mesh) -> None:
     """Raises: UserError naming the first parameter with a dim that its mesh axes do not divide, and what would."""
     for name, d in named(declarations).items():
         for letter, size, axes in zip(d.dims, d.shape, d.spec, strict=True):
-            axes = (axes,) if isinstance(axes, str) else axes or ()
+            axes = as_tuple(axes)
             parts = math.prod(mesh.shape[axis] for axis in axes)
             if size % parts:
                 raise UserError(
@@ -252,7 +253,7 @@ def split_batch(cfg: Config) -> BatchSplit:
 
 def own_chunks(x_bT):
     """The positions this device works on, of a whole sequence in order. Shapes: [b, T, ..] -> [b, T/n, ..]."""
-    n, i = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT)
+    n, i = axis_size(CONTEXT), axis_index(CONTEXT)
     if n == 1:
         return x_bT
     size = x_bT.shape[1] // (2 * n)
@@ -262,7 +263,7 @@ def own_chunks(x_bT):
 
 def in_order(x, *, dim, n: int | None = None):
     """Put positions that were joined over CONTEXT's n devices, device by device, into the order of the sequence."""
-    n = jax.lax.axis_size(CONTEXT) if n is None else n
+    n = axis_size(CONTEXT) if n is None else n
     if n == 1:
         return x
     chunks = x.reshape(*x.shape[:dim], 2 * n, -1, *x.shape[dim + 1 :])
@@ -270,11 +271,54 @@ def in_order(x, *, dim, n: int | None = None):
     return jnp.take(chunks, np.array(place), axis=dim).reshape(x.shape)
 
 
+def in_chunks(x, *, dim, n: int):
+    """The inverse of `in_order`: positions in order, put so that cutting them in n gives each device its chunks."""
+    chunks = x.reshape(*x.shape[:dim], 2 * n, -1, *x.shape[dim + 1 :])
+    held = [chunk for i in range(n) for chunk in (i, 2 * n - 1 - i)]
+    return jnp.take(chunks, np.array(held), axis=dim).reshape(x.shape)
+
+
 # Collectives ----------------------------------------------------------------------------------------------------------
-# The same as in jax.lax, with `dim=` for the array's dimension and the price in the docstring. On an axis of size 1
-# each is the identity, but the type still changes: check_vma tracks along which axes a value varies.
+# The same as in jax.lax, with `dim=` for the array's dimension and the price in the docstring; `axes` is one mesh axis
+# or several. On an axis of size 1 each is the identity, but the type still changes: check_vma tracks along which axes
+# a value varies.
 
 
+def inside_shard_map(function):
+    """Decorator of what needs mesh axes. Raises: UserError where there are none, in place of "unbound axis name"."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **options):
+        try:
+            return function(*args, **options)
+        except NameError as error:
+            if not (unbound := re.search(r"unbound axis name: (\w+)", str(error))):
+                raise
+            raise UserError(
+                f"{function.__name__} needs the mesh axis {unbound[1]!r}, and outside of `shard_map` there is none: "
+                "it works on one device's slices. `sharding.on_mesh` runs such a function on whole arrays"
+            ) from None
+
+    return wrapped
+
+
+def as_tuple(axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+@inside_shard_map
+def axis_size(axes) -> int:
+    """How many devices lie along mesh axes."""
+    return jax.lax.axis_size(axes)
+
+
+@inside_shard_map
+def axis_index(axes):
+    """This device's place along mesh axes, from 0."""
+    return jax.lax.axis_index(axes)
+
+
+@inside_shard_map
 def all_gather(x, axes, *, dim, to="varying"):
     """Join the slices of `dim` held along mesh axes.
 
@@ -285,6 +329,7 @@ def all_gather(x, axes, *, dim, to="varying"):
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
+@inside_shard_map
 def reduce_scatter(partial, axes, *, dim):
     """Add partial sums held along mesh axes, and keep this device's slice of `dim`.
 
@@ -294,6 +339,7 @@ def reduce_scatter(partial, axes, *, dim):
     return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
 
+@inside_shard_map
 def psum(partial, axes):
     """Add partial sums held along mesh axes; every device gets the total.
 
@@ -302,6 +348,7 @@ def psum(partial, axes):
     return jax.lax.psum(partial, axes)
 
 
+@inside_shard_map
 def all_to_all(x, axes, *, split_dim, join_dim):
     """Cut `split_dim` into one piece per device and send each to its device; join what arrives along `join_dim`.
 
@@ -319,18 +366,18 @@ def shift(x, axis, by=1, *, in_branch=False):
                the same with n times the bytes
     Sends: the arrays. Backward: a shift the other way.
     """
-    n = jax.lax.axis_size(axis)
+    n = axis_size(axis)
 
     def permute(x):
         return jax.lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
     def exchange(x):
-        here = jax.lax.axis_index(axis)
+        here = axis_index(axis)
         slots = jnp.zeros((n, *x.shape), x.dtype).at[(here + by) % n].set(x)
         return jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)[(here - by) % n]
 
     def one(x):
-        x = vary(x, (axis,))
+        x = vary(x, axis)
         return jax.lax.platform_dependent(x, cpu=exchange, default=permute) if in_branch else permute(x)
 
     return jax.tree.map(one, x)
@@ -338,17 +385,124 @@ def shift(x, axis, by=1, *, in_branch=False):
 
 def own_slice(x, axes, *, dim):
     """This device's slice of what `all_gather` over the same axes joined. Sends nothing."""
-    size = x.shape[dim] // jax.lax.axis_size(axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=dim)
+    size = x.shape[dim] // axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, axis=dim)
 
 
+@inside_shard_map
 def vary(x, axes):
     """Declare that arrays may differ along mesh axes, where their types do not yet say so (a loop's carry must say it
     first). Sends: nothing. Backward: psum over the axes that were added.
     """
 
     def one(x):
-        missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
+        missing = tuple(a for a in as_tuple(axes) if a not in jax.typeof(x).mat.varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(one, x)
+
+
+# One function on whole arrays -----------------------------------------------------------------------------------------
+
+# A lower-case letter of model.py's legend: the whole dim that it is a slice of, and the mesh axes that split it.
+SLICES = {"b": ("B", BATCH), "s": ("T", (CONTEXT,)), "t": ("T", (CONTEXT, TENSOR)), "e": ("E", (EXPERT,)),
+          "l": ("L", (STAGE,))} | {letter: (letter.upper(), (TENSOR,)) for letter in "fghmv"}  # fmt: skip
+
+
+def unstacked(declarations):
+    """Declarations of one layer: without the leading letters P, L, J that say how often it is repeated."""
+
+    def one(d: Declaration):
+        n = len(d.dims) - len(d.dims.lstrip("PLJ"))
+        return dataclasses.replace(d, dims=d.dims[n:], shape=d.shape[n:], spec=P(*d.spec[n:]))
+
+    return jax.tree.map(one, declarations)
+
+
+def on_mesh(function, mesh: Mesh, *inputs, out):
+    """Compile a function of one device's slices, as those of `model.py` are, to run on whole arrays.
+
+    inputs  for each argument, a tree of declarations, or of letters as in `model.py`, one a dim: "btD", "" for a scalar
+    out     letters of the result, or a tree of them
+    Everything goes through one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are cut as
+    the model has them, and come back in order.
+    Raises: UserError if a size does not split, and for a result that its letters do not describe: one that differs
+    along a mesh axis which they do not name, as a partial sum does, or has another size than they say.
+
+    The feed-forward of one layer, from arrays in to arrays out:
+
+    >>> import config, model
+    >>> c, mesh = config.preset("tiny").model, make_mesh("fsdp=2,tensor=4")
+    >>> declared = unstacked(model.declare(c).prefix.feed_forward)
+    >>> def branch(w, x_btD):
+    ...     x_bsD = all_gather(x_btD, TENSOR, dim=1)
+    ...     partial_bsD = model.feed_forward(model.used(w, c), c, x_bsD)
+    ...     return reduce_scatter(partial_bsD, TENSOR, dim=1)
+    >>> w, x_BTD = init(declared, mesh, seed=0), jnp.ones((4, 12, c.d_model))
+    >>> on_mesh(branch, mesh, declared, "btD", out="btD")(w, x_BTD).shape
+    (4, 12, 24)
+    """
+    specs_in, specs_out = (jax.tree.map(_spec_of, tree) for tree in (inputs, out))
+
+    def whole(*args):
+        sizes = {}
+        put = lambda said, x: x if isinstance(said, Declaration) else _cut(said, x, sizes, mesh)
+        args = jax.tree.map(put, inputs, args)
+
+        def local(*args):
+            result = function(*args)
+            jax.tree.map(lambda letters, x: _check_slice(letters, x, sizes, mesh), out, result)
+            return result
+
+        result = jax.shard_map(local, mesh=mesh, in_specs=specs_in, out_specs=specs_out)(*args)
+        return jax.tree.map(lambda letters, x: _positions(in_order, letters, x, mesh), out, result)
+
+    return ordered.jit(whole, mesh)
+
+
+def _spec_of(said: "str | Declaration") -> P:
+    if isinstance(said, Declaration):
+        return said.spec
+    if unknown := [letter for letter in said if letter.islower() and letter not in SLICES]:
+        raise UserError(f"letters {said!r}: {unknown[0]!r} is no slice of a dim; known: {', '.join(SLICES)}")
+    return P(*(SLICES[letter][1] if letter in SLICES else None for letter in said))
+
+
+def _parts(letter: str, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in SLICES[letter][1]) if letter in SLICES else 1
+
+
+def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
+    """A whole array as `shard_map` is to cut it, once it fits its letters; `sizes` learns those of its dims."""
+    if jnp.ndim(x) != len(letters):
+        raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}")
+    for letter, size in zip(letters, jnp.shape(x), strict=True):
+        name = SLICES.get(letter, (letter,))[0]
+        if sizes.setdefault(name, size) != size:
+            raise UserError(f"letters {letters!r}: {name}={size} here, and {name}={sizes[name]} in another array")
+        chunks = 2 * mesh.shape[CONTEXT] if letter in "st" and mesh.shape[CONTEXT] > 1 else 1
+        parts = math.lcm(_parts(letter, mesh), chunks)
+        _require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
+    return _positions(in_chunks, letters, x, mesh)
+
+
+def _positions(how, letters: str, x, mesh: Mesh):
+    """x with its positions, if they are split over CONTEXT, moved by `in_chunks` or `in_order`."""
+    n = mesh.shape[CONTEXT]
+    dims = [dim for dim, letter in enumerate(letters) if letter in "st"] if n > 1 else []
+    return functools.reduce(lambda x, dim: how(x, dim=dim, n=n), dims, x)
+
+
+def _check_slice(letters: str, x, sizes: dict[str, int], mesh: Mesh) -> None:
+    """Raises: UserError if a device's result is not the slice that its letters say."""
+    named = {axis for axes in _spec_of(letters) for axis in as_tuple(axes)}
+    if extra := [axis for axis in AXES if axis in jax.typeof(x).mat.varying - named]:
+        raise UserError(
+            f"out={letters!r}: the result differs along {', '.join(extra)}, and no letter says so. If it is a partial "
+            "sum, psum or reduce_scatter it; if a slice, give its dim the lower-case letter")  # fmt: skip
+    whole = tuple(sizes.get(SLICES.get(letter, (letter,))[0]) for letter in letters)
+    want = tuple(size and size // _parts(letter, mesh) for letter, size in zip(letters, whole, strict=False))
+    if jnp.ndim(x) != len(letters) or any(size not in (None, there) for size, there in zip(want, x.shape, strict=True)):
+        raise UserError(
+            f"out={letters!r}: a device's slice is {want} of the whole {whole}, and the result is {x.shape}; a partial "
+            "sum over all positions becomes a slice by reduce_scatter") from None  # fmt: skip

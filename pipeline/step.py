@@ -26,6 +26,8 @@ from sharding import (
     STAGE,
     TENSOR,
     all_gather,
+    axis_index,
+    axis_size,
     in_order,
     own_chunks,
     own_slice,
@@ -51,7 +53,7 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
     Returns activations [b, t, D], which only the last stage's devices need hold, and this stage's router statistics.
     Sends over STAGE: every tick one microbatch's activations, to the next stage.
     """
-    stage, stages = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE)
+    stage, stages = axis_index(STAGE), axis_size(STAGE)
     table = schedules.forward_only(schedules.gpipe(stages, microbatches)).table
     row_m = np.array([[cell[0].microbatch if cell else IDLE for cell in row] for row in table])
     cut = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
@@ -90,12 +92,12 @@ def nothing(function, *args):
 
 def last_stages(x):
     """x as the last stage has it, and zeros on the others: what a sum over STAGE keeps."""
-    return jnp.where(jax.lax.axis_index(STAGE) == jax.lax.axis_size(STAGE) - 1, x, 0)
+    return jnp.where(axis_index(STAGE) == axis_size(STAGE) - 1, x, 0)
 
 
 def padded(x, *, dim):
     """Zeros added at the end of `dim`, so that it splits over STAGE."""
-    widths = [(0, -x.shape[dim] % jax.lax.axis_size(STAGE) if i == dim else 0) for i in range(x.ndim)]
+    widths = [(0, -x.shape[dim] % axis_size(STAGE) if i == dim else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths)
 
 
@@ -104,7 +106,7 @@ def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights
 
     Sends over STAGE: (stages - 1)/stages of the activations.
     """
-    b, t, tensor = *x_btD.shape[:2], jax.lax.axis_size(TENSOR)
+    b, t, tensor = *x_btD.shape[:2], axis_size(TENSOR)
 
     def rows(x_bs):  # of all TENSOR neighbours, in the order in which `leave` joins theirs
         rows_rn = x_bs.reshape(b, tensor, t).swapaxes(0, 1).reshape(tensor, b * t)
@@ -157,13 +159,13 @@ def from_chunks(x_vl, chunks: int):
 
 
 def _routes(chunks: int):
-    return schedules.routes(jax.lax.axis_size(STAGE), chunks)
+    return schedules.routes(axis_size(STAGE), chunks)
 
 
 def _exchange(groups, rounds):
     if len(groups) == 1:
         return groups
-    stage, found = jax.lax.axis_index(STAGE), jnp.zeros_like(groups)
+    stage, found = axis_index(STAGE), jnp.zeros_like(groups)
     for edges in rounds:
         sent, kept = (jnp.array([n for _, n in sorted(pairs)]) for pairs in
                       ([(s, i) for s, i, _, _ in edges], [(r, c) for _, _, r, c in edges]))  # fmt: skip
@@ -275,7 +277,7 @@ def forward_slot(job: Job, carry: Carry, own: schedules.Rows):
     """
 
     def work():
-        is_first = (jax.lax.axis_index(STAGE) == 0) & (own.forward_chunk == 0)
+        is_first = (axis_index(STAGE) == 0) & (own.forward_chunk == 0)
         read = lambda: at(carry.inbox, jnp.maximum(own.forward_from, 0))
         x_btD = jax.lax.cond(is_first, lambda: enter(job, job.w.embedding_VD, own.forward), read)
         return forward(job, own.forward, own.forward_chunk, x_btD)[:2]
@@ -330,7 +332,7 @@ def backward_slot(job: Job, carry: Carry, own: schedules.Rows):
             _, pull = jax.vjp(lambda table_VD: enter(job, table_VD, own.backward), job.w.embedding_VD)
             return grads.replace(embedding_VD=add(grads.embedding_VD, pull(dx_btD)[0]))
 
-        is_first = (jax.lax.axis_index(STAGE) == 0) & (own.backward_chunk == 0)
+        is_first = (axis_index(STAGE) == 0) & (own.backward_chunk == 0)
         return dx_btD, jax.lax.cond(is_first, entered, lambda: grads)
 
     idle = lambda: (nothing(lambda: at(carry.inbox, 0)), carry.grads)
@@ -357,7 +359,7 @@ def run_ticks(job: Job, carry: Carry, rows: schedules.Rows, forwards=True, backw
     """
 
     def tick(carry, row):
-        own = schedules.Rows(*(x[jax.lax.axis_index(STAGE)] for x in row))
+        own = schedules.Rows(*(x[axis_index(STAGE)] for x in row))
         if forwards:
             y_btD, carry = forward_slot(job, carry, own)
             if job.d_loss is not None:
@@ -376,7 +378,7 @@ def run_ticks(job: Job, carry: Carry, rows: schedules.Rows, forwards=True, backw
 def begin(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]:
     """The carry before the first tick, all zeros; and the job, which now knows what is kept."""
     x_btD = nothing(lambda: enter(job, job.w.embedding_VD, 0))
-    stage, hows = jax.lax.axis_index(STAGE), []
+    stage, hows = axis_index(STAGE), []
 
     def trace(x_btD):
         out, kept, how = forward(job, stage, stage, x_btD)

@@ -4,7 +4,6 @@ The reference below is float64 NumPy, one token and one head at a time, and impo
 weights by name and nothing else.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -53,16 +52,6 @@ def random_batch(cfg: Config, seed: int):
 # Weights and blocks ---------------------------------------------------------------------------------------------------
 
 
-def unstacked(declarations):
-    """Declarations of one layer: without the leading letters P, L, J that say how often it is repeated."""
-
-    def one(d):
-        n = len(d.dims) - len(d.dims.lstrip("PLJ"))
-        return dataclasses.replace(d, dims=d.dims[n:], shape=d.shape[n:], spec=P(*d.spec[n:]))
-
-    return jax.tree.map(one, declarations)
-
-
 def draw(declarations, seed: int = 0):
     """Weights from NumPy. Those that start constant (gains, biases) vary too, or a forgotten one would not be seen."""
     rng = np.random.default_rng(seed)
@@ -71,12 +60,12 @@ def draw(declarations, seed: int = 0):
 
 @functools.cache
 def moe_declarations(c: ModelConfig):
-    return unstacked(model.declare(c).blocks.moe.feed_forward)
+    return sharding.unstacked(model.declare(c).blocks.moe.feed_forward)
 
 
 @functools.cache
 def attention_declarations(c: ModelConfig):
-    return unstacked(model.declare(c).blocks.moe.attention)
+    return sharding.unstacked(model.declare(c).blocks.moe.attention)
 
 
 def compiled(function, declarations, n_arrays: int, mesh="data=1"):

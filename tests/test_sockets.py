@@ -1,0 +1,163 @@
+"""Pieces of the project used alone: what its docstrings promise is run, and what goes wrong says so."""
+
+import doctest
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import model
+import sharding
+from config import preset
+from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, on_mesh, psum, reduce_scatter, vary
+from tests import helpers
+from utils import UserError
+
+C = preset("tiny").model
+FEED_FORWARD = sharding.unstacked(model.declare(C).prefix.feed_forward)
+B, T, D = 4, 16, C.d_model
+
+
+@pytest.fixture(scope="module")
+def w():
+    return helpers.draw(FEED_FORWARD)
+
+
+@pytest.fixture(scope="module")
+def x_BTD():
+    return np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
+
+
+def run_example(obj, **given):
+    """Run the example in a docstring; returns how many lines of code it takes."""
+    [test] = doctest.DocTestFinder(recurse=False).find(
+        obj, obj.__name__, globs=vars(__import__(obj.__module__)) | given
+    )
+    said = []
+    doctest.DocTestRunner().run(test, out=said.append)
+    assert not said, "".join(said)
+    return sum(example.source.count("\n") for example in test.examples)
+
+
+def test_one_function_on_a_mesh_takes_ten_lines():
+    """Catches a docstring whose example no longer runs, or has grown past what a reader types."""
+    assert 0 < run_example(on_mesh) <= 10
+
+
+def branch(w, x_btD):
+    x_bsD = all_gather(x_btD, TENSOR, dim=1)
+    return reduce_scatter(model.feed_forward(model.used(w, C), C, x_bsD), TENSOR, dim=1)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4", "context=2,tensor=2", "expert=2,context=4"])
+def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
+    """Catches slices that come back in another order, and sums that are missing or doubled."""
+    got = on_mesh(branch, make_mesh(mesh), FEED_FORWARD, "btD", out="btD")(w, x_BTD)
+    want = np.stack([[helpers.np_feed_forward(x_D, w.w_gate_DF, w.w_up_DF, w.w_down_FD) for x_D in x_TD]
+                     for x_TD in np.float64(x_BTD)])  # fmt: skip
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # float32, other order of sums
+
+
+@pytest.mark.parametrize("kind", ["gather", "ring"])
+def test_positions_are_cut_as_the_model_cuts_them(kind):
+    """Catches attention to chunks in another order than the ring expects, which is right on one device only."""
+    c = preset("tiny", **{"model.context_attention": kind}).model
+    declared = sharding.unstacked(model.declare(c).prefix.attention)
+    w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
+    x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)
+
+    def attend(w, x_bsD, positions_bs, segments_bs):
+        x_bsD, positions_bs, segments_bs = vary((x_bsD, positions_bs, segments_bs), TENSOR)
+        return psum(model.latent_attention(model.used(w, c), c, x_bsD, positions_bs, segments_bs, 1.0), TENSOR)
+
+    run = on_mesh(attend, make_mesh("context=2,tensor=2"), declared, "bsD", "bs", "bs", out="bsD")
+    got = run(w, x_BTD, *(np.stack([x, x]) for x in (positions_T, segments_T)))
+    want = [helpers.np_latent_attention(w, c, x_TD, positions_T, segments_T) for x_TD in np.float64(x_BTD)]
+    real = segments_T > 0
+    np.testing.assert_allclose(got[:, real], np.stack(want)[:, real], rtol=1e-4, atol=1e-5)
+
+
+def test_a_scalar_and_a_tree_of_results(w, x_BTD):
+    """Catches results of several letters, of which one is checked or put in order like another."""
+
+    def both(w, x_btD, scale):
+        y_btD = branch(w, x_btD) * scale
+        return {"y": y_btD, "sum": psum(jnp.sum(y_btD), sharding.TOKENS)}
+
+    mesh = make_mesh("fsdp=2,context=2,tensor=2")
+    got = on_mesh(both, mesh, FEED_FORWARD, "btD", "", out={"y": "btD", "sum": ""})(w, x_BTD, np.float32(2))
+    once = on_mesh(branch, mesh, FEED_FORWARD, "btD", out="btD")(w, x_BTD)
+    np.testing.assert_allclose(got["y"], 2 * np.asarray(once), rtol=1e-6)
+    np.testing.assert_allclose(got["sum"], 2 * np.sum(np.float64(once)), rtol=1e-4)
+
+
+def partial_sum(w, x_btD):
+    return model.feed_forward(model.used(w, C), C, all_gather(x_btD, TENSOR, dim=1))
+
+
+@pytest.mark.parametrize("function, letters, out, message", [
+    (partial_sum, "btD", "bsD", "out='bsD': the result differs along tensor, and no letter says so"),
+    (partial_sum, "btD", "btD", "slice is (2, 4, 24) of the whole (4, 16, 24), and the result is (2, 16, 24)"),
+    (lambda w, x_btD: branch(w, x_btD)[:, 0], "btD", "btD", "the whole (4, 16, 24), and the result is (2, 24)"),
+    (branch, "btD", "BTD", "differs along data, fsdp, expert, context, tensor"),
+    (branch, "bt", "btD", "letters 'bt': the array has 3 dims, shape (4, 16, 24)"),
+    (branch, "bqD", "btD", "letters 'bqD': 'q' is no slice of a dim; known: b, s, t, e, l, f, g, h, m, v"),
+])  # fmt: skip
+def test_what_the_letters_do_not_say_cannot_come_out(function, letters, out, message, w, x_BTD):
+    """Catches a partial sum over TENSOR that is taken for a result, whole or as if it were slices."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        on_mesh(function, make_mesh("fsdp=2,tensor=4"), FEED_FORWARD, letters, out=out)(w, x_BTD)
+
+
+def test_a_partial_sum_is_seen_on_one_device_too(w, x_BTD):
+    """Catches a check that only a mesh makes: the function is written on one device, and fails on the next."""
+    with pytest.raises(UserError, match="differs along tensor"):
+        on_mesh(partial_sum, make_mesh("data=1"), FEED_FORWARD, "btD", out="bsD")(w, x_BTD)
+
+
+@pytest.mark.parametrize("mesh, shape, message", [
+    ("fsdp=4", (6, 16, D), "cannot split B=6 of letters 'btD' into 4 parts (6 % 4 = 2); nearest that do: 4 or 8"),
+    ("context=2", (4, 6, D), "cannot split T=6 of letters 'btD' into 4 parts (6 % 4 = 2); nearest that do: 4 or 8"),
+])  # fmt: skip
+def test_a_size_that_does_not_split_is_refused(mesh, shape, message, w):
+    """Catches shard_map's own complaint, which names neither the letter nor what would fit."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        on_mesh(branch, make_mesh(mesh), FEED_FORWARD, "btD", out="btD")(w, np.zeros(shape, np.float32))
+
+
+def test_sizes_of_one_letter_agree(w, x_BTD):
+    """Catches two arrays of different batches, which would be cut into slices that do not belong together."""
+    run = on_mesh(lambda x, y: x + y, make_mesh("fsdp=2"), "btD", "btD", out="btD")
+    with pytest.raises(UserError, match="letters 'btD': B=2 here, and B=4 in another array"):
+        run(x_BTD, x_BTD[:2])
+
+
+@pytest.mark.parametrize("call, name, axis", [
+    (lambda w, x: model.feed_forward_branch(w, C, x, None), "all_gather", TENSOR),
+    (lambda w, x: model.used(w.feed_forward, C), "all_gather", FSDP),
+    (lambda w, x: model.embed(x[0], jnp.zeros((2, 3), int)), "axis_index", TENSOR),
+    (lambda w, x: model.blocks(model.Block(dense=w), C, x, None, None), "axis_size", STAGE),
+    (lambda w, x: psum(x, (CONTEXT, TENSOR)), "psum", CONTEXT),
+    (lambda w, x: vary(x, FSDP), "vary", FSDP),
+])  # fmt: skip
+def test_outside_of_shard_map_the_error_says_so(call, name, axis, x_BTD):
+    """Catches JAX's "unbound axis name", which says neither what is missing nor what to do."""
+    layer = model.Layer(norm_feed_forward_D=np.ones(D, np.float32), feed_forward=helpers.draw(FEED_FORWARD))
+    with pytest.raises(UserError, match=rf"^{name} needs the mesh axis '{axis}', and outside of `shard_map`"):
+        jax.jit(call)(layer, x_BTD)
+
+
+@pytest.mark.parametrize("axes", [FSDP, (FSDP,), (FSDP, TENSOR)])
+def test_vary_takes_one_axis_or_several(axes):
+    """Catches a string taken for its letters: of 'fsdp' JAX knows no axis f."""
+    seen = []
+
+    def local(x):
+        seen.append(jax.typeof(vary(x, axes)).mat.varying)
+        return x
+
+    jax.shard_map(local, mesh=make_mesh("fsdp=2,tensor=2"), in_specs=P(), out_specs=P())(jnp.zeros(3))
+    assert seen == [set(sharding.as_tuple(axes))]
