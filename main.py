@@ -17,14 +17,13 @@ import sys
 from pathlib import Path
 
 import jax
-import tyro
 
 import dataset
 import generate
 import pipeline
 import sharding
 import utils
-from config import PRESETS, Config, ModelConfig, preset
+from config import PRESETS, Config, ModelConfig, command_line
 from data import tokenizers
 from plan import hardware, planner
 from train import checkpoint, guard, report, tracking
@@ -37,29 +36,28 @@ from weights import convert
 from xla import ordered
 
 IMPORT_S = time.perf_counter() - START
+HELP = """\
+e.g. python main.py laptop --run.steps 100
+
+Train a transformer. --config takes the settings a run left; under the same run.name that run goes on. Presets:"""
 
 
 def parse(argv: list[str]) -> Config:
-    """Read `[PRESET] [--flags]`; the preset says what the flags' defaults are."""
-    has_preset = argv and not argv[0].startswith("-")
-    name, flags = (argv[0], argv[1:]) if has_preset else ("laptop", argv)
+    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
     too_big = [name for name, (what, _) in PRESETS.items() if what.startswith("planner only")]
     presets = {name: what for name, (what, _) in PRESETS.items() if name not in too_big}
     lines = [f"  {name:13} {what}" for name, what in (presets | {"planner only": ", ".join(too_big)}).items()]
-    description = "\n".join((
-        "Train a transformer. Presets:", *lines, "",
-        f"Flags change settings of the preset, here {name!r}; their defaults are its values. "
-        "--help-verbose says what each does."))  # fmt: skip
-    default = preset(name)
-    if source := init_from(flags):
-        theirs = convert.read_config(Path(source))
-        if not isinstance(theirs, ModelConfig):
-            raise UserError(f"{source} holds another model ({type(theirs).__name__}); main.py trains model.py's")
-        default = dataclasses.replace(default, model=theirs)
-    return tyro.cli(
-        Config, prog="python main.py [PRESET]", description=description, default=default, args=flags,
-        use_underscores=True, compact_help=True,
-    )  # fmt: skip
+    return command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop", change=start_from)[0]
+
+
+def start_from(start: Config, flags: list[str]) -> Config:
+    """With --init-from the model's settings are those of the run whose parameters this one starts from."""
+    if not (source := init_from(flags)):
+        return start
+    theirs = convert.read_config(Path(source))
+    if not isinstance(theirs, ModelConfig):
+        raise UserError(f"{source} holds another model ({type(theirs).__name__}); main.py trains model.py's")
+    return dataclasses.replace(start, model=theirs)
 
 
 def init_from(flags: list[str]) -> str:

@@ -13,13 +13,12 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
-import tyro
 
 import utils
-from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, preset
+from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, command_line
 from utils import UserError
 
 MOST_DEVICES = 64  # simulated devices are threads of one process
@@ -40,14 +39,9 @@ class Arguments(Config):
     steps: int = 5  # steps that are timed, after one that is not; the best counts
 
 
-def parse(argv: list[str]) -> Arguments:
-    """Read `[PRESET] [--flags]`; the preset says what the flags' defaults are."""
-    has_preset = argv and not argv[0].startswith("-")
-    start, flags = (preset(argv[0]), argv[1:]) if has_preset else (DEFAULT, argv)
-    args = tyro.cli(
-        Arguments, prog="python -m bench.step [PRESET]", description=__doc__.split("\n\n")[0], args=flags,
-        default=Arguments(**vars(start)), use_underscores=True, compact_help=True,
-    )  # fmt: skip
+def parse(argv: list[str]) -> tuple[Config, Arguments]:
+    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    cfg, args = command_line(argv, "python -m bench.step", __doc__.split("\n\n")[0], DEFAULT, Arguments)
     if args.steps < 1:
         raise UserError(f"steps={args.steps}: must be at least 1")
     if args.mesh.devices > MOST_DEVICES:
@@ -55,7 +49,7 @@ def parse(argv: list[str]) -> Arguments:
             f"mesh {args.mesh} needs {args.mesh.devices} devices, and at most {MOST_DEVICES} are simulated; "
             "use smaller axes"
         )
-    return args
+    return cfg, args
 
 
 def say(*words) -> None:
@@ -135,8 +129,7 @@ def table(found: dict) -> str:
 
 @utils.exit_status
 def main(argv: list[str] | None = None) -> None:
-    args = parse(sys.argv[1:] if argv is None else argv)
-    cfg = Config(**{f.name: getattr(args, f.name) for f in fields(Config)})
+    cfg, args = parse(sys.argv[1:] if argv is None else argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     utils.simulate_devices(cfg.mesh.devices)
     found = measure(cfg, args.steps)

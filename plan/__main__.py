@@ -14,12 +14,12 @@ own step compiled and puts the compiler's counts beside them. Without it no devi
 import json
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import tyro
 
 import utils
-from config import PRESETS, Config, preset
+from config import PRESETS, Config, command_line, preset
 from plan import hardware, planner, show
 from plan.costs import parameters
 from utils import UserError
@@ -39,15 +39,8 @@ class Arguments(Config):
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Read `PRESET [--flags]`; the preset says what the flags' defaults are."""
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        raise UserError(f"name a preset first: {', '.join(PRESETS)}")
-    start, rest = (Config(), argv) if argv[0].startswith("-") else (preset(argv[0]), argv[1:])
-    args = tyro.cli(
-        Arguments, prog="python -m plan PRESET", description=__doc__, args=rest, default=Arguments(**vars(start)),
-        use_underscores=True, compact_help=True,
-    )  # fmt: skip
-    return Config(**{f.name: getattr(args, f.name) for f in fields(Config)}), args
+    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    return command_line(argv, "python -m plan", __doc__, arguments=Arguments)
 
 
 def presets() -> None:

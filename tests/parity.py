@@ -15,13 +15,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
-import tyro
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
 import utils
-from config import Config, preset, replace
+from config import Config, command_line, replace
 from tests import helpers, quick
 from xla import ordered
 
@@ -239,26 +238,20 @@ class Arguments(Config):
     json: bool = False  # print one line of JSON instead of a table
 
 
-def parse(argv: list[str]) -> tuple[Config, bool]:
-    """Read `[PRESET] [--flags]`: the settings, and whether JSON was asked for."""
-    name, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("tiny", argv)
-    default = replace(preset(name), **{"model.precision.compute": "float32"})
-    arguments = tyro.cli(
-        Arguments, prog="python -m tests.parity [PRESET]", description=__doc__, default=Arguments(**vars(default)),
-        args=flags, use_underscores=True, compact_help=True,
-    )  # fmt: skip
-    settings = vars(arguments)
-    return Config(**{f.name: settings[f.name] for f in dataclasses.fields(Config)}), arguments.json
+def parse(argv: list[str]) -> tuple[Config, Arguments]:
+    """Read `[PRESET | --config FILE] [--flags]`; float32, unless a flag says otherwise."""
+    float32 = lambda start, flags: replace(start, **{"model.precision.compute": "float32"})
+    return command_line(argv, "python -m tests.parity", __doc__, "tiny", Arguments, float32)
 
 
 @utils.exit_status
 def main(argv: list[str]) -> int:
-    cfg, as_json = parse(argv)
+    cfg, args = parse(argv)
     quick.compile_quickly()
     jax.config.update("jax_platforms", "cpu")
     utils.use_devices(cfg.mesh.devices)
     comparison = compare(cfg)
-    print(json.dumps(comparison.to_dict()) if as_json else table(cfg, comparison))
+    print(json.dumps(comparison.to_dict()) if args.json else table(cfg, comparison))
     return 0 if comparison.worst().ok else 1
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -16,9 +17,11 @@ import pytest
 
 import main
 import optimizer
-from config import PRESETS, preset
+from bench import step as bench_step
+from config import PRESETS, Config, preset, replace
 from data import prepare
 from plan import __main__ as plan_command
+from tests import parity
 
 ROOT = Path(__file__).parent.parent
 
@@ -168,6 +171,108 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
     assert err.rstrip().endswith(f"main.py tiny --devices 8 --run.dir {tmp_path} --run.steps 7")
 
 
+# A run's settings given back ------------------------------------------------------------------------------------------
+
+COMMANDS = {"main": main, "plan": plan_command, "bench.step": bench_step, "tests.parity": parity}
+
+
+def settings_of(command, *argv):
+    """What a command read: settings."""
+    read = COMMANDS[command].parse(list(argv))
+    return read if isinstance(read, Config) else read[0]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["config.json", "settings alone"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_settings_are_read_from_a_file(tmp_path, command, whole):
+    """Catches a value that is lost or replaced by a preset's, a flag that loses against the file, a file's `restart`
+    that deletes a run or `replay` that trains nothing, and a command that reads another form."""
+    wanted = preset("tiny", **{"model.d_ff": 48, "optim.lr": 1, "mesh": "fsdp=2", "run.name": "mine", "data.path": "t",
+                               "run.compile_cache": "", "model.tie_embeddings": True})  # fmt: skip
+    said_once = replace(wanted, **{"run.restart": True, "run.replay": 3}).to_dict()
+    (tmp_path / "c.json").write_text(json.dumps({"config": said_once, "data": {"source": "x"}} if whole else said_once))
+    file = str(tmp_path / "c.json")
+    assert settings_of(command, "--config", file) == settings_of(command, f"--config={file}") == wanted
+    changed = replace(wanted, **{"model.d_ff": 56, "mesh": "tensor=2"})
+    assert settings_of(command, "--model.d_ff", "56", "--config", file, "--mesh", "tensor=2") == changed
+
+
+def test_what_a_file_does_not_say_has_its_default(tmp_path):
+    """Catches a file of an older version that is refused, or filled up from a preset nobody named."""
+    (tmp_path / "c.json").write_text('{"model": {"n_layers": 3}, "optim": {}}')
+    assert main.parse(["--config", str(tmp_path / "c.json")]) == replace(Config(), **{"model.n_layers": 3})
+
+
+FILES = {  # what a file holds, None: there is none -> what is said of it
+    None: "No such file or directory; name a run's config.json, e.g. --config runs/laptop/config.json",
+    "{'config'": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); name a run's",
+    "[1]": "it should hold settings, {name: value}, and is [1]",
+    '{"config": {"model": {"n_layer": 3}}}': "no setting is called model.n_layer; did you mean 'n_layers'? known: ",
+    '{"modell": {}}': "no setting is called modell; did you mean 'model'? known: model, mesh, pipeline, data, ",
+    '{"model": 3}': "model should hold settings, {name: value}, and is 3",
+    '{"run": {"steps": "many"}}': "run.steps='many': should be a whole number",
+    '{"run": {"steps": 2.5}}': "run.steps=2.5: should be a whole number",
+    '{"run": {"steps": true}}': "run.steps=True: should be a whole number",
+    '{"optim": {"lr": null}}': "optim.lr=None: should be a number",
+    '{"model": {"tie_embeddings": 1}}': "model.tie_embeddings=1: should be true or false",
+    '{"run": {"name": 5}}': "run.name=5: should be text",
+    '{"optim": {"schedule": "cosin"}}': "optim.schedule='cosin': should be one of 'cosine', 'wsd'",
+    '{"run": {"steps": 0}}': "run.steps=0: must be at least 1",
+    '{"mesh": {"fsdp": 0}}': "'fsdp=0' should be AXIS=SIZE",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("text", FILES, ids=lambda text: re.sub(r"\W+", " ", str(text)))
+def test_a_file_that_cannot_be_used_is_named(tmp_path, capsys, command, text):
+    """Catches a traceback, a setting passed over in silence, and a value that breaks something minutes later."""
+    file = tmp_path / "c.json"
+    if text is not None:
+        file.write_text(text)
+    assert COMMANDS[command].main(["--config", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: --config {file}: ") and FILES[text] in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_settings_start_from_one_thing(tmp_path, capsys, command):
+    """Catches a preset that is ignored behind a file, a file behind another, and a flag taken for a file's name."""
+    (tmp_path / "a").write_text("{}")
+    a = str(tmp_path / "a")
+    for argv, what in (
+        (["tiny", "--config", a], f"preset 'tiny' and --config {a}: settings start from one of them; leave the others"),
+        (["--config", a, "tiny"], f"preset 'tiny' and --config {a}: settings start from one of them; leave the others"),
+        (["--config", a, "--config=b"], f"--config {a} and --config b: settings start from one of them; leave the"),
+        (["--config"], "--config: name a run's config.json after it, e.g. --config runs/laptop/config.json\n"),
+        (["--config="], "--config: name a run's config.json after it, e.g. --config runs/laptop/config.json\n"),
+    ):
+        assert COMMANDS[command].main(argv) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {what}") and err.count("\n") == 1
+
+
+def test_a_run_is_repeated_or_continued_by_its_settings(tokens, tmp_path):
+    """Catches settings that do not survive their way through config.json, a repeated run that continues the first, and
+    a run that is taken for another one, or trained again, because its settings came from its file."""
+    small = "--model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
+    more = (
+        f"--optim.lr 0.013 --data.path {tokens} --run.name one --run.dir {tmp_path} --run.steps 3 --run.sample_tokens 1"
+    )
+    cache = ["--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
+    losses = lambda name: [(row["step"], row["loss"]) for row in map(json.loads, (tmp_path / name / "metrics.jsonl")
+                           .read_text().splitlines()) if row["kind"] in ("train", "eval")]  # fmt: skip
+    assert run("tiny", *small.split(), *more.split(), *cache)[::2] == (0, "")
+    given = ("--config", str(tmp_path / "one" / "config.json"))
+    status, out, err = run(*given, "--run.name", "two")
+    assert (status, err) == (0, "") and "resumed" not in out
+    assert losses("two") == losses("one") and len(losses("one")) == 4
+    status, out, _ = run(*given)
+    assert status == 0 and out.startswith(f"{tmp_path}/one is complete: 3 of 3 steps taken.\n  continue it:  ")
+    assert f"main.py --config {tmp_path}/one/config.json --run.steps 6\n" in out
+    status, out, err = run(*given, "--run.steps", "4")
+    assert (status, err) == (0, "") and f"resumed    at step 3 from {tmp_path}/one/checkpoints\n" in out
+
+
 # Devices --------------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +335,19 @@ def test_help_fits_two_screens():
         if isinstance(value, int | float) and not isinstance(value, bool):
             assert f"{name} {'INT' if isinstance(value, int) else 'FLOAT'} (default: {value})" in plain(out), name
     assert "--model.d_model INT (default: 128)" in plain(run("--help")[1]), "without a preset it is laptop"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_both_starting_points(capsys, command):
+    """Catches a --config that nobody can know of, and help that shows another file's values, or asks for a preset."""
+    for argv, said in (
+        (["--help"], "or with --config FILE a run's settings"),
+        (["tiny", "--help"], "here 'tiny', or "),
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            COMMANDS[command].main(argv)
+        out = plain(capsys.readouterr().out)
+        assert said in out and " [PRESET | --config FILE] [-h] [OPTIONS]" in out
 
 
 def test_help_verbose_explains_each_setting():
