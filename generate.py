@@ -499,9 +499,16 @@ def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
             print(f"--- {n}\n{text}")
 
 
+HELP = """\
+e.g. python generate.py runs/laptop --prompt 'def '
+     python generate.py runs/laptop --prompts FILE --json
+
+Continue texts with a trained model."""
+
+
 @utils.exit_status
 def main(argv: list[str] | None = None) -> None:
-    args = tyro.cli(Arguments, args=argv, prog="python generate.py", use_underscores=True)
+    args = tyro.cli(Arguments, args=argv, prog="python generate.py", description=HELP, use_underscores=True)
     requests = requests_of(args)
     utils.use_devices(args.devices)
     show(load(args.run, args.mesh), requests, args.json)

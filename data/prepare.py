@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -26,11 +27,7 @@ COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bound
 class Arguments:
     """Turn text into token shards, split into train and val by a hash of each document's name.
 
-    Run again with the same arguments, it finds the work done and does nothing. Two examples:
-
-      python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
-
-      python -m data.prepare --source 'jsonl:mine/*.jsonl' --tokenizer gpt2 --out tokens/mine-gpt2
+    Run again with the same arguments, it finds the work done and does nothing.
     """
 
     out: str  # directory for the shards and manifest.json
@@ -99,9 +96,16 @@ class ShardWriter:
         return total | {"text_bytes": self.text_bytes, "shards": self.shards}
 
 
+EXAMPLES = """\
+e.g. python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
+     python -m data.prepare --source 'jsonl:mine/*.jsonl' --tokenizer gpt2 --out tokens/mine-gpt2"""
+
+
 @exit_status
 def main(argv: list[str] | None = None) -> None:
-    prepare(tyro.cli(Arguments, args=argv, prog="python -m data.prepare", config=(tyro.conf.FlagCreatePairsOff,)))
+    description = f"{EXAMPLES}\n\n{inspect.getdoc(Arguments)}"
+    prepare(tyro.cli(Arguments, args=argv, prog="python -m data.prepare", description=description,
+                     config=(tyro.conf.FlagCreatePairsOff,)))  # fmt: skip
 
 
 def prepare(args: Arguments) -> dict:

@@ -350,6 +350,29 @@ def test_help_names_both_starting_points(capsys, command):
         assert said in out and " [PRESET | --config FILE] [-h] [OPTIONS]" in out
 
 
+HELP = {  # command -> its examples, in the order of its help
+    "main.py": ["laptop --run.steps 100"],
+    "generate.py": ["runs/laptop --prompt 'def '", "runs/laptop --prompts FILE --json"],
+    "-m train.report": ["runs/laptop", "runs/a runs/b --out both.png"],
+    "-m train.checkpoint": ["ls runs/laptop", "verify runs/laptop"],
+    "-m data.prepare": ["--source stdlib --tokenizer bytes --out tokens/stdlib-bytes",
+                        "--source 'jsonl:mine/*.jsonl' --tokenizer gpt2 --out tokens/mine-gpt2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_begins_with_an_example(command):
+    """Catches help whose reader has to build the first command out of a list of flags."""
+    words = [sys.executable, *command.split(), "--help"]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"COLUMNS": "120"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    usage, blank, *lines = done.stdout.splitlines()
+    assert usage.startswith(f"usage: python {command} ") and not blank
+    assert [line[5:] for line in lines[: len(HELP[command])]] == [f"python {command} {more}" for more in HELP[command]]
+    assert lines[0].startswith("e.g. ") and not lines[len(HELP[command])], "a sentence follows on its own"
+    assert max(map(len, lines)) <= 120
+
+
 def test_help_verbose_explains_each_setting():
     """Catches a setting without a sentence, and one whose sentence is lost between the source and the screen."""
     status, out, _ = run("tiny", "--help-verbose")

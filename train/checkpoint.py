@@ -393,10 +393,17 @@ def rows(directory: str | os.PathLike, read: bool) -> list[Row]:
     return table
 
 
+HELP = """\
+e.g. python -m train.checkpoint ls runs/laptop
+     python -m train.checkpoint verify runs/laptop
+
+What a run has saved, and whether it is still what was written. No device is needed."""
+
+
 @exit_status
 def main(argv: list[str] | None = None) -> int:
     args = tyro.extras.subcommand_cli_from_dict(
-        {"ls": List, "verify": Verify}, args=argv, prog="python -m train.checkpoint"
+        {"ls": List, "verify": Verify}, args=argv, prog="python -m train.checkpoint", description=HELP
     )
     inside = os.path.join(args.directory, "checkpoints")
     directory, read = inside if os.path.isdir(inside) else args.directory, isinstance(args, Verify)

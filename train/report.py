@@ -277,9 +277,14 @@ class Arguments:
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ""
 
 
+EXAMPLES = """\
+e.g. python -m train.report runs/laptop
+     python -m train.report runs/a runs/b --out both.png"""
+
+
 @utils.exit_status
 def main() -> None:
-    args = tyro.cli(Arguments)
+    args = tyro.cli(Arguments, prog="python -m train.report", description=f"{EXAMPLES}\n\n{Arguments.__doc__}")
     if not args.runs:
         raise UserError("no run given; give a run's directory, e.g. runs/laptop")
     default = os.path.join(args.runs[0] if len(args.runs) == 1 else "", "report.png")
