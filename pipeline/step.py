@@ -476,9 +476,12 @@ def schedule(cfg: Config) -> schedules.Schedule:
     return schedules.schedule(name, S, split.microbatches * split.accumulation, v if S > 1 else 1, lead=2)
 
 
-def on_mesh(cfg: Config, mesh: Mesh, function, out_specs):
-    """Run function(params, batch, step) on local shards: the one `shard_map`, manual over all axes, `check_vma` on."""
-    batch_specs = dict.fromkeys((*BATCH_NAMES, "index_BT"), BATCH_SPEC)
+def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
+    """Run function(params, batch, step) on local shards: the one `shard_map`, manual over all axes, `check_vma` on.
+
+    reads  names of what it needs of a batch; there may be more. Raises: UserError naming what a batch lacks
+    """
+    batch_specs = dict.fromkeys((*reads, "index_BT"), BATCH_SPEC)
     in_specs = (sharding.specs(model.declare(cfg.model)), batch_specs, P())
 
     def local(params, batch, step):
@@ -488,6 +491,9 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs):
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
     def numbered(params, batch, step=0):
+        if missing := set(reads) - set(batch):
+            raise UserError(f"the batch has no {', '.join(sorted(missing))}; it has {', '.join(batch) or 'nothing'}")
+        batch = {name: batch[name] for name in reads}
         # Each token's number in the global batch, made outside, so that it does not depend on who holds it.
         index_BT = jnp.arange(batch["tokens_BT"].size).reshape(batch["tokens_BT"].shape)
         segments_BT = batch["segments_BT"]
@@ -537,7 +543,10 @@ def evaluate(cfg: Config, mesh: Mesh):
 
 
 def logits(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch) -> float32 logits [B, T, V]."""
+    """Compile fn(params, batch) -> float32 logits [B, T, V], of a batch's tokens_BT.
+
+    Without positions_BT and segments_BT each row is one document.
+    """
 
     def local_logits(params, batch, step):
         w = ready(params, cfg.model)
@@ -545,5 +554,12 @@ def logits(cfg: Config, mesh: Mesh):
         x_bsD = model.leave(w, cfg.model, x_btD, dim=1)
         return psum(last_stages((x_bsD @ model.unembedding(w, cfg.model)).astype(jnp.float32)), STAGE)
 
-    as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR))
-    return ordered.jit(lambda params, batch: in_order(as_held(params, batch), dim=1, n=mesh.shape[CONTEXT]), mesh)
+    reads = ("tokens_BT", "positions_BT", "segments_BT")
+    as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)
+
+    def of_tokens(params, batch):
+        B, T = batch["tokens_BT"].shape
+        one = {"positions_BT": jnp.tile(jnp.arange(T), (B, 1)), "segments_BT": jnp.ones((B, T), jnp.int32)}
+        return in_order(as_held(params, one | batch), dim=1, n=mesh.shape[CONTEXT])
+
+    return ordered.jit(of_tokens, mesh)

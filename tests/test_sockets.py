@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import model
+import pipeline
 import sharding
 from config import preset
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, on_mesh, psum, reduce_scatter, vary
@@ -161,3 +162,20 @@ def test_vary_takes_one_axis_or_several(axes):
 
     jax.shard_map(local, mesh=make_mesh("fsdp=2,tensor=2"), in_specs=P(), out_specs=P())(jnp.zeros(3))
     assert seen == [set(sharding.as_tuple(axes))]
+
+
+# Compiled functions ---------------------------------------------------------------------------------------------------
+
+
+def test_logits_need_tokens_alone():
+    """Catches logits that ask for targets, and rows that are not one document each when no one says otherwise."""
+    cfg = preset("tiny", **{"data.batch_size": 4, "data.seq_len": 16, "mesh": "fsdp=2,context=2"})
+    mesh, params = make_mesh(cfg.mesh), helpers.draw(model.declare(cfg.model))
+    run, tokens_BT = pipeline.logits(cfg, mesh), np.random.default_rng(3).integers(0, 280, (4, 16), dtype=np.int32)
+    positions_T, segments_T = helpers.documents(16)
+    got_BTV = run(params, {"tokens_BT": tokens_BT})
+    assert got_BTV.shape == (4, 16, 280) and got_BTV.dtype == np.float32
+    want_TV, _ = helpers.np_model(params, cfg.model, tokens_BT[2], positions_T, segments_T)
+    np.testing.assert_allclose(got_BTV[2], want_TV, rtol=1e-3, atol=1e-4)  # float32 against float64
+    with pytest.raises(UserError, match="the batch has no positions_BT, segments_BT, targets_BT, weights_BT; it has"):
+        pipeline.loss_and_grads(cfg, mesh)(params, {"tokens_BT": tokens_BT}, 0)

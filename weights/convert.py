@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import runpy
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,19 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 import sharding
 from config import Config, ModelConfig, Precision, replace
 from train import checkpoint
-from utils import UserError, log
-from weights.families import KEPT, Piece, config_from_hf, config_to_hf, declare, family_of, pieces, to_ours, to_theirs
+from utils import UserError, log, nearest
+from weights.families import (
+    FAMILIES,
+    KEPT,
+    Piece,
+    config_from_hf,
+    config_to_hf,
+    declare,
+    family_of,
+    pieces,
+    to_ours,
+    to_theirs,
+)
 from weights.gptj import GPTJConfig
 
 # Folders --------------------------------------------------------------------------------------------------------------
@@ -116,22 +128,44 @@ class Tensors:
                 raise UserError(f"{self.directory}: {name} has shape {self.shape(name)}, config.json asks for {want}")
 
 
+# A table of one's own -------------------------------------------------------------------------------------------------
+
+Table = Annotated[str, tyro.conf.arg(metavar="FILE.py", help="run this file first; see weights.families.register")]
+
+
+def run_table(path: str) -> None:
+    """Run a Python file, which calls `families.register`. Raises: UserError if it cannot be run, or adds no table."""
+    if not path:
+        return
+    before = set(FAMILIES)
+    try:
+        runpy.run_path(path)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's file raises
+        raise UserError(f"--table {path}: {type(error).__name__}: {error}") from error
+    if before == set(FAMILIES):
+        raise UserError(f"--table {path} adds no table: it should call weights.families.register(kind, family)")
+
+
 # from-hf --------------------------------------------------------------------------------------------------------------
 
 
 def from_hf(
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read")],
     out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="run directory to make, e.g. runs/x")],
+    table: Table = "",
 ) -> None:
     """Convert a Hugging Face folder (config.json, *.safetensors) into a run directory."""
+    run_table(table)
     hf = read_json(directory / "config.json")
-    c = config_from_hf(hf)
-    about = _run_config(c, out) | {"hf": {name: value for name, value in hf.items() if name in KEPT}}
+    c, kind = config_from_hf(hf), hf["model_type"]
+    about = _run_config(c, out) | {"family": kind, "hf": {name: value for name, value in hf.items() if name in KEPT}}
     parts, declared = {}, sharding.named(declare(c))
     with contextlib.ExitStack() as stack:
         tensors = Tensors(directory, stack)
-        tensors.check(pieces(c))
-        for piece in pieces(c):
+        tensors.check(pieces(c, kind))
+        for piece in pieces(c, kind):
             for part in piece.parts:
                 parts.setdefault(part.name, []).append((part.index, piece, part))
         folder = stack.enter_context(fresh_directory(out))
@@ -142,7 +176,7 @@ def from_hf(
             index[name] = write_leaf(folder / "weights", name, declared, sorted(parts[name]), tensors)
         (folder / "weights" / "index.json").write_text(json.dumps(index, indent=1) + "\n")
         (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
-    log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {family_of(c)} in {len(index)} arrays")
+    log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(index)} arrays")
 
 
 def _run_config(c: ModelConfig | GPTJConfig, out: Path) -> dict:
@@ -255,18 +289,25 @@ def to_hf(
         tyro.conf.arg(metavar="RUN", help="run directory: newest checkpoint, or from-hf's weights"),
     ],
     out: Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder to make")],
+    family: Annotated[str, tyro.conf.arg(help="table to write by; empty: the one it was read by, or that fits")] = "",
+    table: Table = "",
 ) -> None:
     """Convert a run directory into a Hugging Face folder: config.json and safetensors."""
-    c = read_config(run)
+    run_table(table)
+    c, about = read_config(run), read_json(run / "config.json")
+    kind = family or about.get("family") or family_of(c)
+    if kind not in FAMILIES:
+        there = "--family" if family else f"{run}/config.json"
+        raise UserError(f"{there} names the table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
     declared = sharding.named(declare(c))
     if (run / "checkpoints").exists() or not (run / "weights").exists():
         dtypes, read = {name: np.dtype(d.dtype) for name, d in declared.items()}, open_checkpoint(run, declared)
     else:
         weights = open_weights(run)
         dtypes, read = {name: weight.dtype for name, weight in weights.items()}, weights.__getitem__
-    hf = config_to_hf(c, str(dtypes["embedding_VD"])) | read_json(run / "config.json").get("hf", {})
+    hf = config_to_hf(c, str(dtypes["embedding_VD"]), kind) | about.get("hf", {})
     with fresh_directory(out) as folder:
-        write_tensors(folder, pieces(c), dtypes, read, declared)
+        write_tensors(folder, pieces(c, kind), dtypes, read, declared)
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
 

@@ -13,6 +13,7 @@ How ours is transposed follows from its own letters, and how it is stacked from 
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -203,8 +204,26 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def register(kind: str, family: Family) -> None:
+    """Add a table of one's own: from here on `kind` is a known `model_type`.
+
+    Raises: UserError if there is one of that name.
+
+    Llama in a fork that renamed two things; `--table FILE.py` runs such a file before it converts:
+
+    >>> import dataclasses
+    >>> outside = (*OUTSIDE[:2], row("unembed.weight", "V D", "unembedding_DV"))
+    >>> register("fork", dataclasses.replace(FAMILIES["llama"], outside=outside, layer_name="decoder.{layer}."))
+    >>> pieces(ModelConfig(attention="gqa"), "fork")[3].theirs
+    'decoder.0.input_layernorm.weight'
+    """
+    if kind in FAMILIES:
+        raise UserError(f"there is a table for model_type={kind!r} already; known: {', '.join(FAMILIES)}")
+    FAMILIES[kind] = family
+
+
 def family_of(c: ModelConfig | GPTJConfig) -> str:
-    """The family whose tables fit a config of ours."""
+    """The family of ours whose tables fit a config, where nothing else says which."""
     if isinstance(c, GPTJConfig):
         return "gptj"
     if c.attention == "mla":
@@ -226,7 +245,8 @@ def config_from_hf(hf: dict) -> ModelConfig | GPTJConfig:
     """
     kind = hf.get("model_type")
     if kind not in FAMILIES:
-        raise UserError(f"config.json: model_type={kind!r} has no table in families.py; {nearest(str(kind), FAMILIES)}")
+        known = nearest(str(kind), FAMILIES)
+        raise UserError(f"config.json: model_type={kind!r} has no table; {known}; --table FILE.py adds one of your own")
     family, hf = FAMILIES[kind], _without_rope_parameters(hf)
     known = {s.theirs for s in family.settings} | set(family.theirs_fixed) | KEPT | IGNORED
     for name in hf:
@@ -282,12 +302,12 @@ def _check_fits(c: ModelConfig | GPTJConfig, kind: str) -> None:
             raise UserError(f"model.{name}={getattr(c, name)!r} cannot be written as {kind}, where it is never 0")
 
 
-def config_to_hf(c: ModelConfig | GPTJConfig, dtype: str = "float32") -> dict:
-    """The config.json of our config.
+def config_to_hf(c: ModelConfig | GPTJConfig, dtype: str = "float32", kind: str = "") -> dict:
+    """The config.json of our config, as a model of a family: of this `kind`, or of the one that fits.
 
     Raises: UserError naming the first of our settings that the family cannot express.
     """
-    kind = family_of(c)
+    kind = kind or family_of(c)
     family = FAMILIES[kind]
     _check_fits(c, kind)
     hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.theirs_fixed
@@ -318,9 +338,13 @@ class Piece(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def pieces(c: ModelConfig | GPTJConfig) -> list[Piece]:
-    """Every tensor a model of this config has on disk, and where its numbers lie in ours."""
-    family, declared = FAMILIES[family_of(c)], sharding.named(declare(c))
+def pieces(c: ModelConfig | GPTJConfig, kind: str = "") -> list[Piece]:
+    """Every tensor a model of this config has on disk, and where its numbers lie in ours.
+
+    Raises: UserError for a parameter of ours that no row of the table holds, or more than one.
+    """
+    kind = kind or family_of(c)
+    family, declared = FAMILIES[kind], sharding.named(declare(c))
     rows = [(r, "", "", np.zeros((), int)) for r in family.outside]
     rows += [(r, f"{stack}.", family.layer_name, n) for r in family.layer for stack, n in layer_numbers(c).items()]
     found = []
@@ -335,6 +359,12 @@ def pieces(c: ModelConfig | GPTJConfig) -> list[Piece]:
                 parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
                 name = (theirs + r.theirs).format(layer=numbers[index], expert=e)
                 found.append(Piece(name, disk_shape(r.layout, _sizes(parts, declared)), r.layout, parts))
+    times = {}
+    for (name, _), n in Counter((part.name, part.index) for piece in found for part in piece.parts).items():
+        times[name] = max(n, times.get(name, 0))
+    for name in declared:
+        if times.get(name) != 1:
+            raise UserError(f"the table of {kind!r} has {times.get(name, 'no')} rows for {name}; it should have one")
     return found
 
 

@@ -467,3 +467,59 @@ def test_memory_stays_within_the_largest_parameter(monkeypatch, tmp_path):
     slack = 2**20  # names, tables, JSON
     assert largest / 2 < peak(convert.to_hf, tmp_path / "run", tmp_path / "hf") < largest + tensor + slack
     assert tensor < peak(convert.from_hf, tmp_path / "hf", tmp_path / "back") < 3 * tensor + slack
+
+
+# A table of one's own -------------------------------------------------------------------------------------------------
+
+FORK = """
+import dataclasses
+from weights.families import FAMILIES, OUTSIDE, register, row
+
+outside = (*OUTSIDE[:2], row("unembed.weight", "V D", "unembedding_DV"))
+register("fork", dataclasses.replace(FAMILIES["llama"], outside=outside, layer_name="decoder.{layer}."))
+"""
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """A file with a table; the table is forgotten with the test."""
+    monkeypatch.setattr(families, "FAMILIES", (known := dict(families.FAMILIES)))
+    monkeypatch.setattr(convert, "FAMILIES", known)
+    (tmp_path / "fork.py").write_text(FORK)
+    return tmp_path / "fork.py"
+
+
+def test_a_table_of_ones_own_goes_there_and_back(fork, runs, tmp_path, capsys):
+    """Catches a table that only one direction finds, and a run that forgets which table it was read by."""
+    words = "--table", fork
+    assert command("to-hf", runs["llama"], "--out", tmp_path / "hf", "--family", "fork", *words) == 0
+    want, got = tensors_of(FIXTURES / "llama"), tensors_of(tmp_path / "hf")
+    renamed = {name.replace("model.layers.", "decoder.").replace("lm_head", "unembed"): x for name, x in want.items()}
+    assert {name: x.tobytes() for name, x in got.items()} == {name: x.tobytes() for name, x in renamed.items()}
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "fork"
+    del families.FAMILIES["fork"]
+    assert command("from-hf", tmp_path / "hf", "--out", tmp_path / "run", *words) == 0
+    del families.FAMILIES["fork"]
+    assert command("to-hf", tmp_path / "run", "--out", tmp_path / "again", *words) == 0
+    assert {name: x.tobytes() for name, x in tensors_of(tmp_path / "again").items()} == {
+        name: x.tobytes() for name, x in got.items()
+    }
+    del families.FAMILIES["fork"]
+    capsys.readouterr()
+    assert command("to-hf", tmp_path / "run", "--out", tmp_path / "third") == 2
+    assert "config.json names the table 'fork'; known: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, message", [
+    (FORK.replace('"fork"', '"llama"'), "there is a table for model_type='llama' already; known: llama, mixtral"),
+    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE[:1], "), "the table of 'fork' has no rows for norm_D"),
+    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE, "), "the table of 'fork' has 2 rows for unembedding_DV"),
+    ("x = 1", "adds no table: it should call weights.families.register(kind, family)"),
+    ("x = 1 / 0", "ZeroDivisionError: division by zero"),
+])  # fmt: skip
+def test_a_table_that_cannot_be_right_is_refused(text, message, fork, runs, tmp_path, capsys):
+    """Catches parameters that are never written, or written twice, and a traceback for a mistake in the file."""
+    fork.write_text(text)
+    assert command("to-hf", runs["llama"], "--out", tmp_path / "hf", "--family", "fork", "--table", fork) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
