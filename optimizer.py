@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import model
 import pipeline
 import sharding
-from config import Config, replace
+from config import Config, OptimConfig, replace
 from utils import UserError
 from xla import ordered
 
@@ -32,13 +32,12 @@ class TrainState:
     skipped_in_a_row: Any  # int32, how many of them were the last steps taken
 
 
-def learning_rate(cfg: Config) -> optax.Schedule:
+def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
     """Learning rate of each step, counted from 0: linear warm-up, then cosine decay, or a plateau with a linear end.
 
     The first step is already above 0, step warmup_steps - 1 has the peak, the last step final_lr times the peak.
     Source of the plateau: WSD, arXiv:2404.06395.
     """
-    o, steps = cfg.optim, cfg.run.steps
     warmup = min(o.warmup_steps, steps)
     rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))
     # A fall starts from the peak at the last step of what precedes it, so that it ends at the last step of all.
@@ -55,15 +54,34 @@ def decay_mask(declarations):
     return jax.tree.map(lambda d: d.decay, declarations)
 
 
-def adamw(cfg: Config) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with decoupled decay (arXiv:1711.05101)."""
-    o = cfg.optim
+def clip(largest_norm: float) -> optax.GradientTransformation:
+    """Scale gradients down to a global norm, that of all of them as one vector, if theirs is larger; 0: never."""
+    return optax.clip_by_global_norm(largest_norm) if largest_norm else optax.identity()
+
+
+def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW with decoupled decay (arXiv:1711.05101), for any tree of parameters.
+
+    steps  how many there will be: the learning rate falls towards the last
+    decay  where weight decay applies, a tree of booleans like the parameters; None: everywhere
+
+    >>> params = {"w_DF": jnp.ones((2, 3)), "bias_F": jnp.ones(3)}
+    >>> chain = adamw(OptimConfig(lr=0.5, warmup_steps=1), steps=10, decay={"w_DF": True, "bias_F": False})
+    >>> changes, state = chain.update(jax.tree.map(jnp.zeros_like, params), chain.init(params), params)
+    >>> print(changes["w_DF"][0], float(jnp.abs(changes["bias_F"]).max()))  # -lr * weight_decay * 1, and nothing
+    [-0.05 -0.05 -0.05] 0.0
+    """
     return optax.chain(
-        optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
+        clip(o.clip_norm),
         optax.scale_by_adam(o.beta1, o.beta2, o.eps),
-        optax.add_decayed_weights(o.weight_decay, mask=decay_mask(model.declare(cfg.model))),
-        optax.scale_by_learning_rate(learning_rate(cfg)),
+        optax.add_decayed_weights(o.weight_decay, mask=decay),
+        optax.scale_by_learning_rate(learning_rate(o, steps)),
     )
+
+
+def chain_of(cfg: Config) -> optax.GradientTransformation:
+    """The optimizer of a run: `adamw`, with the decay that the model's parameters declare."""
+    return adamw(cfg.optim, cfg.run.steps, decay_mask(model.declare(cfg.model)))
 
 
 def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
@@ -81,7 +99,7 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
 def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     """The state at step 0, of new parameters or of given ones. Moments lie on the mesh as their parameters do."""
     params = sharding.init(model.declare(cfg.model), mesh, cfg.run.seed) if params is None else params
-    moments = ordered.jit(adamw(cfg).init, mesh, out_shardings=state_shardings(cfg, mesh).optimizer)(params)
+    moments = ordered.jit(chain_of(cfg).init, mesh, out_shardings=state_shardings(cfg, mesh).optimizer)(params)
     # Three arrays, not one thrice: each is donated.
     return TrainState(params, moments, *(jax.device_put(jnp.int32(0), NamedSharding(mesh, P())) for _ in range(3)))
 
@@ -89,7 +107,7 @@ def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
 def state_shapes(cfg: Config) -> TrainState:
     """ShapeDtypeStruct of every array in the state; no device is touched."""
     params = sharding.shapes(model.declare(cfg.model))
-    return TrainState(params, jax.eval_shape(adamw(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3)
+    return TrainState(params, jax.eval_shape(chain_of(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3)
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -98,14 +116,15 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     everywhere = NamedSharding(mesh, P())
     shapes = state_shapes(cfg)
     moments = optax.tree_map_params(
-        adamw(cfg), lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: everywhere
+        chain_of(cfg), lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: everywhere
     )
     return TrainState(params, moments, everywhere, everywhere, everywhere)
 
 
 def updates(cfg: Config, mesh: Mesh):
     """Trace fn(state, batch) -> (metrics, grads, updates, moments): all of a step but its being taken."""
-    chain, rate, loss_and_grads = adamw(cfg), learning_rate(cfg), pipeline.loss_and_grads(cfg, mesh)
+    chain, rate = chain_of(cfg), learning_rate(cfg.optim, cfg.run.steps)
+    loss_and_grads = pipeline.loss_and_grads(cfg, mesh)
 
     def of(state: TrainState, batch):
         loss, metrics, grads = loss_and_grads(state.params, batch, state.step)

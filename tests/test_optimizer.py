@@ -31,7 +31,7 @@ def random_tree(seed, shapes, scale=1.0):
 
 def updated(cfg, params, gradients):
     """Parameters after each of these gradients, by `optimizer.adamw`."""
-    chain = optimizer.adamw(cfg)
+    chain = optimizer.chain_of(cfg)
 
     @jax.jit
     def step(params, moments, gradient):
@@ -101,7 +101,7 @@ def test_norms_biases_and_embeddings_do_not_decay():
 def rates(schedule, steps, warmup, **more):
     cfg = preset("tiny", **{"optim.schedule": schedule, "optim.warmup_steps": warmup, "run.steps": steps,
                             "optim.lr": 2.0, "optim.final_lr": 0.1, **more})  # fmt: skip
-    return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate(cfg)))(np.arange(steps)))
+    return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate(cfg.optim, cfg.run.steps)))(np.arange(steps)))
 
 
 def test_cosine_at_named_steps():
@@ -191,7 +191,7 @@ def test_without_a_rate_there_is_no_bias():
 def test_the_step_counts_itself(steps):
     """Catches a step that is not counted, on which the data, the schedule and the dropout of the next one depend."""
     assert int(steps["last"].step) == 3
-    schedule = optimizer.learning_rate(steps["cfg"])
+    schedule = optimizer.learning_rate(steps["cfg"].optim, steps["cfg"].run.steps)
     assert steps["lr"] == pytest.approx([float(schedule(n)) for n in range(3)])
 
 

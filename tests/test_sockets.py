@@ -1,21 +1,26 @@
 """Pieces of the project used alone: what its docstrings promise is run, and what goes wrong says so."""
 
 import doctest
+import importlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import model
+import optimizer
 import pipeline
 import sharding
-from config import preset
+from config import OptimConfig, preset
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, on_mesh, psum, reduce_scatter, vary
 from tests import helpers
+from tests.test_house import NOT_OURS, ROOT
 from utils import UserError
+from weights import families
 
 C = preset("tiny").model
 FEED_FORWARD = sharding.unstacked(model.declare(C).prefix.feed_forward)
@@ -32,20 +37,30 @@ def x_BTD():
     return np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 
 
-def run_example(obj, **given):
-    """Run the example in a docstring; returns how many lines of code it takes."""
-    [test] = doctest.DocTestFinder(recurse=False).find(
-        obj, obj.__name__, globs=vars(__import__(obj.__module__)) | given
-    )
-    said = []
-    doctest.DocTestRunner().run(test, out=said.append)
-    assert not said, "".join(said)
-    return sum(example.source.count("\n") for example in test.examples)
+OURS = ("sharding", "optimizer", "weights.families", "data.prepare")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_examples_in_docstrings_run(name, monkeypatch, tmp_path):
+    """Catches an example that no longer does what stands below it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_every_file_with_an_example_is_run():
+    """Catches an example in a file that the test above does not know."""
+    ours = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in NOT_OURS]
+    found = {
+        str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in ours if ">>> " in path.read_text()
+    }
+    assert found - {"tests.test_sockets"} == set(OURS)
 
 
 def test_one_function_on_a_mesh_takes_ten_lines():
     """Catches a docstring whose example no longer runs, or has grown past what a reader types."""
-    assert 0 < run_example(on_mesh) <= 10
+    [example] = doctest.DocTestFinder(recurse=False).find(on_mesh, "on_mesh", globs={})
+    assert 0 < sum(part.source.count("\n") for part in example.examples) <= 10
 
 
 def branch(w, x_btD):
@@ -179,3 +194,29 @@ def test_logits_need_tokens_alone():
     np.testing.assert_allclose(got_BTV[2], want_TV, rtol=1e-3, atol=1e-4)  # float32 against float64
     with pytest.raises(UserError, match="the batch has no positions_BT, segments_BT, targets_BT, weights_BT; it has"):
         pipeline.loss_and_grads(cfg, mesh)(params, {"tokens_BT": tokens_BT}, 0)
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_works_on_any_tree():
+    """Catches an optimizer that only the model's own tree fits, and decay that the mask does not keep away."""
+    o = OptimConfig(lr=0.01, warmup_steps=1, weight_decay=0.5, clip_norm=0.0)
+    params, grads = ([jnp.full(3, x), {"b": jnp.full((2, 1), x + 1)}] for x in (2.0, -1.0))
+    chain = optimizer.adamw(o, steps=4, decay=[True, {"b": False}])
+    changes, _ = chain.update(grads, chain.init(params), params)
+    # The first step of Adam is the sign of the gradient, whatever its size; that of 0 is 0.
+    np.testing.assert_allclose(changes[0], -0.01 * (-1 + 0.5 * 2), atol=1e-7)
+    np.testing.assert_allclose(changes[1]["b"], 0, atol=1e-7)
+    everywhere = optimizer.adamw(o, steps=4)
+    changes, _ = everywhere.update(grads, everywhere.init(params), params)
+    np.testing.assert_allclose(changes[1]["b"], -0.01 * 0.5 * 3, rtol=1e-5)
+
+
+def test_clipping_stands_alone():
+    """Catches a norm per array: what is clipped is all gradients as one vector."""
+    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}  # norm 5
+    for largest, scale in ((2.5, 0.5), (10.0, 1.0), (0.0, 1.0)):
+        clipped, _ = optimizer.clip(largest).update(grads, optax.EmptyState())
+        np.testing.assert_allclose(clipped["a"], [3 * scale, 0], rtol=1e-6)
+        np.testing.assert_allclose(clipped["b"], [[4 * scale]], rtol=1e-6)

@@ -122,7 +122,7 @@ def test_metrics_say_what_was_skipped(taken):
     cfg, _, metrics = taken
     assert [int(m["skipped_steps"]) for m in metrics] == [0, 1, 2, 2]
     assert [int(m["skipped_in_a_row"]) for m in metrics] == [0, 1, 2, 0]
-    rate = optimizer.learning_rate(cfg)
+    rate = optimizer.learning_rate(cfg.optim, cfg.run.steps)
     assert [float(m["lr"]) for m in metrics] == pytest.approx([float(rate(n)) for n in (0, 1, 1, 1)])
     names = np.array(list(optimizer.places(cfg)))
     bad = [f"{BAD}, block 1"]
