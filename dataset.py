@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import shlex
 from collections import deque
@@ -32,7 +33,7 @@ class Split:
 
     shards: tuple[np.ndarray, ...]
     starts: np.ndarray  # position in the stream of each shard's first token, and the stream's length at the end
-    text_bytes: int  # UTF-8 bytes of the text the tokens stand for
+    text_bytes: int | None  # UTF-8 bytes of the text the tokens stand for; None: ids of no known tokenizer
 
     @property
     def tokens(self) -> int:
@@ -232,8 +233,9 @@ def prefetch(cfg: Config, start: int) -> Iterator[tuple[int, dict[str, np.ndarra
 
 
 def bytes_per_token(corpus: Corpus, split: str = "val") -> float:
-    """Text bytes for each target of a split: bits per byte = nats per token / ln 2 / bytes per token."""
-    return corpus.splits[split].text_bytes / corpus.splits[split].targets
+    """Text bytes for each target of a split: bits per byte = nats per token / ln 2 / bytes per token. NaN: unknown."""
+    text_bytes = corpus.splits[split].text_bytes
+    return math.nan if text_bytes is None else text_bytes / corpus.splits[split].targets
 
 
 def fingerprint(cfg: Config) -> dict:

@@ -89,8 +89,8 @@ def announce(cfg: Config, mesh) -> planner.Plan:
 def train(cfg: Config, argv: list[str], interruptions: Interruptions) -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
     corpus = dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
-    encoding = tokenizers.load(corpus.manifest["tokenizer"]["name"])
-    generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)  # refused now, not when all steps are taken
+    if encoding := tokenizers.of(corpus.manifest):  # a prompt is refused now, not when all steps are taken
+        generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
     directory = Path(cfg.run.dir) / cfg.run.name
     check_same(cfg, directory)
     if not cfg.run.restart and (done := steps_done(cfg, directory)):
@@ -98,6 +98,8 @@ def train(cfg: Config, argv: list[str], interruptions: Interruptions) -> None:
 
     mesh = sharding.make_mesh(cfg.mesh)
     plan = announce(cfg, mesh)
+    if not encoding:
+        log(f"sample     none at the end: {cfg.data.path} holds ids of no known tokenizer")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
     open_run(cfg, directory)
@@ -180,17 +182,19 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Pa
     log(f"validation {in_words(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
-    encoding = tokenizers.load(manifest["tokenizer"]["name"])
-    text = generate.sample(cfg, state.params, encoding, mesh, cfg.run.sample_prompt, cfg.run.sample_tokens)
+    encoding, run = tokenizers.of(manifest), cfg.run
+    text = encoding and generate.sample(cfg, state.params, encoding, mesh, run.sample_prompt, run.sample_tokens)
     if utils.is_main_process():
-        with (directory / "samples.txt").open("a", encoding="utf-8") as file:
-            file.write(f"--- step {step}\n{text}\n")
+        if text is not None:
+            with (directory / "samples.txt").open("a", encoding="utf-8") as file:
+                file.write(f"--- step {step}\n{text}\n")
         report.draw([directory], directory / "report.png")
     seconds = time.perf_counter() - START
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: without it the run is not complete
-    log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
+    if text is not None:
+        log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
     peak = f"peak memory {peak_bytes / 2**30:.2f} GiB"
     log(f"done       step {step} in {seconds:.0f} s, {peak}; see {directory}/report.png")
 

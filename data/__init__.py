@@ -3,5 +3,5 @@
 Open `prepare.py` first: it is the command, `python -m data.prepare`. `sources.py` finds documents, `tokenizers.py`
 turns them into ids. What reads the shards is `dataset.py`, at the root.
 
-From outside: `tokenizers.load`, and `prepare.prepare`.
+From outside: `tokenizers.load`, `tokenizers.of`, `prepare.prepare`, and `prepare.from_ids` for arrays of ids.
 """

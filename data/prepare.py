@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import rich.console
 import rich.progress
+import tiktoken
 import tyro
 
 import dataset
@@ -126,12 +128,17 @@ def prepare(args: Arguments) -> dict:
         "dtype": token_dtype(encoding.n_vocab).name,
         "splits": _write_shards(args, encoding, documents),
     }  # fmt: skip
-    manifest |= entropies(_first_train_tokens(args.out, manifest), encoding.n_vocab)
-    path = os.path.join(args.out, dataset.MANIFEST)
+    return _write_manifest(args.out, manifest)
+
+
+def _write_manifest(out: str, manifest: dict) -> dict:
+    """Add what is measured on the shards, write the manifest, and return it."""
+    manifest |= entropies(_first_train_tokens(out, manifest), manifest["tokenizer"]["vocabulary"])
+    path = os.path.join(out, dataset.MANIFEST)
     with open(path + ".partial", "w", encoding="utf-8") as file:
         file.write(json.dumps(manifest, indent=1) + "\n")
     os.replace(path + ".partial", path)  # last, and whole: a directory with a manifest is complete
-    log(f"{args.out}: {_summary(manifest)}")
+    log(f"{out}: {_summary(manifest)}")
     return manifest
 
 
@@ -223,6 +230,122 @@ def _summary(manifest: dict) -> str:
     splits = manifest["splits"].items()
     parts = [f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents" for name, split in splits]
     return f"{', '.join(parts)}, vocabulary {manifest['tokenizer']['vocabulary']:,} ({manifest['dtype']})"
+
+
+# Ids instead of text --------------------------------------------------------------------------------------------------
+
+
+def from_ids(
+    train_ids, out: str, *, vocab_size: int = 0, tokenizer: str = "", validation_ids=None, eot: int | None = None,
+    val_share: float = 0.05, shard_tokens: int = 2**25, overwrite: bool = False,
+) -> dict:  # fmt: skip
+    """Make a directory for --data.path from token ids that are already there, and return its manifest.
+
+    >>> import numpy as np
+    >>> from data.prepare import from_ids
+    >>> ids = np.random.default_rng(0).integers(0, 50, 10_000)  # or a list of arrays, one a document
+    >>> manifest = from_ids(ids, "tokens/mine", vocab_size=50)
+    tokens/mine: train 9,501 tokens in 1 documents, val 501 tokens in 1 documents, vocabulary 51 (uint16)
+
+    Then `python main.py laptop --data.path tokens/mine --run.name mine`.
+
+    train_ids       integers: one array of all, or a list of arrays, one a document
+    vocab_size      ids are 0 .. vocab_size - 1; either this, or
+    tokenizer       whose ids they are, a name as for `tokenizers.load`; without one, bits per byte are not known, and
+                    a run draws no sample of text
+    validation_ids  like train_ids; None: the last `val_share` of the tokens, a document being cut where they begin
+    eot             the id between documents, wherever it stands; None: the tokenizer's, or a new one, vocab_size
+    Raises: UserError for anything else than such ids, or if `out` is there and not to be overwritten.
+    """
+    encoding, vocabulary, limit, end = _vocabulary(tokenizer, vocab_size, eot)
+    args = Arguments(out, "ids", tokenizer or tokenizers.UNKNOWN, "", val_share, shard_tokens)  # it checks the last two
+    splits = {"train": _documents("train_ids", train_ids, end, limit)}
+    if validation_ids is not None:
+        splits["val"] = _documents("validation_ids", validation_ids, end, limit)
+    else:
+        splits["train"], splits["val"] = _hold_out(splits["train"], val_share)
+    if os.path.lexists(out) and not (os.path.isdir(out) and (overwrite or not os.listdir(out))):
+        raise UserError(f"{out} is there already; choose another directory, or overwrite=True to replace its tokens")
+    _clear(out)
+    return _write_manifest(out, {
+        "format": dataset.FORMAT,
+        "arguments": args.recorded,
+        "sources": [{"source": args.source, "weight": 1.0}],
+        "tokenizer": {"name": args.tokenizer, "fingerprint": encoding and tokenizers.fingerprint(encoding),
+                      "vocabulary": vocabulary, "eot": end},
+        "dtype": token_dtype(vocabulary).name,
+        "splits": {name: _write_ids(args, name, documents, end, vocabulary, encoding)
+                   for name, documents in splits.items()},
+    })  # fmt: skip
+
+
+def _vocabulary(tokenizer: str, vocab_size: int, eot: int | None) -> tuple[tiktoken.Encoding | None, int, int, int]:
+    """Return the encoding, how many ids a model needs, how many of them may be given, the one between documents."""
+    if bool(tokenizer) == bool(vocab_size):
+        raise UserError(f"from_ids: tokenizer={tokenizer!r} and vocab_size={vocab_size}; give one of them: a tokenizer "
+                        "says how many ids it has")  # fmt: skip
+    if tokenizer:
+        encoding = tokenizers.load(tokenizer)
+        if eot is not None:
+            raise UserError(f"from_ids: eot={eot} and tokenizer={tokenizer!r}, whose own is {encoding.eot_token}; "
+                            "leave eot out")  # fmt: skip
+        return encoding, encoding.n_vocab, encoding.n_vocab, encoding.eot_token
+    if eot is None:
+        return None, vocab_size + 1, vocab_size, vocab_size
+    if not 0 <= eot < vocab_size:
+        raise UserError(f"from_ids: eot={eot}: not one of the ids 0..{vocab_size - 1}; leave it out for a new one")
+    return None, vocab_size, vocab_size, eot
+
+
+def _documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
+    """Cut ids into documents, without the ids between them. Raises: UserError for what is no token id, and where."""
+    stream = hasattr(ids, "__array__") or not len(ids) or isinstance(ids[0], int | np.integer)
+    documents = []
+    for number, array in enumerate([ids] if stream else ids):
+        name, array = what if stream else f"{what}[{number}]", np.asarray(array)
+        if array.ndim != 1:
+            raise UserError(f"{name} has the shape {list(array.shape)}: one array is a stream of ids, x.reshape(-1); a "
+                            "list of arrays is a list of documents, list(x)")  # fmt: skip
+        if not len(array):
+            continue
+        if array.dtype.kind not in "iu":
+            raise UserError(f"{name} holds {array.dtype}, token ids are integers")
+        outside = (array < 0) | (array >= limit)
+        if outside.any():
+            place = int(np.argmax(outside))
+            raise UserError(f"{name}[{place}] is {array[place]}: not one of the ids 0..{limit - 1} "
+                            f"({int(outside.sum())} of {len(array)} are not)")  # fmt: skip
+        ends = [-1, *np.flatnonzero(array == eot).tolist(), len(array)]
+        documents += [array[a + 1 : b] for a, b in itertools.pairwise(ends) if b > a + 1]
+    if not documents:
+        raise UserError(f"{what} holds no token")
+    return documents
+
+
+def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Split documents into the first tokens, and the last `share` of them, at least one."""
+    total = sum(map(len, documents))
+    left = total - max(1, round(total * share))
+    if left < 1:
+        raise UserError(f"train_ids holds {total} tokens, and val_share={share} leaves {left} of them to train on; "
+                        "give more, or validation_ids")  # fmt: skip
+    train = []
+    for number, document in enumerate(documents):
+        if left <= len(document):
+            rest = [document[left:]] if left < len(document) else []
+            return [*train, document[:left]], [*rest, *documents[number + 1 :]]
+        train.append(document)
+        left -= len(document)
+    raise AssertionError("more tokens were to be kept than there are")
+
+
+def _write_ids(args: Arguments, split: str, documents: list[np.ndarray], eot: int, vocabulary: int, encoding) -> dict:
+    """Write the shards of a split, and return its part of the manifest."""
+    writer = ShardWriter(args.out, split, token_dtype(vocabulary), args.shard_tokens)
+    lengths = tokenizers.text_lengths(encoding) if encoding else np.zeros(vocabulary, np.int64)
+    for document in documents:
+        writer.add(np.append(np.uint32(eot), document.astype(np.uint32)), int(lengths[document].sum()))
+    return writer.finish() | ({} if encoding else {"text_bytes": None})
 
 
 if __name__ == "__main__":

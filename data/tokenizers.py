@@ -12,6 +12,7 @@ import tiktoken
 from utils import UserError
 
 END_OF_TEXT = "<|endoftext|>"  # the token before each document
+UNKNOWN = "unknown"  # what a manifest says of ids that came without a tokenizer: `prepare.from_ids`
 NAMED = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken fetches their rank files once
 FETCH_SECONDS = 15  # longest wait for such a file
 # How text is cut before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer understands.
@@ -29,7 +30,24 @@ def load(name: str) -> tiktoken.Encoding:
         return _encoding(name, _read_ranks(name.removeprefix("bpe:")), GPT2_PATTERN)
     if name in NAMED:
         return _fetch(name)
+    if name == UNKNOWN:
+        raise UserError("these tokens were given as ids of no known tokenizer (data.prepare.from_ids without "
+                        "tokenizer=...): no text can be turned into them, or made of them")  # fmt: skip
     raise UserError(f"no tokenizer is called {name!r}; use bytes, {', '.join(NAMED)}, or bpe:FILE")
+
+
+def of(manifest: dict) -> tiktoken.Encoding | None:
+    """Return the encoding of a directory of tokens; None if it names none. Raises: as `load`."""
+    name = manifest["tokenizer"]["name"]
+    return None if name == UNKNOWN else load(name)
+
+
+def text_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
+    """Count the bytes of text that each id stands for; the end of text, and other special tokens, stand for none."""
+    lengths = np.zeros(encoding.n_vocab, np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
 
 
 def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:

@@ -20,7 +20,10 @@ from utils import log
 
 
 def evaluate(cfg: Config, mesh, compiled, params, batches: int) -> dict:
-    """Nats per token and bits per byte of the validation split (or of `batches` batches of it), weighted by tokens."""
+    """Nats per token and bits per byte of the validation split (or of `batches` batches of it), weighted by tokens.
+
+    Bits per byte are NaN where nobody knows how many bytes of text a token stands for.
+    """
     nats = tokens = 0.0
     for batch in dataset.evaluation_batches(cfg, batches):
         sums = compiled(params, sharding.put(batch, mesh))
@@ -61,7 +64,8 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
 
 
 def in_words(result: dict) -> str:
-    return f"{result['loss']:.3f} nats/token, {result['bits_per_byte']:.3f} bits/byte over {result['tokens']:,} tokens"
+    bits = "" if math.isnan(result["bits_per_byte"]) else f", {result['bits_per_byte']:.3f} bits/byte"
+    return f"{result['loss']:.3f} nats/token{bits} over {result['tokens']:,} tokens"
 
 
 def peak_flops_per_s(device, table: dict[str, float]) -> float:

@@ -152,7 +152,9 @@ def summary(run: Run) -> str:
     total, active = short(run.start["params_total"]), short(run.start["params_active"])
     size = f"{total} parameters" + (f", {active} active" if total != active else "")
     end = run.eval[-1] if run.eval else None
-    result = f"   ·   validation {end['loss']:.3f} nats/token, {end['bits_per_byte']:.3f} bits/byte" if end else ""
+    result = f"   ·   validation {end['loss']:.3f} nats/token" if end else ""
+    if end and end["bits_per_byte"] is not None:
+        result += f", {end['bits_per_byte']:.3f} bits/byte"
     return f"{run.name}   ·   {size}   ·   {short(run.train[-1]['tokens'])} tokens{result}"
 
 

@@ -1,0 +1,183 @@
+"""Token ids that are already there become a directory like any other, or are refused with the place of the mistake."""
+
+import doctest
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+import dataset
+import generate
+from config import preset, replace
+from data import prepare, tokenizers
+from data.prepare import from_ids
+from tests.data.test_prepare import write_ranks
+from tests.test_training import rows, run
+from utils import UserError
+
+
+def streams(out):
+    """Every split's tokens, as training reads them."""
+    return {name: split.read(0, split.tokens).tolist() for name, split in dataset.load(str(out)).splits.items()}
+
+
+def test_the_example_is_true(tmp_path, monkeypatch):
+    """Catches an example that does not run, or prints something else."""
+    monkeypatch.chdir(tmp_path)
+    test = doctest.DocTestFinder().find(from_ids, globs={})[0]
+    assert len(test.examples) == 4
+    said = []
+    assert doctest.DocTestRunner().run(test, out=said.append).failed == 0, "".join(said)
+    dataset.verify("tokens/mine")
+    cfg = preset("laptop", **{"data.path": "tokens/mine"})
+    assert dataset.batch(cfg, 0)["tokens_BT"].shape == (8, 256)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_ids_of_text_are_the_text(tmp_path, tokenizer):
+    """Catches documents in another order or without their end, another vocabulary, other entropies or bytes of text
+    than the same text has when it comes through a tokenizer here."""
+    tokenizer = write_ranks(tmp_path / "ranks", [b"un", b"si"]) if tokenizer == "bpe" else tokenizer
+    (tmp_path / "texts").mkdir()
+    for n, text in enumerate("un déux trois quatre 五 six sept huit neuf dix".split()):
+        (tmp_path / "texts" / f"{n}").write_text(text * (n + 1))
+    source = f"text:{tmp_path}/texts/*"
+    want = prepare.prepare(prepare.Arguments(str(tmp_path / "text"), source, tokenizer, val_share=0.4, shard_tokens=20))
+    documents, encoding = {"train": [], "val": []}, tokenizers.load(tokenizer)
+    for document in prepare.sources.documents(source):
+        documents[prepare.split_of(document.name, 0.4)].append(tokenizers.encode(encoding, document.text))
+    got = from_ids(documents["train"], str(tmp_path / "ids"), tokenizer=tokenizer, validation_ids=documents["val"],
+                   shard_tokens=20)  # fmt: skip
+    assert got.pop("arguments")["source"] == "ids" and got.pop("sources") == [{"source": "ids", "weight": 1.0}]
+    assert got == {name: value for name, value in want.items() if name not in ("arguments", "sources")}
+    assert json.loads((tmp_path / "ids" / "manifest.json").read_text()).keys() == want.keys()
+    dataset.verify(str(tmp_path / "ids"))
+
+
+def test_an_end_stands_before_each_document_once(tmp_path):
+    """Catches ends doubled where the user had put them, before or after a document, and documents of nothing."""
+    want = [9, 1, 2, 9, 3]
+    for n, ids in enumerate((
+        np.array([1, 2, 9, 3], np.uint8), np.array([9, 1, 2, 9, 3, 9]), [1, 2, 9, 9, 3], [[1, 2], [3]],
+        [np.array([9, 1, 2]), np.array([], np.float64), np.array([3, 9])], [np.array([1, 2, 9, 3], np.uint64)],
+        np.array([1, 2, 9, 3], ">i4"),
+    )):  # fmt: skip
+        manifest = from_ids(ids, str(tmp_path / str(n)), vocab_size=10, eot=9, validation_ids=ids)
+        assert streams(tmp_path / str(n)) == {"train": want, "val": want}
+        assert manifest["splits"]["train"]["documents"] == 2 and manifest["tokenizer"]["vocabulary"] == 10
+
+
+def test_without_an_end_there_is_a_new_id(tmp_path):
+    """Catches an end that is one of the user's own ids, and one that no row of the embedding is left for."""
+    manifest = from_ids([np.arange(65_536)], str(tmp_path / "a"), vocab_size=65_536, validation_ids=[3])
+    assert manifest["tokenizer"] == {"name": "unknown", "fingerprint": None, "vocabulary": 65_537, "eot": 65_536}
+    assert manifest["dtype"] == "uint32" and streams(tmp_path / "a")["val"] == [65_536, 3]
+    with pytest.raises(UserError, match=r"model\.vocab_size=65536 has 0\.\.65535; use --model.vocab_size 65544"):
+        dataset.load(str(tmp_path / "a"), vocab_size=65_536)
+
+
+@pytest.mark.parametrize(
+    "share, train, val",
+    [
+        (0.3, [9, 1, 2, 9, 3, 4, 5, 9, 6, 7], [9, 8, 0, 1]),  # the cut falls on a document's end
+        (0.4, [9, 1, 2, 9, 3, 4, 5, 9, 6], [9, 7, 9, 8, 0, 1]),  # inside one
+        (0.001, [9, 1, 2, 9, 3, 4, 5, 9, 6, 7, 9, 8, 0], [9, 1]),  # at least one token
+    ],
+)
+def test_the_last_tokens_are_held_out(tmp_path, share, train, val):
+    """Catches tokens in both splits or in neither, a share of the documents taken for one of the tokens, and a piece
+    that begins without an end before it."""
+    documents = [[1, 2], [3, 4, 5], [6, 7], [8, 0, 1]]
+    from_ids(documents, str(tmp_path / "a"), vocab_size=10, eot=9, val_share=share)
+    assert streams(tmp_path / "a") == {"train": train, "val": val}
+
+
+WRONG = {  # what is asked -> what is said
+    "above": (dict(train_ids=[np.arange(9), np.array([1, 300, 301])], vocab_size=300),
+              r"train_ids\[1\]\[1\] is 300: not one of the ids 0\.\.299 \(2 of 3 are not\)"),
+    "the new end": (dict(train_ids=[1, 300], vocab_size=300), r"train_ids\[1\] is 300: not one of the ids 0\.\.299"),
+    "below": (dict(train_ids=np.array([1, -1]), vocab_size=300), r"train_ids\[1\] is -1: not one of the ids 0\.\.299"),
+    "of the tokenizer": (dict(train_ids=[257], tokenizer="bytes"), r"train_ids\[0\] is 257: .* 0\.\.256 \(1 of 1"),
+    "in validation": (dict(train_ids=[1], vocab_size=3, validation_ids=[7]), r"validation_ids\[0\] is 7: not one of"),
+    "floats": (dict(train_ids=np.ones(3), vocab_size=3), "train_ids holds float64, token ids are integers"),
+    "booleans": (dict(train_ids=[[1], np.ones(3, bool)], vocab_size=3), r"train_ids\[1\] holds bool, token ids are"),
+    "words": (dict(train_ids=["a b"], vocab_size=3), r"train_ids\[0\] has the shape \[\]"),
+    "rows": (dict(train_ids=np.ones((4, 3), int), vocab_size=3), r"train_ids has the shape \[4, 3\]: one array is a .*"
+             r"x.reshape\(-1\); a list of arrays is a list of documents, list\(x\)"),
+    "nothing": (dict(train_ids=[], vocab_size=3), "train_ids holds no token"),
+    "empty documents": (dict(train_ids=[[], [2]], vocab_size=3, eot=2), "train_ids holds no token"),
+    "no validation": (dict(train_ids=[1], vocab_size=3, validation_ids=np.array([])), "validation_ids holds no token"),
+    "one token": (dict(train_ids=[1], vocab_size=3), r"train_ids holds 1 tokens, and val_share=0\.05 leaves 0 of them"),
+    "share": (dict(train_ids=[1, 2], vocab_size=3, val_share=1.0), r"val_share=1\.0: must lie between 0 and 1"),
+    "no vocabulary": (dict(train_ids=[1, 2]), r"tokenizer='' and vocab_size=0; give one of them: a tokenizer says how"),
+    "two": (dict(train_ids=[1, 2], tokenizer="bytes", vocab_size=3), r"tokenizer='bytes' and vocab_size=3; give one"),
+    "two ends": (dict(train_ids=[1, 2], tokenizer="bytes", eot=0), "eot=0 and tokenizer='bytes', whose own is 256"),
+    "end": (dict(train_ids=[1, 2], vocab_size=3, eot=3), r"eot=3: not one of the ids 0\.\.2; leave it out for a new"),
+    "tokenizer": (dict(train_ids=[1, 2], tokenizer="byte"), "no tokenizer is called 'byte'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_no_id_is_named_with_its_place(tmp_path, wrong):
+    """Catches ids that wrap around or reach past the embedding, fractions that are cut off, and a directory left behind
+    that looks as if it held tokens."""
+    settings, message = WRONG[wrong]
+    with pytest.raises(UserError, match=message):
+        from_ids(out=str(tmp_path / "a"), **settings)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_there_is_not_replaced_by_accident(tmp_path):
+    """Catches tokens of a running training overwritten, files of others deleted, and an empty directory refused."""
+    out = tmp_path / "a"
+    out.mkdir()
+    from_ids([1, 2, 1], str(out), vocab_size=3, shard_tokens=1)
+    (out / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for there in (out, out / "notes.txt"):
+        with pytest.raises(UserError, match=f"{there} is there already; choose another directory, or overwrite=True"):
+            from_ids([2, 2], str(there), vocab_size=3, overwrite=there != out)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    from_ids([2, 2], str(out), vocab_size=3, overwrite=True)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "manifest.json",
+        "notes.txt",
+        "train-00000.npy",
+        "val-00000.npy",
+    ]
+    with pytest.raises(UserError, match="holds other tokens: source is 'stdlib' here and 'ids' there"):
+        prepare.prepare(prepare.Arguments(str(out)))
+
+
+def test_a_run_on_ids_of_no_tokenizer(tmp_path):
+    """Catches a run that fails at its end for want of a tokenizer, invents bits per byte, does not say that it draws no
+    sample, or whose prompt is refused though nothing is sampled; and a sampler that shows a traceback."""
+    rng = np.random.default_rng(0)
+    from_ids(rng.integers(0, 200, 3000), str(tmp_path / "ids"), vocab_size=200)
+    assert math.isnan(dataset.bytes_per_token(dataset.load(str(tmp_path / "ids"))))
+    words = ["tiny", "--data.path", tmp_path / "ids", "--run.dir", tmp_path, "--run.steps", 2, "--run.eval_every", 1,
+             "--model.n_layers", 3, "--model.dense_prefix", 0, "--model.moe_every", 1, "--model.n_shared", 0,
+             "--model.attention", "gqa", "--run.sample_prompt", "longer than eighteen tokens",
+             "--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]  # fmt: skip
+    status, out, err = run(words)
+    assert (status, err) == (0, "")
+    assert f"sample     none at the end: {tmp_path}/ids holds ids of no known tokenizer\n" in out
+    assert "nats/token over 150 tokens; entropy of the text" in out and "bits/byte" not in out and "nan" not in out
+    evaluations = rows(tmp_path / "tiny", "eval")
+    assert len(evaluations) == 2 and all(row["bits_per_byte"] is None and row["loss"] > 3 for row in evaluations)
+    assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
+        "config.json", "metrics.jsonl", "checkpoints", "report.png"}  # fmt: skip
+    assert run(words)[1].startswith(f"{tmp_path}/tiny is complete: 2 of 2 steps taken.")
+    with pytest.raises(UserError, match="these tokens were given as ids of no known tokenizer"):
+        generate.load(str(tmp_path / "tiny"))
+
+
+def test_ids_of_a_tokenizer_stand_for_bytes(tmp_path):
+    """Catches a tokenizer that is named and not used, and an end that counts as text."""
+    from_ids(np.tile(np.frombuffer(b"abcd efgh. ", np.uint8), 300), str(tmp_path / "ids"), tokenizer="bytes")
+    cfg = replace(preset("tiny"), **{"data.path": str(tmp_path / "ids")})
+    corpus = dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
+    assert tokenizers.of(corpus.manifest).name == "bytes"
+    assert dataset.bytes_per_token(corpus) == 1.0  # as many bytes as targets: the end before them is none
