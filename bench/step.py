@@ -39,9 +39,14 @@ class Arguments(Config):
     steps: int = 5  # steps that are timed, after one that is not; the best counts
 
 
+HELP = """e.g. python -m bench.step --mesh stage=2,fsdp=4
+
+What one training step costs on simulated devices: seconds, memory, bytes on the wire, FLOPs."""
+
+
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
     """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
-    cfg, args = command_line(argv, "python -m bench.step", __doc__.split("\n\n")[0], DEFAULT, Arguments)
+    cfg, args = command_line(argv, "python -m bench.step", HELP, DEFAULT, Arguments)
     if args.steps < 1:
         raise UserError(f"steps={args.steps}: must be at least 1")
     if args.mesh.devices > MOST_DEVICES:

@@ -1,9 +1,4 @@
-"""Print, draw and compare pipeline schedules; no device is touched.
-
-python -m pipeline show 1f1b --stages 4 --microbatches 8
-python -m pipeline draw zb --out zb.png
-python -m pipeline compare --stages 4 --microbatches 8
-"""
+"""Print, draw and compare schedules from the command line; no device is touched."""
 
 import dataclasses
 import json
@@ -17,14 +12,20 @@ from pipeline.draw import draw, text
 from pipeline.schedules import SCHEDULES, Schedule, lock_step, schedule, simulate
 from utils import UserError, exit_status
 
+HELP = """e.g. python -m pipeline show 1f1b --stages 4 --microbatches 8
+     python -m pipeline draw zb --out zb.png
+     python -m pipeline compare --stages 4 --microbatches 8
+
+Pipeline schedules: who works on which microbatch when, and what it costs."""
+
 
 @dataclasses.dataclass
 class Shape:
     """A schedule, and how long its operations take."""
 
     name: Annotated[Literal["gpipe", "1f1b", "interleaved", "zb"], tyro.conf.Positional]
-    stages: int = 4  # S
-    microbatches: int = 8  # M
+    stages: int = 4  # stages of the mesh, S
+    microbatches: int = 8  # parts that follow each other through the stages, M
     chunks: int = 1  # v, parts of the layers on each stage; interleaved only
     lead: Literal[1, 2] = 1  # 1: as published; 2: further ahead, as the lock-step executor runs it
     forward: float = 1.0  # time of a forward pass through one stage
@@ -67,8 +68,8 @@ class Show(Shape):
 class Compare:
     """Print what each schedule costs for one number of stages and microbatches."""
 
-    stages: int = 4  # S
-    microbatches: int = 8  # M
+    stages: int = 4  # stages of the mesh, S
+    microbatches: int = 8  # parts that follow each other through the stages, M
     json: bool = False  # one JSON object a line instead
 
     def __call__(self) -> None:
@@ -105,10 +106,8 @@ class Costs:
 
 @exit_status
 def main(argv: list[str] | None = None) -> None:
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"draw": Draw, "show": Show, "compare": Compare}, args=argv, prog="python -m pipeline"
-    )
-    command()
+    commands = {"show": Show, "draw": Draw, "compare": Compare}
+    tyro.extras.subcommand_cli_from_dict(commands, prog="python -m pipeline", description=HELP, args=argv)()
 
 
 if __name__ == "__main__":

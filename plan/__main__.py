@@ -1,22 +1,9 @@
-"""Know before you rent: does a configuration fit, what moves, what waits, how fast could it be.
-
-    python -m plan moe1b --topology v4:4x4x2               # by arithmetic, at once
-    python -m plan moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
-    python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
-    python -m plan moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
-    python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
-
---json FILE (or -, to print it) and --plot FILE keep what was found; --memory GiB stands for another chip's. Exit status
-1: it does not fit. `plan` adds up the rows of `costs.py` on the wires of `hardware.py`; `--compile` has the trainer's
-own step compiled and puts the compiler's counts beside them. Without it no device is touched.
-"""
+"""Plan from the command line: by arithmetic, and by the compiler beside it. HELP says how."""
 
 import json
 import os
 import sys
 from dataclasses import dataclass
-
-import tyro
 
 import utils
 from config import PRESETS, Config, command_line, preset
@@ -24,7 +11,15 @@ from plan import hardware, planner, show
 from plan.costs import parameters
 from utils import UserError
 
-flag = lambda name: tyro.conf.arg(aliases=[f"--{name}"], name=name)
+HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
+     python -m plan moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
+     python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
+     python -m plan moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
+     python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
+
+Know before you rent: does a configuration fit, what moves, what waits, how fast could it be.
+
+A plan is arithmetic; --compile puts the compiler's own counts beside it. Exit status 1: it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Arguments(Config):
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
     """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
-    return command_line(argv, "python -m plan", __doc__, arguments=Arguments)
+    return command_line(argv, "python -m plan", HELP, arguments=Arguments)
 
 
 def presets() -> None:

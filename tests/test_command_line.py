@@ -351,6 +351,15 @@ def test_help_names_both_starting_points(capsys, command):
 
 
 HELP = {  # command -> its examples, in the order of its help
+    "-m pipeline": ["show 1f1b --stages 4 --microbatches 8", "draw zb --out zb.png",
+                    "compare --stages 4 --microbatches 8"],
+    "-m plan": ["moe1b --topology v4:4x4x2",
+                "moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed",
+                "moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first",
+                "moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling",
+                "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices"],
+    "-m bench.step": ["--mesh stage=2,fsdp=4"],
+    "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR"],
     "main.py": ["laptop --run.steps 100"],
     "generate.py": ["runs/laptop --prompt 'def '", "runs/laptop --prompts FILE --json"],
     "-m train.report": ["runs/laptop", "runs/a runs/b --out both.png"],

@@ -162,6 +162,22 @@ def test_entering_a_room_loads_nothing():
     assert set(done.stdout.split()) == set(ROOMS)
 
 
+MOST_LINES = {"model.py": 760, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
+
+
+def test_files_fit_in_the_head_and_functions_on_a_screen():
+    """Catches a file that has become two nouns, and a function that has become two verbs."""
+    long = {}
+    for path in files("*.py", "README.md"):
+        name, lines = str(path.relative_to(ROOT)), path.read_text().count("\n")
+        if lines > MOST_LINES.get(name, 600):
+            long[name] = lines
+        for node in ast.walk(ast.parse(path.read_text())) if path.suffix == ".py" else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60:
+                long[f"{name}: {node.name}"] = node.end_lineno - node.lineno + 1
+    assert not long
+
+
 def test_every_extra_has_a_lock():
     """Catches an extra that is listed but was never locked, and a lock whose extra is gone."""
     assert {path.stem for path in LOCKS} == {"requirements", *EXTRAS}

@@ -1,8 +1,4 @@
-"""Weights to and from Hugging Face.
-
-python -m weights from-hf DIR --out runs/x    # config.json + safetensors -> runs/x: config.json + weights/
-python -m weights to-hf runs/x --out DIR      # the same folder back; of a training run, its newest checkpoint
-"""
+"""Convert weights from the command line."""
 
 import sys
 
@@ -12,13 +8,18 @@ import tyro
 from utils import exit_status
 from weights.convert import from_hf, to_hf
 
+HELP = """e.g. python -m weights from-hf DIR --out runs/x
+     python -m weights to-hf runs/x --out DIR
+
+Weights from Hugging Face to a run's directory, and back, bit for bit; of a training run, its newest checkpoint."""
+
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator, and should not take one
     try:
         commands = {"from-hf": from_hf, "to-hf": to_hf}
-        tyro.extras.subcommand_cli_from_dict(commands, prog="python -m weights", args=argv)
+        tyro.extras.subcommand_cli_from_dict(commands, prog="python -m weights", description=HELP, args=argv)
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was kept", file=sys.stderr)
         return 130
