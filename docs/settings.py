@@ -1,0 +1,142 @@
+"""Write docs/settings.md, every setting and what each preset changes, from config.py alone: `python -m docs.settings`.
+
+A setting's sentence is the comment behind its field, or the lines of comment before it: what `--help-verbose` prints.
+"""
+
+import ast
+import dataclasses
+import inspect
+import sys
+import typing
+from pathlib import Path
+
+import config
+from utils import exit_status
+
+PAGE = Path(__file__).parent / "settings.md"
+HEAD = """\
+# Settings
+
+This page is made from `config.py`, which is the place to change it, by
+
+```
+python -m docs.settings
+```
+
+After a preset, `--help` shows the same flags with its values as defaults, and `--help-verbose` with these sentences.
+Every command that takes a preset takes these flags.
+"""
+PRESETS_HEAD = """\
+## What each preset changes
+
+The first column is the default of a field above; an empty cell leaves it so.
+"""
+
+
+def comments(cls) -> dict[str, str]:
+    """The comment of each field of a dataclass: behind it, or alone on the lines just before it."""
+    lines = inspect.getsource(cls).splitlines()
+    found = {}
+    for node in ast.parse(inspect.getsource(cls)).body[0].body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        before, row = [], node.lineno - 2
+        while lines[row].strip().startswith("#"):
+            before.insert(0, lines[row].strip(" #"))
+            row -= 1
+        behind = lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[2].strip()
+        found[node.target.id] = behind or " ".join(before)
+    return found
+
+
+def plain(hint):
+    """A type without what `Annotated` adds for the command line."""
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+
+
+def kind(hint) -> str:
+    """What may be typed after a flag: its choices, or the name of its type."""
+    if typing.get_origin(plain(hint)) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(plain(hint)))
+    return f"`{plain(hint).__name__}`"
+
+
+def value(x) -> str:
+    return f"`{x}`" if x != "" else "empty"
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def flags(name: str, hint) -> str:
+    """A setting's flag, and its short forms."""
+    metadata = getattr(hint, "__metadata__", ())
+    short = [alias for one in metadata for alias in getattr(one, "aliases", None) or ()]
+    return ", ".join(f"`{flag}`" for flag in [f"--{name}", *short])
+
+
+def group(cls, name: str) -> list[str]:
+    """The table of a dataclass, and those of the dataclasses in it."""
+    hints, said, inner = typing.get_type_hints(cls, include_extras=True), comments(cls), []
+    lines = [f"## {name}", "", *(inspect.getdoc(cls) or "").splitlines(), ""]
+    lines += [row("flag", "value", "default", "what"), row("---", "---", "---", "---")]
+    for field in dataclasses.fields(cls):
+        hint = plain(hints[field.name])
+        if dataclasses.is_dataclass(hint):
+            inner += ["", *group(hint, f"{name}.{field.name}")]
+        else:
+            lines.append(row(flags(f"{name}.{field.name}", hints[field.name]), kind(hint), value(field.default),
+                             said[field.name]))  # fmt: skip
+    return lines + inner
+
+
+def mesh() -> list[str]:
+    """`--mesh` is one flag for a whole dataclass."""
+    short = ", ".join(f"`{short}` is `{axis}`" for short, axis in config.SHORT_AXES.items())
+    axes = ", ".join(f"`{axis}`" for axis in config.AXES)
+    return ["## mesh", "", *inspect.getdoc(config.MeshConfig).splitlines(), "",
+            f"One flag, `--mesh AXIS=N,..`, default `{config.MeshConfig()}`; an axis left out is 1. Axes, the slowest",
+            f"link first: {axes}. Short forms: {short}."]  # fmt: skip
+
+
+def presets() -> list[str]:
+    """A row for each setting that some preset changes, a column for each preset."""
+    default = typed(config.Config().to_dict())
+    values = {name: typed(config.preset(name).to_dict()) for name in config.PRESETS}
+    lines = [row("preset", "what for"), row("---", "---")]
+    lines += [row(f"`{name}`", what) for name, (what, _) in config.PRESETS.items()]
+    lines += ["", row("setting", "default", *(f"`{name}`" for name in values)), row(*["---"] * (len(values) + 2))]
+    for setting, usual in default.items():
+        cells = [value(mine[setting]) if mine[setting] != usual else "" for mine in values.values()]
+        if any(cells):
+            lines.append(row(f"`{setting}`", value(usual), *cells))
+    return lines
+
+
+def typed(values: dict, prefix: str = "") -> dict:
+    """Settings by dotted name, as they are typed: a mesh is one value."""
+    flat = {}
+    for name, x in values.items():
+        if name == "mesh":
+            x = str(config.MeshConfig(**x))
+        flat |= typed(x, f"{prefix}{name}.") if isinstance(x, dict) else {prefix + name: x}
+    return flat
+
+
+def page() -> str:
+    """The whole page."""
+    hints, lines = typing.get_type_hints(config.Config), [HEAD]
+    for field in dataclasses.fields(config.Config):
+        lines += [*(mesh() if field.name == "mesh" else group(hints[field.name], field.name)), ""]
+    return "\n".join([*lines, PRESETS_HEAD, *presets()]) + "\n"
+
+
+@exit_status
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.parent.name}/{PAGE.name}: {len(page().splitlines())} lines")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
