@@ -1,0 +1,206 @@
+"""What all chapters share: predictions, checkers, pictures. A reader may open it, and never needs to."""
+
+import ast
+import inspect
+import sys
+import textwrap
+
+import jax
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from sharding import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, as_tuple
+from xla import ledger
+
+# One colour for one mesh axis, in the whole guide; NEUTRAL for what belongs to none. The site inverts pictures in
+# the dark, and turns their hues back: these stay apart there too.
+COLOURS = {DATA: "#8c6d4f", STAGE: "#e08a1e", FSDP: "#3f74b5", EXPERT: "#9a5fb0", CONTEXT: "#3f9a4d", TENSOR: "#cf4446"}
+NEUTRAL = "#7d7d7d"
+DEVICES = matplotlib.colormaps["tab10"].colors  # of device 0, 1, ..
+
+plt.rcParams.update({
+    "figure.dpi": 110, "figure.constrained_layout.use": True, "savefig.transparent": True, "font.size": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11, "axes.titlelocation": "left",
+    "legend.frameon": False, "svg.fonttype": "none", "svg.hashsalt": "axis by axis",
+})  # fmt: skip
+if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # a notebook: pictures stay sharp on a phone
+    from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+    set_matplotlib_formats("svg")
+else:
+    matplotlib.use("Agg")
+
+
+# Predictions ----------------------------------------------------------------------------------------------------------
+
+
+def predicted(what: str, prediction: float | None, counted: float, unit: str = "", within: float = 0.005) -> None:
+    """Print what was counted, beside the reader's prediction if there is one.
+
+    within  how far a prediction may be off, as a share of what was counted, and still be called right
+    """
+    number = lambda x: f"{x:,}" if isinstance(x, int) or x == int(x) else f"{x:,.4g}"
+    said = f"{what}: {number(counted)} {unit}".rstrip()
+    if prediction is None or prediction is ...:
+        print(f"{said}. (You predicted nothing: put a number in place of None.)")
+    elif not isinstance(prediction, int | float):
+        print(f"{said}. (A prediction is a number; yours is {prediction!r}.)")
+    elif abs(prediction - counted) <= within * abs(counted):
+        print(f"{said}, as you predicted.")
+    else:
+        times = f", {prediction / counted:.3g} times as much" if counted else ""
+        print(f"{said}. You predicted {number(prediction)}{times}.")
+
+
+# Checkers -------------------------------------------------------------------------------------------------------------
+
+
+def same(a, b, share: float = 1e-4) -> bool:
+    """Whether two numbers, arrays or trees of them agree, up to a share of their largest entry."""
+    a, b = ([np.asarray(x, dtype=object if x is None else None) for x in jax.tree.leaves(t)] for t in (a, b))
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        return False
+    if any(x.dtype.kind not in "biufc" for x in (*a, *b)):
+        return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    close = lambda x, y: np.all(np.abs(x - y) <= share * max(np.abs(y).max(initial=0), 1e-30))
+    return all(close(np.float64(x), np.float64(y)) for x, y in zip(a, b, strict=True))
+
+
+def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str, share: float = 1e-4) -> str:
+    """Try a reader's function on every case. Returns one line: `done`, or what the answer looks like.
+
+    cases     arguments of the function, a tuple a case, chosen so that mistakes differ from what is right
+    right     function of the same arguments: what should come out
+    mistakes  (function of the same arguments, hint): if the answer is wrong and this is what it gives in all cases that
+              it answers, the hint is returned; the first that fits
+    """
+    if answer is None or answer is ...:
+        return "Nothing there yet: put your answer in place of the dots."
+    function = answer if callable(answer) else lambda *_: answer
+    found = []
+    for case in cases:
+        try:
+            found.append(function(*case))
+        except Exception as error:  # whatever a reader's code raises is theirs to read, in one line
+            line = (str(error).strip().splitlines() or [""])[0]
+            return f"It stops, at {shown(case)}: {type(error).__name__}: {line[:200]}"
+    if all(x is None or x is ... for x in found):
+        return "Nothing there yet: put your answer in place of the dots."
+    wanted = [right(*case) for case in cases]
+    wrong = [n for n in range(len(cases)) if not same(found[n], wanted[n], share)]
+    if not wrong:
+        return done
+    for mistake, hint in mistakes:
+        made = [mistake(*case) for case in cases]
+        assert not all(same(x, y, share) for x, y in zip(made, wanted, strict=True)), f"no mistake: {hint}"
+        if all(same(x, y, share) for x, y in zip(found, made, strict=True)):
+            return hint
+    first = wrong[0]
+    got, want = np.shape(found[first]), np.shape(wanted[first])
+    if got != want:
+        return f"Not yet: at {shown(cases[first])} your result has shape {got}, and should have {want}."
+    where = "in every case" if len(wrong) == len(cases) else f"at {shown(cases[first])}, though not in every case"
+    return f"Not yet: it is wrong {where}. Your answer there is {brief(found[first])}."
+
+
+def shown(case: tuple) -> str:
+    return ", ".join(brief(x) for x in case) or "no arguments"
+
+
+def brief(x) -> str:
+    """A value in a few words: numbers and text as they are, arrays by their shape."""
+    if isinstance(x, int | float | str | tuple):
+        return repr(x)
+    return f"an array {np.shape(x)}" if hasattr(x, "shape") and np.ndim(x) else str(x)[:60]
+
+
+def ratio(got, want) -> str:
+    """How a gradient differs from the right one, in words: "equal", "2 times too big", "another direction"."""
+    got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
+    times = got @ want / (want @ want)
+    if np.abs(got - times * want).max() > 1e-3 * np.abs(want).max():
+        return "another direction"
+    if abs(times - 1) < 1e-3:
+        return "equal"
+    whole = lambda x: abs(x - round(x)) < 1e-3 and round(x)
+    if whole(times):
+        return f"{round(times)} times too big" if times > 0 else f"{round(times)} times the right one"
+    return (
+        f"1/{round(1 / times)} of it" if abs(times) > 1e-6 and whole(1 / times) else f"{times:.3g} times the right one"
+    )
+
+
+# The compiled program -------------------------------------------------------------------------------------------------
+
+
+def compiled(function, mesh, *args) -> ledger.Ledger:
+    """What the compiler made of a function of arrays: its collectives, and the FLOPs of its products."""
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    return ledger.read(jitted.lower(*args).compile().as_text(), mesh)
+
+
+def listed(found: ledger.Ledger) -> None:
+    """Print the collectives of a program, a line each."""
+    for one in found.collectives:
+        times = f"{one.count:g} x " if one.count != 1 else ""
+        print(f"{times}{one.kind} over {'*'.join(one.axes)}: {one.payload_bytes:,} bytes, a device sends "
+              f"{one.wire_bytes:,}; {one.source}")  # fmt: skip
+    if not found.collectives:
+        print("no collective")
+
+
+def source(*functions) -> None:
+    """Print functions as they stand in the project, without their docstrings."""
+    for function in functions:
+        function = inspect.unwrap(function)
+        lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+        [node] = ast.parse("\n".join(lines)).body
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(getattr(first, "value", None), ast.Constant):
+            del lines[first.lineno - 1 : first.end_lineno]
+        file = inspect.getsourcefile(function).replace("\\", "/").split("/")
+        print(f"# {'/'.join(file[-2:]) if file[-2] in ROOMS else file[-1]}")
+        print("\n".join(lines).strip("\n") + "\n")
+
+
+ROOMS = ("pipeline", "kernels", "plan", "train", "weights", "data", "xla", "chapters")
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def slices(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None = None) -> None:
+    """Draw an array of one or two dims, cut as `spec` says: each piece with the numbers of the devices that hold it.
+
+    dims       a letter for each dim, such as "BD"
+    colour_by  mesh axis whose colour the pieces have; by default the first that cuts the array
+    """
+    spec = (*spec, *(None,) * (len(dims) - len(spec)))
+    cuts = [int(np.prod([mesh.shape[a] for a in as_tuple(axis)])) for axis in spec]
+    down, across = cuts if len(cuts) == 2 else (1, cuts[0])
+    used = [a for axis in spec for a in as_tuple(axis) if mesh.shape[a] > 1]
+    colour = COLOURS.get(colour_by or (used[0] if used else ""), NEUTRAL)
+    holders = {}
+    for place in np.ndindex(mesh.devices.shape):
+        where = dict(zip(mesh.axis_names, place, strict=True))
+        piece = tuple(_number(where, mesh, axis) for axis in spec)
+        piece = piece if len(piece) == 2 else (0, piece[0])
+        holders.setdefault(piece, []).append(int(np.ravel_multi_index(place, mesh.devices.shape)))
+    for (i, j), devices in holders.items():
+        shade = 0.25 + 0.5 * ((i * across + j) / max(down * across - 1, 1))
+        axes.add_patch(Rectangle((j / across, 1 - (i + 1) / down), 1 / across, 1 / down, facecolor=colour, alpha=shade,
+                                 edgecolor="black", linewidth=0.8))  # fmt: skip
+        text = ",".join(map(str, devices)) if len(devices) < 5 else f"{devices[0]}..{devices[-1]}"
+        axes.text((j + 0.5) / across, 1 - (i + 0.5) / down, text, ha="center", va="center", size=9)
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], title=title, xlabel=dims[-1])
+    axes.set_ylabel(dims[0] if len(dims) == 2 else "", rotation=0, labelpad=10)
+    axes.spines[:].set_visible(False)
+
+
+def _number(where: dict, mesh, axis) -> int:
+    number = 0
+    for a in as_tuple(axis):
+        number = number * mesh.shape[a] + where[a]
+    return number
