@@ -1,4 +1,4 @@
-"""Settings and presets, nothing else. Nothing here imports JAX.
+"""Settings, presets, and the command lines that name and change them. Nothing here imports JAX.
 
 A setting is one field: name, type, default, one sentence with its unit. The command line is generated from the fields
 (`python main.py --help`), a preset is a set of values for them, and a check lives in the class whose fields it checks.

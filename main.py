@@ -67,7 +67,7 @@ def init_from(flags: list[str]) -> str:
     return next((value for name, value in itertools.pairwise(words) if name in names), "")
 
 
-# Build -------------------------------------------------------------------------------------------------------------
+# Build ----------------------------------------------------------------------------------------------------------------
 
 
 def announce(cfg: Config, mesh) -> planner.Plan:
@@ -81,9 +81,6 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     log(f"batch      {sharding.split_batch(cfg)}; {plan.tokens_per_step:,} tokens a step")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
     return plan
-
-
-# Loop -----------------------------------------------------------------------------------------------------------------
 
 
 def train(cfg: Config, argv: list[str], interruptions: Interruptions) -> None:
@@ -127,6 +124,9 @@ def train(cfg: Config, argv: list[str], interruptions: Interruptions) -> None:
             if first < int(state.step) == cfg.run.steps:
                 checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)))
         finish(cfg, mesh, state, evaluation, metrics, directory)
+
+
+# Loop -----------------------------------------------------------------------------------------------------------------
 
 
 def loop(
