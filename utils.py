@@ -68,7 +68,7 @@ def prepare_collectives(devices: int) -> None:
     - Threads: one that meets a collective sleeps until the other devices of its group come. With XLA's default, one
       thread a device, devices that begin with a second program leave none for those that are late with the first
       (`python bench/deadlock.py`).
-    - No compilation cache, but for what `ordered.py` has compiled: a program that is read from a file has lost more of
+    - No compilation cache, but for what `xla/ordered.py` has compiled: a program that is read from a file has lost more of
       the order of its collectives (seen with JAX 0.10.2).
     """
     if devices > 1:

@@ -286,7 +286,7 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
 
 def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
-    """Count the bytes one of n devices sends in a collective, as `ledger.py` does.
+    """Count the bytes one of n devices sends in a collective, as `xla/ledger.py` does.
 
     joined_bytes  all-gather: of the result; reduce-scatter and all-reduce: of one device's operand; all-to-all: of all
                   operands together, so n times the ledger's payload; collective-permute: of what one device sends

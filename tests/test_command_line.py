@@ -435,7 +435,7 @@ def test_compiled_programs_are_kept_where_asked(tmp_path, monkeypatch):
 
 def test_programs_of_several_simulated_devices_are_not_kept(tmp_path):
     """Catches a run that reads such a program from a file: what only the text ordered has lost its order there. What
-    `ordered.py` compiles is kept: test_ordered.py."""
+    `xla/ordered.py` compiles is kept: tests/xla."""
     cache = str(tmp_path / "cache")
     compile_something(23, "--run.compile_cache", cache, "--devices", "8", "--mesh", "fsdp=2")
     assert not Path(cache).exists()
