@@ -68,8 +68,8 @@ def prepare_collectives(devices: int) -> None:
     - Threads: one that meets a collective sleeps until the other devices of its group come. With XLA's default, one
       thread a device, devices that begin with a second program leave none for those that are late with the first
       (`python bench/deadlock.py`).
-    - No compilation cache, but for what `xla/ordered.py` has compiled: a program that is read from a file has lost more of
-      the order of its collectives (seen with JAX 0.10.2).
+    - No compilation cache, but for what `xla/ordered.py` has compiled: a program that is read from a file has lost more
+      of the order of its collectives (seen with JAX 0.10.2).
     """
     if devices > 1:
         os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools
