@@ -1,8 +1,9 @@
 """Send the rows of a run's metrics.jsonl to wandb, from a process of its own: training never waits for it.
 
 `main.py` starts `python -m train.tracking runs/NAME`, which follows the file until its standard input ends, as it does
-when the training process ends, whichever way. The file is the record and the queue; runs/NAME/wandb.json says which wandb
-run it is and up to which step it has been sent, so a resumed run goes on in the same one, no step twice, none missing.
+when the training process ends, whichever way. The file is the record and the queue; runs/NAME/wandb.json says which
+wandb run it is and up to which step it has been sent, so a resumed run goes on in the same one, no step twice, none
+missing.
 """
 
 import fcntl
