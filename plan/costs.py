@@ -1,8 +1,8 @@
 """What one training step costs a device, by arithmetic on the declarations: FLOPs, bytes on the wire, memory.
 
 Every product and every exchange of `model.py` and `pipeline/step.py` is one row below. A row says what the forward pass
-of one microbatch does once, and whether the backward pass does it again; `passes` says how often each happens in a step.
-The rows are those of the busiest device, one of the first stage. `python -m plan --compile` puts the compiler's
+of one microbatch does once, and whether the backward pass does it again; `passes` says how often each happens in a
+step. The rows are those of the busiest device, one of the first stage. `python -m plan --compile` puts the compiler's
 counts beside them.
 
 Letters are sizes and as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths
