@@ -231,11 +231,11 @@ def test_the_cases_cover():
 
 
 def test_the_quick_cases_meet_every_pair():
-    """Catches a `make test` that leaves out a feature on an axis, or more cases than README says."""
+    """Catches a `make test` that leaves out a feature on an axis, or more cases than the page of the tests says."""
     cases = {case: meetings(case) for case in lines(CASES)}
     quick = helpers.covering(cases)
     assert set().union(*(cases[case] for case in quick)) == set().union(*cases.values())
-    assert f"of the {len(cases)} meshes and models" in (text := " ".join((ROOT / "README.md").read_text().split()))
+    assert f"of the {len(cases)} meshes and models" in (text := " ".join((ROOT / "docs/tests.md").read_text().split()))
     assert f"it takes {len(quick)}, in which" in text
 
 
