@@ -1,4 +1,4 @@
-# `make` lists the targets. Needs Python 3.11 or later, and make. Writes .venv, runs/ and tokens/ here, and beyond this
+# `make` lists every command. Needs Python 3.11 or later, and make. Writes .venv, runs/ and tokens/ here, and beyond this
 # folder only in the user's cache folder (downloads, compiled programs).
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,9 +13,27 @@ ARGS ?= # passed on by train, plan, test and lock
 
 .PHONY: help train plan test test-all test-tpu lint format lock clean $(EXTRAS:%=extra-%)
 
-help: ## list the targets
-	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
-	@echo "make extra-NAME   add optional packages to .venv: $(EXTRAS)"
+help: ## list every command
+	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-23s %s\n", $$1, $$2}' Makefile
+	@printf '%-28s %s\n' "make extra-NAME" "add optional packages to .venv: $(EXTRAS)"
+	@echo "After \`source .venv/bin/activate\`, each with --help:"
+	@awk -F ' *#: ' '/^# python .*#: / {printf "%-28s %s\n", substr($$1, 3), $$2}' Makefile
+
+# python main.py #: train a preset, or go on with a run; --config takes a run's settings
+# python generate.py #: sample from a run
+# python -m data.prepare #: turn a text into tokens
+# python -m train.report #: draw runs, on top of each other
+# python -m train.checkpoint #: list or verify what a run saved
+# python -m weights #: weights to and from Hugging Face
+# python -m plan #: what a mesh needs, sends and takes, before you rent it; alone: the presets' sizes
+# python -m pipeline #: print, draw and compare pipeline schedules
+# python -m tests.parity #: compare a mesh with one device
+# python -m tests.fuzz #: compare drawn meshes and models with one device
+# python -m bench.step #: measure a step on simulated devices
+# python -m bench.schedules #: measure each pipeline schedule beside its prediction
+# python -m bench.soak #: kill a run again and again, and compare every bit
+# python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone
+# python -m docs.settings #: write docs/settings.md from config.py
 
 train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
