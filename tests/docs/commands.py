@@ -1,0 +1,314 @@
+"""The commands of README.md and docs/*.md, the output shown of them, and how to run them as they stand there.
+
+What a page may hold, so that a test can read it:
+
+- A block (between ``` lines) whose first line is a command: every line is one. `# comment` is dropped, and
+  `# exit status N` is the status that is wanted; without it 0 is.
+- A block whose first line begins with `$ `: such lines are commands, those below each are what it prints.
+- Any other block, and a table whose paragraph says "prints this table": what a command printed that is quoted, in the
+  paragraph before, between backquotes. `...` stands for any lines, and in a line for any words.
+- Between backquotes in the text, `python ...` or `make ...`: a command with arguments is run like those of a block; one
+  without only names it, and is asked for its help (`make NAME`: whether there is such a target).
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FENCE = "```"
+STARTS = ("python ", "make ", "source ", "cat ", "head ")  # what a line of a block of commands may begin with
+RUN, NAMED = "run", "named"
+LONGEST_S = 1200.0  # of one command
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+# Not run here, and why. A row that stands on no page is refused, so is a command that is neither here nor run.
+NOT_RUN = {
+    "make test": "these are the tests",
+    "make test-all": "these are the tests",
+    "make test-tpu": "these are the tests",
+    "python -m data.prepare --source stdlib --tokenizer gpt2 --out tokens/stdlib-gpt2": "downloads the tokenizer",
+    "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
+}
+# Run by `make test-tpu`: they need the TPU compiler, though no TPU.
+TPU = re.compile(r"make plan\b|--topology v\S+.* --(compile|max_batch)\b")
+
+NUMBER = r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w|\.\d)"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Numbers that may differ from what a page shows, by where they stand in a line; `#` is the number itself."""
+
+    name: str
+    where: str
+    share: float = 0.0  # of the number shown
+    factor: float = 0.0  # or: at most this many times as large, or as small
+    absolute: float = 0.0  # or: by this much
+
+
+# The first kind that fits decides; a number that none fits may be off by 1%, which for 1 to 99 is nothing.
+KINDS = (
+    Kind("rounding: a number with e-", r"(?=\d\.\d+e-)#", factor=30),
+    Kind("loss, bits a byte, entropy", r"(loss|validation|unigram|bigram) #|# bits/byte", share=0.03),
+    Kind("tokens and documents of a text", r"(train|val|over) # tokens|in # documents", factor=2),
+    Kind("tokens/s and MFU of this machine", r"# tokens/s(?: +MFU #)?", factor=20),
+    Kind("seconds on this machine", r"(import|initialise|compile|in) # s\b|^(gpipe|1f1b|zb) .* #$", factor=20),
+    Kind("memory of the host process", r"peak memory # GiB", factor=2),
+    Kind("bytes of a checkpoint", r"\.\.\. +# .*good$", share=0.05),
+    Kind("one number compared with another", r"│ +(?=[-+])#% +│", absolute=1.0),
+)
+EXACT = Kind("any other", "#", share=0.01)
+
+
+# What a page holds ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Command:
+    """A command of a page, and the blocks of output that it shows."""
+
+    page: str
+    line: int
+    text: str
+    how: str = RUN
+    status: int = 0
+    shown: list[list[str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+    @property
+    def tpu(self) -> bool:
+        return bool(TPU.search(self.text))
+
+
+def pages() -> list[str]:
+    """README and every page under docs/, as paths from the root."""
+    return ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+
+
+def uncommented(line: str) -> tuple[str, int]:
+    """A command without its comment, and the exit status that the comment may state."""
+    status = re.search(r"# exit status (\d+)", line)
+    return re.sub(r"\s+# .*$", "", line).strip(), int(status[1]) if status else 0
+
+
+def parts(text: str) -> list[tuple[int, str, list[str]]]:
+    """(line, kind, lines) of a page, in order: kind is `block`, `table` or `text`, one paragraph each."""
+    found, inside = [], False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith(FENCE):
+            inside = not inside
+            if inside:
+                found.append((number + 1, "block", []))
+        elif inside:
+            found[-1][2].append(line)
+        else:
+            kind = "table" if line.startswith("|") else "text"
+            if not line.strip() or not found or found[-1][1] != kind:
+                found.append((number, kind, []))
+            if line.strip():
+                found[-1][2].append(line)
+    assert not inside, "a block is not closed"
+    return [(number, kind, lines) for number, kind, lines in found if lines]
+
+
+def quoted(lines: list[str]) -> list[str]:
+    """Commands between backquotes in a paragraph, which may begin on one line and end on the next."""
+    return [words for words in re.findall(r"`([^`]+)`", " ".join(lines)) if re.match(r"(python|make) ", words)]
+
+
+def names_only(text: str) -> bool:
+    """True of a command without arguments, as in a sentence that tells what it is for."""
+    return bool(re.fullmatch(r"python ([\w/]+\.py|-m [\w.]+)|make [\w-]+", text))
+
+
+def commands(page: str, text: str) -> list[Command]:
+    """The commands of a page in order, each with the output shown.
+
+    Raises: ValueError for a block that no command is said to have printed.
+    """
+    found: list[Command] = []
+
+    def command(line: int, words: str, how: str = RUN, status: int = 0, again: bool = True) -> Command:
+        same = [one for one in found if one.text == words]
+        if not same or (again and how == RUN):
+            found.append(Command(page, line, words, how, status))
+            return found[-1]
+        return same[-1]
+
+    said: list[Command] = []
+    before: list[str] = []
+    for number, kind, lines in parts(text):
+        if kind == "text" or (kind == "table" and not prints_table(before)):
+            said = [command(number, words, NAMED if names_only(words) else RUN, again=False) for words in quoted(lines)]
+        elif kind == "block" and lines[0].startswith(("$ ", *STARTS)):
+            session = lines[0].startswith("$ ")
+            for offset, line in enumerate(lines):
+                if session and not line.startswith("$ "):
+                    said[-1].shown[-1].append(line)
+                elif line.strip():
+                    if not session and not line.startswith(STARTS):
+                        raise ValueError(f"{page}:{number + offset}: not a command: {line}")
+                    said = [command(number + offset, *_and_status(line.removeprefix("$ ")))]
+                    said[-1].shown += [[]] if session else []
+        else:
+            if not said:
+                raise ValueError(f"{page}:{number}: no command is said to print this block")
+            said[-1].shown.append(lines[2:] if kind == "table" else lines)
+            said[-1].how = RUN
+        before = lines
+    return found
+
+
+def prints_table(paragraph: list[str]) -> bool:
+    return "prints this table" in " ".join(paragraph)
+
+
+def _and_status(line: str) -> tuple[str, str, int]:
+    words, status = uncommented(line)
+    return words, RUN, status
+
+
+def of_page(page: str) -> list[Command]:
+    return commands(page, (ROOT / page).read_text(encoding="utf-8"))
+
+
+# What was printed, compared with what is shown ------------------------------------------------------------------------
+
+
+def numbers(line: str) -> list[re.Match]:
+    return list(re.finditer(NUMBER, line))
+
+
+def kind_of(line: str, number: re.Match) -> Kind:
+    """How a number of a line may differ, by where it stands there."""
+    for kind in KINDS:
+        place = re.compile(kind.where.replace("#", f"({NUMBER})"))
+        for match in place.finditer(line):
+            if number.span() in [match.span(group) for group in range(1, place.groups + 1)]:
+                return kind
+    return EXACT
+
+
+def agree(kind: Kind, shown: float, printed: float) -> bool:
+    if kind.factor:
+        if not shown or not printed:
+            return shown == printed or kind.name.startswith("rounding")
+        return 1 / kind.factor <= printed / shown <= kind.factor
+    return abs(printed - shown) <= max(kind.absolute, kind.share * abs(shown)) * (1 + 1e-9)
+
+
+def compare(shown: str, printed: str) -> str | None:
+    """Why a printed line is not the one shown; None if it is. Runs of spaces count as one."""
+    found = numbers(shown)
+    pattern, end = "", 0
+    for number in [*found, None]:
+        words = shown[end : number.start() if number else None]
+        pattern += re.sub(r"(\\ )+", r"\\s+", re.escape(words)).replace(r"\.\.\.", ".*?")
+        pattern += f"({NUMBER})" if number else ""
+        end = number.end() if number else end
+    match = re.fullmatch(pattern, printed.rstrip()) or re.fullmatch(pattern.removeprefix(r"\s+"), printed.strip())
+    if not match:
+        return "no such line"
+    value = lambda text: float(text.replace(",", ""))
+    for number, got in zip(found, match.groups(), strict=True):
+        kind = kind_of(shown, number)
+        if not agree(kind, value(number[0]), value(got)):
+            return f"{number[0]} is shown, {got} was printed ({kind.name})"
+    return None
+
+
+def missing(shown: list[str], printed: str) -> str | None:
+    """Why a block of output is not in what was printed; None if it is.
+
+    Lines follow each other as shown, and blank ones do not count; after `...` any number of lines may come first.
+    """
+    lines = [line for line in printed.splitlines() if line.strip()]
+    at, runs = 0, [[]]
+    for line in shown:
+        if line.strip() == "...":
+            runs.append([])
+        elif line.strip():
+            runs[-1].append(line)
+    for run in filter(None, runs):
+        tries = [[compare(*pair) for pair in zip(run, lines[start:], strict=False)] + ["the output ends"]
+                 for start in range(at, len(lines))]  # fmt: skip
+        reasons = [next((n, why) for n, why in enumerate(one) if why) for one in tries]
+        whole = [start for start, (n, _) in enumerate(reasons, start=at) if n == len(run)]
+        if not whole:
+            n, why = max(reasons, key=lambda one: (one[0], one[1] != "no such line"), default=(0, "no output"))
+            return f"{why}: {run[n]}"
+        at = whole[0] + len(run)
+    return None
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def make_site(folder: Path) -> Path:
+    """A working directory like a checkout after `make`: links to its files, a .venv, and runs/ and tokens/ of its own.
+
+    docs/ is a copy, because a command writes there. The stamps of .venv are new, so that make installs nothing.
+    """
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "runs", "tokens", "docs"):
+            (folder / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    (folder / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if path.name != "installed" and not path.name.startswith("extra-"):
+            (folder / ".venv" / path.name).symlink_to(path)
+    for stamp in ("installed", *(path.name for path in Path(sys.prefix).glob("extra-*"))):
+        (folder / ".venv" / stamp).touch()
+    return folder
+
+
+def environment(site: Path) -> dict[str, str]:
+    """What a newcomer's shell has after `source .venv/bin/activate`: nothing that tests set; and no network."""
+    ours = re.compile(r"XLA_|NPROC$|COLUMNS$|PYTEST|HYPOTHESIS|JAX_|MAKE|ARGS$")
+    env = {name: value for name, value in os.environ.items() if not ours.match(name)}
+    nowhere = "http://127.0.0.1:9"  # the port `discard`: what tries to download fails at once
+    env |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), nowhere) | {"PIP_NO_INDEX": "1"}
+    path = f"{site / '.venv' / 'bin'}{os.pathsep}{env['PATH']}"
+    return env | {"PATH": path, "VIRTUAL_ENV": str(site / ".venv"), "JAX_PLATFORMS": "cpu"}
+
+
+def run(one: Command, site: Path) -> str | None:
+    """Run a command as it stands on its page. Returns what is wrong; None: nothing."""
+    words = one.text
+    if one.how == NAMED:
+        words = words.replace("make ", "make -n ") if words.startswith("make ") else f"{words} --help"
+    process = subprocess.Popen(
+        ["bash", "-c", words], cwd=site, env=environment(site), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=LONGEST_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # its children too
+        raise
+    tail = "\n".join(printed.splitlines()[-40:])
+    if process.returncode != one.status:
+        return f"{one}\nended with status {process.returncode}, the page says {one.status}:\n{tail}"
+    wrong = [why for block in one.shown if (why := missing(block, printed))]
+    return f"{one}\n" + "\n".join(wrong) + f"\nwas not printed; this was, at the end:\n{tail}" if wrong else None
+
+
+def named(found: list[Command]) -> list[Command]:
+    """Commands that pages only name, each once, but for those that some page runs."""
+    run_somewhere = {one.text for one in found if one.how == RUN} | set(NOT_RUN)
+    return list({one.text: one for one in found if one.how == NAMED and one.text not in run_somewhere}.values())
+
+
+def to_run(page: str, tpu: bool = False) -> list[Command]:
+    """Commands of a page that a test runs, in order."""
+    return [dataclasses.replace(one) for one in of_page(page)
+            if one.how == RUN and one.text not in NOT_RUN and one.tpu == tpu]  # fmt: skip
