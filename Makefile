@@ -34,6 +34,7 @@ help: ## list every command
 # python -m bench.soak #: kill a run again and again, and compare every bit
 # python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone
 # python -m docs.settings #: write docs/settings.md from config.py
+# python -m docs.build #: build the guide's site from its chapters; needs extra-site
 
 train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes

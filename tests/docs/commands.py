@@ -262,7 +262,7 @@ def make_site(folder: Path) -> Path:
     for path in ROOT.iterdir():
         if path.name not in (".git", ".venv", "runs", "tokens", "docs"):
             (folder / path.name).symlink_to(path)
-    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "__pycache__"))
     (folder / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         if path.name != "installed" and not path.name.startswith("extra-"):
