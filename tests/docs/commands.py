@@ -5,6 +5,7 @@ What a page may hold, so that a test can read it:
 - A block (between ``` lines) whose first line is a command: every line is one. `# comment` is dropped, and
   `# exit status N` is the status that is wanted; without it 0 is.
 - A block whose first line begins with `$ `: such lines are commands, those below each are what it prints.
+- A block that begins with three backquotes and `python` is a program: what it prints is the block that follows it.
 - Any other block, and a table whose paragraph says "prints this table": what a command printed that is quoted, in the
   paragraph before, between backquotes. `...` stands for any lines, and in a line for any words.
 - Between backquotes in the text, `python ...` or `make ...`: a command with arguments is run like those of a block; one
@@ -102,13 +103,13 @@ def uncommented(line: str) -> tuple[str, int]:
 
 
 def parts(text: str) -> list[tuple[int, str, list[str]]]:
-    """(line, kind, lines) of a page, in order: kind is `block`, `table` or `text`, one paragraph each."""
+    """(line, kind, lines) of a page, in order: kind is `block`, `program`, `table` or `text`, one paragraph each."""
     found, inside = [], False
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith(FENCE):
             inside = not inside
             if inside:
-                found.append((number + 1, "block", []))
+                found.append((number + 1, "program" if line == f"{FENCE}python" else "block", []))
         elif inside:
             found[-1][2].append(line)
         else:
@@ -160,6 +161,8 @@ def commands(page: str, text: str) -> list[Command]:
                         raise ValueError(f"{page}:{number + offset}: not a command: {line}")
                     said = [command(number + offset, *_and_status(line.removeprefix("$ ")))]
                     said[-1].shown += [[]] if session else []
+        elif kind == "program":
+            said = [command(number, "\n".join(("python - <<'END'", *lines, "END")))]
         else:
             if not said:
                 raise ValueError(f"{page}:{number}: no command is said to print this block")

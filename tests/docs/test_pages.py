@@ -113,6 +113,12 @@ def test_every_link_leads_somewhere():
     assert reached >= set(commands.pages()), "no link leads to a page"
 
 
+def test_a_loop_of_ones_own_takes_25_lines():
+    """Catches a training step that needs more and more of what main.py knows."""
+    [program] = [lines for _, kind, lines in commands.parts((ROOT / "README.md").read_text()) if kind == "program"]
+    assert len(program) <= 25
+
+
 def test_the_first_page_is_short():
     """Catches a README that grows until nobody reads it: the rest has pages."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
