@@ -1,0 +1,46 @@
+"""Claims about `python -m chapters`: it runs each, says how long it took, and fails when one does."""
+
+import importlib
+import re
+
+import pytest
+
+from utils import UserError
+
+runner = importlib.import_module("chapters.__main__")
+BAD = "print('last words')\nassert 1 == 2\n"
+SPIN = "import time\nwhile time.process_time() < 1:\n    pass\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Three chapters: one that prints, one that fails, one that takes a second of the processor."""
+    for name, text in {
+        "00_good": "print('here')\n",
+        "01_bad": "print('last words')\nassert 1 == 2\n",
+        "02_slow": SPIN,
+    }.items():
+        (tmp_path / "chapters").mkdir(exist_ok=True)
+        (tmp_path / "chapters" / f"{name}.py").write_text(text)
+    monkeypatch.setattr(runner, "FOLDER", tmp_path / "chapters")
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "words, status, shown",
+    [(["00"], 0, "00_good .* ran"), (["01"], 1, "01_bad .* failed, exit status 1"), (["02"], 0, "02_slow .* ran"),
+     (["02", "--longest_s", "0.5"], 1, "02_slow .* took more than 0.5 s"), ([], 1, "00_good .* ran")],
+)  # fmt: skip
+def test_a_chapter_that_fails_or_takes_long_is_told(words, status, shown, capfd):
+    """Catches a runner that goes on as if nothing had happened, and a guide published with a broken chapter."""
+    assert runner.main(words) == status
+    out, err = capfd.readouterr()
+    assert any(re.match(shown, line) for line in out.splitlines()), out
+    assert ("last words" in err and "AssertionError" in err) == (status == 1 and words[:1] in ([], ["01"]))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_number_that_no_chapter_has_is_refused():
+    """Catches a typing error that runs nothing, and so succeeds."""
+    with pytest.raises(UserError, match="no chapter begins with '07'"):
+        runner.chosen(("07",))
