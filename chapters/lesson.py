@@ -21,7 +21,8 @@ NEUTRAL = "#7d7d7d"
 DEVICES = matplotlib.colormaps["tab10"].colors  # of device 0, 1, ..
 
 plt.rcParams.update({
-    "figure.dpi": 110, "figure.constrained_layout.use": True, "savefig.transparent": True, "font.size": 10,
+    "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 10,
+    "figure.facecolor": "none", "axes.facecolor": "none",  # the page is the ground, light or dark
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11, "axes.titlelocation": "left",
     "legend.frameon": False, "svg.fonttype": "none", "svg.hashsalt": "axis by axis",
 })  # fmt: skip
