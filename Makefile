@@ -9,9 +9,9 @@ EXTRAS := tpu gpu ray wandb site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
-ARGS ?= # passed on by train, plan, test and lock
+ARGS ?= # passed on by train, plan, chapters, site, test and lock
 
-.PHONY: help train plan test test-all test-tpu lint format lock clean $(EXTRAS:%=extra-%)
+.PHONY: help train plan chapters site read notebooks test test-all test-tpu test-site lint format lock clean extra-browser $(EXTRAS:%=extra-%)
 
 help: ## list every command
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-23s %s\n", $$1, $$2}' Makefile
@@ -34,7 +34,9 @@ help: ## list every command
 # python -m bench.soak #: kill a run again and again, and compare every bit
 # python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone
 # python -m docs.settings #: write docs/settings.md from config.py
-# python -m docs.build #: build the guide's site from its chapters; needs extra-site
+# python -m chapters #: run the chapters of the guide, and say how long each takes
+# python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
+# python -m docs.notebooks #: write the chapters as notebooks; needs extra-site
 
 train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
@@ -43,14 +45,29 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
 	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
+chapters: .venv/installed ## run the chapters of the guide, and say how long each takes; ARGS="03 04" runs these
+	.venv/bin/python -m chapters $(ARGS)
+
+site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; chapters that have changed are run (needs Node.js)
+	.venv/bin/python -m docs.build $(ARGS)
+
+read: .venv/installed ## serve the guide on this machine, and say where
+	.venv/bin/python -m docs.build --read $(ARGS)
+
+notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks into notebooks/
+	.venv/bin/python -m docs.notebooks $(ARGS)
+
 test: .venv/installed ## run the tests, each kind of case once (12 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
-	.venv/bin/python -m pytest -m "not tpu and not slow" $(ARGS)
+	.venv/bin/python -m pytest -m "not tpu and not site and not slow" $(ARGS)
 
 test-all: .venv/installed ## run all tests that need no TPU compiler (21 minutes)
 	.venv/bin/python -m pytest $(ARGS)
 
 test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (it is 700 MB; no TPU is needed)
 	.venv/bin/python -m pytest -m tpu $(ARGS)
+
+test-site: site .venv/extra-browser ## build the guide, and read it in a headless browser
+	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
 
 lint: .venv/installed ## check style: ruff, and shellcheck for shell files
 	.venv/bin/python -m ruff check
@@ -67,8 +84,8 @@ lock: .venv/extra-lock ## write requirements.txt and requirements/ from pyprojec
 		$(COMPILE) $(ARGS) --group "$$name" --constraint requirements.txt --output-file "requirements/$$name.txt"; \
 	done
 
-clean: ## remove .venv and caches; runs/ and tokens/ stay
-	rm -rf .venv .ruff_cache
+clean: ## remove .venv, caches and what the site is made of; runs/ and tokens/ stay
+	rm -rf .venv .ruff_cache docs/_build notebooks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted install is done again, and so is one older than the lock.
@@ -91,4 +108,14 @@ $(EXTRAS:%=extra-%): extra-%: .venv/extra-%
 $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
 	@echo "Installing the packages of requirements/$*.txt into .venv"
 	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+extra-browser: .venv/extra-browser
+
+.venv/extra-browser: docs/browser/package.json docs/browser/package-lock.json .venv/installed
+	@command -v npm > /dev/null || { echo "error: npm is not found: install Node.js 20 or later, which brings it" >&2; exit 1; }
+	@echo "Installing the packages of docs/browser/package-lock.json, a headless Chromium, into docs/_build/browser"
+	@mkdir -p docs/_build/browser
+	@cp docs/browser/package.json docs/browser/package-lock.json docs/_build/browser
+	@npm ci --prefix docs/_build/browser --no-audit --no-fund --loglevel=error > /dev/null
 	@touch $@

@@ -44,14 +44,15 @@ ROOMS = {
     "weights": "gptj families convert __main__",
 }
 AROUND = {"tests", "chapters", "bench", "docs"}  # what uses the rooms, and is not imported by them
-NOT_OURS = {".git", ".venv", "runs", "tokens"}
+NOT_OURS = {".git", ".venv", "runs", "tokens", "notebooks", "docs/_build"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 
 
 def files(*patterns):
     """Our files whose path matches one of the patterns; what git ignores at the top is not ours."""
     found = {path for pattern in patterns for path in ROOT.rglob(pattern) if path.is_file()}
-    return sorted(path for path in found if path.relative_to(ROOT).parts[0] not in NOT_OURS)
+    tops = lambda path: {path.relative_to(ROOT).parts[0], "/".join(path.relative_to(ROOT).parts[:2])}
+    return sorted(path for path in found if not tops(path) & NOT_OURS)
 
 
 def shell_files():
@@ -166,12 +167,15 @@ MOST_LINES = {"model.py": 760, "main.py": 250, "README.md": 150}  # of a file; o
 
 
 def test_files_fit_in_the_head_and_functions_on_a_screen():
-    """Catches a file that has become two nouns, and a function that has become two verbs."""
+    """Catches a file that has become two nouns, and a function that has become two verbs. Of a chapter, code counts:
+    how long its prose may be, tests/chapters says."""
     long = {}
     for path in files("*.py", "README.md"):
-        name, lines = str(path.relative_to(ROOT)), path.read_text().count("\n")
-        if lines > MOST_LINES.get(name, 600):
-            long[name] = lines
+        name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
+        if re.match(r"chapters/\d", name):
+            lines = [line for line in lines if not line.startswith("#")]
+        if len(lines) > MOST_LINES.get(name, 600):
+            long[name] = len(lines)
         for node in ast.walk(ast.parse(path.read_text())) if path.suffix == ".py" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60:
                 long[f"{name}: {node.name}"] = node.end_lineno - node.lineno + 1

@@ -1,0 +1,107 @@
+// The controls and bars of the planner's page; planner.js computes.
+"use strict";
+
+(function () {
+  const form = document.querySelector("#planner");
+  if (!form) return;
+  const { plan, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
+  const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
+  const PARTS = { parameters: "#3f74b5", optimizer: "#6f97cc", gradients: "#9a5fb0", weights: "#8c6d4f", saved: "#3f9a4d",
+                  pipeline: "#e08a1e", "at work": "#cf4446", batch: "#7d7d7d" };
+  const MEANS = { parameters: "the slices it keeps", optimizer: "two moments of each", gradients: "of its slices, or of all if joined once a step",
+                  weights: "joined for use", saved: "activations for the way back", pipeline: "activations between stages",
+                  "at work": "one layer, or logits, while it is computed", batch: "tokens" };
+
+  const number = (x, digits = 3) => x.toLocaleString("en", { maximumSignificantDigits: digits });
+  const bytes = (x) => x >= 0.1 * 2 ** 30 ? `${number(x / 2 ** 30)} GiB` : x >= 0.1 * 2 ** 20 ? `${number(x / 2 ** 20)} MiB` : `${number(x / 2 ** 10)} KiB`;
+  const time = (x) => x >= 1 ? `${number(x)} s` : x >= 1e-3 ? `${number(x * 1e3)} ms` : `${number(x * 1e6)} µs`;
+  const percent = (x) => `${(100 * x).toFixed(1)}%`;
+
+  function read() {
+    const value = (name) => form.elements[name].value;
+    const cfg = { mesh: Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(value(axis))])) };
+    for (const name of ["preset", "chip", "schedule", "remat", "gather", "context_attention"]) cfg[name] = value(name);
+    for (const name of ["batch_size", "seq_len"]) cfg[name] = Number(value(name));
+    return cfg;
+  }
+
+  function write(cfg) {
+    for (const [name, value] of Object.entries(cfg)) if (form.elements[name]) choose(form.elements[name], String(value));
+    for (const axis of AXES) form.elements[axis].value = String(Math.log2(cfg.mesh[axis]));
+  }
+
+  function choose(control, value) {  // a preset's batch of 480 is no power of two: it becomes a choice too
+    if (control.tagName === "SELECT" && ![...control.options].some((one) => one.value === value)) {
+      control.add(new Option(Number(value).toLocaleString("en"), value));
+    }
+    control.value = value;
+  }
+
+  function startOf(name, chip) {
+    const { model, mesh, batch_size, seq_len } = data.presets[name];
+    const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, mixtral_8x7b: { fsdp: 32, tensor: 2 },
+                    deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
+    const size = { dense_124m: 512, llama3_8b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
+    return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", remat: model.remat,
+             gather: model.gather, context_attention: model.context_attention };
+  }
+
+  const escape = (text) => text.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+
+  function bar(parts, whole, limit) {
+    const pieces = parts.filter(([, size]) => size / whole > 0.001).map(([name, size, colour, text]) =>
+      `<i style="width:${((100 * size) / whole).toFixed(2)}%;background:${colour}" title="${name}: ${text}"></i>`);
+    const mark = limit ? `<em style="left:${Math.min(100, (100 * limit) / whole).toFixed(2)}%"></em>` : "";
+    return `<div class="bar">${pieces.join("")}${mark}</div>`;
+  }
+
+  function legend(parts, note = () => "") {
+    const rows = parts.filter(([, size]) => size > 0).map(([name, , colour, text]) =>
+      `<tr><td><i style="background:${colour}"></i>${name}</td><td>${text}</td><td>${note(name)}</td></tr>`);
+    return `<table class="legend">${rows.join("")}</table>`;
+  }
+
+  const colourOf = (axes) => AXIS_COLOURS[axes.split("*")[0]] ?? "#7d7d7d";
+
+  function show(one, cfg) {
+    const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip];
+    const mesh = AXES.filter((axis) => cfg.mesh[axis] > 1).map((axis) => `${axis}=${cfg.mesh[axis]}`).join(",") || "data=1";
+    if (one.error) return `<p class="verdict refused"><code>${mesh}</code></p><p>${escape(one.error)}</p>`;
+    const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size]) => [part, size, PARTS[part], bytes(size)]);
+    const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
+    const names = { compute: "products", bubble: "waiting for other stages", optimizer: "optimizer's memory" };
+    const paint = { compute: "#7d7d7d", bubble: "#d9c9a3", optimizer: "#b0b0b0" };
+    const spent = Object.entries(one.seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
+      .map(([what, s]) => [names[what] ?? `wires of ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / one.step_s)}`]);
+    const { device_batch, microbatches, accumulation } = one.split;
+    const changed = ["remat", "gather", "context_attention"].filter((name) => cfg[name] !== preset.model[name]);
+    const flags = changed.map((name) => ` --model.${name} ${cfg[name]}`).join("")
+      + (cfg.batch_size !== preset.batch_size ? ` --data.batch_size ${cfg.batch_size}` : "")
+      + (cfg.seq_len !== preset.seq_len ? ` --data.seq_len ${cfg.seq_len}` : "")
+      + (cfg.mesh.stage > 1 && cfg.schedule !== "gpipe" ? ` --pipeline.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --pipeline.chunks 2" : ""}` : "");
+    const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
+    return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${verdict}</strong>
+        <span>step ${time(one.step_s)}, MFU ${percent(one.mfu)}</span></p>
+      <p><code>${mesh}</code> on ${one.devices} ${chip.name}${chip.torus_dims ? ` (${cfg.chip}:${chip.shapes[one.devices]})` : ""}. Each device has
+      ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}${accumulation > 1 ? `, ${accumulation} accumulation passes` : ""}.
+      ${cfg.mesh.stage > 1 ? `Stages wait ${percent(one.bubble)} of the time of the layers.` : ""}</p>
+      <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => MEANS[part])}
+      <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
+      <h3>Time of a step, nothing overlapping</h3>${bar(spent, one.step_s)}${legend(spent)}
+      <p>The same, and what the compiler makes of it:</p>
+      <pre>python -m plan ${cfg.preset} --topology ${cfg.chip}:${chip.shapes[one.devices] ?? one.devices} --mesh ${mesh}${flags}</pre>`;
+  }
+
+  function update() {
+    const cfg = read();
+    for (const axis of AXES) form.querySelector(`[data-size="${axis}"]`).textContent = cfg.mesh[axis];
+    output.innerHTML = show(plan(data, cfg), cfg);
+  }
+
+  form.addEventListener("input", (event) => {
+    if (event.target.name === "preset") write(startOf(event.target.value, form.elements.chip.value));
+    update();
+  });
+  write(startOf("moe1b", "v4"));
+  update();
+})();

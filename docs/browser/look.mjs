@@ -1,0 +1,145 @@
+// Open the built site in a headless Chromium and say, as JSON, what is there.
+//
+//   node look.mjs report URL PAGE...         what each page does: errors, requests to other hosts, widths
+//   node look.mjs picture URL PAGE FILE [WIDTH] [dark]
+//
+// Needs: `make extra-browser`. Changes: unpacks the browser into $TMPDIR, once.
+import { createRequire } from "node:module";
+import { pathToFileURL } from "node:url";
+import { join } from "node:path";
+
+const require = createRequire(join(process.env.BROWSER_MODULES ?? ".", "none.cjs"));
+const load = async (name) => import(pathToFileURL(require.resolve(name)).href);
+const { default: chromium } = await load("@sparticuz/chromium");
+const { default: puppeteer } = await load("puppeteer-core");
+
+const PHONE = { width: 390, height: 844, deviceScaleFactor: 2, isMobile: true, hasTouch: true };
+const DESK = { width: 1280, height: 900 };
+
+chromium.setGraphicsMode = false;
+// One process cannot be closed and opened again page by page, and what is insecure is not needed here.
+const args = chromium.args.filter((arg) => !/single-process|web-security|insecure/.test(arg));
+const browser = await puppeteer.launch({ executablePath: await chromium.executablePath(), args, headless: "shell" });
+
+async function open(url, viewport, log) {
+  const page = await browser.newPage();
+  await page.setViewport(viewport);
+  const origin = new URL(url).origin;
+  page.on("console", (message) => { if (["error", "warn"].includes(message.type())) log.errors.push(message.text()); });
+  page.on("pageerror", (error) => log.errors.push(String(error)));
+  page.on("request", (request) => {
+    const to = request.url();
+    if (!to.startsWith(origin) && !/^(data|blob|about):/.test(to)) log.foreign.push(to);
+  });
+  page.on("response", (response) => { if (response.status() >= 400) log.errors.push(`${response.status()} ${response.url()}`); });
+  await page.goto(url, { waitUntil: "networkidle0" });
+  return page;
+}
+
+// In the page: what sticks out to the right, though nothing around it scrolls.
+function widths() {
+  const out = [...document.querySelectorAll(".bd-article *")].filter((one) => {
+    if (one.getBoundingClientRect().right <= innerWidth + 1 || !one.getClientRects().length) return false;
+    for (let up = one; up; up = up.parentElement) {
+      if (["auto", "scroll", "hidden"].includes(getComputedStyle(up).overflowX) && up.tagName !== "BODY") {
+        return up.getBoundingClientRect().right > innerWidth + 1;
+      }
+    }
+    return true;
+  });
+  return {
+    beyond: document.scrollingElement.scrollWidth - innerWidth,
+    sticking_out: out.slice(0, 3).map((one) => one.outerHTML.slice(0, 90)),
+  };
+}
+
+async function pageReport(base, name) {
+  const log = { page: name, errors: [], foreign: [] };
+  let page = await open(base + name, PHONE, log);
+  log.phone = await page.evaluate(widths);
+  await page.close();
+  page = await open(base + name, DESK, log);
+  log.desk = await page.evaluate(widths);
+  Object.assign(log, await page.evaluate(() => ({
+    title: document.title,
+    words: document.querySelector(".bd-article")?.innerText.split(/\s+/).length ?? 0,
+    small_math: [...document.querySelectorAll("math")].filter((m) => m.getBoundingClientRect().height < 5).length,
+    math: document.querySelectorAll("math").length,
+    broken_pictures: [...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src),
+    no_alt: [...document.querySelectorAll(".cell_output img")].filter((i) => !i.alt || i.alt.startsWith("..")).map((i) => i.src),
+    copy_buttons: document.querySelectorAll("button.copy").length,
+    notebook: document.querySelector("a[download]")?.getAttribute("href") ?? null,
+    links: [...document.querySelectorAll("a[href]")].map((a) => a.href).filter((h) => h.startsWith(location.origin)),
+    ids: [...document.querySelectorAll("[id]")].map((one) => one.id),
+  })));
+  await page.close();
+  return log;
+}
+
+async function search(base, term) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(`${base}search.html?q=${encodeURIComponent(term)}`, DESK, log);
+  await page.waitForFunction(() => /finished/i.test(document.querySelector("#search-results")?.innerText ?? ""), { timeout: 20000 });
+  log.found = await page.evaluate(() => [...document.querySelectorAll("#search-results li a")].map((a) => a.getAttribute("href")));
+  await page.close();
+  return log;
+}
+
+async function darkMode(base, name) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(base + name, DESK, log);
+  const state = () => page.evaluate(() => {
+    const picture = document.querySelector(".cell_output img");
+    return { theme: document.documentElement.dataset.theme, ground: getComputedStyle(document.body).backgroundColor,
+             filter: picture && getComputedStyle(picture).filter };
+  });
+  log.seen = {};
+  for (const mode of ["light", "dark"]) {
+    await page.evaluate((mode) => {
+      document.querySelector(".theme-switch-button").click();
+      document.querySelector(`.theme-change-button[data-mode="${mode}"]`).click();
+    }, mode);
+    await new Promise((done) => setTimeout(done, 300));
+    log.seen[mode] = await state();
+  }
+  await page.close();
+  return log;
+}
+
+async function widget(base) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(`${base}planner_widget.html`, PHONE, log);
+  const read = () => page.evaluate(() => document.querySelector("#planner output")?.innerText ?? null);
+  log.before = await read();
+  await page.evaluate(() => {
+    const axis = document.querySelector('#planner [name="tensor"]');
+    axis.value = String(Number(axis.value) + 1);
+    axis.dispatchEvent(new Event("input", { bubbles: true }));
+  });
+  log.after = await read();
+  await page.close();
+  return log;
+}
+
+async function picture(url, file, width, dark) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(url, width < 600 ? { ...PHONE, width } : { ...DESK, width }, log);
+  if (dark) await page.evaluate(() => { document.documentElement.dataset.theme = document.documentElement.dataset.mode = "dark"; });
+  await new Promise((done) => setTimeout(done, 300));
+  await page.screenshot({ path: file, fullPage: process.env.FULL !== "0" });
+  return log;
+}
+
+const [what, base, ...rest] = process.argv.slice(2);
+let answer;
+if (what === "report") {
+  answer = { pages: [] };
+  for (const name of rest) answer.pages.push(await pageReport(base, name));
+  answer.search = await search(base, "reduce-scatter");
+  answer.dark = await darkMode(base, rest.find((name) => name.startsWith("chapters/")) ?? "index.html");
+  answer.widget = await widget(base);
+} else {
+  answer = await picture(base + rest[0], rest[1], Number(rest[2] ?? 1280), rest.includes("dark"));
+}
+console.log(JSON.stringify(answer));
+await browser.close();

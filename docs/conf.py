@@ -1,0 +1,106 @@
+"""Sphinx's settings. `python -m docs.build` runs it, after it has made the pages that are made from code."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from docs import pictures, planner_widget, reference
+
+project = "Axis by Axis"
+html_title = "Axis by Axis"
+author = copyright = "the authors of Axis by Axis"
+extensions = ["myst_nb"]
+myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "attrs_block"]
+myst_heading_anchors = 3
+myst_dmath_double_inline = True
+nb_execution_mode = "off"  # docs/notebooks.py has run them
+nb_merge_streams = True
+nb_output_stderr = "warn"
+html_theme = "sphinx_book_theme"
+html_static_path = ["_static", "_build/made"]
+html_extra_path = ["_build/extra"]
+html_css_files = ["site.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
+html_context = {"default_mode": "auto"}
+html_favicon = "_static/favicon.svg"
+html_copy_source = html_show_sourcelink = html_use_index = False
+html_theme_options = {
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "show_toc_level": 2,
+    "home_page_in_toc": False,
+    "collapse_navbar": False,
+    "max_navbar_depth": 1,
+    "show_navbar_depth": 1,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "logo": {"text": "Axis by Axis"},
+}
+suppress_warnings = ["myst.xref_missing"]  # links to headings inside of <details>, and to source files of the checkout
+
+# Math: KaTeX as MathML, which every browser draws by itself ----------------------------------------------------------
+
+KATEX = """
+const katex = require(process.argv[1]);
+const [tex, display] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+process.stdout.write(katex.renderToString(tex, {output: "mathml", displayMode: display, throwOnError: true}));
+"""
+
+
+@functools.cache
+def mathml(tex: str, display: bool) -> str:
+    """A formula as MathML. Raises: ExtensionError if it is no TeX, or Node.js is missing."""
+    import sphinxcontrib.katex
+
+    script = Path(sphinxcontrib.katex.__file__).parent / "katex.min.js"
+    try:
+        done = subprocess.run(["node", "-e", KATEX, str(script)], input=json.dumps([tex, display]), text=True,
+                              capture_output=True, check=True)  # fmt: skip
+    except FileNotFoundError as error:
+        raise ExtensionError("formulas need Node.js 20 or later: `node` is not found") from error
+    except subprocess.CalledProcessError as error:
+        raise ExtensionError(f"this is no formula: {tex!r}: {error.stderr.strip().splitlines()[4:5]}") from error
+    return done.stdout
+
+
+def visit_inline(self, node):
+    self.body.append(mathml(node.astext(), False))
+    raise nodes.SkipNode
+
+
+def visit_display(self, node):
+    self.body.append(f'<div class="formula">{mathml(node.astext(), True)}</div>')
+    raise nodes.SkipNode
+
+
+# What pages take from the code ----------------------------------------------------------------------------------------
+
+
+class Generated(SphinxDirective):
+    """`:::{generated} chapter_cards`: what the function of that name in reference.py or pictures.py returns."""
+
+    required_arguments = 1
+
+    def run(self):
+        name = self.arguments[0]
+        text = next(getattr(m, name) for m in (reference, pictures, planner_widget) if hasattr(m, name))()
+        if text.startswith("<"):
+            return [nodes.raw("", text, format="html")]
+        return self.parse_text_to_nodes(text)
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (visit_inline, None), (visit_display, None))
+    app.add_directive("generated", Generated)
+
+
+html_math_renderer = "mathml"

@@ -1,0 +1,129 @@
+"""The pictures of the front pages, as SVG that takes its ink from the page: light or dark, at any width."""
+
+import math
+
+import numpy as np
+
+COLOURS = {"data": "#8c6d4f", "stage": "#e08a1e", "fsdp": "#3f74b5", "expert": "#9a5fb0", "context": "#3f9a4d",
+           "tensor": "#cf4446"}  # as chapters/lesson.py has them, without importing JAX  # fmt: skip
+N = 4  # devices along the axis of a picture
+
+# axis: (how tokens are cut, how weights are cut, what moves)
+CUTS = {
+    "data": ("rows", "whole", "gradients are added, once a step"),
+    "fsdp": ("rows", "bands", "weights are joined when used; gradients are added into slices"),
+    "tensor": ("columns", "parts", "activations are joined and added, in every layer"),
+    "context": ("columns", "bands", "keys and values of the other positions"),
+    "expert": ("rows", "experts", "tokens go to their experts, and back"),
+    "stage": ("whole", "layers", "activations, to the next stage"),
+}
+SAYS = {
+    "data": "other sequences, the same weights",
+    "fsdp": "other sequences, a slice of every matrix",
+    "tensor": "other heads and hidden units of every layer",
+    "context": "other positions of the same sequences",
+    "expert": "other sequences, other experts",
+    "stage": "other layers",
+}
+
+
+def rectangle(x, y, w, h, colour, filled: bool) -> str:
+    paint = f'fill="{colour}"' if filled else 'fill="currentColor" fill-opacity="0.07"'
+    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" {paint} stroke="currentColor" '
+            'stroke-opacity="0.45" stroke-width="0.8"/>')  # fmt: skip
+
+
+def tokens(cut: str, colour: str) -> list[str]:
+    """B sequences of T positions, of which device 0 has what is filled."""
+    x, y, side = 8, 24, 84
+    if cut == "whole":
+        return [rectangle(x, y, side, side, colour, True)]
+    step, out = side / N, []
+    for i in range(N):
+        place = (x, y + i * step, side, step) if cut == "rows" else (x + i * step, y, step, side)
+        out.append(rectangle(*place, colour, i == 0))
+    return out
+
+
+def weights(cut: str, colour: str) -> list[str]:
+    """Four layers, each a matrix; of experts, the lower half of a layer is four of them."""
+    x, width, height, out = 112, 84, 18, []
+    for layer in range(4):
+        y = 24 + layer * 22
+        if cut in ("whole", "layers"):
+            out.append(rectangle(x, y, width, height, colour, cut == "whole" or layer == 0))
+        elif cut == "bands":  # slices of the matrix's first dim
+            out += [rectangle(x, y + i * height / N, width, height / N, colour, i == 0) for i in range(N)]
+        elif cut == "parts":  # slices of its last
+            out += [rectangle(x + i * width / N, y, width / N, height, colour, i == 0) for i in range(N)]
+        else:
+            gap = width / N
+            out += [rectangle(x + i * gap + 1, y, gap - 2, height, colour, i == 0) for i in range(N)]
+    return out
+
+
+def axis_picture(axis: str) -> str:
+    colour, (cut_tokens, cut_weights, moves) = COLOURS[axis], CUTS[axis]
+    label = lambda x, text: f'<text x="{x}" y="16" font-size="11" fill="currentColor">{text}</text>'
+    body = [label(8, "tokens"), label(112, "weights"), *tokens(cut_tokens, colour), *weights(cut_weights, colour)]
+    alt = f"{axis}: neighbours hold {SAYS[axis]}; what moves: {moves}"
+    return (f'<figure class="axis"><svg viewBox="0 0 204 116" role="img" aria-label="{alt}">{"".join(body)}</svg>'
+            f'<figcaption><code style="color:{colour}">{axis}</code> neighbours hold {SAYS[axis]}. '
+            f"<span>Moves: {moves}.</span></figcaption></figure>")  # fmt: skip
+
+
+def axes() -> str:
+    """The six axes: what the first of four devices holds, filled, of the tokens and of the weights."""
+    return f'<div class="axes">{"".join(axis_picture(axis) for axis in CUTS)}</div>'
+
+
+# The loss that falls --------------------------------------------------------------------------------------------------
+
+
+def broken_run(steps: int = 100, rate: float = 0.3):
+    """Losses of two runs of least squares on 8 devices: gradients added, and not; what the second reports, and is."""
+    n, B, D, F = 8, 160, 16, 6
+    rng = np.random.default_rng(0)
+    x, y, w = (rng.normal(size=size) for size in ((n, B // n, D), (n, B // n, F), (D, F)))
+    copies, right, out = np.stack([w] * n), w, {"correct": [], "reported": [], "true": []}
+    loss = lambda w: float(((x @ w - y) ** 2).mean())
+    gradient = lambda w: 2 * np.swapaxes(x, 1, 2) @ (x @ w - y) / (B // n * F)
+    for _ in range(steps):
+        out["correct"].append(loss(right))
+        out["reported"].append(loss(copies))
+        out["true"].append(loss(copies[0]))
+        right = right - rate * gradient(right).mean(0)
+        copies = copies - rate * gradient(copies)
+    return out
+
+
+def falling_loss() -> str:
+    """The picture of the landing page: the run that forgets a sum reports the lower loss."""
+    found = broken_run()
+    low, high = math.log10(min(found["reported"])) - 0.05, math.log10(max(found["true"])) + 0.1
+    x = lambda step: 44 + step * 3.1
+    y = lambda loss: 20 + (high - math.log10(loss)) / (high - low) * 140
+    line = lambda values, style: (
+        f'<polyline fill="none" stroke-width="2.2" stroke-linejoin="round" {style} points="'
+        + " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values)) + '"/>')  # fmt: skip
+    text = lambda px, py, words, colour="currentColor", anchor="start": (
+        f'<text x="{px:.0f}" y="{py:.0f}" font-size="12.5" fill="{colour}" text-anchor="{anchor}">{words}</text>'
+    )
+    ticks = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)]
+    body = [
+        *(f'<line x1="44" x2="354" y1="{y(t):.1f}" y2="{y(t):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
+          + text(38, y(t) + 4, f"{t:g}", anchor="end") for t in ticks),
+        line(found["correct"], 'stroke="#3f74b5"'),
+        line(found["reported"], 'stroke="#cf4446"'),
+        line(found["true"], 'stroke="#cf4446" stroke-dasharray="5 4"'),
+        text(354, y(found["correct"][-1]) - 8, "correct run", "#3f74b5", "end"),
+        text(354, y(found["reported"][-1]) + 16, "one sum forgotten: what it prints", "#cf4446", "end"),
+        text(354, y(found["true"][-1]) - 8, "one sum forgotten: its loss on all rows", "#cf4446", "end"),
+        text(44, 12, "mean squared error"), text(354, 194, "100 steps", anchor="end"),
+    ]  # fmt: skip
+    numbers = (f"After 100 steps the correct run has {found['correct'][-1]:.2f}; the broken one prints "
+               f"{found['reported'][-1]:.2g} and has {found['true'][-1]:.1f}.")  # fmt: skip
+    return (
+        f'<figure class="falling"><svg viewBox="0 0 360 200" role="img" aria-label="{numbers}">{"".join(body)}</svg>'
+        f"<figcaption>{numbers} Least squares on 8 devices, drawn when this page was built.</figcaption></figure>"
+    )

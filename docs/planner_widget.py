@@ -1,0 +1,160 @@
+"""The planner of the site: tables that docs/_static/planner.js computes with, and the page's controls.
+
+What depends on the mesh is computed in the browser. Written here: what a preset declares, what a chip can do, and on
+which wires JAX lays each mesh of a slice, as `plan.hardware` finds it.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from pathlib import Path
+
+from config import AXES, PRESETS, MeshConfig, preset
+from docs.notebooks import ROOT
+
+SHAPES = {
+    3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "4x4x2", 64: "4x4x4", 128: "4x4x8"},
+    2: {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16"},
+    0: {n: str(n) for n in (1, 2, 4, 8, 16, 32, 64, 128)},
+}  # of torus dims: chips of a slice, and its shape
+MOST = 128  # devices
+MODEL = ("vocab_size", "d_model", "n_layers", "n_heads", "attention", "n_kv_heads", "d_head", "d_rope", "d_value",
+         "d_query_latent", "d_kv_latent", "d_ff", "n_experts", "top_k", "n_shared", "d_expert", "dense_prefix",
+         "balance_loss", "capacity_factor", "loss_chunk", "layers_per_block", "n_blocks", "remat", "gather",
+         "context_attention")  # fmt: skip
+
+
+def meshes(devices: int) -> list[MeshConfig]:
+    """All meshes of so many devices, a power of two, whose axes are powers of two."""
+    power = devices.bit_length() - 1
+    exponents = (e for e in itertools.product(range(power + 1), repeat=len(AXES)) if sum(e) == power)
+    return [MeshConfig(*(2**n for n in e)) for e in exponents]
+
+
+def name(mesh: MeshConfig) -> str:
+    return "".join(str(size.bit_length() - 1) for size in mesh.sizes.values())
+
+
+def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
+    """The link of each axis of more than one device, of each mesh that JAX can lay; new links are added to `links`."""
+    from plan import hardware
+    from utils import UserError
+
+    found = {}
+    for shape in SHAPES[chip.torus_dims].values():
+        topology = hardware.Topology.parse(f"{chip.key}:{shape}")
+        for mesh in meshes(topology.chips):
+            try:
+                laid = hardware.layout(mesh, topology)
+            except UserError:
+                continue
+            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s) for x in laid.values()]
+            shares = [tuple(speed / chip.link_bytes_per_s for speed in one) for one in speeds]
+            found[name(mesh)] = [links.setdefault(one, len(links)) for one in shares]
+    return found
+
+
+def model_of(which: str) -> dict:
+    import model
+    import sharding
+    from plan import costs
+
+    cfg = preset(which)
+    total, active = costs.parameters(cfg.model)
+    as_list = lambda entry: [entry] if isinstance(entry, str) else list(entry or ())
+    return {
+        "what": PRESETS[which][0], "params_total": total, "params_active": active,
+        "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes,
+        "max_device_batch": cfg.optim.max_device_batch,
+        "model": {field: getattr(cfg.model, field) for field in MODEL} | {
+            "swiglu": int(cfg.model.activation == "swiglu"), "tie_embeddings": int(cfg.model.tie_embeddings),
+            "compute": cfg.model.precision.compute},
+        "declarations": [
+            {"name": label, "dims": d.dims, "shape": d.shape, "spec": [as_list(entry) for entry in d.spec],
+             "itemsize": d.dtype.itemsize, "trainable": d.trainable, "exact": d.exact}
+            for label, d in sharding.named(model.declare(cfg.model)).items()],
+    }  # fmt: skip
+
+
+def tables() -> dict:
+    """Everything that planner.js reads."""
+    import model
+    from kernels import grouped
+    from pipeline import schedules
+    from plan import hardware
+
+    links: dict[tuple, int] = {}
+    chips = {}
+    for key, chip in hardware.CHIPS.items():
+        if key != "cpu":
+            chips[key] = {field: getattr(chip, field) for field in (
+                "name", "peak_flops_per_s", "memory_bytes", "hbm_bytes_per_s", "torus_dims", "link_bytes_per_s",
+                "dcn_bytes_per_s")} | {"shapes": SHAPES[chip.torus_dims]}  # fmt: skip
+            chips[key]["wires"] = wires(chip, links) if chip.torus_dims else {}
+    moving = lambda S: sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(S, 2))
+    return {
+        "presets": {which: model_of(which) for which in PRESETS if which != "tiny"},
+        "chips": chips, "links": list(links), "QUERIES": model.QUERIES, "TILE": grouped.TILE,
+        "rounds": {2**n: moving(2**n) for n in range(int(math.log2(MOST)) + 1)},
+    }  # fmt: skip
+
+
+def state() -> str:
+    """A hash of what the tables are made from."""
+    files = ["docs/planner_widget.py", "config.py", "model.py", "sharding.py", "requirements.txt"]
+    rooms = sorted((ROOT / "plan").glob("*.py")) + sorted((ROOT / "pipeline").glob("*.py"))
+    text = b"".join(path.read_bytes() for path in [*(ROOT / file for file in files), *rooms])
+    return hashlib.sha256(text).hexdigest()
+
+
+def write(folder: Path) -> Path:
+    """Write planner_data.js, unless what it is made from is as it was: JAX takes 20 s to lay 6,000 meshes."""
+    file, mark = folder / "planner_data.js", f"// {state()}\n"
+    if not (file.exists() and file.read_text(encoding="utf-8").startswith(mark)):
+        folder.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(tables(), separators=(",", ":"))
+        file.write_text(f"{mark}globalThis.PLANNER_DATA = {data};\n", encoding="utf-8")
+    return file
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def slider(axis: str, colour: str) -> str:
+    top = int(math.log2(MOST))
+    control = f'<input type="range" name="{axis}" min="0" max="{top}" value="0" step="1">'
+    return (f'<label class="axis-control" style="--axis:{colour}"><span>{axis}</span>{control}'
+            f'<b data-size="{axis}">1</b></label>')  # fmt: skip
+
+
+def select(label: str, field: str, options: list[tuple[str, str]]) -> str:
+    inner = "".join(f'<option value="{value}">{text}</option>' for value, text in options)
+    return f'<label>{label}<select name="{field}">{inner}</select></label>'
+
+
+def planner_widget() -> str:
+    from docs.pictures import COLOURS
+    from plan import hardware
+
+    same = lambda *names: [(one, one) for one in names]
+    powers = lambda low, high: [(str(2**n), f"{2**n:,}") for n in range(low, high + 1)]
+    chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
+    sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
+    return f"""<form id="planner" autocomplete="off">
+<div class="selects">
+{select("model", "preset", same(*(which for which in PRESETS if which != "tiny")))}
+{select("chip", "chip", chips)}
+{select("sequences in the global batch", "batch_size", powers(0, 12))}
+{select("positions in a sequence", "seq_len", powers(7, 17))}
+{select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
+{select("recompute", "remat", [("full", "whole layers"), ("dots", "all but products"), ("none", "nothing")])}
+{select("join weights", "gather", [("layer", "for each layer"), ("step", "once a step")])}
+{select("keys along context", "context_attention", [("gather", "all at once"), ("ring", "in turn")])}
+</div>
+<fieldset><legend>mesh</legend>{sliders}</fieldset>
+<output aria-live="polite"></output>
+</form>
+<script src="_static/planner_data.js"></script>
+<script src="_static/planner.js"></script>
+<script src="_static/planner_page.js"></script>"""

@@ -1,0 +1,170 @@
+"""What pages of the site are made from the code: the API from docstrings, letters and axes, the list of chapters.
+
+Everything is read from the text of files: no module is imported, no device is touched.
+"""
+
+import ast
+import html
+import re
+from pathlib import Path
+
+from docs.notebooks import ROOT, chapters
+
+# Pages of the API, in the order of reading: a file at the root, or a room.
+API = ("model", "sharding", "optimizer", "pipeline", "plan", "xla", "kernels", "config", "dataset", "data", "train",
+       "generate", "weights", "main", "utils", "chapters")  # fmt: skip
+
+
+# Letters and axes -----------------------------------------------------------------------------------------------------
+
+
+def letters() -> dict[str, str]:
+    """Letter -> meaning, from the legend at the head of model.py, which stands there in three columns."""
+    text = ast.get_docstring(ast.parse((ROOT / "model.py").read_text(encoding="utf-8")))
+    block = next(part for part in text.split("\n\n") if part.startswith("    B  "))
+    lines = block.splitlines()
+    starts = [match.start() for match in re.finditer(r"(?<!\S)[A-Z]  ", lines[0])]
+    found = {}
+    for start, end in zip(starts, [*starts[1:], None], strict=True):
+        column = " ".join(line[start:end].strip() for line in lines)
+        parts = re.split(r"(?<!\S)([A-Z])  +(?=\S)", column)
+        found |= dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
+    return found
+
+
+def letters_table() -> str:
+    rows = [f"| `{letter}` | {meaning} |" for letter, meaning in sorted(letters().items())]
+    return "\n".join(["| letter | dim |", "|---|---|", *rows])
+
+
+def axes_table() -> str:
+    """The table of mesh axes, as README has it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.search(r"(?m)^\| axis \|.*\n(\|.*\n)+", text)[0]
+
+
+# Chapters -------------------------------------------------------------------------------------------------------------
+
+
+def head(path: Path) -> dict[str, str]:
+    """Title, question, mesh and run time of a chapter, from its first cell."""
+    first = re.split(r"(?m)^# %%.*$", path.read_text(encoding="utf-8"))[1]
+    text = " ".join(re.sub(r"(?m)^# ?", "", first).split())
+    find = lambda pattern: ((match := re.search(pattern, text)) and match[1].strip()) or ""
+    return {
+        "number": path.stem[:2],
+        "title": find(r"^# \d\d · (.*?)(?= \*\*|$)"),
+        "question": find(r"\*\*Question\.\*\* (.*?)(?= \*\*)"),
+        "needs": find(r"\*Runs in\* (.*?)[.*]*$"),
+    }
+
+
+def inline(text: str) -> str:
+    """A line of markdown as HTML: code, bold and italic."""
+    text = html.escape(text, quote=False)
+    for pattern, tag in ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em")):
+        text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)
+    return text
+
+
+def chapter_cards() -> str:
+    """The chapters as a list of links, each with its question."""
+    cards = []
+    for path in chapters():
+        one = head(path)
+        cards.append(
+            f'<li><a href="chapters/{path.stem}.html"><span class="number">{one["number"]}</span>'
+            f"<strong>{inline(one['title'])}</strong><span>{inline(one['question'])}</span></a></li>"
+        )
+    return f'<ol class="chapter-cards">{"".join(cards)}</ol>'
+
+
+def feed_forward_source() -> str:
+    """Two functions of model.py as they stand there, without docstrings."""
+    text = (ROOT / "model.py").read_text(encoding="utf-8")
+    lines, out = text.splitlines(), []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name in ("feed_forward", "feed_forward_branch"):
+            own = lines[node.lineno - 1 : node.end_lineno]
+            if ast.get_docstring(node):
+                said = node.body[0]
+                del own[said.lineno - node.lineno : said.end_lineno - node.lineno + 1]
+            out += [*own, "", ""]
+    return "\n".join(["```python", *out[:-2], "```"])
+
+
+# API ------------------------------------------------------------------------------------------------------------------
+
+
+def public(body: list) -> list:
+    """Functions and classes that others use, and constants in capitals."""
+    named = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [node for node in named if not node.name.startswith("_")]
+
+
+def signature(node) -> str:
+    if isinstance(node, ast.ClassDef):
+        return f"class {node.name}"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{node.name}({ast.unparse(node.args)}){returns}"
+
+
+def fields(node: ast.ClassDef, lines: list[str]) -> str:
+    """A class's fields, each with the comment behind it."""
+    rows = [lines[item.lineno - 1 : item.end_lineno] for item in node.body if isinstance(item, ast.AnnAssign)]
+    return "\n".join(line[4:] for row in rows for line in row)
+
+
+def entry(node, lines: list[str], within: str = "") -> list[str]:
+    """A function or class as markdown: its name, its signature, what its docstring says."""
+    text, name = ast.get_docstring(node) or "", f"{within}{node.name}"
+    out = [f"### `{name}`", "", "```python", signature(node), "```", ""]
+    first, _, rest = text.partition("\n")
+    if first:
+        out += [inline_safe(first), ""]
+    if rest.strip():
+        out += [f'<pre class="doc">{html.escape(rest.strip(chr(10)), quote=False)}</pre>', ""]
+    if isinstance(node, ast.ClassDef):
+        if kept := fields(node, lines):
+            out += ["```python", kept, "```", ""]
+        for inner in public(node.body):
+            if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner):
+                out += entry(inner, lines, f"{node.name}.")
+    return out
+
+
+def inline_safe(text: str) -> str:
+    """A docstring's line for a markdown page: what looks like markup outside of code is not."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([*_\[\]<>$])", r"\\\1", part) for part in parts)
+
+
+def api_page(name: str) -> str:
+    """The page of a file at the root, or of a room: what each module says of itself, and of what it offers."""
+    single = (ROOT / f"{name}.py").exists()
+    files = [ROOT / f"{name}.py"] if single else sorted((ROOT / name).glob("*.py"))
+    files = [path for path in files if path.stem != "__init__" and not path.stem[0].isdigit()]
+    out = [f"# `{name}`" if single else f"# `{name}/`", ""]
+    if not single:
+        text = ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text(encoding="utf-8"))) or ""
+        out += [f'<pre class="doc">{html.escape(text, quote=False)}</pre>', ""]
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        text = ast.get_docstring(tree) or ""
+        if not single:
+            out += [f"## `{name}.{path.stem}`" if path.stem != "__main__" else f"## `python -m {name}`", ""]
+        out += [f'<pre class="doc">{html.escape(text, quote=False)}</pre>', ""]
+        if single:
+            out += ["## What it offers", ""]
+        for node in public(tree.body):
+            out += entry(node, source.splitlines())
+    return "\n".join(out) + "\n"
+
+
+def write_api(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.md"):
+        old.unlink()
+    for name in API:
+        (folder / f"{name}.md").write_text(api_page(name), encoding="utf-8")

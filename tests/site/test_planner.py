@@ -1,0 +1,95 @@
+"""Claims about the planner of the site: what the browser computes is what `plan.planner.plan` says."""
+
+import json
+import math
+import random
+import shutil
+import subprocess
+
+import pytest
+
+from config import AXES, preset, replace
+from docs import planner_widget
+from docs.build import MADE
+from docs.notebooks import ROOT
+from plan import planner
+from utils import UserError
+
+pytestmark = pytest.mark.site
+
+COMPUTE = """
+const { plan } = require(process.argv[1]);
+require(process.argv[2]);
+const points = JSON.parse(require("fs").readFileSync(0, "utf8"));
+process.stdout.write(JSON.stringify(points.map((one) => plan(globalThis.PLANNER_DATA, one))));
+"""
+WHOLE = ("params_total", "params_active", "tokens_per_step", "limit_bytes", "fits")
+SHARES = ("model_flops", "hardware_flops", "wire_bytes", "peak_bytes", "bubble", "step_s")
+BY_PART = ("memory_bytes", "flops", "wire_by_axes", "seconds")
+
+
+def in_browser(points: list[dict]) -> list[dict]:
+    """What planner.js says of each point, under Node.js."""
+    assert shutil.which("node"), "Node.js is not here: the planner of the site cannot be tested without it"
+    data, script = planner_widget.write(MADE), ROOT / "docs/_static/planner.js"
+    done = subprocess.run(["node", "-e", COMPUTE, str(script), str(data)], input=json.dumps(points), text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def in_python(point: dict):
+    """What `plan.planner.plan` says; None if it refuses."""
+    shapes = planner_widget.SHAPES[planner.hardware.CHIPS[point["chip"]].torus_dims]
+    mesh = ",".join(f"{axis}={n}" for axis, n in point["mesh"].items())
+    try:
+        cfg = replace(preset(point["preset"]), mesh=mesh, **{
+            "data.batch_size": point["batch_size"], "data.seq_len": point["seq_len"], "model.remat": point["remat"],
+            "model.gather": point["gather"], "model.context_attention": point["context_attention"],
+            "pipeline.schedule": point["schedule"],
+            "pipeline.chunks": 2 if point["schedule"] == "interleaved" and point["mesh"]["stage"] > 1 else 1,
+        })  # fmt: skip
+        return planner.plan(cfg, f"{point['chip']}:{shapes[math.prod(point['mesh'].values())]}")
+    except UserError:
+        return None
+
+
+def draw(rng: random.Random) -> dict:
+    """A point that the page's controls can be brought to."""
+    chip = rng.choice(["v4", "v5e", "v5p", "v6e", "h100", "h200"])
+    power = rng.randint(0 if chip.startswith("h") else 2, 7)
+    mesh = dict.fromkeys(AXES, 1)
+    for _ in range(power):
+        mesh[rng.choice(AXES)] *= 2
+    return {
+        "preset": rng.choice(sorted({*planner_widget.PRESETS} - {"tiny"})), "chip": chip, "mesh": mesh,
+        "batch_size": 2 ** rng.randint(4, 9), "seq_len": 2 ** rng.randint(8, 13),
+        "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]), "remat": rng.choice(["full", "dots", "none"]),
+        "gather": rng.choice(["layer", "step"]), "context_attention": rng.choice(["gather", "ring"]),
+    }  # fmt: skip
+
+
+def test_the_browser_computes_what_the_planner_says():
+    """Catches a formula that was changed in Python and not in JavaScript, and tables that are older than the code."""
+    rng, points, plans, refused = random.Random(0), [], [], []
+    while len(plans) < 50:
+        point = draw(rng)
+        if one := in_python(point):
+            points.append(point)
+            plans.append(one)
+        else:
+            refused.append(point)
+    assert len({point["preset"] for point in points}) >= 5
+    assert sum(point["mesh"]["stage"] > 1 for point in points) >= 5, "too few points have a pipeline"
+    found = in_browser(points + refused[:50])
+    for point, one, there in zip(points, plans, found, strict=False):
+        assert "error" not in there, (point, there)
+        here = one.to_json()
+        assert {name: there[name] for name in WHOLE} == {name: here[name] for name in WHOLE}, point
+        for name in SHARES:
+            assert there[name] == pytest.approx(here[name], rel=1e-9, abs=1e-12), (name, point)
+        for name in BY_PART:
+            assert there[name] == pytest.approx(here[name], rel=1e-9, abs=1e-12), (name, point)
+        sizes = {part: size for part, size in here["memory_bytes"].items() if size == int(size)}
+        assert {part: there["memory_bytes"][part] for part in sizes} == sizes, point
+    assert [point for point, there in zip(refused[:50], found[50:], strict=True) if "error" not in there] == []

@@ -1,0 +1,162 @@
+"""Claims about the built site, as a headless Chromium sees it. `make test-site` builds it, and runs these."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from urllib.parse import urldefrag
+
+import nbformat
+import pytest
+
+from docs import build, notebooks
+from docs.notebooks import ROOT
+
+pytestmark = pytest.mark.site
+LOOK, MODULES = ROOT / "docs/browser/look.mjs", build.BUILD / "browser"
+
+
+def names() -> list[str]:
+    """Every page of the site, but the one that searches."""
+    found = (path.relative_to(build.HTML).as_posix() for path in build.HTML.rglob("*.html"))
+    return sorted(name for name in found if not name.startswith(("_static", "search", "genindex")))
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What the browser reports of every page, of a search, of dark mode and of the planner."""
+    assert shutil.which("node"), "Node.js is not here"
+    assert (MODULES / "node_modules").exists(), "there is no browser: make extra-browser"
+    server = build.server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/"
+    env = os.environ | {"BROWSER_MODULES": str(MODULES), "TMPDIR": str(MODULES)}
+    done = subprocess.run(["node", str(LOOK), "report", url, *names()], env=env, capture_output=True, text=True,
+                          timeout=900, check=False)  # fmt: skip
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.replace(url, ""))
+
+
+def pages(seen) -> dict[str, dict]:
+    return {page["page"]: page for page in seen["pages"]}
+
+
+def test_every_chapter_and_page_is_there(seen):
+    """Catches a chapter that was not built, and a page that lost its text."""
+    found = pages(seen)
+    wanted = [f"chapters/{path.stem}.html" for path in notebooks.chapters()]
+    wanted += [f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")]
+    assert wanted, "there are no chapters"
+    assert not {*wanted} - {*found}
+    assert not [name for name, page in found.items() if page["words"] < 40]
+    assert not [name for name in wanted if name.startswith("chapters/") and found[name]["words"] < 1500]
+
+
+def test_no_page_has_an_error(seen):
+    """Catches a script that fails, and a picture or file that is not there."""
+    everything = [*seen["pages"], seen["search"], seen["dark"], seen["widget"]]
+    assert not [(one.get("page"), one["errors"]) for one in everything if one["errors"]]
+    assert not {name: page["broken_pictures"] for name, page in pages(seen).items() if page["broken_pictures"]}
+
+
+def test_nothing_is_read_from_other_hosts(seen):
+    """Catches a theme or extension that loads fonts, styles or formulas from elsewhere: the guide is read offline."""
+    everything = [*seen["pages"], seen["search"], seen["dark"], seen["widget"]]
+    assert not [(one.get("page"), one["foreign"]) for one in everything if one["foreign"]]
+
+
+@pytest.mark.parametrize("device", ["phone", "desk"])
+def test_no_page_is_wider_than_the_screen(seen, device):
+    """Catches code, a table or a picture that does not scroll inside of itself, at 390 and at 1280 pixels."""
+    wide = {name: page[device] for name, page in pages(seen).items()
+            if page[device]["beyond"] > 0 or page[device]["sticking_out"]}  # fmt: skip
+    assert not wide
+
+
+def test_search_finds_a_term(seen):
+    """Catches a search that needs a server, or does not see the chapters."""
+    found = seen["search"]["found"]
+    assert any(name.startswith("chapters/") for name in found), found
+    assert any("glossary" in name for name in found), found
+
+
+def test_dark_mode_changes_page_and_pictures(seen):
+    """Catches dark ink on a dark ground: pictures are drawn for a light page, and inverted."""
+    light, dark = seen["dark"]["seen"]["light"], seen["dark"]["seen"]["dark"]
+    assert (light["theme"], dark["theme"]) == ("light", "dark")
+    level = lambda state: sum(map(int, re.findall(r"\d+", state["ground"])[:3])) / 3
+    assert level(light) > 200
+    assert level(dark) < 60
+    assert "invert" not in light["filter"]
+    assert "invert(1)" in dark["filter"]
+
+
+def test_math_is_drawn(seen):
+    """Catches formulas that are left as TeX."""
+    page = pages(seen)["how_to_read.html"]
+    assert page["math"] >= 2
+    assert not [name for name, page in pages(seen).items() if page["small_math"]]
+    text = (build.HTML / "how_to_read.html").read_text(encoding="utf-8")
+    assert "\\frac" not in re.sub(r"<annotation.*?</annotation>", "", text, flags=re.DOTALL)
+
+
+def test_the_planner_computes(seen):
+    """Catches a planner whose controls do nothing."""
+    before, after = seen["widget"]["before"], seen["widget"]["after"]
+    assert "stage=2,fsdp=8,tensor=2 on 32 TPU v4" in before
+    assert "stage=2,fsdp=8,tensor=4 on 64 TPU v4" in after
+    assert re.search(r"step 347 ms, MFU 28\.8%", before), "docs/planner.md shows these numbers too"
+
+
+def test_every_picture_of_a_chapter_says_what_it_shows(seen):
+    """Catches a picture without alternative text: it is silent to who cannot see it, and where it does not load."""
+    assert not {name: page["no_alt"] for name, page in pages(seen).items() if page["no_alt"]}
+
+
+def test_a_chapter_can_be_taken_along(seen):
+    """Catches a page without its notebook, and a notebook that shows the tests of the answers."""
+    for path in notebooks.chapters():
+        page = pages(seen)[f"chapters/{path.stem}.html"]
+        assert page["notebook"] == f"../notebooks/{path.stem}.ipynb"
+        assert page["copy_buttons"] > 3
+        notebook = nbformat.read(build.HTML / "notebooks" / f"{path.stem}.ipynb", as_version=4)
+        assert notebooks.HIDDEN not in str(notebook)
+
+
+def test_every_link_within_the_site_leads_somewhere(seen):
+    """Catches a page, or a heading, that was renamed."""
+    found, lost = pages(seen), []
+    for name, page in found.items():
+        for link in page["links"]:
+            target, heading = urldefrag(link)
+            target = target.split("?")[0] or name
+            if not (build.HTML / target).exists() or (
+                heading and target in found and heading not in found[target]["ids"]
+            ):
+                lost.append((name, link))
+    assert not lost
+
+
+def test_a_notebook_runs_from_where_it_lies(tmp_path):
+    """Catches a notebook that finds the project's modules only if Jupyter was started in the right folder."""
+    shortest = min(notebooks.chapters(), key=lambda path: len(path.read_text(encoding="utf-8")))
+    [file] = notebooks.write([shortest.stem])
+    notebooks.execute(nbformat.read(file, as_version=4), file.parent)
+    with pytest.raises(Exception, match="no checkout of Axis by Axis here"):
+        notebooks.execute(nbformat.read(file, as_version=4), tmp_path)
+
+
+def test_what_a_chapter_tests_is_not_shown():
+    """Catches the tests of the answers, and with them the answers, on the page."""
+    for path in notebooks.chapters():
+        hidden = [cell for cell in notebooks.read(path, for_readers=False).cells
+                  if notebooks.HIDDEN in cell.metadata.get("tags", ())]  # fmt: skip
+        text = (build.HTML / "chapters" / f"{path.stem}.html").read_text(encoding="utf-8")
+        words = re.sub(r"<[^>]+>", "", text)
+        for cell in hidden:
+            longest = max(cell.source.splitlines(), key=len)
+            assert longest.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") not in words, path.stem
