@@ -80,7 +80,9 @@ def execute(notebook, folder: Path):
     """
     from nbclient import NotebookClient
 
-    client = NotebookClient(notebook, timeout=LONGEST_S, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=LONGEST_S, resources={"metadata": {"path": str(folder)}}, extra_arguments=["--log-level=40"]
+    )  # not that it listens on this machine
     return client.execute(env={**os.environ, "JAX_PLATFORMS": "cpu", "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
 
 
