@@ -86,6 +86,9 @@ def chapter_page(path: Path, say) -> str:
 
     notebook = notebooks.executed(path, EXECUTED, say)
     notebook.cells = [cell for cell in notebook.cells if notebooks.HIDDEN not in cell.metadata.get("tags", ())]
+    for cell in notebook.cells:
+        if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not its last value too
+            cell.outputs = [one for one in cell.outputs if one.output_type != "execute_result"]
     notebook.cells.insert(1, new_markdown_cell(RUN_BOX.format(name=path.stem), id="run-box"))
     return nbformat.writes(notebook)
 

@@ -27,6 +27,9 @@ function withCopyButton(block) {
 function start() {
   const blocks = document.querySelectorAll(".bd-article div.highlight");
   [...blocks].filter((block) => !block.closest(".cell_output")).forEach(withCopyButton);
+  document.querySelectorAll(".bd-article .cell_output pre").forEach((pre) => {
+    if (pre.innerText.trimEnd().split("\n").length < 3) pre.classList.add("sentence");  // a sentence wraps, a table scrolls
+  });
   document.querySelectorAll(".bd-article pre").forEach((pre) => {
     if (pre.scrollWidth > pre.clientWidth) pre.tabIndex = 0;
   });
