@@ -79,7 +79,8 @@ async function pageReport(base, name) {
 async function search(base, term) {
   const log = { errors: [], foreign: [] };
   const page = await open(`${base}search.html?q=${encodeURIComponent(term)}`, DESK, log);
-  await page.waitForFunction(() => /finished/i.test(document.querySelector("#search-results")?.innerText ?? ""), { timeout: 20000 });
+  const finished = () => /finished/i.test(document.querySelector("#search-results")?.innerText ?? "");
+  await page.waitForFunction(finished, { timeout: 30000 }).catch(() => log.errors.push("the search did not finish"));
   log.found = await page.evaluate(() => [...document.querySelectorAll("#search-results li a")].map((a) => a.getAttribute("href")));
   await page.close();
   return log;
