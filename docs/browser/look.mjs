@@ -36,19 +36,20 @@ async function open(url, viewport, log) {
   return page;
 }
 
-// In the page: what sticks out to the right, though nothing around it scrolls.
-function widths() {
+// In the page: what sticks out to the right of a screen of this width, though nothing around it scrolls. A phone's own
+// innerWidth would not do: it grows with the page.
+function widths(width) {
   const out = [...document.querySelectorAll(".bd-article *")].filter((one) => {
-    if (one.getBoundingClientRect().right <= innerWidth + 1 || !one.getClientRects().length) return false;
+    if (one.getBoundingClientRect().right <= width + 1 || !one.getClientRects().length) return false;
     for (let up = one; up; up = up.parentElement) {
       if (["auto", "scroll", "hidden"].includes(getComputedStyle(up).overflowX) && up.tagName !== "BODY") {
-        return up.getBoundingClientRect().right > innerWidth + 1;
+        return up.getBoundingClientRect().right > width + 1;
       }
     }
     return true;
   });
   return {
-    beyond: document.scrollingElement.scrollWidth - innerWidth,
+    beyond: document.scrollingElement.scrollWidth - width,
     sticking_out: out.slice(0, 3).map((one) => one.outerHTML.slice(0, 90)),
   };
 }
@@ -56,10 +57,10 @@ function widths() {
 async function pageReport(base, name) {
   const log = { page: name, errors: [], foreign: [] };
   let page = await open(base + name, PHONE, log);
-  log.phone = await page.evaluate(widths);
+  log.phone = await page.evaluate(widths, PHONE.width);
   await page.close();
   page = await open(base + name, DESK, log);
-  log.desk = await page.evaluate(widths);
+  log.desk = await page.evaluate(widths, DESK.width);
   Object.assign(log, await page.evaluate(() => ({
     title: document.title,
     words: document.querySelector(".bd-article")?.innerText.split(/\s+/).length ?? 0,
