@@ -1,0 +1,758 @@
+# %% [markdown]
+# # 00 · The machine
+#
+# **Question.** What does a step cost on a machine of many chips, and can I know before I run it?
+#
+# **Why it hurts not to know.** Counting FLOPs is the usual way. Below, it is wrong for one product, for a
+# product cut over eight chips, and for a whole training step. And at the end stands a published efficiency
+# that was wrong more than tenfold, and looked like everybody's.
+#
+# *Before this:* matrix products, NumPy, one GPU. *Mesh:* `fsdp=4,tensor=2` and `tensor=8`, simulated.
+# *Runs in* 45 s on 2 cores.
+
+# %%
+import utils
+
+utils.simulate_devices(8)
+
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from chapters import lesson
+from config import MeshConfig, preset
+from plan import hardware, planner
+from sharding import FSDP, STAGE, TENSOR, as_tuple, make_mesh
+
+# %% [markdown]
+# ## One product, two wrong forecasts
+#
+# The smallest step there is: B rows meet one matrix, `w`. That takes `2 B D F` FLOPs, a multiplication and an
+# addition for each row and each entry of `w`. (A name ends with its shape, one letter a dim.) How fast does
+# this machine do them?
+
+# %%
+D, F = 2560, 1536
+keys = jax.random.split(jax.random.key(0), 4)
+ws = [jax.random.normal(key, (F, D)) for key in keys]  # used in turn, against caches
+# Dims in the order in which CPU libraries read w once, without a copy.
+product = jax.jit(lambda x_BD, w_FD: jnp.einsum("FD,BD->FB", w_FD, x_BD))
+
+
+def least(clock, x_BD, ws=ws, wait=jax.block_until_ready):
+    """The fewest seconds of 16 products by a clock; `wait` says when one is over."""
+    found = []
+    for n in range(16):
+        start = clock()
+        y_FB = wait(product(x_BD, ws[n % len(ws)]))
+        found.append(clock() - start)
+        jax.block_until_ready(y_FB)
+    return min(found[4:])  # the first one compiles, the next wake threads up
+
+
+after = {}
+for name, wait in {"returned": lambda y: y, "ready": jax.block_until_ready}.items():
+    after[name] = least(time.perf_counter, jnp.ones((256, D)), wait=wait)
+    speed = 2 * 256 * D * F / after[name]
+    print(f"{name:8} after {after[name] * 1e3:7.3f} ms: {speed / 1e9:9,.0f} GFLOP/s")
+assert after["returned"] < after["ready"] / 2
+
+# %% [markdown]
+# The first line is no speed. JAX hands back a promise and works on in the background
+# ([asynchronous dispatch](https://docs.jax.dev/en/latest/async_dispatch.html)). Who stops the clock there has
+# measured Python. Always wait for the result.
+#
+# From here on we count *processor seconds*, of all cores together: other programs may share this machine,
+# and a clock on the wall counts them too.
+#
+# > **Predict.** Eight rows are eight times the FLOPs of one row. How many times the processor seconds?
+
+# %%
+sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+seconds = {B: least(time.process_time, jnp.ones((B, D))) for B in sizes}
+for B in sizes:  # once more, as a neighbour may have disturbed the first round
+    seconds[B] = min(seconds[B], least(time.process_time, jnp.ones((B, D))))
+my_prediction = None  # times the seconds of one row
+measured = seconds[8] / seconds[1]
+lesson.predicted("8 rows over 1 row", my_prediction, measured, "times", within=0.3)
+assert measured < 6
+
+# %% [markdown]
+# ## Two roofs
+#
+# The rows share what is slow. The product must read all of `w`, `4 D F` bytes in float32, however few rows
+# meet it. So two things bound its time from below: the FLOPs over FLOP/s, and the bytes over bytes/s. It takes
+# at least the longer of the two.
+#
+# Which one that is depends on the FLOPs done for each byte, the *arithmetic intensity*. Here it is
+# `2 B D F / 4 D F = B / 2`: the rows alone decide. The intensity at which both bounds are equal belongs to the
+# machine. It is FLOP/s over bytes/s, the *ridge*. Below it a program is memory-bound, above it compute-bound.
+#
+# Two measurements fix both roofs: the smallest product gives bytes/s, the largest FLOP/s. All between are
+# forecasts.
+
+# %%
+touched = lambda B: 4 * (D * F + B * D + B * F)  # bytes: w, x and y, once each
+flops = lambda B: 2 * B * D * F
+memory, peak = touched(1) / seconds[1], flops(256) / seconds[256]
+print(f"a core: {peak / 1e9:.0f} GFLOP/s, {memory / 1e9:.1f} GB/s")
+print(f"its ridge: {peak / memory:.1f} FLOPs a byte")
+print("rows  FLOPs a byte  measured   forecast  bound by")
+for B, took in seconds.items():
+    bounds = {"memory": touched(B) / memory, "arithmetic": flops(B) / peak}
+    by = max(bounds, key=bounds.get)
+    print(f"{B:4} {flops(B) / touched(B):13.1f} {took * 1e3:6.2f} ms", end="")
+    print(f" {bounds[by] * 1e3:7.2f} ms  {by}")
+    assert took > 0.6 * bounds[by]
+
+# %% [markdown]
+# The forecast is a floor: no product is faster, and near the ridge, where both bounds count, products are
+# slower. A chip is described by the same few numbers. Those below stand in `plan/hardware.py`, with their
+# sources.
+
+# %%
+print("chip         TFLOP/s   HBM   link  off slice    ridge, FLOPs a byte")
+print("                bf16  GB/s   GB/s       GB/s    HBM     link  off slice")
+for chip in (hardware.CHIPS[key] for key in ("v4", "v5p", "h100")):
+    hbm, link, off = chip.hbm_bytes_per_s, chip.link_bytes_per_s, chip.dcn_bytes_per_s
+    best = chip.peak_flops_per_s
+    print(f"{chip.name:12} {best / 1e12:7.0f} {hbm / 1e9:5.0f}", end="")
+    print(f" {link / 1e9:6.0f} {off / 1e9:10.2f} {best / hbm:6,.0f}", end="")
+    print(f" {best / link:8,.0f} {best / off:10,.0f}")
+for dtype in ("float32", "bfloat16"):
+    one = jnp.ones((), dtype)
+    print(f"{dtype}: {one.nbytes} bytes an entry, and 256 + 1 = {256 * one + one}")
+
+# %% [markdown]
+# *HBM* is a chip's own memory. A *link* is a wire to another chip: on a v4 one of six to its neighbours
+# (ICI), on an H100 all NVLinks together. *Off slice* is a chip's part of the network between slices or nodes
+# (DCN, InfiniBand). Bytes/s are those of one direction.
+#
+# TFLOP/s are those of bfloat16: the range of float32 in half the bytes, with 8 significant bits instead of
+# 24. Half the bytes is twice the intensity: the product of B rows does B FLOPs a byte, not B / 2.
+#
+# Read the last columns as a price list. On a v4, a byte from memory is paid for by 229 FLOPs that it takes part
+# in, a byte from a neighbour by 6,111, a byte from another slice by 44,000. The first price is why servers
+# batch: up to some 229 rows, one more row costs a v4 next to nothing.
+
+# %% mystnb={"image": {"alt": "Three roofs of a TPU v4, for memory, a link and off slice, and below them the roof of this CPU with nine measured products."}}
+figure, axes = plt.subplots(figsize=(6.4, 4.2))
+v4, intensity = hardware.CHIPS["v4"], [10 ** (n / 20) for n in range(-12, 105)]
+top = v4.peak_flops_per_s / 1e9
+roof = lambda peak, speed: [min(peak, i * speed / 1e9) for i in intensity]
+wires = {"memory": v4.hbm_bytes_per_s, "a link": v4.link_bytes_per_s}
+wires["off slice"] = v4.dcn_bytes_per_s
+for (name, speed), style in zip(wires.items(), ("-", "--", ":"), strict=True):
+    axes.loglog(intensity, roof(top, speed), style, color="black", lw=1.2)
+    axes.text(top * 1e9 / speed / 30, top / 17, name, rotation=43, size=9)
+axes.loglog(intensity, roof(peak / 1e9, memory), color=lesson.NEUTRAL)
+points = {flops(B) / touched(B): flops(B) / took / 1e9 for B, took in seconds.items()}
+axes.loglog(points.keys(), points.values(), "o", color=lesson.NEUTRAL, ms=5)
+axes.text(1.5e3, top * 1.3, "TPU v4, bfloat16", size=9)
+axes.text(200, peak / 1e9 * 1.3, "a core of this CPU, float32, 1 to 256 rows", size=9)
+axes.set(title="Left of its ridge a machine waits for bytes", ylim=(0.5, 1e6))
+axes.set(xlabel="FLOPs for each byte moved", ylabel="GFLOP/s at best")
+
+# %% [markdown]
+# ## Eight devices, six names
+#
+# A training machine is thousands of these chips. To say who does what, they are arranged in a box, the
+# *mesh*, whose axes have names. In this guide every mesh has the same six axes, most of them of size 1.
+#
+# | axis | neighbours along it hold different |
+# |---|---|
+# | `data` | sequences |
+# | `stage` | layers |
+# | `fsdp` | sequences, and slices of every weight |
+# | `expert` | sequences, and experts |
+# | `context` | positions of the same sequences |
+# | `tensor` | slices of the same matrix product |
+#
+# The order matters. The last axis counts fastest, so its neighbours are the nearest chips. The first leaves
+# the slice before all others.
+
+# %%
+cube = make_mesh("stage=2,fsdp=2,tensor=2")
+print(dict(cube.shape))
+print(cube.device_ids.squeeze())  # [stage, fsdp, tensor], the axes of size 1 left out
+
+# %% mystnb={"image": {"alt": "A cube of eight numbered devices. Edges in three colours join neighbours along stage, fsdp and tensor."}}
+figure, axes = plt.subplots(figsize=(4.8, 2.8))
+corners = [(s, f, t) for s in (0, 1) for f in (0, 1) for t in (0, 1)]
+at = lambda s, f, t: (2.2 * t + 1.0 * s, -1.3 * f + 0.62 * s)
+for s, f, t in corners:
+    for axis, other in {STAGE: (1, f, t), FSDP: (s, 1, t), TENSOR: (s, f, 1)}.items():
+        xs, ys = zip(at(s, f, t), at(*other), strict=True)
+        axes.plot(xs, ys, color=lesson.COLOURS[axis], lw=3, zorder=1, label=axis)
+    number = cube.device_ids[0, s, f, 0, 0, t]
+    axes.plot(*at(s, f, t), "o", ms=20, mfc="white", mec="black", zorder=2)
+    axes.text(*at(s, f, t), number, ha="center", va="center", color="black", zorder=3)
+lines, names = axes.get_legend_handles_labels()
+axes.legend(lines[:3], names[:3], loc="center left", bbox_to_anchor=(1, 0.5))
+axes.margins(0.08, 0.15)
+axes.set_title("A device has one neighbour along each axis")
+axes.set_axis_off()
+
+# %% [markdown]
+# Where does an array lie? A `PartitionSpec` names, for each dim, the mesh axes that cut it. A dim without a
+# name is whole, and along an axis that is not named every device holds the same. Spec and mesh together are
+# a `NamedSharding`. Here is `w_DF` cut both ways:
+
+# %%
+mesh = make_mesh("fsdp=4,tensor=2")
+w_DF = ws[0].T
+cut_DF = jax.device_put(w_DF, NamedSharding(mesh, P(FSDP, TENSOR)))
+print(cut_DF.shape, cut_DF.nbytes, "bytes, of which")
+for shard in cut_DF.addressable_shards[:3]:
+    d, f = shard.index
+    piece = f"[{d.start}:{d.stop}, {f.start}:{f.stop}]"
+    print(f"device {shard.device.id} holds {piece}, {shard.data.nbytes} bytes")
+
+# %% mystnb={"image": {"alt": "The same matrix four times, cut by four specs; each piece carries the numbers of the devices that hold it."}}
+figure, axes = plt.subplots(2, 2, figsize=(6, 4.4))
+figure.suptitle("A spec says which devices hold which piece", size=11)
+specs = P(FSDP, TENSOR), P(FSDP), P(None, TENSOR), P()
+for panel, spec in zip(axes.flat, specs, strict=True):
+    held = jax.device_put(w_DF, NamedSharding(mesh, spec)).addressable_shards[0].data
+    words = ", ".join(str(axis) for axis in spec)
+    size = f"{held.nbytes / 2**20:.3g} MiB each"
+    lesson.slices(panel, mesh, spec, "DF", f"P({words}): {size}")
+
+# %% [markdown]
+# ## What a simulated device is
+#
+# This machine has no eight chips. `utils.simulate_devices` makes JAX count eight in one process; they share
+# its threads and its memory. Is a product faster on them? Each takes an eighth of the rows, and a copy of
+# `w`.
+
+# %%
+eight, x_BD = make_mesh("fsdp=8"), jnp.ones((512, D))
+split_bD = jax.device_put(x_BD, NamedSharding(eight, P(FSDP)))
+copies = [jax.device_put(ws[0], NamedSharding(eight, P()))]
+on_one = least(time.process_time, x_BD, ws)
+on_eight = least(time.process_time, split_bD, copies)
+print(f"processor time of one device: {on_one * 1e3:.0f} ms")
+print(f"of eight devices together:    {on_eight * 1e3:.0f} ms")
+print("processes:", {device.process_index for device in jax.devices()})
+assert lesson.same(product(x_BD, ws[0]), product(split_bD, copies[0]))
+assert on_eight > 0.7 * on_one
+del copies
+
+# %% [markdown]
+# The same result for no less work. Eight chips would each do an eighth, at the same time; here the same cores
+# do all eight. So a speed on simulated devices says nothing, here or in any chapter. But the program is cut as
+# chips would have it: who holds what and what is sent are real, and can be counted.
+#
+# ## What a layout sends
+#
+# Nothing above says "send". What must be sent follows from what each device lacks. Below are three layouts of
+# one product over `tensor=8`: rows of `x` are cut, columns of `w` are cut, or the dim D over which the
+# product sums is cut, in both. The first two:
+
+# %%
+row = make_mesh("tensor=8")
+x_BD = jax.random.normal(keys[0], (32, D))
+
+
+def run(x_spec, w_spec, y_spec):
+    """The product in a layout, and what the compiler made of it."""
+    put = lambda array, spec: jax.device_put(array, NamedSharding(row, spec))
+    args = put(x_BD, x_spec), put(w_DF, w_spec)
+    laid_out = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(row, y_spec))
+    assert lesson.same(laid_out(*args), x_BD @ w_DF)  # one device's result
+    return lesson.compiled(laid_out, row, *args)
+
+
+for specs in (P(TENSOR), P(), P(TENSOR)), (P(), P(None, TENSOR), P(None, TENSOR)):
+    found = run(*specs)
+    print(f"{found.flops:,} FLOPs a device, {len(found.collectives)} exchanges")
+
+# %% [markdown]
+# An eighth of the FLOPs each, and silence. Its price is memory: in the first layout every device holds all of
+# `w`, in the second all of `x`. In the third, device i has 320 of the 2,560 columns of `x` and the 320 rows of
+# `w` that meet them, and every device is to end with the whole result, `y_BF` with B = 32 and F = 1,536.
+#
+# > **Predict.** How many bytes must each device bring into the exchange?
+
+# %%
+found = run(P(None, TENSOR), P(TENSOR), P())
+my_prediction = None  # bytes
+(only,) = found.collectives
+lesson.predicted("payload of the exchange", my_prediction, only.payload_bytes, "bytes")
+print(f"{only.kind} over {only.axes[0]}, {found.flops:,} FLOPs a device")
+assert (only.kind, only.payload_bytes) == ("all-reduce", 32 * F * 4)
+
+# %% [markdown]
+# All of `y`, not an eighth. A device can sum only over the part of D that it has, so it gets a *partial sum*
+# of every entry, a full-size array of incomplete numbers. Adding such arrays and giving everyone the total is
+# an *all-reduce*. The specs asked for it; the compiler put it in.
+#
+# Sending the array to all seven others would be 7 payloads. Devices in a ring do better: sums travel around
+# it in eighths, then the totals do, 7 of 8 eighths each time. That is 2 * 7/8 = 1.75 payloads, almost
+# independent of the number of devices. The project's arithmetic for that, with what it takes on a wire:
+
+# %%
+lesson.source(hardware.wire_bytes, hardware.collective_seconds)
+sent = hardware.wire_bytes("all-reduce", only.payload_bytes, 8)
+print(f"a device sends {sent:,.0f} bytes")
+
+# %% [markdown]
+# The payload was counted in the compiled program. The ring is arithmetic. No wire was measured: there is
+# none.
+#
+# Now to chips: eight v4 in a 2x2x2 box, D = F = 8,192, bfloat16, and a batch as large as you like.
+
+# %%
+box, width = hardware.Topology.parse("v4:2x2x2"), 8192
+link = hardware.layout(MeshConfig.parse("tensor=8"), box)[TENSOR]
+print(link.note)
+wire_ridge = v4.peak_flops_per_s / link.bytes_per_s
+print(f"ridge of these wires: {wire_ridge:,.0f} FLOPs a byte")
+for B in (512, 4096, 32768):
+    multiply = 2 * B * width * width / 8 / v4.peak_flops_per_s
+    send = hardware.collective_seconds("all-reduce", 2 * B * width, 8, link)
+    times = f"multiply {multiply * 1e3:5.2f} ms, send {send * 1e3:5.2f} ms"
+    print(f"B={B:6}: {times}, {send / multiply:.2f} times as long")
+
+# %% [markdown]
+# The batch does not help: FLOPs and bytes both grow with B, and it cancels. For each byte sent a device does
+# `(2 B D F / 8) / (1.75 * 2 B F) = D / 14` FLOPs, here 585. Only a wider D lifts this product over the ridge of
+# its wires. A wire has a roof too, and what is sent decides which letters stand in it.
+#
+# ## A whole step
+#
+# `planner.plan` does this for every product and every exchange of `model.py`. It reads the shapes from the
+# model's declarations and the wires from `hardware.layout`, and touches no device. Llama 3 8B on 64 chips, 64
+# sequences of 512 tokens:
+
+
+# %%
+def step(B, mesh="fsdp=16,tensor=4", topology="v4:4x4x4"):
+    settings = {"mesh": mesh, "data.batch_size": B, "data.seq_len": 512}
+    return planner.plan(preset("llama3_8b", **settings), topology)
+
+
+one = step(64)
+for link in hardware.layout(one.cfg.mesh, one.topology).values():
+    print(link.note)
+for part, took in one.seconds().items():
+    if took > 1e-4:
+        print(f"{part:10} {took * 1e3:6.1f} ms")
+each = one.tokens_per_step // 64
+print(f"step       {one.step_s * 1e3:6.1f} ms for {each} tokens a chip")
+print(f"MFU {one.mfu(one.step_s):.0%}")
+
+# %% [markdown]
+# *MFU* is the share of the peak that the model's own FLOPs use. *Compute* holds a little more: what is computed
+# twice to save memory. `fsdp` sends slices of weights and of their gradients; `tensor` sends activations, like
+# the product above. The optimizer waits for HBM. Nothing overlaps in this plan.
+#
+# > **Predict.** Four times the sequences on the same chips, so four times the FLOPs. How many times the
+# > seconds?
+
+# %%
+my_prediction = None  # times the seconds of 64 sequences
+four = step(256)
+assert four.model_flops == 4 * one.model_flops
+longer = four.step_s / one.step_s
+lesson.predicted("256 sequences over 64", my_prediction, longer, "times", within=0.05)
+print(f"MFU {four.mfu(four.step_s):.0%}")
+assert four.seconds()["fsdp"] == one.seconds()["fsdp"]
+assert abs(longer - 3.138) < 0.01
+
+# %% mystnb={"image": {"alt": "Seconds against tokens a chip: compute and tensor rise side by side, fsdp is flat and is crossed by compute."}}
+batches = [16 * 2**n for n in range(8)]
+plans = [step(B) for B in batches]
+tokens = [plan.tokens_per_step / 64 for plan in plans]
+figure, axes = plt.subplots(figsize=(6, 3.8))
+for part, colour in {"compute": lesson.NEUTRAL, TENSOR: None, FSDP: None}.items():
+    took = [plan.seconds()[part] for plan in plans]
+    colour = colour or lesson.COLOURS[part]
+    axes.loglog(tokens, took, "o-", ms=4, color=colour, label=part)
+axes.set(title="A larger batch outruns fsdp, and never tensor")
+axes.set(xlabel="tokens a chip and step", ylabel="seconds in a step")
+axes.legend()
+
+# %% [markdown]
+# It is the roofline again. Weights are sent as often for one token as for a thousand, so enough tokens outrun
+# that wire: where the lines cross is its ridge. Activations are sent for each token, so `tensor` stays parallel
+# to compute for ever.
+#
+# Is the plan right? It can be held against the compiler. `planner.compile_plan` compiles the trainer's own
+# step, here of a small model for the eight simulated devices, and counts what is in the program.
+
+# %%
+small = {"mesh": "fsdp=4,tensor=2", "model.n_layers": 2, "model.dense_prefix": 0}
+small |= {"model.n_experts": 0, "model.no_rope_every": 0, "model.attention": "gqa"}
+print("                 planned    compiled")
+for B in (8, 32):
+    planned = planner.plan(preset("tiny", **small, **{"data.batch_size": B}))
+    counted, _ = planner.compile_plan(planned, say=lambda text: None)
+    pairs = {"FLOPs": (planned.hardware_flops, counted["hardware_flops"])}
+    for axis in (FSDP, TENSOR):
+        pairs[axis] = planned.wire_by_axes[axis], counted["wire_by_axes"][axis]
+    for what, (ours, theirs) in pairs.items():
+        print(f"B={B:2} {what:6} {ours:12,.0f} {theirs:11,.0f}")
+        assert abs(ours / theirs - 1) < 0.005
+
+# %% [markdown]
+# FLOPs agree to the last one, bytes to half a percent. Four times the batch, and the compiler's `fsdp` bytes
+# are the same.
+#
+# ## What it costs, and when not to
+#
+# **The rule.** For each wire, divide the FLOPs a device does in a step by the bytes it sends over that wire,
+# and compare with the wire's ridge. Below the ridge, more chips mostly wait.
+#
+# Of n devices along an axis each does 1/n of the FLOPs. But to join an array over that axis, a device sends
+# (n - 1)/n of it: nearly the same for any n. So each doubling halves the FLOPs a byte on that axis's wire. The
+# same batch of 512 sequences on more and more chips:
+
+# %%
+first = step(512)
+for n, topology in {16: "v4:4x4x4", 64: "v4:8x8x4", 256: "v4:16x16x4"}.items():
+    plan = step(512, f"fsdp={n},tensor=4", topology)
+    each, gain = plan.tokens_per_step // plan.topology.chips, first.step_s / plan.step_s
+    print(f"{plan.topology.chips:5} chips, {each:5} tokens each: ", end="")
+    print(f"{gain:4.1f} times as fast, MFU {plan.mfu(plan.step_s):.0%}")
+assert gain < 12
+
+# %% [markdown]
+# Sixteen times the chips for about nine times the speed; the rest of the bill buys waiting. Below a ridge,
+# first raise the batch or choose another mesh, and add chips later.
+#
+# **What the arithmetic leaves out.** It takes peaks, which programs only approach. Of memory roofs it has only
+# the optimizer's; few rows a chip are slower than it says. It leaves out latency, about 1 us a hop, which
+# counts below some 50 kB. And it adds wires to products, while a good compiler hides some (`one.overlapped_s`
+# hides all it can). Take a plan for what is possible, and for which part to look at first.
+#
+# **What simulated devices cannot show:** any speed, any overlap, and whether a device's memory is enough.
+#
+# ## Exercise 1: narrow weights
+#
+# For serving, weights are often kept in int8, 1 byte an entry, and multiplied in bfloat16. How many rows must
+# meet a matrix until its product leaves the memory roof, if an entry takes `width` bytes? Count the bytes of
+# the weights only.
+
+
+# %% tags=["hide-input"]
+ridge = lambda chip: chip.peak_flops_per_s / chip.hbm_bytes_per_s
+link_ridge = lambda chip: chip.peak_flops_per_s / chip.link_bytes_per_s
+
+
+def check_rows(rows_needed):
+    mistakes = [
+        (lambda c, w: w * ridge(c), "Twice too many. What does one entry cost a row?"),
+        (lambda c, w: ridge(c), "The ridge, whatever the width. Which bytes count?"),
+        (lambda c, w: 2 * ridge(c) / w, "Fewer rows for wider entries. Is that so?"),
+        (lambda c, w: w * link_ridge(c) / 2, "Which wire do the weights come over?"),
+        (lambda c, w: 2 / ridge(c) / w, "A fraction of a row. Which side is larger?"),
+    ]
+    v4, h100, v5p = (hardware.CHIPS[key] for key in ("v4", "h100", "v5p"))
+    cases = [(v4, 1), (h100, 2), (v5p, 4)]
+    right = lambda c, w: w * ridge(c) / 2
+    done = "Right on three chips. Half the width, half the rows: hence int8 in serving."
+    return lesson.diagnose(rows_needed, cases, right, mistakes, done)
+
+
+# %%
+def rows_needed(chip, width):
+    return ...
+
+
+print(check_rows(rows_needed))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `return width * chip.peak_flops_per_s / chip.hbm_bytes_per_s / 2`. B rows do `2 B` FLOPs for each entry, and
+# an entry is `width` bytes: intensity `2 B / width`, which is to reach the ridge. On a v4 that is 229 rows in
+# bfloat16 and half of it in int8.
+# </details>
+
+# %% tags=["remove-cell"]
+assert "Right" in check_rows(lambda c, w: w * ridge(c) / 2)
+assert "Nothing" in check_rows(lambda c, w: ...)
+assert "Not yet" in check_rows(lambda c, w: 240)
+for wrong, hint in (
+    (lambda c, w: w * ridge(c), "Twice"),
+    (lambda c, w: ridge(c), "whatever the width"),
+    (lambda c, w: 2 * ridge(c) / w, "Fewer rows"),
+    (lambda c, w: w * link_ridge(c) / 2, "Which wire"),
+    (lambda c, w: 2 / ridge(c) / w, "A fraction"),
+):
+    assert hint in check_rows(wrong), hint
+
+# %% [markdown]
+# ## Exercise 2: how much a device holds
+#
+# Bytes of a float32 array of some `shape` on one device. `spec` is a tuple with an entry a dim: `None`, one
+# axis, or a tuple of axes that cut the dim together (`as_tuple` makes a tuple of any of them).
+# `mesh.shape[axis]` is the size of an axis. The checker puts real arrays on two meshes.
+
+
+# %% tags=["hide-input"]
+import math
+
+whole = lambda shape: 4 * math.prod(shape)  # bytes
+
+
+def cuts(spec, mesh, join=math.prod):
+    return join([mesh.shape[axis] for entry in spec for axis in as_tuple(entry)])
+
+
+def really_held(shape, spec, mesh):
+    array = jax.device_put(jnp.zeros(shape), NamedSharding(mesh, P(*spec)))
+    return array.addressable_shards[0].data.nbytes
+
+
+# %% tags=["hide-input"]
+def check_held(held_bytes):
+    first = lambda spec, mesh: cuts([as_tuple(entry)[:1] for entry in spec], mesh)
+    mistakes = [
+        (lambda s, p, m: whole(s) / m.size, "Cut by all. And an axis not named?"),
+        (lambda s, p, m: whole(s) / first(p, m), "Right until two axes cut one dim."),
+        (lambda s, p, m: whole(s) / cuts(p, m, sum), "2 by 4 pieces are how many?"),
+        (lambda s, p, m: really_held(s, p, m) / 4, "Entries. How many bytes is each?"),
+        (lambda s, p, m: whole(s), "The whole array. What does a cut leave?"),
+    ]
+    flat, box = make_mesh("fsdp=4,tensor=2"), make_mesh("stage=2,fsdp=2,tensor=2")
+    cases = [((64, 48), (FSDP, None), flat), ((24, 64), (None, (FSDP, TENSOR)), flat)]
+    cases += [((40, 12), (TENSOR, FSDP), box), ((40, 12), (STAGE,), box)]
+    done = "Right. Along an axis without a name, devices hold the same bytes again."
+    return lesson.diagnose(held_bytes, cases, really_held, mistakes, done)
+
+
+# %%
+def held_bytes(shape, spec, mesh):
+    return ...
+
+
+print(check_held(held_bytes))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```
+# axes = [axis for entry in spec for axis in as_tuple(entry)]
+# return 4 * math.prod(shape) // math.prod(mesh.shape[axis] for axis in axes)
+# ```
+#
+# The number of devices does not stand in it. What they hold together is the array as often as the axes without
+# a name have devices.
+# </details>
+
+
+# %% tags=["remove-cell"]
+assert "Right." in check_held(lambda s, p, m: whole(s) // cuts(p, m))
+assert "Nothing" in check_held(lambda s, p, m: None)
+assert "Not yet" in check_held(lambda *_: 7)
+for wrong, hint in (
+    (lambda s, p, m: whole(s) // m.size, "Cut by all"),
+    (lambda s, p, m: whole(s) / cuts([as_tuple(e)[:1] for e in p], m), "two axes"),
+    (lambda s, p, m: whole(s) / cuts(p, m, sum), "2 by 4"),
+    (lambda s, p, m: whole(s) // cuts(p, m) // 4, "Entries"),
+    (lambda s, p, m: whole(s), "The whole array"),
+):
+    assert hint in check_held(wrong), hint
+
+# %% [markdown]
+# ## Exercise 3: what goes over the slow wire
+#
+# Design it. You have sixteen H100 in two nodes, Llama 3 8B, and 16 sequences of T tokens a step. Inside a
+# node every GPU sends 450 GB/s. Out of it, a GPU has 50. Choose sizes of `fsdp` and `tensor`, at most
+# `tensor=8` as the model has 8 key heads, for short and for long sequences. `priced` is yours to use.
+
+
+# %%
+def priced(mesh, T):
+    settings = {"mesh": mesh, "data.batch_size": 16, "data.seq_len": T}
+    return planner.plan(preset("llama3_8b", **settings), "h100:16")
+
+
+sixteen = hardware.Topology.parse("h100:16")
+for link in hardware.layout(MeshConfig.parse("fsdp=4,tensor=4"), sixteen).values():
+    print(link.note)
+
+
+# %% tags=["hide-input"]
+meshes = ["fsdp=16", "fsdp=8,tensor=2", "fsdp=4,tensor=4", "fsdp=2,tensor=8"]
+best = lambda count: lambda T: min(meshes, key=lambda mesh: count(priced(mesh, T)))
+
+
+def takes(choose):
+    """The seconds of a step on the chosen mesh, as a function of T."""
+
+    def seconds(T):
+        mesh = str(MeshConfig.parse(choose(T)))
+        if mesh not in meshes:
+            raise ValueError(f"{mesh} is none of {' or '.join(meshes)}")
+        return priced(mesh, T).step_s
+
+    return seconds
+
+
+# %% tags=["hide-input"]
+def check_mesh(mesh_for):
+    fastest, slowest = best(lambda p: p.step_s), best(lambda p: -p.step_s)
+    fewest, leanest = best(lambda p: p.wire_bytes), best(lambda p: p.peak_bytes)
+    mistakes = [
+        (lambda T: meshes[3], "The usual advice: it pays once. What grows with T?"),
+        (lambda T: meshes[0], "Best for many tokens. With few, what is sent?"),
+        (fewest, "The fewest bytes. Does a byte cost the same on both wires?"),
+        (leanest, "The least memory. All of these fit; what takes long?"),
+        (slowest, "The other way round. Which wire does each mesh load?"),
+    ]
+    mistakes = [(takes(choose), hint) for choose, hint in mistakes]
+    answer = lambda T: None if mesh_for(T) in (None, ...) else takes(mesh_for)(T)
+    done = "Right for 512, 2,048 and 8,192 tokens: no size of these two axes is faster."
+    cases, right = [(512,), (2048,), (8192,)], takes(fastest)
+    said = lesson.diagnose(answer, cases, right, mistakes, done, share=0.01)
+    return said.replace("Your answer there is", "The seconds of your step there:")
+
+
+# %%
+def mesh_for(T):
+    return ...  # such as "fsdp=4,tensor=4"
+
+
+print(check_mesh(mesh_for))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `return "fsdp=2,tensor=8" if T < 1024 else "fsdp=16"`. With few tokens, weights are most of what is sent. Cut
+# them eight ways inside a node, and each GPU has an eighth of them to exchange over the slow wire. With many,
+# activations outgrow weights, and `tensor` costs more on the fast wire than `fsdp` on the slow one. At 2,048
+# the fastest mesh sends more bytes than another: bytes alone do not decide.
+#
+# Other axes may do better still. `python -m plan llama3_8b --topology h100:16 --search 16 --data.batch_size 16
+# --data.seq_len 512` tries them all, and saves more than a third of the time with stages.
+# </details>
+
+# %% tags=["remove-cell"]
+assert "Right" in check_mesh(lambda T: "fsdp=2,tensor=8" if T < 1024 else "fsdp=16")
+assert "Nothing" in check_mesh(lambda T: ...)
+assert "Not yet" in check_mesh(lambda T: "fsdp=8,tensor=2")
+assert "none of" in check_mesh(lambda T: "stage=4,tensor=4")
+with_stages = priced("stage=4,tensor=4", 512).step_s
+assert with_stages < 0.65 * priced("fsdp=2,tensor=8", 512).step_s
+for wrong, hint in (
+    (lambda T: "fsdp=2,tensor=8", "usual advice"),
+    (lambda T: "fsdp=16", "many tokens"),
+    (best(lambda plan: plan.wire_bytes), "fewest bytes"),
+    (best(lambda plan: plan.peak_bytes), "least memory"),
+    (best(lambda plan: -plan.step_s), "other way round"),
+):
+    assert hint in check_mesh(wrong), hint
+
+# %% [markdown]
+# ## A bug to find
+#
+# A trainer reports its MFU with this function. Its test, on one chip, passes. Then the run grows, a sequence
+# of 2,048 tokens a chip, and every step takes 12.2 s on any number of chips. Mend `mfu`.
+
+
+# %%
+def mfu(cfg, topology, step_s):
+    """Model FLOPs of a step, over what the hardware could have done in its time."""
+    tokens = cfg.data.batch_size * cfg.data.seq_len
+    done = tokens * planner.model_flops_per_token(cfg)
+    possible = topology.chip.peak_flops_per_s * step_s
+    return done / possible
+
+
+def run_of(mesh, topology):
+    chips = hardware.Topology.parse(topology).chips
+    settings = {"mesh": mesh, "data.batch_size": chips, "data.seq_len": 2048}
+    return planner.plan(preset("llama3_8b", **settings), topology)
+
+
+plan = run_of("data=1", "h100:1")
+assert lesson.same(mfu(plan.cfg, plan.topology, 12.2), plan.mfu(12.2))  # the test
+for mesh, topology in {"fsdp=16": "v4:4x4x1", "fsdp=64": "v4:4x4x4"}.items():
+    plan = run_of(mesh, topology)
+    print(f"{plan.topology.chips} chips: MFU {mfu(plan.cfg, plan.topology, 12.2):.1%}")
+
+
+# %% tags=["hide-input"]
+def check_mfu(mfu):
+    def answer(mesh, topology):
+        plan = run_of(mesh, topology)
+        return mfu(plan.cfg, plan.topology, 12.2)
+
+    chips = lambda p: p.topology.chips
+    over = lambda n: lambda *case: run_of(*case).mfu(12.2) * n(run_of(*case))
+    mistakes = [
+        (lambda p: chips(p) / p.topology.hosts, "Right with one chip a host. Else?"),
+        (lambda p: chips(p) / p.cfg.mesh.batch_shards, "Do all axes cut the batch?"),
+        (lambda p: chips(p) ** 2, "Further off than before. Which side grew?"),
+        (lambda p: p.hardware_flops / p.model_flops, "High. What is counted twice?"),
+    ]
+    mistakes = [(over(times), hint) for times, hint in mistakes]
+    cases = [("data=1", "h100:1"), ("fsdp=8", "h100:8")]
+    cases += [("fsdp=8,tensor=4", "v4:4x4x2")]
+    done = "Right on 1, 8 and 32 chips, and equal to the planner's."
+    return lesson.diagnose(answer, cases, over(lambda p: 1), mistakes, done)
+
+
+# %%
+print(check_mfu(mfu))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `possible = topology.chips * topology.chip.peak_flops_per_s * step_s`. The batch is that of all chips, the
+# peak was that of one. 182% is the symptom; 45.6% is the danger.
+#
+# **Where it was seen.** A guide to fine-tuning a 70B model on 16 A100 reported 45.51%, from the
+# tokens of all and the peak of one ([issue](https://github.com/huggingface/blog/issues/1649); the paragraph has
+# since gone from the guide). Divided by 16 that is 2.8%. PaLM had reported 46.2%, so the number looked like
+# success, and nobody asked what the GPUs were waiting for. In another trainer a wrong peak showed 88% on
+# average, and was found when a step showed 106%
+# ([pull request](https://github.com/allenai/OLMo-core/pull/817)). A ratio that cannot pass 1 is worth an
+# `assert`, and a test on one device tests no division by n.
+# </details>
+
+
+# %% tags=["remove-cell"]
+def mended(cfg, topology, step_s):
+    tokens = cfg.data.batch_size * cfg.data.seq_len
+    done = tokens * planner.model_flops_per_token(cfg)
+    return done / (topology.chips * topology.chip.peak_flops_per_s * step_s)
+
+
+plan = run_of("fsdp=64", "v4:4x4x4")
+assert 1.8 < mfu(plan.cfg, plan.topology, 12.2) < 1.84
+assert "Right on" in check_mfu(mended) and "Nothing" in check_mfu(lambda *_: None)
+busy = lambda cfg, on: run_of(str(cfg.mesh), str(on)).hardware_flops
+for wrong, hint in (
+    (mfu, "though not in every case"),
+    (lambda cfg, on, s: mfu(cfg, on, s) / on.hosts, "one chip a host"),
+    (lambda cfg, on, s: mfu(cfg, on, s) / cfg.mesh.batch_shards, "Do all axes"),
+    (lambda cfg, on, s: mfu(cfg, on, s) * on.chips, "Further off"),
+    (lambda cfg, on, s: busy(cfg, on) / s / on.chip.peak_flops_per_s, "counted twice"),
+    (lambda cfg, on, s: 0.5, "Not yet"),
+):
+    assert hint in check_mfu(wrong), hint
+
+# %% [markdown]
+# ## Three lines to keep
+#
+# 1. A step takes at least its FLOPs over FLOP/s, and on each wire its bytes over bytes/s; the ridge says which
+#    is longer.
+# 2. A larger batch outruns what is sent for the weights, and never what is sent for each token.
+# 3. Simulated devices show what is sent and never how fast; on real ones, wait for the result, and divide by
+#    all the chips whose work you counted.
+#
+# **Sources.** Roofs: Williams, Waterman, Patterson, [Roofline](https://doi.org/10.1145/1498765.1498785)
+# (2009); the JAX scaling book, [Rooflines](https://jax-ml.github.io/scaling-book/roofline),
+# [TPUs](https://jax-ml.github.io/scaling-book/tpus), [GPUs](https://jax-ml.github.io/scaling-book/gpus) and
+# [Sharding](https://jax-ml.github.io/scaling-book/sharding), from where most numbers of `plan/hardware.py`
+# are; [Google's page of TPU v4](https://cloud.google.com/tpu/docs/v4). MFU: PaLM,
+# [arXiv:2204.02311](https://arxiv.org/abs/2204.02311), section 4.1 and appendix B. JAX:
+# [asynchronous dispatch](https://docs.jax.dev/en/latest/async_dispatch.html),
+# [arrays on several devices](https://docs.jax.dev/en/latest/sharded-computation.html).
