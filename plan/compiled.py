@@ -232,7 +232,7 @@ def heard():
 
 LOGGED = r"^[IWEF]\d{4} [\d:.]+ +\d+ "  # how a line begins that C++ logs: severity, time, thread; then file:line] text
 ALARM = r"(\[spmd\] involuntary full rematerialization.*?|\[sharding_fusion\].*?)(?: As the last resort,.*)?$"
-CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|shardy_xla_pass)\S*\] "  # warnings of libtpu to its makers
+CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|shardy_xla_pass|barrier_assignment)\S*\] "  # warnings of libtpu to its makers
 
 
 def complaints(text: str) -> tuple[list[str], str]:
