@@ -8,7 +8,6 @@ import subprocess
 import threading
 from urllib.parse import urldefrag
 
-import nbformat
 import pytest
 
 from docs import build, notebooks
@@ -22,6 +21,12 @@ def names() -> list[str]:
     """Every page of the site, but the one that searches."""
     found = (path.relative_to(build.HTML).as_posix() for path in build.HTML.rglob("*.html"))
     return sorted(name for name in found if not name.startswith(("_static", "search", "genindex")))
+
+
+def notebook(file):
+    import nbformat  # here, because it is an extra, and these tests are collected without it
+
+    return nbformat.read(file, as_version=4)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +128,7 @@ def test_a_chapter_can_be_taken_along(seen):
         page = pages(seen)[f"chapters/{path.stem}.html"]
         assert page["notebook"] == f"../notebooks/{path.stem}.ipynb"
         assert page["copy_buttons"] > 3
-        notebook = nbformat.read(build.HTML / "notebooks" / f"{path.stem}.ipynb", as_version=4)
-        assert notebooks.HIDDEN not in str(notebook)
+        assert notebooks.HIDDEN not in str(notebook(build.HTML / "notebooks" / f"{path.stem}.ipynb"))
 
 
 def test_every_link_within_the_site_leads_somewhere(seen):
@@ -145,9 +149,9 @@ def test_a_notebook_runs_from_where_it_lies(tmp_path):
     """Catches a notebook that finds the project's modules only if Jupyter was started in the right folder."""
     shortest = min(notebooks.chapters(), key=lambda path: len(path.read_text(encoding="utf-8")))
     [file] = notebooks.write([shortest.stem])
-    notebooks.execute(nbformat.read(file, as_version=4), file.parent)
+    notebooks.execute(notebook(file), file.parent)
     with pytest.raises(Exception, match="no checkout of Axis by Axis here"):
-        notebooks.execute(nbformat.read(file, as_version=4), tmp_path)
+        notebooks.execute(notebook(file), tmp_path)
 
 
 def test_what_a_chapter_tests_is_not_shown():
