@@ -122,7 +122,7 @@ def quickly(function, *args):
 
 
 def programs(**swaps):
-    """A step's loss and gradients, and logits, with some functions of `model` replaced."""
+    """A step's loss, gradients and logits, with some functions of `model` replaced."""
     with mock.patch.multiple(model, **swaps):
         step = pipeline.loss_and_grads(cfg, mesh).lower(start, some, 0).compile()
         return step, quickly(pipeline.logits(cfg, mesh), start, row)
