@@ -454,8 +454,10 @@ for gather in ("layer", "step"):
 # %% [markdown]
 # Both find the one device's loss and gradient. With `gather=layer` there are 58 all-gathers: 7 matrices of 4
 # layers, forward and again backward, and the two tables once. The 30 reduce-scatters are one for each. With
-# `gather=step` the stacks are gathered as they lie, 9 and 9, and the third transfer is saved. Its price is
-# among the temporaries: all weights in one piece, and all their gradients.
+# `gather=step` the stacks are gathered as they lie, 9 and 9, and the third transfer is saved. ZeRO's paper
+# counts it as half of a step's bytes more (section 7); here it is 288,000 / 218,880, a third, as the tables are
+# gathered once. What `step` costs stands among the temporaries: all weights in one piece, and all their
+# gradients.
 #
 # ## Two axes
 #
@@ -618,7 +620,7 @@ for topology, line in (("v4:4x4x4", "--"), ("v5p:4x4x4", "-")):
         axes.loglog(lengths, curve, line, color=colour, label=label)
     cross = threshold("llama3_8b", topology)
     axes.plot(cross, seconds("llama3_8b", topology, cross)[1], "o", color="black", ms=5)
-axes.set(title="Below some thousand tokens a chip, the wires decide", ylabel="seconds")
+axes.set(title="Below a thousand tokens a chip, the wires decide", ylabel="seconds")
 axes.set_xlabel("tokens a chip and pass")
 axes.set_xticks(lengths, [f"{T:,}" for T in lengths])
 ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1]
@@ -661,19 +663,32 @@ for name in ("fsdp=64", hybrid):
     print(hardware.check(config.MeshConfig.parse(name), plan.topology)[-1])
 
 # %% [markdown]
-# So, of `data` and `fsdp`:
+# Over `data` goes the same in 1 pass and in 8: its all-reduce comes once a step, of slices. How slow may its
+# wire be? Take two slices of 64 v5p chips, joined by the network of the data centre. A chip sends its slice of
+# the gradient, 4P/64 bytes in float32 (an all-reduce of two sends 2 · 1/2 of it), for 6PN FLOPs:
+
+# %%
+chip, fsdp = hardware.CHIPS["v5p"], 64
+tokens = 4 / fsdp / 6 * chip.peak_flops_per_s / chip.dcn_bytes_per_s
+network = f"{chip.dcn_bytes_per_s / 1e9} GB/s a chip"
+print(f"network: {network}; N > {tokens:.0f} tokens a chip")
+
+# %% [markdown]
+# A wire 86 times slower asks for fewer tokens than the fast one: it carries 1/64 of the model. And those are
+# the tokens of a step.
 #
-# - **Copies** if four numbers a parameter fit beside the activations. Slices are not dearer even then: here
-#   they are sent in bfloat16, and the copies' all-reduce is in float32.
-# - **Slices** otherwise, with `gather=layer`, above the threshold. Where a step has several passes,
-#   `gather=step`, if the whole model fits in bfloat16, with its gradients in float32.
-# - **Both**, where some wire is slow: `data` is used once a step, not once a layer and pass, and for 1/fsdp of
-#   the gradient. The price is state, twice the bytes for each doubling of `data`. The first of the two notes
-#   is another reason.
+# So:
+#
+# - **Copies** (`data`) if four numbers a parameter fit beside the activations. Slices are not dearer even then:
+#   here they travel in bfloat16, gradients too, and the copies' all-reduce adds in float32.
+# - **Slices** (`fsdp`) otherwise, if a pass has the tokens; with `gather=layer`, or, where a step has several
+#   passes and the whole model fits in bfloat16 with its gradients in float32, `gather=step`.
+# - **Both**, where some wire is slow. The price is state: twice the bytes for each doubling of `data`. The
+#   first of the two notes is another reason.
 #
 # These seconds are a roofline. Whether gathers run *while* products do is the machine's affair, and simulated
-# devices cannot show it: their wire is a memcpy. `python -m plan llama3_8b --mesh fsdp=64 --topology v5p:4x4x4
-# --compile` counts what a TPU's compiler starts in the background.
+# devices cannot show it: their wire is a memcpy. What a TPU's compiler starts in the background, the flag
+# `--compile` of `python -m plan` counts.
 #
 # ## Left to the compiler
 #
@@ -741,11 +756,13 @@ print("a first moment:", spec["kernel"].get_value())
 print({kind: f"{one.wire_bytes:,} bytes" for kind, one in found.by("kind").items()})
 
 # %% [markdown]
-# The same collectives: NNX says where, XLA decides how. It decides operation by operation, by their bytes,
-# which can be better than our rule. An embedding table, cut along its width, and tokens, cut too:
+# The same collectives: NNX says where, XLA decides how. It decides by the bytes of each operation, which can
+# be better than our rule. The embedding table of `llama3_8b`, cut along its width, and 8,192 tokens a device,
+# in float32, compiled and not run:
 
 # %%
-table_VD, tokens_B = np.ones((64, 128), np.float32), np.arange(B, dtype=np.int32)
+shape = jax.ShapeDtypeStruct
+table_VD, tokens_N = shape((128_256, 4096), "float32"), shape((n * 8192,), "int32")
 columns = P(None, FSDP)
 look_up = lambda table, tokens: sharding.all_gather(table, FSDP, dim=1)[tokens]
 specs = dict(in_specs=(columns, SLICES), out_specs=SLICES)
@@ -754,25 +771,25 @@ specs = dict(in_shardings=(at(columns), at(SLICES)), out_shardings=at(SLICES))
 left = jax.jit(lambda table, tokens: table[tokens], **specs)
 for name, function in (("by hand", by_hand), ("by the compiler", left)):
     print(name)
-    lesson.listed(lesson.compiled(function, mesh, table_VD, tokens_B))
+    lesson.listed(lesson.compiled(function, mesh, table_VD, tokens_N))
 
 # %% [markdown]
 # We gather the table, as `model.enter` does. The compiler lets every device look all tokens up in its own
-# columns, and then exchanges what they found. For `llama3_8b` that would be 67 MB in place of 1.05 GB (8,192
-# tokens, or 128,256 rows, times 4,096 times 2 bytes). It may also choose another parallelism than you meant:
+# columns, and then exchanges what they found, a sixteenth of the bytes. It may also choose another parallelism
+# than you meant. Cut rows times a cut matrix, and nothing said of the result:
 
 # %%
-for out in (None, SLICES):
-    specs = {"out_shardings": at(out)} if out else {}
-    product = jax.jit(jnp.matmul, in_shardings=(at(SLICES), at(columns)), **specs)
-    got = product.lower(x_BD, w[0]).compile().output_shardings.spec
-    print("asked for:", out, " got:", got)
-    lesson.listed(lesson.compiled(product, mesh, x_BD, w[0]))
+product = jax.jit(jnp.matmul, in_shardings=(at(SLICES), at(columns)))
+for rows in (32, 128):
+    operands = shape((rows, 128), "float32"), shape((128, 128), "float32")
+    spec = product.lower(*operands).compile().output_shardings.spec
+    print(f"{rows} rows of 128, a matrix of 128 x 128: the result is {spec}")
+    lesson.listed(lesson.compiled(product, mesh, *operands))
 
 # %% [markdown]
-# Rows times columns, and nothing said of the result. It moved the rows, 16,384 bytes, since they are smaller
-# than the weights. Every device now works on all rows, and data parallelism has ended. At another batch size
-# it may not have.
+# With 128 rows it gathers the matrix: FSDP. With 32 rows it gathers the rows, as they are smaller. Every device
+# then works on all rows for its own columns, and data parallelism has ended, by batch size. Say where results
+# lie (`out_shardings`, `jax.lax.with_sharding_constraint`).
 #
 # - **To the compiler**: what is small, or entry by entry. This project's optimizer runs under `jit`, outside
 #   the `shard_map`.
@@ -838,9 +855,9 @@ print(check_settings(settings))
 # <details><summary>Solution</summary>
 #
 # `{"mesh": "fsdp=64", "model.remat": "full"}`: one pass of 32,768 tokens a chip, 6.97 s. Or `"dots"` with
-# `"optim.max_device_batch": 8`: eight passes of 4,096 tokens, so eight times the wires, for a sixth of the
-# products less, 6.93 s, and 0.5 GiB from the edge. With `"dots"` and one sequence a pass, wires take twice as
-# long as products: 512 tokens are half the threshold. `gather=step` never fits: 15 GiB of weights, and 15 or
+# `"optim.max_device_batch": 8`: eight passes of 4,096 tokens, so eight times the wires, for 18% less
+# of products, 6.93 s, and 0.5 GiB from the edge. With `"dots"` and one sequence a pass, wires take nearly twice
+# as long as products: 512 tokens are half the threshold. `gather=step` never fits: 15 GiB of weights, and 15 or
 # 30 of gradients.
 # </details>
 
@@ -1000,7 +1017,7 @@ assert "It stops" in check_mend(with_norm(over_both))
 #    and parameters, and not one byte more travels.
 # 2. Slices at rest are not slices at work: a weight that is dropped after its layer is gathered again, in every
 #    backward pass, and this third transfer is the price of FSDP.
-# 3. A chip needs peak FLOP/s / wire bytes/s tokens a pass, some thousand, whatever the size of the model and
+# 3. A chip needs peak FLOP/s / wire bytes/s tokens a pass, about a thousand, whatever the size of the model and
 #    the number of chips.
 #
 # **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Slices of the
