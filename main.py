@@ -27,6 +27,7 @@ import pipeline
 import sharding
 from config import PRESETS, Config, command_line
 from data import tokenizers
+from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, guard, report, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, open_run, read_rows, steps_done
@@ -58,8 +59,7 @@ def parse(argv: list[str]) -> Config:
 
 def announce(cfg: Config, mesh) -> planner.Plan:
     """Say what will run before the slow parts start. Raises: UserError if it needs more memory than there is."""
-    devices = [*mesh.devices.flat]
-    plan = planner.plan(cfg, limit_bytes=utils.memory_bytes(devices))
+    plan = planner.plan(cfg, limit_bytes=utils.memory_bytes(devices := [*mesh.devices.flat]))
     if plan.fits is False and not cfg.run.force:
         raise UserError(f"{plan.refusal()}; --force starts it all the same")
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
@@ -67,7 +67,7 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
     idle = jax.device_count() - len(devices)
     log(f"mesh       {cfg.mesh} on {mesh.size} x {devices[0].device_kind}" + f", and {idle} are left idle" * bool(idle))
-    log(f"batch      {sharding.split_batch(cfg)}; {plan.tokens_per_step:,} tokens a step")
+    log(f"batch      {fit.split_batch(cfg)}; {plan.tokens_per_step:,} tokens a step")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
     return plan
 

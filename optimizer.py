@@ -17,8 +17,9 @@ import model
 import pipeline
 import sharding
 from config import Config, OptimConfig, replace
+from pipeline import fit
 from utils import UserError
-from xla import ordered
+from xla import options, ordered
 
 
 @struct.dataclass
@@ -172,8 +173,9 @@ def train_step(cfg: Config, mesh: Mesh):
         metrics |= skipped | {"not_finite": blame}
         return TrainState(params, moments, state.step + 1, **skipped), metrics
 
-    shardings = state_shardings(cfg, mesh)
-    return ordered.jit(step, mesh, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+    shardings = state_shardings(cfg, mesh), NamedSharding(mesh, P())
+    told = options.of(mesh, cfg.run.compiler_options)
+    return ordered.jit(step, mesh, donate_argnums=0, out_shardings=shardings, compiler_options=told)
 
 
 # What can be asked about a step ---------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def noise_scale(cfg: Config, mesh: Mesh):
     Raises: UserError if the batch cannot be cut in two.
     Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
     """
-    split = sharding.split_batch(cfg)
+    split = fit.split_batch(cfg)
     pieces = max(split.accumulation, 2)
     B = cfg.data.batch_size
     if B // split.shards % pieces:

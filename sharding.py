@@ -19,8 +19,8 @@ from jax.experimental import mesh_utils
 from jax.extend.random import threefry2x32_p
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from config import AXES, Config, MeshConfig
-from utils import UserError
+from config import AXES, MeshConfig
+from utils import UserError, require_multiple
 from xla import ordered
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
@@ -292,53 +292,6 @@ def put(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     return {k: jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i]) for k, x in batch.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchSplit:
-    """How the global batch meets the devices: batch_size = shards * device_batch * microbatches * accumulation."""
-
-    batch_size: int  # sequences in the global batch
-    shards: int  # groups of devices that hold different sequences
-    device_batch: int  # sequences one device works on at once
-    microbatches: int  # parts of a pass that follow each other through the stages
-    accumulation: int  # passes whose gradients are summed
-
-    def __str__(self) -> str:
-        microbatches = f"x {self.microbatches} microbatches " * (self.microbatches > 1)
-        return (f"{self.batch_size} sequences a step = {self.shards} batch shards x {self.device_batch} sequences "
-                f"{microbatches}x {self.accumulation} accumulation passes")  # fmt: skip
-
-
-def _require_multiple(name: str, size: int, parts: int, over: str) -> None:
-    if size % parts:
-        near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
-        raise UserError(
-            f"cannot split {name}={size} {over} "
-            f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}"
-        )
-
-
-def split_batch(cfg: Config) -> BatchSplit:
-    """Derive microbatches and accumulation from the global batch, the mesh and optim.max_device_batch.
-
-    Unless pipeline.microbatches says how many: with stages, as many as the sequences allow, up to 4 a stage.
-
-    Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
-    """
-    B, shards, limit = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.optim.max_device_batch
-    parts = cfg.mesh.position_shards
-    _require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
-    _require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
-    if (context := cfg.mesh.context) > 1:
-        chunks = f"positions into 2 chunks for each of context={context} devices"
-        _require_multiple("data.seq_len", cfg.data.seq_len, math.lcm(2 * context, parts), chunks)
-    local, stages, asked = B // shards, cfg.mesh.stage, cfg.pipeline.microbatches
-    M = asked or max(n for n in range(1, (4 * stages if stages > 1 else 1) + 1) if local % n == 0)
-    _require_multiple("data.batch_size", B, shards * M, f"sequences over {shards} batch shards * {M} microbatches")
-    each = local // M
-    device_batch = max(n for n in range(1, min(limit or each, each) + 1) if each % n == 0)
-    return BatchSplit(B, shards, device_batch, M, each // device_batch)
-
-
 # A CONTEXT axis of n devices cuts a sequence into 2n chunks, and device i holds chunks i and 2n - 1 - i: one early, one
 # late, so that under causal attention every device has the same work. (Zig-zag: arXiv:2407.21783, section 3.3.2.)
 
@@ -574,7 +527,7 @@ def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
             raise UserError(f"letters {letters!r}: {name}={size} here, and {name}={sizes[name]} in another array")
         chunks = 2 * mesh.shape[CONTEXT] if letter in "st" and mesh.shape[CONTEXT] > 1 else 1
         parts = math.lcm(_parts(letter, mesh), chunks)
-        _require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
+        require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
     return _positions(in_chunks, letters, x, mesh)
 
 

@@ -18,6 +18,16 @@ class UserError(ValueError):
     """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with status 2."""
 
 
+def require_multiple(name: str, size: int, parts: int, over: str) -> None:
+    """Raises: UserError if `size` is no multiple of `parts`, with the nearest that are."""
+    if size % parts:
+        near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
+        raise UserError(
+            f"cannot split {name}={size} {over} "
+            f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}"
+        )
+
+
 def exit_status(main):
     """Decorator of a command: what a user can cause ends in one line and an exit status, never in a traceback.
 

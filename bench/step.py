@@ -78,9 +78,10 @@ def measure(cfg: Config, steps: int) -> dict:
     """Compile and run the training step. JAX is imported here, once it is known how many devices to simulate."""
     import optimizer
     import sharding
+    from pipeline import fit
     from plan import compiled
 
-    mesh, split = sharding.make_mesh(cfg.mesh), sharding.split_batch(cfg)
+    mesh, split = sharding.make_mesh(cfg.mesh), fit.split_batch(cfg)
     say(f"mesh {cfg.mesh}: {split}")
     program = compiled.compile_step(cfg, mesh, say)
     if cfg.mesh.stage > 1 and "forward_slot" not in program.shares:

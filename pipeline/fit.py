@@ -1,12 +1,14 @@
-"""Whether a model splits over a mesh, and if not, which settings do."""
+"""Whether a model and a batch split over a mesh, and if not, which settings do."""
 
+import dataclasses
 import functools
+import math
 from types import SimpleNamespace
 
 import model
 import sharding
-from config import PRESETS, MeshConfig, ModelConfig, preset
-from utils import UserError
+from config import PRESETS, Config, MeshConfig, ModelConfig, preset
+from utils import UserError, require_multiple
 
 # A letter of a parameter -> the setting that is its size; of L, the blocks, and Q, the query latent, see `remedy`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",
@@ -43,3 +45,41 @@ def remedy(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
     if error.letter == "L":
         setting, sizes = "n_layers", [c.dense_prefix + n * c.layers_per_block for n in sizes]
     return f"--model.{setting} {' or '.join(map(str, sizes))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+    """How the global batch meets the devices: batch_size = shards * device_batch * microbatches * accumulation."""
+
+    batch_size: int  # sequences in the global batch
+    shards: int  # groups of devices that hold different sequences
+    device_batch: int  # sequences one device works on at once
+    microbatches: int  # parts of a pass that follow each other through the stages
+    accumulation: int  # passes whose gradients are summed
+
+    def __str__(self) -> str:
+        microbatches = f"x {self.microbatches} microbatches " * (self.microbatches > 1)
+        return (f"{self.batch_size} sequences a step = {self.shards} batch shards x {self.device_batch} sequences "
+                f"{microbatches}x {self.accumulation} accumulation passes")  # fmt: skip
+
+
+def split_batch(cfg: Config) -> BatchSplit:
+    """Derive microbatches and accumulation from the global batch, the mesh and optim.max_device_batch.
+
+    Unless pipeline.microbatches says how many: with stages, as many as the sequences allow, up to 4 a stage.
+
+    Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
+    """
+    B, shards, limit = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.optim.max_device_batch
+    parts = cfg.mesh.position_shards
+    require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
+    require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
+    if (context := cfg.mesh.context) > 1:
+        chunks = f"positions into 2 chunks for each of context={context} devices"
+        require_multiple("data.seq_len", cfg.data.seq_len, math.lcm(2 * context, parts), chunks)
+    local, stages, asked = B // shards, cfg.mesh.stage, cfg.pipeline.microbatches
+    M = asked or max(n for n in range(1, (4 * stages if stages > 1 else 1) + 1) if local % n == 0)
+    require_multiple("data.batch_size", B, shards * M, f"sequences over {shards} batch shards * {M} microbatches")
+    each = local // M
+    device_batch = max(n for n in range(1, min(limit or each, each) + 1) if each % n == 0)
+    return BatchSplit(B, shards, device_batch, M, each // device_batch)

@@ -118,7 +118,7 @@ def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights
 
 def sums(w: model.Transformer, cfg: Config, batch, key):
     """All the loss is made of, as sums over this device's tokens."""
-    split = sharding.split_batch(cfg)
+    split = fit.split_batch(cfg)
     x_btD, statistics = run_stages(w, cfg.model, batch, key, split.microbatches * split.accumulation)
     cross_entropy, auxiliary = spread_loss(w, cfg.model, x_btD, batch["targets_BT"], batch["weights_BT"])
     return model.Sums(cross_entropy, jnp.sum(batch["weights_BT"]), auxiliary, statistics)
@@ -474,7 +474,7 @@ def schedule(cfg: Config) -> schedules.Schedule:
 
     Raises: UserError if there is no such schedule for the mesh, or the layers do not split into its chunks.
     """
-    split, S, v, n = sharding.split_batch(cfg), cfg.mesh.stage, cfg.pipeline.chunks, cfg.model.n_blocks
+    split, S, v, n = fit.split_batch(cfg), cfg.mesh.stage, cfg.pipeline.chunks, cfg.model.n_blocks
     if n % (S * v):
         raise UserError(
             f"cannot split {n} blocks of layers over stage={S} * pipeline.chunks={v} = {S * v} parts "

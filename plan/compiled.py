@@ -27,7 +27,7 @@ from pipeline import fit
 from pipeline.step import BATCH_NAMES
 from plan.hardware import Topology
 from utils import UserError
-from xla import ledger
+from xla import ledger, options
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _bytes(text: str) -> int:
 
 def advice(cfg: Config) -> str:
     """Settings that would take less memory, and are not yet as they should be."""
-    split, stages = sharding.split_batch(cfg), cfg.mesh.stage > 1
+    split, stages = fit.split_batch(cfg), cfg.mesh.stage > 1
     remedies = {
         "model.remat=full": cfg.model.remat != "full",
         "model.gather=layer": cfg.model.gather != "layer",
@@ -202,7 +202,7 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
     """
     try:
         # A program out of a cache says nothing of the time it takes, and complains no more.
-        with utils.compile_cache(""), heard() as heard_text:
+        with options.refused(), utils.compile_cache(""), heard() as heard_text:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = out_of_memory("\n".join([str(error), *heard_text]), advice)
@@ -280,7 +280,7 @@ def shares(cfg: Config, text: str) -> dict:
 
     In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers.
     """
-    split = sharding.split_batch(cfg)
+    split = fit.split_batch(cfg)
     microbatches = split.microbatches * split.accumulation
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), microbatches * cfg.pipeline.chunks)
     runs["loss_slot"] = microbatches

@@ -16,7 +16,7 @@ import model
 import sharding
 from config import AXES, Config, ModelConfig
 from kernels import grouped
-from pipeline import schedules
+from pipeline import fit, schedules
 from sharding import CONTEXT, EXPERT, FSDP, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Sizes:
         mesh, c = cfg.mesh.sizes, cfg.model
         s = cfg.data.seq_len // mesh[CONTEXT]
         width = 2 if c.precision.compute == "bfloat16" else 4
-        return cls(sharding.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
+        return cls(fit.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
                    c.n_blocks // mesh[STAGE], mesh, platform)  # fmt: skip
 
     def group(self, *axes: str) -> int:
@@ -365,7 +365,7 @@ def traffic(cfg: Config, sched: schedules.Schedule) -> list[Traffic]:
         add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, ticks)
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
-    parts = sharding.split_batch(cfg)
+    parts = fit.split_batch(cfg)
     sequences = parts.device_batch * parts.microbatches * parts.accumulation
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
 
@@ -461,7 +461,7 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
-    c, z, split = cfg.model, Sizes.of(cfg, platform), sharding.split_batch(cfg)
+    c, z, split = cfg.model, Sizes.of(cfg, platform), fit.split_batch(cfg)
     one_piece, w = sched.microbatches * sched.stages == 1, weights(cfg)
     state = sum(x.held * x.d.dtype.itemsize for x in w)
     sequences = split.device_batch * split.microbatches * split.accumulation

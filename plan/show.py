@@ -1,8 +1,7 @@
 """A plan as tables, and as a picture."""
 
-import sharding
 import utils
-from pipeline import draw, schedules
+from pipeline import draw, fit, schedules
 from plan import compiled, costs, hardware
 from plan.planner import STATE, Plan, amount
 
@@ -39,7 +38,7 @@ def tables(one: Plan, found: dict | None, console) -> None:
     console.print(f"model      {one.params_total:,} parameters, {one.params_active:,} active per token")
     devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of no known kind"
     console.print(f"mesh       {cfg.mesh} on {devices}")
-    console.print(f"batch      {sharding.split_batch(cfg)}; {one.tokens_per_step:,} tokens a step")
+    console.print(f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens a step")
     if cfg.mesh.stage > 1:
         console.print(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
     if one.topology:

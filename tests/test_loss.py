@@ -14,6 +14,7 @@ import model
 import pipeline
 import sharding
 from config import Precision, preset
+from pipeline import fit
 from tests import helpers
 from utils import UserError
 
@@ -187,7 +188,7 @@ def test_accumulation_changes_nothing(passes):
     """Catches a mean of the passes' means, a balance loss of each pass instead of the batch, and dropout drawn anew in
     each pass."""
     more = {"optim.max_device_batch": B // passes}
-    assert sharding.split_batch(config("mla", **more)).accumulation == passes
+    assert fit.split_batch(config("mla", **more)).accumulation == passes
     got = host(program("mla", **more)(parameters("mla"), batch(), 3))
     assert_same(got, base("mla")[1], f"{passes} passes")
 

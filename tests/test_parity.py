@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import model
 import sharding
 from config import AXES, MeshConfig, preset
+from pipeline import fit
 from tests import fuzz, helpers, parity
 
 ROOT = Path(__file__).parent.parent
@@ -243,7 +244,7 @@ def test_the_quick_cases_meet_every_pair():
 def test_a_case_does_what_it_says(case):
     """Catches a batch so small that passes or microbatches are fewer than a case says, and so are not tested."""
     said = {word: int(n) for word, n in re.findall(r"(accumulation|microbatches)=(\d+)", case)}
-    split = sharding.split_batch(config(case))
+    split = fit.split_batch(config(case))
     assert said == {word: getattr(split, word) for word in said}
     assert said.get("accumulation", 1) == split.accumulation
 

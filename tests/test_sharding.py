@@ -29,6 +29,7 @@ from config import (
     preset,
     replace,
 )
+from pipeline import fit
 from sharding import AXES, DATA, FSDP, TENSOR
 from utils import UserError
 
@@ -294,7 +295,7 @@ def test_a_dim_that_does_not_split_is_refused():
 def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
     """Catches axes that hold the same sequences counted as batch shards, and a microbatch above the limit."""
     sizes = {"data.batch_size": batch_size, "data.seq_len": 40, "optim.max_device_batch": limit}
-    found = sharding.split_batch(preset("tiny", mesh=mesh, **sizes))
+    found = fit.split_batch(preset("tiny", mesh=mesh, **sizes))
     assert (found.shards, found.device_batch, found.accumulation) == split
     assert found.batch_size == batch_size == found.shards * found.device_batch * found.accumulation
     shards, device_batch, passes = split
@@ -313,9 +314,9 @@ def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mes
         f"({batch_size} % {shards} = {batch_size % shards}); nearest that do: {near}"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        sharding.split_batch(cfg)
+        fit.split_batch(cfg)
     for suggestion in near.split(" or "):
-        sharding.split_batch(replace(cfg, **{"data.batch_size": int(suggestion)}))
+        fit.split_batch(replace(cfg, **{"data.batch_size": int(suggestion)}))
 
 
 def test_positions_that_do_not_split_are_refused_with_the_nearest():
@@ -325,9 +326,9 @@ def test_positions_that_do_not_split_are_refused_with_the_nearest():
     )
     cfg = preset("tiny", mesh="context=2,tensor=2,fsdp=2")
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        sharding.split_batch(cfg)
+        fit.split_batch(cfg)
     for seq_len in (16, 20):
-        sharding.split_batch(replace(cfg, **{"data.seq_len": seq_len}))
+        fit.split_batch(replace(cfg, **{"data.seq_len": seq_len}))
 
 
 def test_a_batch_is_put_where_the_model_expects_it():

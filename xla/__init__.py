@@ -2,6 +2,7 @@
 
 Open `ledger.py` first: it reads a compiled program, its collectives, bytes and FLOPs. `ordered.py` is `jit` for
 simulated devices, which keeps their collectives in one order and has `ledger.py` check that none can change places.
+`options.py` has what a compiler is told beside the program, each platform's.
 
 From outside: `ordered.jit` and `ordered.compile` in place of `jax.jit`; `ledger.read`.
 """

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import utils
 from utils import UserError
-from xla import ledger
+from xla import ledger, options
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",
                "all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")  # fmt: skip
@@ -70,9 +70,10 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
     Raises: UserError naming the first collectives that nothing orders.
     """
     if not simulated(mesh):
-        return lowered.compile()
+        with options.refused():
+            return lowered.compile()
     # What is in order may be read from a file: it loses nothing there but the order of the text.
-    with utils.compile_cache(jax.config.jax_compilation_cache_dir or ""):
+    with options.refused(), utils.compile_cache(jax.config.jax_compilation_cache_dir or ""):
         program = lowered.compile()
     if pairs := ledger.unordered(program.as_text()):
         raise UserError(

@@ -20,6 +20,7 @@ import pipeline
 import sharding
 from bench import step as bench_step
 from config import preset, replace
+from pipeline import fit
 from plan import compiled as compiled_step
 from sharding import FSDP, STAGE, TENSOR
 from xla import ledger
@@ -512,7 +513,7 @@ def test_idle_ticks_are_not_counted():
 def test_the_bench_measures_what_it_says():
     """Catches a default that drifts: numbers of two days could not be compared."""
     cfg = bench_step.DEFAULT
-    split = sharding.split_batch(cfg)
+    split = fit.split_batch(cfg)
     assert str(cfg.mesh) == "stage=2,fsdp=2,tensor=2"
     assert (split.microbatches, split.device_batch * split.shards, cfg.data.tokens_per_step) == (4, 4, 2048)
     assert (cfg.model.n_blocks, cfg.model.layers_per_block) == (4, 2)

@@ -1,0 +1,70 @@
+"""Options for the compilers: one set a platform, the user's last, and words for what a compiler does not know."""
+
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import optimizer
+import sharding
+from config import MeshConfig, preset
+from plan import compiled
+from utils import UserError
+from xla import options
+
+
+def mesh_of(platform):
+    return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+
+
+def test_the_users_options_come_last():
+    """Catches an option that cannot be changed or left out, and one platform's going to another's compiler."""
+    ours = options.of(mesh_of("tpu"))
+    assert ours["xla_enable_async_all_gather"] is True
+    name = "xla_tpu_relayout_group_size_threshold_for_reduce_scatter"
+    changed = options.of(mesh_of("tpu"), f"xla_enable_async_all_gather=, {name}=4,xla_new=false")
+    assert changed == {k: v for k, v in ours.items() if k != "xla_enable_async_all_gather"} | {
+        name: "4", "xla_new": False}  # fmt: skip
+    assert options.of(mesh_of("cpu")) == options.of(mesh_of("gpu")) == options.of(mesh_of("another")) == {}
+
+
+@pytest.mark.parametrize("text, part", [("xla_a", "xla_a"), ("xla_a=1, =2", "=2")])
+def test_what_is_no_option_is_refused(text, part):
+    """Catches a misspelt option that is passed over."""
+    with pytest.raises(UserError, match=rf"run.compiler_options='{text}': '{part}' should be NAME=VALUE, or NAME= to"):
+        options.of(mesh_of("cpu"), text)
+
+
+@pytest.mark.parametrize("option, words", [
+    ("xla_nonsense=1", "No such compile option: 'xla_nonsense'"),
+    ("xla_cpu_enable_fast_math=perhaps", "xla_cpu_enable_fast_math, 'perhaps' is not a valid bool"),
+])  # fmt: skip
+def test_trainer_and_planner_refuse_alike(option, words):
+    """Catches a traceback for an unknown option, and a planner that compiles with other options than the trainer."""
+    cfg = preset("tiny", **{"run.compiler_options": option})
+    mesh = sharding.make_mesh(cfg.mesh)
+    with pytest.raises(
+        UserError, match=rf"run.compiler_options: INVALID_ARGUMENT: .*{words}.*; NAME= leaves an option"
+    ):
+        compiled.compile_step(cfg, mesh)
+    state, batch = compiled.shapes(cfg, mesh)
+    with pytest.raises(UserError, match=words), options.refused():
+        optimizer.train_step(cfg, mesh).lower(state, batch).compile()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_every_generation_takes_them(topology):
+    """Catches an option that libtpu no longer knows, or warns of, on one generation."""
+    mesh = compiled.topology_mesh(MeshConfig(fsdp=4), topology)
+    x = jax.ShapeDtypeStruct((256, 384), np.float32, sharding=NamedSharding(mesh, P("fsdp")))
+
+    def warnings(told):
+        with compiled.heard() as text:
+            jax.jit(lambda x: x @ x.T, compiler_options=told).lower(x).compile()
+        return set(re.findall(r"\b(\w+\.cc:\d+)\]", "".join(text)))
+
+    assert warnings(options.of(mesh)) <= warnings({})
