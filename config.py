@@ -185,6 +185,8 @@ class ModelConfig:
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
     remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but products, whole layers
     gather: Literal["layer", "step"] = "layer"  # weights are joined for each use of a layer; or once a step, and kept
+    # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
+    tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
     loss_chunk: Size = 1024  # tokens whose logits exist at once, per device
     precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
@@ -427,13 +429,14 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
             d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=320, dense_prefix=2, balance_loss=0.01,
-            balance_rate=0.001, remat="full", precision=FLOAT32),
+            balance_rate=0.001, remat="full", tensor_exchange="gather", precision=FLOAT32),
         "optim.lr": 5e-3,
     }),
     "deep": ("8 blocks of one MoE layer, for stage=4 or 8 and every schedule; 1.4M parameters", {
         "model": ModelConfig(
             vocab_size=272, d_model=64, n_layers=8, n_heads=8, d_head=8, d_rope=8, d_value=8, d_kv_latent=32,
-            n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, precision=FLOAT32),
+            n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, tensor_exchange="gather",
+            precision=FLOAT32),
         "data.seq_len": 128, "data.batch_size": 16, "optim.lr": 5e-3,
         "run.name": "deep", "run.steps": 100, "run.eval_every": 50, "run.checkpoint_every": 50,
     }),
@@ -441,7 +444,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=280, d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, d_head=10, d_rope=6, d_value=14,
             d_query_latent=20, d_kv_latent=12, d_ff=40, n_experts=8, top_k=2, n_shared=2, d_expert=28, moe_every=2,
-            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, loss_chunk=36, precision=FLOAT32),
+            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, loss_chunk=36,
+            tensor_exchange="gather", precision=FLOAT32),
         "data.seq_len": 18, "data.batch_size": 16, "optim.warmup_steps": 2,
         "run.name": "tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
         "run.checkpoint_every": 5, "run.sample_tokens": 8,

@@ -119,7 +119,7 @@ def cached_latent_attention(w: model.LatentAttention, c: ModelConfig, x_bsD, pos
     A score is q_K . (w_key latent_C) = (w_key^T q_K) . latent_C: with the query moved to the latent's width, keys are
     never made. The same for values, after the mixing.
     """
-    q_bshK, q_bshR = model.latent_queries(w, c, x_bsD, positions_bs, rotary_on)
+    q_bshK, q_bshR = model.latent_queries(w, c, model.query_latent(w, c, x_bsD), positions_bs, rotary_on)
     latent_bsC, rotary_bsR = model.latents(w, c, x_bsD, positions_bs, rotary_on)
     cache = LatentCache(write(cache.latent_bSC, latent_bsC, positions_bs),
                         write(cache.rotary_bSR, rotary_bsR, positions_bs))  # fmt: skip

@@ -16,7 +16,8 @@ A tensor's name ends with its shape, one letter a dim. Capital: the whole dim. L
 
 Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it gathers the
 positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or vocabulary instead.
-Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t pays for it.
+Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t pays for it. Both may go in
+parts (`arriving`, `leaving`), so that products of one run while the next is on its way: p is the positions of a part.
 
 Numbers: parameters and their products are in `precision.compute`; softmax, norms, router and loss in float32.
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXiv:2101.03961, GShard arXiv:2006.16668.
@@ -44,14 +45,19 @@ from sharding import (
     TOKENS,
     all_gather,
     all_to_all,
+    around,
     axis_index,
     axis_size,
+    back,
+    branches,
     declare as declare_block,
     in_order,
+    joined,
     map_sliced,
     own_chunks,
     own_slice,
     param,
+    parted,
     psum,
     reduce_scatter,
     shift,
@@ -85,6 +91,34 @@ def held(w, c: ModelConfig):
 def used(w, c: ModelConfig, *names):
     """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
     return (gathered if c.gather == "layer" else cast)(w, c, *names)
+
+
+# Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
+
+
+def arriving(c: ModelConfig, *arrays_bt) -> list:
+    """Arrays of our positions, as those of all TENSOR neighbours: one part after the other, ours first; or in one part.
+
+    Shapes: [b, t, ..] -> a list of tuples of [b, p, ..], p = t or s. Sends: (n - 1)/n of the joined arrays.
+    """
+    if c.tensor_exchange == "gather":
+        return [tuple(all_gather(x, TENSOR, dim=1) for x in arrays_bt)]
+    return [*zip(*(around(x, TENSOR) for x in arrays_bt), strict=True)]
+
+
+def leaving(c: ModelConfig, partials: list):
+    """Add up what each TENSOR neighbour made for our positions, of parts as `arriving` has them. Returns [b, t, ..]."""
+    return reduce_scatter(partials[0], TENSOR, dim=1) if c.tensor_exchange == "gather" else back(partials, TENSOR)
+
+
+def in_place(c: ModelConfig, parts: list):
+    """What was made of parts, in the order of the sequence. Shapes: a list of [b, p, ..] -> [b, s, ..]."""
+    return parts[0] if c.tensor_exchange == "gather" else joined([*parts], TENSOR, 1)
+
+
+def in_parts(c: ModelConfig, x_bs) -> list:
+    """The inverse of `in_place`."""
+    return [x_bs] if c.tensor_exchange == "gather" else parted(x_bs, TENSOR, 1)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -212,7 +246,7 @@ def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
 
     def step(carry, round):
         so_far, travelling = carry
-        travelling = shift(travelling, CONTEXT, in_branch=axis_size(STAGE) > 1)
+        travelling = shift(travelling, CONTEXT, in_branch=branches())
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
     travelling = (*parts, positions_bs, segments_bs)
@@ -254,11 +288,15 @@ class LatentAttention:
     w_out_HUD: Any = param("HUD", fan_in="HU", residual=True, H=TENSOR, D=SLICED)
 
 
-def latent_queries(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
-    """Each head's query, content part and turned rotary part. Shapes: [b, s, D] -> [b, s, h, K], [b, s, h, R]."""
-    latent_bsQ = x_bsD
-    if w.w_down_query_DQ is not None:
-        latent_bsQ = rms_norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
+def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
+    """What queries are made of: a normed latent, or the stream itself. Shapes: [b, s, D] -> [b, s, Q]."""
+    if w.w_down_query_DQ is None:
+        return x_bsD
+    return rms_norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
+
+
+def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
+    """Each head's query, content part and turned rotary part. Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
     return q_bshK, rotate(q_bshR, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
@@ -272,20 +310,29 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     return latent_bsC, k_bs1R[:, :, 0, :]
 
 
-def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
-    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
-    q_bshK, q_bshR = latent_queries(w, c, x_bsD, positions_bs, rotary_on)
+def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on):
+    """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D].
+
+    Sends over TENSOR: latents, made where the positions are, Q + C + R numbers each; the stream, where queries need it.
+    """
+    positions_bt = own_slice(positions_bs, TENSOR, dim=1)
+    make = lambda x, positions: (query_latent(w, c, x), *latents(w, c, x, positions, rotary_on))
+    if w.w_down_query_DQ is None:
+        made = [make(*part) for part in arriving(c, x_btD, positions_bt)]
+    else:
+        made = arriving(c, *make(x_btD, positions_bt))
+    parts = zip(made, in_parts(c, positions_bs), strict=True)
+    q_bshX = [jnp.concatenate(latent_queries(w, c, query, at, rotary_on), -1) for (query, _, _), at in parts]
+    latent_and_key = [in_place(c, [one[i] for one in made]) for i in (1, 2)]
 
     def keys_values(latent_bSC, k_bSR):
         k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
         k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
-    # Only the latent and the one rotary key are exchanged between devices that hold other positions. A head's query and
-    # key are its content part and its rotary part, side by side: one product gives both scores.
-    parts, q_bshK = latents(w, c, x_bsD, positions_bs, rotary_on), jnp.concatenate([q_bshK, q_bshR], -1)
-    o_bshU = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
-    return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD)
+    # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
+    o_bshU = over_context(c, in_place(c, q_bshX), latent_and_key, keys_values, positions_bs, segments_bs)
+    return leaving(c, [jnp.einsum("bshU,hUD->bsD", o, w.w_out_HUD) for o in in_parts(c, o_bshU)])
 
 
 @struct.dataclass
@@ -307,12 +354,14 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
     return rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr), v_bsgK
 
 
-def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
-    """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
-    q_bshK, *parts = queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
+def grouped_attention(w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on):
+    """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D]."""
+    arrived = zip(arriving(c, x_btD), in_parts(c, positions_bs), strict=True)
+    made = [queries_keys_values(w, c, x, positions, rotary_on) for (x,), positions in arrived]
+    q_bshK, *parts = (in_place(c, one) for one in zip(*made, strict=True))
     keys_values = lambda k_bSgK, v_bSgK: (repeated(c, k_bSgK), repeated(c, v_bSgK))
     o_bshK = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
-    return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD)
+    return leaving(c, [jnp.einsum("bshK,hKD->bsD", o, w.w_out_HKD) for o in in_parts(c, o_bshK)])
 
 
 def repeated(c: ModelConfig, x_bSgK):
@@ -495,7 +544,11 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     Shapes: [b, t, D] -> [b, t, D] and the router's statistics.
     """
     gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
-    x_bsD, gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (x_btD, gates_btk, experts_btk))
+    arrived = [x for (x,) in arriving(c, x_btD)]
+    x_bsD, gates_bsk, experts_bsk = (
+        in_place(c, arrived),
+        *(all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk)),
+    )
     kept_btk = jnp.ones_like(gates_btk)
     if c.capacity_factor:
         experts_bSk = in_order(all_gather(experts_btk, (CONTEXT, TENSOR), dim=1), dim=1)
@@ -505,10 +558,10 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
         partial_bsD = with_capacity(w, c, x_bsD, gates_bsk, experts_bsk, all_gather(rank_btk, TENSOR, dim=1), slots)
     else:
         partial_bsD = dropless(w, c, x_bsD, gates_bsk, experts_bsk)
+    partials = in_parts(c, partial_bsD)
     if w.shared is not None:
-        partial_bsD += feed_forward(w.shared, c, x_bsD)
-    statistics = router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
-    return reduce_scatter(partial_bsD, TENSOR, dim=1), statistics
+        partials = [partial + feed_forward(w.shared, c, x) for partial, x in zip(partials, arrived, strict=True)]
+    return leaving(c, partials), router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -588,10 +641,9 @@ def has_rotary(c: ModelConfig, number):
 
 def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number):
     """What attention adds to the residual stream. Shapes: [b, t, D] -> [b, t, D]."""
-    h_bsD = all_gather(rms_norm(x_btD, w.norm_attention_D, c.norm_eps), TENSOR, dim=1)
+    h_btD = rms_norm(x_btD, w.norm_attention_D, c.norm_eps)
     attention = latent_attention if c.attention == "mla" else grouped_attention
-    partial_bsD = attention(w.attention, c, h_bsD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number))
-    return reduce_scatter(partial_bsD, TENSOR, dim=1)
+    return attention(w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number))
 
 
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
@@ -599,8 +651,7 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     h_btD = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps)
     if isinstance(w.feed_forward, MoE):
         return moe(w.feed_forward, c, h_btD, real_bt)
-    partial_bsD = feed_forward(w.feed_forward, c, all_gather(h_btD, TENSOR, dim=1))
-    return reduce_scatter(partial_bsD, TENSOR, dim=1), {}
+    return leaving(c, [feed_forward(w.feed_forward, c, h) for (h,) in arriving(c, h_btD)]), {}
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):

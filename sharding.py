@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from config import AXES, MeshConfig
-from utils import UserError, require_multiple
+from utils import UserError
 from xla import ordered
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
@@ -341,7 +341,7 @@ def inside_shard_map(function):
                 raise
             raise UserError(
                 f"{function.__name__} needs the mesh axis {unbound[1]!r}, and outside of `shard_map` there is none: "
-                "it works on one device's slices. `sharding.on_mesh` runs such a function on whole arrays"
+                "it works on one device's slices. `sockets.on_mesh` runs such a function on whole arrays"
             ) from None
 
     return wrapped
@@ -403,6 +403,11 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
+def branches() -> bool:
+    """Whether layers are in a branch: with several stages, each skips its idle ticks."""
+    return axis_size(STAGE) > 1
+
+
 def shift(x, axis, by=1, *, in_branch=False):
     """Send every array of x `by` devices on along a mesh axis, around its end.
 
@@ -428,6 +433,69 @@ def shift(x, axis, by=1, *, in_branch=False):
     return jax.tree.map(one, x)
 
 
+def around(x, axis) -> list:
+    """What `all_gather` brings, as it comes: entry k is the x of the device k places on along an axis, entry 0 our own.
+
+    Half of them come from either side, by permutes. What is done with an entry waits for no later one, so products of
+    one run while the next is on its way.
+    Sends: the array, n - 1 times, as all_gather; half of it over each direction of a link. Backward: `back`.
+    """
+    n = axis_size(axis)
+    found = [vary(x, axis)] * n
+    for k in range(1, n // 2 + 1):
+        found[-k] = shift(found[1 - k], axis, in_branch=branches())
+    for k in range(1, (n - 1) // 2 + 1):
+        found[k] = shift(found[k - 1], axis, by=-1, in_branch=branches())
+    return found
+
+
+def back(partials: list, axis):
+    """What `reduce_scatter` leaves here: the sum over an axis of what each device made for this one.
+
+    partials  entry k is for the device k places on. A sum sets out from the farthest device, and each on its way adds
+              its own: products for the next one run while it travels
+    Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
+    """
+    n = axis_size(axis)
+    total = partials[0]
+    for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
+        travelling = None
+        for k in range(far, 0, -1):
+            here = partials[k * by]
+            travelling = shift(here if travelling is None else travelling + here, axis, by, in_branch=branches())
+        total = total if travelling is None else total + travelling
+    return total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def joined(parts: list, axis, dim):
+    """Put what `around` brought into the order of the devices: `all_gather`'s result. Sends nothing."""
+    size, here = parts[0].shape[dim], axis_index(axis)
+    shape = [n * len(parts) if i == dim else n for i, n in enumerate(parts[0].shape)]
+    whole = vary(jnp.zeros(shape, parts[0].dtype), tuple(jax.typeof(parts[0]).mat.varying))
+    for k, part in enumerate(parts):
+        place = (here + k) % len(parts)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, place * size, axis=dim)
+    return whole
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def parted(whole, axis, dim) -> list:
+    """The inverse of `joined`: entry k is the slice of the device k places on. Sends nothing."""
+    n, here = axis_size(axis), axis_index(axis)
+    size = whole.shape[dim] // n
+    return [jax.lax.dynamic_slice_in_dim(whole, (here + k) % n * size, size, axis=dim) for k in range(n)]
+
+
+# Each is the other's way back. Autodiff would add n arrays that are zero but for one slice.
+joined.defvjp(
+    lambda parts, axis, dim: (joined(parts, axis, dim), None), lambda axis, dim, _, d: (parted(d, axis, dim),)
+)
+parted.defvjp(
+    lambda whole, axis, dim: (parted(whole, axis, dim), None), lambda axis, dim, _, d: (joined(d, axis, dim),)
+)
+
+
 def own_slice(x, axes, *, dim):
     """This device's slice of what `all_gather` over the same axes joined. Sends nothing."""
     size = x.shape[dim] // axis_size(axes)
@@ -445,109 +513,3 @@ def vary(x, axes):
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(one, x)
-
-
-# One function on whole arrays -----------------------------------------------------------------------------------------
-
-# A lower-case letter of model.py's legend: the whole dim that it is a slice of, and the mesh axes that split it.
-SLICES = {"b": ("B", BATCH), "s": ("T", (CONTEXT,)), "t": ("T", (CONTEXT, TENSOR)), "e": ("E", (EXPERT,)),
-          "l": ("L", (STAGE,))} | {letter: (letter.upper(), (TENSOR,)) for letter in "fghmv"}  # fmt: skip
-
-
-def unstacked(declarations):
-    """Declarations of one layer: without the leading letters P, L, J that say how often it is repeated."""
-
-    def one(d: Declaration):
-        n = len(d.dims) - len(d.dims.lstrip("PLJ"))
-        return dataclasses.replace(d, dims=d.dims[n:], shape=d.shape[n:], spec=P(*d.spec[n:]))
-
-    return jax.tree.map(one, declarations)
-
-
-def on_mesh(function, mesh: Mesh, *inputs, out):
-    """Compile a function of one device's slices, as those of `model.py` are, to run on whole arrays.
-
-    inputs  for each argument, a tree of declarations, or of letters as in `model.py`, one a dim: "btD", "" for a scalar
-    out     letters of the result, or a tree of them
-    Everything goes through one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are cut as
-    the model has them, and come back in order.
-    Raises: UserError if a size does not split, and for a result that its letters do not describe: one that differs
-    along a mesh axis which they do not name, as a partial sum does, or has another size than they say.
-
-    The feed-forward of one layer, from arrays in to arrays out:
-
-    >>> import config, model
-    >>> c, mesh = config.preset("tiny").model, make_mesh("fsdp=2,tensor=4")
-    >>> declared = unstacked(model.declare(c).prefix.feed_forward)
-    >>> def branch(w, x_btD):
-    ...     x_bsD = all_gather(x_btD, TENSOR, dim=1)
-    ...     partial_bsD = model.feed_forward(model.used(w, c), c, x_bsD)
-    ...     return reduce_scatter(partial_bsD, TENSOR, dim=1)
-    >>> w, x_BTD = init(declared, mesh, seed=0), jnp.ones((4, 12, c.d_model))
-    >>> on_mesh(branch, mesh, declared, "btD", out="btD")(w, x_BTD).shape
-    (4, 12, 24)
-    """
-    specs_in, specs_out = (jax.tree.map(_spec_of, tree) for tree in (inputs, out))
-
-    def whole(*args):
-        sizes = {}
-        put = lambda said, x: x if isinstance(said, Declaration) else _cut(said, x, sizes, mesh)
-        args = jax.tree.map(put, inputs, args)
-
-        def local(*args):
-            result = function(*args)
-            jax.tree.map(lambda letters, x: _check_slice(letters, x, sizes, mesh), out, result)
-            return result
-
-        result = jax.shard_map(local, mesh=mesh, in_specs=specs_in, out_specs=specs_out)(*args)
-        return jax.tree.map(lambda letters, x: _positions(in_order, letters, x, mesh), out, result)
-
-    return ordered.jit(whole, mesh)
-
-
-def _spec_of(said: "str | Declaration") -> P:
-    if isinstance(said, Declaration):
-        return said.spec
-    if unknown := [letter for letter in said if letter.islower() and letter not in SLICES]:
-        raise UserError(f"letters {said!r}: {unknown[0]!r} is no slice of a dim; known: {', '.join(SLICES)}")
-    return P(*(SLICES[letter][1] if letter in SLICES else None for letter in said))
-
-
-def _parts(letter: str, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in SLICES[letter][1]) if letter in SLICES else 1
-
-
-def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
-    """A whole array as `shard_map` is to cut it, once it fits its letters; `sizes` learns those of its dims."""
-    if jnp.ndim(x) != len(letters):
-        raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}")
-    for letter, size in zip(letters, jnp.shape(x), strict=True):
-        name = SLICES.get(letter, (letter,))[0]
-        if sizes.setdefault(name, size) != size:
-            raise UserError(f"letters {letters!r}: {name}={size} here, and {name}={sizes[name]} in another array")
-        chunks = 2 * mesh.shape[CONTEXT] if letter in "st" and mesh.shape[CONTEXT] > 1 else 1
-        parts = math.lcm(_parts(letter, mesh), chunks)
-        require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
-    return _positions(in_chunks, letters, x, mesh)
-
-
-def _positions(how, letters: str, x, mesh: Mesh):
-    """x with its positions, if they are split over CONTEXT, moved by `in_chunks` or `in_order`."""
-    n = mesh.shape[CONTEXT]
-    dims = [dim for dim, letter in enumerate(letters) if letter in "st"] if n > 1 else []
-    return functools.reduce(lambda x, dim: how(x, dim=dim, n=n), dims, x)
-
-
-def _check_slice(letters: str, x, sizes: dict[str, int], mesh: Mesh) -> None:
-    """Raises: UserError if a device's result is not the slice that its letters say."""
-    named = {axis for axes in _spec_of(letters) for axis in as_tuple(axes)}
-    if extra := [axis for axis in AXES if axis in jax.typeof(x).mat.varying - named]:
-        raise UserError(
-            f"out={letters!r}: the result differs along {', '.join(extra)}, and no letter says so. If it is a partial "
-            "sum, psum or reduce_scatter it; if a slice, give its dim the lower-case letter")  # fmt: skip
-    whole = tuple(sizes.get(SLICES.get(letter, (letter,))[0]) for letter in letters)
-    want = tuple(size and size // _parts(letter, mesh) for letter, size in zip(letters, whole, strict=False))
-    if jnp.ndim(x) != len(letters) or any(size not in (None, there) for size, there in zip(want, x.shape, strict=True)):
-        raise UserError(
-            f"out={letters!r}: a device's slice is {want} of the whole {whole}, and the result is {x.shape}; a partial "
-            "sum over all positions becomes a slice by reduce_scatter") from None  # fmt: skip

@@ -21,6 +21,7 @@ import numpy as np
 
 import model
 import sharding
+import sockets
 from chapters import lesson
 from sharding import FSDP, TENSOR, P
 
@@ -564,14 +565,14 @@ lesson.source(model.local_vocabulary, model.embed, sharding.reduce_scatter)
 
 # %% [markdown]
 # Words of others give zeros, so a device's rows are a partial sum. (`inside_shard_map` rewords an error.)
-# `sharding.on_mesh` runs such a function on whole arrays. Capital letters in its specs stay whole, small ones
+# `sockets.on_mesh` runs such a function on whole arrays. Capital letters in its specs stay whole, small ones
 # are cut: b, the sequences, over `FSDP`; v, and in the result the positions t, over `TENSOR`.
 
 # %%
 both = sharding.make_mesh("fsdp=2,tensor=4")
 table_VD, wanted_BTD = normal(48, 10), normal(6, 12, 10)
 tokens_BT = rng.integers(0, 48, size=(6, 12)).astype(np.int32)
-embed = sharding.on_mesh(model.embed, both, "vD", "bs", out="btD")
+embed = sockets.on_mesh(model.embed, both, "vD", "bs", out="btD")
 assert np.array_equal(embed(table_VD, tokens_BT), table_VD[tokens_BT])
 
 loss = lambda table, look_up: jnp.vdot(look_up(table, tokens_BT), wanted_BTD)

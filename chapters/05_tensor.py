@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 
 import model
 import sharding
+import sockets
 from chapters import lesson
 from config import preset
 from plan import costs, hardware, planner
@@ -226,7 +227,7 @@ assert counted == 4.5
 settings = {"attention": "gqa", "n_kv_heads": 4, "activation": "gelu", "d_ff": 96}
 settings["no_rope_every"] = 0  # rotary in every layer
 c = preset("tiny", **{f"model.{name}": value for name, value in settings.items()}).model
-declared = sharding.unstacked(model.declare(c).prefix)  # one dense layer
+declared = sockets.unstacked(model.declare(c).prefix)  # one dense layer
 for name, d in sharding.named(declared).items():
     cut_dims = [dim for dim, axes in zip(d.dims, d.spec, strict=True) if axes == TENSOR]
     print(f"{name:24} {d.shape!s:12} tensor cuts {''.join(cut_dims) or 'nothing'}")
@@ -338,7 +339,7 @@ lesson.source(model.feed_forward_branch, model.feed_forward, model.attention_bra
 # %% [markdown]
 # Inside of a device a parameter keeps its declared name: `w_up_DF` is [D, f] there, as `up_bsf` says. So the
 # last line of `feed_forward` sums over f, and owes; `partial_bsD` in `feed_forward_branch` says it, and the
-# `reduce_scatter` pays. With `sharding.on_mesh` (chapter 03) the letters cut whole arrays, and the layer runs:
+# `reduce_scatter` pays. With `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and the layer runs:
 
 # %%
 B, T = 4, 24
@@ -357,11 +358,11 @@ def forward(w, x_btD, places_bs):
 results = {}
 for name in ("tensor=1", "tensor=4", "fsdp=2,tensor=4"):
     here = sharding.make_mesh(name)
-    layer = sharding.on_mesh(forward, here, declared, "btD", "bs", out="btD")
+    layer = sockets.on_mesh(forward, here, declared, "btD", "bs", out="btD")
     results[name] = layer(w, x_BTD, places_BT)
     print(f"{name:16} off by {error(results[name], results['tensor=1'])}")
     assert lesson.same(results[name], results["tensor=1"])
-layer = sharding.on_mesh(forward, mesh, declared, "btD", "bs", out="btD")
+layer = sockets.on_mesh(forward, mesh, declared, "btD", "bs", out="btD")
 lesson.listed(lesson.compiled(layer, mesh, w, x_BTD, places_BT))
 
 # %% [markdown]
@@ -438,7 +439,7 @@ shapes = *shapes, of(jnp.int32, 1024), of(jnp.float32, 1024)
 in_slices = lambda *arrays: model.loss_sums(c, *arrays)[0]
 sent = []
 for function in (with_gathered_logits, in_slices):
-    program = sharding.on_mesh(function, mesh, "Dv", "ND", "N", "N", out="")
+    program = sockets.on_mesh(function, mesh, "Dv", "ND", "N", "N", out="")
     found = lesson.compiled(program, mesh, *shapes)  # compiled for these sizes, not run
     lesson.listed(found)
     sent.append(found.total.wire_bytes)
@@ -466,7 +467,7 @@ def nats(w, tokens_bs, targets_bs):
 
 losses = []
 for name in ("tensor=1", "tensor=4", "fsdp=2,tensor=4"):
-    loss = sharding.on_mesh(nats, sharding.make_mesh(name), ends, "bs", "bs", out="")
+    loss = sockets.on_mesh(nats, sharding.make_mesh(name), ends, "bs", "bs", out="")
     losses.append(float(loss(tables, tokens_BT, jnp.roll(tokens_BT, -1, axis=1))))
     print(f"{name:16} {losses[-1]:.5f} nats a token")
 assert lesson.same(losses, [losses[0]] * 3)

@@ -23,6 +23,7 @@ import numpy as np
 
 import pipeline
 import sharding
+import sockets
 from chapters import lesson
 from pipeline import check, draw, schedules, step
 from sharding import STAGE
@@ -77,7 +78,7 @@ def follow(table, shift_if_busy=False):
 
         return jax.lax.scan(tick, none_ND, jnp.array(table))[1][None]
 
-    return sharding.on_mesh(device, mesh, "lDD", "MND", out="lTND")
+    return sockets.on_mesh(device, mesh, "lDD", "MND", out="lTND")
 
 
 # %%
@@ -910,7 +911,7 @@ def pipelined(sched):
         (*_, loss, grad_lDD), _ = jax.lax.scan(tick, carry, rows)
         return sharding.psum(loss / jnp.sum(real_MN), STAGE), grad_lDD
 
-    return sharding.on_mesh(device, mesh, "lDD", "MND", "MN", "MN", out=("", "lDD"))
+    return sockets.on_mesh(device, mesh, "lDD", "MND", "MN", "MN", out=("", "lDD"))
 
 
 # %% [markdown]
@@ -1029,7 +1030,7 @@ def mended(sched):
         tokens = jnp.sum(real_MN)
         return sharding.psum(loss / tokens, STAGE), grad_lDD / tokens
 
-    return sharding.on_mesh(device, mesh, "lDD", "MND", "MN", "MN", out=("", "lDD"))
+    return sockets.on_mesh(device, mesh, "lDD", "MND", "MN", "MN", out=("", "lDD"))
 
 
 def said(grad, factor=1):

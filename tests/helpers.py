@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import sharding
+import sockets
 from config import Config, MeshConfig, ModelConfig
 from plan import show
 from sharding import AXES, TOKENS
@@ -61,12 +62,12 @@ def draw(declarations, seed: int = 0):
 
 @functools.cache
 def moe_declarations(c: ModelConfig):
-    return sharding.unstacked(model.declare(c).blocks.moe.feed_forward)
+    return sockets.unstacked(model.declare(c).blocks.moe.feed_forward)
 
 
 @functools.cache
 def attention_declarations(c: ModelConfig):
-    return sharding.unstacked(model.declare(c).blocks.moe.attention)
+    return sockets.unstacked(model.declare(c).blocks.moe.attention)
 
 
 def compiled(function, declarations, n_arrays: int, mesh="data=1"):

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "config": "utils",
     "xla": "utils",
     "sharding": "utils config xla",
+    "sockets": "utils config xla sharding",
     "kernels": "sharding",
     "model": "utils config sharding kernels",
     "pipeline": "utils config xla sharding model",

@@ -13,6 +13,7 @@ import pytest
 import model
 import pipeline
 import sharding
+import sockets
 from config import Precision, preset
 from pipeline import fit
 from tests import helpers
@@ -235,7 +236,7 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean():
 def test_dropout_differs_by_layer_and_branch(monkeypatch):
     """Catches one key used for all layers, or for both branches of a layer: the same coordinates would always drop."""
     c = config("mla").model
-    declarations = sharding.unstacked(model.declare(c).prefix)
+    declarations = sockets.unstacked(model.declare(c).prefix)
     monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
     monkeypatch.setattr(model, "feed_forward", lambda w, c, x: sharding.vary(jnp.full_like(x, 10.0), x_axes))
     x_axes = sharding.TOKENS

@@ -15,15 +15,17 @@ import model
 import optimizer
 import pipeline
 import sharding
+import sockets
 from config import OptimConfig, preset
-from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, on_mesh, psum, reduce_scatter, vary
+from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
+from sockets import on_mesh
 from tests import helpers
 from tests.test_house import NOT_OURS, ROOT
 from utils import UserError
 from weights import families
 
 C = preset("tiny").model
-FEED_FORWARD = sharding.unstacked(model.declare(C).prefix.feed_forward)
+FEED_FORWARD = sockets.unstacked(model.declare(C).prefix.feed_forward)
 B, T, D = 4, 16, C.d_model
 
 
@@ -81,7 +83,7 @@ def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
 def test_positions_are_cut_as_the_model_cuts_them(kind):
     """Catches attention to chunks in another order than the ring expects, which is right on one device only."""
     c = preset("tiny", **{"model.context_attention": kind}).model
-    declared = sharding.unstacked(model.declare(c).prefix.attention)
+    declared = sockets.unstacked(model.declare(c).prefix.attention)
     w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
     x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)
 

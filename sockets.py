@@ -1,0 +1,118 @@
+"""One function of the model on whole arrays: cut as the model cuts them, run on every device, put together again."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+
+from config import AXES
+from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, Declaration, as_tuple, in_chunks, in_order
+from utils import UserError, require_multiple
+from xla import ordered
+
+# A lower-case letter of model.py's legend: the whole dim that it is a slice of, and the mesh axes that split it.
+SLICES = {"b": ("B", BATCH), "s": ("T", (CONTEXT,)), "t": ("T", (CONTEXT, TENSOR)), "e": ("E", (EXPERT,)),
+          "l": ("L", (STAGE,))} | {letter: (letter.upper(), (TENSOR,)) for letter in "fghmv"}  # fmt: skip
+
+
+def unstacked(declarations):
+    """Declarations of one layer: without the leading letters P, L, J that say how often it is repeated."""
+
+    def one(d: Declaration):
+        n = len(d.dims) - len(d.dims.lstrip("PLJ"))
+        return dataclasses.replace(d, dims=d.dims[n:], shape=d.shape[n:], spec=P(*d.spec[n:]))
+
+    return jax.tree.map(one, declarations)
+
+
+def on_mesh(function, mesh: Mesh, *inputs, out):
+    """Compile a function of one device's slices, as those of `model.py` are, to run on whole arrays.
+
+    inputs  for each argument, a tree of declarations, or of letters as in `model.py`, one a dim: "btD", "" for a scalar
+    out     letters of the result, or a tree of them
+    Everything goes through one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are cut as
+    the model has them, and come back in order.
+    Raises: UserError if a size does not split, and for a result that its letters do not describe: one that differs
+    along a mesh axis which they do not name, as a partial sum does, or has another size than they say.
+
+    The feed-forward of one layer, from arrays in to arrays out:
+
+    >>> import config, model
+    >>> from sharding import all_gather, init, make_mesh, reduce_scatter
+    >>> c, mesh = config.preset("tiny").model, make_mesh("fsdp=2,tensor=4")
+    >>> declared = unstacked(model.declare(c).prefix.feed_forward)
+    >>> def branch(w, x_btD):
+    ...     x_bsD = all_gather(x_btD, TENSOR, dim=1)
+    ...     partial_bsD = model.feed_forward(model.used(w, c), c, x_bsD)
+    ...     return reduce_scatter(partial_bsD, TENSOR, dim=1)
+    >>> w, x_BTD = init(declared, mesh, seed=0), jnp.ones((4, 12, c.d_model))
+    >>> on_mesh(branch, mesh, declared, "btD", out="btD")(w, x_BTD).shape
+    (4, 12, 24)
+    """
+    specs_in, specs_out = (jax.tree.map(_spec_of, tree) for tree in (inputs, out))
+
+    def whole(*args):
+        sizes = {}
+        put = lambda said, x: x if isinstance(said, Declaration) else _cut(said, x, sizes, mesh)
+        args = jax.tree.map(put, inputs, args)
+
+        def local(*args):
+            result = function(*args)
+            jax.tree.map(lambda letters, x: _check_slice(letters, x, sizes, mesh), out, result)
+            return result
+
+        result = jax.shard_map(local, mesh=mesh, in_specs=specs_in, out_specs=specs_out)(*args)
+        return jax.tree.map(lambda letters, x: _positions(in_order, letters, x, mesh), out, result)
+
+    return ordered.jit(whole, mesh)
+
+
+def _spec_of(said: "str | Declaration") -> P:
+    if isinstance(said, Declaration):
+        return said.spec
+    if unknown := [letter for letter in said if letter.islower() and letter not in SLICES]:
+        raise UserError(f"letters {said!r}: {unknown[0]!r} is no slice of a dim; known: {', '.join(SLICES)}")
+    return P(*(SLICES[letter][1] if letter in SLICES else None for letter in said))
+
+
+def _parts(letter: str, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in SLICES[letter][1]) if letter in SLICES else 1
+
+
+def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
+    """A whole array as `shard_map` is to cut it, once it fits its letters; `sizes` learns those of its dims."""
+    if jnp.ndim(x) != len(letters):
+        raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}")
+    for letter, size in zip(letters, jnp.shape(x), strict=True):
+        name = SLICES.get(letter, (letter,))[0]
+        if sizes.setdefault(name, size) != size:
+            raise UserError(f"letters {letters!r}: {name}={size} here, and {name}={sizes[name]} in another array")
+        chunks = 2 * mesh.shape[CONTEXT] if letter in "st" and mesh.shape[CONTEXT] > 1 else 1
+        parts = math.lcm(_parts(letter, mesh), chunks)
+        require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
+    return _positions(in_chunks, letters, x, mesh)
+
+
+def _positions(how, letters: str, x, mesh: Mesh):
+    """x with its positions, if they are split over CONTEXT, moved by `in_chunks` or `in_order`."""
+    n = mesh.shape[CONTEXT]
+    dims = [dim for dim, letter in enumerate(letters) if letter in "st"] if n > 1 else []
+    return functools.reduce(lambda x, dim: how(x, dim=dim, n=n), dims, x)
+
+
+def _check_slice(letters: str, x, sizes: dict[str, int], mesh: Mesh) -> None:
+    """Raises: UserError if a device's result is not the slice that its letters say."""
+    named = {axis for axes in _spec_of(letters) for axis in as_tuple(axes)}
+    if extra := [axis for axis in AXES if axis in jax.typeof(x).mat.varying - named]:
+        raise UserError(
+            f"out={letters!r}: the result differs along {', '.join(extra)}, and no letter says so. If it is a partial "
+            "sum, psum or reduce_scatter it; if a slice, give its dim the lower-case letter")  # fmt: skip
+    whole = tuple(sizes.get(SLICES.get(letter, (letter,))[0]) for letter in letters)
+    want = tuple(size and size // _parts(letter, mesh) for letter, size in zip(letters, whole, strict=False))
+    if jnp.ndim(x) != len(letters) or any(size not in (None, there) for size, there in zip(want, x.shape, strict=True)):
+        raise UserError(
+            f"out={letters!r}: a device's slice is {want} of the whole {whole}, and the result is {x.shape}; a partial "
+            "sum over all positions becomes a slice by reduce_scatter") from None  # fmt: skip
