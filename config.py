@@ -184,7 +184,8 @@ class ModelConfig:
     dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
     remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but products, whole layers
-    gather: Literal["layer", "step"] = "layer"  # weights are joined for each use of a layer; or once a step, and kept
+    # weights are joined for each use of a layer; for each use, one block of layers ahead; or once a step, and kept
+    gather: Literal["layer", "ahead", "step"] = "layer"
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn

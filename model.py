@@ -23,6 +23,7 @@ Numbers: parameters and their products are in `precision.compute`; softmax, norm
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXiv:2101.03961, GShard arXiv:2006.16668.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
+import ahead
 from config import ModelConfig
 from kernels.grouped import grouped_matmul
 from sharding import (
@@ -60,6 +62,7 @@ from sharding import (
     parted,
     psum,
     reduce_scatter,
+    reduce_scatter_in_parts,
     shift,
     vary,
 )
@@ -90,7 +93,13 @@ def held(w, c: ModelConfig):
 
 def used(w, c: ModelConfig, *names):
     """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
-    return (gathered if c.gather == "layer" else cast)(w, c, *names)
+    return (cast if c.gather == "step" else gathered)(w, c, *names)
+
+
+def scattered(d_w, w):
+    """The way back of `gathered`, in parts that products may run beside: gradients by slices w, in their dtype."""
+    summed = map_sliced(lambda d, dim, axes, exact: reduce_scatter_in_parts(d, axes, dim=dim), d_w)
+    return jax.tree.map(lambda d, x: d.astype(x.dtype), summed, w)
 
 
 # Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
@@ -701,6 +710,10 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     n = len(jax.tree.leaves(w_stack)[0])
     number = (chunk * axis_size(STAGE) + axis_index(STAGE)) * n + jnp.arange(n)
     first = c.dense_prefix + c.layers_per_block * number
+    if c.gather == "ahead":
+        whole = dataclasses.replace(c, gather="step")  # no layer gathers for itself
+        one = lambda w, x, first, shared: block(w, whole, x, shared[0], first, shared[1])
+        return ahead.scan(one, lambda w: gathered(w, c), scattered, w_stack, x_btD, (first, (tokens, key)))
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
 

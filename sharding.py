@@ -384,6 +384,39 @@ def reduce_scatter(partial, axes, *, dim):
     return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
 
+def reduce_scatter_in_parts(partial, axes, *, dim):
+    """`reduce_scatter` by permutes: products may run beside each, where a compiler makes the whole wait.
+
+    Devices are numbered in digits, one for each prime factor of n. Those that differ in the last digit exchange what
+    is the other's, and add; then those that differ in the digit before, on what is left: with n = 2^k, k permutes, of
+    half the array, a quarter, and so on. Nearest neighbours exchange most.
+    Sends and backward: as reduce_scatter. Source: recursive halving, https://doi.org/10.1177/1094342005051521.
+    """
+    n, here, factors = axis_size(axes), axis_index(axes), prime_factors(axis_size(axes))
+
+    def in_parts(x):
+        x = x.reshape(*x.shape[:dim], *factors, x.shape[dim] // n, *x.shape[dim + 1 :])
+        stride = 1
+        for place in reversed(range(len(factors))):
+            factor, digit = factors[place], here // stride % factors[place]
+            own = jax.lax.dynamic_index_in_dim(x, digit, axis=dim + place, keepdims=False)
+            for by in range(1, factor):
+                theirs = jax.lax.dynamic_index_in_dim(x, (digit + by) % factor, axis=dim + place, keepdims=False)
+                pairs = [(i, i + ((i // stride + by) % factor - i // stride % factor) * stride) for i in range(n)]
+                own += jax.lax.ppermute(theirs, axes, pairs)
+            x, stride = own, stride * factor
+        return x
+
+    at_once = lambda x: reduce_scatter(x, axes, dim=dim)  # see `shift`, why
+    return jax.lax.platform_dependent(partial, cpu=at_once, default=in_parts) if branches() else in_parts(partial)
+
+
+def prime_factors(n: int) -> list[int]:
+    """The smallest last."""
+    least = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return [*prime_factors(n // least), least] if least else []
+
+
 @inside_shard_map
 def psum(partial, axes):
     """Add partial sums held along mesh axes; every device gets the total.

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
+from ahead import apart, at, together
 from config import AXES, Config, ModelConfig
 from pipeline import fit, schedules
 from sharding import (
@@ -134,7 +135,7 @@ def ready(params, c: ModelConfig):
     params = jax.lax.optimization_barrier(vary(params, AXES))
     return (
         params
-        if c.gather == "layer"
+        if c.gather != "step"
         else jax.tree.map(lambda w, p: w.astype(p.dtype), model.gathered(params, c), params)
     )
 
@@ -172,24 +173,6 @@ def _exchange(groups, rounds):
         arrived = jax.lax.ppermute(groups[sent[stage]], STAGE, [(s, r) for s, _, r, _ in edges])
         found = found.at[kept[stage]].set(arrived)
     return found
-
-
-def apart(pull, known):
-    """Split what a backward pass needs (`pull`, from jax.vjp) into arrays to keep and those that are `known` anyway."""
-    leaves, tree = jax.tree.flatten(pull)
-    places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
-    place = [places.get(id(leaf)) for leaf in leaves]
-    return [leaf for leaf, number in zip(leaves, place, strict=True) if number is None], (tree, place)
-
-
-def together(how, kept, known):
-    """The inverse of `apart`."""
-    (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
-    return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
-
-
-def at(tree, index):
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def put(tree, index, values):

@@ -1,0 +1,113 @@
+"""A stack of layers whose weights are gathered one layer ahead, so that they travel while the layer before is computed.
+
+Autodiff of a loop that carries gathered weights would keep all of them. So both ways are written here: on the way back
+weights are gathered again, the layer before's while this one's gradients are computed, and the gradients of a layer
+are scattered while those of the next one are.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from config import AXES
+from sharding import vary
+
+
+def at(tree, index):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def apart(pull, known):
+    """Split what a backward pass needs (`pull`, from jax.vjp) into arrays to keep and those that are `known` anyway."""
+    leaves, tree = jax.tree.flatten(pull)
+    places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
+    place = [places.get(id(leaf)) for leaf in leaves]
+    return [leaf for leaf, number in zip(leaves, place, strict=True) if number is None], (tree, place)
+
+
+def together(how, kept, known):
+    """The inverse of `apart`."""
+    (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
+    return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
+
+
+def scan(layer, gather, scatter, w_stack, x, context):
+    """Apply stacked layers in order: `jax.lax.scan` of layer(gather(w), x, one, shared), gathered one layer ahead.
+
+    layer    fn(weights, x, one, shared) -> (x, y)
+    gather   fn(slices of one layer) -> its weights, linear
+    scatter  fn(gradient by those weights, the slices) -> gradient by the slices: what autodiff makes of `gather`
+    context  (stacked, shared): what a layer reads besides; the first has an entry for each, and neither a gradient
+    Returns x and the y of all layers. It holds the weights of two layers at once, on the way back a gradient too.
+    Sends: as gathered when used, and a layer more: of the last one's weights, and on the way back of the first one's,
+    and of no gradient.
+    """
+    everywhere = lambda *args: vary(layer(*args), AXES)  # as a loop's carry has to be, and its gradient
+    return _scan(everywhere, gather, scatter, *vary((w_stack, x), AXES), context)
+
+
+def _run(layer, gather, w_stack, x, context, keep):
+    stacked, shared = context
+    last = len(jax.tree.leaves(w_stack)[0]) - 1
+
+    def step(carry, number):
+        x, w = carry
+        w_next = gather(at(w_stack, jnp.minimum(number + 1, last)))
+        x, out = keep(layer, w, x, (at(stacked, number), shared))
+        return (x, w_next), vary(out, AXES)
+
+    (x, _), out = jax.lax.scan(step, (x, gather(at(w_stack, 0))), jnp.arange(last + 1))
+    return x, out
+
+
+def _plain(layer, w, x, context):
+    return layer(w, x, *context)
+
+
+def _kept(layer, w, x, context):
+    """Run a layer; returns also what its backward pass must be kept besides its weights and context."""
+    (x_out, y), pull = jax.vjp(lambda w, x, context: layer(w, x, *context), w, x, context)
+    kept, how = apart(pull, (w, context))
+    return x_out, y, kept, how
+
+
+_scan = jax.custom_vjp(
+    lambda layer, gather, _, w_stack, x, context: _run(layer, gather, w_stack, x, context, _plain),
+    nondiff_argnums=(0, 1, 2),
+)
+
+
+def _forward(layer, gather, scatter, w_stack, x, context):
+    def keep(layer, w, x, context):
+        x, y, kept, _ = _kept(layer, w, x, context)
+        return x, (y, kept)
+
+    x, (y, kept) = _run(layer, gather, w_stack, x, context, keep)
+    return (x, y), (w_stack, kept, context)
+
+
+def _backward(layer, gather, scatter, saved, d_out):
+    w_stack, kept, (stacked, shared) = saved
+    (dx, dy), last = d_out, len(jax.tree.leaves(w_stack)[0]) - 1
+    w, hows = gather(at(w_stack, last)), []
+    jax.eval_shape(lambda *args: hows.append(_kept(layer, *args)[-1]), w, dx, (at(stacked, 0), shared))
+
+    def step(carry, number):
+        dx, w, d_later, d_stack = carry
+        w_next = gather(at(w_stack, jnp.maximum(number - 1, 0)))
+        d_stack = put(d_stack, number + 1, d_later)
+        pull = together(hows[0], at(kept, number), (w, (at(stacked, number), shared)))
+        d_w, dx, _ = pull((dx, at(dy, number)))
+        return (dx, w_next, d_w, d_stack), None
+
+    def put(d_stack, number, d_w):
+        """Write a layer's gradient, once it is scattered; nowhere, if there is no such layer."""
+        d_slices = scatter(d_w, at(w_stack, 0))
+        return jax.tree.map(lambda d, x: d.at[number].set(x, mode="drop"), d_stack, d_slices)
+
+    nothing = lambda tree: vary(jax.tree.map(jnp.zeros_like, tree), AXES)
+    start = dx, w, nothing(w), nothing(w_stack)
+    (dx, _, d_first, d_stack), _ = jax.lax.scan(step, start, jnp.arange(last, -1, -1))
+    return put(d_stack, 0, d_first), dx, None
+
+
+_scan.defvjp(_forward, _backward)
