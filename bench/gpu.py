@@ -24,7 +24,7 @@ import tyro
 
 import utils
 from bench.step import random_batch, say
-from config import Config, NotNegative, Size, check, preset, replace
+from config import Config, NotNegative, Size, check, preset
 from plan.hardware import PEAK_FLOPS_PER_S
 from utils import UserError, nearest
 
@@ -53,21 +53,23 @@ class Arguments:
     set: tuple[str, ...] = ()
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: small shapes, to see that it works
     torch_python: str = sys.executable  # a Python that has torch, if this one has not
-    torch_compile: bool = True  # without, torch needs no C compiler
     ours_only: bool = False  # measure our trainer alone, without torch
     peak_tflops: NotNegative = 0.0  # TFLOP/s of the GPU, bf16 dense, for MFU; 0: as plan/hardware.py knows
     json: bool = False  # print one line of JSON instead of a table
 
-    def __post_init__(self):
-        check(self)
-        settings(self)
-
 
 HELP = """e.g. python -m bench.gpu
-     python -m bench.gpu --device cpu --rounds 1 --no_torch_compile   # without a GPU: does it work?
+     python -m bench.gpu --device cpu --rounds 1   # without a GPU: does it work?
      python -m bench.gpu --models moe --set model.remat=none data.seq_len=2048
 
 Our trainer against one in torch, on one GPU, in turn: tokens/s, MFU, memory."""
+
+
+def parse(argv: list[str]) -> Arguments:
+    args = tyro.cli(Arguments, args=argv, prog="python -m bench.gpu", description=HELP, use_underscores=True)
+    check(args)
+    settings(args)
+    return args
 
 
 def settings(args: Arguments) -> dict[str, Config]:
@@ -87,7 +89,7 @@ def settings(args: Arguments) -> dict[str, Config]:
             raise UserError(f"--models {name}: no such model; {nearest(name, MODELS)}")
         small = SMALL if args.device == "cpu" else {}
         size = {"data.batch_size": args.batch_size, "run.steps": 1 + WARMUP + args.steps}
-        found[name] = replace(preset("dense_124m", **MODELS[name]), **ALIKE, **small, **size, **given)
+        found[name] = preset("dense_124m", **ALIKE | MODELS[name] | small | size | given)
         if found[name].mesh.devices > 1:
             raise UserError(f"mesh {found[name].mesh}: one device is measured; leave the mesh out")
     return found
@@ -191,8 +193,7 @@ def compare(args: Arguments) -> dict:
         for name, cfg in settings(args).items():
             batch = Path(folder) / f"{name}.npz"
             np.savez(batch, **random_batch(cfg))
-            spec = dict(config=cfg.to_dict(), batch=str(batch), device=args.device, warmup=WARMUP, steps=args.steps,
-                        compile=args.torch_compile)  # fmt: skip
+            spec = dict(config=cfg.to_dict(), batch=str(batch), device=args.device, warmup=WARMUP, steps=args.steps)
             found[name] = {side: [] for side in sides}
             for number in range(args.rounds):
                 for side in sides:
@@ -268,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["--one"]:  # a measurement that `run` has started
         print(json.dumps(measure(json.loads(argv[1]))))
         return
-    args = tyro.cli(Arguments, args=argv, prog="python -m bench.gpu", description=HELP, use_underscores=True)
+    args = parse(argv)
     found = compare(args)
     print(json.dumps(found) if args.json else table(found))
 
