@@ -58,9 +58,9 @@ class Arguments:
     json: bool = False  # print one line of JSON instead of a table
 
 
-HELP = """e.g. python -m bench.gpu
-     python -m bench.gpu --device cpu --rounds 1   # without a GPU: does it work?
-     python -m bench.gpu --models moe --set model.remat=none data.seq_len=2048
+HELP = """e.g. python -m bench.gpu --rounds 5                                # dense_124m and a small MoE
+     python -m bench.gpu --device cpu --rounds 1                   # without a GPU: does it work?
+     python -m bench.gpu --models moe --set model.remat=none       # settings of main.py, for both trainers
 
 Our trainer against one in torch, on one GPU, in turn: tokens/s, MFU, memory."""
 
@@ -200,8 +200,10 @@ def compare(args: Arguments) -> dict:
                     say(f"{name}, round {number + 1} of {args.rounds}: {side} ..")
                     found[name][side].append(run(side, spec, args.torch_python))
                     say(f"  {found[name][side][-1]['tokens_per_s']:,.0f} tokens/s")
-            if len(params := {each[0]["params"] for each in found[name].values()}) > 1:
-                raise UserError(f"{name}: trainers of {params} parameters are no comparison")
+            params = [found[name][side][0]["params"] for side in sides]
+            if len(set(params)) > 1:
+                raise UserError(f"{name}: the trainers have {' and '.join(map(str, params))} parameters: that is no "
+                                "comparison")  # fmt: skip
     return summary(args, found)
 
 
