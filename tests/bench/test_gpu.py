@@ -3,6 +3,7 @@
 Those that need torch are skipped where it is missing: `.venv/bin/pip install torch==2.13.0` (the CPU wheel).
 """
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -274,3 +275,24 @@ def test_it_runs_from_end_to_end():
     ours, theirs = found["models"]["moe"]["ours"], found["models"]["moe"]["torch"]
     assert ours["losses"][-1] < ours["losses"][0] and theirs["losses"][-1] < theirs["losses"][0]
     assert found["models"]["moe"]["ratio"] == ours["rounds"][0] / theirs["rounds"][0]
+
+
+@needs_torch
+@pytest.mark.parametrize("name", gpu.MODELS)
+def test_torch_compiles_it_whole(name, monkeypatch):
+    """Catches a line that breaks the graph in two, or that compiled torch refuses: on CPU it is not compiled otherwise.
+    Traced forward and backward, in bfloat16 as on a GPU, but not made into kernels, which takes a C compiler."""
+    import torch
+
+    from bench import torch_trainer
+
+    cfg = small(name, **{"model.precision.compute": "bfloat16"})
+    c, o = torch_trainer.settings(cfg.to_dict())
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    losses = {}
+    for compiled in (True, False):
+        torch.manual_seed(3)
+        step, batch = torch_trainer.trainer(torch_trainer.Transformer(c), o, compiled), random_batch(cfg)
+        tokens = [torch.tensor(batch[name], dtype=torch.int64) for name in ("tokens_BT", "targets_BT")]
+        losses[compiled] = [float(step(*tokens)) for _ in range(3)]
+    np.testing.assert_allclose(losses[True], losses[False], rtol=1e-2)
