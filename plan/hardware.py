@@ -36,16 +36,19 @@ class Chip:
     pod: int = 0  # chips of the largest slice; 0: no such bound
 
 
-# FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e; NVIDIA's data sheets of H100 and H200 SXM, not sparse.
+# FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e; NVIDIA's data sheets of A100, H100 and H200 SXM,
+# not sparse.
 # Memory: what libtpu 0.0.42 says it has when a program does not fit; GPUs: the data sheets.
 # HBM, links, DCN: https://jax-ml.github.io/scaling-book/tpus, "TPU Specs"; an earlier edition said 5e10 for a link of
 # v5e, and 1e11 for v5p and v6e, as Google's pages do.
-# NVLink (18 links of 25e9) and InfiniBand (400 Gbit/s): https://jax-ml.github.io/scaling-book/gpus, "Networking".
+# NVLink (18 links of 25e9) and InfiniBand (400 Gbit/s): https://jax-ml.github.io/scaling-book/gpus, "Networking"; of
+# A100 (12 links, 200 Gbit/s) NVIDIA's data sheet of DGX A100.
 CHIPS = {chip.key: chip for chip in (
     Chip("v4", "TPU v4", "TPU v4", 275e12, round(30.75 * GiB), 1.2e12, 3, 4.5e10, 6.25e9, 4096),
     Chip("v5e", "TPU v5e", "TPU v5 lite", 197e12, round(15.75 * GiB), 8.1e11, 2, 4.5e10, 3.125e9, 256),
     Chip("v5p", "TPU v5p", "TPU v5", 459e12, round(95.74 * GiB), 2.8e12, 3, 9e10, 6.25e9, 8960),
     Chip("v6e", "TPU v6e", "TPU v6 lite", 918e12, round(31.25 * GiB), 1.6e12, 2, 9e10, 12.5e9, 256),
+    Chip("a100", "NVIDIA A100", "NVIDIA A100-SXM4-80GB", 312e12, round(80e9), 2.039e12, 0, 300e9, 25e9),
     Chip("h100", "NVIDIA H100", "NVIDIA H100 80GB HBM3", 989e12, round(80e9), 3.35e12, 0, 450e9, 50e9),
     Chip("h200", "NVIDIA H200", "NVIDIA H200", 989e12, round(141e9), 4.8e12, 0, 450e9, 50e9),
     Chip("cpu", "this machine", "cpu", None, None, None, 0, None, None),

@@ -134,8 +134,8 @@ def test_every_file_that_is_named_exists():
 
 
 MADE = ("runs/", "tokens/", "checkpoints/", "samples.txt", "hosts.txt", "__init__.py")  # by a command or you; in rooms
-# Listed as a file; started by a run, to send its rows to wandb; parts of docs.build.
-NOT_FOR_HELP = {"bench.deadlock", "train.tracking", "docs.notebooks", "docs.reference"}
+# Listed as a file; started by bench.gpu; started by a run, to send its rows to wandb; parts of docs.build.
+NOT_FOR_HELP = {"bench.deadlock", "bench.torch_trainer", "train.tracking", "docs.notebooks", "docs.reference"}
 
 
 def test_help_lists_every_command():

@@ -249,11 +249,13 @@ def test_wire_bytes_are_the_ledgers():
     ("v5p", 96 * 2**30, 2.8e12, 4.59e14, 9e10, 6.25e9),
     ("v5e", 16 * 2**30, 8.1e11, 1.97e14, 4.5e10, 3.125e9),
     ("v6e", 32 * 2**30, 1.6e12, 9.20e14, 9e10, 12.5e9),
+    ("a100", 80e9, 2.0e12, 3.12e14, 12 * 25e9, 200e9 / 8),
     ("h100", 80e9, 3.4e12, 9.9e14, 18 * 25e9, 400e9 / 8),
     ("h200", 141e9, 4.8e12, 9.9e14, 18 * 25e9, 400e9 / 8),
 ])  # fmt: skip
 def test_book_table(key, memory, hbm, flops, link, dcn):
-    """BOOK/tpus, "TPU Specs", and BOOK/gpus, "Summary of GPU specs", rounded to 2%; libtpu keeps up to 5% of memory."""
+    """BOOK/tpus, "TPU Specs", and BOOK/gpus, "Summary of GPU specs", rounded to 2%; libtpu keeps up to 5% of memory.
+    Wires of A100: NVIDIA's data sheet of DGX A100."""
     chip = CHIPS[key]
     assert 0.95 < chip.memory_bytes / memory < 1 if chip.torus_dims else chip.memory_bytes == memory
     assert (chip.hbm_bytes_per_s, chip.peak_flops_per_s) == (approx(hbm, rel=0.02), approx(flops, rel=0.02))
