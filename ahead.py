@@ -30,19 +30,18 @@ def together(how, kept, known):
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
 
 
-def scan(layer, gather, scatter, w_stack, x, context):
+def scan(layer, gather, w_stack, x, context):
     """Apply stacked layers in order: `jax.lax.scan` of layer(gather(w), x, one, shared), gathered one layer ahead.
 
     layer    fn(weights, x, one, shared) -> (x, y)
     gather   fn(slices of one layer) -> its weights, linear
-    scatter  fn(gradient by those weights, the slices) -> gradient by the slices: what autodiff makes of `gather`
     context  (stacked, shared): what a layer reads besides; the first has an entry for each, and neither a gradient
     Returns x and the y of all layers. It holds the weights of two layers at once, on the way back a gradient too.
     Sends: as gathered when used, and a layer more: of the last one's weights, and on the way back of the first one's,
     and of no gradient.
     """
     everywhere = lambda *args: vary(layer(*args), AXES)  # as a loop's carry has to be, and its gradient
-    return _scan(everywhere, gather, scatter, *vary((w_stack, x), AXES), context)
+    return _scan(everywhere, gather, *vary((w_stack, x), AXES), context)
 
 
 def _run(layer, gather, w_stack, x, context, keep):
@@ -71,12 +70,11 @@ def _kept(layer, w, x, context):
 
 
 _scan = jax.custom_vjp(
-    lambda layer, gather, _, w_stack, x, context: _run(layer, gather, w_stack, x, context, _plain),
-    nondiff_argnums=(0, 1, 2),
+    lambda layer, gather, w_stack, x, context: _run(layer, gather, w_stack, x, context, _plain), nondiff_argnums=(0, 1)
 )
 
 
-def _forward(layer, gather, scatter, w_stack, x, context):
+def _forward(layer, gather, w_stack, x, context):
     def keep(layer, w, x, context):
         x, y, kept, _ = _kept(layer, w, x, context)
         return x, (y, kept)
@@ -85,7 +83,7 @@ def _forward(layer, gather, scatter, w_stack, x, context):
     return (x, y), (w_stack, kept, context)
 
 
-def _backward(layer, gather, scatter, saved, d_out):
+def _backward(layer, gather, saved, d_out):
     w_stack, kept, (stacked, shared) = saved
     (dx, dy), last = d_out, len(jax.tree.leaves(w_stack)[0]) - 1
     w, hows = gather(at(w_stack, last)), []
@@ -101,7 +99,7 @@ def _backward(layer, gather, scatter, saved, d_out):
 
     def put(d_stack, number, d_w):
         """Write a layer's gradient, once it is scattered; nowhere, if there is no such layer."""
-        d_slices = scatter(d_w, at(w_stack, 0))
+        (d_slices,) = jax.vjp(gather, at(w_stack, 0))[1](d_w)
         return jax.tree.map(lambda d, x: d.at[number].set(x, mode="drop"), d_stack, d_slices)
 
     nothing = lambda tree: vary(jax.tree.map(jnp.zeros_like, tree), AXES)

@@ -53,6 +53,7 @@ from sharding import (
     back,
     branches,
     declare as declare_block,
+    gather_weights,
     in_order,
     joined,
     map_sliced,
@@ -62,7 +63,6 @@ from sharding import (
     parted,
     psum,
     reduce_scatter,
-    reduce_scatter_in_parts,
     shift,
     vary,
 )
@@ -75,9 +75,10 @@ def gathered(w, c: ModelConfig, *names):
     """Weights with their slices joined, in the compute dtype; norms and biases, which are whole, stay as they are.
 
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
-    Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes.
+    Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes; in parts, if weights are gathered ahead.
     """
-    join = lambda x, dim, axes, exact: all_gather(x if exact else x.astype(c.precision.compute), axes, dim=dim)
+    gather = gather_weights if c.gather == "ahead" else lambda x, axes, dim: all_gather(x, axes, dim=dim)
+    join = lambda x, dim, axes, exact: gather(x if exact else x.astype(c.precision.compute), axes, dim)
     return map_sliced(join, w, *names)
 
 
@@ -94,12 +95,6 @@ def held(w, c: ModelConfig):
 def used(w, c: ModelConfig, *names):
     """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
     return (cast if c.gather == "step" else gathered)(w, c, *names)
-
-
-def scattered(d_w, w):
-    """The way back of `gathered`, in parts that products may run beside: gradients by slices w, in their dtype."""
-    summed = map_sliced(lambda d, dim, axes, exact: reduce_scatter_in_parts(d, axes, dim=dim), d_w)
-    return jax.tree.map(lambda d, x: d.astype(x.dtype), summed, w)
 
 
 # Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
@@ -713,7 +708,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     if c.gather == "ahead":
         whole = dataclasses.replace(c, gather="step")  # no layer gathers for itself
         one = lambda w, x, first, shared: block(w, whole, x, shared[0], first, shared[1])
-        return ahead.scan(one, lambda w: gathered(w, c), scattered, w_stack, x_btD, (first, (tokens, key)))
+        return ahead.scan(one, lambda w: gathered(w, c), w_stack, x_btD, (first, (tokens, key)))
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
 

@@ -411,6 +411,18 @@ def reduce_scatter_in_parts(partial, axes, *, dim):
     return jax.lax.platform_dependent(partial, cpu=at_once, default=in_parts) if branches() else in_parts(partial)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_weights(x, axes, dim):
+    """`all_gather` whose gradient comes back by `reduce_scatter_in_parts`."""
+    return all_gather(x, axes, dim=dim)
+
+
+gather_weights.defvjp(
+    lambda x, axes, dim: (gather_weights(x, axes, dim), None),
+    lambda axes, dim, _, d: (reduce_scatter_in_parts(d, axes, dim=dim),),
+)
+
+
 def prime_factors(n: int) -> list[int]:
     """The smallest last."""
     least = next((p for p in range(2, n + 1) if n % p == 0), None)
