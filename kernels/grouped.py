@@ -49,11 +49,16 @@ _grouped_matmul.defvjp(_forward, _backward)
 TILE = 256  # most rows of a tile of `grouped_matmul_in_tiles`
 
 
+def padded_tiles(A: int, e: int, tile: int = TILE) -> tuple[int, int]:
+    """Rows of a tile, and the most tiles that e experts fill: each one's last with one row alone."""
+    tile = min(tile, -(-A // e))
+    return tile, (A - e) // tile + e
+
+
 def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
     """Pad each group to whole tiles, so that a tile has one expert and all tiles go through one batched product."""
     (A, D), e = rows_AD.shape, len(w_eDM)
-    tile = min(tile, -(-A // e))
-    n_tiles = -(-A // tile) + e
+    tile, n_tiles = padded_tiles(A, e, tile)
     tiles_e = -(-sizes_e // tile)
     group_A = jnp.repeat(jnp.arange(e + 1), jnp.append(sizes_e, A - jnp.sum(sizes_e)), total_repeat_length=A)
     padding_e = (jnp.cumsum(tiles_e) - tiles_e) * tile - (jnp.cumsum(sizes_e) - sizes_e)
@@ -119,7 +124,7 @@ def own_rows(at: Visits, i, tile: int, part, shape):
 
 
 def for_own_parts(at: Visits, i, tile: int, multiply):
-    """Call `multiply` with the rows of the tile, or if the expert of visit i has none in some parts, with each other."""
+    """Call `multiply` with the rows of the tile, or with each part where the expert of visit i has rows, if not all."""
     begin, expert = at.tile_i[i] * tile, at.expert_i[i]
     first = jnp.maximum(at.start_e[expert] - begin, 0) // PART
     last = jnp.minimum(at.end_e[expert] - begin + PART - 1, tile) // PART  # the one after
@@ -146,12 +151,12 @@ def cuts(width: int) -> list[int]:
 
 
 def cheapest(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
-    """The blocks that move the fewest bytes, of those that fit. M is cut where it can be: a v4 or v5p chip has two
-    cores, and each takes its share of the blocks."""
+    """Of the blocks that fit, those with which the busier core of a chip moves the fewest bytes. A v4 or v5p chip has
+    two cores, which share the blocks of M."""
     tiles = [min(tile, -(-A // PART) * PART) for tile in TILES]
-    every = [Blocks(*sizes) for sizes in itertools.product(tiles, cuts(D), cuts(M)[1:] or [M])]
-    fit = [one for one in every if vmem_bytes(*one) <= VMEM_BYTES]
-    return min(fit or [min(every, key=lambda one: vmem_bytes(*one))], key=lambda one: hbm_bytes(*one))
+    every = [Blocks(*sizes) for sizes in itertools.product(tiles, cuts(D), cuts(M))]
+    fit = [one for one in every if vmem_bytes(*one) <= VMEM_BYTES] or [min(every, key=lambda one: vmem_bytes(*one))]
+    return min(fit, key=lambda one: hbm_bytes(*one) * one.m * -(-M // one.m // 2))
 
 
 def products_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d: int, m: int) -> int:
@@ -202,8 +207,7 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
         [pl.BlockSpec((tile, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], k)), w_block],
         pl.BlockSpec((tile, m), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], j)),
         jax.ShapeDtypeStruct((len(rows_AD), M), rows_AD.dtype), (rows_AD, w_eDM), interpret,
-        scratch=pltpu.VMEM((tile, m), float32), order=("parallel", "arbitrary", "arbitrary"),
-        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks),
+        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((tile, m), float32),
     )  # fmt: skip
     # Rows of no expert were not written.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A], 0)
@@ -240,24 +244,24 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
             out[...] = total[...].astype(out.dtype)
 
     return _call(
-        kernel, (D // d, M // m, n_visits), at,
-        [pl.BlockSpec((tile, d), lambda k, j, i, start_e, end_e, expert_i, tile_i: (tile_i[i], k)),
-         pl.BlockSpec((tile, m), lambda k, j, i, start_e, end_e, expert_i, tile_i: (tile_i[i], j))],
-        pl.BlockSpec((None, d, m), lambda k, j, i, start_e, end_e, expert_i, tile_i: (expert_i[i], k, j)),
+        kernel, (M // m, D // d, n_visits), at,
+        [pl.BlockSpec((tile, d), lambda j, k, i, start_e, end_e, expert_i, tile_i: (tile_i[i], k)),
+         pl.BlockSpec((tile, m), lambda j, k, i, start_e, end_e, expert_i, tile_i: (tile_i[i], j))],
+        pl.BlockSpec((None, d, m), lambda j, k, i, start_e, end_e, expert_i, tile_i: (expert_i[i], k, j)),
         jax.ShapeDtypeStruct((e, D, M), dtype), (rows_AD, d_out_AM), interpret,
-        scratch=pltpu.VMEM((d, m), float32), order=("parallel", "parallel", "arbitrary"),
-        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks),
+        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((d, m), float32),
     )  # fmt: skip
 
 
-def _call(kernel, grid, at, in_specs, out_specs, out, operands, interpret, *, scratch, order, flops, hbm_bytes):
+def _call(kernel, grid, at, in_specs, out_specs, out, operands, interpret, *, flops, hbm_bytes, scratch):
     return pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=jax.typeof(operands[0]).mat),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(at), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=[scratch]
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=order),
+        # Blocks of M are shared by the cores of a chip.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops, transcendentals=0, bytes_accessed=hbm_bytes),
         interpret=interpret,
     )(*at, *operands)
