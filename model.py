@@ -480,8 +480,9 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
     (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
     place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk  # rank >= slots lies outside: not written, read as 0
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
-    buffer_EbXD = jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype).at[place].set(x_bskD, mode="drop")
-    gates_EbX = jnp.zeros((c.n_experts, b, slots), gates_bsk.dtype).at[place].set(gates_bsk, mode="drop")
+    place_in = lambda zeros, values: zeros.at[place].set(values, mode="drop", unique_indices=True)
+    buffer_EbXD = place_in(jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype), x_bskD)
+    gates_EbX = place_in(jnp.zeros((c.n_experts, b, slots), gates_bsk.dtype), gates_bsk)
 
     rows_eAD = all_to_all(buffer_EbXD, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots, D)
     gates_eA = all_to_all(gates_EbX, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots)
