@@ -452,11 +452,12 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
     return c.n_experts * jnp.sum(share_E * probability_E / tokens, axis=-1)
 
 
-def experts_feed_forward(w: MoE, matmul, rows):
-    """Each row through its own expert; `matmul(rows, weights)` knows which. Returns a partial sum over TENSOR."""
+def experts_feed_forward(w: MoE, matmul, rows, gates):
+    """Each row through its expert, times its gate; `matmul(rows, weights)` knows which. A partial sum over TENSOR."""
     up = matmul(rows, w.w_up_EDM)
     gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
-    return matmul(activate(up, gate), w.w_down_EMD)
+    # Before the last product: no gradient then asks for its result, and none repeats it.
+    return matmul(activate(up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -491,9 +492,9 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
 
     rows_AD = permuted(x_ND, order_A, inverse_A, c.top_k)
-    out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD)
-    out_AD = permuted(out_AD, inverse_A, order_A) * gates_A[:, None].astype(out_AD.dtype)
-    partial_ND = jnp.sum(out_AD.reshape(-1, c.top_k, D), axis=1)
+    gates_A = permuted(gates_A[:, None], order_A, inverse_A)[:, 0]
+    out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD, gates_A)
+    partial_ND = jnp.sum(permuted(out_AD, inverse_A, order_A).reshape(-1, c.top_k, D), axis=1)
     return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
 
 
@@ -527,19 +528,22 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
     """Each expert works on a buffer of fixed size; assignments of rank >= slots are dropped.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
-    Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back.
+    Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back, and of their gates.
     """
     (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
     place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk  # rank >= slots lies outside: not written, read as 0
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
-    buffer_EbXD = jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype).at[place].set(x_bskD, mode="drop")
+    place_in = lambda zeros, values: zeros.at[place].set(values, mode="drop", unique_indices=True)
+    buffer_EbXD = place_in(jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype), x_bskD)
+    gates_EbX = place_in(jnp.zeros((c.n_experts, b, slots), gates_bsk.dtype), gates_bsk)
 
     rows_eAD = all_to_all(buffer_EbXD, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots, D)
-    out_eAD = experts_feed_forward(w, lambda rows, w: jnp.einsum("eAD,eDm->eAm", rows, w), rows_eAD)
+    gates_eA = all_to_all(gates_EbX, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots)
+    out_eAD = experts_feed_forward(w, lambda rows, w: jnp.einsum("eAD,eDm->eAm", rows, w), rows_eAD, gates_eA)
     out_EbXD = all_to_all(out_eAD.reshape(-1, n * b, slots, D), EXPERT, split_dim=1, join_dim=0)
 
     out_bskD = out_EbXD.at[place].get(mode="fill", fill_value=0)
-    return jnp.sum(out_bskD * gates_bsk[..., None].astype(out_bskD.dtype), axis=2)
+    return jnp.sum(out_bskD, axis=2)
 
 
 def moe(w: MoE, c: ModelConfig, x_btD, real_bt):

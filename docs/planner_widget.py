@@ -96,6 +96,7 @@ def tables() -> dict:
     return {
         "presets": {which: model_of(which) for which in PRESETS if which != "tiny"},
         "chips": chips, "links": list(links), "QUERIES": model.QUERIES, "TILE": grouped.TILE,
+        "PART": grouped.PART,
         "rounds": {2**n: moving(2**n) for n in range(int(math.log2(MOST)) + 1)},
     }  # fmt: skip
 
@@ -103,7 +104,7 @@ def tables() -> dict:
 def state() -> str:
     """A hash of what the tables are made from."""
     files = ["docs/planner_widget.py", "config.py", "model.py", "sharding.py", "requirements.txt"]
-    rooms = sorted((ROOT / "plan").glob("*.py")) + sorted((ROOT / "pipeline").glob("*.py"))
+    rooms = [path for room in ("kernels", "pipeline", "plan") for path in sorted((ROOT / room).glob("*.py"))]
     text = b"".join(path.read_bytes() for path in [*(ROOT / file for file in files), *rooms])
     return hashlib.sha256(text).hexdigest()
 

@@ -4,6 +4,8 @@ Letters as in `model.py`: A rows (tokens assigned to experts), D and M widths, e
 tile of rows meeting an expert that has some of them.
 """
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -47,11 +49,16 @@ _grouped_matmul.defvjp(_forward, _backward)
 TILE = 256  # most rows of a tile of `grouped_matmul_in_tiles`
 
 
+def padded_tiles(A: int, e: int, tile: int = TILE) -> tuple[int, int]:
+    """Rows of a tile, and the most tiles that e experts fill: each one's last with one row alone."""
+    tile = min(tile, -(-A // e))
+    return tile, (A - e) // tile + e
+
+
 def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
     """Pad each group to whole tiles, so that a tile has one expert and all tiles go through one batched product."""
     (A, D), e = rows_AD.shape, len(w_eDM)
-    tile = min(tile, -(-A // e))
-    n_tiles = -(-A // tile) + e
+    tile, n_tiles = padded_tiles(A, e, tile)
     tiles_e = -(-sizes_e // tile)
     group_A = jnp.repeat(jnp.arange(e + 1), jnp.append(sizes_e, A - jnp.sum(sizes_e)), total_repeat_length=A)
     padding_e = (jnp.cumsum(tiles_e) - tiles_e) * tile - (jnp.cumsum(sizes_e) - sizes_e)
@@ -89,11 +96,13 @@ class Visits(NamedTuple):
 
 
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may use, for blocks; the compiler takes some for itself
+TILES = (1024, 512)  # rows of a tile: many, so that a visit is worth its weights
+PART = 128  # rows of a part of a tile, as many as the matrix unit is high: experts share a part, not a tile
 
 
-def tile_rows(A: int, e: int) -> int:
-    """Rows of a tile: many, so that a visit is worth its weights; few, as experts share tiles and each visits alone."""
-    return next((tile for tile in (512, 256) if 4 * e * tile <= A), 128)
+def rows_multiplied(A: int, e: int) -> int:
+    """Most rows that a product of e experts multiplies: a part that two of them share twice."""
+    return (-(-A // PART) + e - 1) * PART
 
 
 def visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
@@ -108,47 +117,86 @@ def visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
     return Visits(start_e, end_e, expert_i, jnp.minimum(tile_i, A // tile - 1)), done_e[-1]
 
 
-def own_rows(at: Visits, i, shape):
-    """True where a row of the tile belongs to the expert of visit i."""
-    row = at.tile_i[i] * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+def own_rows(at: Visits, i, tile: int, part, shape):
+    """True where a row of these of the tile belongs to the expert of visit i."""
+    row = at.tile_i[i] * tile + part.start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= at.start_e[at.expert_i[i]]) & (row < at.end_e[at.expert_i[i]])
 
 
-def block_width(width: int, height: int, most: int) -> int:
-    """The widest part of `width` that is at most `most` if each of it costs `height`: whole lanes, or all of it."""
-    fits = [n for n in range(128, width + 1, 128) if width % n == 0 and n * height <= most]
-    return width if width * height <= most else max(fits, default=width)
+def for_own_parts(at: Visits, i, tile: int, multiply):
+    """Call `multiply` with the rows of the tile, or with each part where the expert of visit i has rows, if not all."""
+    begin, expert = at.tile_i[i] * tile, at.expert_i[i]
+    first = jnp.maximum(at.start_e[expert] - begin, 0) // PART
+    last = jnp.minimum(at.end_e[expert] - begin + PART - 1, tile) // PART  # the one after
+    is_whole = last - first == tile // PART
+
+    @pl.when(is_whole)
+    def _():
+        multiply(pl.ds(0, tile))
+
+    @pl.when(~is_whole & (at.end_e[expert] > at.start_e[expert]))
+    def _():
+        jax.lax.fori_loop(first, last, lambda n, _: multiply(pl.ds(n * PART, PART)), None)
+
+
+class Blocks(NamedTuple):
+    tile: int
+    d: int  # of the numbers of a row
+    m: int  # of those of a result
+
+
+def cuts(width: int) -> list[int]:
+    """What a block can have of a dim: all of it, or less in whole lanes. The widest first."""
+    return [width] + [n for n in range((width - 1) // 128 * 128, 0, -128) if width % n == 0]
+
+
+def cheapest(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
+    """Of the blocks that fit, those with which the busier core of a chip moves the fewest bytes. A v4 or v5p chip has
+    two cores, which share the blocks of M."""
+    tiles = [min(tile, -(-A // PART) * PART) for tile in TILES]
+    every = [Blocks(*sizes) for sizes in itertools.product(tiles, cuts(D), cuts(M))]
+    fit = [one for one in every if vmem_bytes(*one) <= VMEM_BYTES] or [min(every, key=lambda one: vmem_bytes(*one))]
+    return min(fit, key=lambda one: hbm_bytes(*one) * one.m * -(-M // one.m // 2))
+
+
+def products_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d: int, m: int) -> int:
+    """Most bytes that `products` reads and writes. Where D is cut, a visit reads rows and weights of the last again."""
+    n_tiles = -(-A // tile)
+    n_visits = n_tiles + e - 1
+    n_rows, n_weights = (n_tiles, e) if d == D else (n_visits, n_visits)
+    return width * (n_rows * tile * D * (M // m) + n_weights * D * M + n_tiles * tile * M)
+
+
+def outer_products_hbm_bytes(A, D, M, e, width, out_width, tile, d, m) -> int:
+    rows = -(-A // tile) * tile
+    return width * rows * (D * (M // m) + M * (D // d)) + out_width * e * D * M
 
 
 def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
-    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M].
-
-    Blocks have d of the D numbers of a row and m of the M of a result. A visit whose expert is the last one's does not
-    read its weights again, unless D is cut.
-    """
+    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M]."""
     (A, D), (e, M) = rows_AD.shape, (len(w_eDM), w_eDM.shape[1 if transposed else 2])
-    tile, width = tile_rows(A, e), rows_AD.dtype.itemsize
-    d = block_width(D, tile, 2**21 // width)
+    width = rows_AD.dtype.itemsize
+    hbm_bytes = functools.partial(products_hbm_bytes, A, D, M, e, width)
     # Operands and result twice, as the next one is on its way, and the sum in float32.
-    m = block_width(M, 2 * width * (d + tile) + 4 * tile, VMEM_BYTES - 2 * width * tile * d)
+    vmem_bytes = lambda tile, d, m: 2 * width * (tile * d + d * m + tile * m) + 4 * tile * m
+    tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD = jnp.pad(rows_AD, ((0, -A % tile), (0, 0)))
     at, n_visits = visits(len(rows_AD), sizes_e, tile)
 
     def kernel(start_e, end_e, expert_i, tile_i, rows, w, out, total):
         i, k, at = pl.program_id(1), pl.program_id(2), Visits(start_e, end_e, expert_i, tile_i)
 
-        @pl.when(k == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
+        def multiply(part):
+            contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+            product = jax.lax.dot_general(rows[part], w[...], contracted, preferred_element_type=float32)
+            total[part] = product + jnp.where(k == 0, 0, total[part])
 
-        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-        total[...] += jax.lax.dot_general(rows[...], w[...], contracted, preferred_element_type=float32)
+            @pl.when(k == D // d - 1)
+            def _():
+                mine = own_rows(at, i, tile, part, (part.size, m))
+                out[part] = jnp.where(mine, total[part], out[part].astype(float32)).astype(out.dtype)
 
-        @pl.when(k == D // d - 1)
-        def _():
-            is_first = (i == 0) | (tile_i[jnp.maximum(i - 1, 0)] != tile_i[i])
-            others = jnp.where(is_first, 0, out[...].astype(float32))
-            out[...] = jnp.where(own_rows(at, i, total.shape), total[...], others).astype(out.dtype)
+        for_own_parts(at, i, tile, multiply)
 
     if transposed:
         w_block = pl.BlockSpec((None, m, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (expert_i[i], j, k))
@@ -159,18 +207,19 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
         [pl.BlockSpec((tile, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], k)), w_block],
         pl.BlockSpec((tile, m), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], j)),
         jax.ShapeDtypeStruct((len(rows_AD), M), rows_AD.dtype), (rows_AD, w_eDM), interpret,
-        flops=2 * len(at.tile_i) * tile * D * M, scratch=[pltpu.VMEM((tile, m), float32)],
+        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((tile, m), float32),
     )  # fmt: skip
-    # Tiles that no expert visits were not written.
+    # Rows of no expert were not written.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A], 0)
 
 
 def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
     """The gradient of each expert's weights: the sum over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
-    tile, width = tile_rows(A, e), rows_AD.dtype.itemsize
-    m = block_width(M, min(D, 1024), 2**21 // width)
-    d = block_width(D, 2 * width * (tile + m) + 4 * m, VMEM_BYTES - 2 * width * tile * m)
+    width, out_width = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize
+    hbm_bytes = functools.partial(outer_products_hbm_bytes, A, D, M, e, width, out_width)
+    vmem_bytes = lambda tile, d, m: 2 * width * tile * (d + m) + (2 * out_width + 4) * d * m
+    tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD, d_out_AM = (jnp.pad(x, ((0, -A % tile), (0, 0))) for x in (rows_AD, d_out_AM))
     at, n_visits = visits(len(rows_AD), sizes_e, tile)
 
@@ -181,8 +230,13 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
         def _():
             total[...] = jnp.zeros_like(total)
 
-        own = jnp.where(own_rows(at, i, rows.shape), rows[...].astype(float32), 0).astype(rows.dtype)
-        total[...] += jax.lax.dot_general(own, d_out[...], (((0,), (0,)), ((), ())), preferred_element_type=float32)
+        def multiply(part):
+            mine = own_rows(at, i, tile, part, (part.size, d))
+            own = jnp.where(mine, rows[part].astype(float32), 0).astype(rows.dtype)
+            contracted = (((0,), (0,)), ((), ()))
+            total[...] += jax.lax.dot_general(own, d_out[part], contracted, preferred_element_type=float32)
+
+        for_own_parts(at, i, tile, multiply)
         is_last = i == pl.num_programs(2) - 1
 
         @pl.when(is_last | (expert_i[jnp.where(is_last, i, i + 1)] != expert_i[i]))
@@ -190,23 +244,24 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
             out[...] = total[...].astype(out.dtype)
 
     return _call(
-        kernel, (D // d, M // m, n_visits), at,
-        [pl.BlockSpec((tile, d), lambda k, j, i, start_e, end_e, expert_i, tile_i: (tile_i[i], k)),
-         pl.BlockSpec((tile, m), lambda k, j, i, start_e, end_e, expert_i, tile_i: (tile_i[i], j))],
-        pl.BlockSpec((None, d, m), lambda k, j, i, start_e, end_e, expert_i, tile_i: (expert_i[i], k, j)),
+        kernel, (M // m, D // d, n_visits), at,
+        [pl.BlockSpec((tile, d), lambda j, k, i, start_e, end_e, expert_i, tile_i: (tile_i[i], k)),
+         pl.BlockSpec((tile, m), lambda j, k, i, start_e, end_e, expert_i, tile_i: (tile_i[i], j))],
+        pl.BlockSpec((None, d, m), lambda j, k, i, start_e, end_e, expert_i, tile_i: (expert_i[i], k, j)),
         jax.ShapeDtypeStruct((e, D, M), dtype), (rows_AD, d_out_AM), interpret,
-        flops=2 * len(at.tile_i) * tile * D * M, scratch=[pltpu.VMEM((d, m), float32)],
+        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((d, m), float32),
     )  # fmt: skip
 
 
-def _call(kernel, grid, at, in_specs, out_specs, out, operands, interpret, *, flops, scratch=()):
-    size = lambda x: x.size * x.dtype.itemsize
+def _call(kernel, grid, at, in_specs, out_specs, out, operands, interpret, *, flops, hbm_bytes, scratch):
     return pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=jax.typeof(operands[0]).mat),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(at), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+            num_scalar_prefetch=len(at), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=[scratch]
         ),
-        cost_estimate=pl.CostEstimate(flops, transcendentals=0, bytes_accessed=sum(map(size, (*operands, out)))),
+        # Blocks of M are shared by the cores of a chip.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        cost_estimate=pl.CostEstimate(flops, transcendentals=0, bytes_accessed=hbm_bytes),
         interpret=interpret,
     )(*at, *operands)

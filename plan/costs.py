@@ -109,12 +109,8 @@ BATCHED = ("full", "dots")  # "dots" keeps products without batch dims
 
 
 def grouped_rows(A: int, e: int, platform: str) -> int:
-    """Rows that the grouped product of e experts multiplies for A assignments: it pads, or repeats tiles."""
-    if platform == "tpu":
-        tile = grouped.tile_rows(A, e)
-        return (-(-A // tile) + e - 1) * tile
-    tile = min(grouped.TILE, -(-A // e))
-    return (-(-A // tile) + e) * tile
+    """Rows that the grouped product of e experts multiplies for A assignments: it pads, or repeats parts of tiles."""
+    return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
 def attention(c: ModelConfig, z: Sizes):
@@ -193,14 +189,17 @@ def moe(c: ModelConfig, z: Sizes):
         yield Exchange("routes", "all-gather", (CONTEXT, TENSOR), 4 * z.b * z.T * k, back=False)
         yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
         yield Exchange("tokens", "all-to-all", (EXPERT,), buffers)
-        yield Exchange("tokens", "all-to-all", (EXPERT,), buffers)
+        yield Exchange("routes", "all-to-all", (EXPERT,), 4 * c.n_experts * z.b * slots)
+        yield Exchange("tokens", "all-to-all", (EXPERT,), buffers, again=())
     else:
         rows = grouped_rows(N * n * k, e, z.platform)
         yield Exchange("tokens", "all-gather", (EXPERT,), n * X)
         yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k)
         yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k, back=False)
         yield Exchange("tokens", "reduce-scatter", (EXPERT,), n * X, again=())
-    yield Product("experts", 2 * rows * c.d_model * m * (2 + model.swiglu(c)), again=BATCHED)
+    one = 2 * rows * c.d_model * m
+    yield Product("experts", one * (1 + model.swiglu(c)), again=BATCHED)
+    yield Product("experts", one, again=())
     if c.n_shared:
         yield from feed_forward(c, z, c.n_shared * c.d_expert, "shared experts")
 
@@ -434,7 +433,7 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
         rows = c.n_experts * z.b * model.slots_per_expert(c, z.T)
     elif is_moe:
         rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
-        tiles = 0 if z.platform == "tpu" else rows // min(grouped.TILE, -(-N * n * c.top_k * n // c.n_experts))
+        tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
     if remat == "full":
         return stream * z.width

@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -191,6 +192,24 @@ def test_ample_capacity_equals_dropless():
     got_BTD, statistics = moe(config(capacity_factor=E / 2), activations())  # top_k = 2: every expert could take all
     np.testing.assert_allclose(got_BTD, dropless("sigmoid")[0], atol=2e-6)  # float32, sums in another order
     assert statistics["dropped"] == 0
+
+
+@pytest.mark.parametrize("factor, arrays", [(0.0, 1), (1.0, 2)])  # JAX keeps the zeros too that buffers begin as
+def test_no_gradient_asks_for_what_experts_return(factor, arrays):
+    """Catches gates that meet the result of the last product: it would then be kept, or repeated with the exchange
+    after it. Of what is as wide as the model and as long as the assignments, experts' rows alone are kept."""
+    c, kept = config("softmax", capacity_factor=factor), []
+    declarations = helpers.moe_declarations(c)
+
+    def local(w, x_btD):
+        out = lambda w, x_btD: model.moe(w, c, x_btD, jnp.ones(x_btD.shape[:2]))[0]
+        _, pull = jax.vjp(out, model.gathered(w, c), x_btD)
+        kept.extend({id(x): x for x in jax.tree.leaves(pull)}.values())
+        return x_btD
+
+    helpers.run(local, declarations, helpers.draw(declarations), activations())
+    weights = [(E, D, c.d_expert), (E, c.d_expert, D)]
+    assert len([x for x in kept if D in x.shape and x.size > B * T * D and x.shape not in weights]) == arrays
 
 
 @pytest.mark.parametrize(

@@ -208,13 +208,15 @@
     return size * (kind === "all-reduce" ? (2 * (n - 1)) / n : kind === "collective-permute" ? Math.min(n - 1, 1) : (n - 1) / n);
   }
 
-  function groupedRows(A, e, platform, TILE) {
-    if (platform === "tpu") {
-      const tile = [512, 256].find((one) => 4 * e * one <= A) ?? 128;
-      return (ceildiv(A, tile) + e - 1) * tile;
-    }
+  function paddedTiles(A, e, TILE) {
     const tile = Math.min(TILE, ceildiv(A, e));
-    return (ceildiv(A, tile) + e) * tile;
+    return [tile, floordiv(A - e, tile) + e];
+  }
+
+  function groupedRows(A, e, z) {
+    if (z.platform === "tpu") return (ceildiv(A, z.PART) + e - 1) * z.PART;
+    const [tile, tiles] = paddedTiles(A, e, z.TILE);
+    return tile * tiles;
   }
 
   function attention(c, z) {
@@ -294,15 +296,18 @@
       rows = e * n * z.b * slots;
       out.push(exchange("routes", "all-gather", ["context", "tensor"], 4 * z.b * z.T * k, { back: false }));
       out.push(exchange("routes", "all-gather", ["tensor"], 4 * N * k, { back: false }));
-      out.push(exchange("tokens", "all-to-all", ["expert"], size), exchange("tokens", "all-to-all", ["expert"], size));
+      out.push(exchange("tokens", "all-to-all", ["expert"], size));
+      out.push(exchange("routes", "all-to-all", ["expert"], 4 * c.n_experts * z.b * slots));
+      out.push(exchange("tokens", "all-to-all", ["expert"], size, { again: [] }));
     } else {
-      rows = groupedRows(N * n * k, e, z.platform, z.TILE);
+      rows = groupedRows(N * n * k, e, z);
       out.push(exchange("tokens", "all-gather", ["expert"], n * X));
       out.push(exchange("routes", "all-gather", ["expert"], 4 * n * N * k));
       out.push(exchange("routes", "all-gather", ["expert"], 4 * n * N * k, { back: false }));
       out.push(exchange("tokens", "reduce-scatter", ["expert"], n * X, { again: [] }));
     }
-    out.push(product("experts", 2 * rows * c.d_model * m * (2 + c.swiglu), BATCHED));
+    out.push(product("experts", 2 * rows * c.d_model * m * (1 + c.swiglu), BATCHED));
+    out.push(product("experts", 2 * rows * c.d_model * m, []));
     return c.n_shared ? [...out, ...feedForward(c, z, c.n_shared * c.d_expert, "shared experts")] : out;
   }
 
@@ -436,8 +441,8 @@
     }
     if (isMoe && c.capacity_factor) rows = c.n_experts * z.b * slotsPerExpert(c, z.T);
     else if (isMoe) {
-      rows = groupedRows(N * n * c.top_k, floordiv(c.n_experts, n), z.platform, z.TILE);
-      tiles = z.platform === "tpu" ? 0 : floordiv(rows, Math.min(z.TILE, ceildiv(N * n * c.top_k * n, c.n_experts)));
+      rows = groupedRows(N * n * c.top_k, floordiv(c.n_experts, n), z);
+      tiles = z.platform === "tpu" ? 0 : paddedTiles(N * n * c.top_k, floordiv(c.n_experts, n), z.TILE)[1];
     }
     const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor);
     if (remat === "full") return stream * z.width;
@@ -533,7 +538,7 @@
       checkDivides(preset.declarations, mesh);
       const sched = schedule(cfg, split, c.n_blocks), platform = chip.torus_dims ? "tpu" : "cpu";
       const z = { b: split.device_batch, T: cfg.seq_len, s, t: floordiv(s, mesh.tensor), width: c.compute === "bfloat16" ? 2 : 4,
-                  blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, QUERIES: data.QUERIES, TILE: data.TILE };
+                  blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, QUERIES: data.QUERIES, TILE: data.TILE, PART: data.PART };
       const w = weights(c, mesh, preset.declarations), devices = prod(AXES.map((axis) => mesh[axis]));
       const lookup = c.tie_embeddings ? 0 : c.vocab_size * c.d_model;
       const width = c.attention === "mla" ? c.d_head + c.d_rope + c.d_value : 2 * c.d_head;
