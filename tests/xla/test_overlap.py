@@ -20,7 +20,7 @@ HloModule m, is_scheduled=true, num_partitions=2
 %product (x.1: f32[5,7], w.1: f32[7,3]) -> f32[5,3] {
   %x.1 = f32[5,7]{1,0} parameter(0)
   %w.1 = f32[7,3]{1,0} parameter(1)
-  ROOT %dot.1 = f32[5,3]{1,0} dot(%x.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %dot.1 = f32[5,3]{1,0} dot(%x.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="attend/dot"}
 }
 
 %body (p.2: (f32[5,7], f32[7,3])) -> (f32[5,7], f32[7,3]) {
@@ -49,7 +49,7 @@ ENTRY %main (x: f32[5,7], w: f32[7,3], z: f32[11,2]) -> f32[5,3] {
   LINES
   ROOT %after = f32[5,3]{1,0} fusion(%x, %w), kind=kOutput, calls=%product
 }
-"""
+"""  # noqa: E501
 
 
 def read(*lines: str) -> ledger.Ledger:
@@ -64,7 +64,7 @@ FORMS = {
         "%s = (f32[11,2]{1,0}, f32[22,2]{1,0}) all-gather-start(%z), replica_groups={{0,1}}, dimensions={0}",
         "%d = f32[22,2]{1,0} all-gather-done(%s)", 88),
     "collective-permute": (
-        "%s = (f32[11,2]{1,0}, f32[11,2]{1,0}, u32[], u32[]) collective-permute-start(%z), source_target_pairs={{0,1},{1,0}}",
+        "%s = (f32[11,2]{1,0}, f32[11,2]{1,0}, u32[]) collective-permute-start(%z), source_target_pairs={{0,1},{1,0}}",
         "%d = f32[11,2]{1,0} collective-permute-done(%s)", 88),
     "reduce-scatter": (
         "%b = ((f32[11,2]{1,0}), f32[11,1]{1,0}, u32[]) async-start(%z), calls=%wrapped\n"
