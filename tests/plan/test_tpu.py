@@ -59,7 +59,7 @@ def on_eight(local, *shapes, **options):
     mesh, spec = compiled.topology_mesh(MeshConfig(fsdp=8), "v4:2x2x2"), jax.sharding.PartitionSpec(None, FSDP)
     place = jax.sharding.NamedSharding(mesh, spec)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
-    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
     return ledger.read(step.lower(*arrays).compile(compiler_options=options).as_text(), mesh)
 
 
@@ -94,7 +94,7 @@ def test_a_kernel_says_its_flops_or_is_unknown():
         def body(x, out):
             out[...] = x[...]
 
-        call = lambda x, **more: pallas.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), **more)(x)
+        call = lambda x, **more: pallas.pallas_call(body, out_shape=jax.typeof(x), **more)(x)
         cost = pallas.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)
         x_1rR = call(x_1rR, name="stated", cost_estimate=cost, metadata={"blocks": "128", "why": "two\nlines"})
         return call(x_1rR, name="silent", metadata={"blocks": "128", "form": "plain"})
