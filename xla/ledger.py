@@ -86,10 +86,8 @@ class Ledger:
 
 
 def _total(found: list[Collective]) -> Total:
-    sent = [one.count * one.wire_bytes for one in found]
-    return Total(
-        sum(one.count for one in found), sum(sent), sum(x for one, x in zip(found, sent, strict=True) if not one.hidden)
-    )
+    sent = lambda ones: sum(one.count * one.wire_bytes for one in ones)
+    return Total(sum(one.count for one in found), sent(found), sent(one for one in found if not one.hidden))
 
 
 Share = float | Callable[[float], float]
@@ -130,8 +128,8 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
         run = [list(called(program, computation, one, cost)) for one in computation.values()]
         calls[name] = list(itertools.chain(*run))
         works = [
-            together([work, *(cost[call.computation].times(call.times) for call in calls)])
-            for work, calls in zip(own[name], run, strict=True)
+            together([work, *(cost[call.computation].times(call.times) for call in within)])
+            for work, within in zip(own[name], run, strict=True)
         ]
         # What is fused or started runs where that is done: see `held`.
         found[name] = [] if name in parts else list(started(program, name, sizes, works))
@@ -197,7 +195,7 @@ def executions(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share
 
 # Products -------------------------------------------------------------------------------------------------------------
 
-KERNEL = re.compile("tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass|gemm|matmul|conv", re.IGNORECASE)  # targets
+KERNEL = re.compile("tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass|gemm|matmul|onednn", re.IGNORECASE)  # targets
 
 
 def product(computation: dict, one: Instruction) -> Work:
