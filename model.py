@@ -194,6 +194,7 @@ def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
 QUERIES = 256  # least number of queries in one product of `causal`
 
 
+@jax.named_scope("attend")
 def causal(q_bshK, k_bShK, v_bShU, positions_bs, positions_bS, segments_bs, segments_bS):
     """`attend` to what is `allowed`, without most products that causality makes 0. Keys in the order of the sequence.
 
@@ -236,6 +237,7 @@ def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
     n, here, half = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1] // 2
     first, second, both = slice(0, half), slice(half, None), slice(None)
 
+    @jax.named_scope("attend")
     def meet(so_far: Softmax, travelling, queries, keys):
         *there, positions_bS, segments_bS = (x[:, keys] for x in travelling)
         mask_bsS = allowed(positions_bs[:, queries], positions_bS, segments_bs[:, queries], segments_bS)

@@ -933,8 +933,8 @@ print(f"N > {tokens:.0f} tokens a chip")
 # These seconds are a roofline: chip and wires at full speed, one after the other. A gather needs no activation,
 # so that of the next layer can run during this layer's products, for one more layer's weights in memory; then
 # the longer of the two counts, and the threshold is where wires stop being free. Whether it is so is the
-# machine's affair; simulated devices cannot show it, their wire is a memcpy. What a TPU's compiler starts in
-# the background, the flag `--compile` of `python -m plan` counts.
+# machine's affair; simulated devices cannot show it, their wire is a memcpy. What a TPU's compiler puts
+# beside products, the flag `--compile` of `python -m plan` counts.
 #
 # ## Exercise 3: choose
 #

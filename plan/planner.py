@@ -79,7 +79,7 @@ class Plan:
 
         flops, exchanges  those of a compiled step, in place of the predicted ones
         A roofline. Products run at the chip's peak; a collective at its wires' full speed, and nothing else runs
-        meanwhile, as in what the compiler makes of it (see its asynchronous share). Latency is left out.
+        meanwhile: of a compiled step as if all its bytes were exposed (see `xla/ledger.py`). Latency is left out.
         None: the chip's or the wires' speed is not known.
         """
         chip = self.topology and self.topology.chip
@@ -187,7 +187,6 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         return same | lacks, None
     counted = step.ledger
     by_axes = {axes: total.wire_bytes for axes, total in counted.by("axes").items()}
-    in_background = sum(x.count * x.wire_bytes for x in counted.collectives if x.asynchronous)
     seconds = one.seconds(counted.flops, [x for x in counted.collectives if "?" not in x.axes])
     step_s = seconds and sum(seconds.values())
     return same | {
@@ -195,7 +194,9 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         "wire_bytes": counted.total.wire_bytes,
         "wire_by_axes": by_axes,
         "collectives": counted.total.count,
-        "asynchronous": in_background / (counted.total.wire_bytes or 1),
+        "hidden_bytes": counted.total.hidden_bytes,
+        "exposed_bytes": counted.total.exposed_bytes,
+        "unknown": counted.unknown,
         "argument_bytes": step.argument_bytes,
         "peak_bytes": step.peak_bytes,
         "temp_bytes": step.temp_bytes,

@@ -83,21 +83,35 @@ def tables(one: Plan, found: dict | None, console) -> None:
 def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
     """Print the ledger, and what should not be there."""
     table = titled("the ledger: collectives of the compiled step", "kind", "mesh axes", "comes from", "executed",
-                   "on the wire", "in the background", words=3)  # fmt: skip
+                   "on the wire", "exposed", words=3)  # fmt: skip
     groups: dict[tuple, list] = {}
     for one in step.ledger.collectives:
         groups.setdefault((one.kind, "*".join(one.axes), one.source), []).append(one)
     sent = lambda ones: sum(x.count * x.wire_bytes for x in ones)
     ranked = sorted(groups.items(), key=lambda item: -sent(item[1]))
     for names, ones in ranked[:20]:
-        hidden = sent([x for x in ones if x.asynchronous]) / (sent(ones) or 1)
-        table.add_row(*names, f"{sum(x.count for x in ones):,.0f}", amount(sent(ones), "bytes"), f"{hidden:.0%}")
+        waits = sent(x for x in ones if not x.hidden)
+        table.add_row(*names, f"{sum(x.count for x in ones):,.0f}", amount(sent(ones), "bytes"), amount(waits, "bytes"))
     if rest := [x for _, ones in ranked[20:] for x in ones]:
-        table.add_row("others", "", "", f"{sum(x.count for x in rest):,.0f}", amount(sent(rest), "bytes"), "")
+        waits = sent(x for x in rest if not x.hidden)
+        table.add_row("others", "", "", f"{sum(x.count for x in rest):,.0f}", amount(sent(rest), "bytes"),
+                      amount(waits, "bytes"))  # fmt: skip
     console.print(table)
-    console.print(f"compiled   in {found['compile_s']:.1f} s (lowered in {found['lower_s']:.1f} s); "
-                  f"{found['collectives']:,.0f} collectives, {found['asynchronous']:.1%} of their bytes in the "
-                  f"background; {amount(found['donated_bytes'], 'bytes')} of the state are donated")  # fmt: skip
+    console.print(
+        f"compiled   in {found['compile_s']:.1f} s (lowered in {found['lower_s']:.1f} s); "
+        f"{amount(found['donated_bytes'], 'bytes')} of the state are donated"
+    )
+    console.print(f"wires      {found['collectives']:,.0f} collectives send {amount(found['wire_bytes'], 'bytes')}: "
+                  f"{amount(found['hidden_bytes'], 'bytes')} beside products, and "
+                  f"{amount(found['exposed_bytes'], 'bytes')} exposed")  # fmt: skip
+    if found["unknown"]:
+        console.print(f"unknown    {unknown_kernels(found['unknown'])}")
+
+
+def unknown_kernels(unknown: dict[str, float]) -> str:
+    """Kernels whose FLOPs no one knows, and that count 0."""
+    names = ", ".join(f"{times:,.0f} x {name}" for name, times in unknown.items())
+    return f"FLOPs of {len(unknown)} kernel{'s' * (len(unknown) > 1)}: {names}"
 
 
 def scheduled(one: Plan) -> str:

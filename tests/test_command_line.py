@@ -20,7 +20,7 @@ import pytest
 import main
 import optimizer
 import utils
-from bench import step as bench_step
+from bench import overlap, step as bench_step
 from config import PRESETS, Config, preset, replace
 from data import prepare
 from plan import __main__ as plan_command
@@ -201,7 +201,8 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
 
 # A run's settings given back ------------------------------------------------------------------------------------------
 
-COMMANDS = {"main": main, "plan": plan_command, "bench.step": bench_step, "tests.parity": parity}
+COMMANDS = {"main": main, "plan": plan_command, "bench.step": bench_step, "bench.overlap": overlap,
+            "tests.parity": parity}  # fmt: skip
 
 
 def settings_of(command, *argv):
@@ -408,9 +409,13 @@ HELP = {  # command -> its examples, in the order of its help
                 "moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling",
                 "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices"],
     "-m bench.step": ["--mesh stage=2,fsdp=4"],
+<<<<<<< HEAD
     "-m bench.gpu": ["--rounds 5                                # dense_124m and a small MoE",
                      "--device cpu --rounds 1                   # without a GPU: does it work?",
                      "--models moe --set model.remat=none       # settings of main.py, for both trainers"],
+=======
+    "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64"],
+>>>>>>> i16_ledger
     "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR"],
     "main.py": ["laptop --run.steps 100"],
     "generate.py": ["runs/laptop --prompt 'def '", "runs/laptop --prompts FILE --json"],

@@ -37,7 +37,11 @@ MAY_IMPORT = {
 }
 # The files of a room: each may import those before it.
 ROOMS = {
+<<<<<<< HEAD
     "xla": "ledger options ordered",
+=======
+    "xla": "hlo ledger ordered",
+>>>>>>> i16_ledger
     "kernels": "grouped",
     "pipeline": "schedules check draw fit step __main__",
     "data": "sources tokenizers prepare",

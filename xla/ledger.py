@@ -1,26 +1,29 @@
-"""What the compiler did: the collectives and the FLOPs of a compiled step, read from its optimised HLO text.
+"""What the compiler did: the collectives, the products and the memory traffic of a compiled step.
 
-`read(compiled.as_text(), mesh)` works on what XLA writes for CPU and for TPU. A computation runs as often as its
+`read(compiled.as_text(), mesh)` works on what XLA writes for CPU, GPU and TPU. A computation runs as often as its
 callers do, times the trips of a loop; a conditional runs its dearest branch.
 
 Partition i of the program is device i of `mesh.devices`, in row-major order: so a replica group is a set of positions
 on the mesh, and the axes along which they differ are the axes of the collective.
+
+A collective is hidden if products stand between its start and its end in the schedule, which is the order of lines in a
+computation; else it is exposed: the device waits for it. A product beside several collectives hides each of them, so
+hidden bytes may still be waited for, where they take longer than the products beside them.
 """
 
 import collections
 import functools
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-WRAPPERS = ("sharding.py",)  # files of thin collectives: the line that calls one of them is meant
+from xla.hlo import ARRAY, GROUPS, Instruction, Program, array_bytes, device_groups, dims
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,22 @@ class Collective:
     dtype: str  # of the operands, in HLO's spelling
     wire_bytes: int  # this device sends in one execution
     count: float  # executions in one step; a fraction where a share says how often a conditional runs
-    asynchronous: bool  # other work may run between its start and its end
+    asynchronous: bool  # it has a start and an end, and other work may stand between
     source: str  # "model.py:123 in function"; "?" for one that the compiler made up
     scope: str  # named scopes around it, ending with the primitive
+    hidden: bool = False  # products do stand between its start and its end
+    beside_flops: int = 0  # of those products, in one execution
 
 
 @dataclass(frozen=True)
 class Total:
     count: float  # executions in one step
     wire_bytes: float  # this device sends in one step
+    exposed_bytes: float  # of those it waits for
+
+    @property
+    def hidden_bytes(self) -> float:
+        return self.wire_bytes - self.exposed_bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,9 @@ class Ledger:
     """One step of one device."""
 
     collectives: list[Collective]
-    flops: int | float  # of dots and convolutions, multiply and add counted apart
+    flops: int | float  # of dots, convolutions and kernels, multiply and add counted apart; less those of `unknown`
+    unknown: dict[str, float]  # kernels that do not say their FLOPs, "name (source)" -> executions
+    traffic: dict[str, float]  # named scopes, ending with the primitive -> see `memory_bytes`
 
     @property
     def total(self) -> Total:
@@ -64,16 +76,40 @@ class Ledger:
         totals = {value: _total(group) for value, group in groups.items()}
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
 
+    def memory_bytes(self, scope: str) -> float:
+        """Operands and results, in the device's main memory, of all that is executed in a named scope.
+
+        Of a fusion or kernel those of the whole. An array counts once for each instruction that reads it, and once
+        where it is written; what lies on the chip does not, nor do copies to and fro, which have no scope.
+        """
+        return sum(size for path, size in self.traffic.items() if re.search(rf"\b{re.escape(scope)}\b", path))
+
 
 def _total(found: list[Collective]) -> Total:
-    return Total(sum(one.count for one in found), sum(one.count * one.wire_bytes for one in found))
+    sent = lambda ones: sum(one.count * one.wire_bytes for one in ones)
+    return Total(sum(one.count for one in found), sent(found), sent(one for one in found if not one.hidden))
 
 
 Share = float | Callable[[float], float]
 
 
+class Work(NamedTuple):
+    """What one execution of an instruction or of a computation does."""
+
+    flops: int = 0
+    wire_bytes: int = 0
+    unknown: int = 0  # kernels that do not say their FLOPs
+
+    def times(self, n: int) -> "Work":
+        return Work(*(n * x for x in self))
+
+
+def together(works) -> Work:
+    return Work(*map(sum, zip(Work(), *works, strict=True)))
+
+
 def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None = None) -> Ledger:
-    """List what one device executes in a step: collectives, and the FLOPs of its products.
+    """List what one device executes in a step: collectives, the FLOPs of its products, and what they move in memory.
 
     mesh    the mesh the program was compiled for, or the sizes of its axes, outermost first
     shares  named scope -> share of the executions of a conditional in that scope that run its dearest branch, on the
@@ -84,18 +120,35 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
     """
     sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
     program = Program(text)
-    flops, found, calls, cost = {}, {}, {}, {}
+    parts = {part for computation in program.computations.values() for one in computation.values()
+             for part in one.contents}  # fmt: skip
+    own, found, calls, cost = {}, {}, {}, {}
     for name, computation in program.computations.items():  # a computation stands before its callers
-        flops[name] = sum(program.flops(computation, one) for one in computation.values())
-        found[name] = list(program.collectives(name, sizes))
-        calls[name] = list(program.calls(computation, cost))
-        own = flops[name], sum(one.wire_bytes for one in found[name])
-        parts = [[call.times * x for x in cost[call.computation]] for call in calls[name]]
-        cost[name] = tuple(map(sum, zip(own, *parts, strict=True)))
+        own[name] = [product(computation, one) for one in computation.values()]
+        run = [list(called(program, computation, one, cost)) for one in computation.values()]
+        calls[name] = list(itertools.chain(*run))
+        works = [
+            together([work, *(cost[call.computation].times(call.times) for call in within)])
+            for work, within in zip(own[name], run, strict=True)
+        ]
+        # What is fused or started runs where that is done: see `held`.
+        found[name] = [] if name in parts else list(started(program, name, sizes, works))
+        cost[name] = together([*works, Work(wire_bytes=sum(one.wire_bytes for one in found[name]))])
     times = executions(calls, program.entry, shares or {})
+    unknown, traffic = collections.Counter(), collections.Counter()
+    for name in filter(times.get, program.computations):
+        computation = program.computations[name]
+        for one, work in zip(computation.values(), own[name], strict=True):
+            if work.unknown:
+                kernel = one.scope.removesuffix("/pallas_call").rpartition("/")[2] or one.name
+                unknown[f"{kernel} ({program.source(one)})"] += times[name]
+            if name not in parts:
+                traffic[one.scope] += times[name] * moved_bytes(computation, one)
     return Ledger(
         [replace(one, count=times[name]) for name in found for one in found[name] if times[name]],
-        sum(times[name] * flops[name] for name in flops),
+        sum(times[name] * work.flops for name in own for work in own[name]),
+        dict(unknown.most_common()),
+        +traffic,
     )
 
 
@@ -106,6 +159,22 @@ class Call:
     computation: str
     times: int = 1
     conditional: str = ""  # scope of the conditional that may skip it
+
+
+def called(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
+    """The computations that an instruction runs: a loop its body, a conditional its dearest branch."""
+    if one.opcode == "while":
+        times = program.trips(computation, one)
+        yield Call(one.attribute("body="), times)
+        yield Call(one.attribute("condition="), times)
+    elif one.opcode == "conditional":
+        branches = one.computations("branch_computations=")
+        branches = branches or [one.attribute("true_computation="), one.attribute("false_computation=")]
+        yield Call(max(branches, key=cost.get), conditional=one.scope)
+    elif one.opcode == "call":
+        yield Call(one.attribute("to_apply="))
+    else:
+        yield from map(Call, one.contents)
 
 
 def executions(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share]) -> dict[str, float]:
@@ -124,219 +193,159 @@ def executions(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share
     return times
 
 
-# The program ----------------------------------------------------------------------------------------------------------
+# Products -------------------------------------------------------------------------------------------------------------
 
-COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
-INSTRUCTION = re.compile(r"^  (ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, (.*))?$")
-ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-TABLE_ROW = re.compile(r"^(\d+) (.*)$")
-TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-SAME_VALUE = ("copy", "convert", "bitcast", "reshape", "copy-start", "copy-done")
+KERNEL = re.compile("tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass|gemm|matmul|onednn", re.IGNORECASE)  # targets
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    root: bool
-    name: str
-    type: str  # of the result: an array, or a tuple of them
-    opcode: str
-    arguments: str  # operands; of a constant its value, of a parameter its number
-    attributes: str
-
-    @property
-    def operands(self) -> list[str]:
-        return re.findall(r"%([^\s,()]+)", self.arguments)
-
-    def attribute(self, name: str, pattern: str = r"%(\S+?)(?=[,}]|$)") -> str:
-        """The first group of `pattern` after `name`; empty if it is not there. By default: a computation's name."""
-        match = re.search(name + pattern, self.attributes)
-        return match[1] if match else ""
-
-    def computations(self, name: str) -> list[str]:
-        return re.findall(r"%([^\s,{}]+)", self.attribute(name, r"\{(.*?)\}"))
-
-    @property
-    def scope(self) -> str:
-        return self.attribute("op_name=", r'"(.*?)"')
-
-    @property
-    def is_collective(self) -> bool:
-        return self.opcode.removesuffix("-start") in KINDS
-
-    def groups(self, devices: int) -> list[list[int]]:
-        """The devices of a collective, group by group; of a permutation, from and to. Of other instructions: none."""
-        name = "source_target_pairs=" if "permute" in self.opcode else "replica_groups="
-        text = self.attribute(name, GROUPS) if self.is_collective else ""
-        return device_groups(text, devices) if text else []
+def product(computation: dict, one: Instruction) -> Work:
+    """The FLOPs of one dot or convolution, or of a kernel: a custom call that computes, as others reserve memory."""
+    if one.opcode == "dot":
+        return dot_work(computation, one, one.attribute("lhs_contracting_dims=", r"\{(.*?)\}"))
+    if one.opcode == "convolution":
+        return Work(convolution_flops(one, *(dims(computation[name].type) for name in one.operands[:2])))
+    target = one.attribute("custom_call_target=", r'"(.*?)"') if one.opcode.startswith("custom-call") else ""
+    if not KERNEL.search(target):
+        return Work()
+    if said := one.attribute('"cost_estimate":', r'\{"flops":"(\d+)"'):
+        return Work(int(said))
+    if "cublas" in target and '"lhs_contracting_dimensions":' in one.attributes:
+        return dot_work(computation, one, one.attribute('"lhs_contracting_dimensions":', r"\[(.*?)\]"))
+    return Work(unknown=1)
 
 
-class Program:
-    """A module of HLO text: its computations, each {name: Instruction}, and where in our source they come from."""
+def dot_work(computation: dict, one: Instruction, contracted: str) -> Work:
+    lhs = dims(computation[one.operands[0]].type)
+    return Work(2 * math.prod(dims(one.type)) * math.prod(lhs[int(i)] for i in re.findall(r"\d+", contracted)))
 
-    def __init__(self, text: str):
-        self.computations, self.tables, self.entry = {}, {table: {} for table in TABLES}, ""
-        rows, computation = {}, {}
-        for line in text.splitlines():
-            if match := INSTRUCTION.match(line):
-                root, name, *parts = match.groups(default="")
-                computation[name] = Instruction(bool(root), name, *parts)
-            elif match := COMPUTATION.match(line):
-                computation = self.computations[match[2]] = {}
-                self.entry = match[2] if match[1] else self.entry
-            elif line in TABLES:
-                rows = self.tables[line]
-            elif match := TABLE_ROW.match(line):
-                rows[int(match[1])] = match[2]
-        if not self.entry:
-            raise ValueError("this is not HLO text: it has no ENTRY computation; pass compiled.as_text()")
-        every = [one for computation in self.computations.values() for one in computation.values()]
-        self.started = {one.attribute("calls=") for one in every if one.opcode == "async-start"}
 
-    def calls(self, computation: dict, cost: dict):
-        """The computations these instructions run: a loop its body, a conditional its dearest branch."""
-        for one in computation.values():
-            if one.opcode == "while":
-                times = self.trips(computation, one)
-                yield Call(one.attribute("body="), times)
-                yield Call(one.attribute("condition="), times)
-            elif one.opcode == "conditional":
-                branches = one.computations("branch_computations=")
-                branches = branches or [one.attribute("true_computation="), one.attribute("false_computation=")]
-                yield Call(max(branches, key=cost.get), conditional=one.scope)
-            elif one.opcode == "call":
-                yield Call(one.attribute("to_apply="))
-            elif one.opcode in ("fusion", "async-start", "custom-call"):
-                called = one.attribute("calls=")
-                yield from map(Call, [called] if called else one.computations("called_computations="))
+def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
+    """Two for each weight that meets an input: not where padding or a hole of dilation lies.
 
-    def called(self, one: Instruction) -> list[str]:
-        """Every computation that an instruction names: bodies, conditions, branches, what it fuses or applies."""
-        return [name for name in re.findall(r"%([^\s,{}]+)", one.attributes) if name in self.computations]
+    The TPU compiler writes every matrix product as a convolution, and its batch dims as spatial ones.
+    """
+    inputs, kernel, output = re.split(r"_|->", one.attribute("dim_labels=", r"([^,]+)"))
+    out = dims(one.type)
+    window = dict(re.findall(r"(\w+)=([\dx_-]+)", one.attribute("window=", r"\{(.*?)\}")))
+    spatial = sorted(label for label in kernel if label.isdigit())  # as `window` counts them
+    columns = lambda name, default: window[name].split("x") if name in window else [default] * len(spatial)
+    pairs = 1
+    for i, label in enumerate(spatial):
+        size, stride, hole, dilation = (
+            int(columns(name, "1")[i]) for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(columns("pad", "0_0")[i].split("_")[0])
+        pairs *= meetings(lhs[inputs.index(label)], out[output.index(label)], size, stride, low, hole, dilation)
+    features = out[output.index("b")] * out[output.index("f")] * rhs[kernel.index("i")]
+    return 2 * features * pairs
 
-    # Loops
 
-    def trips(self, caller: dict, loop: Instruction) -> int:
-        """How often a loop runs: as the compiler says, or as its condition `counter < limit` does.
+@functools.cache
+def meetings(inputs: int, outputs: int, size: int, stride: int, low: int, hole: int, dilation: int) -> int:
+    """Pairs of an output and a weight, along one spatial dim, that an input lies under."""
+    at = np.arange(outputs)[:, None] * stride + np.arange(size)[None] * dilation - low
+    return int(np.sum((at % hole == 0) & (at >= 0) & (at < inputs * hole)))
 
-        Raises: ValueError if neither does.
-        """
-        if known := loop.attribute('"known_trip_count":', r'\{"n":"(\d+)"'):
-            return int(known)
-        condition, body = (self.computations[loop.attribute(name)] for name in ("condition=", "body="))
-        compare, values = self.scalar(condition, root(condition))
-        carry = caller[loop.operands[0]]
-        if compare.opcode == "compare" and "direction=LT" in compare.attributes and carry.opcode == "tuple":
-            first = lambda x: self.value(caller, carry.operands[x.index]) if isinstance(x, Element) else x
-            start, limit, step = *map(first, values), self.step(body, values[0])
-            if all(isinstance(x, int) for x in (start, limit, step)) and step > 0:
-                return max(0, -(-(limit - start) // step))
-        raise ValueError(f"cannot know how often loop %{loop.name} runs ({loop.scope or 'no scope'}, "
-                         f"{self.source(loop)}): its condition is not counter < constant")  # fmt: skip
 
-    def step(self, body: dict, counter: "Element") -> int | None:
-        """What a loop's body adds to its counter; None if it does something else to it."""
-        if not isinstance(counter, Element) or root(body).opcode != "tuple":
-            return None
-        add, values = self.scalar(body, origin(body, root(body).operands[counter.index]))
-        amounts = [x for x in values if isinstance(x, int)]
-        return amounts[0] if add.opcode == "add" and counter in values and amounts else None
+# Memory ---------------------------------------------------------------------------------------------------------------
 
-    def scalar(self, computation: dict, one: Instruction) -> tuple[Instruction, list]:
-        """An instruction on scalars, or the one that a fusion is made of, and the values of its operands."""
-        if one.opcode != "fusion":
-            return one, [self.value(computation, name) for name in one.operands]
-        fused = self.computations[one.attribute("calls=")]
-        outside = {x.name: one.operands[int(x.arguments)] for x in fused.values() if x.opcode == "parameter"}
-        values = [self.value(computation, outside[name]) if name in outside else self.value(fused, name)
-                  for name in root(fused).operands]  # fmt: skip
-        return root(fused), values
+NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all",
+         "async-update"}  # fmt: skip
+CALLERS = {"while", "conditional", "call"}  # what they run counts, not what they are handed
 
-    def value(self, computation: dict, name: str) -> "int | Element | None":
-        """What a scalar is: a constant, an element of the computation's one parameter, or neither (None)."""
-        one = origin(computation, name)
-        if one.opcode == "constant" and re.fullmatch(r"-?\d+", one.arguments):
-            return int(one.arguments)
-        if one.opcode == "get-tuple-element" and computation[one.operands[0]].opcode == "parameter":
-            return Element(int(one.attribute("index=", r"(\d+)")))
-        return None
 
-    # FLOPs
-
-    def flops(self, computation: dict, one: Instruction) -> int:
-        """Of one dot or convolution; of a kernel (a custom call) what it says of itself."""
-        if one.opcode == "dot":
-            lhs = dims(computation[one.operands[0]].type)
-            contracted = one.attribute("lhs_contracting_dims=", r"\{(.*?)\}")
-            return 2 * math.prod(dims(one.type)) * math.prod(lhs[int(i)] for i in contracted.split(",") if i)
-        if one.opcode == "convolution":
-            return convolution_flops(one, *(dims(computation[name].type) for name in one.operands[:2]))
-        if one.opcode == "custom-call":
-            return int(one.attribute('"cost_estimate":', r'\{"flops":"(\d+)"') or 0)
+def moved_bytes(computation: dict, one: Instruction) -> int:
+    """Operands and results of one instruction. Of one in two parts the start reads, and the end writes."""
+    if one.opcode in NAMES | CALLERS:
         return 0
-
-    # Collectives
-
-    def collectives(self, name: str, sizes: tuple):
-        """The collectives of a computation, each counted once."""
-        computation = self.computations[name]
-        starts = {
-            name for one in computation.values() if "AsyncCollectiveStart" in one.attributes for name in one.operands
-        }
-        for one in computation.values():
-            kind = one.opcode.removesuffix("-start")
-            # TPU: each fusion that works while a collective runs holds a copy of it; one of the copies starts it.
-            continued = '"async_collective_fusion_config"' in one.attributes and one.name not in starts
-            if kind not in KINDS or continued:
-                continue
-            if name.startswith("all-reduce-scatter"):  # TPU: an all-reduce fused with the slice that is kept
-                kind = "reduce-scatter"
-            operands = [array for operand in one.operands for array in ARRAY.findall(computation[operand].type)]
-            groups = one.attribute(
-                "source_target_pairs=" if kind == "collective-permute" else "replica_groups=", GROUPS
-            )
-            axes, n = axes_of(kind, groups, sizes)
-            payload_bytes = sum(map(array_bytes, operands)) * (n if kind == "all-gather" else 1)
-            sent = {"all-reduce": 2 * payload_bytes * (n - 1) // n, "collective-permute": payload_bytes}
-            if axes:  # a group of one device exchanges nothing
-                yield Collective(
-                    kind, axes, payload_bytes, "+".join(sorted({dtype for dtype, _ in operands})),
-                    wire_bytes=sent.get(kind, payload_bytes * (n - 1) // n), count=1,
-                    asynchronous=one.opcode.endswith("-start") or one.name in starts or name in self.started,
-                    source=self.source(one), scope=one.scope)  # fmt: skip
-
-    def source(self, one: Instruction) -> str:
-        """The line of ours that an instruction comes from: the innermost frame outside WRAPPERS."""
-        if file := one.attribute("source_file=", r'"(.*?)"'):
-            return f"{os.path.basename(file)}:" + one.attribute("source_line=", r"(\d+)")
-        places, frame = [], int(one.attribute("stack_frame_id=", r"(\d+)") or 0)
-        while frame:
-            location, parent = re.findall(r"=(\d+)", self.tables["StackFrames"][frame])
-            file, function, line, *_ = re.findall(r"=(\d+)", self.tables["FileLocations"][int(location)])
-            file, function = self.tables["FileNames"][int(file)], self.tables["FunctionNames"][int(function)]
-            function = function.strip('"').replace("<locals>.", "")
-            places.append((os.path.basename(file.strip('"')), f":{line} in {function}"))
-            frame = int(parent) - 1  # XLA prints parents one too high: a frame without one has 1
-        ours = [place for place in places if place[0] not in WRAPPERS] or places
-        return "".join(ours[0]) if ours else "?"
+    read = [] if one.opcode.endswith("-done") else [computation[name].type for name in one.operands]
+    written = [] if one.opcode.endswith("-start") else [one.type]
+    return sum(main_memory_bytes(text) for text in read + written)
 
 
-@dataclass(frozen=True)
-class Element:
-    """A value of a loop's carry, by its place."""
-
-    index: int
-
-
-def root(computation: dict) -> Instruction:
-    return next(one for one in computation.values() if one.root)
+@functools.cache
+def main_memory_bytes(type_text: str) -> int:
+    """Bytes of a type's arrays, less those that lie in a memory on the chip: S(1) and above."""
+    arrays = re.findall(ARRAY.pattern + r"(?:\{([^}]*)\})?", type_text)
+    return sum(array_bytes((dtype, sizes)) for dtype, sizes, layout in arrays if not re.search(r"S\([1-9]", layout))
 
 
-def origin(computation: dict, name: str) -> Instruction:
-    """The instruction that makes a value which is only copied on."""
-    one = computation[name]
-    while one.opcode in SAME_VALUE:
-        one = computation[one.operands[0]]
-    return one
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def held(program: Program, name: str, one: Instruction):
+    """The collectives that an instruction of computation `name` is, fuses or starts, each after its computation."""
+    if one.is_collective:
+        yield name, one
+    elif one.opcode in ("fusion", "async-start"):
+        for part in one.contents:
+            for inner in program.computations[part].values():
+                yield from held(program, part, inner)
+
+
+def started(program: Program, name: str, sizes: tuple, works: list[Work]):
+    """The collectives of a computation, each once, with the products between start and end; `works` of each line.
+
+    TPU: a collective may go on within fusions that compute meanwhile, each of which holds a copy of it.
+    """
+    begun, spans = collections.defaultdict(list), {}
+    for place, one in enumerate(program.computations[name].values()):
+        for where, inner in held(program, name, one):
+            copied = '"async_collective_fusion_config"' in inner.attributes
+            key = inner.attribute("channel_id=", r"(\d+)") if copied else (where, inner.name)
+            begun[one.name].append(key)
+            two_parts = copied or "-start" in one.opcode + inner.opcode
+            spans.setdefault(key, (where, inner, two_parts, []))[-1].append(place)
+        if one.opcode.endswith(("-update", "-done")):
+            begun[one.name] = begun[one.operands[0]]
+            for key in begun[one.name]:
+                spans[key][-1].append(place)
+    for where, inner, two_parts, places in spans.values():
+        beside = together(works[places[0] : places[-1] + 1])
+        if found := collective(program, where, inner, sizes):
+            hidden = bool(beside.flops or beside.unknown)
+            yield replace(found, asynchronous=two_parts or hidden, hidden=hidden, beside_flops=beside.flops)
+
+
+def collective(program: Program, name: str, one: Instruction, sizes: tuple) -> Collective | None:
+    """One execution of a collective of computation `name`; None for a group of one device, which exchanges nothing."""
+    kind = one.opcode.removesuffix("-start")
+    if name.startswith("all-reduce-scatter"):  # TPU: an all-reduce fused with the slice that is kept
+        kind = "reduce-scatter"
+    operands = [array for x in one.operands for array in ARRAY.findall(program.computations[name][x].type)]
+    groups = one.attribute("source_target_pairs=" if kind == "collective-permute" else "replica_groups=", GROUPS)
+    axes, n = axes_of(kind, groups, sizes)
+    payload_bytes = sum(map(array_bytes, operands)) * (n if kind == "all-gather" else 1)
+    sent = {"all-reduce": 2 * payload_bytes * (n - 1) // n, "collective-permute": payload_bytes}
+    return axes and Collective(
+        kind, axes, payload_bytes, "+".join(sorted({dtype for dtype, _ in operands})),
+        wire_bytes=sent.get(kind, payload_bytes * (n - 1) // n), count=1, asynchronous=False,
+        source=program.source(one), scope=one.scope)  # fmt: skip
+
+
+@functools.cache
+def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
+    """Mesh axes a collective runs along, and how many devices take part in one group.
+
+    Raises: ValueError for groups in a notation not known here, or of devices the mesh does not have.
+    """
+    names, shape = zip(*sizes, strict=True)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    permute = kind == "collective-permute"
+    groups = [] if permute and text == "{}" else device_groups(text, ids.size) if text else None
+    if groups is None or max((i for group in groups for i in group), default=0) >= ids.size:
+        raise ValueError(f"{kind}: cannot read its devices {text or '(no replica_groups)'} on mesh {dict(sizes)}")
+    places = [np.stack(np.unravel_index(group, shape)) for group in groups]  # [axis, device]
+    along = [a for a in range(len(names)) if any(np.ptp(place[a]) for place in places)]
+    n = max(map(len, groups), default=1)
+    lines = np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(shape[a] for a in along))
+    if permute:
+        # The same steps on every line of devices along these axes, or the axes do not tell what happens.
+        steps = {tuple(np.argwhere(lines == i)[0]): tuple(np.argwhere(lines == j)[0]) for i, j in groups}
+        regular = steps == {(row, i): (row, j) for row in range(len(lines)) for (_, i), (_, j) in steps.items()}
+    else:
+        regular = sorted(map(sorted, groups)) == sorted(map(sorted, lines.tolist()))
+    return (tuple(names[a] for a in along) if regular else ("?",)), n
 
 
 # The order of collectives ---------------------------------------------------------------------------------------------
@@ -370,114 +379,3 @@ def unordered(text: str) -> list[str]:
             if (nested[a] or nested[b]) and not (come_before[a] & bits[b] or come_before[b] & bits[a]):
                 pairs.append(f"{where[a]} and {where[b]}")
     return pairs
-
-
-# Arrays, windows, groups ----------------------------------------------------------------------------------------------
-
-
-def dims(array: str) -> list[int]:
-    """Sizes in a type like bf16[8,128]{1,0:T(8,128)}."""
-    return [int(size) for size in ARRAY.search(array)[2].split(",") if size]
-
-
-def array_bytes(array: tuple[str, str]) -> int:
-    dtype, sizes = array
-    bits = {"pred": 8, "token": 0}.get(dtype) or int((re.search(r"\d+", dtype) or [0])[0])
-    return math.prod(int(size) for size in sizes.split(",") if size) * bits // 8
-
-
-def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
-    """Two for each weight that meets an input: not where padding or a hole of dilation lies.
-
-    The TPU compiler writes every matrix product as a convolution, and its batch dims as spatial ones.
-    """
-    inputs, kernel, output = re.split(r"_|->", one.attribute("dim_labels=", r"([^,]+)"))
-    out = dims(one.type)
-    window = dict(re.findall(r"(\w+)=([\dx_-]+)", one.attribute("window=", r"\{(.*?)\}")))
-    spatial = sorted(label for label in kernel if label.isdigit())  # as `window` counts them
-    columns = lambda name, default: window[name].split("x") if name in window else [default] * len(spatial)
-    pairs = 1
-    for i, label in enumerate(spatial):
-        size, stride, hole, dilation = (
-            int(columns(name, "1")[i]) for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
-        )
-        low = int(columns("pad", "0_0")[i].split("_")[0])
-        pairs *= meetings(lhs[inputs.index(label)], out[output.index(label)], size, stride, low, hole, dilation)
-    features = out[output.index("b")] * out[output.index("f")] * rhs[kernel.index("i")]
-    return 2 * features * pairs
-
-
-@functools.cache
-def meetings(inputs: int, outputs: int, size: int, stride: int, low: int, hole: int, dilation: int) -> int:
-    """Pairs of an output and a weight, along one spatial dim, that an input lies under."""
-    at = np.arange(outputs)[:, None] * stride + np.arange(size)[None] * dilation - low
-    return int(np.sum((at % hole == 0) & (at >= 0) & (at < inputs * hole)))
-
-
-GROUPS = r"(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^]]*\][^{]*\{[^}]*\})"
-
-
-def device_groups(text: str, devices: int) -> list[list[int]]:
-    """Read the groups of a collective, in any of XLA's notations.
-
-    {{0,1},{2,3}} lists them, and {} is one group of all. [2,2]<=[2,2]T(1,0) reshapes and transposes the numbers from 0
-    and has a group a row. mesh['a'=2,'b'=2] {'b'} has one along each line of axis b; 'b':(2)4 is a part of an axis: of
-    size 4, within each of 2 parts.
-    """
-    if text == "{}":
-        return [list(range(devices))]
-    if text.startswith("{"):
-        return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
-    if text.startswith("["):
-        shape, order = text.split("<=")
-        return iota(order).reshape(_numbers(shape)).tolist()
-    named, order, chosen = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text).groups()
-    cuts = []  # the mesh's axes, each cut into parts: their sizes, and whether the group runs along them
-    for axis, size in re.findall(r"'(\w+)'=(\d+)", named):
-        cut = 1
-        for before, part in sorted(re.findall(rf"'{axis}'(?::\((\d+)\)(\d+))?", chosen)):
-            before, part = int(before or 1), int(part or size)
-            cuts += [(before // cut, False), (part, True)]
-            cut = before * part
-        cuts.append((int(size) // cut, False))
-    along = [i for i, (_, chosen) in enumerate(cuts) if chosen]
-    ids = iota(order or f"[{devices}]").reshape([size for size, _ in cuts])
-    return np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(cuts[i][0] for i in along)).tolist()
-
-
-def iota(text: str) -> np.ndarray:
-    """Read [2,4]T(1,0): the numbers from 0 in that shape, transposed. Numbers alone are taken as they are."""
-    shape, _, order = text.partition("T")
-    if not text.startswith("["):
-        return np.array(_numbers(text))
-    ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return ids.transpose(_numbers(order)) if order else ids
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
-@functools.cache
-def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
-    """Mesh axes a collective runs along, and how many devices take part in one group.
-
-    Raises: ValueError for groups in a notation not known here, or of devices the mesh does not have.
-    """
-    names, shape = zip(*sizes, strict=True)
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    permute = kind == "collective-permute"
-    groups = [] if permute and text == "{}" else device_groups(text, ids.size) if text else None
-    if groups is None or max((i for group in groups for i in group), default=0) >= ids.size:
-        raise ValueError(f"{kind}: cannot read its devices {text or '(no replica_groups)'} on mesh {dict(sizes)}")
-    places = [np.stack(np.unravel_index(group, shape)) for group in groups]  # [axis, device]
-    along = [a for a in range(len(names)) if any(np.ptp(place[a]) for place in places)]
-    n = max(map(len, groups), default=1)
-    lines = np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(shape[a] for a in along))
-    if permute:
-        # The same steps on every line of devices along these axes, or the axes do not tell what happens.
-        steps = {tuple(np.argwhere(lines == i)[0]): tuple(np.argwhere(lines == j)[0]) for i, j in groups}
-        regular = steps == {(row, i): (row, j) for row in range(len(lines)) for (_, i), (_, j) in steps.items()}
-    else:
-        regular = sorted(map(sorted, groups)) == sorted(map(sorted, lines.tolist()))
-    return (tuple(names[a] for a in along) if regular else ("?",)), n

@@ -238,6 +238,9 @@ def test_compiled_stands_beside_predicted(capsys, tmp_path):
     assert found["compiled"].keys() >= WANTED
     assert found["compiled"]["fits"] is True
     assert found["compiled"]["ledger"]
+    waits = found["compiled"]  # simulated devices begin nothing ahead
+    assert (waits["hidden_bytes"], waits["exposed_bytes"], waits["unknown"]) == (0, waits["wire_bytes"], {})
+    assert re.search(r"wires +[\d,]+ collectives send (\S+ \S+): \S+ \S+ beside products, and \1 exposed", out)
     assert {"over fsdp", "over stage"} <= {line.split("│")[1].strip() for line in out.splitlines() if "│" in line}
     assert "difference" in out
     assert "the ledger" in out

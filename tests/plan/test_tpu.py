@@ -7,9 +7,10 @@ import importlib.util
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
+from jax.experimental import pallas, topologies
 
 import optimizer
 import sharding
@@ -43,6 +44,65 @@ def test_weights_are_gathered_over_a_whole_torus():
     found = for_slice(preset("dense_124m", **small, mesh="fsdp=64"), "v4:4x4x4")
     wire_bytes = lambda kind: sum(x.wire_bytes * x.count for x in found.ledger.collectives if x.kind == kind)
     assert wire_bytes("all-gather") > 0.9 * wire_bytes("all-reduce") > 0  # the latter are the gradients'
+
+
+# What waits -----------------------------------------------------------------------------------------------------------
+
+ASYNC = {"xla_enable_async_all_gather": True}
+FUSED = {"xla_tpu_enable_async_collective_fusion": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
+STEPS = "xla_tpu_enable_async_collective_fusion_multiple_steps"
+LAYERS_AHEAD, ROWS, WIDTH = 6, 4096, 2048
+
+
+def on_eight(local, *shapes, **options):
+    """The ledger of a function of local shards on 8 chips; the arrays, in bfloat16, are split along dim 1."""
+    mesh, spec = compiled.topology_mesh(MeshConfig(fsdp=8), "v4:2x2x2"), jax.sharding.PartitionSpec(None, FSDP)
+    place = jax.sharding.NamedSharding(mesh, spec)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    return ledger.read(step.lower(*arrays).compile(compiler_options=options).as_text(), mesh)
+
+
+@pytest.mark.parametrize(("options", "products"), [
+    ({}, 0), (ASYNC, 2), (ASYNC | FUSED | {STEPS: False}, 1), (ASYNC | FUSED | {STEPS: True}, 2),
+], ids=["synchronous", "start and end", "one fusion", "several fusions"])  # fmt: skip
+def test_a_gather_is_hidden_where_the_compiler_puts_products_beside_it(options, products):
+    """Catches a form of the compiler's in which the start or the end is not found, and a gather that is hidden because
+    it has both: the first is waited for, those of the next layer's weights run beside this layer's products."""
+
+    def local(x_1RW, w_LdW):
+        def layer(carry, w_dW):
+            x_RW, w_WW = carry
+            w_next_WW = sharding.all_gather(w_dW, FSDP, dim=0)
+            return (jnp.tanh(jnp.tanh(x_RW @ w_WW) @ w_WW.T), w_next_WW), None
+
+        first_WW = sharding.all_gather(w_LdW[0], FSDP, dim=0)
+        return jax.lax.scan(layer, (x_1RW[0], first_WW), w_LdW)[0][0][None]
+
+    found = on_eight(local, (1, 8 * ROWS, WIDTH), (LAYERS_AHEAD, WIDTH, WIDTH), **options)
+    gathers = {one.count: one for one in found.collectives}
+    assert set(gathers) == {1, LAYERS_AHEAD}
+    assert not gathers[1].hidden
+    assert gathers[LAYERS_AHEAD].hidden == bool(products)
+    assert gathers[LAYERS_AHEAD].beside_flops == products * 2 * ROWS * WIDTH * WIDTH
+
+
+def test_a_kernel_says_its_flops_or_is_unknown():
+    """Catches a kernel that counts 0 in silence, and one that loses its cost as its metadata stands on other lines."""
+
+    def local(x_1rR):
+        def body(x, out):
+            out[...] = x[...]
+
+        call = lambda x, **more: pallas.pallas_call(body, out_shape=jax.typeof(x), **more)(x)
+        cost = pallas.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)
+        x_1rR = call(x_1rR, name="stated", cost_estimate=cost, metadata={"blocks": "128", "why": "two\nlines"})
+        return call(x_1rR, name="silent", metadata={"blocks": "128", "form": "plain"})
+
+    found = on_eight(local, (1, 8 * 128, 128))
+    assert found.flops == 77
+    assert list(found.unknown.values()) == [1]
+    assert next(iter(found.unknown)).startswith("silent (test_tpu.py:")
 
 
 # Several slices -------------------------------------------------------------------------------------------------------
@@ -219,6 +279,8 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     assert found["wire_bytes"] < 8.0 * GIB
     assert found["collectives"] < 2500
     assert found["hardware_flops"] < 1.38 * plan.model_flops
+    assert found["unknown"] == {}
+    assert found["hidden_bytes"] + found["exposed_bytes"] == pytest.approx(found["wire_bytes"])
     assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])
     assert "custom-call" in step.step.as_text()  # the grouped product
     assert found["unexpected"] == []

@@ -1,0 +1,119 @@
+"""What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
+
+`python -m bench.overlap` compiles the headline's training step for absent chips; a preset, `--topology`, `--mesh` and
+any setting of main.py make it another one; `--json` prints one line for a program instead of a table.
+
+Numbers are one device's, in one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` says what is hidden and exposed.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import utils
+from config import Config, command_line
+from plan import compiled, hardware, planner, show
+from utils import UserError
+
+LINES = 12  # of our source, those that wait longest
+
+
+@dataclass(frozen=True)
+class Arguments(Config):
+    topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ..
+    json: bool = False  # print one line of JSON instead of a table
+
+
+HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
+
+What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed."""
+
+
+def parse(argv: list[str]) -> tuple[Config, Arguments]:
+    """Read `[PRESET | --config FILE] [--flags]`; without either it is the headline run.
+
+    Raises: UserError for a topology that is no TPU slice.
+    """
+    cfg, args = command_line(argv, "python -m bench.overlap", HELP, "moe1b", Arguments)
+    if not planner.is_tpu(hardware.Topology.parse(args.topology).chip):
+        raise UserError(f"topology {args.topology!r}: only TPU slices are compiled for without being there; "
+                        "name one like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
+    return cfg, args
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(cfg: Config, topology: str) -> dict:
+    """Compile the training step for a TPU slice, and count. CPU seconds are of all threads, tracing included."""
+    mesh = compiled.topology_mesh(cfg.mesh, topology)
+    begin = time.process_time()
+    step = compiled.compile_step(cfg, mesh, say)
+    compile_cpu_s = time.process_time() - begin
+    return read(step.ledger) | {"peak_bytes": step.peak_bytes, "compile_cpu_s": compile_cpu_s}
+
+
+def read(found) -> dict:
+    """The numbers of a ledger, and its bytes by axes, kind and line of ours."""
+    rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
+    return {
+        "wire_bytes": found.total.wire_bytes,
+        "exposed_bytes": found.total.exposed_bytes,
+        "hidden_bytes": found.total.hidden_bytes,
+        "synchronous_bytes": sum(x.count * x.wire_bytes for x in found.collectives if not x.asynchronous),
+        "collectives": found.total.count,
+        "attention_bytes": found.memory_bytes("attend"),
+        "memory_bytes": sum(found.traffic.values()),
+        "flops": found.flops,
+        "unknown": found.unknown,
+        **{f"by_{field}": rows(field) for field in ("axes", "kind", "source")},
+    }
+
+
+def table(found: dict) -> str:
+    """The numbers in words; of lines those that wait longest."""
+    gb = lambda size: f"{size / 1e9:,.3f} GB"
+    share = lambda part, whole: f"{part / whole:.1%}" if whole else "-"
+    line = lambda what, number, note="": f"{what:42} {number:>12}  {note}".rstrip()
+    wire, of_wire = found["wire_bytes"], lambda name: share(found[name], found["wire_bytes"])
+    lines = [
+        line("on the wire", gb(wire), f"in {found['collectives']:,.0f} collectives"),
+        line("  in the foreground: exposed", gb(found["exposed_bytes"]), of_wire("exposed_bytes")),
+        line("    of which synchronous", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
+        line("  hidden behind products", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
+        line("peak", f"{found['peak_bytes'] / 2**30:.2f} GiB"),
+        line("attention's operands and results in HBM", gb(found["attention_bytes"]),
+             f"{share(found['attention_bytes'], found['memory_bytes'])} of all instructions'"),
+        line("executed", f"{found['flops'] / 1e12:,.1f} TFLOP",
+             f"unknown: {show.unknown_kernels(found['unknown'])}" if found["unknown"] else ""),
+        line("compiled in", f"{found['compile_cpu_s']:,.0f} CPU s"),
+    ]  # fmt: skip
+    for field in ("axes", "kind", "source"):
+        lines += [
+            "",
+            f"{'by ' + field:42} {'executed':>9} {'on the wire':>12} {'share':>7} {'exposed':>12} {'share':>7}",
+        ]
+        ranked = sorted(found[f"by_{field}"].items(), key=lambda row: -row[1]["exposed_bytes"])
+        for name, total in ranked[:LINES]:
+            lines.append(
+                f"  {name:40} {total['count']:>9,.0f} {gb(total['wire_bytes']):>12} "
+                f"{share(total['wire_bytes'], wire):>7} {gb(total['exposed_bytes']):>12} "
+                f"{share(total['exposed_bytes'], found['exposed_bytes']):>7}"
+            )
+    return "\n".join(lines)
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
+    cfg, args = parse(sys.argv[1:] if argv is None else argv)
+    found = measure(cfg, args.topology)
+    print(json.dumps(found) if args.json else table(found))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())
