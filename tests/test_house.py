@@ -36,7 +36,7 @@ MAY_IMPORT = {
 # The files of a room: each may import those before it.
 ROOMS = {
     "xla": "ledger ordered",
-    "kernels": "grouped",
+    "kernels": "grouped attention",
     "pipeline": "schedules check draw fit step __main__",
     "data": "sources tokenizers prepare",
     "plan": "hardware costs compiled planner show __main__",
