@@ -32,6 +32,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
+from kernels.attention import HIDDEN, partial_attention
 from kernels.grouped import grouped_matmul
 from sharding import (
     BATCH,
@@ -122,120 +123,77 @@ def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
     return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
 
-HIDDEN = -1e30  # score of a key that may not be looked at: its weight is 0 beside any other
+def attend(q_bshK, k_bSgK, v_bSgU, mask_bsS):
+    """Mix values by the softmax of scaled scores, all made at once; zeros for a query that may look at nothing.
 
-
-class Softmax(NamedTuple):
-    """A softmax not yet finished: more keys may come. Source: online normalizer, arXiv:1805.02867."""
-
-    mixed_bshU: jax.Array  # values weighted by exp(score - top)
-    top_bsh: jax.Array  # largest score so far
-    total_bsh: jax.Array  # sum of exp(score - top)
-
-
-def finished(softmax: Softmax, dtype):
-    """The mixed values: divided last, as there are s * U of them and not s * S; zeros where no key was allowed."""
-    mixed_bshU = softmax.mixed_bshU / softmax.total_bsh[..., None]
-    return jnp.where(softmax.top_bsh[..., None] > HIDDEN, mixed_bshU, 0).astype(dtype)
-
-
-def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
-    """Mix values by the softmax of scaled scores; zeros for a query that may look at nothing.
-
-    Shapes: [b, s, h, K], [b, S, h, K], [b, S, h, U] -> [b, s, h, U].
+    `partial_attention` is the same without a matrix of scores, for many queries. Each of g key and value heads serves
+    h / g neighbours. Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
     """
-    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK).astype(float32)
-    scores_bhsS = jnp.where(mask_bsS[:, None], scores_bhsS, HIDDEN)
-    top_bhs = jax.lax.stop_gradient(jnp.max(scores_bhsS, axis=-1))
-    weight_bhsS = jnp.exp(scores_bhsS - top_bhs[..., None])
-    mixed_bshU = jnp.einsum("bhsS,bShU->bshU", weight_bhsS.astype(v_bShU.dtype), v_bShU)
-    total_bhs = jnp.sum(weight_bhsS, axis=-1)
-    return finished(Softmax(mixed_bshU, top_bhs.swapaxes(1, 2), total_bhs.swapaxes(1, 2)), v_bShU.dtype)
+    (b, s, h, K), g = q_bshK.shape, k_bSgK.shape[2]
+    q_bsgrK, mask_b11sS = (q_bshK * K**-0.5).reshape(b, s, g, h // g, K), mask_bsS[:, None, None]
+    scores_bgrsS = jnp.einsum("bsgrK,bSgK->bgrsS", q_bsgrK, k_bSgK).astype(float32)
+    weight_bgrsS = jnp.where(mask_b11sS, jax.nn.softmax(jnp.where(mask_b11sS, scores_bgrsS, HIDDEN)), 0)
+    return jnp.einsum("bgrsS,bSgU->bsgrU", weight_bgrsS.astype(v_bSgU.dtype), v_bSgU).reshape(b, s, h, -1)
 
 
-QUERIES = 256  # least number of queries in one product of `causal`
+def merged(softmax, other):
+    """One softmax of two over different keys, each with the values it mixed and the log of its sum."""
+    (mixed_bshU, log_sum_bsh), (others_bshU, other_bsh) = softmax, other
+    both_bsh = jnp.logaddexp(log_sum_bsh, other_bsh)
+    share = lambda log_sum_bsh: jnp.exp(log_sum_bsh - both_bsh)[..., None]
+    return mixed_bshU * share(log_sum_bsh) + others_bshU * share(other_bsh), both_bsh
 
 
-def causal(q_bshK, k_bShK, v_bShU, positions_bs, positions_bS, segments_bs, segments_bS):
-    """`attend` to what is `allowed`, without most products that causality makes 0. Keys in the order of the sequence.
-
-    Queries are cut into pieces of neighbours, and a piece meets the keys up to its end, as those after it are later, or
-    of another document: (n + 1)/2n of the products with n pieces. On a CONTEXT axis the pieces are the two chunks a
-    device holds, one from each half of the sequence.
-    """
-    s, S = q_bshK.shape[1], k_bShK.shape[1]
-    pieces = 2 if s < S else max(s // QUERIES, 1)
-
-    def piece(p):
-        a, z, Z = s * p // pieces, s * (p + 1) // pieces, S * (p + 1) // pieces
-        mask_bsS = allowed(positions_bs[:, a:z], positions_bS[:, :Z], segments_bs[:, a:z], segments_bS[:, :Z])
-        return attend(q_bshK[:, a:z], k_bShK[:, :Z], v_bShU[:, :Z], mask_bsS)
-
-    return jnp.concatenate([piece(p) for p in range(pieces)], axis=1)
-
-
-def more_keys(so_far: Softmax, q_bshK, k_bShK, v_bShU, mask_bsS) -> Softmax:
-    scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK).astype(float32)
-    scores_bshS = jnp.where(mask_bsS[:, :, None, :], scores_bshS, HIDDEN)
-    top_bsh = jax.lax.stop_gradient(jnp.maximum(so_far.top_bsh, jnp.max(scores_bshS, axis=-1)))
-    weight_bshS = jnp.exp(scores_bshS - top_bsh[..., None])
-    rescale_bsh = jnp.exp(so_far.top_bsh - top_bsh)
-    mixed_bshU = jnp.einsum("bshS,bShU->bshU", weight_bshS.astype(v_bShU.dtype), v_bShU).astype(float32)
-    return Softmax(
-        so_far.mixed_bshU * rescale_bsh[..., None] + mixed_bshU,
-        top_bsh,
-        so_far.total_bsh * rescale_bsh + jnp.sum(weight_bshS, axis=-1),
-    )
-
-
-def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
+def ring(q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context while each device's `parts` go once around CONTEXT.
 
     A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
     may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
     Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
     """
-    n, here, half = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1] // 2
-    first, second, both = slice(0, half), slice(half, None), slice(None)
+    n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
+    first, second, both = slice(0, s // 2), slice(s // 2, None), slice(None)
 
-    def meet(so_far: Softmax, travelling, queries, keys):
-        *there, positions_bS, segments_bS = (x[:, keys] for x in travelling)
-        mask_bsS = allowed(positions_bs[:, queries], positions_bS, segments_bs[:, queries], segments_bS)
-        old = Softmax(*(x[:, queries] for x in so_far))
-        new = more_keys(old, q_bshK[:, queries], *keys_values(*there), mask_bsS)
-        return Softmax(*(x.at[:, queries].set(part) for x, part in zip(so_far, new, strict=True)))
+    def meet(travelling, queries, keys, start):
+        *there, segments_bS = (x[:, keys] for x in travelling)
+        asked = q_bshK[:, queries], *keys_values(*there), segments_bs[:, queries], segments_bS
+        mixed_bshU, log_sum_bsh = partial_attention(*asked, starts=((start,),))
+        return mixed_bshU.astype(float32), log_sum_bsh
 
     @jax.checkpoint
     def meet_other(so_far, travelling, is_earlier):
-        earlier = lambda: meet(so_far, travelling, both, first)
-        return jax.lax.cond(is_earlier, earlier, lambda: meet(so_far, travelling, second, both))
+        def later():
+            new = merged([x[:, second] for x in so_far], meet(travelling, second, both, s))
+            return tuple(x.at[:, second].set(part) for x, part in zip(so_far, new, strict=True))
+
+        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, both, first, s // 2)), later)
 
     def step(carry, round):
         so_far, travelling = carry
         travelling = shift(travelling, CONTEXT, in_branch=axis_size(STAGE) > 1)
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
-    travelling = (*parts, positions_bs, segments_bs)
-    width = jax.eval_shape(keys_values, *parts)[1].shape[-1]
-    nothing = Softmax(*(jnp.zeros((*q_bshK.shape[:3], *x), float32) for x in ((width,), (), ())))
-    nothing = vary(nothing._replace(top_bsh=nothing.top_bsh + HIDDEN), tuple(jax.typeof(q_bshK).mat.varying))
-    so_far = meet(meet(nothing, travelling, first, first), travelling, second, both)
-    (so_far, _), _ = jax.lax.scan(step, (so_far, vary(travelling, tuple(jax.typeof(so_far.top_bsh).mat.varying))),
-                                  jnp.arange(1, n))  # fmt: skip
-    return finished(so_far, q_bshK.dtype)
+    travelling = (*parts, segments_bs)
+    so_far = meet(travelling, both, both, 0)  # the two chunks in their order, as if they were neighbours
+    carry = so_far, vary(travelling, tuple(jax.typeof(so_far[0]).mat.varying))
+    ((mixed_bshU, _), _), _ = jax.lax.scan(step, carry, jnp.arange(1, n))
+    return mixed_bshU.astype(q_bshK.dtype)
 
 
-def over_context(c: ModelConfig, q_bshK, parts, keys_values, positions_bs, segments_bs):
+def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
 
-    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, h, K], [b, S, h, U] of it
+    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
     Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
     """
-    if c.context_attention == "ring" and axis_size(CONTEXT) > 1:
-        return ring(q_bshK, parts, keys_values, positions_bs, segments_bs)
-    parts = (*parts, positions_bs, segments_bs)
-    *parts, positions_bS, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in parts)
-    return causal(q_bshK, *keys_values(*parts), positions_bs, positions_bS, segments_bs, segments_bS)
+    n, s = axis_size(CONTEXT), q_bshK.shape[1]
+    if c.context_attention == "ring" and n > 1:
+        return ring(q_bshK, parts, keys_values, segments_bs)
+    *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
+    starts = tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)  # own two chunks
+    return partial_attention(
+        q_bshK, *keys_values(*parts), segments_bs, segments_bS, starts, axis_index(CONTEXT)
+    )[0]  # fmt: skip
 
 
 @struct.dataclass
@@ -284,7 +242,7 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, se
     # Only the latent and the one rotary key are exchanged between devices that hold other positions. A head's query and
     # key are its content part and its rotary part, side by side: one product gives both scores.
     parts, q_bshK = latents(w, c, x_bsD, positions_bs, rotary_on), jnp.concatenate([q_bshK, q_bshR], -1)
-    o_bshU = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
+    o_bshU = over_context(c, q_bshK, parts, keys_values, segments_bs)
     return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD)
 
 
@@ -310,14 +268,8 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
 def grouped_attention(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, segments_bs, rotary_on):
     """Attend over the whole context. Returns a partial sum over TENSOR. Shapes: [b, s, D] -> [b, s, D]."""
     q_bshK, *parts = queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
-    keys_values = lambda k_bSgK, v_bSgK: (repeated(c, k_bSgK), repeated(c, v_bSgK))
-    o_bshK = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
+    o_bshK = over_context(c, q_bshK, parts, lambda *keys_and_values: keys_and_values, segments_bs)
     return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD)
-
-
-def repeated(c: ModelConfig, x_bSgK):
-    """Give each query head its group's key or value. Shapes: [b, S, g, K] -> [b, S, h, K]."""
-    return jnp.repeat(x_bSgK, c.n_heads // c.n_kv_heads, axis=2)
 
 
 # Feed-forward ---------------------------------------------------------------------------------------------------------

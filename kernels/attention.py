@@ -137,7 +137,7 @@ def product(equation, x, y):
 def mixed_in_blocks(starts, *operands):
     """A loop over visits, whose carry is the softmax so far: values mixed, largest score and sum of each query."""
     q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
-    s, h = operands[0].shape[1:3]
+    s = operands[0].shape[1]
 
     def visit(carry, ij):
         i, j = ij
@@ -224,13 +224,10 @@ def _dot(x, y, x_dim, y_dim):
     return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=float32)
 
 
-def _is_first(*tables, v):
-    """Whether visit v is the first of some with equal entries in all tables."""
-    return functools.reduce(jnp.logical_or, (table[jnp.maximum(v - 1, 0)] != table[v] for table in tables), v == 0)
-
-
-def _is_last(*tables, v, n):
-    return functools.reduce(jnp.logical_or, (table[jnp.minimum(v + 1, n - 1)] != table[v] for table in tables), v == n - 1)
+def neighbours_differ(v, n: int, entry):
+    """Whether visit v is the first, and the last, of neighbours with the same entry."""
+    is_first = (v == 0) | (entry(jnp.maximum(v - 1, 0)) != entry(v))
+    return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
 
 
 def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
@@ -243,8 +240,9 @@ def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, he
 
     def kernel(query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
         visit = pl.program_id(2)
+        is_first, is_last = neighbours_differ(visit, n, lambda v: query_v[v])
 
-        @pl.when(_is_first(query_v, v=visit))
+        @pl.when(is_first)
         def _():
             total_Ux[...], sum_1x[...] = jnp.zeros_like(total_Ux), jnp.zeros_like(sum_1x)
             top_1x[...] = jnp.full_like(top_1x, HIDDEN)
@@ -256,7 +254,7 @@ def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, he
         sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
         top_1x[...] = higher_1x
 
-        @pl.when(_is_last(query_v, v=visit, n=n))
+        @pl.when(is_last)
         def _():
             is_seen = top_1x[...] > HIDDEN
             mixed[...] = jnp.where(is_seen, total_Ux[...] / sum_1x[...], 0).T.astype(mixed.dtype)
@@ -305,49 +303,48 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(S), h // g
     lanes = sum(-(-width // 128) * 128 for width in (K, U))
-    span = max(VMEM_BYTES // ((4 + 2 * k_bSgK.dtype.itemsize) * lanes * block), 1)
+    span = max(VMEM_BYTES // (4 * lanes * block), 1)
     spans = -(-S // (span * block))
     span = -(-S // (spans * block))
     visits_3v = jnp.asarray(visits_back(s, S, starts, block, span, heads), jnp.int32)[here]
-    n = visits_3v.shape[1]
+    n, n_blocks = visits_3v.shape[1], -(-s // block)
 
-    def kernel(head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv, dq_xK, dk_wK, dv_wU):
+    def kernel(head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk_wK, dv_wU, dq_xK):
         visit = pl.program_id(2)
-        last, key = jnp.minimum(visit + 1, n - 1), key_v[visit]
+        is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * n_blocks + query_v[v])
+        is_new_span, _ = neighbours_differ(visit, n, lambda v: key_v[v] // span)
 
-        @pl.when((visit == 0) | (key_v[jnp.maximum(visit - 1, 0)] // span != key // span))
+        @pl.when(is_new_span)
         def _():
             dk_wK[...], dv_wU[...] = jnp.zeros_like(dk_wK), jnp.zeros_like(dv_wU)
 
-        @pl.when(_is_first(head_v, query_v, v=visit))
+        @pl.when(is_first)
         def _():
             dq_xK[...] = jnp.zeros_like(dq_xK)
 
-        weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key) - stats[:1])
+        weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
         d_weight_Xx = _dot(v[...], d_mixed[...], 1, 1)
         d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
-        own = pl.ds(pl.multiple_of(key % span * block, block), block)
+        own = pl.ds(pl.multiple_of(key_v[visit] % span * block, block), block)
         dk_wK[own] += _dot(d_scores_Xx, q[...], 1, 0)
         dv_wU[own] += _dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
         dq_xK[...] += _dot(d_scores_Xx, k[...], 0, 0)
 
-        @pl.when(_is_last(head_v, query_v, v=visit, n=n))
+        @pl.when(is_last)
         def _():
             dq[...] = dq_xK[...].astype(dq.dtype)
-
-        @pl.when((visit == n - 1) | (key_v[last] // span != key // span))
-        def _():
-            dk[...], dv[...] = dk_wK[...].astype(dk.dtype), dv_wU[...].astype(dv.dtype)
 
     q_bhsK, k_bgSK, v_bgSU, d_mixed_bhsU = (by_head(x, block) for x in (q_bshK, k_bSgK, v_bSgU, d_mixed_bshU))
     k_bgSK, v_bgSU = (padded(x, span * block, 2) for x in (k_bgSK, v_bgSU))
     stats_bh2s = padded(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
     at_query = lambda b, g, v, head, query, key: (b, g * heads + head[v], query[v], 0)
     query = lambda width: pl.BlockSpec((None, None, block, width), at_query)
-    key = lambda width: pl.BlockSpec(
-        (None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0))
+    key = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0))
     whole = lambda width: pl.BlockSpec(
-        (None, None, span * block, width), lambda b, g, v, head, query, key: (b, g, key[v] // span, 0))
+        (None, None, span * block, width),
+        lambda b, g, v, head, query, key: (b, g, key[v] // span, 0),
+        pipeline_mode=pl.Buffered(1),
+    )
     dq_nbhsK, dk_bgSK, dv_bgSU = _call(
         kernel, (b, g, n), tuple(visits_3v),
         [query(K), key(K), key(U), pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v])),
@@ -355,15 +352,15 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
          pl.BlockSpec((None, None, 2, block), lambda b, g, v, head, query, key: (b, g * heads + head[v], 0, query[v]))],
         [pl.BlockSpec((None, None, None, block, K), lambda *at: (at[5][at[2]] // span, *at_query(*at))),
          whole(K), whole(U)],
-        [((spans, *q_bhsK.shape), q_bshK.dtype if spans == 1 else float32), (k_bgSK.shape, k_bSgK.dtype),
-         (v_bgSU.shape, v_bSgU.dtype)],
+        [((spans, *q_bhsK.shape), q_bshK.dtype if spans == 1 else float32), (k_bgSK.shape, float32),
+         (v_bgSU.shape, float32)],
         (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
          padded(segments_bS, span * block, 1, -1)[:, None, :], d_mixed_bhsU, stats_bh2s), interpret,
         flops=2 * b * g * n * block**2 * (3 * K + 2 * U), exponentials=b * g * n * block**2,
-        scratch=[pltpu.VMEM(shape, float32) for shape in ((block, K), (span * block, K), (span * block, U))],
+        scratch=[pltpu.VMEM((block, K), float32)],
     )  # fmt: skip
-    dq_bhsK = jnp.sum(dq_nbhsK, axis=0).astype(q_bshK.dtype)
-    return dq_bhsK[:, :, :s].swapaxes(1, 2), dk_bgSK[:, :, :S].swapaxes(1, 2), dv_bgSU[:, :, :S].swapaxes(1, 2)
+    pulled = zip((jnp.sum(dq_nbhsK, axis=0), dk_bgSK, dv_bgSU), (q_bshK, k_bSgK, v_bSgU), strict=True)
+    return tuple(dx[:, :, : x.shape[1]].swapaxes(1, 2).astype(x.dtype) for dx, x in pulled)
 
 
 def _call(kernel, grid, tables, in_specs, out_specs, out, operands, interpret, *, flops, exponentials, scratch):
