@@ -180,6 +180,11 @@ def ring(q_bshK, parts, keys_values, segments_bs):
     return mixed_bshU.astype(q_bshK.dtype)
 
 
+def chunk_starts(s: int, n: int):
+    """Where the chunks begin that each of n devices along CONTEXT holds, of s positions together; see `own_chunks`."""
+    return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
+
+
 def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
 
@@ -190,10 +195,8 @@ def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
     if c.context_attention == "ring" and n > 1:
         return ring(q_bshK, parts, keys_values, segments_bs)
     *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
-    starts = tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)  # own two chunks
-    return partial_attention(
-        q_bshK, *keys_values(*parts), segments_bs, segments_bS, starts, axis_index(CONTEXT)
-    )[0]  # fmt: skip
+    asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS
+    return partial_attention(*asked, chunk_starts(s, n), axis_index(CONTEXT))[0]
 
 
 @struct.dataclass

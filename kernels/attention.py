@@ -85,14 +85,29 @@ def meetings(s: int, S: int, starts: Starts, block: int):
     return meets_nij
 
 
+def flops(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
+    """Count multiplications and additions for one sequence on a device, forward and backward: those of whole blocks.
+
+    Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
+    """
+    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
+    visits = int(np.count_nonzero(meetings(s, S, starts, block)[0]))
+    back = visits
+    if platform == "tpu":
+        back = visits_back(s, S, starts, block, span_of(S, K, U, block), h // g).shape[-1] // (h // g)
+    return 2 * h * visits * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
+
+
 # Plain JAX ------------------------------------------------------------------------------------------------------------
 # Within a block, the queries of heads that share a key are rows alike. Letters: n blocks, x queries, X keys of a block.
 
 BLOCK = 256  # most queries, and keys, of a block
 
 
-def block_of(s: int, S: int) -> int:
-    return min(BLOCK, max(s, S))
+def equal_block(s: int, starts: Starts) -> int:
+    """Queries, and keys, of a block: equal parts of a chunk."""
+    chunk = s // len(starts[0])
+    return -(-chunk // -(-chunk // BLOCK))
 
 
 def cut(x_bshK, g: int, block: int):
@@ -113,7 +128,7 @@ def joined(x_nbgyK, s: int, block: int):
 def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
     """Blocks of queries, keys and values; the visits; and fn(query block, key block) -> who sees whom, [b, 1, y, X]."""
     (_, s, h, _), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
-    block = block_of(s, S)
+    block = equal_block(s, starts)
     visits_nv2 = np.stack([np.argwhere(meets_ij) for meets_ij in meetings(s, S, starts, block)])
     order_nbg = jnp.broadcast_to(jnp.asarray(order(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
     segments_bsr = jnp.broadcast_to(segments_bs[:, :, None, None], (*segments_bs.shape, h // g, 1))
@@ -190,10 +205,11 @@ def pulled_in_blocks(starts, *args):
 VMEM_BYTES = 8 * 2**20  # of the 16 MiB a kernel may use, for the gradients of keys and values that stay there
 
 
-def tpu_block(S: int) -> int:
-    """Queries, and keys, of a block: large, as a visit has a price; at least four of a sequence, as the blocks along
-    the diagonal are half in vain."""
-    return next((block for block in (512, 256) if 4 * block <= S), 128)
+def tpu_block(s: int, S: int, starts: Starts) -> int:
+    """Queries, and keys, of a block: large, as a visit has a price; a part of a chunk, and at least four of a sequence,
+    as the blocks along the diagonal are half in vain."""
+    most = min(s // len(starts[0]), S // 4)
+    return next((block for block in (512, 256) if block <= most), 128)
 
 
 def padded(x, size: int, dim: int, value=0):
@@ -233,7 +249,7 @@ def neighbours_differ(v, n: int, entry):
 def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
-    block = tpu_block(S)
+    block = tpu_block(s, S, starts)
     visits_nv2 = np.stack([np.argwhere(meets_ij) for meets_ij in meetings(s, S, starts, block)])
     visits_2v = jnp.asarray(visits_nv2.swapaxes(1, 2), jnp.int32)[here]
     n = visits_2v.shape[1]
@@ -273,10 +289,17 @@ def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, he
         [((*q_bhsK.shape[:3], U), v_bSgU.dtype), ((b, h, 1, q_bhsK.shape[2]), float32)],
         (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
          padded(segments_bS, block, 1, -1)[:, None, :]), interpret,
-        flops=2 * b * h * n * block**2 * (K + U), exponentials=b * h * n * block**2,
+        flops=b * flops(s, S, starts, h, g, K, U, "tpu")[0], exponentials=b * h * n * block**2,
         scratch=[pltpu.VMEM(shape, float32) for shape in ((U, block), (1, block), (1, block))],
     )  # fmt: skip
     return mixed_bhsU[:, :, :s].swapaxes(1, 2), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
+
+
+def span_of(S: int, K: int, U: int, block: int) -> int:
+    """Blocks of keys whose gradients stay in a core's memory: equal shares of them all."""
+    lanes = sum(-(-width // 128) * 128 for width in (K, U))
+    spans = -(-S // max(VMEM_BYTES // (4 * lanes * block), 1) // block)
+    return -(-S // (spans * block))
 
 
 @functools.cache
@@ -301,11 +324,9 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
     Those of a span of keys stay until all queries of all heads have been there; a query's are summed over spans.
     """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
-    block, heads = tpu_block(S), h // g
-    lanes = sum(-(-width // 128) * 128 for width in (K, U))
-    span = max(VMEM_BYTES // (4 * lanes * block), 1)
+    block, heads = tpu_block(s, S, starts), h // g
+    span = span_of(S, K, U, block)
     spans = -(-S // (span * block))
-    span = -(-S // (spans * block))
     visits_3v = jnp.asarray(visits_back(s, S, starts, block, span, heads), jnp.int32)[here]
     n, n_blocks = visits_3v.shape[1], -(-s // block)
 
@@ -356,7 +377,7 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
          (v_bgSU.shape, float32)],
         (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
          padded(segments_bS, span * block, 1, -1)[:, None, :], d_mixed_bhsU, stats_bh2s), interpret,
-        flops=2 * b * g * n * block**2 * (3 * K + 2 * U), exponentials=b * g * n * block**2,
+        flops=b * flops(s, S, starts, h, g, K, U, "tpu")[1], exponentials=b * g * n * block**2,
         scratch=[pltpu.VMEM((block, K), float32)],
     )  # fmt: skip
     pulled = zip((jnp.sum(dq_nbhsK, axis=0), dk_bgSK, dv_bgSU), (q_bshK, k_bSgK, v_bSgU), strict=True)
