@@ -72,17 +72,26 @@ def order(starts: Starts, s: int):
 
 @functools.cache
 def meetings(s: int, S: int, starts: Starts, block: int):
-    """Which blocks of queries meet which blocks of keys on each device, as many on each. Shape: [devices, s, S] blocks.
-
-    Not only those that must: the gradient masks exactly.
-    """
+    """Which blocks of queries must meet which blocks of keys on each device. Shape: [devices, s, S], in blocks."""
     last_ni = np.maximum.reduceat(order(starts, s), np.arange(0, s, block), axis=1)
-    meets_nij = last_ni[:, :, None] >= np.arange(0, S, block)
-    most = max(np.count_nonzero(meets_ij) for meets_ij in meets_nij)
-    for meets_ij in meets_nij:
-        missing = most - np.count_nonzero(meets_ij)
-        meets_ij.flat[np.flatnonzero(~meets_ij)[:missing]] = True
-    return meets_nij
+    return last_ni[:, :, None] >= np.arange(0, S, block)
+
+
+def visits_of(meets):
+    """The places where each device's blocks meet, as many of each: to some are added in which a mask hides everything.
+
+    Shapes: [devices, ..] -> [devices, dims, visits], in order.
+    """
+    most, meets = max(map(np.count_nonzero, meets)), meets.copy()
+    for meets_of_one in meets:
+        meets_of_one.flat[np.flatnonzero(~meets_of_one)[: most - np.count_nonzero(meets_of_one)]] = True
+    return np.stack([np.argwhere(meets_of_one).T for meets_of_one in meets]).astype(np.int32)
+
+
+@functools.cache
+def visits(s: int, S: int, starts: Starts, block: int):
+    """Block of queries and of keys of each visit. Shape: [devices, 2, v]."""
+    return visits_of(meetings(s, S, starts, block))
 
 
 def flops(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
@@ -91,11 +100,10 @@ def flops(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platfo
     Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
     """
     block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
-    visits = int(np.count_nonzero(meetings(s, S, starts, block)[0]))
-    back = visits
+    ahead = back = visits(s, S, starts, block).shape[-1]
     if platform == "tpu":
         back = visits_back(s, S, starts, block, span_of(S, K, U, block), h // g).shape[-1] // (h // g)
-    return 2 * h * visits * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
+    return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------
@@ -129,7 +137,6 @@ def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
     """Blocks of queries, keys and values; the visits; and fn(query block, key block) -> who sees whom, [b, 1, y, X]."""
     (_, s, h, _), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
     block = equal_block(s, starts)
-    visits_nv2 = np.stack([np.argwhere(meets_ij) for meets_ij in meetings(s, S, starts, block)])
     order_nbg = jnp.broadcast_to(jnp.asarray(order(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
     segments_bsr = jnp.broadcast_to(segments_bs[:, :, None, None], (*segments_bs.shape, h // g, 1))
     order_nzyo, segments_nbgyo = cut(order_nbg, 1, block), cut(segments_bsr, 1, block)
@@ -142,7 +149,7 @@ def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
         return earlier & (segments_nbgyo[i] == segments_nbX[j][:, None, None, :])
 
     cut_all = (cut(x, g, block) for x in (q_bshK, k_bSgK, v_bSgU))
-    return *cut_all, jnp.asarray(visits_nv2, jnp.int32)[here], seen, block
+    return *cut_all, jnp.asarray(visits(s, S, starts, block))[here].T, seen, block
 
 
 def product(equation, x, y):
@@ -249,9 +256,8 @@ def neighbours_differ(v, n: int, entry):
 def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
-    block = tpu_block(s, S, starts)
-    visits_nv2 = np.stack([np.argwhere(meets_ij) for meets_ij in meetings(s, S, starts, block)])
-    visits_2v = jnp.asarray(visits_nv2.swapaxes(1, 2), jnp.int32)[here]
+    block, heads = tpu_block(s, S, starts), h // g
+    visits_2v = jnp.asarray(visits(s, S, starts, block))[here]
     n = visits_2v.shape[1]
 
     def kernel(query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
@@ -279,7 +285,7 @@ def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, he
     q_bhsK, k_bgSK, v_bgSU = (by_head(x, block) for x in (q_bshK, k_bSgK, v_bSgU))
     query = lambda width: pl.BlockSpec((None, None, block, width), lambda b, h, v, query, key: (b, h, query[v], 0))
     key = lambda width: pl.BlockSpec(
-        (None, None, block, width), lambda b, h, v, query, key: (b, h * g // q_bhsK.shape[1], key[v], 0)
+        (None, None, block, width), lambda b, h, v, query, key: (b, jax.lax.div(h, heads), key[v], 0)
     )
     mixed_bhsU, log_sum_bh1s = _call(
         kernel, (b, h, n), tuple(visits_2v),
@@ -313,8 +319,8 @@ def visits_back(s: int, S: int, starts: Starts, block: int, span: int, heads: in
     meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
     meets[..., 0] |= ~meets.any(axis=-1)
     meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
-    lists = [np.argwhere(one).T for one in meets]
-    return np.stack([(head, query, number * span + key) for number, head, query, key in lists])
+    number, head, query, key = visits_of(meets).swapaxes(0, 1)
+    return np.stack([head, query, number * span + key], axis=1)
 
 
 def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
@@ -327,13 +333,13 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
     block, heads = tpu_block(s, S, starts), h // g
     span = span_of(S, K, U, block)
     spans = -(-S // (span * block))
-    visits_3v = jnp.asarray(visits_back(s, S, starts, block, span, heads), jnp.int32)[here]
+    visits_3v = jnp.asarray(visits_back(s, S, starts, block, span, heads))[here]
     n, n_blocks = visits_3v.shape[1], -(-s // block)
 
     def kernel(head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk_wK, dv_wU, dq_xK):
         visit = pl.program_id(2)
         is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * n_blocks + query_v[v])
-        is_new_span, _ = neighbours_differ(visit, n, lambda v: key_v[v] // span)
+        is_new_span, _ = neighbours_differ(visit, n, lambda v: jax.lax.div(key_v[v], span))
 
         @pl.when(is_new_span)
         def _():
@@ -346,7 +352,7 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
         weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
         d_weight_Xx = _dot(v[...], d_mixed[...], 1, 1)
         d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
-        own = pl.ds(pl.multiple_of(key_v[visit] % span * block, block), block)
+        own = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * block, block), block)
         dk_wK[own] += _dot(d_scores_Xx, q[...], 1, 0)
         dv_wU[own] += _dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
         dq_xK[...] += _dot(d_scores_Xx, k[...], 0, 0)
@@ -363,7 +369,7 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
     key = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0))
     whole = lambda width: pl.BlockSpec(
         (None, None, span * block, width),
-        lambda b, g, v, head, query, key: (b, g, key[v] // span, 0),
+        lambda b, g, v, head, query, key: (b, g, jax.lax.div(key[v], span), 0),
         pipeline_mode=pl.Buffered(1),
     )
     dq_nbhsK, dk_bgSK, dv_bgSU = _call(
@@ -371,7 +377,7 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
         [query(K), key(K), key(U), pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v])),
          pl.BlockSpec((None, 1, block), lambda b, g, v, head, query, key: (b, 0, key[v])), query(U),
          pl.BlockSpec((None, None, 2, block), lambda b, g, v, head, query, key: (b, g * heads + head[v], 0, query[v]))],
-        [pl.BlockSpec((None, None, None, block, K), lambda *at: (at[5][at[2]] // span, *at_query(*at))),
+        [pl.BlockSpec((None, None, None, block, K), lambda *at: (jax.lax.div(at[5][at[2]], span), *at_query(*at))),
          whole(K), whole(U)],
         [((spans, *q_bhsK.shape), q_bshK.dtype if spans == 1 else float32), (k_bgSK.shape, float32),
          (v_bgSU.shape, float32)],
