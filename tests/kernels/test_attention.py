@@ -154,7 +154,7 @@ def test_a_longer_sequence_has_no_larger_program(platform):
     that another platform is given, or does not get."""
     texts = [jax.jit(gradients).trace(*operands(T, T)).lower(lowering_platforms=(platform,)).as_text()
              for T in (1024, 32_768)]  # fmt: skip
-    short, long = (text.count(" = ") for text in texts)
+    short, long = (text.count(" = ") - text.count("stablehlo.constant") for text in texts)  # of which two may be one
     assert short == long
     assert texts[0].count("tpu_custom_call") == (2 if platform == "tpu" else 0)
 
