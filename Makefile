@@ -31,11 +31,8 @@ help: ## list every command
 # python -m tests.parity #: compare a mesh with one device
 # python -m tests.fuzz #: compare drawn meshes and models with one device
 # python -m bench.step #: measure a step on simulated devices
-<<<<<<< HEAD
 # python -m bench.gpu #: measure our trainer and one in torch, in turn, on one GPU
-=======
 # python -m bench.overlap #: what of a step's wires is hidden behind products, by the TPU compiler; needs extra-tpu
->>>>>>> i16_ledger
 # python -m bench.schedules #: measure each pipeline schedule beside its prediction
 # python -m bench.soak #: kill a run again and again, and compare every bit
 # python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone

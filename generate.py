@@ -140,8 +140,7 @@ def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, p
     q_bshK, k_bsgK, v_bsgK = model.queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
     cache = GroupedCache(write(cache.key_bSgK, k_bsgK, positions_bs), write(cache.value_bSgK, v_bsgK, positions_bs))
     mask_bsS = slots_seen(positions_bs, cache.key_bSgK.shape[1])
-    k_bShK, v_bShK = model.repeated(c, cache.key_bSgK), model.repeated(c, cache.value_bSgK)
-    o_bshK = model.attend(q_bshK, k_bShK, v_bShK, mask_bsS)
+    o_bshK = model.attend(q_bshK, cache.key_bSgK, cache.value_bSgK, mask_bsS)
     return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD), cache
 
 

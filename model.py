@@ -33,9 +33,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
-import ahead
 from config import ModelConfig
+from kernels.attention import HIDDEN, partial_attention
 from kernels.grouped import grouped_matmul
+from overlap import arriving, in_parts, in_place, leaving, scan_ahead
 from sharding import (
     BATCH,
     CONTEXT,
@@ -47,20 +48,16 @@ from sharding import (
     TOKENS,
     all_gather,
     all_to_all,
-    around,
     axis_index,
     axis_size,
-    back,
     branches,
     declare as declare_block,
     gather_weights,
     in_order,
-    joined,
     map_sliced,
     own_chunks,
     own_slice,
     param,
-    parted,
     psum,
     reduce_scatter,
     shift,
@@ -95,34 +92,6 @@ def held(w, c: ModelConfig):
 def used(w, c: ModelConfig, *names):
     """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
     return (cast if c.gather == "step" else gathered)(w, c, *names)
-
-
-# Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
-
-
-def arriving(c: ModelConfig, *arrays_bt) -> list:
-    """Arrays of our positions, as those of all TENSOR neighbours: one part after the other, ours first; or in one part.
-
-    Shapes: [b, t, ..] -> a list of tuples of [b, p, ..], p = t or s. Sends: (n - 1)/n of the joined arrays.
-    """
-    if c.tensor_exchange == "gather":
-        return [tuple(all_gather(x, TENSOR, dim=1) for x in arrays_bt)]
-    return [*zip(*(around(x, TENSOR) for x in arrays_bt), strict=True)]
-
-
-def leaving(c: ModelConfig, partials: list):
-    """Add up what each TENSOR neighbour made for our positions, of parts as `arriving` has them. Returns [b, t, ..]."""
-    return reduce_scatter(partials[0], TENSOR, dim=1) if c.tensor_exchange == "gather" else back(partials, TENSOR)
-
-
-def in_place(c: ModelConfig, parts: list):
-    """What was made of parts, in the order of the sequence. Shapes: a list of [b, p, ..] -> [b, s, ..]."""
-    return parts[0] if c.tensor_exchange == "gather" else joined([*parts], TENSOR, 1)
-
-
-def in_parts(c: ModelConfig, x_bs) -> list:
-    """The inverse of `in_place`."""
-    return [x_bs] if c.tensor_exchange == "gather" else parted(x_bs, TENSOR, 1)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -160,122 +129,80 @@ def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
     return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
 
-HIDDEN = -1e30  # score of a key that may not be looked at: its weight is 0 beside any other
+def attend(q_bshK, k_bSgK, v_bSgU, mask_bsS):
+    """Mix values by the softmax of scaled scores, all made at once; zeros for a query that may look at nothing.
 
-
-class Softmax(NamedTuple):
-    """A softmax not yet finished: more keys may come. Source: online normalizer, arXiv:1805.02867."""
-
-    mixed_bshU: jax.Array  # values weighted by exp(score - top)
-    top_bsh: jax.Array  # largest score so far
-    total_bsh: jax.Array  # sum of exp(score - top)
-
-
-def finished(softmax: Softmax, dtype):
-    """The mixed values: divided last, as there are s * U of them and not s * S; zeros where no key was allowed."""
-    mixed_bshU = softmax.mixed_bshU / softmax.total_bsh[..., None]
-    return jnp.where(softmax.top_bsh[..., None] > HIDDEN, mixed_bshU, 0).astype(dtype)
-
-
-def attend(q_bshK, k_bShK, v_bShU, mask_bsS):
-    """Mix values by the softmax of scaled scores; zeros for a query that may look at nothing.
-
-    Shapes: [b, s, h, K], [b, S, h, K], [b, S, h, U] -> [b, s, h, U].
+    `partial_attention` is the same without a matrix of scores, for many queries. Each of g key and value heads serves
+    h / g neighbours. Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
     """
-    scores_bhsS = jnp.einsum("bshK,bShK->bhsS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK).astype(float32)
-    scores_bhsS = jnp.where(mask_bsS[:, None], scores_bhsS, HIDDEN)
-    top_bhs = jax.lax.stop_gradient(jnp.max(scores_bhsS, axis=-1))
-    weight_bhsS = jnp.exp(scores_bhsS - top_bhs[..., None])
-    mixed_bshU = jnp.einsum("bhsS,bShU->bshU", weight_bhsS.astype(v_bShU.dtype), v_bShU)
-    total_bhs = jnp.sum(weight_bhsS, axis=-1)
-    return finished(Softmax(mixed_bshU, top_bhs.swapaxes(1, 2), total_bhs.swapaxes(1, 2)), v_bShU.dtype)
+    (b, s, h, K), g = q_bshK.shape, k_bSgK.shape[2]
+    q_bsgrK, mask_b11sS = (q_bshK * K**-0.5).reshape(b, s, g, h // g, K), mask_bsS[:, None, None]
+    scores_bgrsS = jnp.einsum("bsgrK,bSgK->bgrsS", q_bsgrK, k_bSgK).astype(float32)
+    weight_bgrsS = jnp.where(mask_b11sS, jax.nn.softmax(jnp.where(mask_b11sS, scores_bgrsS, HIDDEN)), 0)
+    return jnp.einsum("bgrsS,bSgU->bsgrU", weight_bgrsS.astype(v_bSgU.dtype), v_bSgU).reshape(b, s, h, -1)
 
 
-QUERIES = 256  # least number of queries in one product of `causal`
+def merged(softmax, other):
+    """One softmax of two over different keys, each with the values it mixed and the log of its sum."""
+    (mixed_bshU, log_sum_bsh), (others_bshU, other_bsh) = softmax, other
+    both_bsh = jnp.logaddexp(log_sum_bsh, other_bsh)
+    share = lambda log_sum_bsh: jnp.exp(log_sum_bsh - both_bsh)[..., None]
+    return mixed_bshU * share(log_sum_bsh) + others_bshU * share(other_bsh), both_bsh
 
 
-@jax.named_scope("attend")
-def causal(q_bshK, k_bShK, v_bShU, positions_bs, positions_bS, segments_bs, segments_bS):
-    """`attend` to what is `allowed`, without most products that causality makes 0. Keys in the order of the sequence.
-
-    Queries are cut into pieces of neighbours, and a piece meets the keys up to its end, as those after it are later, or
-    of another document: (n + 1)/2n of the products with n pieces. On a CONTEXT axis the pieces are the two chunks a
-    device holds, one from each half of the sequence.
-    """
-    s, S = q_bshK.shape[1], k_bShK.shape[1]
-    pieces = 2 if s < S else max(s // QUERIES, 1)
-
-    def piece(p):
-        a, z, Z = s * p // pieces, s * (p + 1) // pieces, S * (p + 1) // pieces
-        mask_bsS = allowed(positions_bs[:, a:z], positions_bS[:, :Z], segments_bs[:, a:z], segments_bS[:, :Z])
-        return attend(q_bshK[:, a:z], k_bShK[:, :Z], v_bShU[:, :Z], mask_bsS)
-
-    return jnp.concatenate([piece(p) for p in range(pieces)], axis=1)
-
-
-def more_keys(so_far: Softmax, q_bshK, k_bShK, v_bShU, mask_bsS) -> Softmax:
-    scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK).astype(float32)
-    scores_bshS = jnp.where(mask_bsS[:, :, None, :], scores_bshS, HIDDEN)
-    top_bsh = jax.lax.stop_gradient(jnp.maximum(so_far.top_bsh, jnp.max(scores_bshS, axis=-1)))
-    weight_bshS = jnp.exp(scores_bshS - top_bsh[..., None])
-    rescale_bsh = jnp.exp(so_far.top_bsh - top_bsh)
-    mixed_bshU = jnp.einsum("bshS,bShU->bshU", weight_bshS.astype(v_bShU.dtype), v_bShU).astype(float32)
-    return Softmax(
-        so_far.mixed_bshU * rescale_bsh[..., None] + mixed_bshU,
-        top_bsh,
-        so_far.total_bsh * rescale_bsh + jnp.sum(weight_bshS, axis=-1),
-    )
-
-
-def ring(q_bshK, parts, keys_values, positions_bs, segments_bs):
+def ring(q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context while each device's `parts` go once around CONTEXT.
 
     A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
     may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
     Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
     """
-    n, here, half = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1] // 2
-    first, second, both = slice(0, half), slice(half, None), slice(None)
+    n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
+    first, second, both = slice(0, s // 2), slice(s // 2, None), slice(None)
 
-    @jax.named_scope("attend")
-    def meet(so_far: Softmax, travelling, queries, keys):
-        *there, positions_bS, segments_bS = (x[:, keys] for x in travelling)
-        mask_bsS = allowed(positions_bs[:, queries], positions_bS, segments_bs[:, queries], segments_bS)
-        old = Softmax(*(x[:, queries] for x in so_far))
-        new = more_keys(old, q_bshK[:, queries], *keys_values(*there), mask_bsS)
-        return Softmax(*(x.at[:, queries].set(part) for x, part in zip(so_far, new, strict=True)))
+    def meet(travelling, queries, keys, start):
+        *there, segments_bS = (x[:, keys] for x in travelling)
+        asked = q_bshK[:, queries], *keys_values(*there), segments_bs[:, queries], segments_bS
+        mixed_bshU, log_sum_bsh = partial_attention(*asked, starts=((start,),))
+        return mixed_bshU.astype(float32), log_sum_bsh
 
     @jax.checkpoint
     def meet_other(so_far, travelling, is_earlier):
-        earlier = lambda: meet(so_far, travelling, both, first)
-        return jax.lax.cond(is_earlier, earlier, lambda: meet(so_far, travelling, second, both))
+        def later():
+            new = merged([x[:, second] for x in so_far], meet(travelling, second, both, s))
+            return tuple(x.at[:, second].set(part) for x, part in zip(so_far, new, strict=True))
+
+        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, both, first, s // 2)), later)
 
     def step(carry, round):
         so_far, travelling = carry
         travelling = shift(travelling, CONTEXT, in_branch=branches())
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
-    travelling = (*parts, positions_bs, segments_bs)
-    width = jax.eval_shape(keys_values, *parts)[1].shape[-1]
-    nothing = Softmax(*(jnp.zeros((*q_bshK.shape[:3], *x), float32) for x in ((width,), (), ())))
-    nothing = vary(nothing._replace(top_bsh=nothing.top_bsh + HIDDEN), tuple(jax.typeof(q_bshK).mat.varying))
-    so_far = meet(meet(nothing, travelling, first, first), travelling, second, both)
-    (so_far, _), _ = jax.lax.scan(step, (so_far, vary(travelling, tuple(jax.typeof(so_far.top_bsh).mat.varying))),
-                                  jnp.arange(1, n))  # fmt: skip
-    return finished(so_far, q_bshK.dtype)
+    travelling = (*parts, segments_bs)
+    so_far = meet(travelling, both, both, 0)  # the two chunks in their order, as if they were neighbours
+    carry = so_far, vary(travelling, tuple(jax.typeof(so_far[0]).mat.varying))
+    ((mixed_bshU, _), _), _ = jax.lax.scan(step, carry, jnp.arange(1, n))
+    return mixed_bshU.astype(q_bshK.dtype)
 
 
-def over_context(c: ModelConfig, q_bshK, parts, keys_values, positions_bs, segments_bs):
+def chunk_starts(s: int, n: int):
+    """Where the chunks begin that each of n devices along CONTEXT holds, of s positions together; see `own_chunks`."""
+    return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
+
+
+def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
 
-    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, h, K], [b, S, h, U] of it
+    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
     Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
     """
-    if c.context_attention == "ring" and axis_size(CONTEXT) > 1:
-        return ring(q_bshK, parts, keys_values, positions_bs, segments_bs)
-    parts = (*parts, positions_bs, segments_bs)
-    *parts, positions_bS, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in parts)
-    return causal(q_bshK, *keys_values(*parts), positions_bs, positions_bS, segments_bs, segments_bS)
+    n, s = axis_size(CONTEXT), q_bshK.shape[1]
+    if c.context_attention == "ring" and n > 1:
+        return ring(q_bshK, parts, keys_values, segments_bs)
+    *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
+    asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS
+    return partial_attention(*asked, chunk_starts(s, n), axis_index(CONTEXT))[0]
 
 
 @struct.dataclass
@@ -337,7 +264,7 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, se
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
     # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
-    o_bshU = over_context(c, in_place(c, q_bshX), latent_and_key, keys_values, positions_bs, segments_bs)
+    o_bshU = over_context(c, in_place(c, q_bshX), latent_and_key, keys_values, segments_bs)
     return leaving(c, [jnp.einsum("bshU,hUD->bsD", o, w.w_out_HUD) for o in in_parts(c, o_bshU)])
 
 
@@ -365,14 +292,8 @@ def grouped_attention(w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, 
     arrived = zip(arriving(c, x_btD), in_parts(c, positions_bs), strict=True)
     made = [queries_keys_values(w, c, x, positions, rotary_on) for (x,), positions in arrived]
     q_bshK, *parts = (in_place(c, one) for one in zip(*made, strict=True))
-    keys_values = lambda k_bSgK, v_bSgK: (repeated(c, k_bSgK), repeated(c, v_bSgK))
-    o_bshK = over_context(c, q_bshK, parts, keys_values, positions_bs, segments_bs)
+    o_bshK = over_context(c, q_bshK, parts, lambda *keys_and_values: keys_and_values, segments_bs)
     return leaving(c, [jnp.einsum("bshK,hKD->bsD", o, w.w_out_HKD) for o in in_parts(c, o_bshK)])
-
-
-def repeated(c: ModelConfig, x_bSgK):
-    """Give each query head its group's key or value. Shapes: [b, S, g, K] -> [b, S, h, K]."""
-    return jnp.repeat(x_bSgK, c.n_heads // c.n_kv_heads, axis=2)
 
 
 # Feed-forward ---------------------------------------------------------------------------------------------------------
@@ -714,7 +635,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     if c.gather == "ahead":
         whole = dataclasses.replace(c, gather="step")  # no layer gathers for itself
         one = lambda w, x, first, shared: block(w, whole, x, shared[0], first, shared[1])
-        return ahead.scan(one, lambda w: gathered(w, c), w_stack, x_btD, (first, (tokens, key)))
+        return scan_ahead(one, lambda w: gathered(w, c), w_stack, x_btD, (first, (tokens, key)))
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
-from ahead import apart, at, together
 from config import AXES, Config, ModelConfig
+from overlap import apart, at, together
 from pipeline import fit, schedules
 from sharding import (
     BATCH,

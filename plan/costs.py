@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import model
 import sharding
 from config import AXES, Config, ModelConfig
-from kernels import grouped
+from kernels import attention as attending, grouped
 from pipeline import fit, schedules
 from sharding import CONTEXT, EXPERT, FSDP, STAGE, TENSOR
 
@@ -83,6 +83,7 @@ class Product:
     part: str
     flops: float
     again: tuple[str, ...] = ("full",)
+    back: float | None = None  # FLOPs of a backward pass; None: a product for the inputs, and one for the weights
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,9 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
 def attention(c: ModelConfig, z: Sizes):
     """Products and exchanges of one attention."""
     h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
+    g = h if c.attention == "mla" else c.n_kv_heads // z.mesh[TENSOR]
     N, keys = z.b * z.s, z.b * z.T  # tokens that ask, tokens that are looked at
     ring = c.context_attention == "ring" and n > 1
-    pieces = 2 if n > 1 else max(z.s // model.QUERIES, 1)
-    pairs = z.b * z.s * z.T * (pieces + 1) / (2 * pieces)
-    # A ring meets its own keys in two parts, 3/4 of the pairs, and half of everyone else's.
-    own_pairs, other_pairs = z.b * z.s**2 * 3 / 4, z.b * z.s**2 / 2 * (n - 1)
     if c.attention == "mla":
         Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
         yield Product("attention", 2 * N * c.d_model * (c.d_kv_latent + c.d_rope))
@@ -131,18 +129,24 @@ def attention(c: ModelConfig, z: Sizes):
         parts = (c.d_kv_latent, c.d_rope)
     else:
         score = value = c.d_head
-        g = c.n_kv_heads // z.mesh[TENSOR]
         yield Product("attention", 2 * N * c.d_model * (h + 2 * g) * c.d_head)
         each_key, parts = 0, (2 * g * c.d_head,)
     yield Product("attention", 2 * N * h * value * c.d_model)
+    met = lambda s, S, starts: (z.b * x for x in attending.flops(s, S, starts, h, g, score, value, z.platform))
     if ring:
-        yield Product("attention", each_key * 1.5 * N)
-        yield Product("attention", 2 * h * (score + value) * own_pairs, again=BATCHED)
-        others = each_key * N * (n - 1) + 2 * h * score * other_pairs, 2 * h * value * other_pairs
-        yield Product("attention", sum(others), again=BATCHED)
+        yield Product("attention", each_key * N)
+        ahead, back = met(z.s, z.s, ((0,),))
+        yield Product("attention", ahead, BATCHED, back)
+        # Of everyone else's keys all queries see half, or half of them all; the way back repeats each step.
+        ahead, back = met(z.s // 2, z.s, ((z.s,),))
+        back += 3 * each_key * N + ahead
+        yield Product("attention", (n - 1) * (each_key * N + ahead), BATCHED, (n - 1) * back)
     else:
         yield Product("attention", each_key * keys)
-        yield Product("attention", 2 * h * (score + value) * pairs, again=BATCHED)
+        ahead, back = met(z.s, z.T, model.chunk_starts(z.s, n))
+        if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
+            back -= 2 * h * score * N * keys / z.b  # of one block, scores made again are those of the backward pass
+        yield Product("attention", ahead, BATCHED, back)
 
     X = z.b * z.s * c.d_model * z.width
     yield Exchange("activations", "all-gather", (TENSOR,), X)
@@ -150,10 +154,10 @@ def attention(c: ModelConfig, z: Sizes):
     own = N * sum(parts) * z.width
     if ring:
         yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
-        yield Exchange("keys", "collective-permute", (CONTEXT,), 8 * N, back=False, times=n - 1)
+        yield Exchange("keys", "collective-permute", (CONTEXT,), 4 * N, back=False, times=n - 1)
     else:
         yield Exchange("keys", "all-gather", (CONTEXT,), own * n)
-        yield Exchange("keys", "all-gather", (CONTEXT,), 8 * N * n, back=False)  # positions and documents
+        yield Exchange("keys", "all-gather", (CONTEXT,), 4 * N * n, back=False)  # documents
 
 
 def feed_forward(c: ModelConfig, z: Sizes, hidden: int, part: str):
@@ -263,8 +267,9 @@ def flops(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict
     def count(rows, many: int, run: Passes):
         for row in rows:
             if isinstance(row, Product):
-                times = run.forward + run.again * (c.remat in row.again) + run.inputs + run.weights
-                found[row.part] = found.get(row.part, 0) + many * times * row.flops
+                ahead = run.forward + run.again * (c.remat in row.again)
+                back = row.flops * (run.inputs + run.weights) if row.back is None else row.back * run.inputs
+                found[row.part] = found.get(row.part, 0) + many * (ahead * row.flops + back)
 
     for many, rows in layers(c, z):
         count(rows, many, run)
@@ -416,17 +421,20 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch for its backward pass.
 
     "full" keeps what comes in, "dots" also the results of products without batch dims, "none" every operand that a
-    gradient asks for: the norms', both sides of the scores, the pieces of an activation function.
+    gradient asks for: the norms', queries, keys, values and what was mixed, the pieces of an activation function.
     """
-    N, keys, f32 = z.b * z.s, z.b * z.T, 4
+    N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
+    ring = c.context_attention == "ring" and n_context > 1
+    keys = N if ring else z.b * z.T
     stream, whole = z.b * z.t * c.d_model, N * c.d_model
     h = c.n_heads // z.mesh[TENSOR]
     if c.attention == "mla":
         latent, score, value = c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value
-        made = keys * h * (c.d_head + value)  # keys and values out of the latent
+        g, made = h, keys * h * (c.d_head + value)  # keys and values out of the latent
     else:
         latent, score, value = 0, c.d_head, c.d_head
-        made = N * 2 * c.n_kv_heads // z.mesh[TENSOR] * c.d_head
+        g = c.n_kv_heads // z.mesh[TENSOR]
+        made = N * 2 * g * c.d_head
     n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
     rows = tiles = 0
     if is_moe and c.capacity_factor:
@@ -440,19 +448,17 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
     if remat == "dots":
         return (2 * stream + whole * (2 if dense else 1) + N * latent + N * h * score + made
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
-    pieces = 2 if z.mesh[CONTEXT] > 1 else max(z.s // model.QUERIES, 1)
-    scores = z.b * h * z.s * z.T * (pieces + 1) / (2 * pieces)
-    matrices, heads = 2 + model.swiglu(c), (N * h + keys * h) * (score + value)
+    matrices = 2 + model.swiglu(c)
+    attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
+    if ring:  # a step keeps what was mixed before it
+        attended += (n_context - 1) * N * h * (value + 1) * f32
     if remat == "fused":  # a TPU makes again what costs no product, rather than keep it
-        return (2 * stream + 3 * whole + N * latent + heads + scores + matrices * (dense + rows * m)
-                + 3 * rows * c.d_model) * z.width  # fmt: skip
+        return attended + (2 * stream + 3 * whole + N * latent + matrices * (dense + rows * m)
+                           + 3 * rows * c.d_model) * z.width  # fmt: skip
     activation = 5 if model.swiglu(c) else 6
-    if c.context_attention == "ring" and z.mesh[CONTEXT] > 1:  # a step: scores twice, and what is so far
-        scores, heads = z.b * h * z.s**2 * 2, heads + z.mesh[CONTEXT] * N * h * 2 * (value + 2)
     return (
         4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width
-        + heads * z.width
-        + scores * (f32 + z.width)
+        + attended
         + (dense + rows * m) * activation * z.width
         + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
     )  # fmt: skip

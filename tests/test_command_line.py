@@ -409,13 +409,10 @@ HELP = {  # command -> its examples, in the order of its help
                 "moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling",
                 "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices"],
     "-m bench.step": ["--mesh stage=2,fsdp=4"],
-<<<<<<< HEAD
     "-m bench.gpu": ["--rounds 5                                # dense_124m and a small MoE",
                      "--device cpu --rounds 1                   # without a GPU: does it work?",
                      "--models moe --set model.remat=none       # settings of main.py, for both trainers"],
-=======
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64"],
->>>>>>> i16_ledger
     "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR"],
     "main.py": ["laptop --run.steps 100"],
     "generate.py": ["runs/laptop --prompt 'def '", "runs/laptop --prompts FILE --json"],

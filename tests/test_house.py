@@ -23,9 +23,9 @@ MAY_IMPORT = {
     "sharding": "utils config xla",
     "sockets": "utils config xla sharding",
     "kernels": "sharding",
-    "ahead": "config sharding",
-    "model": "utils config sharding kernels ahead",
-    "pipeline": "utils config xla sharding ahead model",
+    "overlap": "config sharding",
+    "model": "utils config sharding kernels overlap",
+    "pipeline": "utils config xla sharding overlap model",
     "optimizer": "utils config xla sharding model pipeline",
     "dataset": "utils config",
     "data": "utils config dataset",
@@ -37,12 +37,8 @@ MAY_IMPORT = {
 }
 # The files of a room: each may import those before it.
 ROOMS = {
-<<<<<<< HEAD
-    "xla": "ledger options ordered",
-=======
-    "xla": "hlo ledger ordered",
->>>>>>> i16_ledger
-    "kernels": "grouped",
+    "xla": "hlo ledger options ordered",
+    "kernels": "grouped attention",
     "pipeline": "schedules check draw fit step __main__",
     "data": "sources tokenizers prepare",
     "plan": "hardware costs compiled planner show __main__",

@@ -1,15 +1,44 @@
-"""A stack of layers whose weights are gathered one layer ahead, so that they travel while the layer before is computed.
+"""Wires behind products: a layer's weights on their way while another is computed, and positions while others are.
 
-Autodiff of a loop that carries gathered weights would keep all of them. So both ways are written here: on the way back
-weights are gathered again, the layer before's while this one's gradients are computed, and the gradients of a layer
-are scattered while those of the next one are.
+Weights are gathered a layer ahead (`scan_ahead`), the positions of TENSOR neighbours arrive and leave in parts. Either
+way the same bytes travel as if all waited for them; a compiler finds products to run meanwhile.
 """
 
 import jax
 import jax.numpy as jnp
 
-from config import AXES
-from sharding import vary
+from config import AXES, ModelConfig
+from sharding import TENSOR, all_gather, around, back, joined, parted, reduce_scatter, vary
+
+# Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
+
+
+def arriving(c: ModelConfig, *arrays_bt) -> list:
+    """Arrays of our positions, as those of all TENSOR neighbours: one part after the other, ours first; or in one part.
+
+    Shapes: [b, t, ..] -> a list of tuples of [b, p, ..], p = t or s. Sends: (n - 1)/n of the joined arrays.
+    """
+    if c.tensor_exchange == "gather":
+        return [tuple(all_gather(x, TENSOR, dim=1) for x in arrays_bt)]
+    return [*zip(*(around(x, TENSOR) for x in arrays_bt), strict=True)]
+
+
+def leaving(c: ModelConfig, partials: list):
+    """Add up what each TENSOR neighbour made for our positions, of parts as `arriving` has them. Returns [b, t, ..]."""
+    return reduce_scatter(partials[0], TENSOR, dim=1) if c.tensor_exchange == "gather" else back(partials, TENSOR)
+
+
+def in_place(c: ModelConfig, parts: list):
+    """What was made of parts, in the order of the sequence. Shapes: a list of [b, p, ..] -> [b, s, ..]."""
+    return parts[0] if c.tensor_exchange == "gather" else joined([*parts], TENSOR, 1)
+
+
+def in_parts(c: ModelConfig, x_bs) -> list:
+    """The inverse of `in_place`."""
+    return [x_bs] if c.tensor_exchange == "gather" else parted(x_bs, TENSOR, 1)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
 def at(tree, index):
@@ -30,12 +59,15 @@ def together(how, kept, known):
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
 
 
-def scan(layer, gather, w_stack, x, context):
+def scan_ahead(layer, gather, w_stack, x, context):
     """Apply stacked layers in order: `jax.lax.scan` of layer(gather(w), x, one, shared), gathered one layer ahead.
 
     layer    fn(weights, x, one, shared) -> (x, y)
     gather   fn(slices of one layer) -> its weights, linear
     context  (stacked, shared): what a layer reads besides; the first has an entry for each, and neither a gradient
+    Autodiff of such a loop would keep every layer's weights. So the way back is written here: weights are gathered
+    again, the layer before's while this one's gradients are computed, and a layer's gradients are scattered while the
+    next one's are.
     Returns x and the y of all layers. It holds the weights of two layers at once, on the way back a gradient too.
     Sends: as gathered when used, and a layer more: of the last one's weights, and on the way back of the first one's,
     and of no gradient.

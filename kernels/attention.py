@@ -1,0 +1,406 @@
+"""Attention without score matrices: scores are made a block at a time, behind one function.
+
+Letters as in `model.py`. A visit is a block of queries meeting a block of keys; blocks that lie later than all their
+queries are not visited. Forward, a softmax is corrected as its maximum grows; backward, scores are made once more, and
+the log of the sum of their exponentials says their weights. Source: FlashAttention-2, arXiv:2307.08691.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sharding import vary
+
+float32 = jnp.float32
+HIDDEN = -1e30  # score of a key that may not be looked at: its weight is 0 beside any other
+Starts = tuple[tuple[int, ...], ...]
+
+
+def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
+    """Mix values by the softmax of scaled scores, and say the log of its sum: with it, softmaxes of other keys merge.
+
+    Keys are in the order of the sequence, and a query sees those up to its own place, of its own document. One that may
+    look at nothing mixes zeros, and its sum is exp(HIDDEN). Each of g key and value heads serves h / g neighbours.
+
+    starts  places among the keys at which equal chunks of the queries begin, on each device; S: all keys are earlier
+    here    which device this is
+    Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
+    """
+    operands = q_bshK * q_bshK.shape[-1] ** -0.5, k_bSgK, v_bSgU, segments_bs, segments_bS, jnp.asarray(here)
+    everywhere = set().union(*(jax.typeof(x).mat.varying for x in operands))
+    with jax.named_scope("attend"):
+        return _attention(starts, *vary(operands, sorted(everywhere)))
+
+
+# The gradient is written around the choice of a form: what is kept for it is the same for all of them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(starts: Starts, *operands):
+    tpu, default = (functools.partial(form, starts) for form in (mixed_by_visits, mixed_in_blocks))
+    return jax.lax.platform_dependent(*operands, tpu=tpu, default=default)
+
+
+def _forward(starts, *operands):
+    results = _attention(starts, *operands)
+    return results, (operands, results)
+
+
+def _backward(starts, kept, d_results):
+    operands, (mixed_bshU, log_sum_bsh) = kept
+    d_mixed_bshU, d_log_sum_bsh = d_results
+    # A score's gradient is weight * (d_weight - slope): what raises all the weights of a query alike changes nothing
+    # that is mixed, and its sum alone.
+    slope_bsh = jnp.sum(d_mixed_bshU.astype(float32) * mixed_bshU.astype(float32), axis=-1) - d_log_sum_bsh
+    top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # of nothing but hidden scores, weights are 0
+    with jax.named_scope("attend"):
+        tpu, default = (functools.partial(form, starts) for form in (pulled_by_visits, pulled_in_blocks))
+        pulled = jax.lax.platform_dependent(*operands, d_mixed_bshU, top_bsh, slope_bsh, tpu=tpu, default=default)
+    return *pulled, None, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def order(starts: Starts, s: int):
+    """The place among the keys of each query on each device, [devices, s]."""
+    starts_nc = np.array(starts, np.int32)
+    return (starts_nc[:, :, None] + np.arange(s // starts_nc.shape[1], dtype=np.int32)).reshape(len(starts), s)
+
+
+@functools.cache
+def meetings(s: int, S: int, starts: Starts, block: int):
+    """Which blocks of queries must meet which blocks of keys on each device. Shape: [devices, s, S], in blocks."""
+    last_ni = np.maximum.reduceat(order(starts, s), np.arange(0, s, block), axis=1)
+    return last_ni[:, :, None] >= np.arange(0, S, block)
+
+
+def visits_of(meets):
+    """The places where each device's blocks meet, as many of each: to some are added in which a mask hides everything.
+
+    Shapes: [devices, ..] -> [devices, dims, visits], in order.
+    """
+    most, meets = max(map(np.count_nonzero, meets)), meets.copy()
+    for meets_of_one in meets:
+        meets_of_one.flat[np.flatnonzero(~meets_of_one)[: most - np.count_nonzero(meets_of_one)]] = True
+    return np.stack([np.argwhere(meets_of_one).T for meets_of_one in meets]).astype(np.int32)
+
+
+@functools.cache
+def visits(s: int, S: int, starts: Starts, block: int):
+    """Block of queries and of keys of each visit. Shape: [devices, 2, v]."""
+    return visits_of(meetings(s, S, starts, block))
+
+
+def flops(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
+    """Count multiplications and additions for one sequence on a device, forward and backward: those of whole blocks.
+
+    Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
+    """
+    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
+    ahead = back = visits(s, S, starts, block).shape[-1]
+    if platform == "tpu":
+        back = visits_back(s, S, starts, block, span_of(S, K, U, block), h // g).shape[-1] // (h // g)
+    return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
+
+
+# Plain JAX ------------------------------------------------------------------------------------------------------------
+# Within a block, the queries of heads that share a key are rows alike. Letters: n blocks, x queries, X keys of a block.
+
+BLOCK = 256  # most queries, and keys, of a block
+
+
+def equal_block(s: int, starts: Starts) -> int:
+    """Queries, and keys, of a block: equal parts of a chunk."""
+    chunk = s // len(starts[0])
+    return -(-chunk // -(-chunk // BLOCK))
+
+
+def cut(x_bshK, g: int, block: int):
+    """Blocks of rows of a group of heads. Shapes: [b, s, h, K] -> [n, b, g, h/g * x, K]."""
+    (b, s, h, K), n = x_bshK.shape, -(-x_bshK.shape[1] // block)
+    x_bshK = jnp.pad(x_bshK, ((0, 0), (0, n * block - s), (0, 0), (0, 0)))
+    x_nbgrxK = x_bshK.reshape(b, n, block, g, h // g, K).transpose(1, 0, 3, 4, 2, 5)
+    return x_nbgrxK.reshape(n, b, g, h // g * block, K)
+
+
+def joined(x_nbgyK, s: int, block: int):
+    """The inverse of `cut`."""
+    n, b, g, _, K = x_nbgyK.shape
+    x_nbgrxK = x_nbgyK.reshape(n, b, g, -1, block, K)
+    return x_nbgrxK.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * block, -1, K)[:, :s]
+
+
+def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
+    """Blocks of queries, keys and values; the visits; and fn(query block, key block) -> who sees whom, [b, 1, y, X]."""
+    (_, s, h, _), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
+    block = equal_block(s, starts)
+    order_nbg = jnp.broadcast_to(jnp.asarray(order(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
+    segments_bsr = jnp.broadcast_to(segments_bs[:, :, None, None], (*segments_bs.shape, h // g, 1))
+    order_nzyo, segments_nbgyo = cut(order_nbg, 1, block), cut(segments_bsr, 1, block)
+    # No query is of the padding's document.
+    segments_nbX = jnp.moveaxis(jnp.pad(segments_bS, ((0, 0), (0, -S % block)), constant_values=-1)
+                                .reshape(len(segments_bS), -1, block), 1, 0)  # fmt: skip
+
+    def seen(i, j):
+        earlier = order_nzyo[i] >= (j * block + jnp.arange(block))[None, None, None, :]
+        return earlier & (segments_nbgyo[i] == segments_nbX[j][:, None, None, :])
+
+    cut_all = (cut(x, g, block) for x in (q_bshK, k_bSgK, v_bSgU))
+    return *cut_all, jnp.asarray(visits(s, S, starts, block))[here].T, seen, block
+
+
+def product(equation, x, y):
+    return jnp.einsum(equation, x, y, preferred_element_type=float32)
+
+
+def mixed_in_blocks(starts, *operands):
+    """A loop over visits, whose carry is the softmax so far: values mixed, largest score and sum of each query."""
+    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
+    s = operands[0].shape[1]
+
+    def visit(carry, ij):
+        i, j = ij
+        mixed_bgyU, top_bgy, sum_bgy = (x[i] for x in carry)
+        scores_bgyX = jnp.where(seen(i, j), product("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
+        higher_bgy = jnp.maximum(top_bgy, jnp.max(scores_bgyX, axis=-1))
+        weight_bgyX, rescale_bgy = jnp.exp(scores_bgyX - higher_bgy[..., None]), jnp.exp(top_bgy - higher_bgy)
+        new_bgyU = product("bgyX,bgXU->bgyU", weight_bgyX.astype(v_nbgXU.dtype), v_nbgXU[j])
+        new = (mixed_bgyU * rescale_bgy[..., None] + new_bgyU, higher_bgy,
+               sum_bgy * rescale_bgy + jnp.sum(weight_bgyX, axis=-1))  # fmt: skip
+        return tuple(x.at[i].set(part) for x, part in zip(carry, new, strict=True)), None
+
+    rows = q_nbgyK.shape[:-1]
+    start = jnp.zeros((*rows, v_nbgXU.shape[-1])), jnp.full(rows, HIDDEN), jnp.zeros(rows)
+    start = vary(start, tuple(jax.typeof(q_nbgyK).mat.varying))
+    (mixed_nbgyU, top_nbgy, sum_nbgy), _ = jax.lax.scan(visit, start, visits_v2)
+    is_seen = top_nbgy > HIDDEN
+    mixed_nbgyU = jnp.where(is_seen[..., None], mixed_nbgyU / sum_nbgy[..., None], 0).astype(v_nbgXU.dtype)
+    log_sum_nbgy = jnp.where(is_seen, top_nbgy + jnp.log(sum_nbgy), HIDDEN)
+    return joined(mixed_nbgyU, s, block), joined(log_sum_nbgy[..., None], s, block)[..., 0]
+
+
+def pulled_in_blocks(starts, *args):
+    """Gradients by queries, keys and values: the same loop, scores made once more."""
+    *operands, d_mixed_bshU, top_bsh, slope_bsh = args
+    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
+    g = k_nbgXK.shape[2]
+    d_mixed_nbgyU = cut(d_mixed_bshU, g, block)
+    top_nbgy1, slope_nbgy1 = (cut(x[..., None], g, block) for x in (top_bsh, slope_bsh))
+
+    def visit(carry, ij):
+        (i, j), (dq, dk, dv) = ij, carry
+        scores_bgyX = jnp.where(seen(i, j), product("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
+        weight_bgyX = jnp.exp(scores_bgyX - top_nbgy1[i])
+        d_weight_bgyX = product("bgyU,bgXU->bgyX", d_mixed_nbgyU[i], v_nbgXU[j])
+        d_scores_bgyX = (weight_bgyX * (d_weight_bgyX - slope_nbgy1[i])).astype(q_nbgyK.dtype)
+        dq = dq.at[i].add(product("bgyX,bgXK->bgyK", d_scores_bgyX, k_nbgXK[j]))
+        dk = dk.at[j].add(product("bgyX,bgyK->bgXK", d_scores_bgyX, q_nbgyK[i]))
+        dv = dv.at[j].add(product("bgyX,bgyU->bgXU", weight_bgyX.astype(v_nbgXU.dtype), d_mixed_nbgyU[i]))
+        return (dq, dk, dv), None
+
+    start = tuple(jnp.zeros(x.shape, float32) for x in (q_nbgyK, k_nbgXK, v_nbgXU))
+    pulled, _ = jax.lax.scan(visit, vary(start, tuple(jax.typeof(q_nbgyK).mat.varying)), visits_v2)
+    return tuple(joined(dx, x.shape[1], block).astype(x.dtype) for dx, x in zip(pulled, operands, strict=False))
+
+
+# TPU: kernels whose blocks of scores stay in a core's memory ----------------------------------------------------------
+# Scores lie there with queries along the lanes, X by x: what each query has one of is a row.
+
+VMEM_BYTES = 8 * 2**20  # of the 16 MiB a kernel may use, for the gradients of keys and values that stay there
+
+
+def tpu_block(s: int, S: int, starts: Starts) -> int:
+    """Queries, and keys, of a block: large, as a visit has a price; a part of a chunk, and at least four of a sequence,
+    as the blocks along the diagonal are half in vain."""
+    most = min(s // len(starts[0]), S // 4)
+    return next((block for block in (512, 256) if block <= most), 128)
+
+
+def padded(x, size: int, dim: int, value=0):
+    return jnp.pad(x, [(0, -n % size if d == dim else 0) for d, n in enumerate(x.shape)], constant_values=value)
+
+
+def by_head(x_bshK, block: int):
+    """Shapes: [b, s, h, K] -> [b, h, s, K], whole blocks."""
+    return padded(x_bshK.swapaxes(1, 2), block, 2)
+
+
+def rows_of(starts, segments_bs, here, block: int):
+    """Place and document of each query, [b, 2, s]."""
+    order_bs = jnp.broadcast_to(jnp.asarray(order(starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape)
+    return padded(jnp.stack([order_bs, segments_bs], axis=1), block, 2)
+
+
+def scores(q_xK, k_XK, queries_2x, keys_1X, j):
+    """The scores of a visit to block j of the keys, [X, x]."""
+    block = k_XK.shape[0]
+    scores_Xx = _dot(k_XK, q_xK, 1, 1)
+    place_Xx = j * block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
+    documents_X1 = jnp.broadcast_to(keys_1X, (128, block)).T[:, :1]
+    return jnp.where((queries_2x[:1] >= place_Xx) & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
+
+
+def _dot(x, y, x_dim, y_dim):
+    return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=float32)
+
+
+def neighbours_differ(v, n: int, entry):
+    """Whether visit v is the first, and the last, of neighbours with the same entry."""
+    is_first = (v == 0) | (entry(jnp.maximum(v - 1, 0)) != entry(v))
+    return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
+
+
+def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+    """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
+    (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
+    block, heads = tpu_block(s, S, starts), h // g
+    visits_2v = jnp.asarray(visits(s, S, starts, block))[here]
+    n = visits_2v.shape[1]
+
+    def kernel(query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
+        visit = pl.program_id(2)
+        is_first, is_last = neighbours_differ(visit, n, lambda v: query_v[v])
+
+        @pl.when(is_first)
+        def _():
+            total_Ux[...], sum_1x[...] = jnp.zeros_like(total_Ux), jnp.zeros_like(sum_1x)
+            top_1x[...] = jnp.full_like(top_1x, HIDDEN)
+
+        scores_Xx = scores(q[...], k[...], queries[...], keys[...], key_v[visit])
+        higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
+        weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
+        total_Ux[...] = total_Ux[...] * rescale_1x + _dot(v[...], weight_Xx.astype(v.dtype), 0, 0)
+        sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
+        top_1x[...] = higher_1x
+
+        @pl.when(is_last)
+        def _():
+            is_seen = top_1x[...] > HIDDEN
+            mixed[...] = jnp.where(is_seen, total_Ux[...] / sum_1x[...], 0).T.astype(mixed.dtype)
+            log_sum[...] = jnp.where(is_seen, top_1x[...] + jnp.log(sum_1x[...]), HIDDEN)
+
+    q_bhsK, k_bgSK, v_bgSU = (by_head(x, block) for x in (q_bshK, k_bSgK, v_bSgU))
+    query = lambda width: pl.BlockSpec((None, None, block, width), lambda b, h, v, query, key: (b, h, query[v], 0))
+    key = lambda width: pl.BlockSpec(
+        (None, None, block, width), lambda b, h, v, query, key: (b, jax.lax.div(h, heads), key[v], 0)
+    )
+    mixed_bhsU, log_sum_bh1s = _call(
+        kernel, (b, h, n), tuple(visits_2v),
+        [query(K), key(K), key(U), pl.BlockSpec((None, 2, block), lambda b, h, v, query, key: (b, 0, query[v])),
+         pl.BlockSpec((None, 1, block), lambda b, h, v, query, key: (b, 0, key[v]))],
+        [query(U), pl.BlockSpec((None, None, 1, block), lambda b, h, v, query, key: (b, h, 0, query[v]))],
+        [((*q_bhsK.shape[:3], U), v_bSgU.dtype), ((b, h, 1, q_bhsK.shape[2]), float32)],
+        (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
+         padded(segments_bS, block, 1, -1)[:, None, :]), interpret,
+        flops=b * flops(s, S, starts, h, g, K, U, "tpu")[0], exponentials=b * h * n * block**2,
+        scratch=[pltpu.VMEM(shape, float32) for shape in ((U, block), (1, block), (1, block))],
+    )  # fmt: skip
+    return mixed_bhsU[:, :, :s].swapaxes(1, 2), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
+
+
+def span_of(S: int, K: int, U: int, block: int) -> int:
+    """Blocks of keys whose gradients stay in a core's memory: equal shares of them all."""
+    lanes = sum(-(-width // 128) * 128 for width in (K, U))
+    spans = -(-S // max(VMEM_BYTES // (4 * lanes * block), 1) // block)
+    return -(-S // (spans * block))
+
+
+@functools.cache
+def visits_back(s: int, S: int, starts: Starts, block: int, span: int, heads: int):
+    """Head of a group, block of queries and of keys of each visit: span of keys by span, head by head. [devices, 3, v].
+
+    span  blocks of keys whose gradients stay in a core's memory; each block of queries meets one of them at least
+    """
+    meets_nij = meetings(s, S, starts, block)
+    n, nq, nk = meets_nij.shape
+    meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
+    meets[..., 0] |= ~meets.any(axis=-1)
+    meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
+    number, head, query, key = visits_of(meets).swapaxes(0, 1)
+    return np.stack([head, query, number * span + key], axis=1)
+
+
+def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
+                     interpret=False):  # fmt: skip
+    """Gradients by queries, keys and values.
+
+    Those of a span of keys stay until all queries of all heads have been there; a query's are summed over spans.
+    """
+    (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
+    block, heads = tpu_block(s, S, starts), h // g
+    span = span_of(S, K, U, block)
+    spans = -(-S // (span * block))
+    visits_3v = jnp.asarray(visits_back(s, S, starts, block, span, heads))[here]
+    n, n_blocks = visits_3v.shape[1], -(-s // block)
+
+    def kernel(head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk_wK, dv_wU, dq_xK):
+        visit = pl.program_id(2)
+        is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * n_blocks + query_v[v])
+        is_new_span, _ = neighbours_differ(visit, n, lambda v: jax.lax.div(key_v[v], span))
+
+        @pl.when(is_new_span)
+        def _():
+            dk_wK[...], dv_wU[...] = jnp.zeros_like(dk_wK), jnp.zeros_like(dv_wU)
+
+        @pl.when(is_first)
+        def _():
+            dq_xK[...] = jnp.zeros_like(dq_xK)
+
+        weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
+        d_weight_Xx = _dot(v[...], d_mixed[...], 1, 1)
+        d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
+        own = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * block, block), block)
+        dk_wK[own] += _dot(d_scores_Xx, q[...], 1, 0)
+        dv_wU[own] += _dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
+        dq_xK[...] += _dot(d_scores_Xx, k[...], 0, 0)
+
+        @pl.when(is_last)
+        def _():
+            dq[...] = dq_xK[...].astype(dq.dtype)
+
+    q_bhsK, k_bgSK, v_bgSU, d_mixed_bhsU = (by_head(x, block) for x in (q_bshK, k_bSgK, v_bSgU, d_mixed_bshU))
+    k_bgSK, v_bgSU = (padded(x, span * block, 2) for x in (k_bgSK, v_bgSU))
+    stats_bh2s = padded(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
+    at_query = lambda b, g, v, head, query, key: (b, g * heads + head[v], query[v], 0)
+    query = lambda width: pl.BlockSpec((None, None, block, width), at_query)
+    key = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0))
+    whole = lambda width: pl.BlockSpec(
+        (None, None, span * block, width),
+        lambda b, g, v, head, query, key: (b, g, jax.lax.div(key[v], span), 0),
+        pipeline_mode=pl.Buffered(1),
+    )
+    dq_nbhsK, dk_bgSK, dv_bgSU = _call(
+        kernel, (b, g, n), tuple(visits_3v),
+        [query(K), key(K), key(U), pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v])),
+         pl.BlockSpec((None, 1, block), lambda b, g, v, head, query, key: (b, 0, key[v])), query(U),
+         pl.BlockSpec((None, None, 2, block), lambda b, g, v, head, query, key: (b, g * heads + head[v], 0, query[v]))],
+        [pl.BlockSpec((None, None, None, block, K), lambda *at: (jax.lax.div(at[5][at[2]], span), *at_query(*at))),
+         whole(K), whole(U)],
+        [((spans, *q_bhsK.shape), q_bshK.dtype if spans == 1 else float32), (k_bgSK.shape, float32),
+         (v_bgSU.shape, float32)],
+        (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
+         padded(segments_bS, span * block, 1, -1)[:, None, :], d_mixed_bhsU, stats_bh2s), interpret,
+        flops=b * flops(s, S, starts, h, g, K, U, "tpu")[1], exponentials=b * g * n * block**2,
+        scratch=[pltpu.VMEM((block, K), float32)],
+    )  # fmt: skip
+    pulled = zip((jnp.sum(dq_nbhsK, axis=0), dk_bgSK, dv_bgSU), (q_bshK, k_bSgK, v_bSgU), strict=True)
+    return tuple(dx[:, :, : x.shape[1]].swapaxes(1, 2).astype(x.dtype) for dx, x in pulled)
+
+
+def _call(kernel, grid, tables, in_specs, out_specs, out, operands, interpret, *, flops, exponentials, scratch):
+    size = lambda x: x.size * x.dtype.itemsize
+    out = [jax.ShapeDtypeStruct(*x, manual_axis_type=jax.typeof(operands[0]).mat) for x in out]
+    return pl.pallas_call(
+        kernel,
+        out,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(flops, transcendentals=exponentials,
+                                      bytes_accessed=sum(map(size, (*operands, *out)))),
+        interpret=interpret,
+    )(*tables, *operands)  # fmt: skip

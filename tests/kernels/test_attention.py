@@ -1,0 +1,192 @@
+"""Claims about `kernels/attention.py`: each form, the TPU's by Pallas's interpreter, is attention by a matrix of
+scores; none keeps such a matrix, looks ahead, or grows with the sequence."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import model
+from config import MeshConfig
+from kernels import attention
+from sharding import CONTEXT, FSDP, axis_index, make_mesh
+
+B, H, K, U = 2, 4, 24, 16
+HIDDEN = np.float32(attention.HIDDEN)
+
+
+def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
+    """What was mixed, log-sums and gradients, from a matrix of scores in float32."""
+    order_s, S = jnp.asarray(attention.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
+    earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
+    seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
+
+    def whole(*operands):
+        q_bshK, k_bSgK, v_bSgU = (x.astype(jnp.float32) for x in operands)
+        k_bShK = jnp.repeat(k_bSgK, H // k_bSgK.shape[2], axis=2)
+        scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * K**-0.5, k_bShK)
+        log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, attention.HIDDEN), axis=-1)
+        log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, attention.HIDDEN)
+        return model.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
+
+    results, pull = jax.vjp(whole, q_bshK, k_bSgK, v_bSgU)
+    return *results, *pull((d_mixed_bshU.astype(jnp.float32), d_log_sum_bsh))
+
+
+def by_form(mixed, pulled):
+    """The same by one form, as `partial_attention` puts its parts together."""
+
+    def run(starts, *operands):
+        *asked, here, d_mixed_bshU, d_log_sum_bsh = operands
+
+        def chosen(*args, tpu, default):
+            return (mixed if len(args) == len(asked) + 1 else pulled)(starts, *args)
+
+        with mock.patch.object(jax.lax, "platform_dependent", chosen):
+            attend = lambda q, k, v: attention.partial_attention(q, k, v, *asked[3:], starts, here)
+            results, pull = jax.vjp(attend, *asked[:3])
+            return *results, *pull((d_mixed_bshU, d_log_sum_bsh))
+
+    return run
+
+
+def interpreted(kernel):
+    return lambda *args: kernel(*args, interpret=True)
+
+
+FORMS = {
+    "in blocks": by_form(attention.mixed_in_blocks, attention.pulled_in_blocks),
+    "by visits": by_form(interpreted(attention.mixed_by_visits), interpreted(attention.pulled_by_visits)),
+}
+
+
+def in_documents(*lengths):
+    return np.repeat(np.arange(len(lengths)), lengths)  # the first is padding's
+
+
+# queries, starts, device, documents of the queries and of the keys
+ZIGZAG = ((0, 450), (150, 300))
+MASKS = {
+    "one document": (384, ((0,),), 0, in_documents(0, 384), in_documents(0, 384)),
+    "documents and padding, no whole blocks": (
+        300, ((0,),), 0, in_documents(0, 130, 7, 100, 63) % 4, in_documents(0, 130, 7, 100, 63) % 4),
+    "early and late chunk": (300, ZIGZAG, 0, in_documents(0, 150, 0, 150), in_documents(0, 170, 230, 200)),
+    "chunks in the middle": (300, ZIGZAG, 1, in_documents(0, 20, 280), in_documents(0, 170, 430)),
+    "keys of another device, a document it does not have": (
+        200, ((300,),), 0, in_documents(0, 120, 80), in_documents(0, 260, 0, 40)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("groups, dtype", [(2, "float32"), (4, "bfloat16")])
+def test_a_form_equals_attention_by_scores(form, mask, groups, dtype, monkeypatch):
+    """Catches a block that is left out or met twice, a mask that lets the future, another document or the filling of
+    the last block through, a softmax not corrected when its maximum grows, a gradient without that of the log-sum, or
+    of another head of the group, and a span of keys that brings its queries' gradients anew."""
+    monkeypatch.setattr(attention, "BLOCK", 60)
+    monkeypatch.setattr(attention, "VMEM_BYTES", 2 * 128 * 256 * 4)  # the gradients of two blocks of keys
+    s, starts, here, documents_s, documents_S = MASKS[mask]
+    rng, S = np.random.default_rng(s), len(documents_S)
+    sizes = (B, s, H, K), (B, S, groups, K), (B, S, groups, U), (B, s, H, U)
+    q, k, v, d_mixed = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
+    segments = (jnp.asarray(np.stack([x, 0 * x + 1]), jnp.int32) for x in (documents_s, documents_S))
+    operands = q, k, v, *segments, here, d_mixed, jnp.asarray(rng.normal(size=(B, s, H)), jnp.float32)
+    want, got = (jax.jit(functools.partial(way, starts))(*operands) for way in (by_scores, FORMS[form]))
+    # Of the largest entry. float32: sums of up to 600 numbers in another order. bfloat16: weights, and gradients of
+    # scores, are rounded to 8 bits before they are summed.
+    values, gradients = (1e-5, 1e-4) if dtype == "float32" else (1e-2, 2e-2)
+    for name, one, other in zip(("mixed", "log_sum", "dq", "dk", "dv"), got, want, strict=True):
+        one, other, allowed = np.float32(one), np.float32(other), gradients if name[0] == "d" else values
+        hidden = other == HIDDEN
+        np.testing.assert_array_equal(one[hidden], HIDDEN, err_msg=name)
+        scale = np.abs(other[~hidden]).max()
+        np.testing.assert_allclose(one[~hidden], other[~hidden], rtol=0, atol=allowed * scale, err_msg=name)
+    assert np.all(np.float32(got[0])[np.float32(got[1]) == HIDDEN] == 0)
+
+
+def operands(s, S, groups=2, dtype="float32"):
+    """Shapes of queries, keys, values and documents."""
+    shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct(dims, dtype)
+    return (shape(B, s, H, K), shape(B, S, groups, K), shape(B, S, groups, U), shape(B, s, dtype="int32"),
+            shape(B, S, dtype="int32"))  # fmt: skip
+
+
+def gradients(q, k, v, *segments):
+    total = lambda q, k, v: jnp.sum(attention.partial_attention(q, k, v, *segments)[0].astype(jnp.float32))
+    return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+
+def test_softmaxes_of_parts_merge_into_that_of_the_whole():
+    """Catches parts weighted alike, a part in which a query sees nothing, and a log-sum without a gradient."""
+    rng, S = np.random.default_rng(0), 20
+    q, k, v = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in operands(7, S)[:3])
+    segments_bs = jnp.asarray(rng.integers(0, 3, (B, 7)))
+    segments_bS = jnp.asarray(np.sort(rng.integers(0, 3, (B, S))))
+    part = lambda q, k, v, keys: attention.partial_attention(
+        q, k[:, keys], v[:, keys], segments_bs, segments_bS[:, keys], ((S,),))  # fmt: skip
+    whole = lambda q, k, v: part(q, k, v, slice(0, S))
+    parts = lambda q, k, v: model.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
+    (want, pull), (got, pull_parts) = jax.vjp(whole, q, k, v), jax.vjp(parts, q, k, v)
+    assert np.any(np.asarray(part(q, k, v, slice(0, 8))[1]) == HIDDEN), "choose keys that some do not see"
+    for one, other in zip((*got, *pull_parts(want)), (*want, *pull(want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)  # float32 sums of 20 numbers of size 1
+
+
+def test_no_scores_are_kept():
+    """Catches a matrix of scores, or keys repeated for each head, that wait for the backward pass."""
+    shapes = operands(512, 512)
+    _, pull = jax.vjp(lambda *x: attention.partial_attention(*x, *(jnp.zeros(one.shape, int) for one in shapes[3:])),
+                      *(jnp.zeros(one.shape) for one in shapes[:3]))  # fmt: skip
+    kept = sorted(x.size for x in jax.tree.leaves(pull) if x.size > 1)
+    q, k, v, documents, _ = (np.prod(x.shape) for x in shapes)
+    log_sums, mixed = B * 512 * H, B * 512 * H * U
+    assert kept == sorted([q, k, v, documents, documents, log_sums, mixed])
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_a_longer_sequence_has_no_larger_program(platform):
+    """Catches a program unrolled over blocks, which takes minutes to compile for long sequences; and a kernel for TPU
+    that another platform is given, or does not get."""
+    texts = [jax.jit(gradients).trace(*operands(T, T)).lower(lowering_platforms=(platform,)).as_text()
+             for T in (1024, 32_768)]  # fmt: skip
+    short, long = (text.count(" = ") - text.count("stablehlo.constant") for text in texts)  # of which two may be one
+    assert short == long
+    assert texts[0].count("tpu_custom_call") == (2 if platform == "tpu" else 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_later_blocks_are_not_visited(n):
+    """Catches products that a mask makes 0, and devices that have more of them than others."""
+    T, block = 4096, 256
+    starts = model.chunk_starts(T // n, n)
+    meets, blocks = attention.meetings(T // n, T, starts, block), T // block
+    seen = [attention.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
+    assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
+    assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
+    forward, _ = attention.flops(T // n, T, starts, H, 2, K, U, "cpu")
+    assert n * forward == H * (K + U) * T**2 * (blocks + 1) / blocks
+
+
+def test_types_say_along_which_axes_the_kernels_vary():
+    """Catches a kernel that check_vma refuses, and a gradient of replicated keys that is not summed. Types only: the
+    interpreter does not run under check_vma."""
+    q, k, v, segments_bs, segments_bS = (jnp.zeros(x.shape, x.dtype) for x in operands(24, 48))
+
+    def total(k, v, q):
+        def local(k, v, q, segments_bs):
+            asked = q, k, v, segments_bs, segments_bS
+            mixed, log_sum = attention.partial_attention(*asked, model.chunk_starts(24, 2), axis_index(CONTEXT))
+            return jax.lax.psum(jnp.sum(mixed) + jnp.sum(log_sum), (FSDP, CONTEXT))
+
+        mesh, varied = make_mesh(MeshConfig(fsdp=2, context=2)), P(None, (FSDP, CONTEXT))
+        specs = P(), P(), varied, varied
+        whole = jnp.tile(q, (1, 4, 1, 1)), jnp.tile(segments_bs, (1, 4))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(k, v, *whole)
+
+    d_k, d_v = jax.eval_shape(jax.grad(total, argnums=(0, 1)), k, v, q)
+    assert (d_k.shape, d_v.shape) == (k.shape, v.shape)
