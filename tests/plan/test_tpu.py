@@ -167,7 +167,7 @@ def test_attention_fits_long_sequences_and_wide_heads(topology, T, h, g, K, U, d
     """Catches blocks that do not fit a core's memory, kernels that one generation alone compiles, and FLOPs that the
     ledger does not see, or not as they are predicted."""
     mesh, starts = compiled.topology_mesh(MeshConfig(fsdp=2, context=2), topology), model.chunk_starts(T // 2, 2)
-    ahead, back = attention.flops(T // 2, T, starts, h, g, K, U, "tpu")
+    ahead, back = attention.flops(T // 2, T, starts, h, K, U, jax.numpy.dtype(dtype).itemsize, "tpu")
 
     def local(q, k, v, d_mixed, segments_bs, segments_bS):
         asked = segments_bs, segments_bS, starts, sharding.axis_index(CONTEXT)
