@@ -77,7 +77,7 @@ MASKS = {
     "early and late chunk": (300, ZIGZAG, 0, in_documents(0, 150, 0, 150), in_documents(0, 170, 230, 200)),
     "chunks in the middle": (300, ZIGZAG, 1, in_documents(0, 20, 280), in_documents(0, 170, 430)),
     "keys of another device, a document it does not have": (
-        200, ((300,),), 0, in_documents(0, 120, 80), in_documents(0, 260, 0, 40)),
+        100, ((310,),), 0, in_documents(0, 60, 40), in_documents(0, 260, 0, 50)),
 }  # fmt: skip
 
 
