@@ -218,7 +218,8 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
     width, out_width = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize
     hbm_bytes = functools.partial(outer_products_hbm_bytes, A, D, M, e, width, out_width)
-    vmem_bytes = lambda tile, d, m: 2 * width * tile * (d + m) + (2 * out_width + 4) * d * m
+    # Besides, the compiler spills what is masked, in float32.
+    vmem_bytes = lambda tile, d, m: (2 * width * (d + m) + 4 * min(d, m)) * tile + (2 * out_width + 4) * d * m
     tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD, d_out_AM = (jnp.pad(x, ((0, -A % tile), (0, 0))) for x in (rows_AD, d_out_AM))
     at, n_visits = visits(len(rows_AD), sizes_e, tile)
@@ -231,10 +232,13 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
             total[...] = jnp.zeros_like(total)
 
         def multiply(part):
-            mine = own_rows(at, i, tile, part, (part.size, d))
-            own = jnp.where(mine, rows[part].astype(float32), 0).astype(rows.dtype)
+            def own(x):
+                mine = own_rows(at, i, tile, part, (part.size, x.shape[1]))
+                return jnp.where(mine, x[part].astype(float32), 0).astype(x.dtype)
+
+            operands = (own(rows), d_out[part]) if d < m else (rows[part], own(d_out))  # the narrower is masked
             contracted = (((0,), (0,)), ((), ()))
-            total[...] += jax.lax.dot_general(own, d_out[part], contracted, preferred_element_type=float32)
+            total[...] += jax.lax.dot_general(*operands, contracted, preferred_element_type=float32)
 
         for_own_parts(at, i, tile, multiply)
         is_last = i == pl.num_programs(2) - 1

@@ -201,7 +201,9 @@ def test_every_schedule_compiles(schedule, capfd):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("D, M, experts", [(768, 1536, 16), (4096, 14_336, 8), (7168, 2048, 8), (96, 136, 4)])
+@pytest.mark.parametrize(
+    "D, M, experts", [(768, 1536, 16), (1536, 768, 16), (4096, 14_336, 8), (7168, 2048, 8), (96, 136, 4)]
+)
 def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
     """Catches blocks that are cut for the headline's widths alone: the next model's do not fit a core's 16 MiB."""
     mesh = compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x1")
