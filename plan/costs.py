@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import model
+import overlap
 import sharding
 from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
@@ -132,7 +133,7 @@ def attention(c: ModelConfig, z: Sizes):
         yield Product("attention", 2 * N * c.d_model * (h + 2 * g) * c.d_head)
         each_key, parts = 0, (2 * g * c.d_head,)
     yield Product("attention", 2 * N * h * value * c.d_model)
-    met = lambda s, S, starts: (z.b * x for x in attending.flops(s, S, starts, h, g, score, value, z.platform))
+    met = lambda s, S, starts: (z.b * x for x in attending.flops(s, S, starts, h, score, value, z.width, z.platform))
     if ring:
         yield Product("attention", each_key * N)
         ahead, back = met(z.s, z.s, ((0,),))
@@ -143,7 +144,7 @@ def attention(c: ModelConfig, z: Sizes):
         yield Product("attention", (n - 1) * (each_key * N + ahead), BATCHED, (n - 1) * back)
     else:
         yield Product("attention", each_key * keys)
-        ahead, back = met(z.s, z.T, model.chunk_starts(z.s, n))
+        ahead, back = met(z.s, z.T, overlap.chunk_starts(z.s, n))
         if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
             back -= 2 * h * score * N * keys / z.b  # of one block, scores made again are those of the backward pass
         yield Product("attention", ahead, BATCHED, back)

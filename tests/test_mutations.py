@@ -93,7 +93,7 @@ def keys_in_the_order_of_devices(patch):
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"model.context_attention": "ring"})
 def a_ring_that_forgets_to_rescale(patch):
-    true = model.merged
+    true = overlap.merged
     patch(model, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))
 
 
