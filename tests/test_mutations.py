@@ -88,13 +88,13 @@ def positions_that_begin_anew_on_each_device(patch):
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
 def keys_in_the_order_of_devices(patch):
-    patch(model, "in_order", lambda x, *, dim: x)
+    patch(overlap, "in_order", lambda x, *, dim: x)
 
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"model.context_attention": "ring"})
 def a_ring_that_forgets_to_rescale(patch):
     true = overlap.merged
-    patch(model, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))
+    patch(overlap, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))
 
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="tensor=2")
