@@ -156,7 +156,8 @@ def scan_ahead(layer, gather, w_stack, x, context):
     and of no gradient.
     """
     everywhere = lambda *args: vary(layer(*args), AXES)  # as a loop's carry has to be, and its gradient
-    return _scan(everywhere, gather, *vary((w_stack, x), AXES), context)
+    # The context too: else its types on the way back could be others, and what a layer keeps in another order.
+    return _scan(everywhere, gather, *vary((w_stack, x, context), AXES))
 
 
 def _run(layer, gather, w_stack, x, context, keep):

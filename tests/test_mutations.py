@@ -22,6 +22,8 @@ from tests import helpers, parity
 SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.no_rope_every": 3,
             "model.dropout": 0.25, "model.balance_loss": 0.5, "data.seq_len": 16}  # fmt: skip
 
+RING, AHEAD = {"model.tensor_exchange": "ring"}, {"model.gather": "ahead"}
+
 MUTATIONS = {}  # name: (mesh and other settings, what must be named, function that breaks something)
 
 
@@ -86,7 +88,7 @@ def positions_that_begin_anew_on_each_device(patch):
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
 def keys_in_the_order_of_devices(patch):
-    patch(model, "in_order", lambda x, *, dim: x)
+    patch(overlap, "in_order", lambda x, *, dim: x)
 
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"model.context_attention": "ring"})
@@ -138,11 +140,19 @@ def shared_experts_that_are_thrown_away(patch):
 
 @mutation(r"^gradient of blocks\.", mesh="tensor=2")
 def a_partial_sum_that_is_never_added(patch):
-    def own_part(partial, axes, *, dim):
-        return sharding.own_slice(partial, axes, dim=dim) if axes == TENSOR else true(partial, axes, dim=dim)
+    patch(overlap, "reduce_scatter", sharding.own_slice)
 
-    true = model.reduce_scatter
-    patch(model, "reduce_scatter", own_part)
+
+@mutation(r"^gradient of blocks\.", mesh="tensor=2", **RING)
+def neighbours_in_the_other_order(patch):
+    true = overlap.around
+    patch(overlap, "around", lambda x, axis: true(x, axis)[::-1])
+
+
+@mutation(r"^gradient of blocks\.", mesh="tensor=2", **RING)
+def a_sum_that_misses_a_device(patch):
+    true = overlap.back
+    patch(overlap, "back", lambda partials, axis: true([0 * partials[0], *partials[1:]], axis))
 
 
 @mutation(r"^(drop_fraction|tokens_per_expert)", mesh="context=2", **{"model.capacity_factor": 1.0})
@@ -191,6 +201,18 @@ def a_replicated_gradient_that_is_added_twice(patch):
         return type(w)(**vars(w) | {"norm_D": 2 * w.norm_D - jax.lax.stop_gradient(w.norm_D)})
 
     patch(step, "ready", ready)
+
+
+@mutation(r"^gradient of blocks\.", mesh="fsdp=2", **AHEAD)
+def weights_of_the_layer_before(patch):
+    true = overlap.at
+    late = lambda tree, index: jnp.maximum(index - 1, 0) if isinstance(tree, model.Block) else index
+    patch(overlap, "at", lambda tree, index: true(tree, late(tree, index)))
+
+
+@mutation(r"^gradient of blocks\.", mesh="fsdp=2", **AHEAD)
+def a_gradient_that_is_cut_and_not_added(patch):
+    patch(sharding, "reduce_scatter_in_parts", sharding.own_slice)
 
 
 @mutation(r"^gradient of blocks\.", mesh="stage=2")

@@ -28,7 +28,8 @@ ROOT = Path(__file__).parent.parent
 # Every dim has a different size, and each can be split as the cases ask: in 8 along every axis, over all cases.
 SHARED = {"data.batch_size": 24, "data.seq_len": 48, "model.vocab_size": 88, "model.d_model": 40, "model.d_ff": 64,
           "model.d_expert": 56, "model.d_head": 6, "model.d_rope": 12, "model.d_value": 10, "model.d_kv_latent": 72,
-          "model.d_query_latent": 32, "model.dense_prefix": 0, "model.moe_every": 1}  # fmt: skip
+          "model.d_query_latent": 32, "model.dense_prefix": 0, "model.moe_every": 1,
+          "model.tensor_exchange": "gather"}  # fmt: skip
 # A small one each: what takes time is compiling, and a layer of another kind is as much again.
 MODELS = {
     # Eight blocks of one layer, on latent attention without a query latent; logits from a table of their own.
@@ -51,66 +52,66 @@ MODELS = {
 # A word of a case -> the setting it changes. None of them may change a result.
 WORK = {"remat": "model.remat", "gather": "model.gather", "attention": "model.context_attention",
         "loss_chunk": "model.loss_chunk", "microbatches": "pipeline.microbatches", "schedule": "pipeline.schedule",
-        "chunks": "pipeline.chunks"}  # fmt: skip
+        "chunks": "pipeline.chunks", "exchange": "model.tensor_exchange"}  # fmt: skip
 
 CASES = """
-data=2                       dense     accumulation=3
-data=4                       moe       remat=full
-data=8                       capacity  accumulation=3 loss_chunk=40
-stage=2                      moe       microbatches=4 schedule=1f1b remat=dots
-stage=4                      capacity  microbatches=2
-stage=8                      dense     microbatches=4 schedule=zb
-fsdp=2                       capacity  gather=step
-fsdp=4                       dense     gather=step accumulation=3
-fsdp=8                       moe       remat=dots
-expert=2                     moe       accumulation=3
-expert=4                     capacity  remat=full
-expert=8                     moe       gather=step
-context=2                    moe       attention=ring
-context=4                    dense     attention=ring remat=full
-context=8                    capacity  attention=gather loss_chunk=40
-tensor=2                     mixed     remat=full loss_chunk=40
-tensor=4                     moe       accumulation=3
-tensor=8                     dense     loss_chunk=40
+data=2                      dense     accumulation=3
+data=4                      moe       remat=full gather=ahead
+data=8                      capacity  accumulation=3 loss_chunk=40
+stage=2                     moe       microbatches=4 schedule=1f1b remat=dots gather=ahead
+stage=4                     capacity  microbatches=2
+stage=8                     dense     microbatches=4 schedule=zb
+fsdp=2                      capacity  gather=step
+fsdp=4                      dense     gather=ahead accumulation=3
+fsdp=8                      moe       remat=dots gather=ahead
+expert=2                    moe       accumulation=3
+expert=4                    capacity  remat=full
+expert=8                    moe       gather=step
+context=2                   moe       attention=ring
+context=4                   dense     attention=ring remat=full gather=ahead
+context=8                   capacity  attention=gather loss_chunk=40
+tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring
+tensor=4                    moe       accumulation=3 exchange=ring
+tensor=8                    dense     loss_chunk=40 exchange=ring
 
-data=2,stage=2               moe       microbatches=2
-data=4,fsdp=2                dense     remat=dots
-data=2,expert=2              moe       accumulation=3 gather=step
-data=2,context=2             mixed     attention=ring
-data=2,tensor=4              capacity  remat=dots
-stage=4,fsdp=2               dense     microbatches=4 schedule=1f1b gather=step
-stage=2,expert=4             capacity  microbatches=2 schedule=interleaved chunks=2 remat=full
-stage=2,context=2            mixed     microbatches=4
-stage=4,tensor=2             moe       microbatches=2 schedule=1f1b accumulation=3
-fsdp=2,expert=2              capacity  accumulation=3 gather=step
-fsdp=2,context=4             moe       attention=ring gather=step
-fsdp=4,tensor=2              moe       accumulation=3 loss_chunk=40
-expert=2,context=2           dense     attention=gather remat=full
-expert=4,tensor=2            capacity  accumulation=3
-context=2,tensor=4           dense     attention=ring
+data=2,stage=2              moe       microbatches=2
+data=4,fsdp=2               dense     remat=dots
+data=2,expert=2             moe       accumulation=3 gather=step
+data=2,context=2            mixed     attention=ring gather=ahead
+data=2,tensor=4             capacity  remat=dots
+stage=4,fsdp=2              dense     microbatches=4 schedule=1f1b gather=ahead
+stage=2,expert=4            capacity  microbatches=2 schedule=interleaved chunks=2 remat=full gather=ahead
+stage=2,context=2           mixed     microbatches=4
+stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring
+fsdp=2,expert=2             capacity  accumulation=3 gather=step
+fsdp=2,context=4            moe       attention=ring gather=step
+fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40
+expert=2,context=2          dense     attention=gather remat=full
+expert=4,tensor=2           capacity  accumulation=3 exchange=ring
+context=2,tensor=4          dense     attention=ring exchange=ring
 
-data=2,stage=2,fsdp=2        moe       microbatches=2 schedule=zb accumulation=3
-data=2,stage=2,tensor=2      dense     microbatches=4 remat=full
-data=2,fsdp=2,context=2      dense     attention=ring accumulation=3 gather=step
-data=2,expert=2,tensor=2     capacity  remat=dots gather=step
-stage=2,fsdp=2,expert=2      moe       microbatches=2 schedule=1f1b gather=step
-stage=2,fsdp=2,context=2     capacity  microbatches=4 remat=dots
-stage=2,fsdp=2,tensor=2      mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots
-stage=2,expert=2,context=2   moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3
-stage=2,expert=2,tensor=2    moe       microbatches=4 schedule=zb remat=full
-stage=2,context=2,tensor=2   dense     microbatches=2 attention=gather loss_chunk=40
-fsdp=2,expert=2,context=2    mixed     attention=ring remat=full
-fsdp=2,expert=2,tensor=2     moe       gather=step accumulation=3
-fsdp=2,context=2,tensor=2    capacity  attention=ring accumulation=3
-expert=2,context=2,tensor=2  moe       attention=ring gather=step
-stage=2,context=2,tensor=2   mixed     microbatches=2 attention=ring schedule=1f1b
+data=2,stage=2,fsdp=2       moe       microbatches=2 schedule=zb accumulation=3 gather=ahead
+data=2,stage=2,tensor=2     dense     microbatches=4 remat=full
+data=2,fsdp=2,context=2     dense     attention=ring accumulation=3 gather=step
+data=2,expert=2,tensor=2    capacity  remat=dots gather=step exchange=ring
+stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step
+stage=2,fsdp=2,context=2    capacity  microbatches=4 remat=dots
+stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots gather=ahead exchange=ring
+stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3
+stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring
+stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40
+fsdp=2,expert=2,context=2   mixed     attention=ring remat=full gather=ahead
+fsdp=2,expert=2,tensor=2    moe       gather=ahead accumulation=3 exchange=ring
+fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring
+expert=2,context=2,tensor=2 moe       attention=ring gather=ahead
+stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b gather=ahead exchange=ring
 """
 
 # Run by the command, each in a process of its own, which simulates as many devices.
 COMMAND_CASES = """
-stage=2,fsdp=2,expert=2,context=2           moe    microbatches=2 attention=ring gather=step
-data=2,stage=2,fsdp=2,tensor=2              dense  microbatches=2 schedule=1f1b accumulation=3
-stage=2,fsdp=2,expert=2,context=2,tensor=2  mixed  microbatches=2 remat=full
+stage=2,fsdp=2,expert=2,context=2          moe    microbatches=2 attention=ring gather=step
+data=2,stage=2,fsdp=2,tensor=2             dense  microbatches=2 schedule=1f1b accumulation=3 gather=ahead exchange=ring
+stage=2,fsdp=2,expert=2,context=2,tensor=2 mixed  microbatches=2 remat=full
 """
 
 
@@ -223,12 +224,17 @@ def test_the_cases_cover():
     assert sum(len(mesh) >= 3 for mesh in split) >= 12
     cases = lines(CASES) + lines(COMMAND_CASES)
     for word in [*MODELS, "accumulation=3", "microbatches=2", "microbatches=4", "remat=dots", "remat=full",
-                 "gather=step", "attention=ring", "1f1b", "interleaved", "zb"]:  # fmt: skip
+                 "gather=step", "gather=ahead", "attention=ring", "exchange=ring", "1f1b", "interleaved",
+                 "zb"]:  # fmt: skip
         axes = {axis for case in cases if word in case for axis in case.split()[0].replace("=", ",").split(",")}
-        wanted = {"context"} if "ring" in word else set(AXES)
+        wanted = {"context"} if word == "attention=ring" else set(AXES)
         if "microbatches" in word or word in ("1f1b", "interleaved", "zb"):
             wanted = {"stage"}
         assert wanted <= axes, f"{word} never meets {wanted - axes}"
+    for word in ("gather=ahead", "exchange=ring"):
+        others = {*MODELS, "accumulation", "schedule=1f1b", "schedule=interleaved", "schedule=zb", "attention=ring"}
+        met = {other.rstrip("=0123456789") for case in cases if word in case for other in case.split()}
+        assert others <= met, f"{word} never meets {others - met}"
 
 
 def test_the_quick_cases_meet_every_pair():

@@ -1,0 +1,185 @@
+"""Layers whose weights are gathered one ahead are the same layers, and keep no more of them for the way back."""
+
+import collections
+import functools
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
+
+import sharding
+from model import REMAT
+from overlap import scan_ahead
+from sharding import AXES, FSDP
+from xla import ledger, ordered
+
+B, D, F, n = 3, 8, 20, 4  # rows of a device, widths, devices
+SPLIT = P(AXES)
+
+
+def layer(w, x_BD, number, shared):
+    """A product, dropout, another product. Returns the stream, and a statistic."""
+    ids_B, scale, key = shared
+    kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, (B, F))
+    hidden_BF = jnp.tanh(x_BD @ w["up_DF"]) * kept * scale
+    y_BD = x_BD + hidden_BF @ w["down_FD"] * (1 + number + ids_B)[:, None]
+    return y_BD, {"sum": jnp.sum(hidden_BF)}
+
+
+def gather(w):
+    return {
+        "up_DF": sharding.gather_weights(w["up_DF"], FSDP, 0),
+        "down_FD": sharding.gather_weights(w["down_FD"], FSDP, 1),
+    }
+
+
+def plainly(layer, gather, w_stack, x, context):
+    stacked, shared = context
+    return jax.lax.scan(lambda x, one: layer(gather(one[0]), x, one[1], shared), x, (w_stack, stacked))
+
+
+def over_layers(scan, remat: str):
+    """fn(w_stack, x, scale): the layers in order, on one device's slices."""
+    one = REMAT[remat](layer)
+
+    def run(w_stack, x_BD, scale):
+        shared = jnp.array([4, 0, 2]), scale, jax.random.key(5)
+        return scan(one, gather, sharding.vary(w_stack, AXES), x_BD, (3 + jnp.arange(len(w_stack["up_DF"])), shared))
+
+    return run
+
+
+def arrays(L: int):
+    """Weights of L layers, the stream and its gradient, and those of the statistics: whole, to be split over FSDP."""
+    rng = np.random.default_rng(L)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) / 3
+    w_stack = {"up_DF": draw(L, D, F), "down_FD": draw(L, F, D)}
+    return w_stack, draw(n * B, D), draw(n * B, D), draw(L)
+
+
+W_SPECS = {"up_DF": P(None, FSDP), "down_FD": P(None, None, FSDP)}
+
+
+def on_mesh(function, out_specs):
+    mesh = sharding.make_mesh(f"fsdp={n}")
+    specs = W_SPECS, SPLIT, SPLIT, P()
+    return ordered.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs), mesh)
+
+
+def with_gradients(scan, remat: str):
+    """fn(w_stack, x, dx, dy) -> x, y, and the gradients of w_stack, x and what the layers share."""
+
+    def run(w_stack, x, dx, dy_L):
+        (x, y), pull = jax.vjp(over_layers(scan, remat), w_stack, x, sharding.vary(jnp.float32(0.9), AXES))
+        *grads, _ = pull((dx, {"sum": sharding.vary(dy_L, AXES)}))
+        return x, y["sum"][:, None], *grads
+
+    return on_mesh(run, (SPLIT, P(None, AXES), W_SPECS, SPLIT))
+
+
+# What it computes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("L", [1, 2, 5])
+def test_layers_gathered_ahead_are_the_layers(L, remat):
+    """Catches weights of the layer before or after, a last layer that is gathered where there is none, gradients that
+    land a layer further or are not scattered, and context, keys of dropout too, of another layer."""
+    want = with_gradients(plainly, remat)(*arrays(L))
+    got = with_gradients(scan_ahead, remat)(*arrays(L))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)  # float32, other order of sums
+    jax.tree.map(close, got, want)
+    assert all(np.abs(x).max(axis=tuple(range(1, x.ndim))).min() > 0 for x in jax.tree.leaves(got[2]))
+
+
+def test_what_layers_share_gets_no_gradient():
+    """Catches a gradient of the context that is some layers' only."""
+
+    def run(w_stack, x, dx, dy_L):
+        del dy_L
+        of_scale = lambda scale: jnp.sum(over_layers(scan_ahead, "full")(w_stack, x, scale)[0] * dx)
+        return jax.grad(of_scale)(sharding.vary(jnp.float32(0.9), AXES))[None]
+
+    np.testing.assert_array_equal(on_mesh(run, SPLIT)(*arrays(2)), np.zeros(n))
+
+
+# What it keeps --------------------------------------------------------------------------------------------------------
+
+
+def kept(scan, remat: str, L: int) -> collections.Counter:
+    """Shapes of all that waits for the way back, and how many of each."""
+    found = []
+
+    def run(w_stack, x, dx, dy_L):
+        _, pull = jax.vjp(
+            lambda w, x: over_layers(scan, remat)(w, x, sharding.vary(jnp.float32(0.9), AXES)), w_stack, x
+        )
+        found[:] = [leaf.shape for leaf in jax.tree.leaves(pull)]
+        return dx
+
+    jax.eval_shape(on_mesh(run, SPLIT).function, *arrays(L))
+    return collections.Counter(found)
+
+
+@pytest.mark.parametrize("L", [1, 5])
+@pytest.mark.parametrize("remat", REMAT)
+def test_no_gathered_weights_are_kept(remat, L):
+    """Catches a loop that keeps every layer's weights, as autodiff of it would; and what full recomputation keeps: the
+    input of each layer, and what it was given. Catches context that the way back would know by another type."""
+    found = kept(scan_ahead, remat, L)
+    slices = {(L, D // n, F): 1, (L, F, D // n): 1}
+    assert found[L, D, F] == found[L, F, D] == 0
+    if remat == "full":
+        given = {(L,): 1, (B,): 1, (): 2}  # numbers of layers, ids of tokens, a scale and a key
+        assert found == collections.Counter({(L, B, D): 1, **slices, **given})
+    else:
+        assert found[L, B, F] >= 1, "nothing more is kept than by full recomputation"
+
+
+# What it sends, and when ----------------------------------------------------------------------------------------------
+
+
+def test_one_layer_more_is_sent():
+    """Catches weights gathered twice on the way back, by a recomputation too, and gradients that come back whole."""
+    L = 5
+    program = with_gradients(scan_ahead, "full").lower(*arrays(L)).compile().as_text()
+    by = ledger.read(program, {FSDP: n} | {axis: 1 for axis in AXES if axis != FSDP}).by("kind")
+    one_gather = 2 * 4 * D * F * (n - 1) // n
+    assert (by["all-gather"].count, by["all-gather"].wire_bytes) == (2 * 2 * (L + 1), 2 * (L + 1) * one_gather)
+    assert by["collective-permute"].wire_bytes == (L + 1) * one_gather
+    assert set(by) == {"all-gather", "collective-permute"}
+
+
+def holds(equation, *primitives: str) -> bool:
+    """Whether an equation is one of these primitives, or holds one at any depth."""
+    inside = (e for jaxpr in jex.jaxprs_in_params(equation.params) for e in jaxpr.eqns)
+    return equation.primitive.name in primitives or any(holds(e, *primitives) for e in inside)
+
+
+def loops(jaxpr):
+    """The bodies of all loops."""
+    for equation in jaxpr.eqns:
+        for inside in jex.jaxprs_in_params(equation.params):
+            yield from [inside] if equation.primitive.name == "scan" else loops(inside)
+
+
+def test_nothing_gathered_or_scattered_waits_for_a_product():
+    """Catches a loop that gathers a layer's weights when the layer before is over, or scatters gradients where they are
+    made: right in all numbers, and as slow as gathering each layer when it is used."""
+    traced = jax.make_jaxpr(with_gradients(scan_ahead, "full").function)(*arrays(5)).jaxpr
+    traced, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    forward, backward = (body for body in loops(traced) if any(holds(e, "dot_general") for e in body.eqns))
+    for body, exchanges in ((forward, ["all_gather"] * 2), (backward, ["all_gather"] * 2 + ["ppermute"] * 4)):
+        late, met = set(), []
+        for equation in body.eqns:
+            waits = any(isinstance(x, jex.Var) and x in late for x in equation.invars)
+            exchange = [name for name in ("all_gather", "ppermute") if holds(equation, name)]
+            assert not (waits and exchange), f"{exchange} waits for a product"
+            met += exchange
+            if waits or holds(equation, "dot_general"):
+                late.update(equation.outvars)
+        assert collections.Counter(met) == collections.Counter(exchanges)

@@ -1,0 +1,229 @@
+"""Exchanges in parts are the whole ones: what TENSOR neighbours send around, and sums that come back by permutes.
+
+Numbers are small whole ones, so sums are exact in any order, and results are equal or wrong.
+"""
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import sharding
+from sharding import AXES, CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
+from xla import ledger, ordered
+
+X, Y, Z = 2, 3, 5  # dims of a device's slice
+AROUND = [1, 2, 3, 4, 8]  # devices on a ring
+# In a branch, as layers are where there are stages, simulated devices exchange in another form.
+RINGS = [*(f"tensor={n}" for n in AROUND), "data=2,tensor=3", "stage=2,tensor=3", "stage=2,tensor=4"]
+
+
+def whole_numbers(*shape, seed=0):
+    return np.random.default_rng(seed).integers(-9, 10, shape).astype(np.float32)
+
+
+def on_each(function, mesh: str):
+    """fn(*arrays): `function` of what each device holds, arrays and results stacked along a leading dim of devices."""
+    mesh = sharding.make_mesh(mesh)
+    local = lambda *xs: jax.tree.map(lambda y: y[None], function(*(x[0] for x in xs)))
+    split = P(AXES)
+    return ordered.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split), mesh)
+
+
+def with_gradient(function):
+    """fn(x, d) -> function(x), and the gradient of x that the gradient d of the result gives."""
+
+    def both(x, d):
+        out, pull = jax.vjp(function, x)
+        return out, pull(d)[0]
+
+    return both
+
+
+def neighbours(mesh: str) -> np.ndarray:
+    """Numbers of the devices, those along TENSOR, the last axis, in a row."""
+    sizes = sharding.make_mesh(mesh).shape
+    return np.arange(math.prod(sizes.values())).reshape(-1, sizes[TENSOR])
+
+
+def sent(function, mesh: str, *shapes):
+    """Of a compiled program, (kind, bytes) of each collective, and the pairs of devices of each permute."""
+    on = sharding.make_mesh(mesh)
+    arrays = [np.zeros((on.size, *shape), np.float32) for shape in shapes]
+    text = on_each(function, mesh).lower(*arrays).compile().as_text()
+    found = ledger.read(text, on).collectives
+    assert all(one.count == 1 for one in found)
+    pairs = re.findall(r" collective-permute\(.*source_target_pairs=\{(.*?)\}\}", text)
+    pairs = [[tuple(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", one)] for one in pairs]
+    return [(one.kind, one.wire_bytes) for one in found], pairs
+
+
+# Around and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", RINGS)
+def test_an_entry_is_that_of_the_device_so_many_places_on(mesh):
+    """Catches entries in the order of arrival, the other direction's, or of another group of devices; and a gradient
+    that goes to a neighbour, or is added where it is made."""
+    along = neighbours(mesh)
+    n = along.shape[1]
+    x, d = whole_numbers(along.size, X, Y), whole_numbers(along.size, n, X, Y, seed=1)
+    both = with_gradient(lambda x: jnp.stack(sharding.around(x, TENSOR)))
+    entries, dx = map(np.asarray, on_each(both, mesh)(x, d))
+    for group in along:
+        for place, device in enumerate(group):
+            on = np.roll(group, -place)  # from this device on
+            np.testing.assert_array_equal(entries[device], x[on])
+            np.testing.assert_array_equal(dx[on[0]], sum(d[other, -k % n] for k, other in enumerate(on)))
+
+
+@pytest.mark.parametrize("mesh", RINGS)
+def test_what_goes_around_is_joined_as_gathered(mesh):
+    """Catches parts put together in the order of arrival, or along another dim; and their gradients."""
+    n = neighbours(mesh).shape[1]
+
+    def compared(x, d):
+        joined = lambda x: sharding.joined(sharding.around(x, TENSOR), TENSOR, 1)
+        whole = lambda x: sharding.all_gather(x, TENSOR, dim=1)
+        return [with_gradient(f)(x, d) for f in (joined, whole)]
+
+    size = sharding.make_mesh(mesh).size
+    got, want = on_each(compared, mesh)(whole_numbers(size, X, Y, Z), whole_numbers(size, X, n * Y, Z, seed=1))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert got[0].shape == (size, X, n * Y, Z)
+
+
+@pytest.mark.parametrize("mesh", RINGS)
+def test_what_comes_back_is_summed_as_reduce_scattered(mesh):
+    """Catches a sum that misses a device, has one twice, or is another device's; and its gradient."""
+    n = neighbours(mesh).shape[1]
+
+    def compared(partial, d):
+        parts = lambda partial: sharding.back(sharding.parted(partial, TENSOR, 1), TENSOR)
+        whole = lambda partial: sharding.reduce_scatter(partial, TENSOR, dim=1)
+        return [with_gradient(f)(partial, d) for f in (parts, whole)]
+
+    size = sharding.make_mesh(mesh).size
+    got, want = on_each(compared, mesh)(whole_numbers(size, X, n * Y, Z), whole_numbers(size, X, Y, Z, seed=1))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("n", AROUND[1:])
+@pytest.mark.parametrize("way", ["around", "back"])
+def test_a_ring_sends_slices_both_ways(way, n):
+    """Catches a whole array sent where a slice was meant, one sent once more, and a link of which half is idle; in
+    the backward pass too."""
+    function, arrived = {
+        "around": (lambda x: jnp.stack(sharding.around(x, TENSOR)), (X, Y)),
+        "back": (lambda parts: sharding.back([*parts], TENSOR), (n, X, Y)),
+    }[way]
+    left = (n, X, Y) if way == "around" else (X, Y)
+    backward = lambda x, d: jax.vjp(function, x)[1](d)[0]
+    for found, pairs in (sent(function, f"tensor={n}", arrived), sent(backward, f"tensor={n}", arrived, left)):
+        assert found == [("collective-permute", 4 * X * Y)] * (n - 1)
+        by = [{(target - source) % n for source, target in one} for one in pairs]
+        assert sorted(by.count({one_way}) for one_way in {1, n - 1}) == ([1] if n == 2 else [(n - 1) // 2, n // 2])
+
+
+def test_no_part_waits_for_all_others():
+    """Catches a ring of one direction, in which the last entry has come n - 1 places and not half as many."""
+    mesh = sharding.make_mesh("tensor=8")
+    local = lambda x: jnp.stack(sharding.around(x, TENSOR))
+    traced = jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES)))(
+        np.zeros((8, 3))
+    )
+    (body,) = (equation.params["jaxpr"] for equation in traced.eqns)
+    hops = collections.Counter()  # of each value, how many permutes it has come by
+    for equation in body.eqns:
+        before = max((hops[x] for x in equation.invars if not hasattr(x, "val")), default=0)
+        hops.update(dict.fromkeys(equation.outvars, before + (equation.primitive.name == "ppermute")))
+    assert max(hops.values()) == 4
+
+
+# Sums in parts --------------------------------------------------------------------------------------------------------
+
+# Mesh, axes, and the share of the array that each permute sends.
+HALVES = {
+    "fsdp=1": (FSDP, []),
+    "fsdp=2": (FSDP, [1 / 2]),
+    "fsdp=3": (FSDP, [1 / 3, 1 / 3]),
+    "fsdp=4": (FSDP, [1 / 2, 1 / 4]),
+    "fsdp=6": (FSDP, [1 / 2, 1 / 6, 1 / 6]),
+    "fsdp=8": (FSDP, [1 / 2, 1 / 4, 1 / 8]),
+    "fsdp=2,expert=2,context=2": (SLICED, [1 / 2, 1 / 4, 1 / 8]),
+    "fsdp=2,context=3": (SLICED, [1 / 2, 1 / 6, 1 / 6]),
+    "data=2,fsdp=2,context=2": (SLICED, [1 / 2, 1 / 4]),
+    "expert=2,context=2,tensor=2": ((EXPERT, CONTEXT), [1 / 2, 1 / 4]),
+}
+
+
+@pytest.mark.parametrize("mesh", [*HALVES, "stage=2,fsdp=3", "stage=2,fsdp=2,expert=2"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_sum_in_parts_is_the_sum(mesh, dim):
+    """Catches a digit taken for another, a part added twice or by a device of another group, the wrong dim cut, and a
+    backward pass that gathers in another order."""
+    axes, _ = HALVES.get(mesh, (SLICED, None))
+
+    def compared(partial, d):
+        whole = lambda partial: sharding.reduce_scatter(partial, axes, dim=dim)
+        parts = lambda partial: sharding.reduce_scatter_in_parts(partial, axes, dim=dim)
+        return [with_gradient(f)(partial, d) for f in (parts, whole)]
+
+    on = sharding.make_mesh(mesh)
+    n = math.prod(on.shape[axis] for axis in sharding.as_tuple(axes))
+    shape = [n * size if i == dim else size for i, size in enumerate((X, Y, Z))]
+    got, want = on_each(compared, mesh)(whole_numbers(on.size, *shape), whole_numbers(on.size, X, Y, Z, seed=1))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("mesh", HALVES)
+def test_a_sum_in_parts_sends_halves(mesh):
+    """Catches a permute of the whole array, one too many, and halves that go to the farthest device."""
+    axes, shares = HALVES[mesh]
+    found, pairs = sent(lambda x: sharding.reduce_scatter_in_parts(x, axes, dim=1), mesh, (X, 24, Z))
+    assert found == [("collective-permute", 4 * X * 24 * Z * share) for share in shares]
+    if len(shares) == 3 and shares[1] == 1 / 4:
+        assert [{abs(source - target) for source, target in one} for one in pairs] == [{1}, {2}, {4}]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,context=2", "fsdp=6", "stage=2,fsdp=4"])
+def test_weights_are_gathered_and_their_gradients_come_in_parts(mesh):
+    """Catches a gradient of the whole weight where a slice's was meant, and one that waits as all_gather's does."""
+
+    def compared(w, d):
+        gathers = sharding.gather_weights, lambda w, axes, dim: sharding.all_gather(w, axes, dim=dim)
+        return [with_gradient(lambda w, gather=gather: gather(w, SLICED, 1))(w, d) for gather in gathers]
+
+    size = sharding.make_mesh(mesh).size
+    n = size // sharding.make_mesh(mesh).shape[STAGE]
+    got, want = on_each(compared, mesh)(whole_numbers(size, X, Y), whole_numbers(size, X, n * Y, seed=1))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    backward = lambda w, d: jax.vjp(lambda w: sharding.gather_weights(w, SLICED, 1), w)[1](d)[0]
+    found, _ = sent(backward, mesh, (X, Y), (X, n * Y))
+    # Simulated devices in branches wait for their group.
+    assert {kind for kind, _ in found} == {"reduce-scatter" if "stage" in mesh else "collective-permute"}
+
+
+def test_a_sum_in_parts_is_as_exact():
+    """Catches parts that are added in fewer bits: 8 addends are rounded 3 times, and the whole sum once."""
+    x = np.random.default_rng(0).normal(size=(8, 8 * 250)).astype(jnp.bfloat16)
+    in_parts, at_once = (
+        np.asarray(on_each(lambda x, f=f: f(x, FSDP, dim=0), "fsdp=8")(x), np.float64)
+        for f in (sharding.reduce_scatter_in_parts, sharding.reduce_scatter)
+    )
+    exact = x.astype(np.float64).sum(axis=0).reshape(8, 250)
+    off = lambda sums: np.sqrt(np.mean((sums - exact) ** 2))
+    assert 0 < off(in_parts) <= 3 * off(at_once)
+
+
+def test_prime_factors():
+    """Catches 1 among the factors, a factor that is none, and a large one that would be exchanged first."""
+    assert [sharding.prime_factors(n) for n in (1, 2, 7, 12, 30)] == [[], [2], [7], [3, 2, 2], [5, 3, 2]]
+    for n in range(1, 65):
+        factors = sharding.prime_factors(n)
+        assert math.prod(factors) == n and factors == sorted(factors, reverse=True)
