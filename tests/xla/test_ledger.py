@@ -244,14 +244,18 @@ TABLE, QUERY, KEY, FEED_FORWARD = WIDTH * VOCABULARY, WIDTH * HEADS * HEAD, WIDT
 
 # Weights in slices are gathered before use and their gradients scattered after it. A loop over one layer is no loop,
 # so the backward pass finds the layer's weights still gathered.
-EMBEDDINGS = [TABLE, TABLE]
 ATTENTION = [QUERY, KEY, KEY, QUERY]  # query, key, value, out
-DENSE = EMBEDDINGS + ATTENTION + [FEED_FORWARD, FEED_FORWARD]  # .., up, down
+DENSE = [TABLE] + ATTENTION + [FEED_FORWARD, FEED_FORWARD]  # unembedding, .., up, down
 
 
 def there_and_back(function, arrays, there="all-gather", back="reduce-scatter"):
     return {(function, there): arrays, (function, back): arrays}
 
+
+# A device has fewer tokens, 36, than there are words: to the slices of the embedding go their ids, and back comes what
+# a slice has for each, half of an activation.
+EMBEDDING = {("embed_in_slices", "all-gather"): [TOKENS],
+             ("embed_in_slices", "all-to-all"): [TOKENS * WIDTH // 2] * 2}  # fmt: skip
 
 # Gains of the norms (two of the layer, one at the end) are whole on every device: their gradients are added.
 NORMS = {("ready", "all-reduce"): [3 * WIDTH]}
@@ -260,14 +264,14 @@ STREAM = [TOKENS * WIDTH]  # activations of all tokens
 
 # mesh -> settings, and for each (function, kind) how many numbers the joined or sent arrays hold, one each
 BY_HAND = {
-    "fsdp=2": ({}, there_and_back("gathered", DENSE) | NORMS | LOSS),
+    "fsdp=2": ({}, there_and_back("gathered", DENSE) | EMBEDDING | NORMS | LOSS),
     # Between blocks positions lie in slices. A branch gathers them, and scatters its partial sums; the embedding only
     # scatters, the logits only gather; backwards the other way round. The logits' maximum and both sums are one number
-    # a token; the backward pass computes the maximum and the first sum again.
+    # a token; of one chunk of tokens, the backward pass finds them made.
     "tensor=2": ({},
                  there_and_back("attention_branch", STREAM * 2) | there_and_back("feed_forward_branch", STREAM * 2)
                  | there_and_back("embed", STREAM) | there_and_back("leave", STREAM) | NORMS
-                 | {("loss_sums", "all-reduce"): [(3 + 2) * TOKENS]}),
+                 | {("loss_sums", "all-reduce"): [3 * TOKENS]}),
     # Two layers, one a stage; three microbatches are three ticks and one more until the last stage is done, forward and
     # then backward. The last stage's activations are spread over both for the loss. A stage has no gradient of what the
     # other alone uses: both embeddings and the last norm, added together with the nats.
@@ -277,18 +281,18 @@ BY_HAND = {
                  ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
                 | there_and_back("spread_loss", [TOKENS // 3 * WIDTH] * 3)),
     # Dense weights lie in slices along this axis too. The batch's five arrays arrive in order, are gathered and cut
-    # anew. Keys and values of all positions are gathered, and the positions' numbers and documents.
+    # anew. Keys and values of all positions are gathered, and their documents.
     "context=2": ({},
-                  there_and_back("gathered", DENSE) | NORMS | LOSS
+                  there_and_back("gathered", DENSE) | EMBEDDING | NORMS | LOSS
                   | {("on_mesh", "all-gather"): [TOKENS] * 5,
-                     ("over_context", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS] * 2,
+                     ("over_context", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
                      ("over_context", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
     # Experts stay where they are, the router's matrix does not. Tokens, gates and the numbers of the chosen experts go
     # to all; numbers have no gradient. What the experts made of the tokens is scattered back. The balance needs sums:
     # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
     "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
                   "model.balance_rate": 0.0},
-                 there_and_back("gathered", EMBEDDINGS + ATTENTION + [WIDTH * EXPERTS]) | NORMS
+                 there_and_back("gathered", [TABLE] + ATTENTION + [WIDTH * EXPERTS]) | EMBEDDING | NORMS
                  | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
                     ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
                     ("loss", "all-reduce"): [2 + 2 * EXPERTS + 3]}),
