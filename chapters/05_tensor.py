@@ -388,7 +388,7 @@ def training_step(c, declared):
     """Compile the gradients of one recomputed layer."""
 
     def step(w, x_btD, places_bs):
-        own = lambda w: sharding.vary(w, TENSOR)  # JAX adds gradients [D], not [b, t, D]
+        own = lambda w: sharding.vary(w, TENSOR)  # so that JAX adds gradients [D]
         layer = jax.checkpoint(lambda w, x_btD: forward(own(w), x_btD, places_bs, c))
         loss = lambda w, x_btD: jnp.sum(layer(w, x_btD) ** 2)
         return jax.grad(loss, argnums=(0, 1))(w, x_btD)
@@ -495,7 +495,9 @@ for one in (c, ring):
 #     --data.batch_size 64 --model.tensor_exchange ring
 # ```
 #
-# OVERLAP_NUMBERS
+# Of 2.57 GB over `tensor` a device waits for 0.30 with `ring`, and for 1.66 with `gather`: exposed are those
+# bytes beside which the schedule has no product. (libtpu 0.0.42.1. Bytes, not seconds: a product may
+# be too short for what travels beside it.) That is why `ring` is the default.
 #
 # ## Send what is narrow
 #
