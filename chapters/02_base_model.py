@@ -271,8 +271,8 @@ def programs(attention=model.partial_attention, rotate=model.rotate):
         return step, quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 
 
-swaps = {"right": {}, "mixed": {"rotate": mixed}}
-swaps["leaky"] = {"attention": by_mask(leaky)}
+faults = {"mixed": {"rotate": mixed}, "leaky": {"attention": by_mask(leaky)}}
+swaps = {"right": {}} | faults
 compiled = {name: programs(**swap) for name, swap in swaps.items()}
 steps, readers = ({name: pair[n] for name, pair in compiled.items()} for n in (0, 1))
 
@@ -635,8 +635,8 @@ lesson.predicted("remat=full", my_prediction, growth, "times the FLOPs", within=
 # norm reads that sum.) What remat buys:
 
 # %%
-not_again = 2 * V * D + L * 2 * F * D + scores  # scores are, either way
-again = forward_flops - B * T * not_again
+known = 2 * V * D + L * 2 * F * D + scores  # scores are made again either way
+again = forward_flops - B * T * known
 assert flops_of(full) == step_flops + again
 moments_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(no_moments))
 print(f"AdamW's moments: {moments_bytes / N:.2f} bytes a parameter; in megabytes:")

@@ -132,7 +132,7 @@ def attention(c: ModelConfig, z: Sizes):
         yield Product("attention", 2 * N * c.d_model * (h + 2 * g) * c.d_head)
         each_key, parts = 0, (2 * g * c.d_head,)
     yield Product("attention", 2 * N * h * value * c.d_model)
-    met = lambda s, S, starts: (z.b * x for x in attending.flops(s, S, starts, h, g, score, value, z.platform))
+    met = lambda s, S, starts: (z.b * x for x in attending.flops(s, S, starts, h, score, value, z.width, z.platform))
     if ring:
         yield Product("attention", each_key * N)
         ahead, back = met(z.s, z.s, ((0,),))
