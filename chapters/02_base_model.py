@@ -214,7 +214,7 @@ def batch(number):
 
 
 # %% [markdown]
-# Now two faults, each in a working-looking function. What they replace:
+# Now two faults, each in a working-looking function. What they change:
 
 # %%
 lesson.source(model.allowed, model.rotate)

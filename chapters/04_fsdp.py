@@ -616,8 +616,9 @@ print(f"over fsdp {found.by('axes')[FSDP].wire_bytes:,}, temporary {memory:,}")
 
 # %% [markdown]
 # 14 more. A loop that is always one layer ahead gathers for a layer that does not exist, each way: 1 in 5
-# here, 1 in 33 of Llama 3 8B. A scatter over 4 devices is two permutes, half of the array and then a quarter:
-# 3/4, what a reduce-scatter sends. And two layers' weights are there at once.
+# here, 1 in 33 of Llama 3 8B. And it scatters a gradient too many, so 37 for 30. Over 4 devices a scatter is
+# two permutes, of half the array and then a quarter: 3/4, what a reduce-scatter sends. Two layers' weights are
+# there at once.
 #
 # Whether products do run meanwhile, simulated devices cannot show: they share one processor. The TPU's
 # compiler can, without a TPU (`make extra-tpu`); its program is a schedule. Not run by this page:
