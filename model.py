@@ -34,9 +34,9 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from kernels.attention import HIDDEN, partial_attention
+from kernels.attention import HIDDEN
 from kernels.grouped import grouped_matmul
-from overlap import arriving, in_parts, in_place, leaving, scan_ahead
+from overlap import arriving, in_parts, in_place, leaving, over_context, scan_ahead
 from sharding import (
     BATCH,
     CONTEXT,
@@ -50,7 +50,6 @@ from sharding import (
     all_to_all,
     axis_index,
     axis_size,
-    branches,
     declare as declare_block,
     gather_weights,
     in_order,
@@ -60,7 +59,6 @@ from sharding import (
     param,
     psum,
     reduce_scatter,
-    shift,
     vary,
 )
 from utils import UserError
@@ -140,69 +138,6 @@ def attend(q_bshK, k_bSgK, v_bSgU, mask_bsS):
     scores_bgrsS = jnp.einsum("bsgrK,bSgK->bgrsS", q_bsgrK, k_bSgK).astype(float32)
     weight_bgrsS = jnp.where(mask_b11sS, jax.nn.softmax(jnp.where(mask_b11sS, scores_bgrsS, HIDDEN)), 0)
     return jnp.einsum("bgrsS,bSgU->bsgrU", weight_bgrsS.astype(v_bSgU.dtype), v_bSgU).reshape(b, s, h, -1)
-
-
-def merged(softmax, other):
-    """One softmax of two over different keys, each with the values it mixed and the log of its sum."""
-    (mixed_bshU, log_sum_bsh), (others_bshU, other_bsh) = softmax, other
-    both_bsh = jnp.logaddexp(log_sum_bsh, other_bsh)
-    share = lambda log_sum_bsh: jnp.exp(log_sum_bsh - both_bsh)[..., None]
-    return mixed_bshU * share(log_sum_bsh) + others_bshU * share(other_bsh), both_bsh
-
-
-def ring(q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context while each device's `parts` go once around CONTEXT.
-
-    A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
-    may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
-    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
-    """
-    n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
-    first, second, both = slice(0, s // 2), slice(s // 2, None), slice(None)
-
-    def meet(travelling, queries, keys, start):
-        *there, segments_bS = (x[:, keys] for x in travelling)
-        asked = q_bshK[:, queries], *keys_values(*there), segments_bs[:, queries], segments_bS
-        mixed_bshU, log_sum_bsh = partial_attention(*asked, starts=((start,),))
-        return mixed_bshU.astype(float32), log_sum_bsh
-
-    @jax.checkpoint
-    def meet_other(so_far, travelling, is_earlier):
-        def later():
-            new = merged([x[:, second] for x in so_far], meet(travelling, second, both, s))
-            return tuple(x.at[:, second].set(part) for x, part in zip(so_far, new, strict=True))
-
-        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, both, first, s // 2)), later)
-
-    def step(carry, round):
-        so_far, travelling = carry
-        travelling = shift(travelling, CONTEXT, in_branch=branches())
-        return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
-
-    travelling = (*parts, segments_bs)
-    so_far = meet(travelling, both, both, 0)  # the two chunks in their order, as if they were neighbours
-    carry = so_far, vary(travelling, tuple(jax.typeof(so_far[0]).mat.varying))
-    ((mixed_bshU, _), _), _ = jax.lax.scan(step, carry, jnp.arange(1, n))
-    return mixed_bshU.astype(q_bshK.dtype)
-
-
-def chunk_starts(s: int, n: int):
-    """Where the chunks begin that each of n devices along CONTEXT holds, of s positions together; see `own_chunks`."""
-    return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
-
-
-def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
-
-    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
-    Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
-    """
-    n, s = axis_size(CONTEXT), q_bshK.shape[1]
-    if c.context_attention == "ring" and n > 1:
-        return ring(q_bshK, parts, keys_values, segments_bs)
-    *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
-    asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS
-    return partial_attention(*asked, chunk_starts(s, n), axis_index(CONTEXT))[0]
 
 
 @struct.dataclass
@@ -649,11 +584,21 @@ def local_vocabulary(ids, v: int):
     return jnp.clip(local, 0, v - 1), (local >= 0) & (local < v)
 
 
-def embed(table_vD, tokens_bs):
-    """Look tokens up in the slice of the table this device holds. Shapes: [b, s] -> [b, t, D]."""
+def embed(table_vD, tokens_bs, dtype=None):
+    """Look tokens up in the words this device holds, and add what TENSOR neighbours found: [b, s] -> [b, t, D]."""
     local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
-    partial_bsD = table_vD[local_bs] * mine_bs[..., None].astype(table_vD.dtype)
+    partial_bsD = (table_vD[local_bs] * mine_bs[..., None]).astype(dtype or table_vD.dtype)
     return reduce_scatter(partial_bsD, TENSOR, dim=1)
+
+
+def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
+    """The same of a table that lies in slices of D: tokens go to the slices, where a gather brings slices to tokens.
+
+    Shapes: [v, D/n], [b, s] -> [b, t, D]. Its gradient adds up all tokens of n devices, in the table's dtype.
+    Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations. Backward: the activations again.
+    """
+    x_NtD = embed(table_vD, all_gather(tokens_bs, SLICED, dim=0), c.precision.compute)
+    return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
 
 
 def unembedding(w: Transformer, c: ModelConfig):
@@ -674,7 +619,7 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
     The logits are split over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5);
     label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, section 7).
     """
-    logits_nv = (x_nD @ w_Dv.astype(x_nD.dtype)).astype(float32)
+    logits_nv = (x_nD @ w_Dv).astype(float32)
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_nv, axis=-1)), TENSOR)
     log_sum_n = top_n + jnp.log(psum(jnp.sum(jnp.exp(logits_nv - top_n[:, None]), axis=-1), TENSOR))
     local_n, mine_n = local_vocabulary(targets_n, logits_nv.shape[-1])
@@ -693,9 +638,30 @@ def loss_sums_in_chunks(c: ModelConfig, w_Dv, x_bsD, targets_bs, weights_bs):
     chunk = min(c.loss_chunk, n)
     n_chunks = -(-n // chunk)
     cut = lambda x: jnp.pad(x.reshape(n, -1), ((0, n_chunks * chunk - n), (0, 0))).reshape(n_chunks, chunk, -1)
-    pieces = (cut(x_bsD), cut(targets_bs)[..., 0], cut(weights_bs)[..., 0])  # padding has weight 0
-    w32_Dv = w_Dv.astype(float32)  # so that its gradients of all chunks are added up in float32
-    return jax.tree.map(jnp.sum, jax.lax.map(jax.checkpoint(lambda p: loss_sums(c, w32_Dv, *p)), pieces))
+    return sums_of_chunks(c, w_Dv, cut(x_bsD), (cut(targets_bs)[..., 0], cut(weights_bs)[..., 0]))  # padding weighs 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sums_of_chunks(c: ModelConfig, w_Dv, x_cnD, targets_and_weights_cn):
+    one = lambda piece: loss_sums(c, w_Dv, piece[0], *piece[1])
+    return jax.tree.map(jnp.sum, jax.lax.map(one, (x_cnD, targets_and_weights_cn)))
+
+
+def _sums_of_chunks_back(c, kept, d_sums):
+    """Autodiff would add up the chunks' gradients by the table in its own dtype: here it is float32."""
+    w_Dv, x_cnD, targets_and_weights_cn = kept
+
+    def chunk(d_w_Dv, piece):
+        _, pull = jax.vjp(lambda w_Dv, x_nD: loss_sums(c, w_Dv, x_nD, *piece[1]), w_Dv, piece[0])
+        more_Dv, dx_nD = pull(d_sums)
+        return d_w_Dv + more_Dv.astype(float32), dx_nD
+
+    nothing_Dv = vary(jnp.zeros(w_Dv.shape, float32), tuple(jax.typeof(w_Dv).mat.varying))
+    d_w_Dv, dx_cnD = jax.lax.scan(chunk, nothing_Dv, (x_cnD, targets_and_weights_cn))
+    return d_w_Dv.astype(w_Dv.dtype), dx_cnD, None
+
+
+sums_of_chunks.defvjp(lambda c, *args: (sums_of_chunks(c, *args), args), _sums_of_chunks_back)
 
 
 # The whole model ------------------------------------------------------------------------------------------------------
@@ -717,8 +683,12 @@ def tokens_of(batch) -> Tokens:
 
 def enter(w: Transformer, c: ModelConfig, batch, key):
     """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]."""
-    (table_vD,) = used(w, c, "embedding_VD")
-    return dropout(c, embed(table_vD, batch["tokens_BT"]), tokens_of(batch), keys(key)[0])
+    tokens_bs = batch["tokens_BT"]
+    if c.gather != "step" and tokens_bs.size < len(w.embedding_VD):  # then they are less to send than the table
+        x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
+    else:
+        x_btD = embed(*used(w, c, "embedding_VD"), tokens_bs)
+    return dropout(c, x_btD, tokens_of(batch), keys(key)[0])
 
 
 def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):

@@ -1,14 +1,31 @@
 """Wires behind products: a layer's weights on their way while another is computed, and positions while others are.
 
-Weights are gathered a layer ahead (`scan_ahead`), the positions of TENSOR neighbours arrive and leave in parts. Either
-way the same bytes travel as if all waited for them; a compiler finds products to run meanwhile.
+The positions of TENSOR neighbours arrive and leave in parts, those of CONTEXT neighbours pass by in a ring, and weights
+are gathered a layer ahead (`scan_ahead`). The same bytes travel as if all waited for them; a compiler finds products to
+run meanwhile.
 """
 
 import jax
 import jax.numpy as jnp
 
 from config import AXES, ModelConfig
-from sharding import TENSOR, all_gather, around, back, joined, parted, reduce_scatter, vary
+from kernels.attention import partial_attention
+from sharding import (
+    CONTEXT,
+    TENSOR,
+    all_gather,
+    around,
+    axis_index,
+    axis_size,
+    back,
+    branches,
+    in_order,
+    joined,
+    parted,
+    reduce_scatter,
+    shift,
+    vary,
+)
 
 # Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
 
@@ -36,6 +53,72 @@ def in_place(c: ModelConfig, parts: list):
 def in_parts(c: ModelConfig, x_bs) -> list:
     """The inverse of `in_place`."""
     return [x_bs] if c.tensor_exchange == "gather" else parted(x_bs, TENSOR, 1)
+
+
+# Positions of CONTEXT neighbours --------------------------------------------------------------------------------------
+
+
+def merged(softmax, other):
+    """One softmax of two over different keys, each with the values it mixed and the log of its sum."""
+    (mixed_bshU, log_sum_bsh), (others_bshU, other_bsh) = softmax, other
+    both_bsh = jnp.logaddexp(log_sum_bsh, other_bsh)
+    share = lambda log_sum_bsh: jnp.exp(log_sum_bsh - both_bsh)[..., None]
+    return mixed_bshU * share(log_sum_bsh) + others_bshU * share(other_bsh), both_bsh
+
+
+def ring(q_bshK, parts, keys_values, segments_bs):
+    """Attend to the whole context while each device's `parts` go once around CONTEXT.
+
+    A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
+    may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
+    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
+    """
+    n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
+    first, second, both = slice(0, s // 2), slice(s // 2, None), slice(None)
+
+    def meet(travelling, queries, keys, start):
+        *there, segments_bS = (x[:, keys] for x in travelling)
+        asked = q_bshK[:, queries], *keys_values(*there), segments_bs[:, queries], segments_bS
+        mixed_bshU, log_sum_bsh = partial_attention(*asked, starts=((start,),))
+        return mixed_bshU.astype(jnp.float32), log_sum_bsh
+
+    @jax.checkpoint
+    def meet_other(so_far, travelling, is_earlier):
+        def later():
+            new = merged([x[:, second] for x in so_far], meet(travelling, second, both, s))
+            return tuple(x.at[:, second].set(part) for x, part in zip(so_far, new, strict=True))
+
+        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, both, first, s // 2)), later)
+
+    def step(carry, round):
+        so_far, travelling = carry
+        travelling = shift(travelling, CONTEXT, in_branch=branches())
+        return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
+
+    travelling = (*parts, segments_bs)
+    so_far = meet(travelling, both, both, 0)  # the two chunks in their order, as if they were neighbours
+    carry = so_far, vary(travelling, tuple(jax.typeof(so_far[0]).mat.varying))
+    ((mixed_bshU, _), _), _ = jax.lax.scan(step, carry, jnp.arange(1, n))
+    return mixed_bshU.astype(q_bshK.dtype)
+
+
+def chunk_starts(s: int, n: int):
+    """Where the chunks begin that each of n devices along CONTEXT holds, of s positions together; see `own_chunks`."""
+    return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
+
+
+def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
+    """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
+
+    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
+    Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
+    """
+    n, s = axis_size(CONTEXT), q_bshK.shape[1]
+    if c.context_attention == "ring" and n > 1:
+        return ring(q_bshK, parts, keys_values, segments_bs)
+    *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
+    asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS
+    return partial_attention(*asked, chunk_starts(s, n), axis_index(CONTEXT))[0]
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

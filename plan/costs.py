@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import model
+import overlap
 import sharding
 from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
@@ -143,7 +144,7 @@ def attention(c: ModelConfig, z: Sizes):
         yield Product("attention", (n - 1) * (each_key * N + ahead), BATCHED, (n - 1) * back)
     else:
         yield Product("attention", each_key * keys)
-        ahead, back = met(z.s, z.T, model.chunk_starts(z.s, n))
+        ahead, back = met(z.s, z.T, overlap.chunk_starts(z.s, n))
         if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
             back -= 2 * h * score * N * keys / z.b  # of one block, scores made again are those of the backward pass
         yield Product("attention", ahead, BATCHED, back)

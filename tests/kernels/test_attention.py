@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import model
+import overlap
 from config import MeshConfig
 from kernels import attention
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
@@ -130,7 +131,7 @@ def test_softmaxes_of_parts_merge_into_that_of_the_whole():
     part = lambda q, k, v, keys: attention.partial_attention(
         q, k[:, keys], v[:, keys], segments_bs, segments_bS[:, keys], ((S,),))  # fmt: skip
     whole = lambda q, k, v: part(q, k, v, slice(0, S))
-    parts = lambda q, k, v: model.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
+    parts = lambda q, k, v: overlap.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
     (want, pull), (got, pull_parts) = jax.vjp(whole, q, k, v), jax.vjp(parts, q, k, v)
     assert np.any(np.asarray(part(q, k, v, slice(0, 8))[1]) == HIDDEN), "choose keys that some do not see"
     for one, other in zip((*got, *pull_parts(want)), (*want, *pull(want)), strict=True):
@@ -163,7 +164,7 @@ def test_a_longer_sequence_has_no_larger_program(platform):
 def test_later_blocks_are_not_visited(n):
     """Catches products that a mask makes 0, and devices that have more of them than others."""
     T, block = 4096, 256
-    starts = model.chunk_starts(T // n, n)
+    starts = overlap.chunk_starts(T // n, n)
     meets, blocks = attention.meetings(T // n, T, starts, block), T // block
     seen = [attention.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
@@ -180,7 +181,7 @@ def test_types_say_along_which_axes_the_kernels_vary():
     def total(k, v, q):
         def local(k, v, q, segments_bs):
             asked = q, k, v, segments_bs, segments_bS
-            mixed, log_sum = attention.partial_attention(*asked, model.chunk_starts(24, 2), axis_index(CONTEXT))
+            mixed, log_sum = attention.partial_attention(*asked, overlap.chunk_starts(24, 2), axis_index(CONTEXT))
             return jax.lax.psum(jnp.sum(mixed) + jnp.sum(log_sum), (FSDP, CONTEXT))
 
         mesh, varied = make_mesh(MeshConfig(fsdp=2, context=2)), P(None, (FSDP, CONTEXT))
