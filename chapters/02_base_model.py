@@ -696,7 +696,7 @@ axes.set(title="What fills a device is activations", xlabel="GB (line: an H100)"
 axes.set_yticks(range(3), [f"remat={name}" for name in plans])
 axes.invert_yaxis()
 labels = ("16 bytes a parameter", "activations kept")
-axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.87, 0.1))
+axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.78, 0.1))
 
 # %% [markdown]
 # (`"full"` costs less here than on our model: more of this one's FLOPs are logits, made twice anyway.) Three
