@@ -256,6 +256,8 @@ def mixed(x_bSHR, angles_bSr):
 # %%
 from unittest import mock
 
+import overlap
+
 
 def quickly(function, *args):
     """Compile what is looked at more than run."""
@@ -264,9 +266,10 @@ def quickly(function, *args):
     return function.lower(*args).compile(compiler_options=less)
 
 
-def programs(attention=model.partial_attention, rotate=model.rotate):
+def programs(attention=overlap.partial_attention, rotate=model.rotate):
     """Compiled: a step's loss and gradients, and the logits of a row."""
-    with mock.patch.multiple(model, partial_attention=attention, rotate=rotate):
+    heads = mock.patch.object(overlap, "partial_attention", attention)
+    with heads, mock.patch.object(model, "rotate", rotate):
         step = pipeline.loss_and_grads(cfg, mesh).lower(start, batch(0), 0).compile()
         return step, quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 
@@ -910,7 +913,7 @@ def at_a_seam(positions_bs, *others):
     return model.allowed(positions_bs + (positions_bs == 40), *others)
 
 
-with mock.patch.object(model, "partial_attention", by_mask(at_a_seam)):
+with mock.patch.object(overlap, "partial_attention", by_mask(at_a_seam)):
     readers["seam"] = quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 trained["seam"] = right
 

@@ -555,7 +555,7 @@ def train_on(name, gather="layer"):
     """Loss, gradients, collectives and temporary bytes of a step."""
     on = sharding.make_mesh(name)
     placed = jax.tree.map(lambda s: s.sharding, sharding.shapes(declared, on))
-    batch = sharding.put(random_batch(B=16, T=18, V=280), on)
+    batch = sharding.put(random_batch(B=128, T=18, V=280), on)
     args = jax.device_put(weights, placed), batch, 0
     step = pipeline.loss_and_grads(tiny(name, gather), on)
     loss, _, grads = step(*args)
@@ -584,6 +584,7 @@ for gather in ("layer", "step"):
 # `gather=step` a matrix of all 4 layers is one array, gathered whole: 7 and the tables make 9, and the third
 # transfer is saved. It is 288,000 / 218,880 here, a third more and not half, as the tables are gathered once.
 # What `step` costs stands among the temporaries: the layers' weights in one piece, and their gradients.
+# (A device with fewer tokens than V = 280 sends those to the table's slices: `model.embed_in_slices`.)
 #
 # ## One layer ahead
 #
