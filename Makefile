@@ -48,7 +48,7 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
 	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
-chapters: .venv/installed ## run the chapters of the guide, and say how long each takes (4 minutes); ARGS="03 04" runs these
+chapters: .venv/installed ## run the chapters of the guide, and say how long each takes (5 minutes); ARGS="03 04" runs these
 	.venv/bin/python -m chapters $(ARGS)
 
 site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; chapters that have changed are run

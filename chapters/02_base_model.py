@@ -214,7 +214,7 @@ def batch(number):
 
 
 # %% [markdown]
-# Now two faults, each in a working-looking function. What they replace:
+# Now two faults, each in a working-looking function. What they change:
 
 # %%
 lesson.source(model.allowed, model.rotate)
@@ -256,6 +256,8 @@ def mixed(x_bSHR, angles_bSr):
 # %%
 from unittest import mock
 
+import overlap
+
 
 def quickly(function, *args):
     """Compile what is looked at more than run."""
@@ -264,9 +266,10 @@ def quickly(function, *args):
     return function.lower(*args).compile(compiler_options=less)
 
 
-def programs(attention=model.partial_attention, rotate=model.rotate):
+def programs(attention=overlap.partial_attention, rotate=model.rotate):
     """Compiled: a step's loss and gradients, and the logits of a row."""
-    with mock.patch.multiple(model, partial_attention=attention, rotate=rotate):
+    heads = mock.patch.object(overlap, "partial_attention", attention)
+    with heads, mock.patch.object(model, "rotate", rotate):
         step = pipeline.loss_and_grads(cfg, mesh).lower(start, batch(0), 0).compile()
         return step, quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 
@@ -420,8 +423,9 @@ print(f"Llama 3 8B keeps of a token: {cache_bytes_of(llama):,} bytes")
 # key turned by its position would be turn(W c), and Wᵀ could not pass the turn to reach the query.
 #
 # Both versions stand in the project. Training makes keys and values (`keys_values`; `over_context` does the
-# softmax, over all positions S, also those of other devices; `rotary_on` is 1). Decoding reads latents, and
-# lays both kinds of score side by side (X is C + R):
+# softmax, over all positions S, also those of other devices; `rotary_on` is 1). `arriving`, `leaving` and the
+# like move positions between devices, and do nothing on one (05). Decoding reads latents; both lay the two
+# kinds of query and key side by side (X is K + R or, absorbed, C + R):
 
 # %%
 lesson.source(model.latent_attention, generate.cached_latent_attention)
@@ -609,9 +613,9 @@ assert step_flops == 3 * forward_flops + B * T * (2 * V * D + scores)
 # The assertions say to the last FLOP where the rule is off:
 #
 # - **Scores and mixing** have no parameters: 2H(K + R + U) FLOPs for each pair of positions. Here these are
-#   all T² pairs, as a mask saves nothing in a product. (From 512 positions on, there are several blocks, and
-#   those that are later than their queries are skipped.) On the way back scores are made once more: to keep
-#   T² numbers for each head would fill the memory.
+#   all T² pairs, as a mask saves nothing in a product. (More than 256 positions are cut into blocks, and a
+#   block of keys that lies later than all its queries is skipped.) On the way back scores are made once more:
+#   T² of them for each head and row would fill the memory.
 # - **The table.** Tied, it counts once and multiplies once. Untied, one of two only looks up, and 6N says
 #   too much.
 # - **The logits' chunks** are made twice: 2VD more.
@@ -672,14 +676,14 @@ for name in ("dense_124m", "llama3_8b", "deepseek_v3"):
           f"{times[0]:.2f} x 6N; 8T: {times[1]:.2f} x 6N")  # fmt: skip
 
 # %% [markdown]
-# 6N is a rule for short rows. And memory: the shape of GPT-2 on one H100, 32 rows of 1,024 tokens at a time.
+# 6N is a rule for short rows. And memory: the shape of GPT-2 on one H100, 60 rows of 1,024 tokens at a time.
 # Between `"none"` and `"full"` stands `"dots"`: it keeps what products with weights give, and makes the rest
-# again, such as norms and all T² scores.
+# again, such as norms and attention.
 
 # %% mystnb={"image": {"alt": "Bars of memory for three remat policies: without remat saved activations alone pass the 80 GB of an H100, with full remat they nearly vanish."}}
 plans = {}
 for name in ("none", "dots", "full"):
-    more = {"model.remat": name, "optim.max_device_batch": 32}  # rows at a time
+    more = {"model.remat": name, "optim.max_device_batch": 60}  # rows at a time
     plans[name] = planner.plan(config.preset("dense_124m", **more), "h100:1")
 figure, axes = lesson.plt.subplots(figsize=(5, 2.6))
 for y, (name, one) in enumerate(plans.items()):
@@ -695,7 +699,7 @@ axes.set(title="What fills a device is activations", xlabel="GB (line: an H100)"
 axes.set_yticks(range(3), [f"remat={name}" for name in plans])
 axes.invert_yaxis()
 labels = ("16 bytes a parameter", "activations kept")
-axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.87, 0.1))
+axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.78, 0.1))
 
 # %% [markdown]
 # (`"full"` costs less here than on our model: more of this one's FLOPs are logits, made twice anyway.) Three
@@ -909,7 +913,7 @@ def at_a_seam(positions_bs, *others):
     return model.allowed(positions_bs + (positions_bs == 40), *others)
 
 
-with mock.patch.object(model, "partial_attention", by_mask(at_a_seam)):
+with mock.patch.object(overlap, "partial_attention", by_mask(at_a_seam)):
     readers["seam"] = quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 trained["seam"] = right
 

@@ -9,7 +9,7 @@
 # devices. It happens twice on this page, and can report a loss *lower* than the correct run's.
 #
 # *Before this:* 03 (`shard_map`, the collectives), 04 (FSDP). *Mesh:* `tensor=4`, then `fsdp=2,tensor=4`,
-# simulated. *Runs in* 45 s on 2 cores.
+# simulated. *Runs in* 60 s on 2 cores.
 
 # %%
 import utils
@@ -22,7 +22,6 @@ import matplotlib.pyplot as plt
 
 import model
 import sharding
-import sockets
 from chapters import lesson
 from config import preset
 from plan import costs, hardware, planner
@@ -224,6 +223,8 @@ assert counted == 4.5
 # their width). Here for one layer of a tiny model:
 
 # %%
+import sockets
+
 settings = {"attention": "gqa", "n_kv_heads": 4, "activation": "gelu", "d_ff": 96}
 settings["no_rope_every"] = 0  # rotary in every layer
 c = preset("tiny", **{f"model.{name}": value for name, value in settings.items()}).model
@@ -331,15 +332,20 @@ axes.legend(ncols=2)
 # %% [markdown]
 # ## The real thing
 #
-# The model has no other form: x_btD between blocks, a gather in front, a reduce-scatter behind.
+# The model has no other form: x_btD between blocks, a gather in front, a reduce-scatter behind. They stand in
+# two functions, of which each has a second way to do it; more of that below.
 
 # %%
-lesson.source(model.feed_forward_branch, model.feed_forward, model.attention_branch)
+import overlap
+
+lesson.source(model.feed_forward_branch, model.feed_forward)
+lesson.source(overlap.arriving, overlap.leaving)
 
 # %% [markdown]
-# Inside of a device a parameter keeps its declared name: `w_up_DF` is [D, f] there, as `up_bsf` says. So the
-# last line of `feed_forward` sums over f, and owes; `partial_bsD` in `feed_forward_branch` says it, and the
-# `reduce_scatter` pays. With `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and the layer runs:
+# Our model has `tensor_exchange="gather"`, as all presets that are made for simulated devices. So `arriving`
+# is a list of one: all the positions. Inside of a device a parameter keeps its declared name: `w_up_DF` is
+# [D, f] there, as `up_bsf` says. So the last line of `feed_forward` sums over f, and owes; `leaving` pays. With
+# `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and the layer runs:
 
 # %%
 B, T = 4, 24
@@ -347,7 +353,7 @@ x_BTD, places_BT = draw(5, B, T, c.d_model), jnp.tile(jnp.arange(T), (B, 1))
 w = jax.device_get(sharding.init(declared, sharding.make_mesh("tensor=1"), seed=0))
 
 
-def forward(w, x_btD, places_bs):
+def forward(w, x_btD, places_bs, c=c):
     one_document = jnp.ones_like(places_bs)
     tokens = model.Tokens(places_bs, one_document, None, None)
     w = model.used(w, c)  # joins FSDP's slices, not tensor's
@@ -378,16 +384,21 @@ lesson.listed(lesson.compiled(layer, mesh, w, x_BTD, places_BT))
 my_prediction = None  # collectives
 
 
-def step(w, x_btD, places_bs):
-    own = lambda w: sharding.vary(w, TENSOR)  # JAX adds gradients [D], not [b, t, D]
-    layer = jax.checkpoint(lambda w, x_btD: forward(own(w), x_btD, places_bs))
-    return jax.grad(lambda w, x: jnp.sum(layer(w, x) ** 2), argnums=(0, 1))(w, x_btD)
+def training_step(c, declared):
+    """Compile the gradients of one recomputed layer."""
+
+    def step(w, x_btD, places_bs):
+        own = lambda w: sharding.vary(w, TENSOR)  # so that JAX adds gradients [D]
+        layer = jax.checkpoint(lambda w, x_btD: forward(own(w), x_btD, places_bs, c))
+        loss = lambda w, x_btD: jnp.sum(layer(w, x_btD) ** 2)
+        return jax.grad(loss, argnums=(0, 1))(w, x_btD)
+
+    lie = sharding.specs(declared), P(None, TENSOR)
+    return on_devices(step, (*lie, everywhere), lie)
 
 
-lie = sharding.specs(declared), P(None, TENSOR)
-training = on_devices(step, (*lie, everywhere), lie)
-found = lesson.compiled(training, mesh, w, x_BTD, places_BT)
-for place in ("attention_branch", "feed_forward_branch", "step.<lambda>"):
+found = lesson.compiled(training_step(c, declared), mesh, w, x_BTD, places_BT)
+for place in ("grouped_attention", "feed_forward_branch", "step.<lambda>"):
     kinds = [one.kind for one in found.collectives if one.source.endswith(place)]
     print(f"{place:20}", {kind: kinds.count(kind) for kind in sorted({*kinds})})
 count = sum(one.count for one in found.collectives if one.kind != "all-reduce")
@@ -402,6 +413,111 @@ assert count == 11
 # The all-reduce is new in slices: each device norms other positions, so its gradients of the two norms' gains
 # are shares. JAX adds them, as it knows what varies; Megatron-LM
 # [does it in its optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).
+#
+# ## Products while the wires work
+#
+# A gather is done when its last byte is there, and the product behind it waits for that. Yet the product of
+# our own positions needs nobody. So let positions come *in turn*, one device's after the other's, each by a
+# permute (everyone sends to one other). While one part is on its way, the part before can be multiplied. The
+# scatter behind is the same the other way round: a sum sets out from the farthest device, and each on its way
+# adds what it has made.
+
+# %%
+lesson.source(sharding.around, sharding.back)
+
+
+def in_turn(w, x_btD):
+    parts = sharding.around(norm(x_btD), TENSOR)  # ours, then those of others
+    partials = [jax.nn.gelu(h_btD @ w["up_Df"]) @ w["down_fD"] for h_btD in parts]
+    return x_btD + sharding.back(partials, TENSOR)
+
+
+# %% [markdown]
+# `around` is an all-gather that nobody joins: entry k is what the device k places on holds. Half of the
+# entries come from either side, as a link carries both ways at once.
+#
+# > **Predict.** On 8 devices `sliced_stream` has one gather and one scatter, forward. How many permutes has
+# > `in_turn`? And do more bytes travel?
+
+# %%
+my_prediction = None  # permutes
+drawn = {"up_Df": draw(17, 64, 128) / 8, "down_fD": draw(18, 128, 64) / 128**0.5}
+cuts, stream = {"up_Df": columns, "down_fD": rows}, P(None, TENSOR)
+both = {}
+for function in (sliced_stream, in_turn):
+    here = sharding.make_mesh("tensor=8")
+    run = on_devices(function, (cuts, stream), stream, here)
+    found = lesson.compiled(run, here, drawn, draw(19, 2, 32, 64))
+    both[function] = run(drawn, draw(19, 2, 32, 64)), found
+    kinds = (f"{one.count:g} {kind}" for kind, one in found.by("kind").items())
+    print(f"{function.__name__}: {found.total.wire_bytes:,} bytes sent in", *kinds)
+assert lesson.same(both[sliced_stream][0], both[in_turn][0])
+at_once, found = both[sliced_stream][1], both[in_turn][1]
+lesson.predicted("permutes", my_prediction, found.total.count)
+assert found.total.count == 14 and found.flops == at_once.flops
+assert found.total.wire_bytes == at_once.total.wire_bytes
+
+# %% [markdown]
+# 2 (n - 1) messages, each of 1/n of the stream: the bytes and the FLOPs of before. What it costs is n small
+# products in place of a large one, and n times as many hops. In the model it is one setting,
+# `model.tensor_exchange`, and the layer above gives the same numbers:
+
+# %%
+from dataclasses import replace
+
+
+def streams(c, declared, w, places_BT):
+    """What travels in a training step of a layer, in joined streams [B, T, D]."""
+    x_BTD = jax.ShapeDtypeStruct((*places_BT.shape, c.d_model), jnp.float32)
+    found = lesson.compiled(training_step(c, declared), mesh, w, x_BTD, places_BT)
+    moves = [one for one in found.collectives if one.kind != "all-reduce"]
+    sent = sum(one.count * one.wire_bytes for one in moves)
+    of_one = (n - 1) / n * x_BTD.size * x_BTD.dtype.itemsize
+    return sum(one.count for one in moves), sent / of_one
+
+
+ring = replace(c, tensor_exchange="ring")
+turns = lambda w, x_btD, places_bs: forward(w, x_btD, places_bs, ring)
+layer = sockets.on_mesh(turns, mesh, declared, "btD", "bs", out="btD")
+assert lesson.same(layer(w, x_BTD, places_BT), results["tensor=1"])
+for one in (c, ring):
+    count, sent = streams(one, declared, w, places_BT)
+    print(f"{one.tensor_exchange:6} {count:g} exchanges send {sent:g} joined streams")
+    assert (count, sent) == ({"gather": 11, "ring": 33}[one.tensor_exchange], 11)
+
+# %% [markdown]
+# Is it faster? That depends on what a compiler puts between the start of a permute and its end. Simulated
+# devices share a processor and hide nothing. But a program for TPUs is a schedule, and the TPU's compiler
+# runs without a TPU (`make extra-tpu`). This page does not call it; you can:
+#
+# ```
+# python -m bench.overlap dense_124m --topology v4:4x2x2 --mesh fsdp=4,tensor=4 \
+#     --data.batch_size 64 --model.tensor_exchange ring
+# ```
+#
+# Of 2.57 GB over `tensor` a device waits for 0.30 with `ring`, and for 1.66 with `gather`: exposed are those
+# bytes beside which the schedule has no product. (libtpu 0.0.42.1. Bytes, not seconds: a product may
+# be too short for what travels beside it.) That is why `ring` is the default.
+#
+# ## Send what is narrow
+#
+# Attention need not gather the stream at all, if something narrower will do. Latent attention (02) makes
+# everything out of latents. A device makes those of its own positions, before the exchange: Q numbers for
+# queries, C for keys and values, R of the turned key. `moe1b`, the project's headline model, has 128 of each,
+# and D = 768. One of its dense layers, compiled and not run:
+
+# %%
+moe1b = preset("moe1b", **{"model.tensor_exchange": "gather"}).model
+moe1b = replace(moe1b, precision=c.precision)  # float32, as here
+latent = sockets.unstacked(sockets.unstacked(model.declare(moe1b).blocks.dense))
+wanted = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), latent)
+count, sent = streams(moe1b, latent, wanted, places_BT)
+print(f"{count:g} exchanges send {sent:g} joined streams")
+assert sent == 8 + 3 / 2
+
+# %% [markdown]
+# Three arrays where there was one, and half the bytes: the attention's gather, the same once more, and its
+# way back cost 1/2 each.
 #
 # ## The vocabulary is a dim, too
 #
@@ -478,7 +594,7 @@ assert lesson.same(losses, [losses[0]] * 3)
 # FSDP moves weights; `tensor` moves activations. Take one layer in a training step with recomputation; a group
 # of n chips works on N tokens. Its products cost up to 8 FLOPs a parameter and token (2 forward, 2 again, 4
 # backward), shared by n chips of C FLOP/s. Its 11 exchanges send (n - 1)/n of N D entries of 2 bytes each, at
-# W bytes/s:
+# W bytes/s (9.5 with the latents of `moe1b`):
 #
 # - products: 8 N · parameters / (n C) seconds
 # - wires: 11 (n - 1)/n · 2 N D / W seconds
@@ -498,8 +614,12 @@ def parameters_of_a_layer(c):
     return (costs.parameters(c)[1] - tables) / c.n_layers
 
 
+EXCHANGES = {"gqa": 11, "mla": 9.5}
+
+
 def break_even(c, W, C=V4.peak_flops_per_s):
-    return 1 + 8 / 11 * parameters_of_a_layer(c) / (2 * c.d_model) * W / C
+    share = parameters_of_a_layer(c) / (2 * c.d_model)
+    return 1 + 8 / EXCHANGES[c.attention] * share * W / C
 
 
 speeds = [links * V4.link_bytes_per_s for links in (1, 2, 3)] + [V4.dcn_bytes_per_s]
@@ -522,7 +642,7 @@ for name in ("llama3_8b", "moe1b"):
 # %%
 def ruled(c, n, tokens, W):
     """Seconds of wires and of products by the rule, over all layers."""
-    wires = 11 * (n - 1) / n * 2 * tokens * c.d_model / W
+    wires = EXCHANGES[c.attention] * (n - 1) / n * 2 * tokens * c.d_model / W
     products = 8 * tokens * parameters_of_a_layer(c) / (n * V4.peak_flops_per_s)
     return c.n_layers * wires, c.n_layers * products
 
@@ -593,11 +713,12 @@ for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32"):
 # 43% of the step. It is there to have three axes at once, and is not the fastest layout of 32 chips.
 #
 # **What is not shown here.** Simulated devices have no wires. No second above was measured: they are peak
-# FLOP/s and full link speed, with nothing overlapping. And overlap is harder here than for FSDP, which can
-# fetch the next layer's weights early: an activation is wanted as soon as it exists. What helps is to
-# [multiply each piece of a gather as it arrives](https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/tensor_parallel_async.html).
-# Latency, about 1 µs a hop, counts when messages are small, and products of narrow slices reach less of the
-# peak.
+# FLOP/s and full link speed, with nothing overlapping. A ring hides wires behind products, and so at most as
+# many seconds as the products take: past the break-even, wires show in any order. And it is harder here than
+# for FSDP, which can fetch the next layer's weights early: an activation is wanted as soon as it exists. (The
+# [uvadlc notebooks](https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/tensor_parallel_async.html)
+# build such rings step by step.) Latency, about 1 µs a hop, counts when messages are small, and a ring's are;
+# products of narrow slices reach less of the peak.
 #
 # ## Exercise 1: where does the bias go?
 #

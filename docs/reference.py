@@ -11,8 +11,8 @@ from pathlib import Path
 from docs.notebooks import ROOT, chapters
 
 # Pages of the API, in the order of reading: a file at the root, or a room.
-API = ("model", "sharding", "optimizer", "pipeline", "plan", "xla", "kernels", "config", "dataset", "data", "train",
-       "generate", "weights", "main", "utils", "chapters")  # fmt: skip
+API = ("model", "sharding", "overlap", "kernels", "optimizer", "pipeline", "plan", "xla", "config", "dataset", "data",
+       "train", "generate", "weights", "main", "sockets", "utils", "chapters")  # fmt: skip
 
 
 # Letters and axes -----------------------------------------------------------------------------------------------------

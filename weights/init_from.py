@@ -17,7 +17,7 @@ FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
 # Settings of the model that steer training and speed: parameters mean the same under any of them. All others decide
 # what the parameters are, and come with them.
 STEERING = ("balance_loss", "balance_rate", "z_loss", "label_smoothing", "capacity_factor", "dropout",
-            "remat", "gather", "context_attention", "loss_chunk", "precision")  # fmt: skip
+            "remat", "gather", "tensor_exchange", "context_attention", "loss_chunk", "precision")  # fmt: skip
 
 
 def start_from(start: Config, flags: list[str]) -> Config:

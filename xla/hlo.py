@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-WRAPPERS = ("sharding.py",)  # files of thin collectives: the line that calls one of them is meant
+WRAPPERS = ("sharding.py", "overlap.py")  # files of thin collectives: the line that calls one of them is meant
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^  (ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, (.*))?$")
