@@ -114,17 +114,36 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
+def arriving(c: ModelConfig, z: Sizes, size: float, **more) -> Exchange:
+    """What TENSOR neighbours hold, joined; see `overlap.arriving`."""
+    return over_tensor(c, z, "all-gather", size, **more)
+
+
+def leaving(c: ModelConfig, z: Sizes, size: float, again: tuple[str, ...] = ()) -> Exchange:
+    """Partial sums that TENSOR neighbours add up. After feed-forward nothing needs the result again."""
+    return over_tensor(c, z, "reduce-scatter", size, again=again)
+
+
+def over_tensor(c: ModelConfig, z: Sizes, kind: str, size: float, **more) -> Exchange:
+    n = z.mesh[TENSOR]
+    if c.tensor_exchange == "gather":
+        return Exchange("activations", kind, (TENSOR,), size, **more)
+    return Exchange("activations", "collective-permute", (TENSOR,), size / n, times=n - 1, **more)
+
+
 def attention(c: ModelConfig, z: Sizes):
     """Products and exchanges of one attention."""
     h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
     g = h if c.attention == "mla" else c.n_kv_heads // z.mesh[TENSOR]
     N, keys = z.b * z.s, z.b * z.T  # tokens that ask, tokens that are looked at
     ring = c.context_attention == "ring" and n > 1
+    arrives = c.d_model  # numbers of a position
     if c.attention == "mla":
         Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
-        yield Product("attention", 2 * N * c.d_model * (c.d_kv_latent + c.d_rope))
-        yield Product("attention", 2 * N * c.d_model * c.d_query_latent)
+        latent = c.d_query_latent + c.d_kv_latent + c.d_rope
+        yield Product("attention", 2 * z.b * (z.t if c.d_query_latent else z.s) * c.d_model * latent)
         yield Product("attention", 2 * N * Q * h * score)
+        arrives = latent if c.d_query_latent else c.d_model
         each_key = 2 * c.d_kv_latent * h * (c.d_head + value)  # keys and values out of the latent
         parts = (c.d_kv_latent, c.d_rope)
     else:
@@ -148,9 +167,10 @@ def attention(c: ModelConfig, z: Sizes):
             back -= 2 * h * score * N * keys / z.b  # of one block, scores made again are those of the backward pass
         yield Product("attention", ahead, BATCHED, back)
 
-    X = z.b * z.s * c.d_model * z.width
-    yield Exchange("activations", "all-gather", (TENSOR,), X)
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), X)
+    yield arriving(c, z, N * arrives * z.width)
+    if c.attention == "mla" and not c.d_query_latent:
+        yield arriving(c, z, 4 * N, back=False)  # positions
+    yield leaving(c, z, N * c.d_model * z.width, again=BATCHED)
     own = N * sum(parts) * z.width
     if ring:
         yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
@@ -172,8 +192,8 @@ def dense(c: ModelConfig, z: Sizes):
     yield from attention(c, z)
     yield from feed_forward(c, z, c.d_ff, "feed-forward")
     X = z.b * z.s * c.d_model * z.width
-    yield Exchange("activations", "all-gather", (TENSOR,), X)
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), X, again=())
+    yield arriving(c, z, X)
+    yield leaving(c, z, X)
 
 
 def moe(c: ModelConfig, z: Sizes):
@@ -183,10 +203,10 @@ def moe(c: ModelConfig, z: Sizes):
     e, m = c.n_experts // n, c.d_expert // z.mesh[TENSOR]
     X = N * c.d_model * z.width
     yield Product("router", 2 * z.b * z.t * c.d_model * c.n_experts)
-    yield Exchange("activations", "all-gather", (TENSOR,), X)
+    yield arriving(c, z, X)
     yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k)
     yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), X, again=())
+    yield leaving(c, z, X)
     if c.capacity_factor:
         slots = model.slots_per_expert(c, z.T)
         rows, buffers = e * n * z.b * slots, c.n_experts * z.b * slots * c.d_model * z.width
@@ -301,9 +321,14 @@ class Weights:
         return next((axes for axes in self.axes if FSDP in axes), ())
 
     @property
+    def parts(self) -> int:
+        """Devices whose slices are joined."""
+        return math.prod(self.mesh[axis] for axis in self.gathered_over)
+
+    @property
     def joined(self) -> int:
         """Entries of what products use."""
-        return self.held * math.prod(self.mesh[axis] for axis in self.gathered_over)
+        return self.held * self.parts
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -383,9 +408,16 @@ def traffic(cfg: Config, sched: schedules.Schedule) -> list[Traffic]:
         size, reduced = w.joined * w.width / w.layers, w.width
         if c.gather == "step":  # gradients of microbatches are added up in float32 before they are sent
             gathers, reductions, reduced = 1, 1, w.width if one_piece else 4
-        add("weights", "all-gather", w.gathered_over, size, gathers * w.layers)
+        more = 0  # layers: those of a block, for each time that the blocks are passed
+        if c.gather == "ahead" and w.name.startswith("blocks."):
+            more = w.layers * sched.chunks / z.blocks
+        add("weights", "all-gather", w.gathered_over, size, gathers * (w.layers + more))
         if w.d.trainable:
-            add("gradients", "reduce-scatter", w.gathered_over, size * reduced / w.width, reductions * w.layers)
+            times, size = reductions * (w.layers + more), size * reduced / w.width
+            if c.gather == "ahead":
+                add("gradients", "collective-permute", w.gathered_over, size * (1 - 1 / w.parts), times)
+            else:
+                add("gradients", "reduce-scatter", w.gathered_over, size, times)
             add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
         if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
             held = (w.joined if c.gather == "step" else w.held) / sched.chunks
@@ -476,6 +508,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
     of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
+    of_block = sum(x.joined * x.width // z.blocks for x in w if x.name.startswith("blocks."))
     buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
     whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
     table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
@@ -489,7 +522,8 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "optimizer": 2 * state,
         "batch": 5 * 4 * sequences * z.s,
         "gradients": gradients,
-        "weights": sum(x.joined * x.width for x in w) if whole else 2 * of_layer,
+        # Ahead: those of two blocks, and a block's gradients.
+        "weights": sum(x.joined * x.width for x in w) if whole else 3 * of_block if c.gather == "ahead" else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.

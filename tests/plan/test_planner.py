@@ -29,7 +29,8 @@ def config(name: str, mesh: str, **settings):
 
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
-LAYER, NONE = {"model.gather": "layer"}, {"model.remat": "none"}
+LAYER, AHEAD, NONE = {"model.gather": "layer"}, {"model.gather": "ahead"}, {"model.remat": "none"}
+IN_TURN = {"model.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
 CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
@@ -45,10 +46,16 @@ CASES = {
         "model.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
         "model.activation": "swiglu", "model.tie_embeddings": True}),
     "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
+    "positions in turn": ("bench", "fsdp=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 48}),
+    "positions in turn, no query latent": ("bench", "context=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 0}),
+    "weights ahead": ("bench", "fsdp=4,tensor=2", AHEAD | IN_TURN | DENSE | {"model.attention": "gqa",
+        "model.n_kv_heads": 2, "model.activation": "swiglu"}),
+    "experts ahead": ("bench", "fsdp=2,expert=2,context=2", AHEAD | NONE | {"model.dense_prefix": 2}),
+    "1f1b ahead": ("bench", "stage=2,fsdp=2,tensor=2", AHEAD | IN_TURN | {"pipeline.schedule": "1f1b"}),
 }  # fmt: skip
 
 
-QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries")
+QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "weights ahead")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
