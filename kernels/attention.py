@@ -94,16 +94,35 @@ def visits(s: int, S: int, starts: Starts, block: int):
     return visits_of(meetings(s, S, starts, block))
 
 
+def blocks_met(s: int, S: int, starts: Starts, heads: int, K: int, U: int, platform: str) -> tuple[int, int, int, int]:
+    """A head's visits, forward and backward, the size of their blocks, and spans of keys; see `pulled_by_visits`."""
+    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
+    ahead = visits(s, S, starts, block).shape[-1]
+    if platform != "tpu":
+        return ahead, ahead, block, 1
+    span = span_of(S, K, U, block)
+    back = visits_back(s, S, starts, block, span, heads).shape[-1] // heads
+    return ahead, back, block, -(-S // (span * block))
+
+
 def flops(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
     """Count multiplications and additions for one sequence on a device, forward and backward: those of whole blocks.
 
     Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
     """
-    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
-    ahead = back = visits(s, S, starts, block).shape[-1]
-    if platform == "tpu":
-        back = visits_back(s, S, starts, block, span_of(S, K, U, block), h // g).shape[-1] // (h // g)
+    ahead, back, block, _ = blocks_met(s, S, starts, h // g, K, U, platform)
     return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
+
+
+def numbers_moved(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
+    """Count what one sequence's attention reads and writes in main memory, forward and backward, in numbers.
+
+    A visit reads its keys and values. Queries stay until all their visits are done, backward once for each span of
+    keys, whose gradients stay meanwhile. The log-sum is a number of a query.
+    """
+    ahead, back, block, spans = blocks_met(s, S, starts, h // g, K, U, platform)
+    forward = h * (ahead * block * (K + U) + s * (K + U + 1))
+    return forward, h * (back * block * (K + U) + spans * s * (2 * K + U + 2)) + g * S * (K + U)
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------
