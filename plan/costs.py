@@ -316,7 +316,9 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
         return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both))
 
-    rows = [(row, many, run) for many, found in layers(c, z) for row in found] + [(row, 1, once) for row in logits(c, z)]
+    rows = [(row, many, run) for many, found in layers(c, z) for row in found] + [
+        (row, 1, once) for row in logits(c, z)
+    ]
     return [count(*one) for one in rows if isinstance(one[0], Product)]
 
 
@@ -444,7 +446,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, joined_o
     size, reduced = w.joined * w.width / w.layers, w.width
     if c.gather == "step":  # gradients of microbatches are added up in float32 before they are sent
         ahead, again, back, reduced = 1, 0, 1, w.width if M * sched.stages == 1 else 4
-    of, times = ("layer" if w.name.startswith(("prefix.", "blocks.")) and c.gather != "step" else ""), w.layers
+    of, times = ("weights" if w.name.startswith(("prefix.", "blocks.")) and c.gather != "step" else ""), w.layers
     if c.gather == "ahead" and w.name.startswith("blocks."):  # a block more, each time that the blocks are passed
         times += w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks
     add("weights", "all-gather", w.gathered_over, size, ahead * times, "forward", of)
@@ -559,7 +561,11 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "batch": 5 * 4 * sequences * z.s,
         "gradients": gradients,
         # Ahead: those of two blocks, and a block's gradients.
-        "weights": sum(x.joined * x.width for x in w) if whole else 3 * of_block if c.gather == "ahead" else 2 * of_layer,
+        "weights": sum(x.joined * x.width for x in w)
+        if whole
+        else 3 * of_block
+        if c.gather == "ahead"
+        else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.

@@ -1,13 +1,13 @@
-"""What of a step's wires stands beside products, in the schedule that the TPU compiler makes of it, and what it sends.
+"""What of a step's wires stands beside products in the schedule that the TPU compiler makes, and what it sends instead.
 
-Rules, found by reading compiled schedules with the default options of `xla/options.py` on v4; tests/plan/test_tpu.py
-holds them to the compiler, within 10% of all bytes. Elsewhere nothing is known to be hidden.
+Rules, read off schedules compiled for v4 with the options of `xla/options.py`; tests/plan/test_tpu.py holds exposed
+bytes to them, within 10% of all bytes. For other devices no schedule is known: there all is exposed.
 """
 
 import math
 
 from config import ModelConfig
-from sharding import CONTEXT, EXPERT, FSDP, TENSOR
+from sharding import TENSOR
 
 
 def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
@@ -18,16 +18,36 @@ def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: st
 
 
 def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes, when: str, of: str) -> float:
-    """The share of a collective's bytes that products do not stand beside.
+    """The share of a collective's bytes that no products stand beside.
 
-    when  forward, again (the backward pass repeats it) or back
-    of    "" outside of the loops over layers; else what a layer needs it for
+    when  forward, again (repeated for the backward pass) or back
+    of    the part of a layer that it is for; "": outside of the loops over layers, where the next product waits for it
     """
-    if platform != "tpu" or not of or kind in ("reduce-scatter", "all-reduce", "all-to-all"):
+    if platform != "tpu" or not of or kind not in ("all-gather", "collective-permute"):
         return 1
-    n = mesh[TENSOR]
     if axes == (TENSOR,):
-        if kind == "collective-permute":
-            return n // 2 / (n - 1) if (when, of) == ("forward", "feed-forward") else 0
-        return float(when != "back")
+        return of_positions(kind, mesh[TENSOR], when, of)
+    if of == "weights":
+        return of_weights(c, kind, math.prod(mesh[axis] for axis in axes), mesh[TENSOR], when)
     return 1
+
+
+def of_positions(kind: str, n: int, when: str, of: str) -> float:
+    """Rings hide, but for one of their two ways in front of a feed-forward: its weights are still to come.
+
+    A gather is needed at once. One of gradients has the products of other gradients beside it.
+    """
+    if kind == "all-gather":
+        return float(when != "back")
+    return n // 2 / (n - 1) if (when, of) == ("forward", "feed-forward") else 0
+
+
+def of_weights(c: ModelConfig, kind: str, n: int, tensor: int, when: str) -> float:
+    """All-gathers run one after the other, each beside the products of the one before. Those of a block ahead stand
+    behind the gradients' first halves, and so do the other halves of those: nothing is left beside which they could.
+    """
+    if tensor > 1:  # what goes around TENSOR takes the products
+        return float(kind == "collective-permute" or when == "forward" or c.tensor_exchange == "gather")
+    if kind == "collective-permute":
+        return (n // 2 - 1) / (n - 1)
+    return 0.5 if (c.gather, when) == ("ahead", "again") else 0
