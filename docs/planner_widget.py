@@ -94,8 +94,8 @@ def tables() -> dict:
     moving = lambda S: sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(S, 2))
     return {
         "presets": {which: model_of(which) for which in PRESETS if which != "tiny"},
-        "chips": chips, "links": list(links), "BLOCK": attention.BLOCK, "VMEM_BYTES": attention.VMEM_BYTES, "TILE": grouped.TILE,
-        "PART": grouped.PART,
+        "chips": chips, "links": list(links), "BLOCK": attention.BLOCK, "VMEM_BYTES": attention.VMEM_BYTES,
+        "TILE": grouped.TILE, "PART": grouped.PART,
         "rounds": {2**n: moving(2**n) for n in range(int(math.log2(MOST)) + 1)},
     }  # fmt: skip
 

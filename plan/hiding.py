@@ -28,26 +28,28 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
     if axes == (TENSOR,):
         return of_positions(kind, mesh[TENSOR], when, of)
     if of == "weights":
-        return of_weights(c, kind, math.prod(mesh[axis] for axis in axes), mesh[TENSOR], when)
+        return of_weights(c, kind, math.prod(mesh[axis] for axis in axes), when)
     return 1
 
 
 def of_positions(kind: str, n: int, when: str, of: str) -> float:
-    """Rings hide, but for one of their two ways in front of a feed-forward: its weights are still to come.
+    """A gather is needed at once; one of gradients has the products of other gradients beside it.
 
-    A gather is needed at once. One of gradients has the products of other gradients beside it.
+    A ring hides, but for one of its two ways between attention and feed-forward, where all products wait for it: on
+    the way back too, if the ring is one exchange.
     """
     if kind == "all-gather":
         return float(when != "back")
-    return n // 2 / (n - 1) if (when, of) == ("forward", "feed-forward") else 0
+    between = of == "feed-forward" and (when == "forward" or (when == "back" and n == 2))
+    return n // 2 / (n - 1) if between else 0
 
 
-def of_weights(c: ModelConfig, kind: str, n: int, tensor: int, when: str) -> float:
-    """All-gathers run one after the other, each beside the products of the one before. Those of a block ahead stand
-    behind the gradients' first halves, and so do the other halves of those: nothing is left beside which they could.
+def of_weights(c: ModelConfig, kind: str, n: int, when: str) -> float:
+    """All-gathers run one after the other, each beside products that do not need it.
+
+    On the way back of weights gathered ahead, gradients leave by halves, and halves of them: the first halves stand
+    beside all of a block's products, the others wait for them; and so does every second gather.
     """
-    if tensor > 1:  # what goes around TENSOR takes the products
-        return float(kind == "collective-permute" or when == "forward" or c.tensor_exchange == "gather")
     if kind == "collective-permute":
         return (n // 2 - 1) / (n - 1)
     return 0.5 if (c.gather, when) == ("ahead", "again") else 0

@@ -15,6 +15,7 @@ from config import AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
 from plan import compiled, costs, hardware
 from plan.costs import model_flops_per_token, parameters
+from sharding import TENSOR
 from utils import UserError
 from xla import ledger
 
@@ -103,7 +104,7 @@ class Plan:
         found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: what a stage does in its slots
         links = hardware.layout(self.cfg.mesh, self.topology)
         for one in self.traffic if exchanges is None else exchanges:
-            speed, name = min(self.speed(one.kind, links[axis]) for axis in one.axes), "*".join(one.axes)
+            speed, name = min(self.speed(one.kind, axis, links[axis]) for axis in one.axes), "*".join(one.axes)
             found[name] = found.get(name, 0) + one.exposed_bytes / speed
             hidden[name] = hidden.get(name, 0) + (one.wire_bytes - one.exposed_bytes) / speed
             waits += one.exposed_bytes / speed * one.in_a_slot
@@ -115,11 +116,15 @@ class Plan:
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
         return found
 
-    @staticmethod
-    def speed(kind: str, link: hardware.Link) -> float:
+    def speed(self, kind: str, axis: str, link: hardware.Link) -> float:
+        """Bytes per second of a collective along a mesh axis. Positions go around TENSOR both ways at once."""
         if kind == "all-to-all":
             return link.all_to_all_bytes_per_s
-        return link.neighbour_bytes_per_s if kind == "collective-permute" else link.bytes_per_s
+        if kind == "collective-permute":
+            n = self.cfg.mesh.sizes[axis]
+            both_ways = (n - 1) / (n // 2) if axis == TENSOR else 1
+            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
+        return link.bytes_per_s
 
     @property
     def step_s(self) -> float | None:
@@ -161,8 +166,8 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     tokens = cfg.data.tokens_per_step
     return Plan(
         cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        costs.work(cfg, sched, platform), costs.memory(cfg, sched, platform), costs.traffic(cfg, sched, platform), sched,
-        limit_bytes, costs.bubble(cfg, sched),
+        costs.work(cfg, sched, platform), costs.memory(cfg, sched, platform), costs.traffic(cfg, sched, platform),
+        sched, limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
 
 

@@ -212,10 +212,10 @@
     const n = prod(axes.map((axis) => z.mesh[axis]));
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when !== "back");
-      return when === "forward" && of === "feed-forward" ? floordiv(n, 2) / (n - 1) : 0;
+      const between = of === "feed-forward" && (when === "forward" || (when === "back" && n === 2));
+      return between ? floordiv(n, 2) / (n - 1) : 0;
     }
     if (of !== "weights") return 1;
-    if (z.mesh.tensor > 1) return Number(kind === "collective-permute" || when === "forward" || c.tensor_exchange === "gather");
     if (kind === "collective-permute") return (floordiv(n, 2) - 1) / (n - 1);
     return c.gather === "ahead" && when === "again" ? 0.5 : 0;
   }
@@ -607,13 +607,17 @@
 
   // plan.planner --------------------------------------------------------------------------------------------------
 
-  function seconds(one, chip, wires) {
+  function speedOf(kind, axis, [all, neighbour, allToAll], n) {
+    if (kind !== "collective-permute") return kind === "all-to-all" ? allToAll : all;
+    return Math.min(all, neighbour * (axis === "tensor" ? (n - 1) / floordiv(n, 2) : 1));
+  }
+
+  function seconds(one, mesh, chip, wires) {
     const compute = sum(one.work.map((x) => Math.max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s)));
     const found = { compute }, hidden = {};
     let waits = compute;
     for (const sent of one.traffic) {
-      const which = sent.kind === "all-to-all" ? 2 : sent.kind === "collective-permute" ? 1 : 0;
-      const speed = Math.min(...sent.axes.map((axis) => wires[axis][which])), name = sent.axes.join("*");
+      const name = sent.axes.join("*"), speed = Math.min(...sent.axes.map((axis) => speedOf(sent.kind, axis, wires[axis], mesh[axis])));
       found[name] = (found[name] ?? 0) + sent.exposed_bytes / speed;
       hidden[name] = (hidden[name] ?? 0) + (sent.wire_bytes - sent.exposed_bytes) / speed;
       if (sent.in_a_slot) waits += sent.exposed_bytes / speed;
@@ -662,7 +666,7 @@
       for (const x of one.traffic) one.wire_by_axes[x.axes.join("*")] = (one.wire_by_axes[x.axes.join("*")] ?? 0) + x.wire_bytes;
       one.peak_bytes = sum(Object.values(one.memory_bytes));
       one.fits = one.peak_bytes <= one.limit_bytes;
-      one.seconds = seconds(one, chip, wires);
+      one.seconds = seconds(one, mesh, chip, wires);
       one.step_s = sum(Object.values(one.seconds));
       one.mfu = one.model_flops / one.step_s / chip.peak_flops_per_s;
       return one;
