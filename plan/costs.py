@@ -351,6 +351,12 @@ class Weights:
         return math.prod(self.mesh[axis] for axis in self.gathered_over)
 
     @property
+    def slice(self) -> int:
+        """How wide a slice is, along the dim that is gathered."""
+        found = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
+        return found[0] // self.parts if found else 0
+
+    @property
     def joined(self) -> int:
         """Entries of what products use."""
         return self.held * self.parts
@@ -430,17 +436,18 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> li
     sequences = parts.device_batch * parts.microbatches * parts.accumulation
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
     for w in weights(cfg):
-        of_weights(w, cfg, sched, add, joined_once=platform == "tpu" and sched.microbatches * sched.stages == 1)
+        of_weights(w, cfg, sched, add, platform)
     rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.gather == "step" else set())
     return [Traffic(*key, *value, key[0] not in rare and STAGE not in key[2]) for key, value in found.items()]
 
 
-def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, joined_once: bool) -> None:
-    """Add what is sent for one parameter: its slices, its gradients. A tied table may serve both its uses at once."""
+def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform: str) -> None:
+    """Add what is sent for one parameter: its slices, its gradients."""
     c, M, run = cfg.model, sched.microbatches, passes(cfg, sched)
     ahead, again, back = run.forward, run.again, run.weights
     if w.name == "embedding_VD":
-        again, back = M * c.tie_embeddings * (not joined_once), M * (1 + c.tie_embeddings)
+        both = M * c.tie_embeddings  # a TPU joins it once for both uses, if they are in one piece of program
+        again, back = both * (platform != "tpu" or M * sched.stages > 1), M + both
     elif w.name == "unembedding_DV":
         ahead, again, back = M, 0, M
     size, reduced = w.joined * w.width / w.layers, w.width
@@ -453,7 +460,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, joined_o
     add("weights", "all-gather", w.gathered_over, size, again * times, "again", of)
     if w.d.trainable:
         size = size * reduced / w.width
-        kind = "reduce-scatter"
+        kind = "reduce-scatter" if c.gather == "step" else hiding.scatter_of(w.d.dims, w.slice, platform)
         if c.gather == "ahead":  # in halves, and halves of them
             kind, size = "collective-permute", size * (1 - 1 / w.parts)
         add("gradients", kind, w.gathered_over, size, back * times, "back", of)

@@ -17,6 +17,19 @@ def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: st
     return "all-reduce" if platform == "tpu" and kind == "reduce-scatter" and everywhere else kind
 
 
+LANES = 128  # of a TPU's vector: the entries of an array's narrowest dim lie along them
+
+
+def scatter_of(dims: str, width: int, platform: str) -> str:
+    """The collective of a parameter's gradient, of which a device keeps a slice this wide.
+
+    Of matrices by head, and of the embedding, the sliced dim lies along lanes; such slices are cut out of a sum.
+    """
+    by_head, table = {*dims} & {*"HG"}, dims == "VD"
+    cut = (by_head and width % LANES) or (table and width < LANES)
+    return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
+
+
 def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes, when: str, of: str) -> float:
     """The share of a collective's bytes that no products stand beside.
 

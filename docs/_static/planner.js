@@ -207,6 +207,11 @@
     return z.platform === "tpu" && kind === "reduce-scatter" && everywhere ? "all-reduce" : kind;
   }
 
+  function scatterOf(dims, width, z) {
+    const cut = ((dims.includes("H") || dims.includes("G")) && width % 128) || (dims === "VD" && width < 128);
+    return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
+  }
+
   function exposed(c, z, kind, axes, when, of) {
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
     const n = prod(axes.map((axis) => z.mesh[axis]));
@@ -442,7 +447,7 @@
       const narrow = over.length && !d.exact && c.compute === "bfloat16";
       const many = prod(d.shape.filter((_, dim) => "PLJ".includes(d.dims[dim])));
       return {
-        ...d, held, over, parts: prod(over.map((axis) => mesh[axis])), joined: held * prod(over.map((axis) => mesh[axis])), width: narrow ? 2 : d.itemsize,
+        ...d, held, over, slice: floordiv(d.shape[d.spec.indexOf(over)] ?? 0, prod(over.map((axis) => mesh[axis]))), parts: prod(over.map((axis) => mesh[axis])), joined: held * prod(over.map((axis) => mesh[axis])), width: narrow ? 2 : d.itemsize,
         replicas: AXES.filter((axis) => !d.spec.flat().includes(axis)),
         layers: floordiv(many, d.dims.includes("L") ? mesh.stage : 1),
       };
@@ -501,7 +506,7 @@
     if (w.trainable) {
       size = (size * reduced) / w.width;
       if (c.gather === "ahead") add("gradients", "collective-permute", w.over, size * (1 - 1 / w.parts), back * times, "back", of);
-      else add("gradients", "reduce-scatter", w.over, size, back * times, "back", of);
+      else add("gradients", c.gather === "step" ? "reduce-scatter" : scatterOf(w.dims, w.slice, z), w.over, size, back * times, "back", of);
       add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
     }
     if (sched.chunks > 1 && w.dims[0] === "L") {
