@@ -174,8 +174,8 @@ def batch(cfg: Config, step: int, split: str = "train") -> dict[str, np.ndarray]
 
         tokens_BT     int32    what the model reads
         targets_BT    int32    what it should say at each position: the token that comes next
-        positions_BT  int32    place in the document, from 0: a token sees its own place and those before
-        segments_BT   int32    which document of the row, from 1: a token sees its own document only; 0 is padding
+        positions_BT  int32    place in the document, from 0: scores depend on the distance of two
+        segments_BT   int32    which document of the row, from 1: a token sees it up to itself; 0 is padding
         weights_BT    float32  how much a target counts in the loss, a mean over the global batch: 1; 0 without a target
 
     With data.mask_documents=False positions go on through the row, and a token sees the documents before its own.

@@ -502,7 +502,9 @@ def back(partials: list, axis):
     Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
     """
     n = axis_size(axis)
-    total = partials[0]
+    total = (
+        jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
+    )  # fused with the sum, it would wait for it
     for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
         travelling = None
         for k in range(far, 0, -1):

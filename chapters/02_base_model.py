@@ -223,11 +223,23 @@ lesson.source(model.allowed, model.rotate)
 # `leaky` lets a position see one further than itself, which is its target. `mixed` turns with a formula from
 # two libraries: it pairs halves, i with i + R/2, and lists the angles as for pairs of neighbours, 0 0 1 1 2 2.
 # So the two coordinates of a pair are turned by different angles, which is no rotation.
+#
+# The model itself never writes its mask down, nor the scores of all pairs of positions: it makes them block by
+# block (`kernels/attention.py`). With a mask of our own we attend by all scores at once, which is the same.
 
 
 # %%
-def leaky(positions_bs, positions_bS, *segments, allowed=model.allowed):
-    return allowed(positions_bs + 1, positions_bS, *segments)
+def leaky(positions_bs, positions_bS, *segments):
+    return model.allowed(positions_bs + 1, positions_bS, *segments)
+
+
+def by_mask(allowed):
+    def attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, *_):
+        order_1T = jnp.arange(T)[None]
+        mask_bsS = allowed(order_1T, order_1T, segments_bs, segments_bS)
+        return model.attend(q_bshK, k_bSgK, v_bSgU, mask_bsS), None
+
+    return attention
 
 
 def mixed(x_bSHR, angles_bSr):
@@ -252,14 +264,15 @@ def quickly(function, *args):
     return function.lower(*args).compile(compiler_options=less)
 
 
-def programs(allowed=model.allowed, rotate=model.rotate):
+def programs(attention=model.partial_attention, rotate=model.rotate):
     """Compiled: a step's loss and gradients, and the logits of a row."""
-    with mock.patch.multiple(model, allowed=allowed, rotate=rotate):
+    with mock.patch.multiple(model, partial_attention=attention, rotate=rotate):
         step = pipeline.loss_and_grads(cfg, mesh).lower(start, batch(0), 0).compile()
         return step, quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 
 
-swaps = {"right": {}, "mixed": {"rotate": mixed}, "leaky": {"allowed": leaky}}
+faults = {"mixed": {"rotate": mixed}, "leaky": {"attention": by_mask(leaky)}}
+swaps = {"right": {}} | faults
 compiled = {name: programs(**swap) for name, swap in swaps.items()}
 steps, readers = ({name: pair[n] for name, pair in compiled.items()} for n in (0, 1))
 
@@ -588,16 +601,17 @@ forward_flops = flops_of(quickly(pipeline.evaluate(cfg, mesh), start, fresh))
 step_flops = flops_of(steps["right"])
 print(f"forward: {forward_flops / (2 * N * B * T):.3f} x 2N")
 print(f"step:    {step_flops / (6 * N * B * T):.3f} x 6N")
-scores = 2 * L * H * (K + R + U) * T
-assert forward_flops == B * T * (2 * matrices + scores)
-assert step_flops == 3 * forward_flops + B * T * 2 * V * D
+scores, mixing = 2 * L * H * (K + R) * T, 2 * L * H * U * T
+assert forward_flops == B * T * (2 * matrices + scores + mixing)
+assert step_flops == 3 * forward_flops + B * T * (2 * V * D + scores)
 
 # %% [markdown]
 # The assertions say to the last FLOP where the rule is off:
 #
 # - **Scores and mixing** have no parameters: 2H(K + R + U) FLOPs for each pair of positions. Here these are
-#   all T² pairs, as a mask saves nothing in a product. (From 512 positions on, `model.causal` cuts the
-#   queries in pieces and skips most of what is masked.)
+#   all T² pairs, as a mask saves nothing in a product. (From 512 positions on, there are several blocks, and
+#   those that are later than their queries are skipped.) On the way back scores are made once more: to keep
+#   T² numbers for each head would fill the memory.
 # - **The table.** Tied, it counts once and multiplies once. Untied, one of two only looks up, and 6N says
 #   too much.
 # - **The logits' chunks** are made twice: 2VD more.
@@ -620,7 +634,8 @@ lesson.predicted("remat=full", my_prediction, growth, "times the FLOPs", within=
 # norm reads that sum.) What remat buys:
 
 # %%
-again = forward_flops - B * T * (2 * V * D + L * 2 * F * D)
+known = 2 * V * D + L * 2 * F * D + scores  # scores are made again either way
+again = forward_flops - B * T * known
 assert flops_of(full) == step_flops + again
 moments_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(no_moments))
 print(f"AdamW's moments: {moments_bytes / N:.2f} bytes a parameter; in megabytes:")
@@ -890,11 +905,11 @@ def remembered(function):
     return logits_of
 
 
-def at_a_seam(positions_bs, *others, allowed=model.allowed):
-    return allowed(positions_bs + (positions_bs == 40), *others)
+def at_a_seam(positions_bs, *others):
+    return model.allowed(positions_bs + (positions_bs == 40), *others)
 
 
-with mock.patch.object(model, "allowed", at_a_seam):
+with mock.patch.object(model, "partial_attention", by_mask(at_a_seam)):
     readers["seam"] = quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 trained["seam"] = right
 

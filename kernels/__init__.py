@@ -1,6 +1,7 @@
-"""What needs another form on each platform, one function outside for each: `grouped.grouped_matmul`, for the experts.
+"""What needs another form on each platform, one function outside for each: the experts' product, and attention.
 
-Open `grouped.py`. A kernel gives the numbers of its plain form, which the tests hold it to.
+Open `grouped.py`, then `attention.py`. A kernel gives the numbers of its plain form, which the tests hold it to.
 
-From outside: `grouped.grouped_matmul`. Who calls it need not know which form it took.
+From outside: `grouped.grouped_matmul` and `attention.partial_attention`. Who calls one need not know which form it
+took.
 """

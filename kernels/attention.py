@@ -6,6 +6,8 @@ the log of the sum of their exponentials says their weights. Source: FlashAttent
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,40 +91,52 @@ def visits_of(meets):
 
 
 @functools.cache
-def visits(s: int, S: int, starts: Starts, block: int):
-    """Block of queries and of keys of each visit. Shape: [devices, 2, v]."""
-    return visits_of(meetings(s, S, starts, block))
+def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, heads: int = 1):
+    """Head of a group, block of queries and block of keys of each visit. Shape: [devices, 3, v].
+
+    span  blocks of keys that are visited by all queries of all heads before the next ones are, and by each of them once
+          at least; None: all
+    """
+    meets_nij = meetings(s, S, starts, block)
+    n, nq, nk = meets_nij.shape
+    span = span or nk
+    meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
+    meets[..., 0] |= ~meets.any(axis=-1)
+    meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
+    number, head, query, key = visits_of(meets).swapaxes(0, 1)
+    return np.stack([head, query, number * span + key], axis=1)
 
 
-def blocks_met(s: int, S: int, starts: Starts, heads: int, K: int, U: int, platform: str) -> tuple[int, int, int, int]:
+def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> tuple[int, int, int, int]:
     """A head's visits, forward and backward, the size of their blocks, and spans of keys; see `pulled_by_visits`."""
     block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
-    ahead = visits(s, S, starts, block).shape[-1]
-    if platform != "tpu":
-        return ahead, ahead, block, 1
-    span = span_of(S, K, U, block)
-    back = visits_back(s, S, starts, block, span, heads).shape[-1] // heads
+    span = span_of(S, K, U, block, width) if platform == "tpu" else -(-S // block)
+    ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
     return ahead, back, block, -(-S // (span * block))
 
 
-def flops(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
+def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, platform: str) -> tuple[int, int]:
     """Count multiplications and additions for one sequence on a device, forward and backward: those of whole blocks.
+
+    width  bytes of a number
 
     Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
     """
-    ahead, back, block, _ = blocks_met(s, S, starts, h // g, K, U, platform)
+    ahead, back, block, _ = blocks_met(s, S, starts, K, U, width, platform)
     return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
 
 
-def numbers_moved(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, platform: str) -> tuple[int, int]:
-    """Count what one sequence's attention reads and writes in main memory, forward and backward, in numbers.
+def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, width: int, platform: str):
+    """Count what attention reads and writes in main memory for one sequence, forward and backward, in bytes.
 
-    A visit reads its keys and values. Queries stay until all their visits are done, backward once for each span of
-    keys, whose gradients stay meanwhile. The log-sum is a number of a query.
+    A visit reads its keys and values. Queries stay until all their visits are done, backward those to a span of keys,
+    whose gradients stay meanwhile. A query's log-sum is in float32, and so are two numbers of it backward.
     """
-    ahead, back, block, spans = blocks_met(s, S, starts, h // g, K, U, platform)
-    forward = h * (ahead * block * (K + U) + s * (K + U + 1))
-    return forward, h * (back * block * (K + U) + spans * s * (2 * K + U + 2)) + g * S * (K + U)
+    ahead, back, block, spans = blocks_met(s, S, starts, K, U, width, platform)
+    forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
+    return forward, h * (width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * width * S * (
+        K + U
+    )
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------
@@ -168,7 +182,7 @@ def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
         return earlier & (segments_nbgyo[i] == segments_nbX[j][:, None, None, :])
 
     cut_all = (cut(x, g, block) for x in (q_bshK, k_bSgK, v_bSgU))
-    return *cut_all, jnp.asarray(visits(s, S, starts, block))[here].T, seen, block
+    return *cut_all, jnp.asarray(visits(s, S, starts, block))[here, 1:].T, seen, block
 
 
 def product(equation, x, y):
@@ -272,74 +286,112 @@ def neighbours_differ(v, n: int, entry):
     return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
 
 
+def mixing(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
+    """The kernel of `mixed_by_visits`: one of n visits."""
+    visit = pl.program_id(2)
+    is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * blocks + query_v[v])
+
+    @pl.when(is_first)
+    def _():
+        total_Ux[...], sum_1x[...] = jnp.zeros_like(total_Ux), jnp.zeros_like(sum_1x)
+        top_1x[...] = jnp.full_like(top_1x, HIDDEN)
+
+    scores_Xx = scores(q[...], k[...], queries[...], keys[...], key_v[visit])
+    higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
+    weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
+    total_Ux[...] = total_Ux[...] * rescale_1x + _dot(v[...], weight_Xx.astype(v.dtype), 0, 0)
+    sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
+    top_1x[...] = higher_1x
+
+    @pl.when(is_last)
+    def _():
+        is_seen = top_1x[...] > HIDDEN
+        mixed[...] = jnp.where(is_seen, total_Ux[...] / sum_1x[...], 0).T.astype(mixed.dtype)
+        log_sum[...] = jnp.where(is_seen, top_1x[...] + jnp.log(sum_1x[...]), HIDDEN)
+
+
+def pulling(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv, dq_xK, dk_wK,
+            dv_wU):  # fmt: skip
+    """The kernel of `pulled_by_visits`: one of n visits."""
+    visit, number = pl.program_id(2), lambda v: jax.lax.div(key_v[v], span)
+    is_first, is_last = neighbours_differ(visit, n, lambda v: number(v) * n + head_v[v] * blocks + query_v[v])
+    begins_span, ends_span = neighbours_differ(visit, n, number)
+
+    @pl.when(begins_span)
+    def _():
+        dk_wK[...], dv_wU[...] = jnp.zeros_like(dk_wK), jnp.zeros_like(dv_wU)
+
+    @pl.when(is_first)
+    def _():
+        dq_xK[...] = jnp.zeros_like(dq_xK)
+
+    weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
+    d_weight_Xx = _dot(v[...], d_mixed[...], 1, 1)
+    d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
+    block = len(weight_Xx)
+    own = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * block, block), block)
+    dk_wK[own] += _dot(d_scores_Xx, q[...], 1, 0)
+    dv_wU[own] += _dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
+    dq_xK[...] += _dot(d_scores_Xx, k[...], 0, 0)
+
+    @pl.when(is_last)
+    def _():
+        dq[...] = dq_xK[...].astype(dq.dtype)
+
+    @pl.when(ends_span)
+    def _():
+        dk[...], dv[...] = dk_wK[...].astype(dk.dtype), dv_wU[...].astype(dv.dtype)
+
+
+def span_of(S: int, K: int, U: int, block: int, width: int) -> int:
+    """Blocks of keys whose gradients, `width` bytes a number, stay in a core's memory: equal shares of them all."""
+    lanes = sum(-(-size // 128) * 128 for size in (K, U))
+    spans = -(-S // max(VMEM_BYTES // ((4 + width) * lanes * block), 1) // block)
+    return -(-S // (spans * block))
+
+
+class Blocks(NamedTuple):
+    """Where a visit of a group's heads finds its block: of an array [b, h, s, width], .. of [b, h, rows, s], .."""
+
+    query: Callable
+    row: Callable
+    key: Callable
+
+
+def blocks_of(block: int, heads: int) -> Blocks:
+    head_at = lambda b, g, v, head, query, key: (b, g * heads + head[v])
+    return Blocks(
+        lambda width: pl.BlockSpec((None, None, block, width), lambda *at: (*head_at(*at), at[4][at[2]], 0)),
+        lambda rows: pl.BlockSpec((None, None, rows, block), lambda *at: (*head_at(*at), 0, at[4][at[2]])),
+        lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0)),
+    )
+
+
+def asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block: int, span: int):
+    """What both kernels read, in whole blocks and spans of keys, and where a visit finds its block of each."""
+    heads, (K, U) = q_bshK.shape[2] // k_bSgK.shape[2], (k_bSgK.shape[3], v_bSgU.shape[3])
+    at = blocks_of(block, heads)
+    arrays = (by_head(q_bshK, block), by_head(k_bSgK, span * block), by_head(v_bSgU, span * block),
+              rows_of(starts, segments_bs, here, block), padded(segments_bS, span * block, 1, -1)[:, None])  # fmt: skip
+    queries = pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v]))
+    keys = pl.BlockSpec((None, 1, block), lambda b, g, v, head, query, key: (b, 0, key[v]))
+    return arrays, [at.query(K), at.key(K), at.key(U), queries, keys]
+
+
 def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
-    visits_2v = jnp.asarray(visits(s, S, starts, block))[here]
-    n = visits_2v.shape[1]
-
-    def kernel(query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
-        visit = pl.program_id(2)
-        is_first, is_last = neighbours_differ(visit, n, lambda v: query_v[v])
-
-        @pl.when(is_first)
-        def _():
-            total_Ux[...], sum_1x[...] = jnp.zeros_like(total_Ux), jnp.zeros_like(sum_1x)
-            top_1x[...] = jnp.full_like(top_1x, HIDDEN)
-
-        scores_Xx = scores(q[...], k[...], queries[...], keys[...], key_v[visit])
-        higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
-        weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
-        total_Ux[...] = total_Ux[...] * rescale_1x + _dot(v[...], weight_Xx.astype(v.dtype), 0, 0)
-        sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
-        top_1x[...] = higher_1x
-
-        @pl.when(is_last)
-        def _():
-            is_seen = top_1x[...] > HIDDEN
-            mixed[...] = jnp.where(is_seen, total_Ux[...] / sum_1x[...], 0).T.astype(mixed.dtype)
-            log_sum[...] = jnp.where(is_seen, top_1x[...] + jnp.log(sum_1x[...]), HIDDEN)
-
-    q_bhsK, k_bgSK, v_bgSU = (by_head(x, block) for x in (q_bshK, k_bSgK, v_bSgU))
-    query = lambda width: pl.BlockSpec((None, None, block, width), lambda b, h, v, query, key: (b, h, query[v], 0))
-    key = lambda width: pl.BlockSpec(
-        (None, None, block, width), lambda b, h, v, query, key: (b, jax.lax.div(h, heads), key[v], 0)
-    )
+    tables = jnp.asarray(visits(s, S, starts, block, heads=heads))[here]
+    n, blocks, at = tables.shape[1], -(-s // block), blocks_of(block, heads)
+    arrays, specs = asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, 1)
     mixed_bhsU, log_sum_bh1s = _call(
-        kernel, (b, h, n), tuple(visits_2v),
-        [query(K), key(K), key(U), pl.BlockSpec((None, 2, block), lambda b, h, v, query, key: (b, 0, query[v])),
-         pl.BlockSpec((None, 1, block), lambda b, h, v, query, key: (b, 0, key[v]))],
-        [query(U), pl.BlockSpec((None, None, 1, block), lambda b, h, v, query, key: (b, h, 0, query[v]))],
-        [((*q_bhsK.shape[:3], U), v_bSgU.dtype), ((b, h, 1, q_bhsK.shape[2]), float32)],
-        (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
-         padded(segments_bS, block, 1, -1)[:, None, :]), interpret,
-        flops=b * flops(s, S, starts, h, g, K, U, "tpu")[0], exponentials=b * h * n * block**2,
-        scratch=[pltpu.VMEM(shape, float32) for shape in ((U, block), (1, block), (1, block))],
+        functools.partial(mixing, n, blocks), (b, g, n), tables, arrays, specs,
+        [((b, h, blocks * block, U), v_bSgU.dtype), ((b, h, 1, blocks * block), float32)], [at.query(U), at.row(1)],
+        [(U, block), (1, block), (1, block)], interpret,
+        flops=b * flops(s, S, starts, h, K, U, k_bSgK.dtype.itemsize, "tpu")[0], exponentials=b * g * n * block**2,
     )  # fmt: skip
     return mixed_bhsU[:, :, :s].swapaxes(1, 2), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
-
-
-def span_of(S: int, K: int, U: int, block: int) -> int:
-    """Blocks of keys whose gradients stay in a core's memory: equal shares of them all."""
-    lanes = sum(-(-width // 128) * 128 for width in (K, U))
-    spans = -(-S // max(VMEM_BYTES // (4 * lanes * block), 1) // block)
-    return -(-S // (spans * block))
-
-
-@functools.cache
-def visits_back(s: int, S: int, starts: Starts, block: int, span: int, heads: int):
-    """Head of a group, block of queries and of keys of each visit: span of keys by span, head by head. [devices, 3, v].
-
-    span  blocks of keys whose gradients stay in a core's memory; each block of queries meets one of them at least
-    """
-    meets_nij = meetings(s, S, starts, block)
-    n, nq, nk = meets_nij.shape
-    meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
-    meets[..., 0] |= ~meets.any(axis=-1)
-    meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
-    number, head, query, key = visits_of(meets).swapaxes(0, 1)
-    return np.stack([head, query, number * span + key], axis=1)
 
 
 def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
@@ -350,76 +402,39 @@ def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, h
     """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
-    span = span_of(S, K, U, block)
-    spans = -(-S // (span * block))
-    visits_3v = jnp.asarray(visits_back(s, S, starts, block, span, heads))[here]
-    n, n_blocks = visits_3v.shape[1], -(-s // block)
-
-    def kernel(head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk_wK, dv_wU, dq_xK):
-        visit = pl.program_id(2)
-        is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * n_blocks + query_v[v])
-        is_new_span, _ = neighbours_differ(visit, n, lambda v: jax.lax.div(key_v[v], span))
-
-        @pl.when(is_new_span)
-        def _():
-            dk_wK[...], dv_wU[...] = jnp.zeros_like(dk_wK), jnp.zeros_like(dv_wU)
-
-        @pl.when(is_first)
-        def _():
-            dq_xK[...] = jnp.zeros_like(dq_xK)
-
-        weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
-        d_weight_Xx = _dot(v[...], d_mixed[...], 1, 1)
-        d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
-        own = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * block, block), block)
-        dk_wK[own] += _dot(d_scores_Xx, q[...], 1, 0)
-        dv_wU[own] += _dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
-        dq_xK[...] += _dot(d_scores_Xx, k[...], 0, 0)
-
-        @pl.when(is_last)
-        def _():
-            dq[...] = dq_xK[...].astype(dq.dtype)
-
-    q_bhsK, k_bgSK, v_bgSU, d_mixed_bhsU = (by_head(x, block) for x in (q_bshK, k_bSgK, v_bSgU, d_mixed_bshU))
-    k_bgSK, v_bgSU = (padded(x, span * block, 2) for x in (k_bgSK, v_bgSU))
+    span = span_of(S, K, U, block, k_bSgK.dtype.itemsize)
+    tables = jnp.asarray(visits(s, S, starts, block, span, heads))[here]
+    n, blocks, at = tables.shape[1], -(-s // block), blocks_of(block, heads)
+    arrays, specs = asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, span)
     stats_bh2s = padded(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
-    at_query = lambda b, g, v, head, query, key: (b, g * heads + head[v], query[v], 0)
-    query = lambda width: pl.BlockSpec((None, None, block, width), at_query)
-    key = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0))
-    whole = lambda width: pl.BlockSpec(
-        (None, None, span * block, width),
-        lambda b, g, v, head, query, key: (b, g, jax.lax.div(key[v], span), 0),
-        pipeline_mode=pl.Buffered(1),
-    )
+    spans = -(-S // (span * block))
+    of_span = lambda b, g, v, head, query, key: (b, g, jax.lax.div(key[v], span), 0)
+    whole = lambda width: pl.BlockSpec((None, None, span * block, width), of_span, pipeline_mode=pl.Buffered(1))
+    by_span = lambda *of: (jax.lax.div(of[5][of[2]], span), *at.query(K).index_map(*of))
     dq_nbhsK, dk_bgSK, dv_bgSU = _call(
-        kernel, (b, g, n), tuple(visits_3v),
-        [query(K), key(K), key(U), pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v])),
-         pl.BlockSpec((None, 1, block), lambda b, g, v, head, query, key: (b, 0, key[v])), query(U),
-         pl.BlockSpec((None, None, 2, block), lambda b, g, v, head, query, key: (b, g * heads + head[v], 0, query[v]))],
-        [pl.BlockSpec((None, None, None, block, K), lambda *at: (jax.lax.div(at[5][at[2]], span), *at_query(*at))),
-         whole(K), whole(U)],
-        [((spans, *q_bhsK.shape), q_bshK.dtype if spans == 1 else float32), (k_bgSK.shape, float32),
-         (v_bgSU.shape, float32)],
-        (q_bhsK, k_bgSK, v_bgSU, rows_of(starts, segments_bs, here, block),
-         padded(segments_bS, span * block, 1, -1)[:, None, :], d_mixed_bhsU, stats_bh2s), interpret,
-        flops=b * flops(s, S, starts, h, g, K, U, "tpu")[1], exponentials=b * g * n * block**2,
-        scratch=[pltpu.VMEM((block, K), float32)],
+        functools.partial(pulling, n, blocks, span), (b, g, n), tables,
+        (*arrays, by_head(d_mixed_bshU, block), stats_bh2s), [*specs, at.query(U), at.row(2)],
+        [((spans, *arrays[0].shape), q_bshK.dtype if spans == 1 else float32), (arrays[1].shape, k_bSgK.dtype),
+         (arrays[2].shape, v_bSgU.dtype)],
+        [pl.BlockSpec((None, None, None, block, K), by_span), whole(K), whole(U)],
+        [(block, K), (span * block, K), (span * block, U)], interpret,
+        flops=b * flops(s, S, starts, h, K, U, k_bSgK.dtype.itemsize, "tpu")[1], exponentials=b * g * n * block**2,
     )  # fmt: skip
-    pulled = zip((jnp.sum(dq_nbhsK, axis=0), dk_bgSK, dv_bgSU), (q_bshK, k_bSgK, v_bSgU), strict=True)
-    return tuple(dx[:, :, : x.shape[1]].swapaxes(1, 2).astype(x.dtype) for dx, x in pulled)
+    dq_bhsK = jnp.sum(dq_nbhsK, axis=0).astype(q_bshK.dtype)
+    return dq_bhsK[:, :, :s].swapaxes(1, 2), dk_bgSK[:, :, :S].swapaxes(1, 2), dv_bgSU[:, :, :S].swapaxes(1, 2)
 
 
-def _call(kernel, grid, tables, in_specs, out_specs, out, operands, interpret, *, flops, exponentials, scratch):
+def _call(kernel, grid, tables, arrays, in_specs, out, out_specs, scratch, interpret, *, flops, exponentials):
     size = lambda x: x.size * x.dtype.itemsize
-    out = [jax.ShapeDtypeStruct(*x, manual_axis_type=jax.typeof(operands[0]).mat) for x in out]
+    out = [jax.ShapeDtypeStruct(*x, manual_axis_type=jax.typeof(arrays[0]).mat) for x in out]
     return pl.pallas_call(
         kernel,
         out,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tables), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+            num_scalar_prefetch=len(tables), grid=grid, in_specs=in_specs, out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM(shape, float32) for shape in scratch],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(flops, transcendentals=exponentials,
-                                      bytes_accessed=sum(map(size, (*operands, *out)))),
+        cost_estimate=pl.CostEstimate(flops, exponentials, sum(map(size, (*arrays, *out)))),
         interpret=interpret,
-    )(*tables, *operands)  # fmt: skip
+    )(*tables, *arrays)  # fmt: skip

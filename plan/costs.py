@@ -125,17 +125,18 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
 
 def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int]):
     """Scores, and values mixed by them, a block of queries and keys at a time."""
-    n = z.mesh[CONTEXT]
+    n, (h, g, score, value) = z.mesh[CONTEXT], sizes
 
     def met(s: int, S: int, starts, times=1, **more):
-        flops, moved = (f(s, S, starts, *sizes, z.platform) for f in (attending.flops, attending.numbers_moved))
-        ahead, back = ((times * z.b * x, times * z.b * y * z.width) for x, y in zip(flops, moved, strict=True))
+        flops = attending.flops(s, S, starts, h, score, value, z.width, z.platform)
+        moved = attending.hbm_bytes(s, S, starts, h, g, score, value, z.width, z.platform)
+        ahead, back = ((times * z.b * x, times * z.b * y) for x, y in zip(flops, moved, strict=True))
         return Product("attention", *ahead, BATCHED, back)
 
     if not ring:
         one = met(z.s, z.T, model.chunk_starts(z.s, n))
         if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
-            h, _, score, _ = sizes  # of one block, scores made again are those of the backward pass
+            # Of one block, scores made again are those of the backward pass.
             one = replace(one, back=(one.back[0] - 2 * h * score * z.s * z.T * z.b, one.back[1]))
         yield one
         return

@@ -261,7 +261,7 @@
   const met = new Map();  // it is asked often, and long sequences have many blocks
 
   function blocksMet(s, S, starts, K, U, z) {  // visits of a head, forward and backward, the size of a block, spans
-    const name = [s, S, starts.join(";"), K, U, z.platform].join(" ");
+    const name = [s, S, starts.join(";"), K, U, z.platform, z.width].join(" ");
     if (!met.has(name)) met.set(name, countBlocks(s, S, starts, K, U, z));
     return met.get(name);
   }
@@ -269,7 +269,7 @@
   function countBlocks(s, S, starts, K, U, z) {
     const onTpu = z.platform === "tpu", block = onTpu ? tpuBlock(s, S, starts) : equalBlock(s, starts, z.BLOCK);
     const lanes = sum([K, U].map((width) => 128 * ceildiv(width, 128)));
-    const spans = onTpu ? ceildiv(ceildiv(S, Math.max(floordiv(z.VMEM_BYTES, 4 * lanes * block), 1)), block) : 1;
+    const spans = onTpu ? ceildiv(ceildiv(S, Math.max(floordiv(z.VMEM_BYTES, (4 + z.width) * lanes * block), 1)), block) : 1;
     const span = onTpu ? ceildiv(S, spans * block) : ceildiv(S, block), chunk = floordiv(s, starts[0].length);
     const counts = starts.map((chunks) => {
       let ahead = 0, back = 0;
@@ -292,10 +292,10 @@
     const n = z.mesh.context, s = z.s, again = BATCHED;
     const meeting = (s, S, starts, times) => {
       const [ahead, back, block, spans] = blocksMet(s, S, starts, K, U, z), all = times * z.b;
-      const moved = h * (ahead * block * (K + U) + s * (K + U + 1));
-      const movedBack = h * (back * block * (K + U) + spans * s * (2 * K + U + 2)) + g * S * (K + U);
-      return { product: true, part: "attention", flops: all * 2 * h * ahead * block ** 2 * (K + U), hbm_bytes: all * moved * z.width, again,
-               back: [all * 2 * h * back * block ** 2 * (3 * K + 2 * U), all * movedBack * z.width] };
+      const moved = h * (z.width * (ahead * block + s) * (K + U) + 4 * s);
+      const movedBack = h * (z.width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * z.width * S * (K + U);
+      return { product: true, part: "attention", flops: all * 2 * h * ahead * block ** 2 * (K + U), hbm_bytes: all * moved, again,
+               back: [all * 2 * h * back * block ** 2 * (3 * K + 2 * U), all * movedBack] };
     };
     if (!ring) {
       const starts = n === 1 ? [[0]] : range(n).map((i) => [floordiv(i * s, 2), floordiv((2 * n - 1 - i) * s, 2)]);
