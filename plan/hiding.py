@@ -48,13 +48,11 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
 def of_positions(kind: str, n: int, when: str, of: str) -> float:
     """A gather is needed at once; one of gradients has the products of other gradients beside it.
 
-    A ring hides, but for one of its two ways between attention and feed-forward, where all products wait for it: on
-    the way back too, if the ring is one exchange.
+    A ring hides, but for one of its two ways in front of a feed-forward, where all products wait for it.
     """
     if kind == "all-gather":
         return float(when != "back")
-    between = of == "feed-forward" and (when == "forward" or (when == "back" and n == 2))
-    return n // 2 / (n - 1) if between else 0
+    return n // 2 / (n - 1) if (when, of) == ("forward", "feed-forward") else 0
 
 
 def of_weights(c: ModelConfig, kind: str, n: int, when: str) -> float:

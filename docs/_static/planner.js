@@ -217,8 +217,7 @@
     const n = prod(axes.map((axis) => z.mesh[axis]));
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when !== "back");
-      const between = of === "feed-forward" && (when === "forward" || (when === "back" && n === 2));
-      return between ? floordiv(n, 2) / (n - 1) : 0;
+      return when === "forward" && of === "feed-forward" ? floordiv(n, 2) / (n - 1) : 0;
     }
     if (of !== "weights") return 1;
     if (kind === "collective-permute") return (floordiv(n, 2) - 1) / (n - 1);
