@@ -87,10 +87,11 @@ class Plan:
             found["*".join(one.axes)] = found.get("*".join(one.axes), 0) + one.wire_bytes
         return found
 
-    def seconds(self, flops: float | None = None, exchanges=None) -> dict[str, float] | None:
+    def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
         """Where the time of a step goes: products, wires by mesh axes, memory of the optimizer, bubble.
 
         flops, exchanges  those of a compiled step, in place of the predicted ones
+        alone  as if nothing ran beside anything else: all bytes are waited for
         A roofline. A product runs at the chip's peak, or at its memory's full speed, whichever takes longer; a
         collective at its wires' full speed. What is exposed is waited for; what is hidden, only as far as the wires of
         an axis take longer than all products. Latency is left out. None: the chip's or the wires' speed is not known.
@@ -105,9 +106,10 @@ class Plan:
         links = hardware.layout(self.cfg.mesh, self.topology)
         for one in self.traffic if exchanges is None else exchanges:
             speed, name = min(self.speed(one.kind, axis, links[axis]) for axis in one.axes), "*".join(one.axes)
-            found[name] = found.get(name, 0) + one.exposed_bytes / speed
-            hidden[name] = hidden.get(name, 0) + (one.wire_bytes - one.exposed_bytes) / speed
-            waits += one.exposed_bytes / speed * one.in_a_slot
+            exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
+            found[name] = found.get(name, 0) + exposed_bytes / speed
+            hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
+            waits += exposed_bytes / speed * one.in_a_slot
         for name, time in hidden.items():
             found[name] += max(time - compute, 0)
             waits += max(time - compute, 0)

@@ -275,8 +275,8 @@ def quick_or_slow(cases: dict[str, set]) -> list:
 
 
 def check_prediction(plan, found: dict, state=0.01):
-    """Parameters and optimizer within 1%, peak memory 20%, FLOPs 5%, bytes 5% over each set of axes that carries 1%, and
-    those exposed within 10% of all bytes."""
+    """Parameters and optimizer within 1%, peak memory 20%, FLOPs 5%, bytes 5% over each set of axes that carries 1%;
+    of exposed bytes 10% of all."""
     rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in show.compared(plan, found)}
     off = {what: predicted / counted - 1 for what, (predicted, counted) in rows.items() if counted}
     assert abs(off["parameters, optimizer, batch"]) <= state, off

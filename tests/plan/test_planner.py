@@ -150,6 +150,7 @@ def test_hidden_wires_cost_what_they_take_longer_than_products():
     exposed = [dataclasses.replace(x, exposed_bytes=x.wire_bytes) for x in plan.traffic]
     hidden = [dataclasses.replace(x, exposed_bytes=0) for x in plan.traffic]
     seconds, every = plan.seconds(), plan.seconds(exchanges=exposed)
+    assert every == plan.seconds(alone=True)
     assert plan.seconds(exchanges=hidden)["tensor"] == pytest.approx(over(every) - seconds["compute"])
     assert over(every) > seconds["compute"] > over(every) - over(seconds) > 0
     assert plan.seconds(3 * plan.hardware_flops, hidden)["tensor"] == 0
