@@ -171,7 +171,11 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
     """Catches a ranking in which `fsdp` over a whole slice is as cheap as over half of it."""
 
     def kinds(mesh, **more):
-        settings = {"data.batch_size": 64, "model.d_model": 1024} | more  # no slice is narrower than 128
+        settings = {
+            "data.batch_size": 64,
+            "model.d_model": 1024,
+            "model.d_head": 64,
+        } | more  # no slice is narrower than 128
         plan = planner.plan(preset("dense_124m", mesh=mesh, **settings), "v4:2x2x2")
         return {x.kind: x.wire_bytes for x in plan.traffic if x.part == "gradients"}
 
