@@ -551,12 +551,13 @@ sizes = np.array([16, 32, 48, 64, 80, 96, 128, 160, 192, 256])
 millions, seconds = sizes * 8192 / 1e6, {}
 for axis in ("data", "stage"):
     plans = [planned(f"{axis}=2,fsdp=8", int(batch)) for batch in sizes]
-    for how, line in {"step_s": "-", "overlapped_s": "--"}.items():
-        seconds[axis, how] = np.array([getattr(one, how) for one in plans])
+    for how, line in {"alone": "-", "overlapped": "--"}.items():
+        took = [one.seconds(alone=how == "alone") for one in plans]
+        seconds[axis, how] = np.array([sum(parts.values()) for parts in took])
         says = {"-": "", "--": ", overlapped"}[line]
         per_million, colour = seconds[axis, how] / millions, lesson.COLOURS[axis]
         axes.plot(millions, per_million, line, color=colour, label=f"{axis}=2{says}")
-for how in ("step_s", "overlapped_s"):
+for how in ("alone", "overlapped"):
     gap = seconds["stage", how] - seconds["data", how]
     print(f"{how}: equal at {np.interp(0, gap, millions):.2f} million tokens")
 axes.axvline(P_ / c.d_model / 1e6, color=lesson.NEUTRAL, linewidth=0.8)

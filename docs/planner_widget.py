@@ -22,7 +22,7 @@ MOST = 128  # devices
 MODEL = ("vocab_size", "d_model", "n_layers", "n_heads", "attention", "n_kv_heads", "d_head", "d_rope", "d_value",
          "d_query_latent", "d_kv_latent", "d_ff", "n_experts", "top_k", "n_shared", "d_expert", "dense_prefix",
          "balance_loss", "capacity_factor", "loss_chunk", "layers_per_block", "n_blocks", "remat", "gather",
-         "context_attention")  # fmt: skip
+         "tensor_exchange", "context_attention")  # fmt: skip
 
 
 def meshes(devices: int) -> list[MeshConfig]:
@@ -79,8 +79,7 @@ def model_of(which: str) -> dict:
 
 def tables() -> dict:
     """Everything that planner.js reads."""
-    import model
-    from kernels import grouped
+    from kernels import attention, grouped
     from pipeline import schedules
     from plan import hardware
 
@@ -95,8 +94,8 @@ def tables() -> dict:
     moving = lambda S: sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(S, 2))
     return {
         "presets": {which: model_of(which) for which in PRESETS if which != "tiny"},
-        "chips": chips, "links": list(links), "QUERIES": model.QUERIES, "TILE": grouped.TILE,
-        "PART": grouped.PART,
+        "chips": chips, "links": list(links), "BLOCK": attention.BLOCK, "VMEM_BYTES": attention.VMEM_BYTES,
+        "TILE": grouped.TILE, "PART": grouped.PART,
         "rounds": {2**n: moving(2**n) for n in range(int(math.log2(MOST)) + 1)},
     }  # fmt: skip
 
@@ -150,7 +149,8 @@ def planner_widget() -> str:
 {select("positions in a sequence", "seq_len", powers(7, 17))}
 {select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
 {select("recompute", "remat", [("full", "whole layers"), ("dots", "all but products"), ("none", "nothing")])}
-{select("join weights", "gather", [("layer", "for each layer"), ("step", "once a step")])}
+{select("join weights", "gather", [("layer", "for each layer"), ("ahead", "a block ahead"), ("step", "once a step")])}
+{select("positions along tensor", "tensor_exchange", [("ring", "in turn"), ("gather", "all at once")])}
 {select("keys along context", "context_attention", [("gather", "all at once"), ("ring", "in turn")])}
 </div>
 <fieldset><legend>mesh</legend>{sliders}</fieldset>

@@ -107,6 +107,14 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
     return np.stack([head, query, number * span + key], axis=1)
 
 
+def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> tuple[int, int, int, int]:
+    """A head's visits, forward and backward, the size of their blocks, and spans of keys; see `pulled_by_visits`."""
+    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
+    span = span_of(S, K, U, block, width) if platform == "tpu" else -(-S // block)
+    ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
+    return ahead, back, block, -(-S // (span * block))
+
+
 def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, platform: str) -> tuple[int, int]:
     """Count multiplications and additions for one sequence on a device, forward and backward: those of whole blocks.
 
@@ -114,11 +122,21 @@ def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, pl
 
     Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
     """
-    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
-    ahead = back = visits(s, S, starts, block).shape[-1]
-    if platform == "tpu":
-        back = visits(s, S, starts, block, span_of(S, K, U, block, width)).shape[-1]
+    ahead, back, block, _ = blocks_met(s, S, starts, K, U, width, platform)
     return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
+
+
+def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, width: int, platform: str):
+    """Count what attention reads and writes in main memory for one sequence, forward and backward, in bytes.
+
+    A visit reads its keys and values. Queries stay until all their visits are done, backward those to a span of keys,
+    whose gradients stay meanwhile. A query's log-sum is in float32, and so are two numbers of it backward.
+    """
+    ahead, back, block, spans = blocks_met(s, S, starts, K, U, width, platform)
+    forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
+    return forward, h * (width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * width * S * (
+        K + U
+    )
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------

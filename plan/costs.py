@@ -10,7 +10,7 @@ of this device.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import model
 import overlap
@@ -18,6 +18,7 @@ import sharding
 from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
 from pipeline import fit, schedules
+from plan import hiding
 from sharding import CONTEXT, EXPERT, FSDP, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
@@ -83,8 +84,15 @@ class Product:
 
     part: str
     flops: float
+    hbm_bytes: float  # operands and results
     again: tuple[str, ...] = ("full",)
-    back: float | None = None  # FLOPs of a backward pass; None: a product for the inputs, and one for the weights
+    back: tuple[float, float] | None = None  # the two of a backward pass; None: of one for inputs, and one for weights
+
+
+def product(part: str, z: Sizes, rows: int, inner: int, columns: int, tables=1, **more) -> Product:
+    """Rows by one table of weights, or by several in turn."""
+    arrays = rows * inner + tables * inner * columns + rows * columns
+    return Product(part, 2 * rows * inner * columns, arrays * z.width, **more)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class Exchange:
     again: tuple[str, ...] = ("full", "dots")  # remat policies under which it is repeated
     back: bool = True  # a gradient takes the way back
     times: float = 1  # in one forward pass
+    of: str = "layer"  # what it is for, as `waits` asks
 
     def wire_bytes(self, n: int) -> float:
         """What one of n devices sends in one execution."""
@@ -115,6 +124,46 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
+def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int]):
+    """Scores, and values mixed by them, a block of queries and keys at a time."""
+    n, (h, g, score, value) = z.mesh[CONTEXT], sizes
+
+    def met(s: int, S: int, starts, times=1, **more):
+        flops = attending.flops(s, S, starts, h, score, value, z.width, z.platform)
+        moved = attending.hbm_bytes(s, S, starts, h, g, score, value, z.width, z.platform)
+        ahead, back = ((times * z.b * x, times * z.b * y) for x, y in zip(flops, moved, strict=True))
+        return Product("attention", *ahead, BATCHED, back)
+
+    if not ring:
+        one = met(z.s, z.T, overlap.chunk_starts(z.s, n))
+        if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
+            # Of one block, scores made again are those of the backward pass.
+            one = replace(one, back=(one.back[0] - 2 * h * score * z.s * z.T * z.b, one.back[1]))
+        yield one
+        return
+    yield met(z.s, z.s, ((0,),))
+    # Of everyone else's keys all queries see half, or half of them all; the way back repeats each step.
+    others = met(z.s // 2, z.s, ((z.s,),), n - 1)
+    yield replace(others, back=tuple(map(sum, zip(others.back, (others.flops, others.hbm_bytes), strict=True))))
+
+
+def arriving(c: ModelConfig, z: Sizes, size: float, **more) -> Exchange:
+    """What TENSOR neighbours hold, joined; see `overlap.arriving`."""
+    return over_tensor(c, z, "all-gather", size, **more)
+
+
+def leaving(c: ModelConfig, z: Sizes, size: float, again: tuple[str, ...] = ()) -> Exchange:
+    """Partial sums that TENSOR neighbours add up. After feed-forward nothing needs the result again."""
+    return over_tensor(c, z, "reduce-scatter", size, again=again)
+
+
+def over_tensor(c: ModelConfig, z: Sizes, kind: str, size: float, **more) -> Exchange:
+    n = z.mesh[TENSOR]
+    if c.tensor_exchange == "gather":
+        return Exchange("activations", kind, (TENSOR,), size, **more)
+    return Exchange("activations", "collective-permute", (TENSOR,), size / n, times=n - 1, **more)
+
+
 def attention(c: ModelConfig, z: Sizes):
     """Products and exchanges of one attention."""
     h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
@@ -123,35 +172,26 @@ def attention(c: ModelConfig, z: Sizes):
     ring = c.context_attention == "ring" and n > 1
     if c.attention == "mla":
         Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
-        yield Product("attention", 2 * N * c.d_model * (c.d_kv_latent + c.d_rope))
-        yield Product("attention", 2 * N * c.d_model * c.d_query_latent)
-        yield Product("attention", 2 * N * Q * h * score)
-        each_key = 2 * c.d_kv_latent * h * (c.d_head + value)  # keys and values out of the latent
+        latent = c.d_query_latent + c.d_kv_latent + c.d_rope
+        yield product("attention", z, z.b * (z.t if c.d_query_latent else z.s), c.d_model, latent)
+        yield product("attention", z, N, Q, h * score)
+        arrives = latent if c.d_query_latent else c.d_model  # numbers of a position
+        made = lambda keys: product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value))
+        yield made(N if ring else keys)
+        if ring:  # of everyone else's keys each step makes them, and again on the way back
+            others = made((n - 1) * N)
+            yield replace(others, again=BATCHED, back=(3 * others.flops, 3 * others.hbm_bytes))
         parts = (c.d_kv_latent, c.d_rope)
     else:
         score = value = c.d_head
-        yield Product("attention", 2 * N * c.d_model * (h + 2 * g) * c.d_head)
-        each_key, parts = 0, (2 * g * c.d_head,)
-    yield Product("attention", 2 * N * h * value * c.d_model)
-    met = lambda s, S, starts: (z.b * x for x in attending.flops(s, S, starts, h, score, value, z.width, z.platform))
-    if ring:
-        yield Product("attention", each_key * N)
-        ahead, back = met(z.s, z.s, ((0,),))
-        yield Product("attention", ahead, BATCHED, back)
-        # Of everyone else's keys all queries see half, or half of them all; the way back repeats each step.
-        ahead, back = met(z.s // 2, z.s, ((z.s,),))
-        back += 3 * each_key * N + ahead
-        yield Product("attention", (n - 1) * (each_key * N + ahead), BATCHED, (n - 1) * back)
-    else:
-        yield Product("attention", each_key * keys)
-        ahead, back = met(z.s, z.T, overlap.chunk_starts(z.s, n))
-        if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
-            back -= 2 * h * score * N * keys / z.b  # of one block, scores made again are those of the backward pass
-        yield Product("attention", ahead, BATCHED, back)
-
-    X = z.b * z.s * c.d_model * z.width
-    yield Exchange("activations", "all-gather", (TENSOR,), X)
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), X)
+        yield product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head)
+        arrives, parts = c.d_model, (2 * g * c.d_head,)
+    yield product("attention", z, N, h * value, c.d_model)
+    yield from mixing(c, z, ring, (h, g, score, value))
+    yield arriving(c, z, N * arrives * z.width)
+    if c.attention == "mla" and not c.d_query_latent:
+        yield arriving(c, z, 4 * N, back=False)  # positions
+    yield leaving(c, z, N * c.d_model * z.width, again=BATCHED)
     own = N * sum(parts) * z.width
     if ring:
         yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
@@ -163,9 +203,9 @@ def attention(c: ModelConfig, z: Sizes):
 
 def feed_forward(c: ModelConfig, z: Sizes, hidden: int, part: str):
     """Products of a dense feed-forward or of the shared experts. Nothing needs the last one's result again."""
-    one = 2 * z.b * z.s * c.d_model * hidden // z.mesh[TENSOR]
-    yield Product(part, one * (1 + model.swiglu(c)))
-    yield Product(part, one, again=())
+    N, f = z.b * z.s, hidden // z.mesh[TENSOR]
+    yield product(part, z, N, c.d_model, f * (1 + model.swiglu(c)))
+    yield product(part, z, N, f, c.d_model, again=())
 
 
 def dense(c: ModelConfig, z: Sizes):
@@ -173,8 +213,8 @@ def dense(c: ModelConfig, z: Sizes):
     yield from attention(c, z)
     yield from feed_forward(c, z, c.d_ff, "feed-forward")
     X = z.b * z.s * c.d_model * z.width
-    yield Exchange("activations", "all-gather", (TENSOR,), X)
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), X, again=())
+    yield arriving(c, z, X, of="feed-forward")
+    yield leaving(c, z, X)
 
 
 def moe(c: ModelConfig, z: Sizes):
@@ -183,11 +223,11 @@ def moe(c: ModelConfig, z: Sizes):
     N, n, k = z.b * z.s, z.mesh[EXPERT], c.top_k
     e, m = c.n_experts // n, c.d_expert // z.mesh[TENSOR]
     X = N * c.d_model * z.width
-    yield Product("router", 2 * z.b * z.t * c.d_model * c.n_experts)
-    yield Exchange("activations", "all-gather", (TENSOR,), X)
+    yield product("router", z, z.b * z.t, c.d_model, c.n_experts)
+    yield arriving(c, z, X, of="feed-forward")
     yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k)
     yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), X, again=())
+    yield leaving(c, z, X)
     if c.capacity_factor:
         slots = model.slots_per_expert(c, z.T)
         rows, buffers = e * n * z.b * slots, c.n_experts * z.b * slots * c.d_model * z.width
@@ -202,9 +242,8 @@ def moe(c: ModelConfig, z: Sizes):
         yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k)
         yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k, back=False)
         yield Exchange("tokens", "reduce-scatter", (EXPERT,), n * X, again=())
-    one = 2 * rows * c.d_model * m
-    yield Product("experts", one * (1 + model.swiglu(c)), again=BATCHED)
-    yield Product("experts", one, again=())
+    yield product("experts", z, rows, c.d_model, m * (1 + model.swiglu(c)), e, again=BATCHED)
+    yield product("experts", z, rows, m, c.d_model, e, again=())
     if c.n_shared:
         yield from feed_forward(c, z, c.n_shared * c.d_expert, "shared experts")
 
@@ -221,7 +260,7 @@ def logits(c: ModelConfig, z: Sizes):
     tokens = n * rows  # of which a device makes its words' logits
     chunk = min(c.loss_chunk, tokens)
     padded = -(-tokens // chunk) * chunk
-    yield Product("logits", 2 * padded * c.d_model * c.vocab_size // n, again=ALWAYS)
+    yield product("logits", z, padded, c.d_model, c.vocab_size // n, padded // chunk, again=ALWAYS)
     yield Exchange("activations", "reduce-scatter", (STAGE,), rows * S * c.d_model * z.width, again=())
     yield Exchange("activations", "all-gather", (TENSOR,), tokens * c.d_model * z.width, again=())
     yield Exchange("logits", "all-reduce", (TENSOR,), 2 * 4 * padded, again=ALWAYS, back=False)  # largest, and sum
@@ -260,22 +299,29 @@ def layers(c: ModelConfig, z: Sizes) -> list[tuple[int, list]]:
     return [(n_dense, list(dense(c, z))), (n_moe, list(moe(c, z)) if n_moe else [])]
 
 
-def flops(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
-    """One device's FLOPs in a step, recomputation included, by part of the model."""
+@dataclass(frozen=True)
+class Work:
+    """What one product does in a step, recomputation included."""
+
+    part: str
+    flops: float
+    hbm_bytes: float
+
+
+def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
+    """Every product of one device's step."""
     c, z, once, run = cfg.model, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
-    found: dict[str, float] = {}
 
-    def count(rows, many: int, run: Passes):
-        for row in rows:
-            if isinstance(row, Product):
-                ahead = run.forward + run.again * (c.remat in row.again)
-                back = row.flops * (run.inputs + run.weights) if row.back is None else row.back * run.inputs
-                found[row.part] = found.get(row.part, 0) + many * (ahead * row.flops + back)
+    def count(row: Product, many: int, run: Passes) -> Work:
+        ahead = run.forward + run.again * (c.remat in row.again)
+        both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
+        back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
+        return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both))
 
-    for many, rows in layers(c, z):
-        count(rows, many, run)
-    count(logits(c, z), 1, once)
-    return found
+    rows = [(row, many, run) for many, found in layers(c, z) for row in found] + [
+        (row, 1, once) for row in logits(c, z)
+    ]
+    return [count(*one) for one in rows if isinstance(one[0], Product)]
 
 
 @dataclass(frozen=True)
@@ -302,9 +348,20 @@ class Weights:
         return next((axes for axes in self.axes if FSDP in axes), ())
 
     @property
+    def parts(self) -> int:
+        """Devices whose slices are joined."""
+        return math.prod(self.mesh[axis] for axis in self.gathered_over)
+
+    @property
+    def slice(self) -> int:
+        """How wide a slice is, along the dim that is gathered."""
+        found = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
+        return found[0] // self.parts if found else 0
+
+    @property
     def joined(self) -> int:
         """Entries of what products use."""
-        return self.held * math.prod(self.mesh[axis] for axis in self.gathered_over)
+        return self.held * self.parts
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -338,32 +395,39 @@ class Traffic:
     axes: tuple[str, ...]  # of more than one device
     count: float
     wire_bytes: float
+    exposed_bytes: float  # of those it waits for: no products stand beside
+    in_a_slot: bool  # each microbatch does it, and other stages wait for the slowest
 
 
-def traffic(cfg: Config, sched: schedules.Schedule) -> list[Traffic]:
+def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Traffic]:
     """Everything one device sends in a step, but for a few numbers (counts, norms, metrics)."""
-    c, z, run = cfg.model, Sizes.of(cfg), passes(cfg, sched)
+    c, z, run = cfg.model, Sizes.of(cfg, platform), passes(cfg, sched)
     once, found = Passes(*(sched.microbatches,) * 4), {}
 
-    def add(part, kind, axes, size, count):
+    def add(part, kind, axes, size, count, when="once", of=""):
         axes = tuple(axis for axis in AXES if axis in axes and z.mesh[axis] > 1)
+        kind = hiding.made_of(kind, axes, z.mesh, platform)
         if axes and count and size:
-            key, wire = (part, kind, axes), Exchange(part, kind, axes, size).wire_bytes(z.group(*axes))
-            old = found.get(key, (0, 0))
-            found[key] = old[0] + count, old[1] + count * wire
+            wire = count * Exchange(part, kind, axes, size).wire_bytes(z.group(*axes))
+            waits = wire * hiding.exposed(c, z.mesh, platform, kind, axes, when, of)
+            old = found.get((part, kind, axes), (0, 0, 0))
+            found[part, kind, axes] = old[0] + count, old[1] + wire, old[2] + waits
 
-    def activations(rows, many: int, run: Passes):
+    def activations(rows, many: int, run: Passes, inside=True):
         for row in rows:
             if isinstance(row, Exchange):
-                ahead = run.forward + run.again * (c.remat in row.again)
-                add(row.part, row.kind, row.axes, row.size, many * row.times * ahead)
+                one = (row.axes, row.size)
+                more = lambda when, of=row.of: (when, of) if inside else ()
+                times = many * row.times
+                add(row.part, row.kind, *one, times * run.forward, *more("forward"))
+                add(row.part, row.kind, *one, times * run.again * (c.remat in row.again), *more("again"))
                 back = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(row.kind, row.kind)
-                add(row.part, back, row.axes, row.size, many * row.times * run.inputs * row.back)
+                add(row.part, back, *one, times * run.inputs * row.back, *more("back"))
 
     for many, rows in layers(c, z):
         activations(rows, many, run)
-    activations(enter(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0))
-    activations(logits(c, z), 1, once)
+    activations(enter(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0), inside=False)
+    activations(logits(c, z), 1, once, inside=False)
     ahead = schedules.forward_only(sched) if run.forward > sched.microbatches else None
     ticks = len(sched.table) * (1 if sched.turns else 2) + (len(ahead.table) if ahead else 0)
     if sched.stages > 1:
@@ -373,27 +437,41 @@ def traffic(cfg: Config, sched: schedules.Schedule) -> list[Traffic]:
     parts = fit.split_batch(cfg)
     sequences = parts.device_batch * parts.microbatches * parts.accumulation
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
-
-    M, one_piece = sched.microbatches, sched.microbatches * sched.stages == 1
     for w in weights(cfg):
-        gathers, reductions = run.forward + run.again, run.weights
-        if w.name == "embedding_VD":
-            gathers, reductions = run.forward + M * c.tie_embeddings, M * (1 + c.tie_embeddings)
-        elif w.name == "unembedding_DV":
-            gathers, reductions = M, M
-        size, reduced = w.joined * w.width / w.layers, w.width
-        if c.gather == "step":  # gradients of microbatches are added up in float32 before they are sent
-            gathers, reductions, reduced = 1, 1, w.width if one_piece else 4
-        add("weights", "all-gather", w.gathered_over, size, gathers * w.layers)
-        if w.d.trainable:
-            add("gradients", "reduce-scatter", w.gathered_over, size * reduced / w.width, reductions * w.layers)
-            add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
-        if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
-            held = (w.joined if c.gather == "step" else w.held) / sched.chunks
-            rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
-            add("weights", "collective-permute", (STAGE,), held * w.width, rounds)
-            add("gradients", "collective-permute", (STAGE,), held * 4, rounds)
-    return [Traffic(*key, *value) for key, value in found.items()]
+        of_weights(w, cfg, sched, add, platform)
+    rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.gather == "step" else set())
+    return [Traffic(*key, *value, key[0] not in rare and STAGE not in key[2]) for key, value in found.items()]
+
+
+def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform: str) -> None:
+    """Add what is sent for one parameter: its slices, its gradients."""
+    c, M, run = cfg.model, sched.microbatches, passes(cfg, sched)
+    ahead, again, back = run.forward, run.again, run.weights
+    if w.name == "embedding_VD":
+        both = M * c.tie_embeddings  # a TPU joins it once for both uses, if they are in one piece of program
+        again, back = both * (platform != "tpu" or M * sched.stages > 1), M + both
+    elif w.name == "unembedding_DV":
+        ahead, again, back = M, 0, M
+    size, reduced = w.joined * w.width / w.layers, w.width
+    if c.gather == "step":  # gradients of microbatches are added up in float32 before they are sent
+        ahead, again, back, reduced = 1, 0, 1, w.width if M * sched.stages == 1 else 4
+    of, times = ("weights" if w.name.startswith(("prefix.", "blocks.")) and c.gather != "step" else ""), w.layers
+    if c.gather == "ahead" and w.name.startswith("blocks."):  # a block more, each time that the blocks are passed
+        times += w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks
+    add("weights", "all-gather", w.gathered_over, size, ahead * times, "forward", of)
+    add("weights", "all-gather", w.gathered_over, size, again * times, "again", of)
+    if w.d.trainable:
+        size = size * reduced / w.width
+        kind = "reduce-scatter" if c.gather == "step" else hiding.scatter_of(w.d.dims, w.slice, platform)
+        if c.gather == "ahead":  # in halves, and halves of them
+            kind, size = "collective-permute", size * (1 - 1 / w.parts)
+        add("gradients", kind, w.gathered_over, size, back * times, "back", of)
+        add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
+    if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
+        held = (w.joined if c.gather == "step" else w.held) / sched.chunks
+        rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
+        add("weights", "collective-permute", (STAGE,), held * w.width, rounds)
+        add("gradients", "collective-permute", (STAGE,), held * 4, rounds)
 
 
 # Waiting --------------------------------------------------------------------------------------------------------------
@@ -477,6 +555,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
     of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
+    of_block = sum(x.joined * x.width // z.blocks for x in w if x.name.startswith("blocks."))
     buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
     whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
     table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
@@ -490,7 +569,12 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "optimizer": 2 * state,
         "batch": 5 * 4 * sequences * z.s,
         "gradients": gradients,
-        "weights": sum(x.joined * x.width for x in w) if whole else 2 * of_layer,
+        # Ahead: those of two blocks, and a block's gradients.
+        "weights": sum(x.joined * x.width for x in w)
+        if whole
+        else 3 * of_block
+        if c.gather == "ahead"
+        else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.

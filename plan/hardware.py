@@ -195,7 +195,7 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     split = [axis for axis, size in mesh.sizes.items() if size > 1]
     if chip.torus_dims and topology.chips > 4 and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
         found.append(f"{mesh} scatters over all chips of the slice: the TPU compiler makes all-reduces of it, up to "
-                     "twice the bytes (--compile counts them)")  # fmt: skip
+                     "twice the bytes")  # fmt: skip
     for axis, link in layout(mesh, topology).items():
         name, speed = f"{axis}={mesh.sizes[axis]}", _speed(link.bytes_per_s)
         if link.hops > 1:

@@ -15,8 +15,9 @@ from config import AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
 from plan import compiled, costs, hardware
 from plan.costs import model_flops_per_token, parameters
-from sharding import STAGE
+from sharding import TENSOR
 from utils import UserError
+from xla import ledger
 
 STATE = ("parameters", "optimizer", "batch")  # parts of memory that are there before a step and after it
 
@@ -33,7 +34,7 @@ class Plan:
     params_active: int
     tokens_per_step: int  # of all devices
     model_flops: float
-    flops: dict[str, float]  # with recomputation, by part of the model
+    work: list[costs.Work]  # products, with recomputation
     memory_bytes: dict[str, float]
     traffic: list[costs.Traffic]
     sched: schedules.Schedule
@@ -41,8 +42,20 @@ class Plan:
     bubble: float  # share of the time of the layers that a stage waits for others
 
     @property
+    def flops(self) -> dict[str, float]:
+        """With recomputation, by part of the model."""
+        found: dict[str, float] = {}
+        for one in self.work:
+            found[one.part] = found.get(one.part, 0) + one.flops
+        return found
+
+    @property
     def hardware_flops(self) -> float:
-        return sum(self.flops.values())
+        return sum(one.flops for one in self.work)
+
+    @property
+    def exposed_bytes(self) -> float:
+        return sum(one.exposed_bytes for one in self.traffic)
 
     @property
     def wire_bytes(self) -> float:
@@ -74,53 +87,51 @@ class Plan:
             found["*".join(one.axes)] = found.get("*".join(one.axes), 0) + one.wire_bytes
         return found
 
-    def seconds(self, flops: float | None = None, exchanges=None) -> dict[str, float] | None:
+    def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
         """Where the time of a step goes: products, wires by mesh axes, memory of the optimizer, bubble.
 
         flops, exchanges  those of a compiled step, in place of the predicted ones
-        A roofline. Products run at the chip's peak; a collective at its wires' full speed, and nothing else runs
-        meanwhile: of a compiled step as if all its bytes were exposed (see `xla/ledger.py`). Latency is left out.
-        None: the chip's or the wires' speed is not known.
+        alone  as if nothing ran beside anything else: all bytes are waited for
+        A roofline. A product runs at the chip's peak, or at its memory's full speed, whichever takes longer; a
+        collective at its wires' full speed. What is exposed is waited for; what is hidden, only as far as the wires of
+        an axis take longer than all products. Latency is left out. None: the chip's or the wires' speed is not known.
         """
         chip = self.topology and self.topology.chip
         if not chip or not chip.peak_flops_per_s:
             return None
-        found = {"compute": (self.hardware_flops if flops is None else flops) / chip.peak_flops_per_s}
-        once = {"batch", "replicas"} | ({"weights", "gradients"} if self.cfg.model.gather == "step" else set())
-        waits = found["compute"]  # what a stage does in its slots, and others wait for
+        compute = sum(max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
+        if flops is not None:
+            compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
+        found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: what a stage does in its slots
         links = hardware.layout(self.cfg.mesh, self.topology)
         for one in self.traffic if exchanges is None else exchanges:
-            sent = one.wire_bytes if exchanges is None else one.wire_bytes * one.count
-            speed = min(self.speed(one.kind, links[axis]) for axis in one.axes)
-            name = "*".join(one.axes)
-            found[name] = found.get(name, 0) + sent / speed
-            in_a_slot = one.part not in once and STAGE not in one.axes if exchanges is None else "_slot" in one.scope
-            if in_a_slot:
-                waits += sent / speed
+            speed, name = min(self.speed(one.kind, axis, links[axis]) for axis in one.axes), "*".join(one.axes)
+            exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
+            found[name] = found.get(name, 0) + exposed_bytes / speed
+            hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
+            waits += exposed_bytes / speed * one.in_a_slot
+        for name, time in hidden.items():
+            found[name] += max(time - compute, 0)
+            waits += max(time - compute, 0)
         state = sum(self.memory_bytes[part] for part in ("parameters", "optimizer"))
         found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
         return found
 
-    @staticmethod
-    def speed(kind: str, link: hardware.Link) -> float:
+    def speed(self, kind: str, axis: str, link: hardware.Link) -> float:
+        """Bytes per second of a collective along a mesh axis. Positions go around TENSOR both ways at once."""
         if kind == "all-to-all":
             return link.all_to_all_bytes_per_s
-        return link.neighbour_bytes_per_s if kind == "collective-permute" else link.bytes_per_s
+        if kind == "collective-permute":
+            n = self.cfg.mesh.sizes[axis]
+            both_ways = (n - 1) / (n // 2) if axis == TENSOR else 1
+            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
+        return link.bytes_per_s
 
     @property
     def step_s(self) -> float | None:
         seconds = self.seconds()
         return seconds and sum(seconds.values())
-
-    @property
-    def overlapped_s(self) -> float | None:
-        """Seconds of a step that hides the shorter of products and wires behind the longer."""
-        seconds = self.seconds()
-        if not seconds:
-            return None
-        fixed = seconds["optimizer"] + seconds["bubble"]
-        return max(seconds["compute"], sum(seconds.values()) - fixed - seconds["compute"]) + fixed
 
     def mfu(self, step_s: float | None) -> float | None:
         """Model FLOPs over what the chip could have done in the time."""
@@ -130,7 +141,7 @@ class Plan:
         """The plan as a dict of numbers, of one device and step."""
         step_s = self.step_s
         names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
-                 "peak_bytes", "temp_bytes", "limit_bytes", "fits", "bubble", "step_s", "overlapped_s", "memory_bytes",
+                 "exposed_bytes", "peak_bytes", "temp_bytes", "limit_bytes", "fits", "bubble", "step_s", "memory_bytes",
                  "wire_by_axes", "flops")  # fmt: skip
         return {
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), "compile_s": None,
@@ -157,8 +168,8 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     tokens = cfg.data.tokens_per_step
     return Plan(
         cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        costs.flops(cfg, sched, platform), costs.memory(cfg, sched, platform), costs.traffic(cfg, sched), sched,
-        limit_bytes, costs.bubble(cfg, sched),
+        costs.work(cfg, sched, platform), costs.memory(cfg, sched, platform), costs.traffic(cfg, sched, platform),
+        sched, limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
 
 
@@ -187,7 +198,7 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         return same | lacks, None
     counted = step.ledger
     by_axes = {axes: total.wire_bytes for axes, total in counted.by("axes").items()}
-    seconds = one.seconds(counted.flops, [x for x in counted.collectives if "?" not in x.axes])
+    seconds = one.seconds(counted.flops, [sent(x) for x in counted.collectives if "?" not in x.axes])
     step_s = seconds and sum(seconds.values())
     return same | {
         "hardware_flops": counted.flops,
@@ -210,6 +221,13 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         "unexpected": step.unexpected,
         "ledger": [dataclasses.asdict(x) for x in counted.collectives],
     }, step
+
+
+def sent(one: ledger.Collective) -> costs.Traffic:
+    """A compiled collective as the plan's own are."""
+    wire_bytes = one.count * one.wire_bytes
+    return costs.Traffic(one.scope, one.kind, one.axes, one.count, wire_bytes, wire_bytes * (not one.hidden),
+                         "_slot" in one.scope)  # fmt: skip
 
 
 # Search ---------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None
     wires, there = one.wire_by_axes, found.get("wire_by_axes", {})
     names = sorted(wires.keys() | there.keys(), key=lambda name: -max(wires.get(name, 0), there.get(name, 0)))
     rows += [(f"  over {name}", "bytes", wires.get(name, 0), there.get(name, 0) if there else None) for name in names]
+    rows += [("  exposed", "bytes", one.exposed_bytes, found.get("exposed_bytes"))]
     return [*rows, ("step, at best", "s", one.step_s, found.get("step_s"))]
 
 
@@ -60,13 +61,11 @@ def tables(one: Plan, found: dict | None, console) -> None:
     console.print(table)
 
     if seconds:
-        table = titled("time of a step, nothing overlapping", "spent on", "predicted", "share")
+        table = titled("time of a step", "spent on", "predicted", "share")
         for part, time in seconds.items():
             table.add_row(part, amount(time, "s"), f"{time / one.step_s:.1%}")
         table.add_section()
         table.add_row("step", amount(one.step_s, "s"), f"MFU {one.mfu(one.step_s):.1%}")
-        overlapped = one.overlapped_s
-        table.add_row("wires hidden behind products", amount(overlapped, "s"), f"MFU {one.mfu(overlapped):.1%}")
         console.print(table)
 
     beside = ("compiled", "difference") if found else ()
@@ -229,7 +228,7 @@ def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     axes.bar_label(bars, [f"MFU {one.mfu(one.step_s):.1%}" for one in fit], padding=3, size=8)
     axes.set(yticks=range(len(fit)), yticklabels=[f"{one.cfg.mesh} {scheduled(one)}".strip() for one in fit],
-             xlabel="milliseconds of a step, nothing overlapping")  # fmt: skip
+             xlabel="milliseconds of a step")  # fmt: skip
     axes.set(xlim=(0, 1.12 * max(ends)), ylim=(len(fit) - 0.5, -0.5))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(ncols=4, frameon=False, fontsize=8, loc="outside lower right")

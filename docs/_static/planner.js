@@ -199,10 +199,40 @@
     return sizes;
   }
 
+  // plan.hiding ---------------------------------------------------------------------------------------------------
+
+  function madeOf(kind, axes, z) {
+    const split = AXES.filter((axis) => z.mesh[axis] > 1), chips = prod(split.map((axis) => z.mesh[axis]));
+    const everywhere = axes.length === split.length && chips > 4;
+    return z.platform === "tpu" && kind === "reduce-scatter" && everywhere ? "all-reduce" : kind;
+  }
+
+  function scatterOf(dims, width, z) {
+    const cut = ((dims.includes("H") || dims.includes("G")) && width % 128) || (dims === "VD" && width < 128);
+    return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
+  }
+
+  function exposed(c, z, kind, axes, when, of) {
+    if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
+    const n = prod(axes.map((axis) => z.mesh[axis]));
+    if (axes.join() === "tensor") {
+      if (kind === "all-gather") return Number(when !== "back");
+      return when === "forward" && of === "feed-forward" ? floordiv(n, 2) / (n - 1) : 0;
+    }
+    if (of !== "weights") return 1;
+    if (kind === "collective-permute") return (floordiv(n, 2) - 1) / (n - 1);
+    return c.gather === "ahead" && when === "again" ? 0.5 : 0;
+  }
+
   // plan.costs: what a device does --------------------------------------------------------------------------------
 
-  const product = (part, flops, again = FULL) => ({ product: true, part, flops, again });
-  const exchange = (part, kind, axes, size, { again = BATCHED, back = true, times = 1 } = {}) => ({ part, kind, axes, size, again, back, times });
+  const exchange = (part, kind, axes, size, { again = BATCHED, back = true, times = 1, of = "layer" } = {}) =>
+    ({ part, kind, axes, size, again, back, times, of });
+
+  function product(part, z, rows, inner, columns, { tables = 1, again = FULL } = {}) {
+    const arrays = rows * inner + tables * inner * columns + rows * columns;
+    return { product: true, part, flops: 2 * rows * inner * columns, hbm_bytes: arrays * z.width, again };
+  }
 
   function wireBytes(kind, size, n) {
     return size * (kind === "all-reduce" ? (2 * (n - 1)) / n : kind === "collective-permute" ? Math.min(n - 1, 1) : (n - 1) / n);
@@ -219,59 +249,117 @@
     return tile * tiles;
   }
 
+  // kernels.attention: blocks of queries meet blocks of keys
+  const tpuBlock = (s, S, starts) => [512, 256].find((block) => block <= Math.min(floordiv(s, starts[0].length), floordiv(S, 4))) ?? 128;
+
+  function equalBlock(s, starts, BLOCK) {
+    const chunk = floordiv(s, starts[0].length);
+    return ceildiv(chunk, ceildiv(chunk, BLOCK));
+  }
+
+  const met = new Map();  // it is asked often, and long sequences have many blocks
+
+  function blocksMet(s, S, starts, K, U, z) {  // visits of a head, forward and backward, the size of a block, spans
+    const name = [s, S, starts.join(";"), K, U, z.platform, z.width].join(" ");
+    if (!met.has(name)) met.set(name, countBlocks(s, S, starts, K, U, z));
+    return met.get(name);
+  }
+
+  function countBlocks(s, S, starts, K, U, z) {
+    const onTpu = z.platform === "tpu", block = onTpu ? tpuBlock(s, S, starts) : equalBlock(s, starts, z.BLOCK);
+    const lanes = sum([K, U].map((width) => 128 * ceildiv(width, 128)));
+    const spans = onTpu ? ceildiv(ceildiv(S, Math.max(floordiv(z.VMEM_BYTES, (4 + z.width) * lanes * block), 1)), block) : 1;
+    const span = onTpu ? ceildiv(S, spans * block) : ceildiv(S, block), chunk = floordiv(s, starts[0].length);
+    const counts = starts.map((chunks) => {
+      let ahead = 0, back = 0;
+      for (let first = 0; first < s; first += block) {
+        const end = Math.min(first + block, s), ends = chunks.flatMap((start, i) => {  // the last place in each chunk
+          const last = Math.min(end, (i + 1) * chunk) - 1;
+          return last >= Math.max(first, i * chunk) ? [start + last - i * chunk] : [];
+        });
+        const keys = Math.min(floordiv(Math.max(...ends), block) + 1, ceildiv(S, block));
+        ahead += keys;
+        for (let at = 0; at < ceildiv(S, block); at += span) back += Math.max(Math.min(keys - at, span), 1);
+      }
+      return [ahead, back];
+    });
+    const most = (i) => Math.max(...counts.map((one) => one[i]));
+    return [most(0), onTpu ? most(1) : most(0), block, spans];
+  }
+
+  function mixing(c, z, ring, [h, g, K, U]) {
+    const n = z.mesh.context, s = z.s, again = BATCHED;
+    const meeting = (s, S, starts, times) => {
+      const [ahead, back, block, spans] = blocksMet(s, S, starts, K, U, z), all = times * z.b;
+      const moved = h * (z.width * (ahead * block + s) * (K + U) + 4 * s);
+      const movedBack = h * (z.width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * z.width * S * (K + U);
+      return { product: true, part: "attention", flops: all * 2 * h * ahead * block ** 2 * (K + U), hbm_bytes: all * moved, again,
+               back: [all * 2 * h * back * block ** 2 * (3 * K + 2 * U), all * movedBack] };
+    };
+    if (!ring) {
+      const starts = n === 1 ? [[0]] : range(n).map((i) => [floordiv(i * s, 2), floordiv((2 * n - 1 - i) * s, 2)]);
+      const one = meeting(s, z.T, starts, 1);
+      if (z.platform !== "tpu" && BATCHED.includes(c.remat) && z.T <= z.BLOCK && n === 1) one.back[0] -= 2 * h * K * s * z.T * z.b;
+      return [one];
+    }
+    const others = meeting(floordiv(s, 2), s, [[s]], n - 1);
+    others.back = [others.back[0] + others.flops, others.back[1] + others.hbm_bytes];
+    return [meeting(s, s, [[0]], 1), others];
+  }
+
+  function overTensor(c, z, kind, size, more) {
+    const n = z.mesh.tensor;
+    if (c.tensor_exchange === "gather") return exchange("activations", kind, ["tensor"], size, more);
+    return exchange("activations", "collective-permute", ["tensor"], size / n, { ...more, times: n - 1 });
+  }
+
+  const arriving = (c, z, size, more = {}) => overTensor(c, z, "all-gather", size, more);
+  const leaving = (c, z, size, again = []) => overTensor(c, z, "reduce-scatter", size, { again });
+
   function attention(c, z) {
     const h = floordiv(c.n_heads, z.mesh.tensor), n = z.mesh.context, N = z.b * z.s, keys = z.b * z.T, rows = [];
-    const ring = c.context_attention === "ring" && n > 1, pieces = n > 1 ? 2 : Math.max(floordiv(z.s, z.QUERIES), 1);
-    const pairs = (z.b * z.s * z.T * (pieces + 1)) / (2 * pieces);
-    const ownPairs = (z.b * z.s ** 2 * 3) / 4, otherPairs = ((z.b * z.s ** 2) / 2) * (n - 1);
-    let score, value, eachKey, parts;
+    const g = c.attention === "mla" ? h : floordiv(c.n_kv_heads, z.mesh.tensor), ring = c.context_attention === "ring" && n > 1;
+    let score = c.d_head, value = c.d_head, arrives = c.d_model, parts = 2 * g * c.d_head;
     if (c.attention === "mla") {
-      const Q = c.d_query_latent || c.d_model;
-      [score, value] = [c.d_head + c.d_rope, c.d_value];
-      rows.push(product("attention", 2 * N * c.d_model * (c.d_kv_latent + c.d_rope)));
-      rows.push(product("attention", 2 * N * c.d_model * c.d_query_latent));
-      rows.push(product("attention", 2 * N * Q * h * score));
-      eachKey = 2 * c.d_kv_latent * h * (c.d_head + value);
-      parts = c.d_kv_latent + c.d_rope;
+      const Q = c.d_query_latent || c.d_model, latent = c.d_query_latent + c.d_kv_latent + c.d_rope;
+      [score, value, parts] = [c.d_head + c.d_rope, c.d_value, c.d_kv_latent + c.d_rope];
+      rows.push(product("attention", z, z.b * (c.d_query_latent ? z.t : z.s), c.d_model, latent));
+      rows.push(product("attention", z, N, Q, h * score));
+      if (c.d_query_latent) arrives = latent;
+      const made = (keys) => product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value));
+      rows.push(made(ring ? N : keys));
+      if (ring) {
+        const others = made((n - 1) * N);
+        rows.push({ ...others, again: BATCHED, back: [3 * others.flops, 3 * others.hbm_bytes] });
+      }
     } else {
-      const g = floordiv(c.n_kv_heads, z.mesh.tensor);
-      score = value = c.d_head;
-      rows.push(product("attention", 2 * N * c.d_model * (h + 2 * g) * c.d_head));
-      [eachKey, parts] = [0, 2 * g * c.d_head];
+      rows.push(product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head));
     }
-    rows.push(product("attention", 2 * N * h * value * c.d_model));
-    if (ring) {
-      rows.push(product("attention", eachKey * 1.5 * N));
-      rows.push(product("attention", 2 * h * (score + value) * ownPairs, BATCHED));
-      rows.push(product("attention", eachKey * N * (n - 1) + 2 * h * score * otherPairs + 2 * h * value * otherPairs, BATCHED));
-    } else {
-      rows.push(product("attention", eachKey * keys));
-      rows.push(product("attention", 2 * h * (score + value) * pairs, BATCHED));
-    }
-    const X = z.b * z.s * c.d_model * z.width, own = N * parts * z.width;
-    rows.push(exchange("activations", "all-gather", ["tensor"], X));
-    rows.push(exchange("activations", "reduce-scatter", ["tensor"], X));
+    rows.push(product("attention", z, N, h * value, c.d_model), ...mixing(c, z, ring, [h, g, score, value]));
+    rows.push(arriving(c, z, N * arrives * z.width));
+    if (c.attention === "mla" && !c.d_query_latent) rows.push(arriving(c, z, 4 * N, { back: false }));
+    rows.push(leaving(c, z, N * c.d_model * z.width, BATCHED));
+    const own = N * parts * z.width;
     if (ring) {
       rows.push(exchange("keys", "collective-permute", ["context"], own, { times: n - 1 }));
-      rows.push(exchange("keys", "collective-permute", ["context"], 8 * N, { back: false, times: n - 1 }));
+      rows.push(exchange("keys", "collective-permute", ["context"], 4 * N, { back: false, times: n - 1 }));
     } else {
       rows.push(exchange("keys", "all-gather", ["context"], own * n));
-      rows.push(exchange("keys", "all-gather", ["context"], 8 * N * n, { back: false }));
+      rows.push(exchange("keys", "all-gather", ["context"], 4 * N * n, { back: false }));
     }
     return rows;
   }
 
   function feedForward(c, z, hidden, part) {
-    const one = floordiv(2 * z.b * z.s * c.d_model * hidden, z.mesh.tensor);
-    return [product(part, one * (1 + c.swiglu)), product(part, one, [])];
+    const N = z.b * z.s, f = floordiv(hidden, z.mesh.tensor);
+    return [product(part, z, N, c.d_model, f * (1 + c.swiglu)), product(part, z, N, f, c.d_model, { again: [] })];
   }
 
   function dense(c, z) {
     const X = z.b * z.s * c.d_model * z.width;
     return [
       ...attention(c, z), ...feedForward(c, z, c.d_ff, "feed-forward"),
-      exchange("activations", "all-gather", ["tensor"], X),
-      exchange("activations", "reduce-scatter", ["tensor"], X, { again: [] }),
+      arriving(c, z, X, { of: "feed-forward" }), leaving(c, z, X),
     ];
   }
 
@@ -284,11 +372,11 @@
     const X = N * c.d_model * z.width;
     const out = [
       ...attention(c, z),
-      product("router", 2 * z.b * z.t * c.d_model * c.n_experts),
-      exchange("activations", "all-gather", ["tensor"], X),
+      product("router", z, z.b * z.t, c.d_model, c.n_experts),
+      arriving(c, z, X, { of: "feed-forward" }),
       exchange("routes", "all-gather", ["tensor"], 4 * N * k),
       exchange("routes", "all-gather", ["tensor"], 4 * N * k, { back: false }),
-      exchange("activations", "reduce-scatter", ["tensor"], X, { again: [] }),
+      leaving(c, z, X),
     ];
     let rows;
     if (c.capacity_factor) {
@@ -306,8 +394,8 @@
       out.push(exchange("routes", "all-gather", ["expert"], 4 * n * N * k, { back: false }));
       out.push(exchange("tokens", "reduce-scatter", ["expert"], n * X, { again: [] }));
     }
-    out.push(product("experts", 2 * rows * c.d_model * m * (1 + c.swiglu), BATCHED));
-    out.push(product("experts", 2 * rows * c.d_model * m, []));
+    out.push(product("experts", z, rows, c.d_model, m * (1 + c.swiglu), { tables: e, again: BATCHED }));
+    out.push(product("experts", z, rows, m, c.d_model, { tables: e, again: [] }));
     return c.n_shared ? [...out, ...feedForward(c, z, c.n_shared * c.d_expert, "shared experts")] : out;
   }
 
@@ -317,7 +405,7 @@
     const S = z.mesh.stage, n = z.mesh.tensor, rows = ceildiv(z.b * z.t, S), tokens = n * rows;
     const chunk = Math.min(c.loss_chunk, tokens), padded = ceildiv(tokens, chunk) * chunk;
     return [
-      product("logits", floordiv(2 * padded * c.d_model * c.vocab_size, n), ALWAYS),
+      product("logits", z, padded, c.d_model, floordiv(c.vocab_size, n), { tables: floordiv(padded, chunk), again: ALWAYS }),
       exchange("activations", "reduce-scatter", ["stage"], rows * S * c.d_model * z.width, { again: [] }),
       exchange("activations", "all-gather", ["tensor"], tokens * c.d_model * z.width, { again: [] }),
       exchange("logits", "all-reduce", ["tensor"], 2 * 4 * padded, { again: ALWAYS, back: false }),
@@ -340,17 +428,15 @@
     return [[nDense, dense(c, z)], [nMoe, nMoe ? moe(c, z) : []]];
   }
 
-  function flops(cfg, c, z, sched) {
-    const found = {};
-    const count = (rows, many, run) => {
-      for (const row of rows.filter((one) => one.product)) {
-        const times = run.forward + run.again * row.again.includes(c.remat) + run.inputs + run.weights;
-        found[row.part] = (found[row.part] ?? 0) + many * times * row.flops;
-      }
+  function work(cfg, c, z, sched) {
+    const count = (many, run) => (row) => {
+      const ahead = run.forward + run.again * row.again.includes(c.remat), [backFlops, backBytes] = row.back ?? [];
+      const whole = (x, given) => many * (ahead * x + (given === undefined ? x * (run.inputs + run.weights) : given * run.inputs));
+      return { part: row.part, flops: whole(row.flops, backFlops), hbm_bytes: whole(row.hbm_bytes, backBytes) };
     };
-    for (const [many, rows] of layers(c, z)) count(rows, many, passes(cfg, c, sched));
-    count(logits(c, z), 1, everywhere(sched.microbatches));
-    return found;
+    const products = (rows) => rows.filter((one) => one.product), run = passes(cfg, c, sched);
+    return [...layers(c, z).flatMap(([many, rows]) => products(rows).map(count(many, run))),
+            ...products(logits(c, z)).map(count(1, everywhere(sched.microbatches)))];
   }
 
   function weights(c, mesh, declarations) {
@@ -360,7 +446,7 @@
       const narrow = over.length && !d.exact && c.compute === "bfloat16";
       const many = prod(d.shape.filter((_, dim) => "PLJ".includes(d.dims[dim])));
       return {
-        ...d, held, over, joined: held * prod(over.map((axis) => mesh[axis])), width: narrow ? 2 : d.itemsize,
+        ...d, held, over, slice: floordiv(d.shape[d.spec.indexOf(over)] ?? 0, prod(over.map((axis) => mesh[axis]))), parts: prod(over.map((axis) => mesh[axis])), joined: held * prod(over.map((axis) => mesh[axis])), width: narrow ? 2 : d.itemsize,
         replicas: AXES.filter((axis) => !d.spec.flat().includes(axis)),
         layers: floordiv(many, d.dims.includes("L") ? mesh.stage : 1),
       };
@@ -369,25 +455,31 @@
 
   function traffic(cfg, c, z, sched, split, held, rounds) {
     const run = passes(cfg, c, sched), M = sched.microbatches, once = everywhere(M), found = new Map();
-    const add = (part, kind, axes, size, count) => {
+    const rare = ["batch", "replicas", ...(c.gather === "step" ? ["weights", "gradients"] : [])];
+    const add = (part, kind, axes, size, count, when = "once", of = "") => {
       axes = AXES.filter((axis) => axes.includes(axis) && z.mesh[axis] > 1);
+      kind = madeOf(kind, axes, z);
       if (!axes.length || !count || !size) return;
-      const name = `${part} ${kind} ${axes}`, old = found.get(name) ?? { part, kind, axes, count: 0, wire_bytes: 0 };
+      const name = `${part} ${kind} ${axes}`, in_a_slot = !rare.includes(part) && !axes.includes("stage");
+      const old = found.get(name) ?? { part, kind, axes, count: 0, wire_bytes: 0, exposed_bytes: 0, in_a_slot };
+      const wire = count * wireBytes(kind, size, prod(axes.map((axis) => z.mesh[axis])));
       old.count += count;
-      old.wire_bytes += count * wireBytes(kind, size, prod(axes.map((axis) => z.mesh[axis])));
+      old.wire_bytes += wire;
+      old.exposed_bytes += wire * exposed(c, z, kind, axes, when, of);
       found.set(name, old);
     };
     const back = { "all-gather": "reduce-scatter", "reduce-scatter": "all-gather" };
-    const activations = (rows, many, run) => {
+    const activations = (rows, many, run, inside = true) => {
       for (const row of rows.filter((one) => !one.product)) {
-        const ahead = run.forward + run.again * row.again.includes(c.remat);
-        add(row.part, row.kind, row.axes, row.size, many * row.times * ahead);
-        add(row.part, back[row.kind] ?? row.kind, row.axes, row.size, many * row.times * run.inputs * row.back);
+        const times = many * row.times, more = (when) => (inside ? [when, row.of] : []);
+        add(row.part, row.kind, row.axes, row.size, times * run.forward, ...more("forward"));
+        add(row.part, row.kind, row.axes, row.size, times * run.again * row.again.includes(c.remat), ...more("again"));
+        add(row.part, back[row.kind] ?? row.kind, row.axes, row.size, times * run.inputs * row.back, ...more("back"));
       }
     };
     for (const [many, rows] of layers(c, z)) activations(rows, many, run);
-    activations(enter(c, z), 1, { forward: run.forward, again: 0, inputs: M, weights: 0 });
-    activations(logits(c, z), 1, once);
+    activations(enter(c, z), 1, { forward: run.forward, again: 0, inputs: M, weights: 0 }, false);
+    activations(logits(c, z), 1, once, false);
     const ahead = run.forward > M ? forwardOnly(sched) : null;
     const ticks = sched.table.length * (sched.turns ? 1 : 2) + (ahead ? ahead.table.length : 0);
     if (sched.stages > 1) add("activations", "collective-permute", ["stage"], z.b * z.t * c.d_model * z.width, ticks);
@@ -395,25 +487,32 @@
     const sequences = split.device_batch * split.microbatches * split.accumulation;
     add("batch", "all-gather", ["context"], 6 * 4 * sequences * z.T, 1);
 
-    const onePiece = M * sched.stages === 1;
-    for (const w of held) {
-      let gathers = run.forward + run.again, reductions = run.weights, reduced = w.width;
-      if (w.name === "embedding_VD") [gathers, reductions] = [run.forward + M * c.tie_embeddings, M * (1 + c.tie_embeddings)];
-      else if (w.name === "unembedding_DV") gathers = reductions = M;
-      const size = (w.joined * w.width) / w.layers;
-      if (c.gather === "step") [gathers, reductions, reduced] = [1, 1, onePiece ? w.width : 4];
-      add("weights", "all-gather", w.over, size, gathers * w.layers);
-      if (w.trainable) {
-        add("gradients", "reduce-scatter", w.over, (size * reduced) / w.width, reductions * w.layers);
-        add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
-      }
-      if (sched.chunks > 1 && w.dims[0] === "L") {
-        const part = (c.gather === "step" ? w.joined : w.held) / sched.chunks;
-        add("weights", "collective-permute", ["stage"], part * w.width, rounds);
-        add("gradients", "collective-permute", ["stage"], part * 4, rounds);
-      }
-    }
+    for (const w of held) ofWeights(w, c, z, sched, run, rounds, add);
     return [...found.values()];
+  }
+
+  function ofWeights(w, c, z, sched, run, rounds, add) {
+    const M = sched.microbatches, onePiece = M * sched.stages === 1;
+    let { forward: ahead, again, weights: back } = run, reduced = w.width, times = w.layers;
+    if (w.name === "embedding_VD") [again, back] = [M * c.tie_embeddings * !(onePiece && z.platform === "tpu"), M * (1 + c.tie_embeddings)];
+    else if (w.name === "unembedding_DV") [ahead, again, back] = [M, 0, M];
+    let size = (w.joined * w.width) / w.layers;
+    if (c.gather === "step") [ahead, again, back, reduced] = [1, 0, 1, onePiece ? w.width : 4];
+    const inBlocks = w.name.startsWith("blocks."), of = (inBlocks || w.name.startsWith("prefix.")) && c.gather !== "step" ? "weights" : "";
+    if (c.gather === "ahead" && inBlocks) times += (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks;
+    add("weights", "all-gather", w.over, size, ahead * times, "forward", of);
+    add("weights", "all-gather", w.over, size, again * times, "again", of);
+    if (w.trainable) {
+      size = (size * reduced) / w.width;
+      if (c.gather === "ahead") add("gradients", "collective-permute", w.over, size * (1 - 1 / w.parts), back * times, "back", of);
+      else add("gradients", c.gather === "step" ? "reduce-scatter" : scatterOf(w.dims, w.slice, z), w.over, size, back * times, "back", of);
+      add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
+    }
+    if (sched.chunks > 1 && w.dims[0] === "L") {
+      const part = (c.gather === "step" ? w.joined : w.held) / sched.chunks;
+      add("weights", "collective-permute", ["stage"], part * w.width, rounds);
+      add("gradients", "collective-permute", ["stage"], part * 4, rounds);
+    }
   }
 
   function bubble(cfg, c, sched) {
@@ -430,30 +529,29 @@
   // plan.costs: memory --------------------------------------------------------------------------------------------
 
   function kept(c, z, isMoe, remat) {
-    const N = z.b * z.s, keys = z.b * z.T, f32 = 4, stream = z.b * z.t * c.d_model, whole = N * c.d_model;
+    const N = z.b * z.s, f32 = 4, stream = z.b * z.t * c.d_model, whole = N * c.d_model, contexts = z.mesh.context;
+    const ring = c.context_attention === "ring" && contexts > 1, keys = ring ? N : z.b * z.T;
     const h = floordiv(c.n_heads, z.mesh.tensor), n = z.mesh.expert, m = floordiv(c.d_expert, z.mesh.tensor);
-    let latent = 0, score = c.d_head, value = c.d_head, made, rows = 0, tiles = 0;
+    let latent = 0, score = c.d_head, value = c.d_head, g = h, made, rows = 0, tiles = 0;
     if (c.attention === "mla") {
       [latent, score, value] = [c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value];
       made = keys * h * (c.d_head + value);
     } else {
-      made = floordiv(N * 2 * c.n_kv_heads, z.mesh.tensor) * c.d_head;
+      g = floordiv(c.n_kv_heads, z.mesh.tensor);
+      made = N * 2 * g * c.d_head;
     }
     if (isMoe && c.capacity_factor) rows = c.n_experts * z.b * slotsPerExpert(c, z.T);
     else if (isMoe) {
       rows = groupedRows(N * n * c.top_k, floordiv(c.n_experts, n), z);
       tiles = z.platform === "tpu" ? 0 : paddedTiles(N * n * c.top_k, floordiv(c.n_experts, n), z.TILE)[1];
     }
-    const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor);
+    const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor), matrices = 2 + c.swiglu;
     if (remat === "full") return stream * z.width;
     if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) + N * latent + N * h * score + made + inner * (1 + c.swiglu)) * z.width;
-    const pieces = z.mesh.context > 1 ? 2 : Math.max(floordiv(z.s, z.QUERIES), 1), matrices = 2 + c.swiglu;
-    let scores = (z.b * h * z.s * z.T * (pieces + 1)) / (2 * pieces), heads = (N * h + keys * h) * (score + value);
-    if (remat === "fused") return (2 * stream + 3 * whole + N * latent + heads + scores + matrices * (inner + rows * m) + 3 * rows * c.d_model) * z.width;
-    if (c.context_attention === "ring" && z.mesh.context > 1) {
-      [scores, heads] = [z.b * h * z.s ** 2 * 2, heads + z.mesh.context * N * h * 2 * (value + 2)];
-    }
-    return 4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width + heads * z.width + scores * (f32 + z.width)
+    let attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32;
+    if (ring) attended += (contexts - 1) * N * h * (value + 1) * f32;
+    if (remat === "fused") return attended + (2 * stream + 3 * whole + N * latent + matrices * (inner + rows * m) + 3 * rows * c.d_model) * z.width;
+    return 4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width + attended
       + (inner + rows * m) * (c.swiglu ? 5 : 6) * z.width + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width;
   }
 
@@ -466,6 +564,7 @@
     const work = Math.max(...there.map(([, isMoe]) => kept(c, z, isMoe, onTpu ? "fused" : "none")));
     const ofLayer = Math.max(...["prefix.", "blocks.dense.", "blocks.moe."].map((part) =>
       sum(w.filter((x) => x.name.startsWith(part)).map((x) => floordiv(x.joined * x.width, x.layers)))));
+    const ofBlock = sum(w.filter((x) => x.name.startsWith("blocks.")).map((x) => floordiv(x.joined * x.width, z.blocks)));
     const slots = onePiece ? { inbox: 0, kept: 1, cotangents: 0 } : buffers(sched), stream = z.b * z.t * c.d_model * z.width;
     const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined));
     const tokens = ceildiv(z.b * z.t, z.mesh.stage) * z.mesh.tensor, each = onePiece ? null : onTpu ? 4 : 8;
@@ -473,7 +572,7 @@
     const chunk = floordiv(Math.min(c.loss_chunk, tokens) * c.vocab_size, z.mesh.tensor) * 4;
     return {
       parameters: state, optimizer: 2 * state, batch: 5 * 4 * sequences * z.s, gradients,
-      weights: whole ? sum(w.map((x) => x.joined * x.width)) : 2 * ofLayer,
+      weights: whole ? sum(w.map((x) => x.joined * x.width)) : c.gather === "ahead" ? 3 * ofBlock : 2 * ofLayer,
       saved: (slots.kept + (onePiece ? 0 : 1)) * saved,
       pipeline: (slots.inbox + slots.cotangents) * stream,
       "at work": Math.max(work, (onTpu ? 1 : 3) * chunk + 4 * table - (onePiece && onTpu ? gradients : 0)),
@@ -512,15 +611,24 @@
 
   // plan.planner --------------------------------------------------------------------------------------------------
 
-  function seconds(one, cfg, c, chip, wires) {
-    const found = { compute: one.hardware_flops / chip.peak_flops_per_s };
-    const once = ["batch", "replicas", ...(c.gather === "step" ? ["weights", "gradients"] : [])];
-    let waits = found.compute;
+  function speedOf(kind, axis, [all, neighbour, allToAll], n) {
+    if (kind !== "collective-permute") return kind === "all-to-all" ? allToAll : all;
+    return Math.min(all, neighbour * (axis === "tensor" ? (n - 1) / floordiv(n, 2) : 1));
+  }
+
+  function seconds(one, mesh, chip, wires) {
+    const compute = sum(one.work.map((x) => Math.max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s)));
+    const found = { compute }, hidden = {};
+    let waits = compute;
     for (const sent of one.traffic) {
-      const which = sent.kind === "all-to-all" ? 2 : sent.kind === "collective-permute" ? 1 : 0;
-      const time = sent.wire_bytes / Math.min(...sent.axes.map((axis) => wires[axis][which])), name = sent.axes.join("*");
-      found[name] = (found[name] ?? 0) + time;
-      if (!once.includes(sent.part) && !sent.axes.includes("stage")) waits += time;
+      const name = sent.axes.join("*"), speed = Math.min(...sent.axes.map((axis) => speedOf(sent.kind, axis, wires[axis], mesh[axis])));
+      found[name] = (found[name] ?? 0) + sent.exposed_bytes / speed;
+      hidden[name] = (hidden[name] ?? 0) + (sent.wire_bytes - sent.exposed_bytes) / speed;
+      if (sent.in_a_slot) waits += sent.exposed_bytes / speed;
+    }
+    for (const [name, time] of Object.entries(hidden)) {
+      found[name] += Math.max(time - compute, 0);
+      waits += Math.max(time - compute, 0);
     }
     const state = one.memory_bytes.parameters + one.memory_bytes.optimizer;
     found.optimizer = (2 * state + one.memory_bytes.parameters) / chip.hbm_bytes_per_s;
@@ -528,17 +636,17 @@
     return found;
   }
 
-  // cfg: {preset, chip, mesh: {axis: size}, batch_size, seq_len, schedule, remat, gather, context_attention}
+  // cfg: {preset, chip, mesh: {axis: size}, batch_size, seq_len, schedule, remat, gather, tensor_exchange, context_attention}
   function plan(data, cfg) {
     const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip], mesh = cfg.mesh;
-    const c = { ...preset.model, remat: cfg.remat, gather: cfg.gather, context_attention: cfg.context_attention };
+    const c = { ...preset.model, remat: cfg.remat, gather: cfg.gather, tensor_exchange: cfg.tensor_exchange, context_attention: cfg.context_attention };
     cfg = { ...cfg, max_device_batch: preset.max_device_batch };
     try {
       const wires = links(data, cfg), split = splitBatch(cfg), s = floordiv(cfg.seq_len, mesh.context);
       checkDivides(preset.declarations, mesh);
       const sched = schedule(cfg, split, c.n_blocks), platform = chip.torus_dims ? "tpu" : "cpu";
       const z = { b: split.device_batch, T: cfg.seq_len, s, t: floordiv(s, mesh.tensor), width: c.compute === "bfloat16" ? 2 : 4,
-                  blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, QUERIES: data.QUERIES, TILE: data.TILE, PART: data.PART };
+                  blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, BLOCK: data.BLOCK, VMEM_BYTES: data.VMEM_BYTES, TILE: data.TILE, PART: data.PART };
       const w = weights(c, mesh, preset.declarations), devices = prod(AXES.map((axis) => mesh[axis]));
       const lookup = c.tie_embeddings ? 0 : c.vocab_size * c.d_model;
       const width = c.attention === "mla" ? c.d_head + c.d_rope + c.d_value : 2 * c.d_head;
@@ -547,19 +655,22 @@
         params_total: preset.params_total, params_active: preset.params_active, devices, split,
         tokens_per_step: cfg.batch_size * cfg.seq_len,
         model_flops: (cfg.batch_size * cfg.seq_len * perToken) / devices,
-        flops: flops(cfg, c, z, sched),
+        work: work(cfg, c, z, sched),
         memory_bytes: memory(cfg, c, z, sched, split, w),
         traffic: traffic(cfg, c, z, sched, split, w, data.rounds[mesh.stage] ?? 0),
         bubble: bubble(cfg, c, sched), microbatches: sched.microbatches, ticks: sched.table.length,
         limit_bytes: chip.memory_bytes,
       };
+      one.flops = {};
+      for (const x of one.work) one.flops[x.part] = (one.flops[x.part] ?? 0) + x.flops;
       one.hardware_flops = sum(Object.values(one.flops));
+      one.exposed_bytes = sum(one.traffic.map((x) => x.exposed_bytes));
       one.wire_bytes = sum(one.traffic.map((x) => x.wire_bytes));
       one.wire_by_axes = {};
       for (const x of one.traffic) one.wire_by_axes[x.axes.join("*")] = (one.wire_by_axes[x.axes.join("*")] ?? 0) + x.wire_bytes;
       one.peak_bytes = sum(Object.values(one.memory_bytes));
       one.fits = one.peak_bytes <= one.limit_bytes;
-      one.seconds = seconds(one, cfg, c, chip, wires);
+      one.seconds = seconds(one, mesh, chip, wires);
       one.step_s = sum(Object.values(one.seconds));
       one.mfu = one.model_flops / one.step_s / chip.peak_flops_per_s;
       return one;

@@ -20,7 +20,7 @@
   function read() {
     const value = (name) => form.elements[name].value;
     const cfg = { mesh: Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(value(axis))])) };
-    for (const name of ["preset", "chip", "schedule", "remat", "gather", "context_attention"]) cfg[name] = value(name);
+    for (const name of ["preset", "chip", "schedule", "remat", "gather", "tensor_exchange", "context_attention"]) cfg[name] = value(name);
     for (const name of ["batch_size", "seq_len"]) cfg[name] = Number(value(name));
     return cfg;
   }
@@ -43,7 +43,7 @@
                     deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
     const size = { dense_124m: 512, llama3_8b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
     return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", remat: model.remat,
-             gather: model.gather, context_attention: model.context_attention };
+             gather: model.gather, tensor_exchange: model.tensor_exchange, context_attention: model.context_attention };
   }
 
   const escape = (text) => text.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt(0)};`);
@@ -74,7 +74,7 @@
     const spent = Object.entries(one.seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
       .map(([what, s]) => [names[what] ?? `wires of ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / one.step_s)}`]);
     const { device_batch, microbatches, accumulation } = one.split;
-    const changed = ["remat", "gather", "context_attention"].filter((name) => cfg[name] !== preset.model[name]);
+    const changed = ["remat", "gather", "tensor_exchange", "context_attention"].filter((name) => cfg[name] !== preset.model[name]);
     const flags = changed.map((name) => ` --model.${name} ${cfg[name]}`).join("")
       + (cfg.batch_size !== preset.batch_size ? ` --data.batch_size ${cfg.batch_size}` : "")
       + (cfg.seq_len !== preset.seq_len ? ` --data.seq_len ${cfg.seq_len}` : "")
@@ -86,8 +86,8 @@
       ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}${accumulation > 1 ? `, ${accumulation} accumulation passes` : ""}.
       ${cfg.mesh.stage > 1 ? `Stages wait ${percent(one.bubble)} of the time of the layers.` : ""}</p>
       <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => MEANS[part])}
-      <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
-      <h3>Time of a step, nothing overlapping</h3>${bar(spent, one.step_s)}${legend(spent)}
+      <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}, ${bytes(one.exposed_bytes)} not beside products</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
+      <h3>Time of a step</h3>${bar(spent, one.step_s)}${legend(spent)}
       <p>The same, and what the compiler makes of it:</p>
       <pre>python -m plan ${cfg.preset} --topology ${cfg.chip}:${chip.shapes[one.devices] ?? one.devices} --mesh ${mesh}${flags}</pre>`;
   }

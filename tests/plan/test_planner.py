@@ -1,5 +1,6 @@
 """Claims about the planner: its arithmetic is what the compiler counts, and what it prints can be relied on."""
 
+import dataclasses
 import json
 import math
 import re
@@ -29,7 +30,8 @@ def config(name: str, mesh: str, **settings):
 
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
-LAYER, NONE = {"model.gather": "layer"}, {"model.remat": "none"}
+LAYER, AHEAD, NONE = {"model.gather": "layer"}, {"model.gather": "ahead"}, {"model.remat": "none"}
+IN_TURN = {"model.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
 CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
@@ -45,10 +47,16 @@ CASES = {
         "model.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
         "model.activation": "swiglu", "model.tie_embeddings": True}),
     "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
+    "positions in turn": ("bench", "fsdp=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 48}),
+    "no query latent": ("bench", "context=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 0}),
+    "weights ahead": ("bench", "fsdp=4,tensor=2", AHEAD | IN_TURN | DENSE | {"model.attention": "gqa",
+        "model.n_kv_heads": 2, "model.activation": "swiglu"}),
+    "experts ahead": ("bench", "fsdp=2,expert=2,context=2", AHEAD | NONE | {"model.dense_prefix": 2}),
+    "1f1b ahead": ("bench", "stage=2,fsdp=2,tensor=2", AHEAD | IN_TURN | {"pipeline.schedule": "1f1b"}),
 }  # fmt: skip
 
 
-QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries")
+QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "weights ahead")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
@@ -110,11 +118,15 @@ def test_the_headline_plan_stays_within_its_budget():
 
 def test_time_is_work_over_speed():
     """Catches a term of the roofline that is lost, doubled, or divided by another wire's speed."""
-    cfg = preset("dense_124m", **{"mesh": "data=4,tensor=2,stage=4", "data.batch_size": 64, "model.remat": "full"})
+    settings = {"data.batch_size": 64, "model.remat": "full", "model.tensor_exchange": "gather"}
+    cfg = preset("dense_124m", **{"mesh": "data=4,tensor=2,stage=4"} | settings)
     plan = planner.plan(cfg, "v4:4x4x2")
     links, seconds = hardware.layout(cfg.mesh, plan.topology), plan.seconds()
-    assert seconds["compute"] == plan.hardware_flops / 275e12
-    assert seconds["tensor"] == pytest.approx(plan.wire_by_axes["tensor"] / links["tensor"].bytes_per_s)
+    assert seconds["compute"] == sum(max(x.flops / 275e12, x.hbm_bytes / 1.2e12) for x in plan.work)
+    over_tensor = [x for x in plan.traffic if x.axes == ("tensor",)]
+    waited = sum(x.exposed_bytes for x in over_tensor)
+    assert 0 < waited < sum(x.wire_bytes for x in over_tensor) == plan.wire_by_axes["tensor"]
+    assert seconds["tensor"] == pytest.approx(waited / links["tensor"].bytes_per_s)
     state = plan.memory_bytes["parameters"]
     assert seconds["optimizer"] == pytest.approx(7 * state / 1.2e12)  # three arrays read and written, gradients read
     # gpipe, M=16 microbatches, S=4 stages: of 19 rounds of forward passes and 19 of backward passes a stage has 16.
@@ -123,7 +135,54 @@ def test_time_is_work_over_speed():
     assert seconds["bubble"] == pytest.approx((seconds["compute"] + seconds["tensor"]) * 3 / 16)
     assert plan.step_s == pytest.approx(sum(seconds.values()))
     assert plan.mfu(plan.step_s) == pytest.approx(plan.model_flops / plan.step_s / 275e12)
-    assert plan.overlapped_s < plan.step_s
+
+
+def test_hidden_wires_cost_what_they_take_longer_than_products():
+    """Catches hidden bytes that cost nothing however many there are, or as much as exposed ones."""
+    settings = {
+        "model.tensor_exchange": "ring",
+        "data.batch_size": 64,
+        "mesh": "fsdp=4,tensor=4",
+        "model.remat": "full",
+    }
+    plan = planner.plan(preset("dense_124m", **settings), "v4:4x2x2")
+    over = lambda seconds: seconds["tensor"]
+    exposed = [dataclasses.replace(x, exposed_bytes=x.wire_bytes) for x in plan.traffic]
+    hidden = [dataclasses.replace(x, exposed_bytes=0) for x in plan.traffic]
+    seconds, every = plan.seconds(), plan.seconds(exchanges=exposed)
+    assert every == plan.seconds(alone=True)
+    assert plan.seconds(exchanges=hidden)["tensor"] == pytest.approx(over(every) - seconds["compute"])
+    assert over(every) > seconds["compute"] > over(every) - over(seconds) > 0
+    assert plan.seconds(3 * plan.hardware_flops, hidden)["tensor"] == 0
+
+
+def test_few_rows_take_the_time_of_their_weights():
+    """Catches a roofline in which a product of a few rows costs its FLOPs alone, not the weights that are read."""
+    settings = {"mesh": "data=4", "data.batch_size": 4, "model.gather": "step", "model.d_ff": 8192}
+    few, many = (planner.plan(preset("dense_124m", **settings, **{"data.seq_len": T}), "v4:2x2x1") for T in (8, 4096))
+    ridge = 275e12 / 1.2e12  # FLOPs that a byte must serve
+    wide = lambda plan: next(x for x in plan.work if x.part == "feed-forward")
+    assert wide(few).flops / wide(few).hbm_bytes == pytest.approx(2 * 8 / 2, rel=0.05)  # two for each row and number
+    assert wide(many).flops / wide(many).hbm_bytes > ridge
+    assert few.seconds()["compute"] > 5 * few.hardware_flops / 275e12
+
+
+def test_a_scatter_over_all_chips_costs_an_all_reduce():
+    """Catches a ranking in which `fsdp` over a whole slice is as cheap as over half of it."""
+
+    def kinds(mesh, **more):
+        settings = {
+            "data.batch_size": 64,
+            "model.d_model": 1024,
+            "model.d_head": 64,
+        } | more  # no slice is narrower than 128
+        plan = planner.plan(preset("dense_124m", mesh=mesh, **settings), "v4:2x2x2")
+        return {x.kind: x.wire_bytes for x in plan.traffic if x.part == "gradients"}
+
+    whole, half = kinds("fsdp=8"), kinds("fsdp=4,data=2")
+    assert set(whole) == {"all-reduce"} and set(half) == {"reduce-scatter"}
+    assert whole["all-reduce"] / half["reduce-scatter"] == pytest.approx(2 * (7 / 8) / (3 / 4))
+    assert set(kinds("fsdp=8", **{"model.gather": "ahead"})) == {"collective-permute"}
 
 
 def test_a_mesh_divides_the_work_and_not_the_model():

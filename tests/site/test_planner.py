@@ -22,7 +22,7 @@ const points = JSON.parse(require("fs").readFileSync(0, "utf8"));
 process.stdout.write(JSON.stringify(points.map((one) => plan(globalThis.PLANNER_DATA, one))));
 """
 WHOLE = ("params_total", "params_active", "tokens_per_step", "limit_bytes", "fits")
-SHARES = ("model_flops", "hardware_flops", "wire_bytes", "peak_bytes", "bubble", "step_s")
+SHARES = ("model_flops", "hardware_flops", "wire_bytes", "exposed_bytes", "peak_bytes", "bubble", "step_s")
 BY_PART = ("memory_bytes", "flops", "wire_by_axes", "seconds")
 
 
@@ -44,7 +44,8 @@ def in_python(point: dict):
     try:
         cfg = replace(preset(point["preset"]), mesh=mesh, **{
             "data.batch_size": point["batch_size"], "data.seq_len": point["seq_len"], "model.remat": point["remat"],
-            "model.gather": point["gather"], "model.context_attention": point["context_attention"],
+            "model.gather": point["gather"], "model.tensor_exchange": point["tensor_exchange"],
+            "model.context_attention": point["context_attention"],
             "pipeline.schedule": point["schedule"],
             "pipeline.chunks": 2 if point["schedule"] == "interleaved" and point["mesh"]["stage"] > 1 else 1,
         })  # fmt: skip
@@ -64,7 +65,8 @@ def draw(rng: random.Random) -> dict:
         "preset": rng.choice(sorted({*planner_widget.PRESETS} - {"tiny"})), "chip": chip, "mesh": mesh,
         "batch_size": 2 ** rng.randint(4, 9), "seq_len": 2 ** rng.randint(8, 13),
         "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]), "remat": rng.choice(["full", "dots", "none"]),
-        "gather": rng.choice(["layer", "step"]), "context_attention": rng.choice(["gather", "ring"]),
+        "gather": rng.choice(["layer", "ahead", "step"]),
+        "tensor_exchange": rng.choice(["ring", "gather"]), "context_attention": rng.choice(["gather", "ring"]),
     }  # fmt: skip
 
 

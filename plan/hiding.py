@@ -1,0 +1,66 @@
+"""What of a step's wires stands beside products in the schedule that the TPU compiler makes, and what it sends instead.
+
+Rules, read off schedules compiled for v4 with the options of `xla/options.py`; tests/plan/test_tpu.py holds exposed
+bytes to them, within 10% of all bytes. For other devices no schedule is known: there all is exposed.
+"""
+
+import math
+
+from config import ModelConfig
+from sharding import TENSOR
+
+
+def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
+    """The collective that is compiled: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
+    split = {axis: n for axis, n in mesh.items() if n > 1}
+    everywhere = set(axes) == set(split) and math.prod(split.values()) > 4
+    return "all-reduce" if platform == "tpu" and kind == "reduce-scatter" and everywhere else kind
+
+
+LANES = 128  # of a TPU's vector: the entries of an array's narrowest dim lie along them
+
+
+def scatter_of(dims: str, width: int, platform: str) -> str:
+    """The collective of a parameter's gradient, of which a device keeps a slice this wide.
+
+    Of matrices by head, and of the embedding, the sliced dim lies along lanes; such slices are cut out of a sum.
+    """
+    by_head, table = {*dims} & {*"HG"}, dims == "VD"
+    cut = (by_head and width % LANES) or (table and width < LANES)
+    return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
+
+
+def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes, when: str, of: str) -> float:
+    """The share of a collective's bytes that no products stand beside.
+
+    when  forward, again (repeated for the backward pass) or back
+    of    the part of a layer that it is for; "": outside of the loops over layers, where the next product waits for it
+    """
+    if platform != "tpu" or not of or kind not in ("all-gather", "collective-permute"):
+        return 1
+    if axes == (TENSOR,):
+        return of_positions(kind, mesh[TENSOR], when, of)
+    if of == "weights":
+        return of_weights(c, kind, math.prod(mesh[axis] for axis in axes), when)
+    return 1
+
+
+def of_positions(kind: str, n: int, when: str, of: str) -> float:
+    """A gather is needed at once; one of gradients has the products of other gradients beside it.
+
+    A ring hides, but for one of its two ways in front of a feed-forward, where all products wait for it.
+    """
+    if kind == "all-gather":
+        return float(when != "back")
+    return n // 2 / (n - 1) if (when, of) == ("forward", "feed-forward") else 0
+
+
+def of_weights(c: ModelConfig, kind: str, n: int, when: str) -> float:
+    """All-gathers run one after the other, each beside products that do not need it.
+
+    On the way back of weights gathered ahead, gradients leave by halves, and halves of them: the first halves stand
+    beside all of a block's products, the others wait for them; and so does every second gather.
+    """
+    if kind == "collective-permute":
+        return (n // 2 - 1) / (n - 1)
+    return 0.5 if (c.gather, when) == ("ahead", "again") else 0
