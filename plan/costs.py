@@ -463,9 +463,13 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
     if w.d.trainable:
         size = size * reduced / w.width
         kind = "reduce-scatter" if c.gather == "step" else hiding.scatter_of(w.d.dims, w.slice, platform)
-        if c.gather == "ahead":  # in halves, and halves of them
-            kind, size = "collective-permute", size * (1 - 1 / w.parts)
-        add("gradients", kind, w.gathered_over, size, back * times, "back", of)
+        if c.gather == "ahead":  # in halves, and halves of them: along the last axis first
+            for axis in reversed(w.gathered_over):
+                n = w.mesh[axis]
+                add("gradients", "collective-permute", (axis,), size * (1 - 1 / n), back * times, "back", of)
+                size, of = size / n, of if n == 1 else ""  # the first halves alone are hidden
+        else:
+            add("gradients", kind, w.gathered_over, size, back * times, "back", of)
         add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
         held = (w.joined if c.gather == "step" else w.held) / sched.chunks

@@ -504,7 +504,12 @@
     add("weights", "all-gather", w.over, size, again * times, "again", of);
     if (w.trainable) {
       size = (size * reduced) / w.width;
-      if (c.gather === "ahead") add("gradients", "collective-permute", w.over, size * (1 - 1 / w.parts), back * times, "back", of);
+      let left = size, hides = of;
+      if (c.gather === "ahead") for (const axis of [...w.over].reverse()) {
+        const n = z.mesh[axis];
+        add("gradients", "collective-permute", [axis], left * (1 - 1 / n), back * times, "back", hides);
+        [left, hides] = [left / n, n === 1 ? hides : ""];
+      }
       else add("gradients", c.gather === "step" ? "reduce-scatter" : scatterOf(w.dims, w.slice, z), w.over, size, back * times, "back", of);
       add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
     }
