@@ -393,9 +393,9 @@ print(f"MFU        {one.mfu(alone(one)):6.0%} to {one.mfu(one.step_s):.0%}")
 # directions of the box, so it has four links. `tensor` cuts products, and adds up partial sums of what the
 # layers compute for the tokens, as above. *Compute* is FLOPs over FLOP/s, and the *optimizer* waits for HBM.
 #
-# *MFU* is the share of the chips' peak that the model's own FLOPs use. Compute alone is more, as the layers run
-# forward twice, to save memory. Again the truth lies between the longer of two times and the sum; the plan knows
-# which wires the TPU compiler runs beside products.
+# *MFU* is the share of the chips' peak that the model's own FLOPs use. Compute alone is more, as the layers
+# run forward twice, to save memory. Again the truth lies between the longer of two times and the sum; the
+# plan knows which wires the TPU compiler runs beside products.
 #
 # > **Predict.** Four times the sequences on the same chips, so four times the FLOPs. How many times the
 # > seconds, if nothing overlaps?

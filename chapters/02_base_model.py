@@ -567,8 +567,9 @@ print(f"chunks of 9, V = 100,352 less V = 257: {tables:.1f} times the table")
 
 # %% [markdown]
 # Not a sixteenth. What remains is of the *table's* size, twice, however small the chunk: the sum of its
-# gradient over the chunks so far, and a chunk's part of that gradient. A chunk's logits are chunk · V numbers, the table D · V. So a chunk of fewer tokens than the model
-# is wide (D = 64) saves little, whatever V. The result is the same, and a chunk need not divide the tokens:
+# gradient over the chunks so far, and a chunk's part of that gradient. A chunk's logits are chunk · V
+# numbers, the table D · V. So a chunk of fewer tokens than the model is wide (D = 64) saves little, whatever
+# V. The result is the same, and a chunk need not divide the tokens:
 
 # %%
 assert 1.5 < tables < 2.5 and whole / 8 < chunked[36] < whole / 3

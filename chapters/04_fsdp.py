@@ -923,12 +923,12 @@ axes.minorticks_off()
 axes.legend()
 
 # %% [markdown]
-# A model 65 times as large needs nearly the same number of tokens a chip, and so do twice as many chips. What enters
-# is the wiring: the axes of `v4:4x4x2` are not closed, and what a chip sends can go one way only. And what is
-# gathered without being used by every token: Mixtral gathers eight experts, and a token meets two.
+# A model 65 times as large needs nearly the same number of tokens a chip, and so do twice as many chips. What
+# enters is the wiring: the axes of `v4:4x4x2` are not closed, and what a chip sends can go one way only. And
+# what is gathered without being used by every token: Mixtral gathers eight experts, and a token meets two.
 #
-# A number of tokens a chip bounds the number of chips. A batch of 4 million tokens feeds 4e6 / 1,056 =
-# 3,800 chips of v5p by FSDP alone. Beyond that, an axis is due that splits the products of a token (chapter 05).
+# A number of tokens a chip bounds the number of chips. A batch of 4 million tokens feeds 4e6 / 1,056 = 3,800
+# chips of v5p by FSDP alone. Beyond that, an axis is due that splits the products of a token (chapter 05).
 #
 # And the tokens are those of one *pass*. A step may take its sequences in several passes and add the gradients
 # (gradient accumulation); with `gather=layer` each pass gathers everything again. 512 sequences of 1,024 tokens
@@ -1034,13 +1034,12 @@ def judged(plan):
     if not plan.fits:
         size = lambda names: sum(plan.memory_bytes[name] for name in names)
         return f"{gib:,.0f} GiB: too large. {TOO_LARGE[max(TOO_LARGE, key=size)]}"
-    step_s = sum(took.values())
-    wires = step_s - took["compute"] - took["optimizer"]
-    said = f"{step_s:.2f} s: products {took['compute']:.2f}, wires {wires:.2f}"
-    said += f"; {gib:.0f} GiB."
+    step_s, work = sum(took.values()), took["compute"]
+    wires = step_s - work - took["optimizer"]
+    said = f"{step_s:.2f} s: products {work:.2f}, wires {wires:.2f}; {gib:.0f} GiB."
     if step_s <= 3.55:
         return f"Right: {said}"
-    if wires > took["compute"] - ONCE:
+    if wires > work - ONCE:
         return f"{said} Wires: how often does a weight travel in a step?"
     return f"{said} Products: {ONCE:.2f} s would do. What could the other GiB buy?"
 

@@ -699,11 +699,11 @@ for batch in (32, 64, 256):
         print(f" beside products {one.step_s:.2f} s")
 
 # %% [markdown]
-# One after the other, the share of `fsdp` falls to a third from B = 64 to 256, and that of `tensor` stays; while
-# there is a sequence for every chip, FSDP alone is faster. Beside products, they are nearly level. And the first
-# line is where `tensor` earns its keep: 64 chips and 32 sequences. `fsdp` has nothing left to split, and
-# `tensor` splits a sequence's own products. That also makes the step of *one* sequence shorter, and helps where
-# a layer's gathered weights do not fit a chip: at tensor=4 it gathers a quarter of them.
+# One after the other, the share of `fsdp` falls to a third from B = 64 to 256, and that of `tensor` stays;
+# while there is a sequence for every chip, FSDP alone is faster. Beside products, they are nearly level. And
+# the first line is where `tensor` earns its keep: 64 chips and 32 sequences. `fsdp` has nothing left to
+# split, and `tensor` splits a sequence's own products. That also makes the step of *one* sequence shorter,
+# and helps where a layer's gathered weights do not fit a chip: at tensor=4 it gathers a quarter of them.
 #
 # The headline run has tensor=2, on one link. What that costs:
 
@@ -720,10 +720,11 @@ for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32"):
 # fastest layout of 32 chips.
 #
 # **What is not shown here.** Simulated devices have no wires. No second above was measured: they are peak
-# FLOP/s, full link speed, and what a compiler's schedule says. A ring hides wires behind products, and so at most as
-# many seconds as the products take: past the break-even, wires show in any order. And it is harder here than
-# for FSDP, which can fetch the next layer's weights early: an activation is wanted as soon as it exists. (The
-# [uvadlc notebooks](https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/tensor_parallel_async.html)
+# FLOP/s, full link speed, and what a compiler's schedule says. A ring hides wires behind products, and so at
+# most as many seconds as the products take: past the break-even, wires show in any order. And it is harder
+# here than for FSDP, which can fetch the next layer's weights early: an activation is wanted as soon as it
+# exists. (The [uvadlc
+# notebooks](https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/tensor_parallel_async.html)
 # build such rings step by step.) Latency, about 1 µs a hop, counts when messages are small, and a ring's are;
 # products of narrow slices reach less of the peak.
 #
