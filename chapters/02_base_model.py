@@ -45,7 +45,7 @@ sizes = {
     "n_layers": 2, "n_heads": 4, "d_head": 16, "d_rope": 6, "d_value": 12,
     "d_kv_latent": 24, "d_model": 64, "d_ff": 160, "vocab_size": 257,
     "n_experts": 0, "dense_prefix": 0,  # no experts: those are for a later chapter
-    "tie_embeddings": True, "remat": "none",
+    "tie_embeddings": True, "remat": "none", "loss_chunk": 288,
 }  # fmt: skip
 flags = {f"model.{name}": size for name, size in sizes.items()}
 flags |= {"data.batch_size": 8, "data.seq_len": 72, "run.steps": 80, "optim.lr": 1e-2}
@@ -566,18 +566,17 @@ tables = (chunked[9] - temporaries(9, vocabulary=V)) / table
 print(f"chunks of 9, V = 100,352 less V = 257: {tables:.1f} times the table")
 
 # %% [markdown]
-# Not a sixteenth. What remains is of the *table's* size, three times, however small the chunk: the table,
-# turned for the product; the sum of its gradient over the chunks so far; and a chunk's part of that
-# gradient. A chunk's logits are chunk · V numbers, the table D · V. So a chunk of fewer tokens than the model
+# Not a sixteenth. What remains is of the *table's* size, twice, however small the chunk: the sum of its
+# gradient over the chunks so far, and a chunk's part of that gradient. A chunk's logits are chunk · V numbers, the table D · V. So a chunk of fewer tokens than the model
 # is wide (D = 64) saves little, whatever V. The result is the same, and a chunk need not divide the tokens:
 
 # %%
-assert 2.5 < tables < 4 and whole / 8 < chunked[36] < whole / 3
+assert 1.5 < tables < 2.5 and whole / 8 < chunked[36] < whole / 3
 by_100 = pipeline.loss_and_grads(config.replace(cfg, **{"model.loss_chunk": 100}), mesh)
 loss, _, grads = quickly(by_100, right, fresh, 0)(right, fresh, 0)
-loss_at_once, _, grads_at_once = steps["right"](right, fresh, 0)
-agree = lesson.same((loss, grads), (loss_at_once, grads_at_once))
-print(f"chunks of 100, and all {B * T} at once: same loss and gradient: {agree}")
+loss_of_288, _, grads_of_288 = steps["right"](right, fresh, 0)
+agree = lesson.same((loss, grads), (loss_of_288, grads_of_288))
+print(f"chunks of 100, and of {c.loss_chunk}: same loss and gradient: {agree}")
 assert agree
 
 # %% [markdown]
@@ -618,7 +617,7 @@ assert step_flops == 3 * forward_flops + B * T * (2 * V * D + scores)
 #   T² of them for each head and row would fill the memory.
 # - **The table.** Tied, it counts once and multiplies once. Untied, one of two only looks up, and 6N says
 #   too much.
-# - **The logits' chunks** are made twice: 2VD more.
+# - **The logits' chunks**, here of 288 tokens, are made twice: 2VD more. (All in one chunk, once.)
 #
 # > **Predict.** `remat="full"` keeps only what enters a layer; on the way back it first runs the layer's
 # > forward pass again. Forward is one part and backward two, so three parts become four. By what factor do

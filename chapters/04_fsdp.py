@@ -853,7 +853,7 @@ def seconds(name, topology, T):
     cfg = config.preset(name, **{
         "mesh": f"fsdp={chips}", "data.batch_size": chips, "data.seq_len": T,
         "model.remat": "none", "optim.max_device_batch": 0})  # fmt: skip
-    found = planner.plan(cfg, topology).seconds()
+    found = planner.plan(cfg, topology).seconds(alone=True)  # nothing beside products
     return found["compute"], found["fsdp"]
 
 
@@ -881,7 +881,7 @@ for key in ("v4", "v5p"):
 my_prediction = None  # tokens
 counted = threshold("llama3_8b", "v5p:4x4x4")
 lesson.predicted("a v5p chip needs", my_prediction, counted, "tokens", within=0.05)
-assert counted == 832
+assert counted == 1056
 
 # %% [markdown]
 # By hand, for a layer of W weights and N tokens on the chip:
@@ -892,9 +892,10 @@ assert counted == 832
 # | backward | gather and scatter, 4W bytes | 4WN FLOPs |
 #
 # N FLOPs a byte, both ways. So products take longer if **N > peak FLOP/s / wire bytes/s**: 459e12 / 540e9 =
-# 850 tokens on v5p, 275e12 / 270e9 = 1,019 on v4. The planner is a little below, since a gather sends 63/64
-# of W, and attention multiplies without weights. In the rule W has dropped out, and so has the number of chips.
-# That is worth a test:
+# 850 tokens on v5p, 275e12 / 270e9 = 1,019 on v4. The planner asks for a quarter more: over all chips of a
+# slice the TPU's compiler makes an all-reduce of a scatter. That is 8W bytes for 6W, and 4/3 of 850 are 1,133.
+# (It is a little below that, since a gather sends 63/64 of W, and attention multiplies without weights.) In the
+# rule W has dropped out, and so has the number of chips. That is worth a test:
 
 # %%
 models = "dense_124m", "llama3_8b", "mixtral_8x7b"
@@ -903,7 +904,7 @@ for topology in ("v4:4x4x4", "v5p:4x4x4", "v5p:4x4x8", "v4:4x4x2"):
     row = (threshold(name, topology) for name in models)
     print(f"{topology:9}", *(f"{T:8,}" for T in row))
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens a chip, both axes logarithmic: wires are flat lines, products rise and cross them at 832 tokens for v5p and 992 for v4."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens a chip, both axes logarithmic: wires are flat lines, products rise and cross them at 1,056 tokens for v5p and 1,248 for v4."}}
 figure, axes = plt.subplots(figsize=(6, 3.6))
 lengths = [2**k for k in range(7, 14)]
 for topology, style in (("v4:4x4x4", "--"), ("v5p:4x4x4", "-")):
@@ -922,12 +923,12 @@ axes.minorticks_off()
 axes.legend()
 
 # %% [markdown]
-# A model 65 times as large needs the same number of tokens a chip, and so do twice as many chips. What enters
+# A model 65 times as large needs nearly the same number of tokens a chip, and so do twice as many chips. What enters
 # is the wiring: the axes of `v4:4x4x2` are not closed, and what a chip sends can go one way only. And what is
 # gathered without being used by every token: Mixtral gathers eight experts, and a token meets two.
 #
-# A number of tokens a chip bounds the number of chips. A batch of 4 million tokens feeds 4e6 / 850 = 4,700
-# chips of v5p by FSDP alone. Beyond that, an axis is due that splits the products of a token (chapter 05).
+# A number of tokens a chip bounds the number of chips. A batch of 4 million tokens feeds 4e6 / 1,056 =
+# 3,800 chips of v5p by FSDP alone. Beyond that, an axis is due that splits the products of a token (chapter 05).
 #
 # And the tokens are those of one *pass*. A step may take its sequences in several passes and add the gradients
 # (gradient accumulation); with `gather=layer` each pass gathers everything again. 512 sequences of 1,024 tokens
@@ -949,7 +950,7 @@ print(row("mesh", "gather", "passes", "wires s", "GiB"))
 for case in (("data=64", "-", 1), ("fsdp=64", "layer", 1), ("fsdp=64", "step", 1),
              ("fsdp=64", "layer", 8), ("fsdp=64", "step", 8)):  # fmt: skip
     plan = planned(case[0], case[1].replace("-", "layer"), case[2])
-    took = plan.seconds()
+    took = plan.seconds(alone=True)
     wires = took.get(FSDP, 0) + took.get(DATA, 0)
     print(row(*case, f"{wires:.3f}", f"{plan.peak_bytes / 2**30:.0f}"))
 [note] = hardware.check(plan.cfg.mesh, plan.topology)
@@ -987,7 +988,7 @@ print(f"N > {tokens:.0f} tokens a chip")
 # ## Exercise 3: choose
 #
 # `llama3_8b` on `v5p:4x4x4`, 95.74 GiB a chip; a step is 4,096 sequences of 512 tokens. Return settings for
-# which the plan fits and the step takes at most 3.5 s, with nothing hidden behind anything. To choose (the
+# which the plan fits and the step takes at most 3.55 s, with nothing hidden behind anything. To choose (the
 # first value is the default):
 #
 # - `mesh`, of `data` and `fsdp`, which has to be said;
@@ -999,7 +1000,7 @@ print(f"N > {tokens:.0f} tokens a chip")
 # %% tags=["hide-input"]
 FREE = {"mesh": (), "optim.max_device_batch": (), "model.gather": ("layer", "step"),
         "model.remat": ("none", "dots", "full")}  # fmt: skip
-ONCE = 3.33  # seconds of products, if none is done twice
+ONCE = 3.34  # seconds of products, if none is done twice
 BATCH = {"data.batch_size": 4096, "data.seq_len": 512}
 preset = lambda found: config.preset("llama3_8b", **BATCH, **found)
 
@@ -1027,16 +1028,17 @@ TOO_LARGE = {
 
 
 def judged(plan):
-    mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.seconds()
+    mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.seconds(alone=True)
     if mesh.data * mesh.fsdp < 64:
         return "Those are later chapters' axes. It can be done with data and fsdp."
     if not plan.fits:
         size = lambda names: sum(plan.memory_bytes[name] for name in names)
         return f"{gib:,.0f} GiB: too large. {TOO_LARGE[max(TOO_LARGE, key=size)]}"
-    wires = plan.step_s - took["compute"] - took["optimizer"]
-    said = f"{plan.step_s:.2f} s: products {took['compute']:.2f}, wires {wires:.2f}"
+    step_s = sum(took.values())
+    wires = step_s - took["compute"] - took["optimizer"]
+    said = f"{step_s:.2f} s: products {took['compute']:.2f}, wires {wires:.2f}"
     said += f"; {gib:.0f} GiB."
-    if plan.step_s <= 3.5:
+    if step_s <= 3.55:
         return f"Right: {said}"
     if wires > took["compute"] - ONCE:
         return f"{said} Wires: how often does a weight travel in a step?"
@@ -1053,9 +1055,9 @@ print(check_settings(settings))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "fsdp=64", "model.gather": "step", "model.remat": "none", "optim.max_device_batch": 4}`: 3.42 s, in
-# 82 GiB. Alone, `fsdp=64` fits in 15 GiB and takes 4.16 s, as it computes every layer twice. Keeping the
-# products (`"dots"`) needs several passes for the memory, four of 16 sequences, and each pass gathers: 3.68 s.
+# `{"mesh": "fsdp=64", "model.gather": "step", "model.remat": "none", "optim.max_device_batch": 4}`: 3.48 s, in
+# 82 GiB. Alone, `fsdp=64` fits in 15 GiB and takes 4.20 s, as it computes every layer twice. Keeping the
+# products (`"dots"`) needs several passes for the memory, four of 16 sequences, and each pass gathers: 3.81 s.
 # Keeping the weights too makes the number of passes nearly free, so that they can be small (also `"dots"`, with
 # 1 to 8 sequences). It takes 45 GiB of weights and gradients: on v4 no plan with `gather=step` fits.
 # </details>
@@ -1064,14 +1066,14 @@ print(check_settings(settings))
 SLICED, STEP = {"mesh": "fsdp=64"}, {"model.gather": "step"}
 EACH = "optim.max_device_batch"
 DOTS, NONE = SLICED | {"model.remat": "dots"}, SLICED | {"model.remat": "none"}
-assert check_settings(lambda: NONE | STEP | {EACH: 4}).startswith("Right: 3.42 s")
+assert check_settings(lambda: NONE | STEP | {EACH: 4}).startswith("Right: 3.48 s")
 assert "82 GiB" in check_settings(NONE | STEP | {EACH: 4})
 for size in (1, 2, 4, 8):
-    assert check_settings(DOTS | STEP | {EACH: size}).startswith("Right: 3.4")
-assert check_settings(lambda: SLICED).startswith("4.16 s")
+    assert check_settings(DOTS | STEP | {EACH: size}).startswith("Right: 3.51 s")
+assert check_settings(lambda: SLICED).startswith("4.20 s")
 assert "15 GiB. Products" in check_settings(SLICED)
 assert "Products" in check_settings(SLICED | STEP | {EACH: 8})
-assert check_settings(DOTS | {EACH: 16}).startswith("3.68 s")
+assert check_settings(DOTS | {EACH: 16}).startswith("3.81 s")
 for each in (DOTS | {EACH: 16}, DOTS | {EACH: 1}, NONE | {EACH: 8}):
     assert "how often" in check_settings(each)
 assert "Mostly state" in check_settings({"mesh": "data=64"})
