@@ -14,7 +14,7 @@
 
   class Refused extends Error {}
 
-  // sharding.split_batch ------------------------------------------------------------------------------------------
+  // pipeline.fit.split_batch ------------------------------------------------------------------------------------------
 
   function requireMultiple(name, size, parts, over) {
     if (size % parts) {
