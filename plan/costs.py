@@ -19,7 +19,7 @@ from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
 from pipeline import fit, schedules
 from plan import hiding
-from sharding import CONTEXT, EXPERT, FSDP, STAGE, TENSOR
+from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
 
@@ -248,9 +248,17 @@ def moe(c: ModelConfig, z: Sizes):
         yield from feed_forward(c, z, c.n_shared * c.d_expert, "shared experts")
 
 
+def tokens_go(c: ModelConfig, z: Sizes) -> bool:
+    """Whether tokens go to the embedding's slices, and not the slices to them; see `model.enter`."""
+    return c.gather != "step" and z.b * z.s < c.vocab_size // z.mesh[TENSOR]
+
+
 def enter(c: ModelConfig, z: Sizes):
     """The embedding: it looks up, and adds what TENSOR neighbours found."""
     yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=())
+    if tokens_go(c, z):
+        yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=(), back=False)
+        yield Exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, again=())
 
 
 def logits(c: ModelConfig, z: Sizes):
@@ -260,10 +268,11 @@ def logits(c: ModelConfig, z: Sizes):
     tokens = n * rows  # of which a device makes its words' logits
     chunk = min(c.loss_chunk, tokens)
     padded = -(-tokens // chunk) * chunk
-    yield product("logits", z, padded, c.d_model, c.vocab_size // n, padded // chunk, again=ALWAYS)
+    again = ALWAYS if padded > chunk else ()  # of one chunk, the backward pass finds them made
+    yield product("logits", z, padded, c.d_model, c.vocab_size // n, padded // chunk, again=again)
     yield Exchange("activations", "reduce-scatter", (STAGE,), rows * S * c.d_model * z.width, again=())
     yield Exchange("activations", "all-gather", (TENSOR,), tokens * c.d_model * z.width, again=())
-    yield Exchange("logits", "all-reduce", (TENSOR,), 2 * 4 * padded, again=ALWAYS, back=False)  # largest, and sum
+    yield Exchange("logits", "all-reduce", (TENSOR,), 2 * 4 * padded, again=again, back=False)  # largest, and sum
     yield Exchange("logits", "all-reduce", (TENSOR,), 4 * padded, again=(), back=False)  # target's: no gradient asks
 
 
@@ -448,8 +457,10 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
     c, M, run = cfg.model, sched.microbatches, passes(cfg, sched)
     ahead, again, back = run.forward, run.again, run.weights
     if w.name == "embedding_VD":
+        looks_up = not tokens_go(c, Sizes.of(cfg, platform))
         both = M * c.tie_embeddings  # a TPU joins it once for both uses, if they are in one piece of program
-        again, back = both * (platform != "tpu" or M * sched.stages > 1), M + both
+        again, back = both * (platform != "tpu" or M * sched.stages > 1), M * looks_up + both
+        ahead, again = (ahead, again) if looks_up else (both, 0)
     elif w.name == "unembedding_DV":
         ahead, again, back = M, 0, M
     size, reduced = w.joined * w.width / w.layers, w.width

@@ -14,7 +14,7 @@
 
   class Refused extends Error {}
 
-  // sharding.split_batch ------------------------------------------------------------------------------------------
+  // pipeline.fit.split_batch ------------------------------------------------------------------------------------------
 
   function requireMultiple(name, size, parts, over) {
     if (size % parts) {
@@ -220,8 +220,8 @@
       return when === "forward" && of === "feed-forward" ? floordiv(n, 2) / (n - 1) : 0;
     }
     if (of !== "weights") return 1;
-    if (kind === "collective-permute") return (floordiv(n, 2) - 1) / (n - 1);
-    return c.gather === "ahead" && when === "again" ? 0.5 : 0;
+    if (kind === "collective-permute") return 0.25;
+    return c.gather === "ahead" && when === "again" ? 0.25 : 0;
   }
 
   // plan.costs: what a device does --------------------------------------------------------------------------------
@@ -399,16 +399,26 @@
     return c.n_shared ? [...out, ...feedForward(c, z, c.n_shared * c.d_expert, "shared experts")] : out;
   }
 
-  const enter = (c, z) => [exchange("activations", "reduce-scatter", ["tensor"], z.b * z.s * c.d_model * z.width, { again: [] })];
+  const SLICED = ["fsdp", "expert", "context"];
+  const tokensGo = (c, z) => c.gather !== "step" && z.b * z.s < floordiv(c.vocab_size, z.mesh.tensor);
+
+  function enter(c, z) {
+    const rows = [exchange("activations", "reduce-scatter", ["tensor"], z.b * z.s * c.d_model * z.width, { again: [] })];
+    if (tokensGo(c, z)) rows.push(
+      exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * prod(SLICED.map((axis) => z.mesh[axis])), { again: [], back: false }),
+      exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, { again: [] }));
+    return rows;
+  }
 
   function logits(c, z) {
     const S = z.mesh.stage, n = z.mesh.tensor, rows = ceildiv(z.b * z.t, S), tokens = n * rows;
     const chunk = Math.min(c.loss_chunk, tokens), padded = ceildiv(tokens, chunk) * chunk;
+    const again = padded > chunk ? ALWAYS : [];
     return [
-      product("logits", z, padded, c.d_model, floordiv(c.vocab_size, n), { tables: floordiv(padded, chunk), again: ALWAYS }),
+      product("logits", z, padded, c.d_model, floordiv(c.vocab_size, n), { tables: floordiv(padded, chunk), again }),
       exchange("activations", "reduce-scatter", ["stage"], rows * S * c.d_model * z.width, { again: [] }),
       exchange("activations", "all-gather", ["tensor"], tokens * c.d_model * z.width, { again: [] }),
-      exchange("logits", "all-reduce", ["tensor"], 2 * 4 * padded, { again: ALWAYS, back: false }),
+      exchange("logits", "all-reduce", ["tensor"], 2 * 4 * padded, { again, back: false }),
       exchange("logits", "all-reduce", ["tensor"], 4 * padded, { again: [], back: false }),
     ];
   }
@@ -494,7 +504,11 @@
   function ofWeights(w, c, z, sched, run, rounds, add) {
     const M = sched.microbatches, onePiece = M * sched.stages === 1;
     let { forward: ahead, again, weights: back } = run, reduced = w.width, times = w.layers;
-    if (w.name === "embedding_VD") [again, back] = [M * c.tie_embeddings * !(onePiece && z.platform === "tpu"), M * (1 + c.tie_embeddings)];
+    if (w.name === "embedding_VD") {
+      const looksUp = !tokensGo(c, z), both = M * c.tie_embeddings;
+      [again, back] = [both * !(onePiece && z.platform === "tpu"), M * looksUp + both];
+      if (!looksUp) [ahead, again] = [both, 0];
+    }
     else if (w.name === "unembedding_DV") [ahead, again, back] = [M, 0, M];
     let size = (w.joined * w.width) / w.layers;
     if (c.gather === "step") [ahead, again, back, reduced] = [1, 0, 1, onePiece ? w.width : 4];

@@ -21,6 +21,7 @@ import sharding
 from bench import gpu
 from bench.step import random_batch
 from config import Config, preset
+from pipeline import fit
 from plan import costs, hardware
 from utils import UserError
 
@@ -110,7 +111,7 @@ def test_both_models_take_the_settings_that_are_given():
     found = gpu.settings(gpu.parse(["--batch_size", "48", "--set", "model.remat=none", "data.seq_len=512"]))
     dense, moe = found["dense_124m"], found["moe"]
     for cfg in (dense, moe):
-        assert sharding.split_batch(cfg).accumulation == 1 and cfg.data.tokens_per_step == 48 * 512
+        assert fit.split_batch(cfg).accumulation == 1 and cfg.data.tokens_per_step == 48 * 512
         assert cfg.model.remat == "none" and cfg.model.precision.compute == "bfloat16"
     assert costs.parameters(dense.model)[0] == preset_parameters("dense_124m")
     router = 12 * 768 * 8

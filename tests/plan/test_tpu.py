@@ -297,9 +297,7 @@ WAITS = {
     "all chips": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16"}),
     "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
     "in turn": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4"}),
-    "in turn, ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "ahead"}),
     "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather"}),
-    "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
     "large": ("v4:4x4x4", "llama3_8b", {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096}),
 }  # fmt: skip
 
@@ -312,7 +310,6 @@ def test_what_waits_is_what_is_scheduled(case):
     plan = planner.plan(preset(name, **settings), topology)
     found, _ = planner.compile_plan(plan, print)
     wire_bytes, exposed_bytes = found["wire_bytes"], found["exposed_bytes"]
-    print(plan.wire_bytes, wire_bytes, plan.exposed_bytes, exposed_bytes)
     assert abs(plan.wire_bytes - wire_bytes) <= 0.01 * wire_bytes
     assert abs(plan.exposed_bytes - exposed_bytes) <= 0.10 * wire_bytes
 
