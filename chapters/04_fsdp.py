@@ -926,6 +926,7 @@ axes.legend()
 # A model 65 times as large needs nearly the same number of tokens a chip, and so do twice as many chips. What
 # enters is the wiring: the axes of `v4:4x4x2` are not closed, and what a chip sends can go one way only. And
 # what is gathered without being used by every token: Mixtral gathers eight experts, and a token meets two.
+# (Below 256 tokens products wait for memory, chapter 00.)
 #
 # A number of tokens a chip bounds the number of chips. A batch of 4 million tokens feeds 4e6 / 1,056 = 3,800
 # chips of v5p by FSDP alone. Beyond that, an axis is due that splits the products of a token (chapter 05).
