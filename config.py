@@ -307,7 +307,7 @@ class RunConfig:
     # written by process 0, and read by all
     compile_cache: str = "auto"
     # NAME=VALUE,.. of XLA, added to those of xla/options.py; NAME= leaves one out
-    compiler_options: Annotated[str, tyro.conf.arg(aliases=["--compiler_options"])] = ""
+    compiler_options: str = ""
     join_timeout_s: Size = 300  # of several processes: seconds until all have to be there
     peer_timeout_s: Size = 60  # of several processes: seconds without a word from one after which the others end
     # seconds without a finished step, or batch of an evaluation, after which all stacks are shown; 0: never
