@@ -269,7 +269,7 @@ BY_HAND = {
     # scatters, the logits only gather; backwards the other way round. The logits' maximum and both sums are one number
     # a token; of one chunk of tokens, the backward pass finds them made.
     "tensor=2": ({},
-                 there_and_back("attention_branch", STREAM * 2) | there_and_back("feed_forward_branch", STREAM * 2)
+                 there_and_back("grouped_attention", STREAM * 2) | there_and_back("feed_forward_branch", STREAM * 2)
                  | there_and_back("embed", STREAM) | there_and_back("leave", STREAM) | NORMS
                  | {("loss_sums", "all-reduce"): [3 * TOKENS]}),
     # Two layers, one a stage; three microbatches are three ticks and one more until the last stage is done, forward and
@@ -285,8 +285,8 @@ BY_HAND = {
     "context=2": ({},
                   there_and_back("gathered", DENSE) | EMBEDDING | NORMS | LOSS
                   | {("on_mesh", "all-gather"): [TOKENS] * 5,
-                     ("over_context", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
-                     ("over_context", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
+                     ("grouped_attention", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
+                     ("grouped_attention", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
     # Experts stay where they are, the router's matrix does not. Tokens, gates and the numbers of the chosen experts go
     # to all; numbers have no gradient. What the experts made of the tokens is scattered back. The balance needs sums:
     # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
