@@ -409,8 +409,9 @@ lesson.predicted("256 sequences over 64", my_prediction, more, "times", within=0
 print(f"MFU {four.mfu(alone(four)):.0%} to {four.mfu(four.step_s):.0%}")
 
 # %% tags=["remove-cell"]
-assert abs(more - 3.201) < 0.01
-assert four.seconds(alone=True)["fsdp"] == one.seconds(alone=True)["fsdp"]
+assert abs(more - 3.2) < 0.05
+fsdp_of = lambda plan: plan.seconds(alone=True)[FSDP]
+assert fsdp_of(one) <= fsdp_of(four) < 1.05 * fsdp_of(one)  # tokens sent to the embedding
 
 # %% mystnb={"image": {"alt": "Seconds against tokens a chip: compute and tensor rise side by side, fsdp is flat and is crossed by compute."}}
 batches = [16 * 2**n for n in range(8)]
