@@ -411,7 +411,7 @@ print(f"MFU {four.mfu(alone(four)):.0%} to {four.mfu(four.step_s):.0%}")
 # %% tags=["remove-cell"]
 assert abs(more - 3.2) < 0.05
 fsdp_of = lambda plan: plan.seconds(alone=True)[FSDP]
-assert fsdp_of(one) <= fsdp_of(four) < 1.05 * fsdp_of(one)  # tokens sent to the embedding
+assert fsdp_of(one) <= fsdp_of(four) < 1.05 * fsdp_of(one)  # and tokens
 
 # %% mystnb={"image": {"alt": "Seconds against tokens a chip: compute and tensor rise side by side, fsdp is flat and is crossed by compute."}}
 batches = [16 * 2**n for n in range(8)]
