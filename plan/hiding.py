@@ -59,7 +59,7 @@ def of_weights(c: ModelConfig, kind: str, when: str) -> float:
     """All-gathers run one after the other, each beside products that do not need it.
 
     On the way back of weights gathered ahead both gathers and gradients are under way, and a quarter finds no product:
-    more with small matrices, less with large ones.
+    as counted of llama3_8b; with matrices as small as dense_124m's it is about a half.
     """
     if kind == "collective-permute":
         return 0.25

@@ -40,6 +40,7 @@ class GPTJConfig:
     d_ff: Size = 16_384  # hidden width of the feed-forward
     norm_eps: NotNegative = 1e-5  # added to the variance in LayerNorm
     precision: Precision = dataclasses.field(default_factory=Precision)  # number formats
+    gather = "layer"  # as in ModelConfig: weights are joined for each use of a layer
 
     def __post_init__(self):
         check(self, "gptj.")
