@@ -178,18 +178,25 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     return latent_bsC, k_bs1R[:, :, 0, :]
 
 
+def sends_latents(c: ModelConfig) -> bool:
+    """Whether TENSOR neighbours exchange latents, made where the positions are: if all are narrower than the stream."""
+    return 0 < c.d_query_latent < c.d_model - c.d_kv_latent - c.d_rope
+
+
 def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on):
     """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D].
 
-    Sends over TENSOR: latents, made where the positions are, Q + C + R numbers each; the stream, where queries need it.
+    Sends over TENSOR: latents side by side, Q + C + R numbers a position, or the stream; see `sends_latents`.
     """
-    positions_bt = own_slice(positions_bs, TENSOR, dim=1)
     make = lambda x, positions: (query_latent(w, c, x), *latents(w, c, x, positions, rotary_on))
-    if w.w_down_query_DQ is None:
-        made = [make(*part) for part in arriving(c, x_btD, positions_bt)]
+    places = in_parts(c, positions_bs)
+    if sends_latents(c):
+        made_btX = jnp.concatenate(make(x_btD, own_slice(positions_bs, TENSOR, dim=1)), -1)
+        ends = c.d_query_latent, c.d_query_latent + c.d_kv_latent
+        made = [jnp.split(x, ends, axis=-1) for (x,) in arriving(c, made_btX)]
     else:
-        made = arriving(c, *make(x_btD, positions_bt))
-    parts = zip(made, in_parts(c, positions_bs), strict=True)
+        made = [make(x, at) for (x,), at in zip(arriving(c, x_btD), places, strict=True)]
+    parts = zip(made, places, strict=True)
     q_bshX = [jnp.concatenate(latent_queries(w, c, query, at, rotary_on), -1) for (query, _, _), at in parts]
     latent_and_key = [in_place(c, [one[i] for one in made]) for i in (1, 2)]
 
@@ -411,10 +418,8 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     """
     gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
     arrived = [x for (x,) in arriving(c, x_btD)]
-    x_bsD, gates_bsk, experts_bsk = (
-        in_place(c, arrived),
-        *(all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk)),
-    )
+    x_bsD = in_place(c, arrived)
+    gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk))
     kept_btk = jnp.ones_like(gates_btk)
     if c.capacity_factor:
         experts_bSk = in_order(all_gather(experts_btk, (CONTEXT, TENSOR), dim=1), dim=1)

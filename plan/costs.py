@@ -173,9 +173,9 @@ def attention(c: ModelConfig, z: Sizes):
     if c.attention == "mla":
         Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
         latent = c.d_query_latent + c.d_kv_latent + c.d_rope
-        yield product("attention", z, z.b * (z.t if c.d_query_latent else z.s), c.d_model, latent)
+        yield product("attention", z, z.b * (z.t if model.sends_latents(c) else z.s), c.d_model, latent)
         yield product("attention", z, N, Q, h * score)
-        arrives = latent if c.d_query_latent else c.d_model  # numbers of a position
+        arrives = latent if model.sends_latents(c) else c.d_model  # numbers of a position
         made = lambda keys: product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value))
         yield made(N if ring else keys)
         if ring:  # of everyone else's keys each step makes them, and again on the way back
@@ -189,8 +189,6 @@ def attention(c: ModelConfig, z: Sizes):
     yield product("attention", z, N, h * value, c.d_model)
     yield from mixing(c, z, ring, (h, g, score, value))
     yield arriving(c, z, N * arrives * z.width)
-    if c.attention == "mla" and not c.d_query_latent:
-        yield arriving(c, z, 4 * N, back=False)  # positions
     yield leaving(c, z, N * c.d_model * z.width, again=BATCHED)
     own = N * sum(parts) * z.width
     if ring:

@@ -323,9 +323,10 @@
     if (c.attention === "mla") {
       const Q = c.d_query_latent || c.d_model, latent = c.d_query_latent + c.d_kv_latent + c.d_rope;
       [score, value, parts] = [c.d_head + c.d_rope, c.d_value, c.d_kv_latent + c.d_rope];
-      rows.push(product("attention", z, z.b * (c.d_query_latent ? z.t : z.s), c.d_model, latent));
+      const sends = c.d_query_latent && latent < c.d_model;
+      rows.push(product("attention", z, z.b * (sends ? z.t : z.s), c.d_model, latent));
       rows.push(product("attention", z, N, Q, h * score));
-      if (c.d_query_latent) arrives = latent;
+      if (sends) arrives = latent;
       const made = (keys) => product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value));
       rows.push(made(ring ? N : keys));
       if (ring) {
@@ -337,7 +338,6 @@
     }
     rows.push(product("attention", z, N, h * value, c.d_model), ...mixing(c, z, ring, [h, g, score, value]));
     rows.push(arriving(c, z, N * arrives * z.width));
-    if (c.attention === "mla" && !c.d_query_latent) rows.push(arriving(c, z, 4 * N, { back: false }));
     rows.push(leaving(c, z, N * c.d_model * z.width, BATCHED));
     const own = N * parts * z.width;
     if (ring) {
