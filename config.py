@@ -183,13 +183,14 @@ class ModelConfig:
     tie_embeddings: bool = False  # one table for embedding and unembedding
     dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
-    remat: Literal["none", "dots", "full"] = "none"  # recompute in backward: nothing, all but products, whole layers
+    # recompute in backward: nothing; all but products; attention and feed-forward, each of what came in; whole layers
+    remat: Literal["none", "dots", "branches", "full"] = "none"
     # weights are joined for each use of a layer; for each use, one block of layers ahead; or once a step, and kept
     gather: Literal["layer", "ahead", "step"] = "layer"
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
-    loss_chunk: Size = 1024  # tokens whose logits exist at once, per device
+    loss_chunk: Size = 512  # tokens whose logits exist at once, per device; as many are, of a slice of the vocabulary
     precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
 
     def __post_init__(self):
@@ -464,7 +465,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=100_352, d_model=768, n_layers=48, n_heads=12, d_head=64, d_rope=128, d_value=64,
             d_query_latent=128, d_kv_latent=128, no_rope_every=6, d_ff=3072, activation="gelu", n_experts=16, top_k=2,
-            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="full", gather="step"),
+            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="branches", gather="step"),
         "mesh": MeshConfig(fsdp=8, stage=2, tensor=2),
         "data.path": "tokens/stdlib-cl100k_base", "data.seq_len": 1024, "data.batch_size": 256,
         "optim.lr": 6e-4, "optim.warmup_steps": 500,

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
@@ -66,13 +67,18 @@ from utils import UserError
 float32 = jnp.float32
 
 
+def joiner(c: ModelConfig):
+    """The gather of a matrix: fn(x, axes, dim)."""
+    return gather_weights if c.gather == "ahead" else lambda x, axes, dim: all_gather(x, axes, dim=dim)
+
+
 def gathered(w, c: ModelConfig, *names):
     """Weights with their slices joined, in the compute dtype; norms and biases, which are whole, stay as they are.
 
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
     Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes; in parts, if weights are gathered ahead.
     """
-    gather = gather_weights if c.gather == "ahead" else lambda x, axes, dim: all_gather(x, axes, dim=dim)
+    gather = joiner(c)
     join = lambda x, dim, axes, exact: gather(x if exact else x.astype(c.precision.compute), axes, dim)
     return map_sliced(join, w, *names)
 
@@ -530,6 +536,7 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
     w = used(w, c)
     key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
+    x_btD = checkpoint_name(x_btD, "between branches")
     update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
     return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
 
@@ -539,9 +546,11 @@ def regather(primitive, *_, axis_name=(), **__):
     return not (primitive.name == "all_gather" and FSDP in axis_name)
 
 
+between_branches = jax.checkpoint_policies.save_only_these_names("between branches")
 REMAT = {
     "none": functools.partial(jax.checkpoint, policy=regather),
     "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "branches": functools.partial(jax.checkpoint, policy=between_branches),
     "full": jax.checkpoint,
 }
 
@@ -606,16 +615,58 @@ def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
     return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
 
 
-def unembedding(w: Transformer, c: ModelConfig):
-    """The table that turns activations into logits, [D, v]; tied, it is the embedding's."""
+def unembedding(w: Transformer, c: ModelConfig, form=used):
+    """The table that makes logits of activations, [D, v]; tied, it is the embedding's. form: `used` or `cast`."""
     if w.unembedding_DV is None:
-        return used(w, c, "embedding_VD")[0].T
-    return used(w, c, "unembedding_DV")[0]
+        return form(w, c, "embedding_VD")[0].T
+    return form(w, c, "unembedding_DV")[0]
 
 
 def auxiliary_names(c: ModelConfig) -> list[str]:
     """The terms beside cross-entropy that are on: the name of a term is that of the setting that weighs it."""
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
+
+
+def logit_sums(w_Du, x_nD, targets_n, words_u):
+    """Of some words: the log of the sum of exp(logits), the target's logit if it is among them, the sum of logits.
+
+    Shapes: [D, u], [n, D], [n], [u] -> three of [n]. words_u: the words' ids; below 0, it is none.
+    """
+    logits_nu = jnp.where(words_u < 0, -jnp.inf, (x_nD.astype(w_Du.dtype) @ w_Du).astype(float32))
+    top_n = jax.lax.stop_gradient(jnp.max(logits_nu, axis=-1))
+    log_sum_n = top_n + jnp.log(jnp.sum(jnp.exp(logits_nu - top_n[:, None]), axis=-1))
+    over = lambda which: jnp.sum(jnp.where(which, logits_nu, 0), axis=-1)
+    return log_sum_n, over(words_u == targets_n[:, None]), over(words_u >= 0)
+
+
+def vocabulary_slices(c: ModelConfig, n: int, v: int) -> tuple[int, int]:
+    """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed."""
+    words = -(-v // -(-n // c.loss_chunk))
+    return -(-v // words), words
+
+
+def slice_by_slice(c: ModelConfig, w_Dv, x_nD, targets_n):
+    """`logit_sums` of this device's words, in slices. Shapes: [D/n, v], [n, D], [n] -> three of [slices, n].
+
+    As many logits exist at once as `loss_chunk` tokens have; the backward pass makes them again, but for the last
+    slice's. The next slice of the table is gathered while this one is used; a gradient goes back likewise.
+    Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
+    """
+    v = w_Dv.shape[-1]
+    slices, u = vocabulary_slices(c, len(x_nD), v)
+    w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
+    number_ku = jnp.arange(slices * u).reshape(slices, u)
+    words_ku = jnp.where(number_ku < v, axis_index(TENSOR) * v + number_ku, -1)
+    gather = lambda w_Du: w_Du if c.gather == "step" else joiner(c)(w_Du, SLICED, 0)
+    x_nD = x_nD.astype(float32)  # in which its gradients of the slices add up
+
+    def step(w_Du, ahead_and_words):
+        ahead_Du, words_u = ahead_and_words
+        return gather(ahead_Du), jax.checkpoint(logit_sums)(w_Du, x_nD, targets_n, words_u)
+
+    last_Du, sums_kn = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], words_ku[:-1]))
+    last_n = logit_sums(last_Du, x_nD, targets_n, words_ku[-1])
+    return jax.tree.map(lambda x_kn, x_n: jnp.concatenate((x_kn, x_n[None])), sums_kn, last_n)
 
 
 def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
@@ -624,49 +675,16 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
     The logits are split over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5);
     label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, section 7).
     """
-    logits_nv = (x_nD @ w_Dv).astype(float32)
-    top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_nv, axis=-1)), TENSOR)
-    log_sum_n = top_n + jnp.log(psum(jnp.sum(jnp.exp(logits_nv - top_n[:, None]), axis=-1), TENSOR))
-    local_n, mine_n = local_vocabulary(targets_n, logits_nv.shape[-1])
-    target_n = psum(jnp.take_along_axis(logits_nv, local_n[:, None], axis=-1)[:, 0] * mine_n, TENSOR)
+    log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, w_Dv, x_nD, targets_n)
+    top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(log_sums_kn, axis=0)), TENSOR)
+    log_sum_n = top_n + jnp.log(psum(jnp.sum(jnp.exp(log_sums_kn - top_n), axis=0), TENSOR))
+    target_n = psum(jnp.sum(targets_kn, axis=0), TENSOR)
     auxiliary = {
         "z_loss": lambda: log_sum_n**2,
-        "label_smoothing": lambda: target_n - psum(jnp.sum(logits_nv, axis=-1), TENSOR) / c.vocab_size,
+        "label_smoothing": lambda: target_n - psum(jnp.sum(totals_kn, axis=0), TENSOR) / c.vocab_size,
     }
     total = lambda x_n: jnp.sum(weights_n * x_n)
     return total(log_sum_n - target_n), {name: total(auxiliary[name]()) for name in auxiliary_names(c)}
-
-
-def loss_sums_in_chunks(c: ModelConfig, w_Dv, x_bsD, targets_bs, weights_bs):
-    """The same over all this device's tokens, `loss_chunk` tokens at a time, logits recomputed in the backward pass."""
-    n = targets_bs.size
-    chunk = min(c.loss_chunk, n)
-    n_chunks = -(-n // chunk)
-    cut = lambda x: jnp.pad(x.reshape(n, -1), ((0, n_chunks * chunk - n), (0, 0))).reshape(n_chunks, chunk, -1)
-    return sums_of_chunks(c, w_Dv, cut(x_bsD), (cut(targets_bs)[..., 0], cut(weights_bs)[..., 0]))  # padding weighs 0
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sums_of_chunks(c: ModelConfig, w_Dv, x_cnD, targets_and_weights_cn):
-    one = lambda piece: loss_sums(c, w_Dv, piece[0], *piece[1])
-    return jax.tree.map(jnp.sum, jax.lax.map(one, (x_cnD, targets_and_weights_cn)))
-
-
-def _sums_of_chunks_back(c, kept, d_sums):
-    """Autodiff would add up the chunks' gradients by the table in its own dtype: here it is float32."""
-    w_Dv, x_cnD, targets_and_weights_cn = kept
-
-    def chunk(d_w_Dv, piece):
-        _, pull = jax.vjp(lambda w_Dv, x_nD: loss_sums(c, w_Dv, x_nD, *piece[1]), w_Dv, piece[0])
-        more_Dv, dx_nD = pull(d_sums)
-        return d_w_Dv + more_Dv.astype(float32), dx_nD
-
-    nothing_Dv = vary(jnp.zeros(w_Dv.shape, float32), tuple(jax.typeof(w_Dv).mat.varying))
-    d_w_Dv, dx_cnD = jax.lax.scan(chunk, nothing_Dv, (x_cnD, targets_and_weights_cn))
-    return d_w_Dv.astype(w_Dv.dtype), dx_cnD, None
-
-
-sums_of_chunks.defvjp(lambda c, *args: (sums_of_chunks(c, *args), args), _sums_of_chunks_back)
 
 
 # The whole model ------------------------------------------------------------------------------------------------------
@@ -723,7 +741,7 @@ class Sums:
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
     """Cross-entropy and auxiliary terms of the N tokens of which this device and its TENSOR neighbours hold n each."""
-    return loss_sums_in_chunks(c, unembedding(w, c), leave(w, c, x_nD, dim=0), targets_N, weights_N)
+    return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N)
 
 
 def loss(c: ModelConfig, sums: Sums):

@@ -407,8 +407,8 @@ def reduce_scatter_in_parts(partial, axes, *, dim):
             x, stride = own, stride * factor
         return x
 
-    at_once = lambda x: reduce_scatter(x, axes, dim=dim)  # see `shift`, why
-    return jax.lax.platform_dependent(partial, cpu=at_once, default=in_parts) if branches() else in_parts(partial)
+    whole = branches() and platform() == "cpu"  # see `shift`, why
+    return reduce_scatter(partial, axes, dim=dim) if whole else in_parts(partial)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -448,6 +448,11 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
+def platform() -> str:
+    """What the mesh is made of: cpu, gpu or tpu. Known while a function is traced: no branch is compiled for it."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
 def branches() -> bool:
     """Whether layers are in a branch: with several stages, each skips its idle ticks."""
     return axis_size(STAGE) > 1
@@ -471,11 +476,8 @@ def shift(x, axis, by=1, *, in_branch=False):
         slots = jnp.zeros((n, *x.shape), x.dtype).at[(here + by) % n].set(x)
         return jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)[(here - by) % n]
 
-    def one(x):
-        x = vary(x, axis)
-        return jax.lax.platform_dependent(x, cpu=exchange, default=permute) if in_branch else permute(x)
-
-    return jax.tree.map(one, x)
+    send = exchange if in_branch and platform() == "cpu" else permute
+    return jax.tree.map(lambda x: send(vary(x, axis)), x)
 
 
 def around(x, axis) -> list:

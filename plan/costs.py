@@ -78,6 +78,11 @@ class Sizes:
         return math.prod(self.mesh[axis] for axis in axes)
 
 
+WHOLE = ("full", "branches")  # remat policies that repeat products
+BATCHED = (*WHOLE, "dots")  # "dots" keeps products without batch dims
+ALWAYS = (*BATCHED, "none")
+
+
 @dataclass(frozen=True)
 class Product:
     """A matrix product of one layer's forward pass. `again`: remat policies under which it is repeated."""
@@ -85,7 +90,7 @@ class Product:
     part: str
     flops: float
     hbm_bytes: float  # operands and results
-    again: tuple[str, ...] = ("full",)
+    again: tuple[str, ...] = WHOLE
     back: tuple[float, float] | None = None  # the two of a backward pass; None: of one for inputs, and one for weights
 
 
@@ -103,7 +108,7 @@ class Exchange:
     kind: str  # one of ledger.KINDS
     axes: tuple[str, ...]
     size: float  # bytes: of the joined array for a gather or scatter, of the array for the others
-    again: tuple[str, ...] = ("full", "dots")  # remat policies under which it is repeated
+    again: tuple[str, ...] = BATCHED  # remat policies under which it is repeated
     back: bool = True  # a gradient takes the way back
     times: float = 1  # in one forward pass
     of: str = "layer"  # what it is for, as `waits` asks
@@ -113,10 +118,6 @@ class Exchange:
         return {"all-reduce": 2 * (n - 1) / n, "collective-permute": min(n - 1, 1)}.get(
             self.kind, (n - 1) / n
         ) * self.size
-
-
-ALWAYS = ("full", "dots", "none")
-BATCHED = ("full", "dots")  # "dots" keeps products without batch dims
 
 
 def grouped_rows(A: int, e: int, platform: str) -> int:
@@ -186,10 +187,10 @@ def attention(c: ModelConfig, z: Sizes):
         score = value = c.d_head
         yield product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head)
         arrives, parts = c.d_model, (2 * g * c.d_head,)
-    yield product("attention", z, N, h * value, c.d_model)
+    yield product("attention", z, N, h * value, c.d_model, again=("full",))
     yield from mixing(c, z, ring, (h, g, score, value))
     yield arriving(c, z, N * arrives * z.width)
-    yield leaving(c, z, N * c.d_model * z.width, again=BATCHED)
+    yield leaving(c, z, N * c.d_model * z.width, again=("full", "dots"))
     own = N * sum(parts) * z.width
     if ring:
         yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
@@ -264,14 +265,13 @@ def logits(c: ModelConfig, z: Sizes):
     S, n = z.mesh[STAGE], z.mesh[TENSOR]
     rows = -(-z.b * z.t // S)
     tokens = n * rows  # of which a device makes its words' logits
-    chunk = min(c.loss_chunk, tokens)
-    padded = -(-tokens // chunk) * chunk
-    again = ALWAYS if padded > chunk else ()  # of one chunk, the backward pass finds them made
-    yield product("logits", z, padded, c.d_model, c.vocab_size // n, padded // chunk, again=again)
+    slices, words = model.vocabulary_slices(c, tokens, c.vocab_size // n)
+    one = product("logits", z, tokens, c.d_model, words)
+    yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes, again=ALWAYS)
+    yield replace(one, again=())  # the last slice's, the backward pass finds made
     yield Exchange("activations", "reduce-scatter", (STAGE,), rows * S * c.d_model * z.width, again=())
     yield Exchange("activations", "all-gather", (TENSOR,), tokens * c.d_model * z.width, again=())
-    yield Exchange("logits", "all-reduce", (TENSOR,), 2 * 4 * padded, again=again, back=False)  # largest, and sum
-    yield Exchange("logits", "all-reduce", (TENSOR,), 4 * padded, again=(), back=False)  # target's: no gradient asks
+    yield Exchange("logits", "all-reduce", (TENSOR,), 3 * 4 * tokens, again=(), back=False)  # largest, sum, target's
 
 
 # How often ------------------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
 def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     """Cost of a forward slot, a backward slot and a weight slot, in forward passes of a stage."""
     c = cfg.model
-    again = {"none": 0.0, "dots": 0.2, "full": 1.0}[c.remat]  # "dots": attention's scores, and the experts
+    again = 1.0 if c.remat in WHOLE else {"none": 0.0, "dots": 0.2}[c.remat]  # "dots": scores, and the experts
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 
@@ -512,8 +512,9 @@ def bubble(cfg: Config, sched: schedules.Schedule) -> float:
 def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch for its backward pass.
 
-    "full" keeps what comes in, "dots" also the results of products without batch dims, "none" every operand that a
-    gradient asks for: the norms', queries, keys, values and what was mixed, the pieces of an activation function.
+    "full" keeps what comes in, "branches" also what comes into the second branch, "dots" what comes in and results of
+    products without batch dims, "none" every operand that a gradient asks for: the norms', queries, keys, values and
+    what was mixed, the pieces of an activation function.
     """
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
     ring = c.context_attention == "ring" and n_context > 1
@@ -535,8 +536,8 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
         rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
         tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
-    if remat == "full":
-        return stream * z.width
+    if remat in WHOLE:
+        return (1 + (remat == "branches")) * stream * z.width
     if remat == "dots":
         return (2 * stream + whole * (2 if dense else 1) + N * latent + N * h * score + made
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
@@ -576,7 +577,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
     each = (4 if on_tpu else 8) if not one_piece else None
     gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
-    chunk = min(c.loss_chunk, tokens) * c.vocab_size // z.mesh[TENSOR] * 4
+    logits = tokens * model.vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     return {
         "parameters": state,
         "optimizer": 2 * state,
@@ -591,5 +592,5 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.
-        "at work": max(work, (1 if on_tpu else 3) * chunk + 4 * table - (gradients if one_piece and on_tpu else 0)),
+        "at work": max(work, (1 if on_tpu else 3) * logits + 4 * table - (gradients if one_piece and on_tpu else 0)),
     }

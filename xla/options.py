@@ -15,6 +15,7 @@ OPTIONS = {
     # products beside it (xla_tpu_enable_async_collective_fusion*) are not here: on v4 libtpu warns of wrong results.
     "tpu": {
         "xla_enable_async_all_gather": "true",  # products may run between an all-gather's start and its end
+        "xla_max_concurrent_async_collective_permutes": "12",  # with fewer, those of gradients hold up activations'
         # A reduce-scatter stays one where its layout would make an all-reduce of it, with up to twice the bytes.
         "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
