@@ -632,16 +632,21 @@ def logit_sums(w_Du, x_nD, targets_n, words_u):
 
     Shapes: [D, u], [n, D], [n], [u] -> three of [n]. words_u: the words' ids; below 0, it is none.
     """
-    logits_nu = jnp.where(words_u < 0, -jnp.inf, (x_nD.astype(w_Du.dtype) @ w_Du).astype(float32))
+    logits_nu, words_1u = (x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), words_u[None]
+    logits_nu = jnp.where(words_1u < 0, -jnp.inf, logits_nu)
     top_n = jax.lax.stop_gradient(jnp.max(logits_nu, axis=-1))
     log_sum_n = top_n + jnp.log(jnp.sum(jnp.exp(logits_nu - top_n[:, None]), axis=-1))
     over = lambda which: jnp.sum(jnp.where(which, logits_nu, 0), axis=-1)
-    return log_sum_n, over(words_u == targets_n[:, None]), over(words_u >= 0)
+    return log_sum_n, over(words_1u == targets_n[:, None]), over(words_1u >= 0)
 
 
 def vocabulary_slices(c: ModelConfig, n: int, v: int) -> tuple[int, int]:
-    """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed."""
-    words = -(-v // -(-n // c.loss_chunk))
+    """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
+
+    Equal slices, if up to twice as many can be; else the last one is shorter.
+    """
+    least = -(-n // c.loss_chunk)
+    words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
     return -(-v // words), words
 
 
@@ -677,7 +682,7 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
     """
     log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, w_Dv, x_nD, targets_n)
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(log_sums_kn, axis=0)), TENSOR)
-    log_sum_n = top_n + jnp.log(psum(jnp.sum(jnp.exp(log_sums_kn - top_n), axis=0), TENSOR))
+    log_sum_n = top_n + jnp.log(psum(jnp.sum(jnp.exp(log_sums_kn - top_n[None]), axis=0), TENSOR))
     target_n = psum(jnp.sum(targets_kn, axis=0), TENSOR)
     auxiliary = {
         "z_loss": lambda: log_sum_n**2,

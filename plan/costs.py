@@ -1,4 +1,4 @@
-"""What one training step costs a device, by arithmetic on the declarations: FLOPs, bytes on the wire, memory.
+"""What one training step costs a device, by arithmetic on the declarations: FLOPs and bytes on the wire.
 
 Every product and every exchange of `model.py` and `pipeline/step.py` is one row below. A row says what the forward pass
 of one microbatch does once, and whether the backward pass does it again; `passes` says how often each happens in a
@@ -260,17 +260,21 @@ def enter(c: ModelConfig, z: Sizes):
         yield Exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, again=())
 
 
+def logits_tokens(z: Sizes) -> int:
+    """Tokens of which a device makes its words' logits: a share on each stage."""
+    return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
+
+
 def logits(c: ModelConfig, z: Sizes):
     """Logits and loss, a share of the tokens on each stage."""
-    S, n = z.mesh[STAGE], z.mesh[TENSOR]
-    rows = -(-z.b * z.t // S)
-    tokens = n * rows  # of which a device makes its words' logits
+    n, tokens = z.mesh[TENSOR], logits_tokens(z)
     slices, words = model.vocabulary_slices(c, tokens, c.vocab_size // n)
     one = product("logits", z, tokens, c.d_model, words)
     yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes, again=ALWAYS)
     yield replace(one, again=())  # the last slice's, the backward pass finds made
-    yield Exchange("activations", "reduce-scatter", (STAGE,), rows * S * c.d_model * z.width, again=())
-    yield Exchange("activations", "all-gather", (TENSOR,), tokens * c.d_model * z.width, again=())
+    X = tokens * c.d_model * z.width
+    yield Exchange("activations", "reduce-scatter", (STAGE,), X // n * z.mesh[STAGE], again=())
+    yield Exchange("activations", "all-gather", (TENSOR,), X, again=())
     yield Exchange("logits", "all-reduce", (TENSOR,), 3 * 4 * tokens, again=(), back=False)  # largest, sum, target's
 
 
@@ -450,38 +454,59 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> li
     return [Traffic(*key, *value, key[0] not in rare and STAGE not in key[2]) for key, value in found.items()]
 
 
+@dataclass(frozen=True)
+class Use:
+    """A parameter, or pieces of it, that are joined for products."""
+
+    ahead: int  # forward passes of a step that do
+    again: int  # repeated ones
+    back: int  # gradients
+    dims: str
+    size: float  # entries of one piece, joined
+    times: float  # pieces
+    of: str = ""  # what for, as `hiding.exposed` asks
+
+
+def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
+    """Each use of a parameter, where weights are gathered when they are used."""
+    c, z, M, run = cfg.model, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
+    if w.name.startswith(("prefix.", "blocks.")):
+        ahead = c.gather == "ahead" and w.name.startswith("blocks.")  # then a block more, each time they are passed
+        more = w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks if ahead else 0
+        yield Use(run.forward, run.again, run.weights, w.d.dims, w.joined / w.layers, w.layers + more, "weights")
+    if w.name == "embedding_VD" and not tokens_go(c, z):
+        yield Use(run.forward, 0, M, w.d.dims, w.joined, 1)
+    if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
+        v = c.vocab_size // z.mesh[TENSOR]
+        slices, words = model.vocabulary_slices(c, logits_tokens(z), v)
+        yield Use(M, 0, M, "DV", w.joined / v * words, slices - 1, "vocabulary")
+        yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first one, and the last gradient: nothing is beside
+
+
 def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform: str) -> None:
     """Add what is sent for one parameter: its slices, its gradients."""
-    c, M, run = cfg.model, sched.microbatches, passes(cfg, sched)
-    ahead, again, back = run.forward, run.again, run.weights
-    if w.name == "embedding_VD":
-        looks_up = not tokens_go(c, Sizes.of(cfg, platform))
-        both = M * c.tie_embeddings  # a TPU joins it once for both uses, if they are in one piece of program
-        again, back = both * (platform != "tpu" or M * sched.stages > 1), M * looks_up + both
-        ahead, again = (ahead, again) if looks_up else (both, 0)
-    elif w.name == "unembedding_DV":
-        ahead, again, back = M, 0, M
-    size, reduced = w.joined * w.width / w.layers, w.width
-    if c.gather == "step":  # gradients of microbatches are added up in float32 before they are sent
-        ahead, again, back, reduced = 1, 0, 1, w.width if M * sched.stages == 1 else 4
-    of, times = ("weights" if w.name.startswith(("prefix.", "blocks.")) and c.gather != "step" else ""), w.layers
-    if c.gather == "ahead" and w.name.startswith("blocks."):  # a block more, each time that the blocks are passed
-        times += w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks
-    add("weights", "all-gather", w.gathered_over, size, ahead * times, "forward", of)
-    add("weights", "all-gather", w.gathered_over, size, again * times, "again", of)
-    if w.d.trainable:
-        size = size * reduced / w.width
-        kind = "reduce-scatter" if c.gather == "step" else hiding.scatter_of(w.d.dims, w.slice, platform)
-        if c.gather == "ahead":  # in halves, and halves of them: along the last axis first
+    whole, M = cfg.model.gather == "step", sched.microbatches
+    for use in [Use(1, 0, 1, w.d.dims, w.joined / w.layers, w.layers)] if whole else uses(w, cfg, sched):
+        size = use.size * w.width
+        add("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
+        add("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
+        if not w.d.trainable:
+            continue
+        if whole and M * sched.stages > 1:  # gradients of microbatches are added up in float32 before they are sent
+            size = 4 * use.size
+        kind = "reduce-scatter" if whole else hiding.scatter_of(use.dims, w.slice, platform)
+        if cfg.model.gather == "ahead":  # in halves, and halves of them: along the last axis first
+            of = use.of
             for axis in reversed(w.gathered_over):
                 n = w.mesh[axis]
-                add("gradients", "collective-permute", (axis,), size * (1 - 1 / n), back * times, "back", of)
+                add("gradients", "collective-permute", (axis,), size * (1 - 1 / n), use.back * use.times, "back", of)
                 size, of = size / n, of if n == 1 else ""  # the first halves alone are hidden
         else:
-            add("gradients", kind, w.gathered_over, size, back * times, "back", of)
+            add("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
+    if w.d.trainable:
         add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
-        held = (w.joined if c.gather == "step" else w.held) / sched.chunks
+        held = (w.joined if whole else w.held) / sched.chunks
         rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
         add("weights", "collective-permute", (STAGE,), held * w.width, rounds)
         add("gradients", "collective-permute", (STAGE,), held * 4, rounds)
@@ -504,93 +529,3 @@ def bubble(cfg: Config, sched: schedules.Schedule) -> float:
     if passes(cfg, sched).forward > sched.microbatches:
         busy, whole = busy + sched.microbatches * F, whole + schedules.lock_step(schedules.forward_only(sched), F)
     return max(1 - busy / whole, 0.0)  # rounding
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
-def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
-    """Bytes that one layer keeps of one microbatch for its backward pass.
-
-    "full" keeps what comes in, "branches" also what comes into the second branch, "dots" what comes in and results of
-    products without batch dims, "none" every operand that a gradient asks for: the norms', queries, keys, values and
-    what was mixed, the pieces of an activation function.
-    """
-    N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
-    ring = c.context_attention == "ring" and n_context > 1
-    keys = N if ring else z.b * z.T
-    stream, whole = z.b * z.t * c.d_model, N * c.d_model
-    h = c.n_heads // z.mesh[TENSOR]
-    if c.attention == "mla":
-        latent, score, value = c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value
-        g, made = h, keys * h * (c.d_head + value)  # keys and values out of the latent
-    else:
-        latent, score, value = 0, c.d_head, c.d_head
-        g = c.n_kv_heads // z.mesh[TENSOR]
-        made = N * 2 * g * c.d_head
-    n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
-    rows = tiles = 0
-    if is_moe and c.capacity_factor:
-        rows = c.n_experts * z.b * model.slots_per_expert(c, z.T)
-    elif is_moe:
-        rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
-        tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
-    dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
-    if remat in WHOLE:
-        return (1 + (remat == "branches")) * stream * z.width
-    if remat == "dots":
-        return (2 * stream + whole * (2 if dense else 1) + N * latent + N * h * score + made
-                + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
-    matrices = 2 + model.swiglu(c)
-    attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
-    if ring:  # a step keeps what was mixed before it
-        attended += (n_context - 1) * N * h * (value + 1) * f32
-    if remat == "fused":  # a TPU makes again what costs no product, rather than keep it
-        return attended + (2 * stream + 3 * whole + N * latent + matrices * (dense + rows * m)
-                           + 3 * rows * c.d_model) * z.width  # fmt: skip
-    activation = 5 if model.swiglu(c) else 6
-    return (
-        4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width
-        + attended
-        + (dense + rows * m) * activation * z.width
-        + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
-    )  # fmt: skip
-
-
-def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
-    """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
-    c, z, split = cfg.model, Sizes.of(cfg, platform), fit.split_batch(cfg)
-    one_piece, w = sched.microbatches * sched.stages == 1, weights(cfg)
-    state = sum(x.held * x.d.dtype.itemsize for x in w)
-    sequences = split.device_batch * split.microbatches * split.accumulation
-    there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]
-    saved = sum(many * kept(c, z, is_moe, c.remat) for many, is_moe in there) / sched.chunks
-    on_tpu = platform == "tpu"
-    work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
-    of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
-                   for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
-    of_block = sum(x.joined * x.width // z.blocks for x in w if x.name.startswith("blocks."))
-    buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
-    whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
-    table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
-    tokens = -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
-    # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
-    each = (4 if on_tpu else 8) if not one_piece else None
-    gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
-    logits = tokens * model.vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
-    return {
-        "parameters": state,
-        "optimizer": 2 * state,
-        "batch": 5 * 4 * sequences * z.s,
-        "gradients": gradients,
-        # Ahead: those of two blocks, and a block's gradients.
-        "weights": sum(x.joined * x.width for x in w)
-        if whole
-        else 3 * of_block
-        if c.gather == "ahead"
-        else 2 * of_layer,
-        "saved": (buffers.kept + (not one_piece)) * saved,
-        "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        # On one layer; or on logits, when in one piece no layer has a gradient yet.
-        "at work": max(work, (1 if on_tpu else 3) * logits + 4 * table - (gradients if one_piece and on_tpu else 0)),
-    }

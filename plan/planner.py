@@ -13,7 +13,7 @@ import pipeline
 import sharding
 from config import AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
-from plan import compiled, costs, hardware
+from plan import compiled, costs, hardware, memory
 from plan.costs import model_flops_per_token, parameters
 from sharding import TENSOR
 from utils import UserError
@@ -168,7 +168,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     tokens = cfg.data.tokens_per_step
     return Plan(
         cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        costs.work(cfg, sched, platform), costs.memory(cfg, sched, platform), costs.traffic(cfg, sched, platform),
+        costs.work(cfg, sched, platform), memory.memory(cfg, sched, platform), costs.traffic(cfg, sched, platform),
         sched, limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
 

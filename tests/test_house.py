@@ -41,7 +41,7 @@ ROOMS = {
     "kernels": "grouped attention",
     "pipeline": "schedules check draw fit step __main__",
     "data": "sources tokenizers prepare",
-    "plan": "hardware hiding costs compiled planner show __main__",
+    "plan": "hardware hiding costs memory compiled planner show __main__",
     "train": "checkpoint guard tracking report processes directory interruptions start progress selfcheck",
     "weights": "gptj families convert init_from __main__",
 }

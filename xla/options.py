@@ -15,7 +15,6 @@ OPTIONS = {
     # products beside it (xla_tpu_enable_async_collective_fusion*) are not here: on v4 libtpu warns of wrong results.
     "tpu": {
         "xla_enable_async_all_gather": "true",  # products may run between an all-gather's start and its end
-        "xla_max_concurrent_async_collective_permutes": "12",  # with fewer, those of gradients hold up activations'
         # A reduce-scatter stays one where its layout would make an all-reduce of it, with up to twice the bytes.
         "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
@@ -24,6 +23,10 @@ OPTIONS = {
     "gpu": {},
     "cpu": {},
 }
+# Permutes that may be on their way at once. Where libtpu chooses, those of gradients hold up those of activations: of
+# llama3_8b on fsdp=32,tensor=2 (`python -m bench.overlap`, docs/planner.md) 4.5 GB are exposed, and 2.4 with 8. Without
+# `tensor` there is little to gain, and more of them keep more memory: 5.2 GiB at the peak on fsdp=64, not 4.8.
+WITH_TENSOR = {"tpu": {"xla_max_concurrent_async_collective_permutes": "8"}}
 
 
 def of(mesh: Mesh, asked: str = "") -> dict[str, str]:
@@ -31,7 +34,9 @@ def of(mesh: Mesh, asked: str = "") -> dict[str, str]:
 
     Raises: UserError for a text that is not NAME=VALUE,..
     """
-    merged = OPTIONS.get(mesh.devices.flat[0].platform, {}) | parse(asked)
+    platform = mesh.devices.flat[0].platform
+    more = WITH_TENSOR if mesh.shape.get("tensor", 1) > 1 else {}
+    merged = OPTIONS.get(platform, {}) | more.get(platform, {}) | parse(asked)
     return {name: {"true": True, "false": False}.get(value, value) for name, value in merged.items() if value}
 
 

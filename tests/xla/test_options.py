@@ -16,8 +16,8 @@ from utils import UserError
 from xla import options
 
 
-def mesh_of(platform):
-    return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+def mesh_of(platform, **shape):
+    return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]), shape=shape)
 
 
 def test_the_users_options_come_last():
@@ -28,7 +28,19 @@ def test_the_users_options_come_last():
     changed = options.of(mesh_of("tpu"), f"xla_enable_async_all_gather=, {name}=4,xla_new=false")
     assert changed == {k: v for k, v in ours.items() if k != "xla_enable_async_all_gather"} | {
         name: "4", "xla_new": False}  # fmt: skip
-    assert options.of(mesh_of("cpu")) == options.of(mesh_of("gpu")) == options.of(mesh_of("another")) == {}
+    for other in "cpu", "gpu", "another":
+        assert options.of(mesh_of(other)) == options.of(mesh_of(other, tensor=2)) == {}
+
+
+def test_more_permutes_at_once_where_activations_take_them():
+    """Catches permutes of activations that wait for those of gradients, and memory spent where there are none."""
+    without, with_one, with_two = (
+        options.of(mesh_of("tpu", fsdp=4, **more)) for more in ({}, {"tensor": 1}, {"tensor": 2})
+    )
+    assert (
+        without == with_one == {k: v for k, v in with_two.items() if k in without} and len(with_two) == len(without) + 1
+    )
+    assert with_two["xla_max_concurrent_async_collective_permutes"] == "8"
 
 
 @pytest.mark.parametrize("text, part", [("xla_a", "xla_a"), ("xla_a=1, =2", "=2")])
@@ -59,7 +71,7 @@ def test_trainer_and_planner_refuse_alike(option, words):
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_every_generation_takes_them(topology):
     """Catches an option that libtpu no longer knows, or warns of, on one generation."""
-    mesh = compiled.topology_mesh(MeshConfig(fsdp=4), topology)
+    mesh = compiled.topology_mesh(MeshConfig(fsdp=2, tensor=2), topology)
     x = jax.ShapeDtypeStruct((256, 384), np.float32, sharding=NamedSharding(mesh, P("fsdp")))
 
     def warnings(told):

@@ -1,0 +1,95 @@
+"""What one training step keeps on a device at its fullest, by arithmetic on the declarations. Letters: `costs.py`."""
+
+import model
+from config import Config, ModelConfig
+from kernels import grouped
+from pipeline import fit, schedules
+from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weights
+from sharding import CONTEXT, EXPERT, TENSOR
+
+
+def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
+    """Bytes that one layer keeps of one microbatch for its backward pass.
+
+    "full" keeps what comes in, "branches" also what comes into the second branch, "dots" what comes in and results of
+    products without batch dims, "none" every operand that a gradient asks for: the norms', queries, keys, values and
+    what was mixed, the pieces of an activation function.
+    """
+    N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
+    ring = c.context_attention == "ring" and n_context > 1
+    keys = N if ring else z.b * z.T
+    stream, whole = z.b * z.t * c.d_model, N * c.d_model
+    h = c.n_heads // z.mesh[TENSOR]
+    if c.attention == "mla":
+        latent, score, value = c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value
+        g, made = h, keys * h * (c.d_head + value)  # keys and values out of the latent
+    else:
+        latent, score, value = 0, c.d_head, c.d_head
+        g = c.n_kv_heads // z.mesh[TENSOR]
+        made = N * 2 * g * c.d_head
+    n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
+    rows = tiles = 0
+    if is_moe and c.capacity_factor:
+        rows = c.n_experts * z.b * model.slots_per_expert(c, z.T)
+    elif is_moe:
+        rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
+        tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
+    dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
+    if remat in WHOLE:
+        return (1 + (remat == "branches")) * stream * z.width
+    if remat == "dots":
+        return (2 * stream + whole * (2 if dense else 1) + N * latent + N * h * score + made
+                + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
+    matrices = 2 + model.swiglu(c)
+    attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
+    if ring:  # a step keeps what was mixed before it
+        attended += (n_context - 1) * N * h * (value + 1) * f32
+    if remat == "fused":  # a TPU makes again what costs no product, rather than keep it
+        return attended + (2 * stream + 3 * whole + N * latent + matrices * (dense + rows * m)
+                           + 3 * rows * c.d_model) * z.width  # fmt: skip
+    activation = 5 if model.swiglu(c) else 6
+    return (
+        4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width
+        + attended
+        + (dense + rows * m) * activation * z.width
+        + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
+    )  # fmt: skip
+
+
+def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
+    """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
+    c, z, split = cfg.model, Sizes.of(cfg, platform), fit.split_batch(cfg)
+    one_piece, w = sched.microbatches * sched.stages == 1, weights(cfg)
+    state = sum(x.held * x.d.dtype.itemsize for x in w)
+    sequences = split.device_batch * split.microbatches * split.accumulation
+    there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]
+    saved = sum(many * kept(c, z, is_moe, c.remat) for many, is_moe in there) / sched.chunks
+    on_tpu = platform == "tpu"
+    work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
+    of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
+                   for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
+    of_block = sum(x.joined * x.width // z.blocks for x in w if x.name.startswith("blocks."))
+    buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
+    whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
+    table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
+    # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
+    each = (4 if on_tpu else 8) if not one_piece else None
+    gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
+    tokens = logits_tokens(z)
+    logits = tokens * model.vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
+    return {
+        "parameters": state,
+        "optimizer": 2 * state,
+        "batch": 5 * 4 * sequences * z.s,
+        "gradients": gradients,
+        # Ahead: those of two blocks, and a block's gradients.
+        "weights": sum(x.joined * x.width for x in w)
+        if whole
+        else 3 * of_block
+        if c.gather == "ahead"
+        else 2 * of_layer,
+        "saved": (buffers.kept + (not one_piece)) * saved,
+        "pipeline": (buffers.inbox + buffers.cotangents) * stream,
+        # On one layer; or on logits, when in one piece no layer has a gradient yet.
+        "at work": max(work, (1 if on_tpu else 3) * logits + 4 * table - (gradients if one_piece and on_tpu else 0)),
+    }
