@@ -1,4 +1,4 @@
-"""The loss and its gradients: by slices of the vocabulary, in passes, recomputed, with dropout, in bfloat16, and on several devices."""
+"""The loss and its gradients: by slices of words, in passes, recomputed, with dropout, in bfloat16, on many devices."""
 
 import dataclasses
 import functools
