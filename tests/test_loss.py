@@ -290,7 +290,8 @@ def test_gradients_of_slices_are_added_up_in_float32(of):
     """Catches a sum over slices, or over tokens, in bfloat16, which forgets what is less than a 256th of it."""
     D, N = 24, 1024
     rng = np.random.default_rng(0)
-    x_BTD, w_DV = np.float32(rng.normal(size=(2, N // 2, D))), np.float32(rng.normal(size=(D, V)))
+    # Many words of one sign and about one probability: their gradients add up to 1, and the target's is near -1.
+    x_BTD, w_DV = np.float32(0.1 * rng.normal(size=(2, N // 2, D))), np.float32(rng.uniform(0.5, 1.5, (D, V)))
     targets_BT, weights_BT = rng.integers(0, 3, (2, N // 2)), np.ones((2, N // 2), np.float32)
     c = config("mla").model
 
