@@ -293,12 +293,16 @@ def test_what_is_predicted_is_what_is_compiled(case):
 
 
 SIXTEEN = {"model.remat": "full", "data.batch_size": 64}  # of dense_124m on as many chips
+LARGE = {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096}
 WAITS = {
     "all chips": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16"}),
     "in turn": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4"}),
+    "in turn, ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "ahead"}),
     "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather"}),
-    "ahead": ("v4:4x4x4", "llama3_8b", {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096,
-                                        "model.gather": "ahead"}),
+    "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
+    "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
+    "large": ("v4:4x4x4", "llama3_8b", LARGE),
+    "large, ahead": ("v4:4x4x4", "llama3_8b", LARGE | {"model.gather": "ahead"}),
 }  # fmt: skip
 
 
