@@ -208,20 +208,21 @@
   }
 
   function scatterOf(dims, width, z) {
-    const cut = ((dims.includes("H") || dims.includes("G")) && width % 128) || (dims === "VD" && width < 128);
+    const byHead = dims.includes("H") || dims.includes("G"), part = width % 128;
+    const cut = { VD: width < 128, DV: part }[dims] ?? (byHead && part);
     return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
   }
 
   function exposed(c, z, kind, axes, when, of) {
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
-    const n = prod(axes.map((axis) => z.mesh[axis]));
+    const n = prod(axes.map((axis) => z.mesh[axis])), ahead = c.gather === "ahead", wide = c.d_model >= 2048;
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when !== "back");
-      return when === "forward" && of === "feed-forward" ? floordiv(n, 2) / (n - 1) : 0;
+      return when === "forward" && of === "feed-forward" && !(ahead && wide) ? floordiv(n, 2) / (n - 1) : 0;
     }
-    if (of !== "weights") return 1;
-    if (kind === "collective-permute") return 0.25;
-    return c.gather === "ahead" && when === "again" ? 0.25 : 0;
+    if (of !== "weights" && of !== "vocabulary") return 1;
+    if (!ahead) return 0;
+    return kind === "all-gather" ? (wide ? 0.1 : 0.4) : (wide ? 0.2 : 0.5);
   }
 
   // plan.costs: what a device does --------------------------------------------------------------------------------

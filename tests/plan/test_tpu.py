@@ -329,10 +329,10 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
     plan, found, step = headline
     assert found["fits"]
-    assert found["temp_bytes"] < 4.65 * GIB
-    assert found["wire_bytes"] < 8.0 * GIB
+    assert found["temp_bytes"] < 5.3 * GIB  # 0.9 more than with remat=full, for 0.6 GB less on the wire
+    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 2.4e9
     assert found["collectives"] < 2500
-    assert found["hardware_flops"] < 1.38 * plan.model_flops
+    assert found["hardware_flops"] < 1.34 * plan.model_flops
     assert found["unknown"] == {}
     assert found["hidden_bytes"] + found["exposed_bytes"] == pytest.approx(found["wire_bytes"])
     assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])
