@@ -600,7 +600,7 @@
       sum(w.filter((x) => x.name.startsWith(part)).map((x) => floordiv(x.joined * x.width, x.layers)))));
     const ofBlock = sum(w.filter((x) => x.name.startsWith("blocks.")).map((x) => floordiv(x.joined * x.width, z.blocks)));
     const slots = onePiece ? { inbox: 0, kept: 1, cotangents: 0 } : buffers(sched), stream = z.b * z.t * c.d_model * z.width;
-    const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined));
+    const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined * x.width));
     const tokens = logitsTokens(z), each = onePiece ? null : onTpu ? 4 : 8;
     const gradients = sum(w.map((x) => (whole ? x.joined * (each ?? x.width) : x.held * 4)));
     const logitsBytes = tokens * vocabularySlices(c, tokens, floordiv(c.vocab_size, z.mesh.tensor))[1] * 4;
@@ -609,7 +609,7 @@
       weights: whole ? sum(w.map((x) => x.joined * x.width)) : c.gather === "ahead" ? 3 * ofBlock : 2 * ofLayer,
       saved: (slots.kept + (onePiece ? 0 : 1)) * saved,
       pipeline: (slots.inbox + slots.cotangents) * stream,
-      "at work": Math.max(work, (onTpu ? 1 : 3) * logitsBytes + 4 * table - (onePiece && onTpu ? gradients : 0)),
+      "at work": Math.max(work, (onTpu ? 1 : 3) * logitsBytes + table - (onePiece && onTpu ? gradients : 0)),
     };
   }
 
