@@ -183,14 +183,14 @@ class ModelConfig:
     tie_embeddings: bool = False  # one table for embedding and unembedding
     dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
-    # recompute in backward: nothing; all but products; attention and feed-forward, each of what came in; whole layers
+    # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
     remat: Literal["none", "dots", "branches", "full"] = "none"
     # weights are joined for each use of a layer; for each use, one block of layers ahead; or once a step, and kept
     gather: Literal["layer", "ahead", "step"] = "layer"
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
-    loss_chunk: Size = 512  # tokens whose logits exist at once, per device; as many are, of a slice of the vocabulary
+    loss_chunk: Size = 512  # logits that exist at once, per device: as many as so many tokens have, of a slice of the vocabulary
     precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
 
     def __post_init__(self):
