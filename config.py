@@ -190,7 +190,7 @@ class ModelConfig:
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
-    loss_chunk: Size = 512  # logits that exist at once, per device: as many as so many tokens have, of a slice of the vocabulary
+    loss_chunk: Size = 512  # logits that exist at once, per device: as many as so many tokens have
     precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
 
     def __post_init__(self):
