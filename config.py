@@ -259,9 +259,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (arXiv:1711.05101), its learning-rate schedule, and how a batch is cut to fit in memory."""
+    """AdamW, its learning-rate schedule, and how a batch is cut to fit in memory."""
 
-    lr: NotNegative = 3e-3  # peak learning rate
+    lr: NotNegative = 3e-3  # peak learning rate of AdamW (arXiv:1711.05101)
     schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay, or stay, then linear decay
     warmup_steps: Count = 20  # linear from 0 to lr
     decay_fraction: Share = 0.2  # wsd: share of all steps spent decaying
@@ -331,7 +331,7 @@ class Config:
     mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
     pipeline: Annotated[PipelineConfig, BARE] = field(default_factory=PipelineConfig)  # schedule of the stages
     data: Annotated[DataConfig, BARE] = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: Annotated[OptimConfig, BARE] = field(default_factory=OptimConfig)
     run: Annotated[RunConfig, BARE] = field(default_factory=RunConfig)
 
     def to_dict(self) -> dict:

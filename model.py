@@ -67,9 +67,9 @@ from utils import UserError
 float32 = jnp.float32
 
 
-def joiner(c: ModelConfig):
-    """The gather of a matrix: fn(x, axes, dim)."""
-    return gather_weights if c.gather == "ahead" else lambda x, axes, dim: all_gather(x, axes, dim=dim)
+def join_slices(c: ModelConfig, x, axes, dim):
+    """A matrix's slices, joined along `dim`."""
+    return gather_weights(x, axes, dim) if c.gather == "ahead" else all_gather(x, axes, dim=dim)
 
 
 def gathered(w, c: ModelConfig, *names):
@@ -78,8 +78,7 @@ def gathered(w, c: ModelConfig, *names):
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
     Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes; in parts, if weights are gathered ahead.
     """
-    gather = joiner(c)
-    join = lambda x, dim, axes, exact: gather(x if exact else x.astype(c.precision.compute), axes, dim)
+    join = lambda x, dim, axes, exact: join_slices(c, x if exact else x.astype(c.precision.compute), axes, dim)
     return map_sliced(join, w, *names)
 
 
@@ -662,7 +661,7 @@ def slice_by_slice(c: ModelConfig, w_Dv, x_nD, targets_n):
     w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
     number_ku = jnp.arange(slices * u).reshape(slices, u)
     words_ku = jnp.where(number_ku < v, axis_index(TENSOR) * v + number_ku, -1)
-    gather = lambda w_Du: w_Du if c.gather == "step" else joiner(c)(w_Du, SLICED, 0)
+    gather = lambda w_Du: w_Du if c.gather == "step" else join_slices(c, w_Du, SLICED, 0)
     x_nD = x_nD.astype(float32)  # in which its gradients of the slices add up
 
     def step(w_Du, ahead_and_words):

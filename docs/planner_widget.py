@@ -140,6 +140,8 @@ def planner_widget() -> str:
     same = lambda *names: [(one, one) for one in names]
     powers = lambda low, high: [(str(2**n), f"{2**n:,}") for n in range(low, high + 1)]
     chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
+    recompute = [("full", "whole layers"), ("branches", "attention and feed-forward apart"),
+                 ("dots", "all but products"), ("none", "nothing")]  # fmt: skip
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 <div class="selects">
@@ -148,7 +150,7 @@ def planner_widget() -> str:
 {select("sequences in the global batch", "batch_size", powers(0, 12))}
 {select("positions in a sequence", "seq_len", powers(7, 17))}
 {select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
-{select("recompute", "remat", [("full", "whole layers"), ("dots", "all but products"), ("none", "nothing")])}
+{select("recompute", "remat", recompute)}
 {select("join weights", "gather", [("layer", "for each layer"), ("ahead", "a block ahead"), ("step", "once a step")])}
 {select("positions along tensor", "tensor_exchange", [("ring", "in turn"), ("gather", "all at once")])}
 {select("keys along context", "context_attention", [("gather", "all at once"), ("ring", "in turn")])}

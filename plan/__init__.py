@@ -1,8 +1,8 @@
 """Know before you rent: what a configuration needs, sends and takes, by arithmetic, and by the compiler beside it.
 
 Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `costs.py` is the arithmetic, row by row;
-`hiding.py` what runs beside products; `hardware.py` chips and wires, with sources; `compiled.py` compiles for devices
-that are not there; `show.py` prints and draws. `python -m plan` is the command.
+`memory.py` what a device keeps; `hiding.py` what runs beside products; `hardware.py` chips and wires, with sources;
+`compiled.py` compiles for devices that are not there; `show.py` prints and draws. `python -m plan` is the command.
 
 From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, and `compiled` for who measures.
 """

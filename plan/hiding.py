@@ -23,10 +23,11 @@ LANES = 128  # of a TPU's vector: the entries of an array's narrowest dim lie al
 def scatter_of(dims: str, width: int, platform: str) -> str:
     """The collective of a parameter's gradient, of which a device keeps a slice this wide.
 
-    Of matrices by head, and of the embedding, the sliced dim lies along lanes; such slices are cut out of a sum.
+    The sliced dim lies along lanes: of matrices by head, of the embedding, and of an unembedding in slices of words.
+    What does not fill lanes is cut out of a sum.
     """
-    by_head, table = {*dims} & {*"HG"}, dims == "VD"
-    cut = (by_head and width % LANES) or (table and width < LANES)
+    by_head, part = {*dims} & {*"HG"}, width % LANES
+    cut = {"VD": width < LANES, "DV": part}.get(dims, by_head and part)
     return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
 
 
@@ -34,33 +35,38 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
     """The share of a collective's bytes that no products stand beside.
 
     when  forward, again (repeated for the backward pass) or back
-    of    the part of a layer that it is for; "": outside of the loops over layers, where the next product waits for it
+    of    the part of a layer that it is for, or vocabulary; "": outside of loops, where the next product waits for it
     """
     if platform != "tpu" or not of or kind not in ("all-gather", "collective-permute"):
         return 1
     if axes == (TENSOR,):
-        return of_positions(kind, mesh[TENSOR], when, of)
-    if of == "weights":
-        return of_weights(c, kind, when)
+        return of_positions(c, kind, mesh[TENSOR], when, of)
+    if of in ("weights", "vocabulary"):
+        return of_weights(c, kind)
     return 1
 
 
-def of_positions(kind: str, n: int, when: str, of: str) -> float:
+def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float:
     """A gather is needed at once; one of gradients has the products of other gradients beside it.
 
     A ring hides, but for one of its two ways in front of a feed-forward, where all products wait for it.
     """
     if kind == "all-gather":
         return float(when != "back")
-    return n // 2 / (n - 1) if (when, of) == ("forward", "feed-forward") else 0
+    waits = (when, of) == ("forward", "feed-forward") and not (c.gather == "ahead" and wide(c))
+    return n // 2 / (n - 1) if waits else 0
 
 
-def of_weights(c: ModelConfig, kind: str, when: str) -> float:
+def of_weights(c: ModelConfig, kind: str) -> float:
     """All-gathers run one after the other, each beside products that do not need it.
 
-    On the way back of weights gathered ahead both gathers and gradients are under way, and a quarter finds no product:
-    as counted of llama3_8b; with matrices as small as dense_124m's it is about a half.
+    Of weights gathered ahead, gathers and gradients are under way together, and some find no product.
     """
-    if kind == "collective-permute":
-        return 0.25
-    return 0.25 if (c.gather, when) == ("ahead", "again") else 0
+    if c.gather != "ahead":
+        return 0
+    return {"all-gather": 0.1 if wide(c) else 0.4, "collective-permute": 0.2 if wide(c) else 0.5}[kind]
+
+
+def wide(c: ModelConfig) -> bool:
+    """Whether products are long enough for what comes ahead: as llama3_8b's and mixtral_8x7b's, not dense_124m's."""
+    return c.d_model >= 2048

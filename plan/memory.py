@@ -71,7 +71,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     of_block = sum(x.joined * x.width // z.blocks for x in w if x.name.startswith("blocks."))
     buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
     whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
-    table = max(x.joined for x in w if x.name in ("embedding_VD", "unembedding_DV"))
+    table = max(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
     each = (4 if on_tpu else 8) if not one_piece else None
     gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
@@ -91,5 +91,5 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.
-        "at work": max(work, (1 if on_tpu else 3) * logits + 4 * table - (gradients if one_piece and on_tpu else 0)),
+        "at work": max(work, (1 if on_tpu else 3) * logits + table - (gradients if one_piece and on_tpu else 0)),
     }

@@ -1,4 +1,4 @@
-"""The loss and its gradients: in chunks, in passes, recomputed, with dropout, in bfloat16, and on several devices."""
+"""The loss and its gradients: by slices of words, in passes, recomputed, with dropout, in bfloat16, on many devices."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from tests import helpers
 from utils import UserError
 
 B, T, V = 16, 18, 280
-CHUNK = 36  # tokens whose logits exist at once; 8 chunks make B * T
+SLICE = 35  # words whose logits exist at once: 8 slices make V
 
 SETTINGS = {
     # A dense layer and a dropless MoE layer with latent attention, dropout and a balance loss that counts.
@@ -122,63 +122,64 @@ def test_every_parameter_receives_gradient(name):
         assert len(unused_V) and np.all(grads["embedding_VD"][unused_V] == 0)
 
 
-# Chunks ---------------------------------------------------------------------------------------------------------------
+# Slices of the vocabulary ---------------------------------------------------------------------------------------------
 
 
-def test_the_chunked_loss_equals_the_plain_one():
-    """Catches a last chunk that is cut off or counts its padding, chunks that mix tokens and targets, and a gradient
-    that sees one chunk only."""
+@pytest.mark.parametrize("words", [280, 283])
+def test_the_loss_by_slices_equals_the_plain_one(words):
+    """Catches a slice that is left out or counts its padding, a target looked for in the wrong slice, and a gradient
+    that sees one slice only."""
     chunks = (1, 5, 7, 21, 40)  # of 21 tokens: one by one, not a divisor, a divisor, all, more than all
-    D = 24
-    c = config("mla").model
+    slices = {
+        280: [(28, 10), (5, 56), (4, 70), (1, 280), (1, 280)],
+        283: [(21, 14), (5, 57), (3, 95), (1, 283), (1, 283)],
+    }
+    D, c = 24, config("mla", **{"model.vocab_size": words}).model
     rng = np.random.default_rng(0)
-    x_BTD, w_DV = rng.normal(size=(3, 7, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32)
-    targets_BT = rng.integers(0, V, (3, 7))
+    x_BTD, w_DV = rng.normal(size=(3, 7, D)).astype(np.float32), rng.normal(size=(D, words)).astype(np.float32)
+    targets_BT = rng.integers(0, words, (3, 7))
     weights_BT = (rng.uniform(0.5, 2, (3, 7)) * (rng.random((3, 7)) < 0.7)).astype(np.float32)
     assert 0 < np.sum(weights_BT == 0) < 21
-    declaration = model.declare(c).unembedding_DV
+    sized = [dataclasses.replace(c, loss_chunk=chunk) for chunk in chunks]
+    assert [model.vocabulary_slices(one, 21, words) for one in sized] == slices[words]
 
     def local(w_DV, x_btD, targets_bt, weights_bt):
-        def value(w_DV, x_btD, chunk):
-            w_Dv = sharding.all_gather(w_DV, sharding.SLICED, dim=0)
-            if chunk is None:
-                flat = x_btD.reshape(-1, D), targets_bt.reshape(-1), weights_bt.reshape(-1)
-                return model.loss_sums(c, w_Dv, *flat)[0]
-            chunked = dataclasses.replace(c, loss_chunk=chunk)
-            return model.loss_sums_in_chunks(chunked, w_Dv, x_btD, targets_bt, weights_bt)[0]
+        def plain(w_DV, x_btD):
+            logits_btV = x_btD @ sharding.all_gather(w_DV, sharding.SLICED, dim=0)
+            nats_btV = -jax.nn.log_softmax(logits_btV)
+            return jnp.sum(weights_bt * jnp.take_along_axis(nats_btV, targets_bt[..., None], axis=-1)[..., 0])
 
-        results = [jax.value_and_grad(value, argnums=(0, 1))(w_DV, x_btD, chunk) for chunk in (None, *chunks)]
+        def by_slices(w_DV, x_btD, c):
+            return model.loss_sums(c, w_DV, x_btD.reshape(-1, D), targets_bt.reshape(-1), weights_bt.reshape(-1))[0]
+
+        results = [jax.value_and_grad(plain, argnums=(0, 1))(w_DV, x_btD)]
+        results += [jax.value_and_grad(by_slices, argnums=(0, 1))(w_DV, x_btD, one) for one in sized]
         return [
             (value[None], d_x, sharding.all_gather(d_w, ("fsdp", "expert", "context"), dim=0))
             for value, (d_w, d_x) in results
         ]
 
-    plain, *chunked = helpers.run(local, declaration, w_DV, x_BTD, targets_BT, weights_BT)
-    want = -np.sum(
-        weights_BT * np.take_along_axis(np.log(helpers.np_softmax(x_BTD @ w_DV)), targets_BT[..., None], -1)[..., 0]
-    )
-    np.testing.assert_allclose(plain[0], [want], rtol=1e-5)  # float32
-    for chunk, results in zip(chunks, chunked, strict=True):
+    plain, *by_slices = helpers.run(local, model.declare(c).unembedding_DV, w_DV, x_BTD, targets_BT, weights_BT)
+    for chunk, results in zip(chunks, by_slices, strict=True):
         for what, got, expected in zip(("value", "d x", "d w"), results, plain, strict=True):
             np.testing.assert_allclose(
                 got, expected, atol=1e-5 * np.abs(expected).max(), err_msg=f"{what}, chunk {chunk}"
             )
 
 
-def largest_with_vocabulary(shapes):
-    """Entries of the largest array that has a dim of the vocabulary's size; no other dim has that size."""
-    return max(math.prod(shape) for shape in shapes if V in shape)
+def largest_logits(shapes):
+    """Entries of the largest array with a dim of all tokens, and one of words: of a slice, or all."""
+    return max(math.prod(shape) for shape in shapes if B * T in shape and {SLICE, V} & {*shape})
 
 
 def test_the_full_logits_never_exist():
-    """Catches logits of all tokens made in the forward pass, kept for the backward pass, or stacked over chunks."""
+    """Catches logits of all words made in the forward pass, kept for the backward pass, or stacked over slices."""
+    assert model.vocabulary_slices(config("mla").model, B * T, V) == (8, SLICE)
     shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
-    assert largest_with_vocabulary(shapes_of(trace("mla"))) == CHUNK * V
-    assert (
-        largest_with_vocabulary(shapes_of(trace("mla", **{"model.loss_chunk": B * T}))) == B * T * V
-    )  # it would be seen
+    assert largest_logits(shapes_of(trace("mla"))) == B * T * SLICE
+    assert largest_logits(shapes_of(trace("mla", **{"model.loss_chunk": B * T}))) == B * T * V  # it would be seen
     compiled = re.findall(r"\[([\d,]+)\]", base("mla")[0].as_text())
-    assert largest_with_vocabulary(tuple(map(int, shape.split(","))) for shape in compiled) == CHUNK * V
+    assert largest_logits(tuple(map(int, shape.split(","))) for shape in compiled) == B * T * SLICE
 
 
 # Passes, recomputation ------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def test_accumulation_changes_nothing(passes):
     assert_same(got, base("mla")[1], f"{passes} passes")
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "branches", "full"])
 def test_recomputing_changes_nothing(remat):
     """Catches dropout drawn anew when a layer is recomputed, and statistics counted twice."""
     got = host(program("mla", **{"model.remat": remat})(parameters("mla"), batch(), 3))
@@ -206,7 +207,7 @@ def test_remat_recomputes_what_it_says():
     products = {
         r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"model.remat": r})) for r in model.REMAT
     }
-    assert products["none"] < products["dots"] < products["full"], products
+    assert products["none"] < products["dots"] < products["branches"] < products["full"], products
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------
@@ -284,21 +285,24 @@ def test_evaluation_is_cross_entropy_alone(name):
     assert evaluated("float32", name) == pytest.approx((sums["nats"], sums["weight"]), rel=1e-5)  # float32 logits
 
 
-def test_gradients_of_chunks_are_added_up_in_float32():
-    """Catches a sum over chunks in bfloat16, which forgets what is less than a 256th of it."""
+@pytest.mark.parametrize("of", [0, 1], ids=["table", "activations"])
+def test_gradients_of_slices_are_added_up_in_float32(of):
+    """Catches a sum over slices, or over tokens, in bfloat16, which forgets what is less than a 256th of it."""
     D, N = 24, 1024
     rng = np.random.default_rng(0)
-    x_BTD, w_DV = np.float32(rng.normal(size=(2, N // 2, D))), np.float32(rng.normal(size=(D, V)))
+    # Many words of one sign and about one probability: their gradients add up to 1, and the target's is near -1.
+    x_BTD, w_DV = np.float32(0.1 * rng.normal(size=(2, N // 2, D))), np.float32(rng.uniform(0.5, 1.5, (D, V)))
     targets_BT, weights_BT = rng.integers(0, 3, (2, N // 2)), np.ones((2, N // 2), np.float32)
     c = config("mla").model
 
     def gradient(dtype, chunk):
         def local(w_DV, x_btD, targets_bt, weights_bt):
-            def loss(w_DV):
-                w_DV, x = w_DV.astype(dtype), x_btD.astype(dtype)
-                return model.loss_sums_in_chunks(chunked, w_DV, x, targets_bt, weights_bt)[0]
+            def loss(w_DV, x_nD):
+                w_DV, x_nD = w_DV.astype(dtype), x_nD.astype(dtype)
+                return model.loss_sums(chunked, w_DV, x_nD, targets_bt.reshape(-1), weights_bt.reshape(-1))[0]
 
-            return jax.grad(loss)(sharding.all_gather(w_DV, sharding.SLICED, dim=0))
+            d = jax.grad(loss, argnums=of)(w_DV, x_btD.reshape(-1, D))
+            return d if of else sharding.all_gather(d, sharding.SLICED, dim=0)
 
         chunked, declaration = dataclasses.replace(c, loss_chunk=chunk), model.declare(c).unembedding_DV
         return helpers.run(local, declaration, w_DV, x_BTD, targets_BT, weights_BT)

@@ -5,7 +5,7 @@
 (function (root) {
   const AXES = ["data", "stage", "fsdp", "expert", "context", "tensor"];
   const TOKENS = ["data", "fsdp", "expert", "context", "tensor"];
-  const ALWAYS = ["full", "dots", "none"], BATCHED = ["full", "dots"], FULL = ["full"];
+  const WHOLE = ["full", "branches"], BATCHED = [...WHOLE, "dots"], ALWAYS = [...BATCHED, "none"];  // remat policies
   const floordiv = (a, b) => Math.floor(a / b);
   const ceildiv = (a, b) => Math.ceil(a / b);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
@@ -208,20 +208,21 @@
   }
 
   function scatterOf(dims, width, z) {
-    const cut = ((dims.includes("H") || dims.includes("G")) && width % 128) || (dims === "VD" && width < 128);
+    const byHead = dims.includes("H") || dims.includes("G"), part = width % 128;
+    const cut = { VD: width < 128, DV: part }[dims] ?? (byHead && part);
     return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
   }
 
   function exposed(c, z, kind, axes, when, of) {
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
-    const n = prod(axes.map((axis) => z.mesh[axis]));
+    const n = prod(axes.map((axis) => z.mesh[axis])), ahead = c.gather === "ahead", wide = c.d_model >= 2048;
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when !== "back");
-      return when === "forward" && of === "feed-forward" ? floordiv(n, 2) / (n - 1) : 0;
+      return when === "forward" && of === "feed-forward" && !(ahead && wide) ? floordiv(n, 2) / (n - 1) : 0;
     }
-    if (of !== "weights") return 1;
-    if (kind === "collective-permute") return 0.25;
-    return c.gather === "ahead" && when === "again" ? 0.25 : 0;
+    if (of !== "weights" && of !== "vocabulary") return 1;
+    if (!ahead) return 0;
+    return kind === "all-gather" ? (wide ? 0.1 : 0.4) : (wide ? 0.2 : 0.5);
   }
 
   // plan.costs: what a device does --------------------------------------------------------------------------------
@@ -229,7 +230,7 @@
   const exchange = (part, kind, axes, size, { again = BATCHED, back = true, times = 1, of = "layer" } = {}) =>
     ({ part, kind, axes, size, again, back, times, of });
 
-  function product(part, z, rows, inner, columns, { tables = 1, again = FULL } = {}) {
+  function product(part, z, rows, inner, columns, { tables = 1, again = WHOLE } = {}) {
     const arrays = rows * inner + tables * inner * columns + rows * columns;
     return { product: true, part, flops: 2 * rows * inner * columns, hbm_bytes: arrays * z.width, again };
   }
@@ -336,9 +337,9 @@
     } else {
       rows.push(product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head));
     }
-    rows.push(product("attention", z, N, h * value, c.d_model), ...mixing(c, z, ring, [h, g, score, value]));
+    rows.push(product("attention", z, N, h * value, c.d_model, { again: ["full"] }), ...mixing(c, z, ring, [h, g, score, value]));
     rows.push(arriving(c, z, N * arrives * z.width));
-    rows.push(leaving(c, z, N * c.d_model * z.width, BATCHED));
+    rows.push(leaving(c, z, N * c.d_model * z.width, ["full", "dots"]));
     const own = N * parts * z.width;
     if (ring) {
       rows.push(exchange("keys", "collective-permute", ["context"], own, { times: n - 1 }));
@@ -410,16 +411,24 @@
     return rows;
   }
 
+  function vocabularySlices(c, n, v) {  // model.vocabulary_slices
+    const least = ceildiv(n, c.loss_chunk), equal = range(least + 1).map((i) => least + i).find((many) => v % many === 0);
+    const words = ceildiv(v, equal ?? least);
+    return [ceildiv(v, words), words];
+  }
+
+  const logitsTokens = (z) => ceildiv(z.b * z.t, z.mesh.stage) * z.mesh.tensor;
+
   function logits(c, z) {
-    const S = z.mesh.stage, n = z.mesh.tensor, rows = ceildiv(z.b * z.t, S), tokens = n * rows;
-    const chunk = Math.min(c.loss_chunk, tokens), padded = ceildiv(tokens, chunk) * chunk;
-    const again = padded > chunk ? ALWAYS : [];
+    const n = z.mesh.tensor, tokens = logitsTokens(z), X = tokens * c.d_model * z.width;
+    const [slices, words] = vocabularySlices(c, tokens, floordiv(c.vocab_size, n));
+    const one = product("logits", z, tokens, c.d_model, words, { again: [] });
     return [
-      product("logits", z, padded, c.d_model, floordiv(c.vocab_size, n), { tables: floordiv(padded, chunk), again }),
-      exchange("activations", "reduce-scatter", ["stage"], rows * S * c.d_model * z.width, { again: [] }),
-      exchange("activations", "all-gather", ["tensor"], tokens * c.d_model * z.width, { again: [] }),
-      exchange("logits", "all-reduce", ["tensor"], 2 * 4 * padded, { again, back: false }),
-      exchange("logits", "all-reduce", ["tensor"], 4 * padded, { again: [], back: false }),
+      { ...one, flops: (slices - 1) * one.flops, hbm_bytes: (slices - 1) * one.hbm_bytes, again: ALWAYS },
+      one,
+      exchange("activations", "reduce-scatter", ["stage"], floordiv(X, n) * z.mesh.stage, { again: [] }),
+      exchange("activations", "all-gather", ["tensor"], X, { again: [] }),
+      exchange("logits", "all-reduce", ["tensor"], 3 * 4 * tokens, { again: [], back: false }),
     ];
   }
 
@@ -501,51 +510,57 @@
     return [...found.values()];
   }
 
-  function ofWeights(w, c, z, sched, run, rounds, add) {
-    const M = sched.microbatches, onePiece = M * sched.stages === 1;
-    let { forward: ahead, again, weights: back } = run, reduced = w.width, times = w.layers;
-    if (w.name === "embedding_VD") {
-      const looksUp = !tokensGo(c, z), both = M * c.tie_embeddings;
-      [again, back] = [both * !(onePiece && z.platform === "tpu"), M * looksUp + both];
-      if (!looksUp) [ahead, again] = [both, 0];
+  function uses(w, c, z, sched, run) {
+    const M = sched.microbatches, inBlocks = w.name.startsWith("blocks."), found = [];
+    const use = (ahead, again, back, dims, size, times, of = "") => found.push({ ahead, again, back, dims, size, times, of });
+    if (inBlocks || w.name.startsWith("prefix.")) {
+      const more = c.gather === "ahead" && inBlocks ? (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks : 0;
+      use(run.forward, run.again, run.weights, w.dims, w.joined / w.layers, w.layers + more, "weights");
     }
-    else if (w.name === "unembedding_DV") [ahead, again, back] = [M, 0, M];
-    let size = (w.joined * w.width) / w.layers;
-    if (c.gather === "step") [ahead, again, back, reduced] = [1, 0, 1, onePiece ? w.width : 4];
-    const inBlocks = w.name.startsWith("blocks."), of = (inBlocks || w.name.startsWith("prefix.")) && c.gather !== "step" ? "weights" : "";
-    if (c.gather === "ahead" && inBlocks) times += (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks;
-    add("weights", "all-gather", w.over, size, ahead * times, "forward", of);
-    add("weights", "all-gather", w.over, size, again * times, "again", of);
-    if (w.trainable) {
-      size = (size * reduced) / w.width;
-      let left = size, hides = of;
+    if (w.name === "embedding_VD" && !tokensGo(c, z)) use(run.forward, 0, M, w.dims, w.joined, 1);
+    if (w.name === (c.tie_embeddings ? "embedding_VD" : "unembedding_DV")) {
+      const v = floordiv(c.vocab_size, z.mesh.tensor), [slices, words] = vocabularySlices(c, logitsTokens(z), v);
+      use(M, 0, M, "DV", (w.joined / v) * words, slices - 1, "vocabulary");
+      use(M, 0, M, "DV", (w.joined / v) * words, 1);
+    }
+    return found;
+  }
+
+  function ofWeights(w, c, z, sched, run, rounds, add) {
+    const whole = c.gather === "step", onePiece = sched.microbatches * sched.stages === 1;
+    const once = { ahead: 1, again: 0, back: 1, dims: w.dims, size: w.joined / w.layers, times: w.layers, of: "" };
+    for (const { ahead, again, back, dims, size, times, of } of whole ? [once] : uses(w, c, z, sched, run)) {
+      add("weights", "all-gather", w.over, size * w.width, ahead * times, "forward", of);
+      add("weights", "all-gather", w.over, size * w.width, again * times, "again", of);
+      if (!w.trainable) continue;
+      let left = size * (whole && !onePiece ? 4 : w.width), hides = of;
       if (c.gather === "ahead") for (const axis of [...w.over].reverse()) {
         const n = z.mesh[axis];
         add("gradients", "collective-permute", [axis], left * (1 - 1 / n), back * times, "back", hides);
         [left, hides] = [left / n, n === 1 ? hides : ""];
       }
-      else add("gradients", c.gather === "step" ? "reduce-scatter" : scatterOf(w.dims, w.slice, z), w.over, size, back * times, "back", of);
-      add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
+      else add("gradients", whole ? "reduce-scatter" : scatterOf(dims, w.slice, z), w.over, left, back * times, "back", of);
     }
+    if (w.trainable) add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
     if (sched.chunks > 1 && w.dims[0] === "L") {
-      const part = (c.gather === "step" ? w.joined : w.held) / sched.chunks;
+      const part = (whole ? w.joined : w.held) / sched.chunks;
       add("weights", "collective-permute", ["stage"], part * w.width, rounds);
       add("gradients", "collective-permute", ["stage"], part * 4, rounds);
     }
   }
 
   function bubble(cfg, c, sched) {
-    const again = { none: 0, dots: 0.2, full: 1 }[c.remat], M = sched.microbatches;
+    const again = WHOLE.includes(c.remat) ? 1 : { none: 0, dots: 0.2 }[c.remat], M = sched.microbatches;
     const [F, B, W] = sched.splits ? [1, again + 1, again + 2] : [1, again + 2, 0];
     let busy = M * (F + B + W), whole = lockStep(sched, F, B, W);
     if (passes(cfg, c, sched).forward > M) {
       busy += M * F;
       whole += lockStep(forwardOnly(sched), F);
     }
-    return 1 - busy / whole;
+    return Math.max(1 - busy / whole, 0);  // rounding
   }
 
-  // plan.costs: memory --------------------------------------------------------------------------------------------
+  // plan.memory ---------------------------------------------------------------------------------------------------
 
   function kept(c, z, isMoe, remat) {
     const N = z.b * z.s, f32 = 4, stream = z.b * z.t * c.d_model, whole = N * c.d_model, contexts = z.mesh.context;
@@ -565,7 +580,7 @@
       tiles = z.platform === "tpu" ? 0 : paddedTiles(N * n * c.top_k, floordiv(c.n_experts, n), z.TILE)[1];
     }
     const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor), matrices = 2 + c.swiglu;
-    if (remat === "full") return stream * z.width;
+    if (WHOLE.includes(remat)) return (remat === "branches" ? 2 : 1) * stream * z.width;
     if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) + N * latent + N * h * score + made + inner * (1 + c.swiglu)) * z.width;
     let attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32;
     if (ring) attended += (contexts - 1) * N * h * (value + 1) * f32;
@@ -585,16 +600,16 @@
       sum(w.filter((x) => x.name.startsWith(part)).map((x) => floordiv(x.joined * x.width, x.layers)))));
     const ofBlock = sum(w.filter((x) => x.name.startsWith("blocks.")).map((x) => floordiv(x.joined * x.width, z.blocks)));
     const slots = onePiece ? { inbox: 0, kept: 1, cotangents: 0 } : buffers(sched), stream = z.b * z.t * c.d_model * z.width;
-    const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined));
-    const tokens = ceildiv(z.b * z.t, z.mesh.stage) * z.mesh.tensor, each = onePiece ? null : onTpu ? 4 : 8;
+    const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined * x.width));
+    const tokens = logitsTokens(z), each = onePiece ? null : onTpu ? 4 : 8;
     const gradients = sum(w.map((x) => (whole ? x.joined * (each ?? x.width) : x.held * 4)));
-    const chunk = floordiv(Math.min(c.loss_chunk, tokens) * c.vocab_size, z.mesh.tensor) * 4;
+    const logitsBytes = tokens * vocabularySlices(c, tokens, floordiv(c.vocab_size, z.mesh.tensor))[1] * 4;
     return {
       parameters: state, optimizer: 2 * state, batch: 5 * 4 * sequences * z.s, gradients,
       weights: whole ? sum(w.map((x) => x.joined * x.width)) : c.gather === "ahead" ? 3 * ofBlock : 2 * ofLayer,
       saved: (slots.kept + (onePiece ? 0 : 1)) * saved,
       pipeline: (slots.inbox + slots.cotangents) * stream,
-      "at work": Math.max(work, (onTpu ? 1 : 3) * chunk + 4 * table - (onePiece && onTpu ? gradients : 0)),
+      "at work": Math.max(work, (onTpu ? 1 : 3) * logitsBytes + table - (onePiece && onTpu ? gradients : 0)),
     };
   }
 

@@ -293,12 +293,16 @@ def test_what_is_predicted_is_what_is_compiled(case):
 
 
 SIXTEEN = {"model.remat": "full", "data.batch_size": 64}  # of dense_124m on as many chips
+LARGE = {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096}
 WAITS = {
     "all chips": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16"}),
     "in turn": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4"}),
+    "in turn, ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "ahead"}),
     "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather"}),
-    "ahead": ("v4:4x4x4", "llama3_8b", {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096,
-                                        "model.gather": "ahead"}),
+    "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
+    "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
+    "large": ("v4:4x4x4", "llama3_8b", LARGE),
+    "large, ahead": ("v4:4x4x4", "llama3_8b", LARGE | {"model.gather": "ahead"}),
 }  # fmt: skip
 
 
@@ -325,10 +329,10 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
     plan, found, step = headline
     assert found["fits"]
-    assert found["temp_bytes"] < 4.65 * GIB
-    assert found["wire_bytes"] < 8.0 * GIB
+    assert found["temp_bytes"] < 5.3 * GIB  # 0.9 more than with remat=full, for 0.6 GB less on the wire
+    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 2.4e9
     assert found["collectives"] < 2500
-    assert found["hardware_flops"] < 1.38 * plan.model_flops
+    assert found["hardware_flops"] < 1.34 * plan.model_flops
     assert found["unknown"] == {}
     assert found["hidden_bytes"] + found["exposed_bytes"] == pytest.approx(found["wire_bytes"])
     assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])

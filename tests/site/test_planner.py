@@ -6,11 +6,13 @@ import random
 
 import pytest
 
+import model
 from config import AXES, preset, replace
 from docs import planner_widget
 from docs.build import MADE
 from docs.notebooks import ROOT
-from plan import planner
+from plan import costs, planner
+from sharding import FSDP, TENSOR
 from utils import UserError
 
 pytestmark = pytest.mark.site
@@ -24,6 +26,10 @@ process.stdout.write(JSON.stringify(points.map((one) => plan(globalThis.PLANNER_
 WHOLE = ("params_total", "params_active", "tokens_per_step", "limit_bytes", "fits")
 SHARES = ("model_flops", "hardware_flops", "wire_bytes", "exposed_bytes", "peak_bytes", "bubble", "step_s")
 BY_PART = ("memory_bytes", "flops", "wire_by_axes", "seconds")
+SHORT = {
+    "preset": "deepseek_v3", "mesh": dict.fromkeys(AXES, 1) | {FSDP: 2, TENSOR: 64}, "batch_size": 8, "seq_len": 4096,
+    "schedule": "gpipe", "remat": "branches", "tensor_exchange": "ring", "context_attention": "gather",
+}  # fmt: skip  # the last slice of the vocabulary is shorter than the others
 
 
 def in_browser(points: list[dict]) -> list[dict]:
@@ -64,15 +70,24 @@ def draw(rng: random.Random) -> dict:
     return {
         "preset": rng.choice(sorted({*planner_widget.PRESETS} - {"tiny"})), "chip": chip, "mesh": mesh,
         "batch_size": 2 ** rng.randint(4, 9), "seq_len": 2 ** rng.randint(8, 13),
-        "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]), "remat": rng.choice(["full", "dots", "none"]),
-        "gather": rng.choice(["layer", "ahead", "step"]),
+        "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]),
+        "remat": rng.choice(["full", "branches", "dots", "none"]), "gather": rng.choice(["layer", "ahead", "step"]),
         "tensor_exchange": rng.choice(["ring", "gather"]), "context_attention": rng.choice(["gather", "ring"]),
     }  # fmt: skip
 
 
+def slices(one: planner.Plan) -> str:
+    """Of how many slices of the vocabulary a device's loss is made: one, equal ones, or unequal."""
+    c, z = one.cfg.model, costs.Sizes.of(one.cfg)
+    v = c.vocab_size // z.mesh[TENSOR]
+    number, words = model.vocabulary_slices(c, costs.logits_tokens(z), v)
+    return "one" if number == 1 else "unequal" if v % words else "equal"
+
+
 def test_the_browser_computes_what_the_planner_says():
     """Catches a formula that was changed in Python and not in JavaScript, and tables that are older than the code."""
-    rng, points, plans, refused = random.Random(0), [], [], []
+    points = [SHORT | {"chip": chip, "gather": gather} for chip, gather in (("v5p", "ahead"), ("h100", "layer"))]
+    rng, plans, refused = random.Random(0), [*map(in_python, points)], []
     while len(plans) < 50:
         point = draw(rng)
         if one := in_python(point):
@@ -82,6 +97,8 @@ def test_the_browser_computes_what_the_planner_says():
             refused.append(point)
     assert len({point["preset"] for point in points}) >= 5
     assert sum(point["mesh"]["stage"] > 1 for point in points) >= 5, "too few points have a pipeline"
+    assert sum(point["remat"] == "branches" for point in points) >= 5
+    assert {*map(slices, plans)} == {"one", "equal", "unequal"}
     found = in_browser(points + refused[:50])
     for point, one, there in zip(points, plans, found, strict=False):
         assert "error" not in there, (point, there)
