@@ -527,13 +527,10 @@ assert v4 < found["MLA, absorbed"][1] < h100
 # ## Logits that must not exist
 #
 # The last product makes V numbers of every token. For the headline run of this project (256 sequences of
-# 1,024 tokens, V = 100,352) that would be 256 · 1,024 · 100,352 · 4 bytes = 105 GB in float32. So logits are
-# made in pieces, of which the backward pass makes each again (`jax.checkpoint` keeps only what goes into a
-# function). They are an array [n, V], for n tokens. Cut it by rows or by columns?
-#
-# Chunks of tokens look natural: each has a loss of its own, and the losses add up. A slice of words has only a
-# part of the sum in ln Σ exp(logit). But that sum can wait: the log-sum-exp of all words is the log-sum-exp
-# of the slices' log-sum-exps.
+# 1,024 tokens, V = 100,352) that would be 256 · 1,024 · 100,352 · 4 bytes = 105 GB in float32. So logits, an
+# array [n, V] for n tokens, are made in pieces, and the backward pass makes a piece's again. By rows or by
+# columns? Chunks of tokens look natural: each has a loss, and losses add up. A slice of words has only a part
+# of ln Σ exp(logit). But the log-sum-exp of all words is that of the slices' log-sum-exps:
 
 
 # %%
@@ -566,8 +563,8 @@ def by_words(w_DV, x_nD, targets_n, pieces):
 
 
 # %% [markdown]
-# In float32 both give the loss and the gradients of all at once. But products want bfloat16, which keeps 8
-# bits of a number. Then how far is the table's gradient from the one in float32, in 1, 16 and 256 pieces?
+# In float32 both give the gradient of all at once. But products want bfloat16, which keeps 8 bits of a number.
+# How far is the table's gradient then from the one in float32, in 1, 16 and 256 pieces?
 
 # %%
 drawn = np.random.default_rng(1)
@@ -589,22 +586,21 @@ assert off[by_tokens, 256] > 5 * off[by_tokens, 1]
 assert abs(off[by_words, 256] / off[by_words, 1] - 1) < 0.01
 
 # %% [markdown]
-# A chunk of tokens has something to say about every word. So its gradient is as large as the table, and is
-# added to the sum so far; in bfloat16 that sum is rounded each time. (To add up in float32 mends it, for 4DV
-# bytes.) A slice of words has met all tokens: its gradient is one product, added up in float32 inside of it,
-# and rounded once. It is whole, and is not touched again. Where devices share a table (04), that counts
-# twice: a slice's gradient sets out for its owners while the next one is computed. What does add up over
-# slices is the gradient of `x_nD`: small, and in float32.
+# A chunk of tokens speaks of every word: its gradient is as large as the table, and is added to a sum that
+# bfloat16 rounds each time. (A sum in float32 would do, for 4DV bytes.) A slice of words has met all tokens:
+# its gradient is one product, added up in float32 inside of it, rounded once, and whole. Where devices share a
+# table (04), it sets out for its owners while the next one is computed. What does add up over slices is the
+# gradient of `x_nD`: small, and in float32.
 #
-# In `model.py`, `gather` joins a slice of the table, always one slice ahead; on one device it does nothing:
+# In `model.py`, `gather` joins a slice of the table, one slice ahead; on one device it does nothing. Words
+# below 0 are padding:
 
 # %%
 lesson.source(model.logit_sums, model.slice_by_slice)
 
 # %% [markdown]
-# (`words_u` are a slice's words, of which those below 0 are padding.) The setting `loss_chunk` counts tokens:
-# as many logits exist at once as so many tokens have, of a slice of the words. With all 576 tokens there is
-# one slice, and all logits:
+# The setting `loss_chunk` counts tokens: as many logits exist at once as so many tokens have of all words. With
+# 576, all of ours, there is one slice:
 
 
 # %%
@@ -630,23 +626,23 @@ print(f"temporaries of a step with all words at once: {whole / 1e6:.0f} MB")
 # %%
 my_prediction = None  # MB
 sliced = {chunk: temporaries(chunk) for chunk in (9, 36, 144)}
-lesson.predicted("slices of a sixteenth", my_prediction, sliced[36] / 1e6, "MB", within=0.1)
+lesson.predicted("16 slices", my_prediction, sliced[36] / 1e6, "MB", within=0.1)
 for chunk, size in sliced.items():
     once = f"{chunk * a_token / 1e6:4.1f} MB"
     print(f"loss_chunk={chunk:3}: {size / 1e6:3.0f} MB; a slice's logits {once}")
 rest = temporaries(9, vocabulary=V)  # without a large table
 times = (sliced[36] - sliced[9]) / ((36 - 9) * a_token)
 tables = (sliced[9] - rest - times * 9 * a_token) / table
-print(f"{tables:.1f} x the table, {times:.1f} x a slice's logits, {rest / 1e6:.0f} MB more")
+print(f"{tables:.1f} tables + {times:.1f} x a slice's logits + {rest / 1e6:.0f} MB")
 made_of = tables * table + times * 144 * a_token + rest
 assert abs(made_of / sliced[144] - 1) < 0.05 and 1.5 < tables < 2.5
 
 # %% [markdown]
 # Not a sixteenth. What remains is of the *table's* size, twice, however thin the slice: the table cut into
-# slices, and beside it first what the backward pass will want of them, then their gradients. (The last line is
-# made of the steps at 9 and 36, and holds at 144.) A slice's logits are `loss_chunk` · V numbers, the table
-# D · V. So a `loss_chunk` below the model's width (D = 64) saves little, whatever V. The result is the same,
-# and slices need not divide the words:
+# slices, and beside it first what the backward pass will want of them, then their gradients. (The last line,
+# made of the steps at 9 and 36, holds at 144.) A slice's logits are `loss_chunk` · V numbers, the table D · V.
+# So a `loss_chunk` below the model's width (D = 64) saves little, whatever V. The result is the same, and
+# slices need not divide the words:
 
 # %%
 assert whole / 8 < sliced[36] < whole / 3
@@ -789,15 +785,15 @@ axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.78, 0.1)
 # (`"full"` costs less here than on our model: more of this one's FLOPs are logits, made twice anyway.) Three
 # rules:
 #
-# - **Remat when it does not fit otherwise**, first `"dots"`, then `"branches"`, then `"full"`. The price is printed above, and
-#   always less than a third.
+# - **Remat when it does not fit otherwise**, first `"dots"`, then `"branches"`, then `"full"`. The price is
+#   printed above, and always less than a third.
 # - **Absorb for decoding only.** A pair of positions costs 2H(2C + R) FLOPs absorbed, and 2H(K + R + U) once
 #   keys and values are made: for DeepSeek-V3 1,088 to 320, 3.4 times. In training, keys are made once for
 #   many queries, and arithmetic is the bound.
-# - **A slice of the loss wants more words than the chip's ridge.** u words take 8nDu FLOPs for n tokens (logits
-#   twice, two gradients). For them the activations are read three times, and their gradient read and written,
-#   in float32: 20nD bytes. That is 0.4u FLOPs a byte; an H100's 295 needs u = 738. With the default,
-#   `loss_chunk=512`, and n = 16,384 tokens on a device, the headline's slices have 512 V/n = 3,136.
+# - **A slice of the loss wants a few times the chip's ridge in words.** For n tokens, u words take 8nDu FLOPs
+#   (logits twice, two gradients). Activations are read three times, and their gradient read and written, in
+#   float32: 20nD bytes. That is 0.4u FLOPs a byte; an H100's 295 needs u = 738. The default, `loss_chunk=512`,
+#   gives slices of 512 V/n words: of V = 100,352, with n = 16,384 tokens on a device, 3,136.
 #
 # Numbers, FLOPs and shapes are the same on any machine. Temporaries are those of XLA for CPU: another
 # backend lays them out differently. And no second was measured here: what simulated devices cannot show is

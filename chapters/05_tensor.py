@@ -513,7 +513,8 @@ wanted = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), late
 for remat in ("full", "branches"):
     count, sent = streams(replace(moe1b, remat=remat), latent, wanted, places_BT)
     print(f"{remat:8} {count:g} exchanges send {sent:g} joined streams")
-    assert (count, sent) == {"full": (11, 8 + 3 / 2), "branches": (10, 7 + 3 / 2)}[remat]
+    wanted_of = {"full": (11, 8 + 3 / 2), "branches": (10, 7 + 3 / 2)}
+    assert (count, sent) == wanted_of[remat]
 
 # %% [markdown]
 # Side by side the latents are one array of 384 numbers a position: the attention's gather, the same once more,
@@ -581,7 +582,8 @@ def nats(w, tokens_bs, targets_bs):
     x_btD = model.embed(model.used(w, c, "embedding_VD")[0], tokens_bs)
     x_nD = model.leave(w, c, x_btD, dim=1).reshape(-1, c.d_model)
     table_Dv = model.unembedding(w, c, model.cast)  # FSDP's slices: joined one by one
-    total, _ = model.loss_sums(c, table_Dv, x_nD, targets_bs.ravel(), jnp.ones(len(x_nD)))
+    weights_n = jnp.ones(len(x_nD))
+    total, _ = model.loss_sums(c, table_Dv, x_nD, targets_bs.ravel(), weights_n)
     return psum(total, (*sharding.BATCH, sharding.CONTEXT)) / (B * T)
 
 
