@@ -45,7 +45,7 @@ sizes = {
     "n_layers": 2, "n_heads": 4, "d_head": 16, "d_rope": 6, "d_value": 12,
     "d_kv_latent": 24, "d_model": 64, "d_ff": 160, "vocab_size": 257,
     "n_experts": 0, "dense_prefix": 0,  # no experts: those are for a later chapter
-    "tie_embeddings": True, "remat": "none", "loss_chunk": 288,
+    "tie_embeddings": True, "remat": "none", "loss_chunk": 192,
 }  # fmt: skip
 flags = {f"model.{name}": size for name, size in sizes.items()}
 flags |= {"data.batch_size": 8, "data.seq_len": 72, "run.steps": 80, "optim.lr": 1e-2}
@@ -527,14 +527,83 @@ assert v4 < found["MLA, absorbed"][1] < h100
 # ## Logits that must not exist
 #
 # The last product makes V numbers of every token. For the headline run of this project (256 sequences of
-# 1,024 tokens, V = 100,352) that would be 256 · 1,024 · 100,352 · 4 bytes = 105 GB in float32. They never
-# exist together: the loss takes `loss_chunk` tokens at a time, and the backward pass makes a chunk's logits
-# again.
+# 1,024 tokens, V = 100,352) that would be 256 · 1,024 · 100,352 · 4 bytes = 105 GB in float32. So logits, an
+# array [n, V] for n tokens, are made in pieces, and the backward pass makes a piece's again. By rows or by
+# columns? Chunks of tokens look natural: each has a loss, and losses add up. A slice of words has only a part
+# of ln Σ exp(logit). But the log-sum-exp of all words is that of the slices' log-sum-exps:
+
 
 # %%
-lesson.source(model.loss_sums_in_chunks)
+log_sum = jax.nn.logsumexp
 
 
+def at_once(w_DV, x_nD, targets_n):
+    logits_nV = (x_nD @ w_DV).astype(jnp.float32)
+    target_n = jnp.take_along_axis(logits_nV, targets_n[:, None], axis=1)[:, 0]
+    return jnp.sum(log_sum(logits_nV, axis=1) - target_n)
+
+
+def by_tokens(w_DV, x_nD, targets_n, pieces):
+    cut = lambda x: jnp.stack(jnp.split(x, pieces))
+    chunk = jax.checkpoint(lambda xs: at_once(w_DV, *xs))
+    return jnp.sum(jax.lax.map(chunk, (cut(x_nD), cut(targets_n))))
+
+
+def by_words(w_DV, x_nD, targets_n, pieces):
+    def sums(w_Du, words_u):
+        logits_nu = (x_nD @ w_Du).astype(jnp.float32)
+        mine_nu = words_u[None] == targets_n[:, None]
+        return log_sum(logits_nu, axis=1), jnp.sum(logits_nu * mine_nu, axis=1)
+
+    w_kDu = jnp.stack(jnp.split(w_DV, pieces, axis=1))
+    words_ku = jnp.arange(w_DV.shape[1]).reshape(pieces, -1)
+    one = lambda w_and_words: jax.checkpoint(sums)(*w_and_words)
+    log_sums_kn, targets_kn = jax.lax.map(one, (w_kDu, words_ku))
+    return jnp.sum(log_sum(log_sums_kn, axis=0) - jnp.sum(targets_kn, axis=0))
+
+
+# %% [markdown]
+# In float32 both give the gradient of all at once. But products want bfloat16, which keeps 8 bits of a number.
+# How far is the table's gradient then from the one in float32, in 1, 16 and 256 pieces?
+
+# %%
+drawn = np.random.default_rng(1)
+x_nD, w_DV = drawn.normal(size=(4096, D)), drawn.normal(size=(D, 512)) / D**0.5
+x_nD, w_DV = (jnp.asarray(x, jnp.bfloat16) for x in (x_nD, w_DV))
+targets_n = drawn.integers(0, 512, 4096, np.int32)
+exactly = w_DV.astype(jnp.float32), x_nD.astype(jnp.float32), targets_n
+want_DV = jax.grad(at_once)(*exactly)
+size_of = lambda x: float(jnp.sqrt(jnp.mean(x.astype(jnp.float32) ** 2)))
+off = {}
+for way in (by_tokens, by_words):
+    assert lesson.same(jax.grad(way)(*exactly, 16), want_DV)
+    for pieces in (1, 16, 256):
+        got_DV = jax.jit(jax.grad(way), static_argnums=3)(w_DV, x_nD, targets_n, pieces)
+        off[way, pieces] = size_of(got_DV - want_DV) / size_of(want_DV)
+    errors = ", ".join(f"{off[way, pieces]:.2%}" for pieces in (1, 16, 256))
+    print(f"{way.__name__:9} off by {errors}")
+assert off[by_tokens, 256] > 5 * off[by_tokens, 1]
+assert abs(off[by_words, 256] / off[by_words, 1] - 1) < 0.01
+
+# %% [markdown]
+# A chunk of tokens speaks of every word: its gradient is as large as the table, and is added to a sum that
+# bfloat16 rounds each time. (A sum in float32 would do, for 4DV bytes.) A slice of words has met all tokens:
+# its gradient is one product, added up in float32 inside of it, rounded once, and whole. Where devices share a
+# table (04), it sets out for its owners while the next one is computed. What does add up over slices is the
+# gradient of `x_nD`: small, and in float32.
+#
+# In `model.py`, `gather` joins a slice of the table, one slice ahead; on one device it does nothing. Words
+# below 0 are padding:
+
+# %%
+lesson.source(model.logit_sums, model.slice_by_slice)
+
+# %% [markdown]
+# The setting `loss_chunk` counts tokens: as many logits exist at once as so many tokens have of all words. With
+# 576, all of ours, there is one slice:
+
+
+# %%
 def temporaries(chunk, vocabulary=100_352):
     """Bytes that a compiled step needs besides what it is given and returns."""
     big = {"model.vocab_size": vocabulary, "model.loss_chunk": chunk}
@@ -544,41 +613,47 @@ def temporaries(chunk, vocabulary=100_352):
     return step.memory_analysis().temp_size_in_bytes
 
 
-whole, table = temporaries(B * T), 4 * D * 100_352
-of_logits = 4 * B * T * 100_352
-print(f"all logits: {of_logits / 1e6:.0f} MB; the table: {table / 1e6:.1f} MB")
-print(f"temporaries of a step with all tokens at once: {whole / 1e6:.0f} MB")
+whole, table, a_token = temporaries(B * T), 4 * D * 100_352, 4 * 100_352
+print(f"all logits: {B * T * a_token / 1e6:.0f} MB; the table: {table / 1e6:.1f} MB")
+print(f"temporaries of a step with all words at once: {whole / 1e6:.0f} MB")
 
 # %% [markdown]
-# A bit more than twice the logits: they, and their gradient.
+# Three times the logits: beside them stands what leads to their gradient.
 #
 # > **Predict.** Our model with a vocabulary of 100,352. How many MB of temporaries with `loss_chunk=36`, a
-# > sixteenth of the tokens at a time?
+# > sixteenth of the words at a time?
 
 # %%
 my_prediction = None  # MB
-chunked = {chunk: temporaries(chunk) for chunk in (9, 36, 144)}
-lesson.predicted("chunks of 36", my_prediction, chunked[36] / 1e6, "MB", within=0.1)
-for chunk, size in chunked.items():
-    once = 4 * chunk * 100_352 / 1e6
-    print(f"chunks of {chunk:3}: {size / 1e6:3.0f} MB; a chunk's logits {once:4.1f} MB")
-tables = (chunked[9] - temporaries(9, vocabulary=V)) / table
-print(f"chunks of 9, V = 100,352 less V = 257: {tables:.1f} times the table")
+sliced = {chunk: temporaries(chunk) for chunk in (9, 36, 144)}
+lesson.predicted("16 slices", my_prediction, sliced[36] / 1e6, "MB", within=0.1)
+for chunk, size in sliced.items():
+    once = f"{chunk * a_token / 1e6:4.1f} MB"
+    print(f"loss_chunk={chunk:3}: {size / 1e6:3.0f} MB; a slice's logits {once}")
+rest = temporaries(9, vocabulary=V)  # without a large table
+times = (sliced[36] - sliced[9]) / ((36 - 9) * a_token)
+tables = (sliced[9] - rest - times * 9 * a_token) / table
+print(f"{tables:.1f} tables + {times:.1f} x a slice's logits + {rest / 1e6:.0f} MB")
+made_of = tables * table + times * 144 * a_token + rest
+assert abs(made_of / sliced[144] - 1) < 0.05 and 1.5 < tables < 2.5
 
 # %% [markdown]
-# Not a sixteenth. What remains is of the *table's* size, twice, however small the chunk: the sum of its
-# gradient over the chunks so far, and a chunk's part of that gradient. A chunk's logits are chunk · V
-# numbers, the table D · V. So a chunk of fewer tokens than the model is wide (D = 64) saves little, whatever
-# V. The result is the same, and a chunk need not divide the tokens:
+# Not a sixteenth. What remains is of the *table's* size, twice, however thin the slice: the table cut into
+# slices, and beside it first what the backward pass will want of them, then their gradients. (The last line,
+# made of the steps at 9 and 36, holds at 144.) A slice's logits are `loss_chunk` · V numbers, the table D · V.
+# So a `loss_chunk` below the model's width (D = 64) saves little, whatever V. The result is the same, and
+# slices need not divide the words:
 
 # %%
-assert 1.5 < tables < 2.5 and whole / 8 < chunked[36] < whole / 3
-by_100 = pipeline.loss_and_grads(config.replace(cfg, **{"model.loss_chunk": 100}), mesh)
-loss, _, grads = quickly(by_100, right, fresh, 0)(right, fresh, 0)
-loss_of_288, _, grads_of_288 = steps["right"](right, fresh, 0)
-agree = lesson.same((loss, grads), (loss_of_288, grads_of_288))
-print(f"chunks of 100, and of {c.loss_chunk}: same loss and gradient: {agree}")
-assert agree
+assert whole / 8 < sliced[36] < whole / 3
+in_6 = config.replace(cfg, **{"model.loss_chunk": 100})
+step_in_6 = quickly(pipeline.loss_and_grads(in_6, mesh), right, fresh, 0)
+loss, _, grads = step_in_6(right, fresh, 0)
+loss_in_3, _, grads_in_3 = steps["right"](right, fresh, 0)
+agree = lesson.same((loss, grads), (loss_in_3, grads_in_3))
+print(f"257 words in 6 slices, and in 3: same loss and gradient: {agree}")
+slices = [model.vocabulary_slices(one.model, B * T, V) for one in (in_6, cfg)]
+assert agree and slices == [(6, 43), (3, 86)]
 
 # %% [markdown]
 # ## Counting what is there
@@ -606,8 +681,8 @@ step_flops = flops_of(steps["right"])
 print(f"forward: {forward_flops / (2 * N * B * T):.3f} x 2N")
 print(f"step:    {step_flops / (6 * N * B * T):.3f} x 6N")
 scores, mixing = 2 * L * H * (K + R) * T, 2 * L * H * U * T
-assert forward_flops == B * T * (2 * matrices + scores + mixing)
-assert step_flops == 3 * forward_flops + B * T * (2 * V * D + scores)
+assert forward_flops == B * T * (2 * (matrices + D) + scores + mixing)
+assert step_flops == 3 * forward_flops + B * T * (2 * 2 * 86 * D + scores)
 
 # %% [markdown]
 # The assertions say to the last FLOP where the rule is off:
@@ -618,7 +693,8 @@ assert step_flops == 3 * forward_flops + B * T * (2 * V * D + scores)
 #   T² of them for each head and row would fill the memory.
 # - **The table.** Tied, it counts once and multiplies once. Untied, one of two only looks up, and 6N says
 #   too much.
-# - **The logits' chunks**, here of 288 tokens, are made twice: 2VD more. (All in one chunk, once.)
+# - **The logits' slices**, here three of 86 words, are made twice but for the last: its logits are still there
+#   when the backward pass begins. (257 is prime, so one word is padding, with FLOPs all the same.)
 #
 # > **Predict.** `remat="full"` keeps only what enters a layer; on the way back it first runs the layer's
 # > forward pass again. Forward is one part and backward two, so three parts become four. By what factor do
@@ -632,15 +708,19 @@ growth = flops_of(full) / step_flops
 lesson.predicted("remat=full", my_prediction, growth, "times the FLOPs", within=0.02)
 
 # %% [markdown]
-# Less than 4/3. The logits are no part of a layer: they are made twice with or without. And a feed-forward's
-# last product is not made again. A gradient asks for a product's inputs, and its *result* is only added to
-# the stream, where the layer ends; the compiler drops it. (Attention's last product is needed: the second
-# norm reads that sum.) What remat buys:
+# Less than 4/3. The logits are no part of a layer: they are made again with or without. And a feed-forward's
+# last product is not. A gradient asks for a product's inputs, and its *result* is only added to the stream,
+# where the layer ends; the compiler drops it. Attention's last product is needed: the second norm reads that
+# sum. (`remat="branches"` keeps the sum as well: two arrays a layer for one, and this product is not made
+# again.) What remat buys:
 
 # %%
-known = 2 * V * D + L * 2 * F * D + scores  # scores are made again either way
+known = 2 * 258 * D + L * 2 * F * D + scores  # scores are made again either way
 again = forward_flops - B * T * known
 assert flops_of(full) == step_flops + again
+between = config.replace(cfg, **{"model.remat": "branches"})
+between = quickly(pipeline.loss_and_grads(between, mesh), start, fresh, 0)
+assert flops_of(between) == flops_of(full) - B * T * L * 2 * H * U * D
 moments_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(no_moments))
 print(f"AdamW's moments: {moments_bytes / N:.2f} bytes a parameter; in megabytes:")
 for name, program in {"none": steps["right"], "full": full}.items():
@@ -678,11 +758,11 @@ for name in ("dense_124m", "llama3_8b", "deepseek_v3"):
 # %% [markdown]
 # 6N is a rule for short rows. And memory: the shape of GPT-2 on one H100, 60 rows of 1,024 tokens at a time.
 # Between `"none"` and `"full"` stands `"dots"`: it keeps what products with weights give, and makes the rest
-# again, such as norms and attention.
+# again, such as norms and attention. `"branches"` is nearer to `"full"`.
 
-# %% mystnb={"image": {"alt": "Bars of memory for three remat policies: without remat saved activations alone pass the 80 GB of an H100, with full remat they nearly vanish."}}
+# %% mystnb={"image": {"alt": "Bars of memory for four remat policies: without remat saved activations alone pass the 80 GB of an H100, with full remat they nearly vanish."}}
 plans = {}
-for name in ("none", "dots", "full"):
+for name in ("none", "dots", "branches", "full"):
     more = {"model.remat": name, "optim.max_device_batch": 60}  # rows at a time
     plans[name] = planner.plan(config.preset("dense_124m", **more), "h100:1")
 figure, axes = lesson.plt.subplots(figsize=(5, 2.6))
@@ -693,10 +773,10 @@ for y, (name, one) in enumerate(plans.items()):
     grey = axes.barh(y, GB["saved"], left=state, color=lesson.NEUTRAL)
     extra = one.hardware_flops / plans["none"].hardware_flops
     total = f"{one.peak_bytes / 1e9:5.1f} GB in all, fits: {one.fits}"
-    print(f"remat={name}: {total}, {extra:.2f} x the FLOPs")
+    print(f"remat={name:8} {total}, {extra:.2f} x the FLOPs")
 axes.axvline(80, color="black", lw=0.8)
 axes.set(title="What fills a device is activations", xlabel="GB (line: an H100)")
-axes.set_yticks(range(3), [f"remat={name}" for name in plans])
+axes.set_yticks(range(4), [f"remat={name}" for name in plans])
 axes.invert_yaxis()
 labels = ("16 bytes a parameter", "activations kept")
 axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.78, 0.1))
@@ -705,15 +785,15 @@ axes.legend((black, grey), labels, loc="lower right", bbox_to_anchor=(0.78, 0.1)
 # (`"full"` costs less here than on our model: more of this one's FLOPs are logits, made twice anyway.) Three
 # rules:
 #
-# - **Remat when it does not fit otherwise**, first `"dots"`, then `"full"`. The price is printed above, and
-#   always less than a third.
+# - **Remat when it does not fit otherwise**, first `"dots"`, then `"branches"`, then `"full"`. The price is
+#   printed above, and always less than a third.
 # - **Absorb for decoding only.** A pair of positions costs 2H(2C + R) FLOPs absorbed, and 2H(K + R + U) once
 #   keys and values are made: for DeepSeek-V3 1,088 to 320, 3.4 times. In training, keys are made once for
 #   many queries, and arithmetic is the bound.
-# - **A chunk of the loss wants D tokens at least**, for memory, and more than the chip's ridge, for speed.
-#   n tokens take 8nDV FLOPs (logits twice, two gradients). For them, in bfloat16, the table is read three
-#   times, its gradient read and written: 10DV bytes. That is 0.8n FLOPs a byte; an H100's 295 needs n = 369.
-#   The default is 1,024.
+# - **A slice of the loss wants a few times the chip's ridge in words.** For n tokens, u words take 8nDu FLOPs
+#   (logits twice, two gradients). Activations are read three times, and their gradient read and written, in
+#   float32: 20nD bytes. That is 0.4u FLOPs a byte; an H100's 295 needs u = 738. The default, `loss_chunk=512`,
+#   gives slices of 512 V/n words: of V = 100,352, with n = 16,384 tokens on a device, 3,136.
 #
 # Numbers, FLOPs and shapes are the same on any machine. Temporaries are those of XLA for CPU: another
 # backend lays them out differently. And no second was measured here: what simulated devices cannot show is
@@ -1133,7 +1213,7 @@ for answer, hint in (
 # 1. A loss is no proof: change the future, shift the positions, write it a second time, and compare.
 # 2. Latent attention keeps C + R numbers of a token whatever the number of heads, and does nearly 2H FLOPs a
 #    byte.
-# 3. Begin with 6N FLOPs a token and 16 bytes a parameter, then add scores, chunks, remat and activations.
+# 3. Begin with 6N FLOPs a token and 16 bytes a parameter, then add scores, slices, remat and activations.
 #
 # **Sources**
 #

@@ -226,7 +226,7 @@ assert counted == 4.5
 import sockets
 
 settings = {"attention": "gqa", "n_kv_heads": 4, "activation": "gelu", "d_ff": 96}
-settings["no_rope_every"] = 0  # rotary in every layer
+settings |= {"no_rope_every": 0, "remat": "full"}  # rotary in every layer
 c = preset("tiny", **{f"model.{name}": value for name, value in settings.items()}).model
 declared = sockets.unstacked(model.declare(c).prefix)  # one dense layer
 for name, d in sharding.named(declared).items():
@@ -345,7 +345,7 @@ lesson.source(overlap.arriving, overlap.leaving)
 # Our model has `tensor_exchange="gather"`, as all presets that are made for simulated devices. So `arriving`
 # is a list of one: all the positions. Inside of a device a parameter keeps its declared name: `w_up_DF` is
 # [D, f] there, as `up_bsf` says. So the last line of `feed_forward` sums over f, and owes; `leaving` pays. With
-# `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and the layer runs:
+# `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and `model.layer` runs:
 
 # %%
 B, T = 4, 24
@@ -356,9 +356,7 @@ w = jax.device_get(sharding.init(declared, sharding.make_mesh("tensor=1"), seed=
 def forward(w, x_btD, places_bs, c=c):
     one_document = jnp.ones_like(places_bs)
     tokens = model.Tokens(places_bs, one_document, None, None)
-    w = model.used(w, c)  # joins FSDP's slices, not tensor's
-    x_btD += model.attention_branch(w, c, x_btD, tokens, number=0)
-    return x_btD + model.feed_forward_branch(w, c, x_btD, real_bt=None)[0]
+    return model.layer(w, c, x_btD, tokens, number=0, key=None)[0]
 
 
 results = {}
@@ -389,7 +387,8 @@ def training_step(c, declared):
 
     def step(w, x_btD, places_bs):
         own = lambda w: sharding.vary(w, TENSOR)  # so that JAX adds gradients [D]
-        layer = jax.checkpoint(lambda w, x_btD: forward(own(w), x_btD, places_bs, c))
+        layer = lambda w, x_btD: forward(own(w), x_btD, places_bs, c)
+        layer = model.REMAT[c.remat](layer)
         loss = lambda w, x_btD: jnp.sum(layer(w, x_btD) ** 2)
         return jax.grad(loss, argnums=(0, 1))(w, x_btD)
 
@@ -511,13 +510,17 @@ moe1b = preset("moe1b", **{"model.tensor_exchange": "gather"}).model
 moe1b = replace(moe1b, precision=c.precision)  # float32, as here
 latent = sockets.unstacked(sockets.unstacked(model.declare(moe1b).blocks.dense))
 wanted = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), latent)
-count, sent = streams(moe1b, latent, wanted, places_BT)
-print(f"{count:g} exchanges send {sent:g} joined streams")
-assert sent == 8 + 3 / 2
+for remat in ("full", "branches"):
+    count, sent = streams(replace(moe1b, remat=remat), latent, wanted, places_BT)
+    print(f"{remat:8} {count:g} exchanges send {sent:g} joined streams")
+    wanted_of = {"full": (11, 8 + 3 / 2), "branches": (10, 7 + 3 / 2)}
+    assert (count, sent) == wanted_of[remat]
 
 # %% [markdown]
-# Three arrays where there was one, and half the bytes: the attention's gather, the same once more, and its
-# way back cost 1/2 each.
+# Side by side the latents are one array of 384 numbers a position: the attention's gather, the same once more,
+# and its way back cost 1/2 each. (Where latents are not narrower than the stream, the stream travels:
+# `model.sends_latents`.) And `moe1b` recomputes `"branches"`: a layer also keeps what comes into its
+# feed-forward, for which alone the attention's reduce-scatter was repeated.
 #
 # ## The vocabulary is a dim, too
 #
@@ -530,13 +533,14 @@ assert sent == 8 + 3 / 2
 lesson.source(model.embed, model.local_vocabulary, model.loss_sums)
 
 # %% [markdown]
-# (In `loss_sums` n counts tokens, the same on all devices.) The project exchanges three numbers a
-# token: the largest logit (without a gradient: it cancels), the sum of exponentials, and the target's logit,
-# to which all devices but one add 0.
+# (In `loss_sums` n counts tokens, the same on all devices.) Over slices of a device's words the sum of
+# exponentials is put together from its parts (02), and over devices once more. The project exchanges three
+# numbers a token: the largest part (without a gradient: it cancels), the sum, and the target's logit, to which
+# all devices but one add 0.
 #
-# > **Predict.** In `moe1b`, the project's headline model, V = 100,352 and D = 768, and the loss takes 1,024
-# > tokens at a time. At tensor=4, with float32 logits: how many times as many bytes would a device send,
-# > forward, if it gathered logits?
+# > **Predict.** In `moe1b`, the project's headline model, V = 100,352 and D = 768. Take 1,024 tokens. At
+# > tensor=4, with float32 logits: how many times as many bytes would a device send, forward, if it gathered
+# > logits?
 
 # %%
 my_prediction = None  # times
@@ -552,7 +556,8 @@ def with_gathered_logits(w_Dv, x_ND, targets_N, weights_N):
 of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
 shapes = of(jnp.bfloat16, 768, 100_352), of(jnp.bfloat16, 1024, 768)
 shapes = *shapes, of(jnp.int32, 1024), of(jnp.float32, 1024)
-in_slices = lambda *arrays: model.loss_sums(c, *arrays)[0]
+joined = replace(c, gather="step")  # no axis but tensor cuts the table here
+in_slices = lambda *arrays: model.loss_sums(joined, *arrays)[0]
 sent = []
 for function in (with_gathered_logits, in_slices):
     program = sockets.on_mesh(function, mesh, "Dv", "ND", "N", "N", out="")
@@ -575,9 +580,10 @@ tokens_BT = jax.random.randint(jax.random.key(6), (B, T), 0, c.vocab_size)
 
 def nats(w, tokens_bs, targets_bs):
     x_btD = model.embed(model.used(w, c, "embedding_VD")[0], tokens_bs)
-    x_bsD, ones_bs = model.leave(w, c, x_btD, dim=1), jnp.ones(targets_bs.shape)
-    w_Dv = model.unembedding(w, c)
-    total, _ = model.loss_sums_in_chunks(c, w_Dv, x_bsD, targets_bs, ones_bs)
+    x_nD = model.leave(w, c, x_btD, dim=1).reshape(-1, c.d_model)
+    table_Dv = model.unembedding(w, c, model.cast)  # FSDP's slices: joined one by one
+    weights_n = jnp.ones(len(x_nD))
+    total, _ = model.loss_sums(c, table_Dv, x_nD, targets_bs.ravel(), weights_n)
     return psum(total, (*sharding.BATCH, sharding.CONTEXT)) / (B * T)
 
 
@@ -594,7 +600,7 @@ assert lesson.same(losses, [losses[0]] * 3)
 # FSDP moves weights; `tensor` moves activations. Take one layer in a training step with recomputation; a group
 # of n chips works on N tokens. Its products cost up to 8 FLOPs a parameter and token (2 forward, 2 again, 4
 # backward), shared by n chips of C FLOP/s. Its 11 exchanges send (n - 1)/n of N D entries of 2 bytes each, at
-# W bytes/s (9.5 with the latents of `moe1b`):
+# W bytes/s (8.5 in `moe1b`, see above):
 #
 # - products: 8 N · parameters / (n C) seconds
 # - wires: 11 (n - 1)/n · 2 N D / W seconds
@@ -614,7 +620,7 @@ def parameters_of_a_layer(c):
     return (costs.parameters(c)[1] - tables) / c.n_layers
 
 
-EXCHANGES = {"gqa": 11, "mla": 9.5}
+EXCHANGES = {"gqa": 11, "mla": 8.5}
 
 
 def break_even(c, W, C=V4.peak_flops_per_s):
@@ -716,7 +722,7 @@ for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32"):
         print(f" tensor {took.get('tensor', 0) / total:.0%} of it")
 
 # %% [markdown]
-# 39% of the step if nothing is hidden, and 8% in turn. It is there to have three axes at once, and is not the
+# 37% of the step if nothing is hidden, and 8% in turn. It is there to have three axes at once, and is not the
 # fastest layout of 32 chips.
 #
 # **What is not shown here.** Simulated devices have no wires. No second above was measured: they are peak
