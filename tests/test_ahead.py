@@ -8,6 +8,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +26,7 @@ def layer(w, x_BD, number, shared):
     """A product, dropout, another product. Returns the stream, and a statistic."""
     ids_B, scale, key = shared
     kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, (B, F))
-    hidden_BF = jnp.tanh(x_BD @ w["up_DF"]) * kept * scale
+    hidden_BF = checkpoint_name(jnp.tanh(x_BD @ w["up_DF"]) * kept * scale, "between branches")
     y_BD = x_BD + hidden_BF @ w["down_FD"] * (1 + number + ids_B)[:, None]
     return y_BD, {"sum": jnp.sum(hidden_BF)}
 

@@ -264,7 +264,7 @@ STREAM = [TOKENS * WIDTH]  # activations of all tokens
 
 # mesh -> settings, and for each (function, kind) how many numbers the joined or sent arrays hold, one each
 BY_HAND = {
-    "fsdp=2": ({}, there_and_back("gathered", DENSE) | EMBEDDING | NORMS | LOSS),
+    "fsdp=2": ({}, there_and_back("join_slices", DENSE) | EMBEDDING | NORMS | LOSS),
     # Between blocks positions lie in slices. A branch gathers them, and scatters its partial sums; the embedding only
     # scatters, the logits only gather; backwards the other way round. The logits' maximum and both sums are one number
     # a token; of one chunk of tokens, the backward pass finds them made.
@@ -283,7 +283,7 @@ BY_HAND = {
     # Dense weights lie in slices along this axis too. The batch's five arrays arrive in order, are gathered and cut
     # anew. Keys and values of all positions are gathered, and their documents.
     "context=2": ({},
-                  there_and_back("gathered", DENSE) | EMBEDDING | NORMS | LOSS
+                  there_and_back("join_slices", DENSE) | EMBEDDING | NORMS | LOSS
                   | {("on_mesh", "all-gather"): [TOKENS] * 5,
                      ("grouped_attention", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
                      ("grouped_attention", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
@@ -292,7 +292,7 @@ BY_HAND = {
     # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
     "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
                   "model.balance_rate": 0.0},
-                 there_and_back("gathered", [TABLE] + ATTENTION + [WIDTH * EXPERTS]) | EMBEDDING | NORMS
+                 there_and_back("join_slices", [TABLE] + ATTENTION + [WIDTH * EXPERTS]) | EMBEDDING | NORMS
                  | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
                     ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
                     ("loss", "all-reduce"): [2 + 2 * EXPERTS + 3]}),
