@@ -28,8 +28,12 @@ class Arguments(Config):
 
 
 HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
+     python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --model.gather ahead
 
-What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed."""
+What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
+
+Exposed bytes are waited for; hidden ones may be, where they take longer than the products beside them. For seconds, and
+for a choice of mesh, there is python -m plan, with --compile. llama3_8b --help prints the defaults of that preset."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
@@ -74,31 +78,40 @@ def read(found) -> dict:
     }
 
 
+def asked(cfg: Config, topology: str) -> str:
+    """What was compiled, in one line."""
+    c = cfg.model
+    return (f"{cfg.mesh} on {topology}, {cfg.data.batch_size} x {cfg.data.seq_len:,} tokens, remat={c.remat}, "
+            f"gather={c.gather}, tensor_exchange={c.tensor_exchange}; of one chip and step:")  # fmt: skip
+
+
 def table(found: dict) -> str:
     """The numbers in words; of lines those that wait longest."""
     gb = lambda size: f"{size / 1e9:,.3f} GB"
     share = lambda part, whole: f"{part / whole:.1%}" if whole else "-"
     line = lambda what, number, note="": f"{what:42} {number:>12}  {note}".rstrip()
-    wire, of_wire = found["wire_bytes"], lambda name: share(found[name], found["wire_bytes"])
+    wire, of_wire = found["wire_bytes"], lambda name: share(found[name], found["wire_bytes"]) + " of it"
     lines = [
         line("on the wire", gb(wire), f"in {found['collectives']:,.0f} collectives"),
-        line("  in the foreground: exposed", gb(found["exposed_bytes"]), of_wire("exposed_bytes")),
-        line("    of which synchronous", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
-        line("  hidden behind products", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
+        line("  exposed: no products beside", gb(found["exposed_bytes"]), of_wire("exposed_bytes")),
+        line("    of which without start and end", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
+        line("  hidden: products beside", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
         line("peak", f"{found['peak_bytes'] / 2**30:.2f} GiB"),
         line("attention's operands and results in HBM", gb(found["attention_bytes"]),
-             f"{share(found['attention_bytes'], found['memory_bytes'])} of all instructions'"),
+             f"{share(found['attention_bytes'], found['memory_bytes'])} of what all instructions move"),
         line("executed", f"{found['flops'] / 1e12:,.1f} TFLOP",
              f"unknown: {show.unknown_kernels(found['unknown'])}" if found["unknown"] else ""),
-        line("compiled in", f"{found['compile_cpu_s']:,.0f} CPU s"),
+        line("the compiler worked for", f"{found['compile_cpu_s']:,.0f} CPU s"),
     ]  # fmt: skip
     for field in ("axes", "kind", "source"):
         lines += [
             "",
-            f"{'by ' + field:42} {'executed':>9} {'on the wire':>12} {'share':>7} {'exposed':>12} {'share':>7}",
+            f"{'by ' + field:42} {'times':>9} {'on the wire':>12} {'share':>7} {'exposed':>12} {'share':>7}",
         ]
         ranked = sorted(found[f"by_{field}"].items(), key=lambda row: -row[1]["exposed_bytes"])
-        for name, total in ranked[:LINES]:
+        rest = [total for _, total in ranked[LINES:]]
+        others = {name: sum(total[name] for total in rest) for name in ("count", "wire_bytes", "exposed_bytes")}
+        for name, total in ranked[:LINES] + [(f"{len(rest)} others", others)] * bool(rest):
             lines.append(
                 f"  {name:40} {total['count']:>9,.0f} {gb(total['wire_bytes']):>12} "
                 f"{share(total['wire_bytes'], wire):>7} {gb(total['exposed_bytes']):>12} "
@@ -111,7 +124,7 @@ def table(found: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
     found = measure(cfg, args.topology)
-    print(json.dumps(found) if args.json else table(found))
+    print(json.dumps(found) if args.json else f"{asked(cfg, args.topology)}\n{table(found)}")
 
 
 if __name__ == "__main__":

@@ -218,13 +218,23 @@ def test_the_table_says_what_waits(numbers):
               for name, size in numbers.items()}  # fmt: skip
     said = {line[:42].strip(): line[42:].split() for line in overlap.table(scaled).splitlines() if line}
     assert said["on the wire"] == ["176.000", "GB", "in", "2", "collectives"]
-    assert said["in the foreground: exposed"] == ["88.000", "GB", "50.0%"]
-    assert said["of which synchronous"] == ["0.000", "GB", "0.0%"]
-    assert said["hidden behind products"] == ["88.000", "GB", "50.0%"]
+    assert said["exposed: no products beside"] == ["88.000", "GB", "50.0%", "of", "it"]
+    assert said["of which without start and end"] == ["0.000", "GB", "0.0%", "of", "it"]
+    assert said["hidden: products beside"] == ["88.000", "GB", "50.0%", "of", "it"]
     assert said["peak"] == ["3.00", "GiB"]
     assert said["attention's operands and results in HBM"][:2] == ["224.000", "GB"]
     assert " ".join(said["executed"]).endswith("TFLOP unknown: FLOPs of 1 kernel: 1 x k (?)")
-    assert said["compiled in"] == ["42", "CPU", "s"]
+    assert said["the compiler worked for"] == ["42", "CPU", "s"]
+
+
+def test_lines_that_are_not_listed_are_added_up(numbers):
+    """Catches a table whose rows are not all there is, and one that says less of a step than was compiled."""
+    rows = {f"model.py:{i} in f": {"count": i, "wire_bytes": 10**9 * i, "exposed_bytes": 0} for i in range(15)}
+    said = overlap.table(numbers | {"by_source": rows}).splitlines()[-1].split()
+    assert said[:5] == ["3", "others", "39", "39.000", "GB"]
+    line = overlap.asked(preset("tiny", mesh="fsdp=4", **{"model.gather": "ahead"}), "v4:2x2x1")
+    assert line == ("fsdp=4 on v4:2x2x1, 16 x 18 tokens, remat=none, gather=ahead, tensor_exchange=gather; "
+                    "of one chip and step:")  # fmt: skip
 
 
 def test_the_command_prints_one_line_of_json(numbers, monkeypatch, capsys):
