@@ -32,8 +32,7 @@ HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp
 
 What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
 
-Exposed bytes are waited for; hidden ones may be, where they take longer than the products beside them. For seconds, and
-for a choice of mesh, there is python -m plan, with --compile. llama3_8b --help prints the defaults of that preset."""
+Exposed bytes are waited for, hidden ones may be. For seconds, and to choose a mesh: python -m plan, with --compile."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
