@@ -642,7 +642,7 @@ def logit_sums(w_Du, x_nD, targets_n, words_u):
 def vocabulary_slices(c: ModelConfig, n: int, v: int) -> tuple[int, int]:
     """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
 
-    Equal slices, if up to twice as many can be; else the last one is shorter.
+    As few as that takes, or up to twice as many, if a number of them divides v; else the last one is shorter.
     """
     least = -(-n // c.loss_chunk)
     words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))

@@ -528,9 +528,9 @@ assert v4 < found["MLA, absorbed"][1] < h100
 #
 # The last product makes V numbers of every token. For the headline run of this project (256 sequences of
 # 1,024 tokens, V = 100,352) that would be 256 · 1,024 · 100,352 · 4 bytes = 105 GB in float32. So logits, an
-# array [n, V] for n tokens, are made in pieces, and the backward pass makes a piece's again. By rows or by
-# columns? Chunks of tokens look natural: each has a loss, and losses add up. A slice of words has only a part
-# of ln Σ exp(logit). But the log-sum-exp of all words is that of the slices' log-sum-exps:
+# array [n, V] for n tokens, are made in pieces, and the backward pass makes them again, one piece at a time.
+# By rows or by columns? Chunks of tokens look natural: each has a loss, and losses add up. A slice of words has
+# only a part of ln Σ exp(logit). But the log-sum-exp of all words is that of the slices' log-sum-exps:
 
 
 # %%
@@ -563,8 +563,8 @@ def by_words(w_DV, x_nD, targets_n, pieces):
 
 
 # %% [markdown]
-# In float32 both give the gradient of all at once. But products want bfloat16, which keeps 8 bits of a number.
-# How far is the table's gradient then from the one in float32, in 1, 16 and 256 pieces?
+# In float32 both give the gradient of all at once. But products want bfloat16, which keeps 8 significant
+# bits. How far is the table's gradient then from the one in float32, in 1, 16 and 256 pieces?
 
 # %%
 drawn = np.random.default_rng(1)
@@ -587,20 +587,22 @@ assert abs(off[by_words, 256] / off[by_words, 1] - 1) < 0.01
 
 # %% [markdown]
 # A chunk of tokens speaks of every word: its gradient is as large as the table, and is added to a sum that
-# bfloat16 rounds each time. (A sum in float32 would do, for 4DV bytes.) A slice of words has met all tokens:
-# its gradient is one product, added up in float32 inside of it, rounded once, and whole. Where devices share a
-# table (04), it sets out for its owners while the next one is computed. What does add up over slices is the
-# gradient of `x_nD`: small, and in float32.
+# bfloat16 rounds each time. (A sum in float32 would not, for 4DV bytes, but none of it is final before the last
+# chunk is in.) A slice of words has met all tokens: its gradient is one product, whose sum the processor keeps
+# in float32, and is rounded once, and whole. Where devices share a table (04), it sets out for its owners while
+# the next one is computed. What does add up over slices is the gradient of `x_nD`. It is small; the model adds
+# it up in float32.
 #
-# In `model.py`, `gather` joins a slice of the table, one slice ahead; on one device it does nothing. Words
-# below 0 are padding:
+# In `model.py`, `gather` joins a slice of the table, one slice ahead; on one device it does nothing. The last
+# slice's logits are not made again: the backward pass begins with them. Words below 0 are padding:
 
 # %%
 lesson.source(model.logit_sums, model.slice_by_slice)
 
 # %% [markdown]
-# The setting `loss_chunk` counts tokens: as many logits exist at once as so many tokens have of all words. With
-# 576, all of ours, there is one slice:
+# The setting `loss_chunk` counts tokens. A slice has V · `loss_chunk` / n words, so its logits, of all n
+# tokens, are as many as `loss_chunk` tokens have of all V words. With 576 = B · T, all of ours, there is one
+# slice:
 
 
 # %%
@@ -618,7 +620,8 @@ print(f"all logits: {B * T * a_token / 1e6:.0f} MB; the table: {table / 1e6:.1f}
 print(f"temporaries of a step with all words at once: {whole / 1e6:.0f} MB")
 
 # %% [markdown]
-# Three times the logits: beside them stands what leads to their gradient.
+# Three times the logits: they, and two arrays of their size on the way to their gradient. In slices the step
+# also holds the table cut up, and the slices' gradients.
 #
 # > **Predict.** Our model with a vocabulary of 100,352. How many MB of temporaries with `loss_chunk=36`, a
 # > sixteenth of the words at a time?
@@ -651,7 +654,7 @@ step_in_6 = quickly(pipeline.loss_and_grads(in_6, mesh), right, fresh, 0)
 loss, _, grads = step_in_6(right, fresh, 0)
 loss_in_3, _, grads_in_3 = steps["right"](right, fresh, 0)
 agree = lesson.same((loss, grads), (loss_in_3, grads_in_3))
-print(f"257 words in 6 slices, and in 3: same loss and gradient: {agree}")
+print(f"our own {V} words in 6 slices, and in 3: same loss and gradient: {agree}")
 slices = [model.vocabulary_slices(one.model, B * T, V) for one in (in_6, cfg)]
 assert agree and slices == [(6, 43), (3, 86)]
 
