@@ -682,9 +682,9 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
     log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, w_Dv, x_nD, targets_n)
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(log_sums_kn, axis=0)), TENSOR)
     above_n = jnp.log(psum(jnp.sum(jnp.exp(log_sums_kn - top_n[None]), axis=0), TENSOR))
-    target_n = psum(jnp.sum(targets_kn, axis=0), TENSOR)
+    log_sum_n, target_n = top_n + above_n, psum(jnp.sum(targets_kn, axis=0), TENSOR)
     auxiliary = {
-        "z_loss": lambda: (top_n + above_n) ** 2,
+        "z_loss": lambda: log_sum_n**2,
         "label_smoothing": lambda: target_n - psum(jnp.sum(totals_kn, axis=0), TENSOR) / c.vocab_size,
     }
     total = lambda x_n: jnp.sum(weights_n * x_n)
