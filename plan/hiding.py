@@ -24,10 +24,10 @@ def scatter_of(dims: str, width: int, platform: str) -> str:
     """The collective of a parameter's gradient, of which a device keeps a slice this wide.
 
     The sliced dim lies along lanes: of matrices by head, of the embedding, and of an unembedding in slices of words.
-    What does not fill lanes is cut out of a sum.
+    What is no whole vector, nor an even share of one, is cut out of a sum; of slices of words, a share too.
     """
-    by_head, part = {*dims} & {*"HG"}, width % LANES
-    cut = {"VD": width < LANES, "DV": part}.get(dims, by_head and part)
+    by_head, part, uneven = {*dims} & {*"HG"}, width % LANES, width % LANES and LANES % width
+    cut = {"VD": width < LANES and uneven, "DV": part}.get(dims, by_head and uneven)
     return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
 
 

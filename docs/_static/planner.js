@@ -208,8 +208,8 @@
   }
 
   function scatterOf(dims, width, z) {
-    const byHead = dims.includes("H") || dims.includes("G"), part = width % 128;
-    const cut = { VD: width < 128, DV: part }[dims] ?? (byHead && part);
+    const byHead = dims.includes("H") || dims.includes("G"), part = width % 128, uneven = part && 128 % width;
+    const cut = { VD: width < 128 && uneven, DV: part }[dims] ?? (byHead && uneven);
     return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
   }
 
