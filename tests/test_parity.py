@@ -72,7 +72,7 @@ context=4                   dense     attention=ring remat=full gather=ahead
 context=8                   capacity  attention=gather loss_chunk=40
 tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring
 tensor=4                    moe       accumulation=3 exchange=ring
-tensor=8                    dense     loss_chunk=40 exchange=ring
+tensor=8                    dense     loss_chunk=40 remat=branches exchange=ring
 
 data=2,stage=2              moe       microbatches=2
 data=4,fsdp=2               dense     remat=dots
