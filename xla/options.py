@@ -24,9 +24,9 @@ OPTIONS = {
     "cpu": {},
 }
 # Permutes that may be on their way at once. Where libtpu chooses, those of gradients hold up those of activations: of
-# llama3_8b on fsdp=32,tensor=2 4.5 GB are exposed, and 2.4 with 8. Without `tensor` there is little to gain, and more of
-# them keep more memory: 5.2 GiB at the peak on fsdp=64, not 4.8. By `python -m bench.overlap` as in docs/planner.md, with
-# gather=ahead, and `--run.compiler_options xla_max_concurrent_async_collective_permutes=`, or `=8`.
+# llama3_8b on fsdp=32,tensor=2 4.5 GB are exposed, and 2.4 with 8. Without `tensor` there is little to gain, and more
+# of them keep more memory: 5.2 GiB at the peak on fsdp=64, not 4.8. By `python -m bench.overlap` as in
+# docs/planner.md, with gather=ahead, and `--run.compiler_options xla_max_concurrent_async_collective_permutes=` or 8.
 WITH_TENSOR = {"tpu": {"xla_max_concurrent_async_collective_permutes": "8"}}
 
 
