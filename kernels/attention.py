@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.attention_gpu import mixed_by_programs, pulled_by_programs
+from kernels.visits import HIDDEN, Starts, dot, order, padded, visits
 from sharding import vary
 
 float32 = jnp.float32
-HIDDEN = -1e30  # score of a key that may not be looked at: its weight is 0 beside any other
-Starts = tuple[tuple[int, ...], ...]
 
 
 def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
@@ -41,8 +40,8 @@ def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: 
 # The gradient is written around the choice of a form: what is kept for it is the same for all of them.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):
-    tpu, default = (functools.partial(form, starts) for form in (mixed_by_visits, mixed_in_blocks))
-    return jax.lax.platform_dependent(*operands, tpu=tpu, default=default)
+    forms = dict(tpu=mixed_by_visits, cuda=mixed_by_programs, default=mixed_in_blocks)
+    return jax.lax.platform_dependent(*operands, **{name: functools.partial(f, starts) for name, f in forms.items()})
 
 
 def _forward(starts, *operands):
@@ -58,53 +57,13 @@ def _backward(starts, kept, d_results):
     slope_bsh = jnp.sum(d_mixed_bshU.astype(float32) * mixed_bshU.astype(float32), axis=-1) - d_log_sum_bsh
     top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # of nothing but hidden scores, weights are 0
     with jax.named_scope("attend"):
-        tpu, default = (functools.partial(form, starts) for form in (pulled_by_visits, pulled_in_blocks))
-        pulled = jax.lax.platform_dependent(*operands, d_mixed_bshU, top_bsh, slope_bsh, tpu=tpu, default=default)
+        forms = dict(tpu=pulled_by_visits, cuda=pulled_by_programs, default=pulled_in_blocks)
+        forms = {name: functools.partial(form, starts) for name, form in forms.items()}
+        pulled = jax.lax.platform_dependent(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
     return *pulled, None, None, None
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def order(starts: Starts, s: int):
-    """The place among the keys of each query on each device, [devices, s]."""
-    starts_nc = np.array(starts, np.int32)
-    return (starts_nc[:, :, None] + np.arange(s // starts_nc.shape[1], dtype=np.int32)).reshape(len(starts), s)
-
-
-@functools.cache
-def meetings(s: int, S: int, starts: Starts, block: int):
-    """Which blocks of queries must meet which blocks of keys on each device. Shape: [devices, s, S], in blocks."""
-    last_ni = np.maximum.reduceat(order(starts, s), np.arange(0, s, block), axis=1)
-    return last_ni[:, :, None] >= np.arange(0, S, block)
-
-
-def visits_of(meets):
-    """The places where each device's blocks meet, as many of each: to some are added in which a mask hides everything.
-
-    Shapes: [devices, ..] -> [devices, dims, visits], in order.
-    """
-    most, meets = max(map(np.count_nonzero, meets)), meets.copy()
-    for meets_of_one in meets:
-        meets_of_one.flat[np.flatnonzero(~meets_of_one)[: most - np.count_nonzero(meets_of_one)]] = True
-    return np.stack([np.argwhere(meets_of_one).T for meets_of_one in meets]).astype(np.int32)
-
-
-@functools.cache
-def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, heads: int = 1):
-    """Head of a group, block of queries and block of keys of each visit. Shape: [devices, 3, v].
-
-    span  blocks of keys that are visited by all queries of all heads before the next ones are, and by each of them once
-          at least; None: all
-    """
-    meets_nij = meetings(s, S, starts, block)
-    n, nq, nk = meets_nij.shape
-    span = span or nk
-    meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
-    meets[..., 0] |= ~meets.any(axis=-1)
-    meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
-    number, head, query, key = visits_of(meets).swapaxes(0, 1)
-    return np.stack([head, query, number * span + key], axis=1)
 
 
 def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> tuple[int, int, int, int]:
@@ -252,10 +211,6 @@ def tpu_block(s: int, S: int, starts: Starts) -> int:
     return next((block for block in (512, 256) if block <= most), 128)
 
 
-def padded(x, size: int, dim: int, value=0):
-    return jnp.pad(x, [(0, -n % size if d == dim else 0) for d, n in enumerate(x.shape)], constant_values=value)
-
-
 def by_head(x_bshK, block: int):
     """Shapes: [b, s, h, K] -> [b, h, s, K], whole blocks."""
     return padded(x_bshK.swapaxes(1, 2), block, 2)
@@ -270,14 +225,10 @@ def rows_of(starts, segments_bs, here, block: int):
 def scores(q_xK, k_XK, queries_2x, keys_1X, j):
     """The scores of a visit to block j of the keys, [X, x]."""
     block = k_XK.shape[0]
-    scores_Xx = _dot(k_XK, q_xK, 1, 1)
+    scores_Xx = dot(k_XK, q_xK, 1, 1)
     place_Xx = j * block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
     documents_X1 = jnp.broadcast_to(keys_1X, (128, block)).T[:, :1]
     return jnp.where((queries_2x[:1] >= place_Xx) & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
-
-
-def _dot(x, y, x_dim, y_dim):
-    return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=float32)
 
 
 def neighbours_differ(v, n: int, entry):
@@ -299,7 +250,7 @@ def mixing(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log
     scores_Xx = scores(q[...], k[...], queries[...], keys[...], key_v[visit])
     higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
     weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
-    total_Ux[...] = total_Ux[...] * rescale_1x + _dot(v[...], weight_Xx.astype(v.dtype), 0, 0)
+    total_Ux[...] = total_Ux[...] * rescale_1x + dot(v[...], weight_Xx.astype(v.dtype), 0, 0)
     sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
     top_1x[...] = higher_1x
 
@@ -326,13 +277,13 @@ def pulling(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_m
         dq_xK[...] = jnp.zeros_like(dq_xK)
 
     weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
-    d_weight_Xx = _dot(v[...], d_mixed[...], 1, 1)
+    d_weight_Xx = dot(v[...], d_mixed[...], 1, 1)
     d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
     block = len(weight_Xx)
     own = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * block, block), block)
-    dk_wK[own] += _dot(d_scores_Xx, q[...], 1, 0)
-    dv_wU[own] += _dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
-    dq_xK[...] += _dot(d_scores_Xx, k[...], 0, 0)
+    dk_wK[own] += dot(d_scores_Xx, q[...], 1, 0)
+    dv_wU[own] += dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
+    dq_xK[...] += dot(d_scores_Xx, k[...], 0, 0)
 
     @pl.when(is_last)
     def _():

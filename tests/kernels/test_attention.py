@@ -1,5 +1,5 @@
-"""Claims about `kernels/attention.py`: each form, the TPU's by Pallas's interpreter, is attention by a matrix of
-scores; none keeps such a matrix, looks ahead, or grows with the sequence."""
+"""Claims about `kernels/attention.py`: each form, the TPU's and the GPU's by Pallas's interpreter, is attention by a
+matrix of scores; none keeps such a matrix, looks ahead, or grows with the sequence."""
 
 import functools
 from unittest import mock
@@ -13,16 +13,16 @@ from jax.sharding import PartitionSpec as P
 import model
 import overlap
 from config import MeshConfig
-from kernels import attention
+from kernels import attention, attention_gpu, visits
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
 
 B, H, K, U = 2, 4, 24, 16
-HIDDEN = np.float32(attention.HIDDEN)
+HIDDEN = np.float32(visits.HIDDEN)
 
 
 def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
     """What was mixed, log-sums and gradients, from a matrix of scores in float32."""
-    order_s, S = jnp.asarray(attention.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
+    order_s, S = jnp.asarray(visits.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
     earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
     seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
@@ -30,8 +30,8 @@ def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_
         q_bshK, k_bSgK, v_bSgU = (x.astype(jnp.float32) for x in operands)
         k_bShK = jnp.repeat(k_bSgK, H // k_bSgK.shape[2], axis=2)
         scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * K**-0.5, k_bShK)
-        log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, attention.HIDDEN), axis=-1)
-        log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, attention.HIDDEN)
+        log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, visits.HIDDEN), axis=-1)
+        log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, visits.HIDDEN)
         return model.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
 
     results, pull = jax.vjp(whole, q_bshK, k_bSgK, v_bSgU)
@@ -44,7 +44,7 @@ def by_form(mixed, pulled):
     def run(starts, *operands):
         *asked, here, d_mixed_bshU, d_log_sum_bsh = operands
 
-        def chosen(*args, tpu, default):
+        def chosen(*args, **forms):
             return (mixed if len(args) == len(asked) + 1 else pulled)(starts, *args)
 
         with mock.patch.object(jax.lax, "platform_dependent", chosen):
@@ -62,6 +62,7 @@ def interpreted(kernel):
 FORMS = {
     "in blocks": by_form(attention.mixed_in_blocks, attention.pulled_in_blocks),
     "by visits": by_form(interpreted(attention.mixed_by_visits), interpreted(attention.pulled_by_visits)),
+    "by programs": by_form(interpreted(attention.mixed_by_programs), interpreted(attention.pulled_by_programs)),
 }
 
 
@@ -151,13 +152,14 @@ def test_no_scores_are_kept():
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_a_longer_sequence_has_no_larger_program(platform):
-    """Catches a program unrolled over blocks, which takes minutes to compile for long sequences; and a kernel for TPU
-    that another platform is given, or does not get."""
+    """Catches a program unrolled over blocks, which takes minutes to compile for long sequences; and a kernel that
+    another platform is given, or its own does not get, or that Triton cannot say."""
     texts = [jax.jit(gradients).trace(*operands(T, T)).lower(lowering_platforms=(platform,)).as_text()
              for T in (1024, 32_768)]  # fmt: skip
     short, long = (text.count(" = ") - text.count("stablehlo.constant") for text in texts)  # of which two may be one
     assert short == long
-    assert texts[0].count("tpu_custom_call") == (2 if platform == "tpu" else 0)
+    kernels = [texts[0].count(call) for call in ("@tpu_custom_call", "@__gpu$xla.gpu.triton")]
+    assert kernels == {"cpu": [0, 0], "tpu": [2, 0], "cuda": [0, 3]}[platform]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -165,8 +167,8 @@ def test_later_blocks_are_not_visited(n):
     """Catches products that a mask makes 0, and devices that have more of them than others."""
     T, block = 4096, 256
     starts = overlap.chunk_starts(T // n, n)
-    meets, blocks = attention.meetings(T // n, T, starts, block), T // block
-    seen = [attention.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
+    meets, blocks = visits.meetings(T // n, T, starts, block), T // block
+    seen = [visits.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
     assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
     forward, _ = attention.flops(T // n, T, starts, H, K, U, 4, "cpu")

@@ -1,0 +1,208 @@
+"""Attention on GPUs: Triton programs, each of which goes over the blocks that its own one meets.
+
+Letters as in `model.py`; x queries and X keys of a block. A width there is a power of two: it is filled up with zeros,
+which change no product. Each device's queries lie in the order of the sequence, so a block of them meets the first
+blocks of keys, and a block of keys the last ones of queries. Source: FlashAttention-2, arXiv:2307.08691.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kernels.visits import HIDDEN, Starts, dot, order, padded
+
+float32 = jnp.float32
+TILE_BYTES = 32 * 2**10  # of the 99 KiB or more of a core's shared memory, for a block of keys and its values
+
+
+def gpu_block(s: int, S: int, K: int, U: int, width: int) -> int:
+    """Queries, and keys, of a block: 64, or fewer where a block of keys and values would be large; a product's least
+    is 16."""
+    fits = [n for n in (64, 32) if n * width * (power_of_two(K) + power_of_two(U)) <= TILE_BYTES and n <= max(s, S)]
+    return max([*fits, 16])
+
+
+def power_of_two(width: int) -> int:
+    return max(16, pl.next_power_of_2(width))
+
+
+def seen_scores(q_xK, k_XK, queries_2x, documents_X, j):
+    """The scores of queries meeting block j of the keys, [x, X]."""
+    place_X = j * len(k_XK) + jax.lax.broadcasted_iota(jnp.int32, (len(k_XK),), 0)
+    place_x, documents_x = queries_2x
+    seen = (place_x[:, None] >= place_X[None]) & (documents_x[:, None] == documents_X[None])
+    return jnp.where(seen, dot(q_xK, k_XK, 1, 1), HIDDEN)
+
+
+def mixing_one(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_sum):
+    """The program of `mixed_by_programs` for a block of queries."""
+    q_xK, queries_2x = q[...], (places[...], documents_s[...])
+    block, U = len(q_xK), v.shape[-1]
+
+    def visit(j, carry):
+        mixed_xU, top_x, sum_x = carry
+        keys = pl.ds(j * block, block)
+        v_XU = v[keys, :]
+        scores_xX = seen_scores(q_xK, k[keys, :], queries_2x, documents_S[keys], j)
+        higher_x = jnp.maximum(top_x, jnp.max(scores_xX, axis=1))
+        weight_xX, rescale_x = jnp.exp(scores_xX - higher_x[:, None]), jnp.exp(top_x - higher_x)
+        mixed_xU = mixed_xU * rescale_x[:, None] + dot(weight_xX.astype(v_XU.dtype), v_XU, 1, 0)
+        return mixed_xU, higher_x, sum_x * rescale_x + jnp.sum(weight_xX, axis=1)
+
+    start = jnp.zeros((block, U), float32), jnp.full((block,), HIDDEN, float32), jnp.zeros((block,), float32)
+    mixed_xU, top_x, sum_x = jax.lax.fori_loop(0, visits_i[pl.program_id(2)], visit, start)
+    is_seen = top_x > HIDDEN
+    mixed[...] = jnp.where(is_seen[:, None], mixed_xU / sum_x[:, None], 0).astype(mixed.dtype)
+    log_sum[...] = jnp.where(is_seen, top_x + jnp.log(sum_x), HIDDEN)
+
+
+def d_scores(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
+    """Weights, and the gradient of scores."""
+    weight_xX = jnp.exp(scores_xX - top_x[:, None])
+    return weight_xX, weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None])
+
+
+def pulling_queries(q, k, v, places, documents_s, documents_S, visits_i, d_mixed, top, slope, dq):
+    """The program of `pulled_by_programs` for a block of queries."""
+    q_xK, queries_2x, stats = q[...], (places[...], documents_s[...]), (top[...], slope[...])
+    block, d_mixed_xU = len(q_xK), d_mixed[...]
+
+    def visit(j, dq_xK):
+        keys = pl.ds(j * block, block)
+        k_XK = k[keys, :]
+        scores_xX = seen_scores(q_xK, k_XK, queries_2x, documents_S[keys], j)
+        _, d_scores_xX = d_scores(scores_xX, d_mixed_xU, v[keys, :], *stats)
+        return dq_xK + dot(d_scores_xX.astype(q_xK.dtype), k_XK, 1, 0)
+
+    start = jnp.zeros(q_xK.shape, float32)
+    dq[...] = jax.lax.fori_loop(0, visits_i[pl.program_id(2)], visit, start).astype(dq.dtype)
+
+
+def pulling_keys(heads, q, k, v, places, documents_s, documents_S, first_j, d_mixed, top, slope, dk, dv):
+    """The program of `pulled_by_programs` for a block of keys, which all queries of the group's heads meet."""
+    j, k_XK, v_XU, documents_X = pl.program_id(2), k[...], v[...], documents_S[...]
+    block = len(k_XK)
+
+    def visit(number, carry):
+        dk_XK, dv_XU = carry
+        head, i = jax.lax.rem(number, heads), first_j[j] + jax.lax.div(number, heads)
+        queries = pl.ds(i * block, block)
+        q_xK, d_mixed_xU = q[queries, head, :], d_mixed[queries, head, :]
+        scores_xX = seen_scores(q_xK, k_XK, (places[queries], documents_s[queries]), documents_X, j)
+        weight_xX, d_scores_xX = d_scores(scores_xX, d_mixed_xU, v_XU, top[head, queries], slope[head, queries])
+        dk_XK += dot(d_scores_xX.astype(q_xK.dtype), q_xK, 0, 0)
+        return dk_XK, dv_XU + dot(weight_xX.astype(v_XU.dtype), d_mixed_xU, 0, 0)
+
+    start = jnp.zeros(k_XK.shape, float32), jnp.zeros(v_XU.shape, float32)
+    visits = heads * (q.shape[0] // block - first_j[j])
+    dk_XK, dv_XU = jax.lax.fori_loop(0, visits, visit, start)
+    dk[...], dv[...] = dk_XK.astype(dk.dtype), dv_XU.astype(dv.dtype)
+
+
+def meetings_of(starts: Starts, s: int, S: int, here, block: int):
+    """Places of the queries; how many blocks of keys each block of queries meets; the first that meets each of keys."""
+    place_s, blocks = jnp.asarray(order(starts, s))[here], -(-S // block)
+    last_i = place_s[np.minimum(np.arange(block, s + block, block), s) - 1]
+    first_j = jnp.sum(last_i[None, :] < block * np.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
+    return padded(place_s, block, 0), jnp.minimum(last_i // block + 1, blocks), first_j
+
+
+class Reads(NamedTuple):
+    """What a program reads, of arrays like those that `mixing_one` names: its own block of a dim, or all of it."""
+
+    query: Callable  # of a width
+    key: Callable
+    place: pl.BlockSpec
+    documents_s: pl.BlockSpec
+    documents_S: pl.BlockSpec
+    row: pl.BlockSpec  # what each query of a head has one of, [b, h, s]
+
+    def all(self, K: int, U: int, table: int) -> list:
+        visits = pl.BlockSpec((table,), lambda *_: (0,))
+        return [self.query(K), self.key(K), self.key(U), self.place, self.documents_s, self.documents_S, visits]
+
+
+def own_queries(block: int, heads: int, N: int) -> Reads:
+    """Of program (b, h, i): a block of a head's queries, and all N keys."""
+    return Reads(
+        lambda width: pl.BlockSpec((None, block, None, width), lambda b, h, i: (b, i, h, 0)),
+        lambda width: pl.BlockSpec((None, N, None, width), lambda b, h, i: (b, 0, jax.lax.div(h, heads), 0)),
+        pl.BlockSpec((block,), lambda b, h, i: (i,)),
+        pl.BlockSpec((None, block), lambda b, h, i: (b, i)),
+        pl.BlockSpec((None, N), lambda b, h, i: (b, 0)),
+        pl.BlockSpec((None, None, block), lambda b, h, i: (b, h, i)),
+    )
+
+
+def own_keys(block: int, heads: int, n: int) -> Reads:
+    """Of program (b, g, j): a block of keys, and all n queries of the group's heads."""
+    return Reads(
+        lambda width: pl.BlockSpec((None, n, heads, width), lambda b, g, j: (b, 0, g, 0)),
+        lambda width: pl.BlockSpec((None, block, None, width), lambda b, g, j: (b, j, g, 0)),
+        pl.BlockSpec((n,), lambda b, g, j: (0,)),
+        pl.BlockSpec((None, n), lambda b, g, j: (b, 0)),
+        pl.BlockSpec((None, block), lambda b, g, j: (b, j)),
+        pl.BlockSpec((None, heads, n), lambda b, g, j: (b, g, 0)),
+    )
+
+
+def in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block: int):
+    """What the programs read, widened. Filled up, queries are of document -1, and keys of -2."""
+    wide = [padded(padded(x, power_of_two(x.shape[3]), 3), block, 1) for x in (q_bshK, k_bSgK, v_bSgU)]
+    return *wide, padded(segments_bs, block, 1, -1), padded(segments_bS, block, 1, -2)
+
+
+def mixed_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+    """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
+    (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
+    block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
+    places, visits_i, _ = meetings_of(starts, s, S, here, block)
+    q, k, v, *documents = in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
+    (n, N, K_wide, U_wide), blocks = (q.shape[1], k.shape[1], q.shape[3], v.shape[3]), len(visits_i)
+    reads = own_queries(block, h // g, N)
+    mixed_bnhU, log_sum_bhn = _run(
+        mixing_one, (b, h, blocks), (q, k, v, places, *documents, visits_i), reads.all(K_wide, U_wide, blocks),
+        [((b, n, h, U_wide), v.dtype), ((b, h, n), float32)], [reads.query(U_wide), reads.row], interpret,
+    )  # fmt: skip
+    return mixed_bnhU[:, :s, :, :U], log_sum_bhn[:, :, :s].swapaxes(1, 2)
+
+
+def pulled_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
+                       interpret=False):  # fmt: skip
+    """Gradients by queries, keys and values. Scores are made twice: each program writes to a place of its own."""
+    (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
+    block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
+    places, visits_i, first_j = meetings_of(starts, s, S, here, block)
+    q, k, v, *documents = in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
+    K_wide, U_wide = q.shape[3], v.shape[3]
+    d_mixed = padded(padded(d_mixed_bshU, U_wide, 3), block, 1)
+    stats = [padded(x.swapaxes(1, 2), block, 2) for x in (top_bsh, slope_bsh)]
+
+    def pull(kernel, heads: int, reads: Reads, table, out, out_specs):
+        asked = q, k, v, places, *documents, table, d_mixed, *stats
+        specs = [*reads.all(K_wide, U_wide, len(table)), reads.query(U_wide), reads.row, reads.row]
+        return _run(
+            kernel, (b, heads, len(table)), asked, specs, [(x.shape, x.dtype) for x in out], out_specs, interpret
+        )
+
+    of_query, of_key = own_queries(block, h // g, k.shape[1]), own_keys(block, h // g, q.shape[1])
+    (dq,) = pull(pulling_queries, h, of_query, visits_i, [q], [of_query.query(K_wide)])
+    keys = functools.partial(pulling_keys, h // g)
+    dk, dv = pull(keys, g, of_key, first_j, [k, v], [of_key.key(K_wide), of_key.key(U_wide)])
+    return dq[:, :s, :, :K], dk[:, :S, :, :K], dv[:, :S, :, :U]
+
+
+def _run(kernel, grid, arrays, in_specs, out, out_specs, interpret):
+    warps = 4 if max(arrays[0].shape[3], arrays[2].shape[3]) <= 64 else 8
+    return pl.pallas_call(
+        kernel,
+        [jax.ShapeDtypeStruct(*x, manual_axis_type=jax.typeof(arrays[0]).mat) for x in out],
+        grid=grid, in_specs=in_specs, out_specs=out_specs, interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
+    )(*arrays)  # fmt: skip
