@@ -171,8 +171,21 @@ def test_later_blocks_are_not_visited(n):
     seen = [visits.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
     assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
+    for here, met in enumerate(meets):  # a GPU's programs go over the same: to the last keys, from the first queries
+        _, visits_i, first_j = attention_gpu.meetings_of(starts, T // n, T, here, block)
+        assert np.array_equal(visits_i, np.count_nonzero(met, axis=1))
+        assert np.array_equal(len(met) - first_j, np.count_nonzero(met, axis=0))
     forward, _ = attention.flops(T // n, T, starts, H, K, U, 4, "cpu")
     assert n * forward == H * (K + U) * T**2 * (blocks + 1) / blocks
+
+
+@pytest.mark.parametrize("K, U, width, block", [(64, 64, 2, 64), (128, 128, 2, 64), (96, 64, 4, 32), (192, 128, 4, 16)])
+def test_a_block_of_keys_and_values_fits_a_gpu_core(K, U, width, block):
+    """Catches blocks that with those of the next visit, and the queries', are more than a core's 99 KiB."""
+    assert attention_gpu.gpu_block(4096, 4096, K, U, width) == block
+    widened = sum(attention_gpu.power_of_two(size) for size in (K, U)) * width * block
+    assert 3 * widened <= 99 * 2**10
+    assert attention_gpu.gpu_block(24, 48, K, U, width) == min(block, 32)  # a short sequence is not filled up to 64
 
 
 def test_types_say_along_which_axes_the_kernels_vary():
