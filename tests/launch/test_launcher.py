@@ -261,7 +261,7 @@ def followers(fleet):
 def test_a_run_outlives_the_terminal_that_started_it(fleet):
     """Catches a run, or a follower of its log, that hangs on the terminal which is closed."""
     script = 'hosts=(--hosts "$2"); "$1" "${hosts[@]}" -- bash -c "$3"; "$1" logs "${hosts[@]}" -f; exit'
-    words = ["setsid", "--ctty", "bash", "-c", script, "_"]
+    words = ["env", "--default-signal=HUP", "setsid", "--ctty", "bash", "-c", script, "_"]  # under nohup, too
     words += [f"{fleet.checkout}/launcher.sh", f"{fleet.folder}/hosts.txt", COUNT]
     keyboard, terminal = pty.openpty()
     with subprocess.Popen(words, env=fleet.environment, stdin=terminal, stdout=terminal, stderr=terminal) as session:
