@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.attention_gpu import mixed_by_programs, pulled_by_programs
-from kernels.visits import HIDDEN, Starts, dot, order, padded, visits
+from kernels.blocks import HIDDEN, Starts, dot, order, padded, visits
 from sharding import vary
 
 float32 = jnp.float32

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.visits import HIDDEN, Starts, dot, order, padded
+from kernels.blocks import HIDDEN, Starts, dot, order, padded, power_of_two
 
 float32 = jnp.float32
 TILE_BYTES = 32 * 2**10  # of the 99 KiB or more of a core's shared memory, for a block of keys and its values
@@ -26,10 +26,6 @@ def gpu_block(s: int, S: int, K: int, U: int, width: int) -> int:
     is 16."""
     fits = [n for n in (64, 32) if n * width * (power_of_two(K) + power_of_two(U)) <= TILE_BYTES and n <= max(s, S)]
     return max([*fits, 16])
-
-
-def power_of_two(width: int) -> int:
-    return max(16, pl.next_power_of_2(width))
 
 
 def seen_scores(q_xK, k_XK, queries_2x, documents_X, j):

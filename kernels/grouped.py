@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.grouped_gpu import products_by_programs, pulled_by_programs
 from sharding import vary
 
 float32 = jnp.float32
@@ -31,7 +32,8 @@ def grouped_matmul(rows_AD, w_eDM, sizes_e):
 # makes of them, so that a remat policy sees the weights, and may gather them again.
 @jax.custom_vjp
 def _grouped_matmul(rows_AD, w_eDM, sizes_e):
-    return jax.lax.platform_dependent(rows_AD, w_eDM, sizes_e, tpu=products, default=grouped_matmul_in_tiles)
+    forms = dict(tpu=products, cuda=products_by_programs, default=grouped_matmul_in_tiles)
+    return jax.lax.platform_dependent(rows_AD, w_eDM, sizes_e, **forms)
 
 
 def _forward(rows_AD, w_eDM, sizes_e):
@@ -39,8 +41,8 @@ def _forward(rows_AD, w_eDM, sizes_e):
 
 
 def _backward(kept, d_out_AM):
-    pulled = jax.lax.platform_dependent(*kept, d_out_AM, tpu=pulled_by_visits, default=pulled_in_tiles)
-    return *pulled, None
+    forms = dict(tpu=pulled_by_visits, cuda=pulled_by_programs, default=pulled_in_tiles)
+    return *jax.lax.platform_dependent(*kept, d_out_AM, **forms), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 # The files of a room: each may import those before it.
 ROOMS = {
     "xla": "hlo ledger options ordered",
-    "kernels": "grouped attention",
+    "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "pipeline": "schedules check draw fit step __main__",
     "data": "sources tokenizers prepare",
     "plan": "hardware hiding costs memory compiled planner show __main__",

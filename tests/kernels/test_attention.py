@@ -13,16 +13,16 @@ from jax.sharding import PartitionSpec as P
 import model
 import overlap
 from config import MeshConfig
-from kernels import attention, attention_gpu, visits
+from kernels import attention, attention_gpu, blocks as blocking
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
 
 B, H, K, U = 2, 4, 24, 16
-HIDDEN = np.float32(visits.HIDDEN)
+HIDDEN = np.float32(blocking.HIDDEN)
 
 
 def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
     """What was mixed, log-sums and gradients, from a matrix of scores in float32."""
-    order_s, S = jnp.asarray(visits.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
+    order_s, S = jnp.asarray(blocking.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
     earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
     seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
@@ -30,8 +30,8 @@ def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_
         q_bshK, k_bSgK, v_bSgU = (x.astype(jnp.float32) for x in operands)
         k_bShK = jnp.repeat(k_bSgK, H // k_bSgK.shape[2], axis=2)
         scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * K**-0.5, k_bShK)
-        log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, visits.HIDDEN), axis=-1)
-        log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, visits.HIDDEN)
+        log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, blocking.HIDDEN), axis=-1)
+        log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, blocking.HIDDEN)
         return model.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
 
     results, pull = jax.vjp(whole, q_bshK, k_bSgK, v_bSgU)
@@ -167,8 +167,8 @@ def test_later_blocks_are_not_visited(n):
     """Catches products that a mask makes 0, and devices that have more of them than others."""
     T, block = 4096, 256
     starts = overlap.chunk_starts(T // n, n)
-    meets, blocks = visits.meetings(T // n, T, starts, block), T // block
-    seen = [visits.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
+    meets, blocks = blocking.meetings(T // n, T, starts, block), T // block
+    seen = [blocking.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
     assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
     for here, met in enumerate(meets):  # a GPU's programs go over the same: to the last keys, from the first queries
@@ -183,7 +183,7 @@ def test_later_blocks_are_not_visited(n):
 def test_a_block_of_keys_and_values_fits_a_gpu_core(K, U, width, block):
     """Catches blocks that with those of the next visit, and the queries', are more than a core's 99 KiB."""
     assert attention_gpu.gpu_block(4096, 4096, K, U, width) == block
-    widened = sum(attention_gpu.power_of_two(size) for size in (K, U)) * width * block
+    widened = sum(blocking.power_of_two(size) for size in (K, U)) * width * block
     assert 3 * widened <= 99 * 2**10
     assert attention_gpu.gpu_block(24, 48, K, U, width) == min(block, 32)  # a short sequence is not filled up to 64
 

@@ -1,4 +1,5 @@
-"""Claims about `kernels/grouped.py`: its TPU kernels, run by Pallas's interpreter, are the products they stand for."""
+"""Claims about `kernels/grouped.py`: its kernels for TPU and GPU, by Pallas's interpreter, are the products they stand
+for."""
 
 import itertools
 from itertools import pairwise
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from config import MeshConfig
-from kernels import grouped
+from kernels import grouped, grouped_gpu
 from plan import hardware
 from sharding import FSDP, make_mesh
 
@@ -23,6 +24,12 @@ def by_visits(rows_AD, w_eDM, sizes_e, d_out_AM):
     """The product and its gradients, as on TPU."""
     pulled = grouped.pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
     return grouped.products(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
+
+
+def by_programs(rows_AD, w_eDM, sizes_e, d_out_AM):
+    """The same as on a GPU."""
+    pulled = grouped_gpu.pulled_by_programs(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
+    return grouped_gpu.products_by_programs(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
 
 
 def by_ragged_dot(rows_AD, w_eDM, sizes_e, d_out_AM):
@@ -35,6 +42,7 @@ def operands(rows, groups, D=5, M=7):
     return (rng.normal(size=s).astype(np.float32) for s in ((rows, D), (groups, D, M), (rows, M)))
 
 
+@pytest.mark.parametrize("way", [by_visits, by_programs])
 @pytest.mark.parametrize("rows, sizes_e", [
     (512, (100, 0, 300, 112)),  # experts that share a tile, and parts of it; none
     (512, (128, 128, 0, 256)),  # bounds of parts
@@ -44,21 +52,22 @@ def operands(rows, groups, D=5, M=7):
     (256, (0, 0, 0)),
     (256, (256,)),
 ])  # fmt: skip
-def test_products_by_visits_equal_ragged_dot(rows, sizes_e):
+def test_products_equal_ragged_dot(way, rows, sizes_e):
     """Catches a part's rows given to a neighbour's expert or written over by it, an expert without rows whose gradient
     is what memory held before, and parts left as memory held them (the interpreter fills it with NaN)."""
     rows_AD, w_eDM, d_out_AM = operands(rows, len(sizes_e))
-    results = [way(rows_AD, w_eDM, jnp.array(sizes_e), d_out_AM) for way in (by_visits, by_ragged_dot)]
+    results = [one(rows_AD, w_eDM, jnp.array(sizes_e), d_out_AM) for one in (way, by_ragged_dot)]
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, atol=3e-4)  # float32; sums of up to 1100 numbers of size 1
 
 
-def test_wide_weights_are_cut_into_blocks(monkeypatch):
+@pytest.mark.parametrize("way", [by_visits, by_programs])
+def test_wide_weights_are_cut_into_blocks(way, monkeypatch):
     """Catches blocks of weights that meet the wrong columns, and sums over blocks that begin anew in each part."""
     monkeypatch.setattr(grouped, "cheapest", lambda *_: grouped.Blocks(256, 128, 128))
     rows_AD, w_eDM, d_out_AM = operands(768, 3, D=256, M=384)
     sizes_e = jnp.array([56, 500, 212])
-    results = [way(rows_AD, w_eDM, sizes_e, d_out_AM) for way in (by_visits, by_ragged_dot)]
+    results = [one(rows_AD, w_eDM, sizes_e, d_out_AM) for one in (way, by_ragged_dot)]
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-3)  # float32; sums of 500 numbers of size 1
 
@@ -175,6 +184,16 @@ def test_types_say_along_which_axes_the_kernels_vary():
     assert jax.eval_shape(jax.grad(total), w_eDM, rows_AD).shape == w_eDM.shape
 
 
+@pytest.mark.parametrize("platform, kernels", [("cpu", 0), ("cuda", 3)])
+def test_a_platform_gets_its_own_kernels(platform, kernels):
+    """Catches a kernel that a CPU is given, or a GPU does not get, or that Triton cannot say."""
+    rows_AD, w_eDM, _ = operands(512, 3)
+    gradients = jax.grad(lambda rows, w, sizes: jnp.sum(grouped.grouped_matmul(rows, w, sizes) ** 2), argnums=(0, 1))
+    traced = jax.jit(gradients).trace(rows_AD, w_eDM, jnp.array([100, 0, 412]))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == kernels
+
+
 def test_only_own_rows_are_visited():
     """Catches work on rows of other devices' experts: visits are as many as own rows need, not as there are rows."""
     sizes_e = jnp.array([200, 0, 100])
@@ -182,6 +201,9 @@ def test_only_own_rows_are_visited():
     assert int(n_visits) == 2 + 1 + 2
     assert at.expert_i[:5].tolist() == [0, 0, 1, 2, 2]
     assert at.tile_i[:5].tolist() == [0, 1, 1, 1, 2]
+    expert_i, tile_i, _, _ = grouped_gpu.meetings(sizes_e, 100, 128)  # there, an expert without rows meets none
+    assert expert_i.tolist() == [0, 0, 2, 2] + 98 * [3]
+    assert tile_i[:4].tolist() == [0, 1, 1, 2]
 
 
 def test_a_backward_pass_keeps_the_operands_alone():

@@ -1,4 +1,4 @@
-"""Which blocks of queries meet which blocks of keys: what the forms of attention share.
+"""Blocks, and which of them meet: what the kernels share.
 
 Letters as in `model.py`. A visit is a block of queries meeting a block of keys; blocks that lie later than all their
 queries are not visited.
@@ -59,6 +59,11 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
 def padded(x, size: int, dim: int, value=0):
     """Fill a dim up to a multiple of `size`."""
     return jnp.pad(x, [(0, -n % size if d == dim else 0) for d, n in enumerate(x.shape)], constant_values=value)
+
+
+def power_of_two(width: int) -> int:
+    """The least block of a Triton program that holds a dim: no less than 16, as a product there has."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def dot(x, y, x_dim, y_dim):

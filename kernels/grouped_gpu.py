@@ -1,0 +1,132 @@
+"""The experts' products on GPUs: Triton programs that read an expert's weights where they lie.
+
+Letters as in `kernels/grouped.py`: A rows, D and M widths, e experts; x rows, d and m numbers of a block. Blocks are
+powers of two, and dims whole blocks, filled up with zeros.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kernels.blocks import dot, padded, power_of_two
+
+float32 = jnp.float32
+
+
+def blocks_of(D: int, M: int, width: int) -> tuple[int, int, int]:
+    """Rows, and numbers of D and M, of a block: of 2 bytes a number, (128 + 128) * 64 of them are 32 KiB, and the next
+    ones are on their way, of the 99 KiB or more of a core's shared memory."""
+    x, d, m = (128, 64, 128) if width <= 2 else (64, 32, 64)
+    return x, min(d, power_of_two(D)), min(m, power_of_two(M))
+
+
+def meetings(sizes_e, tiles: int, x: int):
+    """Experts and tiles that meet, in order: at most tiles + e - 1. Returns the expert and the tile of each meeting,
+    those past the last of no expert, e; and the first row of each expert, and the one after its last."""
+    end_e = jnp.cumsum(sizes_e)
+    start_e = end_e - sizes_e
+    met_e = jnp.where(sizes_e > 0, -(-end_e // x) - start_e // x, 0)
+    done_e, number_i = jnp.cumsum(met_e), jnp.arange(tiles + len(sizes_e) - 1)
+    expert_i = jnp.sum(done_e[None, :] <= number_i[:, None], axis=1)
+    known_i = jnp.minimum(expert_i, len(sizes_e) - 1)
+    tile_i = start_e[known_i] // x + number_i - (done_e - met_e)[known_i]
+    return [x.astype(jnp.int32) for x in (expert_i, jnp.minimum(tile_i, tiles - 1), start_e, end_e)]
+
+
+def own_rows(start_e, end_e, expert, tile, x: int):
+    """Which rows of a tile are the expert's."""
+    row_x = tile * x + jax.lax.broadcasted_iota(jnp.int32, (x,), 0)
+    return (row_x >= start_e[expert]) & (row_x < end_e[expert])
+
+
+def multiplying(x: int, d: int, transposed: bool, expert_i, tile_i, start_e, end_e, rows, w, out):
+    """The program of `products` for a meeting and a block of the results' width."""
+    expert, tile = expert_i[pl.program_id(0)], tile_i[pl.program_id(0)]
+
+    @pl.when(expert < w.shape[0])
+    def _():
+        own = pl.ds(tile * x, x)
+
+        def part(k, total_xm):
+            of_d = pl.ds(k * d, d)
+            block = w[expert, :, of_d] if transposed else w[expert, of_d, :]
+            return total_xm + dot(rows[own, of_d], block, 1, 1 if transposed else 0)
+
+        zeros = jnp.zeros((x, out.shape[1]), float32)
+        total_xm = jax.lax.fori_loop(0, rows.shape[1] // d, part, zeros).astype(out.dtype)
+        mine_x1 = own_rows(start_e, end_e, expert, tile, x)[:, None]
+        triton.store(out.at[own, :], total_xm, mask=jnp.broadcast_to(mine_x1, total_xm.shape))
+
+
+def products_by_programs(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
+    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M]."""
+    (A, D), M = rows_AD.shape, w_eDM.shape[1 if transposed else 2]
+    x, d, m = blocks_of(D, M, rows_AD.dtype.itemsize)
+    rows = padded(padded(rows_AD, x, 0), d, 1)
+    w = padded(padded(w_eDM, *((m, 1) if transposed else (d, 1))), *((d, 2) if transposed else (m, 2)))
+    tables, wide = meetings(sizes_e, len(rows) // x, x), w.shape[1 if transposed else 2]
+    of_m = pl.BlockSpec((len(w), m, w.shape[2]), lambda i, j: (0, j, 0))
+    if not transposed:
+        of_m = pl.BlockSpec((len(w), w.shape[1], m), lambda i, j: (0, 0, j))
+    out_AM = _run(
+        functools.partial(multiplying, x, d, transposed), (len(tables[0]), wide // m), (*tables, rows, w),
+        [*map(whole, tables), whole(rows), of_m], pl.BlockSpec((len(rows), m), lambda i, j: (0, j)),
+        (len(rows), wide), rows.dtype, interpret,
+    )  # fmt: skip
+    # Rows of no expert were not written.
+    return jnp.where((jnp.arange(A) < tables[3][-1])[:, None], out_AM[:A, :M], 0)
+
+
+def adding_up(x: int, start_e, end_e, rows, d_out, out):
+    """The program of `outer_products_by_programs` for an expert and a block of its weights."""
+    expert = pl.program_id(0)
+    start, end = start_e[expert], end_e[expert]
+
+    def part(tile, total_dm):
+        own = pl.ds(tile * x, x)
+        mine_x1 = own_rows(start_e, end_e, expert, tile, x)[:, None]
+        d_out_xm = jnp.where(mine_x1, d_out[own, :].astype(float32), 0).astype(d_out.dtype)
+        return total_dm + dot(rows[own, :], d_out_xm, 0, 0)
+
+    last = jnp.where(end > start, jax.lax.div(end + x - 1, x), 0)  # the one after
+    total_dm = jax.lax.fori_loop(jax.lax.div(start, x), last, part, jnp.zeros(out.shape, float32))
+    out[...] = total_dm.astype(out.dtype)
+
+
+def outer_products_by_programs(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
+    """The gradient of each expert's weights: the sum over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
+    D, M, e = rows_AD.shape[1], d_out_AM.shape[1], len(sizes_e)
+    m, x, d = blocks_of(len(rows_AD), D, rows_AD.dtype.itemsize)  # the rows are summed over
+    m = min(m, power_of_two(M))
+    rows, d_out = padded(padded(rows_AD, x, 0), d, 1), padded(padded(d_out_AM, x, 0), m, 1)
+    tables = meetings(sizes_e, len(rows) // x, x)[2:]
+    shape = e, rows.shape[1], d_out.shape[1]
+    d_w_eDM = _run(
+        functools.partial(adding_up, x), (e, shape[1] // d, shape[2] // m), (*tables, rows, d_out),
+        [*map(whole, tables), pl.BlockSpec((len(rows), d), lambda e, i, j: (0, i)),
+         pl.BlockSpec((len(rows), m), lambda e, i, j: (0, j))],
+        pl.BlockSpec((None, d, m), lambda e, i, j: (e, i, j)), shape, dtype, interpret,
+    )  # fmt: skip
+    return d_w_eDM[:, :D, :M]
+
+
+def pulled_by_programs(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
+    """Gradients by the rows and by the weights."""
+    d_rows_AD = products_by_programs(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
+    return d_rows_AD, outer_products_by_programs(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
+
+
+def whole(array) -> pl.BlockSpec:
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+
+def _run(kernel, grid, arrays, in_specs, out_specs, shape, dtype, interpret):
+    out = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(arrays[-1]).mat)
+    warps = 8 if arrays[-1].dtype.itemsize <= 2 else 4
+    return pl.pallas_call(
+        kernel, out, grid=grid, in_specs=in_specs, out_specs=out_specs, interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
+    )(*arrays)  # fmt: skip
