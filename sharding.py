@@ -453,6 +453,13 @@ def platform() -> str:
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
+def by_platform(*args, tpu, gpu, default):
+    """Call the form of the mesh's platform, and trace no other; outside of a `shard_map`, of what is compiled for."""
+    if (device := jax.sharding.get_abstract_mesh().abstract_device) is None:
+        return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
+    return {"tpu": tpu, "gpu": gpu}.get(device.platform, default)(*args)
+
+
 def branches() -> bool:
     """Whether layers are in a branch: with several stages, each skips its idle ticks."""
     return axis_size(STAGE) > 1

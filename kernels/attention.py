@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.attention_gpu import mixed_by_programs, pulled_by_programs
 from kernels.blocks import HIDDEN, Starts, dot, order, padded, visits
-from sharding import vary
+from sharding import by_platform, vary
 
 float32 = jnp.float32
 
@@ -40,8 +40,8 @@ def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: 
 # The gradient is written around the choice of a form: what is kept for it is the same for all of them.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):
-    forms = dict(tpu=mixed_by_visits, cuda=mixed_by_programs, default=mixed_in_blocks)
-    return jax.lax.platform_dependent(*operands, **{name: functools.partial(f, starts) for name, f in forms.items()})
+    forms = dict(tpu=mixed_by_visits, gpu=mixed_by_programs, default=mixed_in_blocks)
+    return by_platform(*operands, **{name: functools.partial(form, starts) for name, form in forms.items()})
 
 
 def _forward(starts, *operands):
@@ -57,9 +57,9 @@ def _backward(starts, kept, d_results):
     slope_bsh = jnp.sum(d_mixed_bshU.astype(float32) * mixed_bshU.astype(float32), axis=-1) - d_log_sum_bsh
     top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # of nothing but hidden scores, weights are 0
     with jax.named_scope("attend"):
-        forms = dict(tpu=pulled_by_visits, cuda=pulled_by_programs, default=pulled_in_blocks)
+        forms = dict(tpu=pulled_by_visits, gpu=pulled_by_programs, default=pulled_in_blocks)
         forms = {name: functools.partial(form, starts) for name, form in forms.items()}
-        pulled = jax.lax.platform_dependent(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
+        pulled = by_platform(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
     return *pulled, None, None, None
 
 

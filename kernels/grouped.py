@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.grouped_gpu import products_by_programs, pulled_by_programs
-from sharding import vary
+from sharding import by_platform, vary
 
 float32 = jnp.float32
 
@@ -32,8 +32,8 @@ def grouped_matmul(rows_AD, w_eDM, sizes_e):
 # makes of them, so that a remat policy sees the weights, and may gather them again.
 @jax.custom_vjp
 def _grouped_matmul(rows_AD, w_eDM, sizes_e):
-    forms = dict(tpu=products, cuda=products_by_programs, default=grouped_matmul_in_tiles)
-    return jax.lax.platform_dependent(rows_AD, w_eDM, sizes_e, **forms)
+    forms = dict(tpu=products, gpu=products_by_programs, default=grouped_matmul_in_tiles)
+    return by_platform(rows_AD, w_eDM, sizes_e, **forms)
 
 
 def _forward(rows_AD, w_eDM, sizes_e):
@@ -41,8 +41,8 @@ def _forward(rows_AD, w_eDM, sizes_e):
 
 
 def _backward(kept, d_out_AM):
-    forms = dict(tpu=pulled_by_visits, cuda=pulled_by_programs, default=pulled_in_tiles)
-    return *jax.lax.platform_dependent(*kept, d_out_AM, **forms), None
+    forms = dict(tpu=pulled_by_visits, gpu=pulled_by_programs, default=pulled_in_tiles)
+    return *by_platform(*kept, d_out_AM, **forms), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

@@ -123,6 +123,11 @@ def gradients(q, k, v, *segments):
     return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
 
+def every_form(*args, tpu, gpu, default):
+    """Trace them all, and not that of the mesh's platform alone."""
+    return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
+
+
 def test_softmaxes_of_parts_merge_into_that_of_the_whole():
     """Catches parts weighted alike, a part in which a query sees nothing, and a log-sum without a gradient."""
     rng, S = np.random.default_rng(0), 20
@@ -188,9 +193,10 @@ def test_a_block_of_keys_and_values_fits_a_gpu_core(K, U, width, block):
     assert attention_gpu.gpu_block(24, 48, K, U, width) == min(block, 32)  # a short sequence is not filled up to 64
 
 
-def test_types_say_along_which_axes_the_kernels_vary():
+def test_types_say_along_which_axes_the_kernels_vary(monkeypatch):
     """Catches a kernel that check_vma refuses, and a gradient of replicated keys that is not summed. Types only: the
     interpreter does not run under check_vma."""
+    monkeypatch.setattr(attention, "by_platform", every_form)
     q, k, v, segments_bs, segments_bS = (jnp.zeros(x.shape, x.dtype) for x in operands(24, 48))
 
     def total(k, v, q):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec as P
 
 import model
 from config import MeshConfig
@@ -170,9 +170,11 @@ def test_products_of_a_wide_model_do_not_wait_for_memory(D, M, monkeypatch):
         assert flops / v4.peak_flops_per_s > hbm_bytes / v4.hbm_bytes_per_s
 
 
-def test_types_say_along_which_axes_the_kernels_vary():
+def test_types_say_along_which_axes_the_kernels_vary(monkeypatch):
     """Catches a kernel that check_vma refuses, and a gradient of replicated weights that is not summed. Types only:
     the interpreter does not run under check_vma."""
+    every_form = lambda *args, tpu, gpu, default: jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
+    monkeypatch.setattr(grouped, "by_platform", every_form)
     rows_AD, w_eDM, _ = operands(4 * 128, 3)
     sizes_ne = jnp.array([[100, 0, 28], [128, 0, 0], [1, 100, 20], [0, 64, 64]])
 
@@ -184,9 +186,21 @@ def test_types_say_along_which_axes_the_kernels_vary():
     assert jax.eval_shape(jax.grad(total), w_eDM, rows_AD).shape == w_eDM.shape
 
 
+@pytest.mark.parametrize("platform, tpu, gpu", [("cpu", 0, 0), ("tpu", 3, 0), ("gpu", 0, 3)])
+def test_a_mesh_traces_the_form_of_its_platform_alone(platform, tpu, gpu):
+    """Catches a kernel that another platform is given, or its own does not get."""
+    mesh = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("a chip", 1, platform))
+    local = lambda rows, w, sizes: jnp.sum(grouped.grouped_matmul(rows, w, sizes) ** 2)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 5), (3, 5, 7))]
+    traced = str(jax.make_jaxpr(jax.grad(mapped, argnums=(0, 1)))(*shapes, jax.ShapeDtypeStruct((3,), "int32")))
+    options = "pallas_call[", "dimension_semantics=", "num_warps="  # of kernels, of those for TPU, of Triton programs
+    assert [traced.count(option) for option in options] == [tpu + gpu, tpu, gpu]
+
+
 @pytest.mark.parametrize("platform, kernels", [("cpu", 0), ("cuda", 3)])
-def test_a_platform_gets_its_own_kernels(platform, kernels):
-    """Catches a kernel that a CPU is given, or a GPU does not get, or that Triton cannot say."""
+def test_without_a_mesh_the_compiler_chooses(platform, kernels):
+    """Catches the same, and a kernel that Triton cannot say."""
     rows_AD, w_eDM, _ = operands(512, 3)
     gradients = jax.grad(lambda rows, w, sizes: jnp.sum(grouped.grouped_matmul(rows, w, sizes) ** 2), argnums=(0, 1))
     traced = jax.jit(gradients).trace(rows_AD, w_eDM, jnp.array([100, 0, 412]))
