@@ -454,7 +454,12 @@ def platform() -> str:
 
 
 def by_platform(*args, tpu, gpu, default):
-    """Call the form of the mesh's platform, and trace no other; outside of a `shard_map`, of what is compiled for."""
+    """Call the form of the mesh's platform, and trace no other; outside of a `shard_map`, of what is compiled for.
+
+    gpu  in Triton, which XLA compiles for NVIDIA's GPUs since Ampere, compute capability 8.0; others get the default
+    """
+    if not re.match(r"([89]|1\d)\.", getattr(jax.local_devices()[0], "compute_capability", "8.0")):
+        gpu = default
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is None:
         return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
     return {"tpu": tpu, "gpu": gpu}.get(device.platform, default)(*args)

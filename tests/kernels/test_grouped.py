@@ -2,6 +2,7 @@
 for."""
 
 import itertools
+import types
 from itertools import pairwise
 
 import jax
@@ -186,9 +187,14 @@ def test_types_say_along_which_axes_the_kernels_vary(monkeypatch):
     assert jax.eval_shape(jax.grad(total), w_eDM, rows_AD).shape == w_eDM.shape
 
 
-@pytest.mark.parametrize("platform, tpu, gpu", [("cpu", 0, 0), ("tpu", 3, 0), ("gpu", 0, 3)])
-def test_a_mesh_traces_the_form_of_its_platform_alone(platform, tpu, gpu):
-    """Catches a kernel that another platform is given, or its own does not get."""
+@pytest.mark.parametrize("platform, capability, tpu, gpu", [
+    ("cpu", None, 0, 0), ("tpu", None, 3, 0), ("gpu", None, 0, 3),  # None: compiled where there is no GPU
+    ("gpu", "7.5", 0, 0), ("gpu", "8.0", 0, 3), ("gpu", "12.0", 0, 3), ("gpu", "gfx942", 0, 0),
+])  # fmt: skip
+def test_a_mesh_traces_the_form_of_its_platform_alone(platform, capability, tpu, gpu, monkeypatch):
+    """Catches a kernel that another platform is given, or its own does not get, and Triton for an old GPU."""
+    if capability:
+        monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
     mesh = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("a chip", 1, platform))
     local = lambda rows, w, sizes: jnp.sum(grouped.grouped_matmul(rows, w, sizes) ** 2)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
