@@ -208,12 +208,14 @@ def our_losses(cfg, params, batch):
 
 
 @needs_torch
-@pytest.mark.parametrize("compute, rtol", [("float32", 1e-5), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("name", gpu.MODELS)
+@pytest.mark.parametrize("name, compute, rtol", [
+    ("dense_124m", "float32", 1e-5), ("dense_124m", "bfloat16", 3e-3),
+    ("moe", "float32", 1e-5), ("moe", "bfloat16", 3e-2),
+])  # fmt: skip
 def test_both_train_the_same_model(name, compute, rtol):
     """Catches a comparison with another model or optimizer: a head less, gates not divided, a balance loss of another
-    size, decay of the embedding, no clipping. From the same weights both have the losses of four steps; bfloat16 rounds
-    to 1/256."""
+    size, decay of the embedding, no clipping. From the same weights both have the losses of four steps. bfloat16 rounds
+    to 1/256: five seeds differ by up to 0.0011, and by 0.017 where rounding sends a token to another expert."""
     import torch
 
     from bench import torch_trainer
