@@ -1,10 +1,11 @@
 """Blocks, and which of them meet: what the kernels share.
 
-Letters as in `model.py`. A visit is a block of queries meeting a block of keys; blocks that lie later than all their
-queries are not visited.
+Letters as in `model.py`. A visit is a block of queries meeting a block of keys, or a tile of rows meeting an expert
+that has some of them. Blocks of keys that lie later than all the queries are not visited.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,27 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
     meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
     number, head, query, key = visits_of(meets).swapaxes(0, 1)
     return np.stack([head, query, number * span + key], axis=1)
+
+
+class Visits(NamedTuple):
+    """Which expert meets which tile, in order: an expert's visits follow each other, and so do a tile's."""
+
+    start_e: jax.Array  # first row of each expert
+    end_e: jax.Array  # row after its last
+    expert_i: jax.Array
+    tile_i: jax.Array
+
+
+def expert_visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
+    """List the visits, and count them: at most A/tile + e - 1. An expert without rows visits one tile in vain."""
+    end_e = jnp.cumsum(sizes_e)
+    start_e = end_e - sizes_e
+    visits_e = jnp.maximum(-(-end_e // tile) - start_e // tile, 1)
+    done_e = jnp.cumsum(visits_e)
+    number_i = jnp.arange(A // tile + len(sizes_e) - 1)
+    expert_i = jnp.minimum(jnp.sum(done_e[None, :] <= number_i[:, None], axis=1), len(sizes_e) - 1)
+    tile_i = start_e[expert_i] // tile + number_i - (done_e - visits_e)[expert_i]
+    return Visits(start_e, end_e, expert_i, jnp.minimum(tile_i, A // tile - 1)), done_e[-1]
 
 
 def padded(x, size: int, dim: int, value=0):

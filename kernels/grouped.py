@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.blocks import Visits, expert_visits
 from kernels.grouped_gpu import products_by_programs, pulled_by_programs
 from sharding import by_platform, vary
 
@@ -88,15 +89,6 @@ def pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
     return d_rows_AD, outer_products(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
 
-class Visits(NamedTuple):
-    """Which expert meets which tile, in order: an expert's visits follow each other, and so do a tile's."""
-
-    start_e: jax.Array  # first row of each expert
-    end_e: jax.Array  # row after its last
-    expert_i: jax.Array
-    tile_i: jax.Array
-
-
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may use, for blocks; the compiler takes some for itself
 TILES = (1024, 512)  # rows of a tile: many, so that a visit is worth its weights
 PART = 128  # rows of a part of a tile, as many as the matrix unit is high: experts share a part, not a tile
@@ -105,18 +97,6 @@ PART = 128  # rows of a part of a tile, as many as the matrix unit is high: expe
 def rows_multiplied(A: int, e: int) -> int:
     """Most rows that a product of e experts multiplies: a part that two of them share twice."""
     return (-(-A // PART) + e - 1) * PART
-
-
-def visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
-    """List the visits, and count them: at most A/tile + e - 1. An expert without rows visits one tile in vain."""
-    end_e = jnp.cumsum(sizes_e)
-    start_e = end_e - sizes_e
-    visits_e = jnp.maximum(-(-end_e // tile) - start_e // tile, 1)
-    done_e = jnp.cumsum(visits_e)
-    number_i = jnp.arange(A // tile + len(sizes_e) - 1)
-    expert_i = jnp.minimum(jnp.sum(done_e[None, :] <= number_i[:, None], axis=1), len(sizes_e) - 1)
-    tile_i = start_e[expert_i] // tile + number_i - (done_e - visits_e)[expert_i]
-    return Visits(start_e, end_e, expert_i, jnp.minimum(tile_i, A // tile - 1)), done_e[-1]
 
 
 def own_rows(at: Visits, i, tile: int, part, shape):
@@ -183,7 +163,7 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
     vmem_bytes = lambda tile, d, m: 2 * width * (tile * d + d * m + tile * m) + 4 * tile * m
     tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD = jnp.pad(rows_AD, ((0, -A % tile), (0, 0)))
-    at, n_visits = visits(len(rows_AD), sizes_e, tile)
+    at, n_visits = expert_visits(len(rows_AD), sizes_e, tile)
 
     def kernel(start_e, end_e, expert_i, tile_i, rows, w, out, total):
         i, k, at = pl.program_id(1), pl.program_id(2), Visits(start_e, end_e, expert_i, tile_i)
@@ -224,7 +204,7 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
     vmem_bytes = lambda tile, d, m: (2 * width * (d + m) + 4 * min(d, m)) * tile + (2 * out_width + 4) * d * m
     tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD, d_out_AM = (jnp.pad(x, ((0, -A % tile), (0, 0))) for x in (rows_AD, d_out_AM))
-    at, n_visits = visits(len(rows_AD), sizes_e, tile)
+    at, n_visits = expert_visits(len(rows_AD), sizes_e, tile)
 
     def kernel(start_e, end_e, expert_i, tile_i, rows, d_out, out, total):
         i, at = pl.program_id(2), Visits(start_e, end_e, expert_i, tile_i)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.blocks import dot, padded, power_of_two
+from kernels.blocks import dot, expert_visits, padded, power_of_two
 
 float32 = jnp.float32
 
@@ -23,30 +23,18 @@ def blocks_of(D: int, M: int, width: int) -> tuple[int, int, int]:
     return x, min(d, power_of_two(D)), min(m, power_of_two(M))
 
 
-def meetings(sizes_e, tiles: int, x: int):
-    """Experts and tiles that meet, in order: at most tiles + e - 1. Returns the expert and the tile of each meeting,
-    those past the last of no expert, e; and the first row of each expert, and the one after its last."""
-    end_e = jnp.cumsum(sizes_e)
-    start_e = end_e - sizes_e
-    met_e = jnp.where(sizes_e > 0, -(-end_e // x) - start_e // x, 0)
-    done_e, number_i = jnp.cumsum(met_e), jnp.arange(tiles + len(sizes_e) - 1)
-    expert_i = jnp.sum(done_e[None, :] <= number_i[:, None], axis=1)
-    known_i = jnp.minimum(expert_i, len(sizes_e) - 1)
-    tile_i = start_e[known_i] // x + number_i - (done_e - met_e)[known_i]
-    return [x.astype(jnp.int32) for x in (expert_i, jnp.minimum(tile_i, tiles - 1), start_e, end_e)]
-
-
 def own_rows(start_e, end_e, expert, tile, x: int):
     """Which rows of a tile are the expert's."""
     row_x = tile * x + jax.lax.broadcasted_iota(jnp.int32, (x,), 0)
     return (row_x >= start_e[expert]) & (row_x < end_e[expert])
 
 
-def multiplying(x: int, d: int, transposed: bool, expert_i, tile_i, start_e, end_e, rows, w, out):
-    """The program of `products` for a meeting and a block of the results' width."""
-    expert, tile = expert_i[pl.program_id(0)], tile_i[pl.program_id(0)]
+def multiplying(x: int, d: int, transposed: bool, start_e, end_e, expert_i, tile_i, visits_1, rows, w, out):
+    """The program of `products_by_programs` for a visit and a block of the results' width."""
+    visit = pl.program_id(0)
+    expert, tile = expert_i[visit], tile_i[visit]
 
-    @pl.when(expert < w.shape[0])
+    @pl.when(visit < visits_1[0])
     def _():
         own = pl.ds(tile * x, x)
 
@@ -67,17 +55,18 @@ def products_by_programs(rows_AD, w_eDM, sizes_e, transposed=False, interpret=Fa
     x, d, m = blocks_of(D, M, rows_AD.dtype.itemsize)
     rows = padded(padded(rows_AD, x, 0), d, 1)
     w = padded(padded(w_eDM, *((m, 1) if transposed else (d, 1))), *((d, 2) if transposed else (m, 2)))
-    tables, wide = meetings(sizes_e, len(rows) // x, x), w.shape[1 if transposed else 2]
+    (at, visits), wide = expert_visits(len(rows), sizes_e, x), w.shape[1 if transposed else 2]
+    tables = *at, visits[None]
     of_m = pl.BlockSpec((len(w), m, w.shape[2]), lambda i, j: (0, j, 0))
     if not transposed:
         of_m = pl.BlockSpec((len(w), w.shape[1], m), lambda i, j: (0, 0, j))
     out_AM = _run(
-        functools.partial(multiplying, x, d, transposed), (len(tables[0]), wide // m), (*tables, rows, w),
+        functools.partial(multiplying, x, d, transposed), (len(at.tile_i), wide // m), (*tables, rows, w),
         [*map(whole, tables), whole(rows), of_m], pl.BlockSpec((len(rows), m), lambda i, j: (0, j)),
         (len(rows), wide), rows.dtype, interpret,
     )  # fmt: skip
     # Rows of no expert were not written.
-    return jnp.where((jnp.arange(A) < tables[3][-1])[:, None], out_AM[:A, :M], 0)
+    return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A, :M], 0)
 
 
 def adding_up(x: int, start_e, end_e, rows, d_out, out):
@@ -102,7 +91,8 @@ def outer_products_by_programs(rows_AD, d_out_AM, sizes_e, dtype, interpret=Fals
     m, x, d = blocks_of(len(rows_AD), D, rows_AD.dtype.itemsize)  # the rows are summed over
     m = min(m, power_of_two(M))
     rows, d_out = padded(padded(rows_AD, x, 0), d, 1), padded(padded(d_out_AM, x, 0), m, 1)
-    tables = meetings(sizes_e, len(rows) // x, x)[2:]
+    end_e = jnp.cumsum(sizes_e)
+    tables = end_e - sizes_e, end_e
     shape = e, rows.shape[1], d_out.shape[1]
     d_w_eDM = _run(
         functools.partial(adding_up, x), (e, shape[1] // d, shape[2] // m), (*tables, rows, d_out),

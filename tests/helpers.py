@@ -289,3 +289,8 @@ def check_prediction(plan, found: dict, state=0.01):
     for what, value in wires.items():
         if rows[what][1] >= 0.01 * found["wire_bytes"]:
             assert abs(value) <= 0.05, off
+
+
+def every_form(*args, tpu, gpu, default):
+    """In place of `sharding.by_platform`: trace them all, and not that of the mesh's platform alone."""
+    return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)

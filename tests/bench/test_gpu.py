@@ -207,32 +207,37 @@ def our_losses(cfg, params, batch):
     return losses
 
 
-@needs_torch
-@pytest.mark.parametrize("name, compute, rtol", [
-    ("dense_124m", "float32", 1e-5), ("dense_124m", "bfloat16", 3e-3),
-    ("moe", "float32", 1e-5), ("moe", "bfloat16", 3e-2),
-])  # fmt: skip
-def test_both_train_the_same_model(name, compute, rtol):
-    """Catches a comparison with another model or optimizer: a head less, gates not divided, a balance loss of another
-    size, decay of the embedding, no clipping. From the same weights both have the losses of four steps. bfloat16 rounds
-    to 1/256: five seeds differ by up to 0.0011, and by 0.017 where rounding sends a token to another expert."""
+def their_losses(cfg, params, batch):
     import torch
 
     from bench import torch_trainer
 
-    cfg = small(name, **{"model.precision.compute": compute, "model.balance_loss": 0.5, "optim.lr": 2e-3,
-                         "optim.weight_decay": 3.0, "optim.clip_norm": 0.5})  # fmt: skip
-    batch, mesh = random_batch(cfg), sharding.make_mesh(cfg.mesh)
-    params = sharding.init(model.declare(cfg.model), mesh, seed=3)
     c, o = torch_trainer.settings(cfg.to_dict())
     theirs = torch_trainer.Transformer(c)
     theirs.load_state_dict(torch_trainer.from_ours(c, jax.tree.map(np.asarray, sharding.named(params))))
     assert sum(p.numel() for p in theirs.parameters()) == costs.parameters(cfg.model)[0]
     step = torch_trainer.trainer(theirs, o, compile=False)
     tokens = [torch.tensor(batch[name], dtype=torch.int64) for name in ("tokens_BT", "targets_BT")]
-    losses = [float(step(*tokens)) for _ in range(cfg.run.steps)]
-    np.testing.assert_allclose(losses, our_losses(cfg, params, batch), rtol=rtol)
-    assert losses[0] - losses[-1] > 0.1
+    return [float(step(*tokens)) for _ in range(cfg.run.steps)]
+
+
+@needs_torch
+@pytest.mark.parametrize("name, compute, seeds, rtol", [
+    ("dense_124m", "float32", 1, 1e-5), ("dense_124m", "bfloat16", 1, 3e-3),
+    ("moe", "float32", 1, 1e-5), ("moe", "bfloat16", 5, 5e-3),
+])  # fmt: skip
+def test_both_train_the_same_model(name, compute, seeds, rtol):
+    """Catches a comparison with another model or optimizer: a head less, gates not divided, a balance loss of another
+    size, decay of the embedding, no clipping. From the same weights both have the losses of four steps. bfloat16 rounds
+    to 1/256; and of an MoE it may send a token to another expert, which moves a loss either way: so on average."""
+    cfg = small(name, **{"model.precision.compute": compute, "model.balance_loss": 0.5, "optim.lr": 2e-3,
+                         "optim.weight_decay": 3.0, "optim.clip_norm": 0.5})  # fmt: skip
+    batch, mesh, declarations = random_batch(cfg), sharding.make_mesh(cfg.mesh), model.declare(cfg.model)
+    started = [sharding.init(declarations, mesh, seed) for seed in range(3, 3 + seeds)]
+    theirs, ours = (np.array([losses(cfg, params, batch) for params in started])
+                    for losses in (their_losses, our_losses))  # fmt: skip
+    np.testing.assert_allclose(np.mean(theirs / ours, axis=0), 1, rtol=rtol)
+    assert np.all(theirs[:, 0] - theirs[:, -1] > 0.1)
 
 
 @needs_torch

@@ -15,6 +15,7 @@ import overlap
 from config import MeshConfig
 from kernels import attention, attention_gpu, blocks as blocking
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
+from tests.helpers import every_form
 
 B, H, K, U = 2, 4, 24, 16
 HIDDEN = np.float32(blocking.HIDDEN)
@@ -121,11 +122,6 @@ def operands(s, S, groups=2, dtype="float32"):
 def gradients(q, k, v, *segments):
     total = lambda q, k, v: jnp.sum(attention.partial_attention(q, k, v, *segments)[0].astype(jnp.float32))
     return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
-
-
-def every_form(*args, tpu, gpu, default):
-    """Trace them all, and not that of the mesh's platform alone."""
-    return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
 
 
 def test_softmaxes_of_parts_merge_into_that_of_the_whole():

@@ -19,6 +19,7 @@ from config import MeshConfig
 from kernels import grouped, grouped_gpu
 from plan import hardware
 from sharding import FSDP, make_mesh
+from tests.helpers import every_form
 
 
 def by_visits(rows_AD, w_eDM, sizes_e, d_out_AM):
@@ -80,7 +81,7 @@ A, E, TILE = 1536, 4, 512  # of these tests
 
 def rows_done(sizes_e):
     """Rows that the visits of experts of these sizes multiply, as a kernel counts them."""
-    at, n_visits = grouped.visits(A, sizes_e, TILE)
+    at, n_visits = grouped.expert_visits(A, sizes_e, TILE)
 
     def kernel(start_e, end_e, expert_i, tile_i, done):
         @pl.when(pl.program_id(0) == 0)
@@ -126,7 +127,7 @@ def blocks_moved(grid, index):
 def test_the_bytes_of_a_kernel_are_its_blocks(d, m):
     """Catches an estimate that counts an operand once where its blocks are read again, or again where they stay."""
     D, M = 768, 640
-    at, n_visits = grouped.visits(A, jnp.array([100, 512, 300, 624]), TILE)
+    at, n_visits = grouped.expert_visits(A, jnp.array([100, 512, 300, 624]), TILE)
     expert_i, tile_i, k, j = at.expert_i.tolist(), at.tile_i.tolist(), D // d, M // m
     there = (j, int(n_visits), k)
     assert grouped.products_hbm_bytes(A, D, M, E, 2, TILE, d, m) == 2 * (
@@ -174,7 +175,6 @@ def test_products_of_a_wide_model_do_not_wait_for_memory(D, M, monkeypatch):
 def test_types_say_along_which_axes_the_kernels_vary(monkeypatch):
     """Catches a kernel that check_vma refuses, and a gradient of replicated weights that is not summed. Types only:
     the interpreter does not run under check_vma."""
-    every_form = lambda *args, tpu, gpu, default: jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
     monkeypatch.setattr(grouped, "by_platform", every_form)
     rows_AD, w_eDM, _ = operands(4 * 128, 3)
     sizes_ne = jnp.array([[100, 0, 28], [128, 0, 0], [1, 100, 20], [0, 64, 64]])
@@ -217,13 +217,10 @@ def test_without_a_mesh_the_compiler_chooses(platform, kernels):
 def test_only_own_rows_are_visited():
     """Catches work on rows of other devices' experts: visits are as many as own rows need, not as there are rows."""
     sizes_e = jnp.array([200, 0, 100])
-    at, n_visits = grouped.visits(128 * 100, sizes_e, tile=128)
+    at, n_visits = grouped.expert_visits(128 * 100, sizes_e, tile=128)
     assert int(n_visits) == 2 + 1 + 2
     assert at.expert_i[:5].tolist() == [0, 0, 1, 2, 2]
     assert at.tile_i[:5].tolist() == [0, 1, 1, 1, 2]
-    expert_i, tile_i, _, _ = grouped_gpu.meetings(sizes_e, 100, 128)  # there, an expert without rows meets none
-    assert expert_i.tolist() == [0, 0, 2, 2] + 98 * [3]
-    assert tile_i[:4].tolist() == [0, 1, 1, 2]
 
 
 def test_a_backward_pass_keeps_the_operands_alone():
