@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from config import ModelConfig
 from kernels.attention import HIDDEN
 from kernels.grouped import grouped_matmul
-from overlap import arriving, in_parts, in_place, leaving, over_context, scan_ahead
+from overlap import arriving, as_they_come, in_parts, in_place, leaving, over_context, scan_ahead
 from sharding import (
     BATCH,
     CONTEXT,
@@ -262,11 +262,16 @@ class FeedForward:
     w_down_FD: Any = param("FD", fan_in="F", residual=True, F=TENSOR, D=SLICED)
 
 
-def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
-    """Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
+def hidden(w: FeedForward, x_bsD):
+    """Shapes: [.., D] -> [.., f]."""
     up_bsf = x_bsD @ w.w_up_DF
     gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
-    return activate(up_bsf, gate_bsf) @ w.w_down_FD
+    return activate(up_bsf, gate_bsf)
+
+
+def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
+    """Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
+    return hidden(w, x_bsD) @ w.w_down_FD
 
 
 # Mixture of experts ---------------------------------------------------------------------------------------------------
@@ -527,7 +532,8 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     h_btD = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps)
     if isinstance(w.feed_forward, MoE):
         return moe(w.feed_forward, c, h_btD, real_bt)
-    return leaving(c, [feed_forward(w.feed_forward, c, h) for (h,) in arriving(c, h_btD)]), {}
+    hidden_bpf = as_they_come(lambda h: hidden(w.feed_forward, h), [h for (h,) in arriving(c, h_btD)])
+    return leaving(c, [h @ w.feed_forward.w_down_FD for h in hidden_bpf]), {}
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):

@@ -5,6 +5,8 @@ are gathered a layer ahead (`scan_ahead`). The same bytes travel as if all waite
 run meanwhile.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -38,6 +40,30 @@ def arriving(c: ModelConfig, *arrays_bt) -> list:
     if c.tensor_exchange == "gather":
         return [tuple(all_gather(x, TENSOR, dim=1) for x in arrays_bt)]
     return [*zip(*(around(x, TENSOR) for x in arrays_bt), strict=True)]
+
+
+def as_they_come(function, parts: list) -> list:
+    """function of each part that `arriving` brings, one after the other, ours first; their gradients in reverse.
+
+    Nothing else tells a compiler that what is to be made of ours is for the time in which the others are on their way,
+    and on the way back for that in which their gradients leave. Left alone it does that too early or too late, and
+    waits.
+    """
+    nearest_first = sorted(range(len(parts)), key=lambda k: min(k, len(parts) - k))
+    made = {0: function(parts[0])}
+    for before, k in itertools.pairwise(nearest_first):
+        part, made[before] = both_there(parts[k], made[before])
+        made[k] = function(part)
+    return [made[k] for k in range(len(parts))]
+
+
+@jax.custom_vjp
+def both_there(later, made):
+    """Both as they are, and neither before the other. Backward: their gradients, likewise."""
+    return jax.lax.optimization_barrier((later, made))
+
+
+both_there.defvjp(lambda *both: (both_there(*both), None), lambda _, d_both: both_there(*d_both))
 
 
 def leaving(c: ModelConfig, partials: list):

@@ -499,13 +499,7 @@ def around(x, axis) -> list:
     one run while the next is on its way.
     Sends: the array, n - 1 times, as all_gather; half of it over each direction of a link. Backward: `back`.
     """
-    n = axis_size(axis)
-    found = [vary(x, axis)] * n
-    for k in range(1, n // 2 + 1):
-        found[-k] = shift(found[1 - k], axis, in_branch=branches())
-    for k in range(1, (n - 1) // 2 + 1):
-        found[k] = shift(found[k - 1], axis, by=-1, in_branch=branches())
-    return found
+    return _around(vary(x, axis), axis)
 
 
 def back(partials: list, axis):
@@ -515,10 +509,25 @@ def back(partials: list, axis):
               its own: products for the next one run while it travels
     Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
     """
+    return _back(vary([*partials], axis), axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _around(x, axis):
     n = axis_size(axis)
-    total = (
-        jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
-    )  # fused with the sum, it would wait for it
+    found = [x] * n
+    for k in range(1, n // 2 + 1):
+        found[-k] = shift(found[1 - k], axis, in_branch=branches())
+    for k in range(1, (n - 1) // 2 + 1):
+        found[k] = shift(found[k - 1], axis, by=-1, in_branch=branches())
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _back(partials, axis):
+    n = axis_size(axis)
+    # Fused with the sum, our own product would wait for the others.
+    total = jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
     for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
         travelling = None
         for k in range(far, 0, -1):
@@ -526,6 +535,11 @@ def back(partials: list, axis):
             travelling = shift(here if travelling is None else travelling + here, axis, by, in_branch=branches())
         total = total if travelling is None else total + travelling
     return total
+
+
+# Each is the other's way back. Autodiff would leave out the barrier.
+_around.defvjp(lambda x, axis: (_around(x, axis), None), lambda axis, _, d: (_back(d, axis),))
+_back.defvjp(lambda partials, axis: (_back(partials, axis), None), lambda axis, _, d: (_around(d, axis),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -333,19 +333,20 @@ axes.legend(ncols=2)
 # ## The real thing
 #
 # The model has no other form: x_btD between blocks, a gather in front, a reduce-scatter behind. They stand in
-# two functions, of which each has a second way to do it; more of that below.
+# `arriving` and `leaving`, of which each has a second way to do it; more of that below.
 
 # %%
 import overlap
 
-lesson.source(model.feed_forward_branch, model.feed_forward)
+lesson.source(model.feed_forward_branch, model.hidden)
 lesson.source(overlap.arriving, overlap.leaving)
 
 # %% [markdown]
 # Our model has `tensor_exchange="gather"`, as all presets that are made for simulated devices. So `arriving`
-# is a list of one: all the positions. Inside of a device a parameter keeps its declared name: `w_up_DF` is
-# [D, f] there, as `up_bsf` says. So the last line of `feed_forward` sums over f, and owes; `leaving` pays. With
-# `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and `model.layer` runs:
+# is a list of one, all the positions, and `as_they_come` calls its function once. Inside of a device a
+# parameter keeps its declared name: `w_up_DF` is [D, f] there, as `up_bsf` says. So the product with
+# `w_down_FD` sums over f, and owes; `leaving` pays. With `sockets.on_mesh` (chapter 03) the letters cut whole
+# arrays, and `model.layer` runs:
 
 # %%
 B, T = 4, 24
@@ -458,8 +459,17 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 
 # %% [markdown]
 # 2 (n - 1) messages, each of 1/n of the stream: the bytes and the FLOPs of before. What it costs is n small
-# products in place of a large one, and n times as many hops. In the model it is one setting,
-# `model.tensor_exchange`, and the layer above gives the same numbers:
+# products in place of a large one, and n times as many hops.
+#
+# Nothing in `in_turn` says *when* our own product runs. If a compiler does it before the permute starts, the
+# wire has none beside it. So the model's feed-forward gives each part to the compiler only together with what was
+# made of the part before:
+
+# %%
+lesson.source(overlap.as_they_come, overlap.both_there)
+
+# %% [markdown]
+# In the model all of this is one setting, `model.tensor_exchange`, and the layer above gives the same numbers:
 
 # %%
 from dataclasses import replace
@@ -494,7 +504,7 @@ for one in (c, ring):
 #     --data.batch_size 64 --model.tensor_exchange ring
 # ```
 #
-# Of 2.57 GB over `tensor` a device waits for 0.30 with `ring`, and for 1.66 with `gather`: exposed are those
+# Of 2.57 GB over `tensor` a device waits for 0.23 with `ring`, and for 1.66 with `gather`: exposed are those
 # bytes beside which the schedule has no product. (libtpu 0.0.42.1. Bytes, not seconds: a product may
 # be too short for what travels beside it.) That is why `ring` is the default.
 #

@@ -84,7 +84,7 @@ def feed_forward_source() -> str:
     text = (ROOT / "model.py").read_text(encoding="utf-8")
     lines, out = text.splitlines(), []
     for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name in ("feed_forward", "feed_forward_branch"):
+        if isinstance(node, ast.FunctionDef) and node.name in ("hidden", "feed_forward_branch"):
             own = lines[node.lineno - 1 : node.end_lineno]
             if ast.get_docstring(node):
                 said = node.body[0]

@@ -153,9 +153,9 @@ def arriving(c: ModelConfig, z: Sizes, size: float, **more) -> Exchange:
     return over_tensor(c, z, "all-gather", size, **more)
 
 
-def leaving(c: ModelConfig, z: Sizes, size: float, again: tuple[str, ...] = ()) -> Exchange:
+def leaving(c: ModelConfig, z: Sizes, size: float, again: tuple[str, ...] = (), **more) -> Exchange:
     """Partial sums that TENSOR neighbours add up. After feed-forward nothing needs the result again."""
-    return over_tensor(c, z, "reduce-scatter", size, again=again)
+    return over_tensor(c, z, "reduce-scatter", size, again=again, **more)
 
 
 def over_tensor(c: ModelConfig, z: Sizes, kind: str, size: float, **more) -> Exchange:
@@ -190,7 +190,7 @@ def attention(c: ModelConfig, z: Sizes):
     yield product("attention", z, N, h * value, c.d_model, again=("full",))
     yield from mixing(c, z, ring, (h, g, score, value))
     yield arriving(c, z, N * arrives * z.width)
-    yield leaving(c, z, N * c.d_model * z.width, again=("full", "dots"))
+    yield leaving(c, z, N * c.d_model * z.width, again=("full", "dots"), of="attention's sums")
     own = N * sum(parts) * z.width
     if ring:
         yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)

@@ -49,12 +49,14 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
 def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float:
     """A gather is needed at once; one of gradients has the products of other gradients beside it.
 
-    A ring hides, but for one of its two ways in front of a feed-forward, where all products wait for it.
+    A ring hides, but for narrow products. Half of its entries come one after the other: in front of a feed-forward all
+    but the last are handed on before there is a product to run. Or, where nothing is computed again, the compiler sends
+    half of attention's sums while it writes what is kept, when no product is left.
     """
     if kind == "all-gather":
         return float(when != "back")
-    waits = (when, of) == ("forward", "feed-forward") and not (c.gather == "ahead" and wide(c))
-    return n // 2 / (n - 1) if waits else 0
+    in_a_row = {"feed-forward": n // 2 - 1} if c.remat != "none" else {"attention's sums": n // 2}
+    return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
 
 
 def of_weights(c: ModelConfig, kind: str) -> float:

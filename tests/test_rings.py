@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import overlap
 import sharding
 from sharding import AXES, CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 from xla import ledger, ordered
@@ -134,15 +135,39 @@ def test_no_part_waits_for_all_others():
     """Catches a ring of one direction, in which the last entry has come n - 1 places and not half as many."""
     mesh = sharding.make_mesh("tensor=8")
     local = lambda x: jnp.stack(sharding.around(x, TENSOR))
-    traced = jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES)))(
-        np.zeros((8, 3))
-    )
-    (body,) = (equation.params["jaxpr"] for equation in traced.eqns)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES))
+    (inside,) = (equation.params["jaxpr"] for equation in jax.make_jaxpr(mapped)(np.zeros((8, 3))).eqns)
+    (body,) = (one.params["call_jaxpr"].jaxpr for one in inside.eqns if "call_jaxpr" in one.params)
     hops = collections.Counter()  # of each value, how many permutes it has come by
     for equation in body.eqns:
         before = max((hops[x] for x in equation.invars if not hasattr(x, "val")), default=0)
         hops.update(dict.fromkeys(equation.outvars, before + (equation.primitive.name == "ppermute")))
     assert max(hops.values()) == 4
+
+
+def products_before(traced) -> dict[int, set[int]]:
+    """Rows of each product's result -> rows of the products that it has to wait for."""
+    found, waits = {}, collections.defaultdict(set)
+    for equation in traced.eqns:
+        before = set().union(*(waits[x] for x in equation.invars if not hasattr(x, "val")))
+        if equation.primitive.name == "dot_general":
+            rows = equation.outvars[0].aval.shape[0]
+            found[rows] = before
+            before = before | {rows}
+        waits.update(dict.fromkeys(equation.outvars, before))
+    return found
+
+
+def test_our_own_is_made_while_the_others_are_on_their_way():
+    """Catches products whose order is the compiler's alone; nearest first no longer; and gradients not in reverse, so
+    that ours is made before those that are to be sent."""
+    order, rows = [1, 2, 4, 3], (1, 2, 3, 4)  # part k has k + 1 rows, and part 3 is as near as part 1
+    w_XY, parts, gradients = np.ones((X, Y)), [np.ones((n, X)) for n in rows], [np.ones((n, Y)) for n in rows]
+    run = lambda parts: overlap.as_they_come(lambda part: part @ w_XY, parts)
+    back = lambda parts, d: jax.vjp(run, parts)[1](d)[0]
+    for way, traced in ((order, jax.make_jaxpr(run)(parts)), (order[::-1], jax.make_jaxpr(back)(parts, gradients))):
+        # Of one number of rows the last product counts: that of the way back.
+        assert products_before(traced) == {n: set(way[:number]) for number, n in enumerate(way)}
 
 
 # Sums in parts --------------------------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@
     const n = prod(axes.map((axis) => z.mesh[axis])), ahead = c.gather === "ahead", wide = c.d_model >= 2048;
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when !== "back");
-      return when === "forward" && of === "feed-forward" && !(ahead && wide) ? floordiv(n, 2) / (n - 1) : 0;
+      const inARow = c.remat !== "none" ? { "feed-forward": floordiv(n, 2) - 1 } : { "attention's sums": floordiv(n, 2) };
+      return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
     }
     if (of !== "weights" && of !== "vocabulary") return 1;
     if (!ahead) return 0;
@@ -315,7 +316,7 @@
   }
 
   const arriving = (c, z, size, more = {}) => overTensor(c, z, "all-gather", size, more);
-  const leaving = (c, z, size, again = []) => overTensor(c, z, "reduce-scatter", size, { again });
+  const leaving = (c, z, size, again = [], more = {}) => overTensor(c, z, "reduce-scatter", size, { again, ...more });
 
   function attention(c, z) {
     const h = floordiv(c.n_heads, z.mesh.tensor), n = z.mesh.context, N = z.b * z.s, keys = z.b * z.T, rows = [];
@@ -339,7 +340,7 @@
     }
     rows.push(product("attention", z, N, h * value, c.d_model, { again: ["full"] }), ...mixing(c, z, ring, [h, g, score, value]));
     rows.push(arriving(c, z, N * arrives * z.width));
-    rows.push(leaving(c, z, N * c.d_model * z.width, ["full", "dots"]));
+    rows.push(leaving(c, z, N * c.d_model * z.width, ["full", "dots"], { of: "attention's sums" }));
     const own = N * parts * z.width;
     if (ring) {
       rows.push(exchange("keys", "collective-permute", ["context"], own, { times: n - 1 }));
