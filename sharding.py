@@ -492,6 +492,7 @@ def shift(x, axis, by=1, *, in_branch=False):
     return jax.tree.map(lambda x: send(vary(x, axis)), x)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def around(x, axis) -> list:
     """What `all_gather` brings, as it comes: entry k is the x of the device k places on along an axis, entry 0 our own.
 
@@ -499,21 +500,6 @@ def around(x, axis) -> list:
     one run while the next is on its way.
     Sends: the array, n - 1 times, as all_gather; half of it over each direction of a link. Backward: `back`.
     """
-    return _around(vary(x, axis), axis)
-
-
-def back(partials: list, axis):
-    """What `reduce_scatter` leaves here: the sum over an axis of what each device made for this one.
-
-    partials  entry k is for the device k places on. A sum sets out from the farthest device, and each on its way adds
-              its own: products for the next one run while it travels
-    Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
-    """
-    return _back(vary([*partials], axis), axis)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _around(x, axis):
     n = axis_size(axis)
     found = [x] * n
     for k in range(1, n // 2 + 1):
@@ -524,7 +510,13 @@ def _around(x, axis):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _back(partials, axis):
+def back(partials: list, axis):
+    """What `reduce_scatter` leaves here: the sum over an axis of what each device made for this one.
+
+    partials  entry k is for the device k places on. A sum sets out from the farthest device, and each on its way adds
+              its own: products for the next one run while it travels
+    Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
+    """
     n = axis_size(axis)
     # Fused with the sum, our own product would wait for the others.
     total = jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
@@ -538,8 +530,8 @@ def _back(partials, axis):
 
 
 # Each is the other's way back. Autodiff would leave out the barrier.
-_around.defvjp(lambda x, axis: (_around(x, axis), None), lambda axis, _, d: (_back(d, axis),))
-_back.defvjp(lambda partials, axis: (_back(partials, axis), None), lambda axis, _, d: (_around(d, axis),))
+around.defvjp(lambda x, axis: (around(x, axis), None), lambda axis, _, d: (back(d, axis),))
+back.defvjp(lambda partials, axis: (back(partials, axis), None), lambda axis, _, d: (around(d, axis),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

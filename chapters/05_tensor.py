@@ -435,6 +435,8 @@ def in_turn(w, x_btD):
 # %% [markdown]
 # `around` is an all-gather that nobody joins: entry k is what the device k places on holds. Half of the
 # entries come from either side, as a link carries both ways at once.
+# (`jax.custom_vjp`: their backward passes are written by hand. That of `around` is `back`, and that of `back`
+# is `around`.)
 #
 # > **Predict.** On 8 devices `sliced_stream` has one gather and one scatter, forward. How many permutes has
 # > `in_turn`? And do more bytes travel?
@@ -461,9 +463,9 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 # 2 (n - 1) messages, each of 1/n of the stream: the bytes and the FLOPs of before. What it costs is n small
 # products in place of a large one, and n times as many hops.
 #
-# Nothing in `in_turn` says *when* our own product runs. If a compiler does it before the permute starts, the
-# wire has none beside it. So the model's feed-forward gives each part to the compiler only together with what was
-# made of the part before:
+# Nothing in `in_turn` says *when* our own product runs. If a compiler puts it before the permute's start, the
+# wire has none beside it. So in the model's feed-forward a part comes to its product only together with what
+# was made of the part before:
 
 # %%
 lesson.source(overlap.as_they_come, overlap.both_there)
