@@ -433,8 +433,8 @@ def in_turn(w, x_btD):
 
 
 # %% [markdown]
-# `around` is an all-gather that nobody joins: entry k is what the device k places on holds. Half of the
-# entries come from either side, as a link carries both ways at once.
+# `around` is an all-gather that nobody joins: entry k is what the device k places on holds. They come from
+# both sides, half from each, as a link carries both ways at once; so do the two sums of `back`.
 # (`jax.custom_vjp`: their backward passes are written by hand. That of `around` is `back`, and that of `back`
 # is `around`.)
 #
@@ -461,11 +461,12 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 
 # %% [markdown]
 # 2 (n - 1) messages, each of 1/n of the stream: the bytes and the FLOPs of before. What it costs is n small
-# products in place of a large one, and n times as many hops.
+# products in place of a large one, and n - 1 times as many messages.
 #
-# Nothing in `in_turn` says *when* our own product runs. If a compiler puts it before the permute's start, the
-# wire has none beside it. So in the model's feed-forward a part comes to its product only together with what
-# was made of the part before:
+# Nothing in `in_turn` says *when* our own product runs. A compiler may as well run it behind those of the parts
+# that arrive, and then it computes nothing while the first is on its way. So in the model's feed-forward a part
+# comes to its product only together with what was made of the part before, and ours is made first. Backward the
+# order is the reverse: the gradient of the farthest part is made first, as it has to travel.
 
 # %%
 lesson.source(overlap.as_they_come, overlap.both_there)
@@ -506,9 +507,10 @@ for one in (c, ring):
 #     --data.batch_size 64 --model.tensor_exchange ring
 # ```
 #
-# Of 2.57 GB over `tensor` a device waits for 0.23 with `ring`, and for 1.66 with `gather`: exposed are those
+# Of 2.57 GB over `tensor` a device waits for 0.23, and if you put `gather` there, for 1.66: exposed are those
 # bytes beside which the schedule has no product. (libtpu 0.0.42.1. Bytes, not seconds: a product may
-# be too short for what travels beside it.) That is why `ring` is the default.
+# be too short for what travels beside it.) That is why `ring` is the default, of all models that are not made
+# for simulated devices.
 #
 # ## Send what is narrow
 #
@@ -532,7 +534,7 @@ for remat in ("full", "branches"):
 # Side by side the latents are one array of 384 numbers a position: the attention's gather, the same once more,
 # and its way back cost 1/2 each. (Where latents are not narrower than the stream, the stream travels:
 # `model.sends_latents`.) And `moe1b` recomputes `"branches"`: a layer also keeps what comes into its
-# feed-forward, for which alone the attention's reduce-scatter was repeated.
+# feed-forward, and the attention's reduce-scatter, which was repeated for nothing else, is made once.
 #
 # ## The vocabulary is a dim, too
 #
@@ -718,15 +720,15 @@ for batch in (32, 64, 256):
 
 # %% [markdown]
 # One after the other, the share of `fsdp` falls to a third from B = 64 to 256, and that of `tensor` stays;
-# while there is a sequence for every chip, FSDP alone is faster. Beside products, they are nearly level. And
-# the first line is where `tensor` earns its keep: 64 chips and 32 sequences. `fsdp` has nothing left to
+# while there is a sequence for every chip, FSDP alone is faster. Beside products, tensor=4 is 8% faster at
+# B = 64, and level at 256. And the first line is where `tensor` earns its keep: 64 chips and 32 sequences. `fsdp` has nothing left to
 # split, and `tensor` splits a sequence's own products. That also makes the step of *one* sequence shorter,
 # and helps where a layer's gathered weights do not fit a chip: at tensor=4 it gathers a quarter of them.
 #
 # The headline run has tensor=2, on one link. What that costs:
 
 # %%
-for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32"):
+for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32", "fsdp=16,tensor=2"):
     one = planner.plan(preset("moe1b", mesh=name), "v4:4x4x2")
     for how, took in {"": one.seconds(alone=True), "beside": one.seconds()}.items():
         total = sum(took.values())
@@ -734,8 +736,8 @@ for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32"):
         print(f" tensor {took.get('tensor', 0) / total:.0%} of it")
 
 # %% [markdown]
-# 37% of the step if nothing is hidden, and 8% in turn. It is there to have three axes at once, and is not the
-# fastest layout of 32 chips.
+# 37% of the step if nothing is hidden, and 1% in turn. The last line, where no stage waits, is the fastest
+# layout of 32 chips. The headline run is there to have three axes at once.
 #
 # **What is not shown here.** Simulated devices have no wires. No second above was measured: they are peak
 # FLOP/s, full link speed, and what a compiler's schedule says. A ring hides wires behind products, and so at

@@ -47,14 +47,15 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
 
 
 def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float:
-    """A gather is needed at once; one of gradients has the products of other gradients beside it.
+    """A gather is needed at once. One of gradients has the products of other gradients beside it, and so has one that
+    is repeated for weight gradients alone: where products are kept.
 
     A ring hides, but for narrow products. Half of its entries come one after the other: in front of a feed-forward all
     but the last are handed on before there is a product to run. Or, where nothing is computed again, the compiler sends
     half of attention's sums while it writes what is kept, when no product is left.
     """
     if kind == "all-gather":
-        return float(when != "back")
+        return float(when == "forward" or (when == "again" and c.remat in ("full", "branches")))
     in_a_row = {"feed-forward": n // 2 - 1} if c.remat != "none" else {"attention's sums": n // 2}
     return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
 

@@ -299,6 +299,11 @@ WAITS = {
     "in turn": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4"}),
     "in turn, ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "ahead"}),
     "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather"}),
+    "at once, kept": (
+        "v4:4x2x2",
+        "dense_124m",
+        SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather", "model.remat": "dots"},
+    ),
     "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
     "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
     "large": ("v4:4x4x4", "llama3_8b", LARGE),
