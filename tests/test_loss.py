@@ -239,7 +239,8 @@ def test_dropout_differs_by_layer_and_branch(monkeypatch):
     c = config("mla").model
     declarations = sockets.unstacked(model.declare(c).prefix)
     monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
-    monkeypatch.setattr(model, "feed_forward", lambda w, c, x: sharding.vary(jnp.full_like(x, 10.0), x_axes))
+    ten = lambda w, c, x, *_: (sharding.vary(jnp.full_like(x, 10.0), x_axes), {})
+    monkeypatch.setattr(model, "feed_forward_branch", ten)
     x_axes = sharding.TOKENS
 
     def local(w, x_btD, index_bt, number):
