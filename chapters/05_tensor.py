@@ -342,11 +342,11 @@ lesson.source(model.feed_forward_branch, model.hidden)
 lesson.source(overlap.arriving, overlap.leaving)
 
 # %% [markdown]
-# Our model has `tensor_exchange="gather"`, as all presets that are made for simulated devices. So `arriving`
-# is a list of one, all the positions, and `as_they_come` calls its function once. Inside of a device a
-# parameter keeps its declared name: `w_up_DF` is [D, f] there, as `up_bsf` says. So the product with
-# `w_down_FD` sums over f, and owes; `leaving` pays. With `sockets.on_mesh` (chapter 03) the letters cut whole
-# arrays, and `model.layer` runs:
+# Our model has `tensor_exchange="gather"`, as all presets that are made for simulated devices. So
+# `arriving` is a list of one, all the positions (p are those of a part), and `as_they_come` calls its
+# function once. Inside of a device a parameter keeps its declared name: `w_up_DF` is [D, f] there, as
+# `up_bsf` says. So the product with `w_down_FD` sums over f, and owes; `leaving` pays. With
+# `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and `model.layer` runs:
 
 # %%
 B, T = 4, 24
@@ -436,7 +436,7 @@ def in_turn(w, x_btD):
 # `around` is an all-gather that nobody joins: entry k is what the device k places on holds. They come from
 # both sides, half from each, as a link carries both ways at once; so do the two sums of `back`.
 # (`jax.custom_vjp`: their backward passes are written by hand. That of `around` is `back`, and that of `back`
-# is `around`.)
+# is `around`. `in_branch` is for simulated devices with stages, 06.)
 #
 # > **Predict.** On 8 devices `sliced_stream` has one gather and one scatter, forward. How many permutes has
 # > `in_turn`? And do more bytes travel?
@@ -466,7 +466,8 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 # Nothing in `in_turn` says *when* our own product runs. A compiler may as well run it behind those of the parts
 # that arrive, and then it computes nothing while the first is on its way. So in the model's feed-forward a part
 # comes to its product only together with what was made of the part before, and ours is made first. Backward the
-# order is the reverse: the gradient of the farthest part is made first, as it has to travel.
+# order is the reverse: the gradient of the farthest part is made first, as it has to travel. (A barrier returns
+# what it is given, and nothing of it before all of it is there.)
 
 # %%
 lesson.source(overlap.as_they_come, overlap.both_there)
@@ -721,14 +722,16 @@ for batch in (32, 64, 256):
 # %% [markdown]
 # One after the other, the share of `fsdp` falls to a third from B = 64 to 256, and that of `tensor` stays;
 # while there is a sequence for every chip, FSDP alone is faster. Beside products, tensor=4 is 8% faster at
-# B = 64, and level at 256. And the first line is where `tensor` earns its keep: 64 chips and 32 sequences. `fsdp` has nothing left to
-# split, and `tensor` splits a sequence's own products. That also makes the step of *one* sequence shorter,
-# and helps where a layer's gathered weights do not fit a chip: at tensor=4 it gathers a quarter of them.
+# B = 64, and level at 256. And the first line is where `tensor` earns its keep: 64 chips and 32 sequences.
+# `fsdp` has nothing left to split, and `tensor` splits a sequence's own products. That also makes the step
+# of *one* sequence shorter, and helps where a layer's gathered weights do not fit a chip: at tensor=4 it
+# gathers a quarter of them.
 #
 # The headline run has tensor=2, on one link. What that costs:
 
 # %%
-for name in ("stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32", "fsdp=16,tensor=2"):
+meshes = "stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32", "fsdp=16,tensor=2"
+for name in meshes:
     one = planner.plan(preset("moe1b", mesh=name), "v4:4x4x2")
     for how, took in {"": one.seconds(alone=True), "beside": one.seconds()}.items():
         total = sum(took.values())
