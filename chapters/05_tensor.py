@@ -730,8 +730,8 @@ for batch in (32, 64, 256):
 # The headline run has tensor=2, on one link. What that costs:
 
 # %%
-meshes = "stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32", "fsdp=16,tensor=2"
-for name in meshes:
+layouts = "stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=32", "fsdp=16,tensor=2"
+for name in layouts:
     one = planner.plan(preset("moe1b", mesh=name), "v4:4x4x2")
     for how, took in {"": one.seconds(alone=True), "beside": one.seconds()}.items():
         total = sum(took.values())
