@@ -50,20 +50,22 @@ def as_they_come(function, parts: list) -> list:
     waits.
     """
     nearest_first = sorted(range(len(parts)), key=lambda k: min(k, len(parts) - k))
-    made = {0: function(parts[0])}
+    if len(parts) == 1:
+        return [function(*parts)]
+    made = {0: function(*there(parts[0]))}
     for before, k in itertools.pairwise(nearest_first):
-        part, made[before] = both_there(parts[k], made[before])
+        part, made[before] = there(parts[k], made[before])
         made[k] = function(part)
     return [made[k] for k in range(len(parts))]
 
 
 @jax.custom_vjp
-def both_there(later, made):
-    """Both as they are, and neither before the other. Backward: their gradients, likewise."""
-    return jax.lax.optimization_barrier((later, made))
+def there(*values):
+    """All as they are, and none before the others; none is fused with what is made of it. Backward: their gradients."""
+    return jax.lax.optimization_barrier(values)
 
 
-both_there.defvjp(lambda *both: (both_there(*both), None), lambda _, d_both: both_there(*d_both))
+there.defvjp(lambda *values: (there(*values), None), lambda _, d_values: there(*d_values))
 
 
 def leaving(c: ModelConfig, partials: list):

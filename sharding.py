@@ -492,7 +492,6 @@ def shift(x, axis, by=1, *, in_branch=False):
     return jax.tree.map(lambda x: send(vary(x, axis)), x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def around(x, axis) -> list:
     """What `all_gather` brings, as it comes: entry k is the x of the device k places on along an axis, entry 0 our own.
 
@@ -501,7 +500,7 @@ def around(x, axis) -> list:
     Sends: the array, n - 1 times, as all_gather; half of it over each direction of a link. Backward: `back`.
     """
     n = axis_size(axis)
-    found = [x] * n
+    found = [vary(x, axis)] * n
     for k in range(1, n // 2 + 1):
         found[-k] = shift(found[1 - k], axis, in_branch=branches())
     for k in range(1, (n - 1) // 2 + 1):
@@ -509,7 +508,6 @@ def around(x, axis) -> list:
     return found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def back(partials: list, axis):
     """What `reduce_scatter` leaves here: the sum over an axis of what each device made for this one.
 
@@ -518,8 +516,9 @@ def back(partials: list, axis):
     Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
     """
     n = axis_size(axis)
-    # Fused with the sum, our own product would wait for the others.
-    total = jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
+    total = (
+        jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
+    )  # fused with the sum, it would wait for it
     for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
         travelling = None
         for k in range(far, 0, -1):
@@ -527,11 +526,6 @@ def back(partials: list, axis):
             travelling = shift(here if travelling is None else travelling + here, axis, by, in_branch=branches())
         total = total if travelling is None else total + travelling
     return total
-
-
-# Each is the other's way back. Autodiff would leave out the barrier.
-around.defvjp(lambda x, axis: (around(x, axis), None), lambda axis, _, d: (back(d, axis),))
-back.defvjp(lambda partials, axis: (back(partials, axis), None), lambda axis, _, d: (around(d, axis),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

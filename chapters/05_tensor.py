@@ -434,9 +434,8 @@ def in_turn(w, x_btD):
 
 # %% [markdown]
 # `around` is an all-gather that nobody joins: entry k is what the device k places on holds. They come from
-# both sides, half from each, as a link carries both ways at once; so do the two sums of `back`.
-# (`jax.custom_vjp`: their backward passes are written by hand. That of `around` is `back`, and that of `back`
-# is `around`. `in_branch` is for simulated devices with stages, 06.)
+# both sides, half from each, as a link carries both ways at once; so do the two sums of `back`. (`in_branch`
+# is for simulated devices with stages, 06.)
 #
 # > **Predict.** On 8 devices `sliced_stream` has one gather and one scatter, forward. How many permutes has
 # > `in_turn`? And do more bytes travel?
@@ -467,10 +466,11 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 # that arrive, and then it computes nothing while the first is on its way. So in the model's feed-forward a part
 # comes to its product only together with what was made of the part before, and ours is made first. Backward the
 # order is the reverse: the gradient of the farthest part is made first, as it has to travel. (A barrier returns
-# what it is given, and nothing of it before all of it is there.)
+# what it is given, and nothing of it before all of it is there; `jax.custom_vjp`: its way back is written by
+# hand, a barrier too.)
 
 # %%
-lesson.source(overlap.as_they_come, overlap.both_there)
+lesson.source(overlap.as_they_come, overlap.there)
 
 # %% [markdown]
 # In the model all of this is one setting, `model.tensor_exchange`, and the layer above gives the same numbers:

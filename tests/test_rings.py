@@ -135,9 +135,10 @@ def test_no_part_waits_for_all_others():
     """Catches a ring of one direction, in which the last entry has come n - 1 places and not half as many."""
     mesh = sharding.make_mesh("tensor=8")
     local = lambda x: jnp.stack(sharding.around(x, TENSOR))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES))
-    (inside,) = (equation.params["jaxpr"] for equation in jax.make_jaxpr(mapped)(np.zeros((8, 3))).eqns)
-    (body,) = (one.params["call_jaxpr"].jaxpr for one in inside.eqns if "call_jaxpr" in one.params)
+    traced = jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES)))(
+        np.zeros((8, 3))
+    )
+    (body,) = (equation.params["jaxpr"] for equation in traced.eqns)
     hops = collections.Counter()  # of each value, how many permutes it has come by
     for equation in body.eqns:
         before = max((hops[x] for x in equation.invars if not hasattr(x, "val")), default=0)
