@@ -49,9 +49,9 @@ def as_they_come(function, parts: list) -> list:
     and on the way back for that in which their gradients leave. Left alone it does that too early or too late, and
     waits.
     """
-    nearest_first = sorted(range(len(parts)), key=lambda k: min(k, len(parts) - k))
     if len(parts) == 1:
         return [function(*parts)]
+    nearest_first = sorted(range(len(parts)), key=lambda k: min(k, len(parts) - k))
     made = {0: function(*there(parts[0]))}
     for before, k in itertools.pairwise(nearest_first):
         part, made[before] = there(parts[k], made[before])

@@ -19,6 +19,7 @@ from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
 from pipeline import fit, schedules
 from plan import hiding
+from plan.hiding import WHOLE
 from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
@@ -78,7 +79,6 @@ class Sizes:
         return math.prod(self.mesh[axis] for axis in axes)
 
 
-WHOLE = ("full", "branches")  # remat policies that repeat products
 BATCHED = (*WHOLE, "dots")  # "dots" keeps products without batch dims
 ALWAYS = (*BATCHED, "none")
 

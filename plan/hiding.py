@@ -9,6 +9,8 @@ import math
 from config import ModelConfig
 from sharding import TENSOR
 
+WHOLE = ("full", "branches")  # remat policies that repeat products
+
 
 def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
     """The collective that is compiled: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
@@ -55,7 +57,7 @@ def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float
     half of attention's sums while it writes what is kept, when no product is left.
     """
     if kind == "all-gather":
-        return float(when == "forward" or (when == "again" and c.remat in ("full", "branches")))
+        return float(when == "forward" or (when == "again" and c.remat in WHOLE))
     in_a_row = {"feed-forward": n // 2 - 1} if c.remat != "none" else {"attention's sums": n // 2}
     return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
 

@@ -169,6 +169,10 @@ def test_our_own_is_made_while_the_others_are_on_their_way():
     for way, traced in ((order, jax.make_jaxpr(run)(parts)), (order[::-1], jax.make_jaxpr(back)(parts, gradients))):
         # Of one number of rows the last product counts: that of the way back.
         assert products_before(traced) == {n: set(way[:number]) for number, n in enumerate(way)}
+    # No gradient is fused with the sum that it goes into: the loop's last program is that of the way back.
+    last = lambda one: last(one.params["call_jaxpr"].eqns[-1]) if "call_jaxpr" in one.params else one.primitive.name
+    made_by = {result: last(equation) for equation in traced.eqns for result in equation.outvars}
+    assert {made_by[result] for result in traced.jaxpr.outvars} == {"optimization_barrier"}
 
 
 # Sums in parts --------------------------------------------------------------------------------------------------------

@@ -217,8 +217,7 @@
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
     const n = prod(axes.map((axis) => z.mesh[axis])), ahead = c.gather === "ahead", wide = c.d_model >= 2048;
     if (axes.join() === "tensor") {
-      const anew = ["full", "branches"].includes(c.remat);
-      if (kind === "all-gather") return Number(when === "forward" || (when === "again" && anew));
+      if (kind === "all-gather") return Number(when === "forward" || (when === "again" && WHOLE.includes(c.remat)));
       const inARow = c.remat !== "none" ? { "feed-forward": floordiv(n, 2) - 1 } : { "attention's sums": floordiv(n, 2) };
       return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
     }
