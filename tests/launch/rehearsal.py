@@ -108,10 +108,15 @@ class Fleet:
 
     def end_processes(self) -> None:
         """As a host that restarts does: at once."""
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not self.processes())
+
+        def none_left():  # what begins while we look is not seen, or has no environment yet: look until it is quiet
+            found = self.processes()
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not found
+
+        wait_until(none_left)
 
     def memory_bytes(self) -> int:
         """What the hosts' processes and servers hold, pages they share counted once."""
@@ -244,14 +249,13 @@ def start(fleet: Fleet, host: Host, port: int) -> None:
 
 
 def stop(fleet: Fleet) -> None:
-    """End every process of the hosts, by its id, and then their sshd."""
-    for host in fleet.hosts:
-        if host.sshd:
-            host.sshd.terminate()
+    """End the hosts' sshd, that nothing more begins, and then every process they have started, by its id."""
+    servers = [host.sshd for host in fleet.hosts if host.sshd]
+    for server in servers:
+        server.terminate()
+    for server in servers:
+        server.wait(timeout=10)
     fleet.end_processes()
-    for host in fleet.hosts:
-        if host.sshd:
-            host.sshd.wait(timeout=10)
 
 
 def free_port() -> int:
