@@ -185,8 +185,9 @@ class ModelConfig:
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
     # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
     remat: Literal["none", "dots", "branches", "full"] = "none"
-    # weights are joined for each use of a layer; for each use, one block of layers ahead; or once a step, and kept
-    gather: Literal["layer", "ahead", "step"] = "layer"
+    # weights are joined: layer, for each use of a layer; ahead, for each use, one block of layers ahead; peeled, as
+    # ahead, and none in vain, by a longer program; step, once a step, and kept
+    gather: Literal["layer", "ahead", "peeled", "step"] = "layer"
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
@@ -222,6 +223,11 @@ class ModelConfig:
     @property
     def n_blocks(self) -> int:
         return (self.n_layers - self.dense_prefix) // self.layers_per_block
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether a block's weights are joined while the block before is computed."""
+        return self.gather in ("ahead", "peeled")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ float32 = jnp.float32
 
 def join_slices(c: ModelConfig, x, axes, dim):
     """A matrix's slices, joined along `dim`."""
-    return gather_weights(x, axes, dim) if c.gather == "ahead" else all_gather(x, axes, dim=dim)
+    return gather_weights(x, axes, dim) if c.gathers_ahead else all_gather(x, axes, dim=dim)
 
 
 def gathered(w, c: ModelConfig, *names):
@@ -586,10 +586,11 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     n = len(jax.tree.leaves(w_stack)[0])
     number = (chunk * axis_size(STAGE) + axis_index(STAGE)) * n + jnp.arange(n)
     first = c.dense_prefix + c.layers_per_block * number
-    if c.gather == "ahead":
+    if c.gathers_ahead:
         whole = dataclasses.replace(c, gather="step")  # no layer gathers for itself
         one = lambda w, x, first, shared: block(w, whole, x, shared[0], first, shared[1])
-        return scan_ahead(one, lambda w: gathered(w, c), w_stack, x_btD, (first, (tokens, key)))
+        ends = {"peel": c.gather == "peeled", "hold": axis_size(STAGE) == 1}  # where no other microbatch comes between
+        return scan_ahead(one, lambda w: gathered(w, c), w_stack, x_btD, (first, (tokens, key)), **ends)
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
 

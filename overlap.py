@@ -5,6 +5,7 @@ are gathered a layer ahead (`scan_ahead`). The same bytes travel as if all waite
 run meanwhile.
 """
 
+import functools
 import itertools
 
 import jax
@@ -170,25 +171,29 @@ def together(how, kept, known):
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
 
 
-def scan_ahead(layer, gather, w_stack, x, context):
+def scan_ahead(layer, gather, w_stack, x, context, peel=False, hold=False):
     """Apply stacked layers in order: `jax.lax.scan` of layer(gather(w), x, one, shared), gathered one layer ahead.
 
     layer    fn(weights, x, one, shared) -> (x, y)
     gather   fn(slices of one layer) -> its weights, linear
     context  (stacked, shared): what a layer reads besides; the first has an entry for each, and neither a gradient
+    peel     the last layer, and on the way back the first one too, stand outside of the loop: a program of a layer more
+             forward, two more back, and nothing is sent in vain
+    hold     with peel: keep the last layer's weights for the way back, which begins with them
     Autodiff of such a loop would keep every layer's weights. So the way back is written here: weights are gathered
     again, the layer before's while this one's gradients are computed, and a layer's gradients are scattered while the
     next one's are.
     Returns x and the y of all layers. It holds the weights of two layers at once, on the way back a gradient too.
     Sends: as gathered when used, and a layer more: of the last one's weights, and on the way back of the first one's,
-    and of no gradient.
+    and of no gradient. With peel none of it; with hold a layer less: the last one's, on the way back.
     """
     everywhere = lambda *args: vary(layer(*args), AXES)  # as a loop's carry has to be, and its gradient
     # The context too: else its types on the way back could be others, and what a layer keeps in another order.
-    return _scan(everywhere, gather, *vary((w_stack, x, context), AXES))
+    return _scan(everywhere, gather, (peel, hold), *vary((w_stack, x, context), AXES))
 
 
-def _run(layer, gather, w_stack, x, context, keep):
+def _run(layer, gather, peel, w_stack, x, context, keep):
+    """Returns x, what the loop's layers made besides, what a peeled last one made, and the last one's weights."""
     stacked, shared = context
     last = len(jax.tree.leaves(w_stack)[0]) - 1
 
@@ -198,8 +203,11 @@ def _run(layer, gather, w_stack, x, context, keep):
         x, out = keep(layer, w, x, (at(stacked, number), shared))
         return (x, w_next), vary(out, AXES)
 
-    (x, _), out = jax.lax.scan(step, (x, gather(at(w_stack, 0))), jnp.arange(last + 1))
-    return x, out
+    (x, w), outs = jax.lax.scan(step, (x, gather(at(w_stack, 0))), jnp.arange(last if peel else last + 1))
+    if not peel:
+        return x, outs, None, w
+    x, out = keep(layer, w, x, (at(stacked, last), shared))
+    return x, outs, vary(out, AXES), w
 
 
 def _plain(layer, w, x, context):
@@ -213,31 +221,42 @@ def _kept(layer, w, x, context):
     return x_out, y, kept, how
 
 
-_scan = jax.custom_vjp(
-    lambda layer, gather, w_stack, x, context: _run(layer, gather, w_stack, x, context, _plain), nondiff_argnums=(0, 1)
-)
+def _stacked(outs, of_last):
+    """What all layers made; the last one's came alone where it is peeled, else it is None."""
+    if of_last is None:
+        return outs
+    return jax.tree.map(lambda xs, x: jnp.append(xs, x[None], axis=0), outs, of_last)
 
 
-def _forward(layer, gather, w_stack, x, context):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scan(layer, gather, ends, w_stack, x, context):
+    x, *y, _ = _run(layer, gather, ends[0], w_stack, x, context, _plain)
+    return x, _stacked(*y)
+
+
+def _forward(layer, gather, ends, w_stack, x, context):
     def keep(layer, w, x, context):
         x, y, kept, _ = _kept(layer, w, x, context)
         return x, (y, kept)
 
-    x, (y, kept) = _run(layer, gather, w_stack, x, context, keep)
-    return (x, y), (w_stack, kept, context)
+    peel, hold = ends
+    x, outs, of_last, w = _run(layer, gather, peel, w_stack, x, context, keep)
+    (y, kept), (y_last, kept_last) = outs, of_last or (None, None)
+    return (x, _stacked(y, y_last)), (w_stack, w if peel and hold else None, kept, kept_last, context)
 
 
-def _backward(layer, gather, saved, d_out):
-    w_stack, kept, (stacked, shared) = saved
-    (dx, dy), last = d_out, len(jax.tree.leaves(w_stack)[0]) - 1
-    w, hows = gather(at(w_stack, last)), []
+def _backward(layer, gather, ends, saved, d_out):
+    w_stack, w, kept, kept_last, (stacked, shared) = saved
+    (dx, dy), last, hows = d_out, len(jax.tree.leaves(w_stack)[0]) - 1, []
+    w = gather(at(w_stack, last)) if w is None else w
     jax.eval_shape(lambda *args: hows.append(_kept(layer, *args)[-1]), w, dx, (at(stacked, 0), shared))
 
-    def step(carry, number):
+    def step(carry, number, kept_here=None):
         dx, w, d_later, d_stack = carry
-        w_next = gather(at(w_stack, jnp.maximum(number - 1, 0)))
-        d_stack = put(d_stack, number + 1, d_later)
-        pull = together(hows[0], at(kept, number), (w, (at(stacked, number), shared)))
+        w_next = gather(at(w_stack, jnp.maximum(number - 1, 0)))  # outside of the loop none is, if nobody uses it
+        d_stack = d_stack if d_later is None else put(d_stack, number + 1, d_later)
+        kept_here = at(kept, number) if kept_here is None else kept_here
+        pull = together(hows[0], kept_here, (w, (at(stacked, number), shared)))
         d_w, dx, _ = pull((dx, at(dy, number)))
         return (dx, w_next, d_w, d_stack), None
 
@@ -247,8 +266,14 @@ def _backward(layer, gather, saved, d_out):
         return jax.tree.map(lambda d, x: d.at[number].set(x, mode="drop"), d_stack, d_slices)
 
     nothing = lambda tree: vary(jax.tree.map(jnp.zeros_like, tree), AXES)
-    start = dx, w, nothing(w), nothing(w_stack)
-    (dx, _, d_first, d_stack), _ = jax.lax.scan(step, start, jnp.arange(last, -1, -1))
+    if not ends[0]:
+        carry, _ = jax.lax.scan(step, (dx, w, nothing(w), nothing(w_stack)), jnp.arange(last, -1, -1))
+    else:
+        carry, _ = step((dx, w, None, nothing(w_stack)), last, kept_last)
+        if last:
+            carry, _ = jax.lax.scan(step, carry, jnp.arange(last - 1, 0, -1))
+            carry, _ = step(carry, 0)
+    dx, _, d_first, d_stack = carry
     return put(d_stack, 0, d_first), dx, None
 
 

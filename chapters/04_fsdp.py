@@ -600,8 +600,8 @@ lesson.source(overlap._run)
 
 # %% [markdown]
 # The way back does the same from the last layer on, and scatters a layer's gradient during the products of
-# the layer before. It does so by permutes (everyone sends to one other): in a TPU's program everything waits
-# for a reduce-scatter, and products run beside a permute.
+# the layer before, by permutes (everyone sends to one other): in a TPU's program everything waits for a
+# reduce-scatter, and products run beside a permute.
 #
 # > **Predict.** The same 4 layers of 7 matrices, one table, and 8 slices. How many all-gathers with
 # > `gather=ahead`?
@@ -618,10 +618,10 @@ print(f"{permutes.count:.0f} permutes send {permutes.wire_bytes:,}", end="; ")
 print(f"over fsdp {found.by('axes')[FSDP].wire_bytes:,}, temporary {memory:,}")
 
 # %% [markdown]
-# 14 more. A loop that is always one layer ahead gathers for a layer that does not exist, each way: 1 in 5
+# 14 more. A loop that is one layer ahead gathers for a layer that does not exist, each way: 1 in 5
 # here, 1 in 33 of Llama 3 8B. And it scatters a gradient too many, so 44 for 37. Over 4 devices a scatter is
 # two permutes, of half the array and then a quarter: 3/4, what a reduce-scatter sends. Two layers' weights are
-# there at once.
+# there at once. `gather=peeled` sends none in vain, by a longer program (`peel`).
 #
 # Whether products do run meanwhile, simulated devices cannot show: they share one processor. The TPU's
 # compiler can, without a TPU (`make extra-tpu`); its program is a schedule. Not run by this page:

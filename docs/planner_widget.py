@@ -142,6 +142,8 @@ def planner_widget() -> str:
     chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward apart"),
                  ("dots", "all but products"), ("none", "nothing")]  # fmt: skip
+    join = [("layer", "for each layer"), ("ahead", "a block ahead"), ("peeled", "a block ahead, none in vain"),
+            ("step", "once a step")]  # fmt: skip
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 <div class="selects">
@@ -151,7 +153,7 @@ def planner_widget() -> str:
 {select("positions in a sequence", "seq_len", powers(7, 17))}
 {select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
 {select("recompute", "remat", recompute)}
-{select("join weights", "gather", [("layer", "for each layer"), ("ahead", "a block ahead"), ("step", "once a step")])}
+{select("join weights", "gather", join)}
 {select("positions along tensor", "tensor_exchange", [("ring", "in turn"), ("gather", "all at once")])}
 {select("keys along context", "context_attention", [("gather", "all at once"), ("ring", "in turn")])}
 </div>

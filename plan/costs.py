@@ -471,9 +471,12 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
     """Each use of a parameter, where weights are gathered when they are used."""
     c, z, M, run = cfg.model, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
     if w.name.startswith(("prefix.", "blocks.")):
-        ahead = c.gather == "ahead" and w.name.startswith("blocks.")  # then a block more, each time they are passed
-        more = w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks if ahead else 0
-        yield Use(run.forward, run.again, run.weights, w.d.dims, w.joined / w.layers, w.layers + more, "weights")
+        block = w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks if w.name.startswith("blocks.") else 0
+        more = block * (c.gather == "ahead")  # each time the blocks are passed
+        held = block * (c.gather == "peeled" and sched.stages == 1)  # the last one's, for the way back
+        size, of = w.joined / w.layers, "experts" if "E" in w.d.dims else "weights"
+        yield Use(run.forward, 0, run.weights, w.d.dims, size, w.layers + more, of)
+        yield Use(0, run.again, 0, w.d.dims, size, w.layers + more - held, of)
     if w.name == "embedding_VD" and not tokens_go(c, z):
         yield Use(run.forward, 0, M, w.d.dims, w.joined, 1)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
@@ -495,7 +498,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
         if whole and M * sched.stages > 1:  # gradients of microbatches are added up in float32 before they are sent
             size = 4 * use.size
         kind = "reduce-scatter" if whole else hiding.scatter_of(use.dims, w.slice, platform)
-        if cfg.model.gather == "ahead":  # in halves, and halves of them: along the last axis first
+        if cfg.model.gathers_ahead:  # in halves, and halves of them: along the last axis first
             of = use.of
             for axis in reversed(w.gathered_over):
                 n = w.mesh[axis]

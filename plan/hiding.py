@@ -43,8 +43,8 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
         return 1
     if axes == (TENSOR,):
         return of_positions(c, kind, mesh[TENSOR], when, of)
-    if of in ("weights", "vocabulary"):
-        return of_weights(c, kind)
+    if of in ("weights", "experts", "vocabulary"):
+        return of_weights(c, kind, when, of)
     return 1
 
 
@@ -62,13 +62,14 @@ def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float
     return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
 
 
-def of_weights(c: ModelConfig, kind: str) -> float:
-    """All-gathers run one after the other, each beside products that do not need it.
+def of_weights(c: ModelConfig, kind: str, when: str, of: str) -> float:
+    """All-gathers run one after the other, each beside products that do not need it. Experts' three matrices are most
+    of a layer, and one finds none; of wide models two do, where products are repeated.
 
     Of weights gathered ahead, gathers and gradients are under way together, and some find no product.
     """
-    if c.gather != "ahead":
-        return 0
+    if not c.gathers_ahead:
+        return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
     return {"all-gather": 0.1 if wide(c) else 0.4, "collective-permute": 0.2 if wide(c) else 0.5}[kind]
 
 

@@ -83,11 +83,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "batch": 5 * 4 * sequences * z.s,
         "gradients": gradients,
         # Ahead: those of two blocks, and a block's gradients.
-        "weights": sum(x.joined * x.width for x in w)
-        if whole
-        else 3 * of_block
-        if c.gather == "ahead"
-        else 2 * of_layer,
+        "weights": sum(x.joined * x.width for x in w) if whole else 3 * of_block if c.gathers_ahead else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.

@@ -38,6 +38,13 @@ def gather(w):
     }
 
 
+ENDS = {
+    "looped": scan_ahead,
+    "peeled": functools.partial(scan_ahead, peel=True),
+    "held": functools.partial(scan_ahead, peel=True, hold=True),
+}
+
+
 def plainly(layer, gather, w_stack, x, context):
     stacked, shared = context
     return jax.lax.scan(lambda x, one: layer(gather(one[0]), x, one[1], shared), x, (w_stack, stacked))
@@ -85,13 +92,14 @@ def with_gradients(scan, remat: str):
 # What it computes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.parametrize("L", [1, 2, 5])
-def test_layers_gathered_ahead_are_the_layers(L, remat):
+def test_layers_gathered_ahead_are_the_layers(L, remat, ends):
     """Catches weights of the layer before or after, a last layer that is gathered where there is none, gradients that
     land a layer further or are not scattered, and context, keys of dropout too, of another layer."""
     want = with_gradients(plainly, remat)(*arrays(L))
-    got = with_gradients(scan_ahead, remat)(*arrays(L))
+    got = with_gradients(ENDS[ends], remat)(*arrays(L))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)  # float32, other order of sums
     jax.tree.map(close, got, want)
     assert all(np.abs(x).max(axis=tuple(range(1, x.ndim))).min() > 0 for x in jax.tree.leaves(got[2]))
@@ -126,32 +134,41 @@ def kept(scan, remat: str, L: int) -> collections.Counter:
     return collections.Counter(found)
 
 
+@pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("L", [1, 5])
 @pytest.mark.parametrize("remat", REMAT)
-def test_no_gathered_weights_are_kept(remat, L):
+def test_no_gathered_weights_are_kept(remat, L, ends):
     """Catches a loop that keeps every layer's weights, as autodiff of it would; and what full recomputation keeps: the
-    input of each layer, and what it was given. Catches context that the way back would know by another type."""
-    found = kept(scan_ahead, remat, L)
+    input of each layer, and what it was given; of the last one its weights where told. Catches context that the way
+    back would know by another type."""
+    found = kept(ENDS[ends], remat, L)
     slices = {(L, D // n, F): 1, (L, F, D // n): 1}
     assert found[L, D, F] == found[L, F, D] == 0
+    assert found[D, F] == found[F, D] == (ends == "held")
     if remat == "full":
         given = {(L,): 1, (B,): 1, (): 2}  # numbers of layers, ids of tokens, a scale and a key
-        assert found == collections.Counter({(L, B, D): 1, **slices, **given})
+        streams = {(L, B, D): 1} if ends == "looped" else {(L - 1, B, D): 1, (B, D): 1}
+        whole = {(D, F): 1, (F, D): 1} if ends == "held" else {}
+        assert found == collections.Counter(streams | whole | slices | given)
     else:
-        assert found[L, B, F] >= 1, "nothing more is kept than by full recomputation"
+        in_loop = L if ends == "looped" else L - 1
+        assert found[in_loop, B, F] >= 1, "nothing more is kept than by full recomputation"
 
 
 # What it sends, and when ----------------------------------------------------------------------------------------------
 
 
-def test_one_layer_more_is_sent():
-    """Catches weights gathered twice on the way back, by a recomputation too, and gradients that come back whole."""
-    L = 5
-    program = with_gradients(scan_ahead, "full").lower(*arrays(L)).compile().as_text()
+@pytest.mark.parametrize(("ends", "L", "gathers", "scatters"), [
+    ("looped", 5, 2 * 6, 6), ("peeled", 5, 2 * 5, 5), ("held", 5, 5 + 4, 5), ("peeled", 1, 2, 1), ("held", 1, 1, 1),
+])  # fmt: skip
+def test_one_layer_more_is_sent_and_none_where_the_ends_are_peeled(ends, L, gathers, scatters):
+    """Catches weights gathered twice on the way back, by a recomputation too, gradients that come back whole, and
+    anything sent in vain."""
+    program = with_gradients(ENDS[ends], "full").lower(*arrays(L)).compile().as_text()
     by = ledger.read(program, {FSDP: n} | {axis: 1 for axis in AXES if axis != FSDP}).by("kind")
     one_gather = 2 * 4 * D * F * (n - 1) // n
-    assert (by["all-gather"].count, by["all-gather"].wire_bytes) == (2 * 2 * (L + 1), 2 * (L + 1) * one_gather)
-    assert by["collective-permute"].wire_bytes == (L + 1) * one_gather
+    assert (by["all-gather"].count, by["all-gather"].wire_bytes) == (2 * gathers, gathers * one_gather)
+    assert by["collective-permute"].wire_bytes == scatters * one_gather
     assert set(by) == {"all-gather", "collective-permute"}
 
 
@@ -168,10 +185,11 @@ def loops(jaxpr):
             yield from [inside] if equation.primitive.name == "scan" else loops(inside)
 
 
-def test_nothing_gathered_or_scattered_waits_for_a_product():
+@pytest.mark.parametrize("ends", ENDS)
+def test_nothing_gathered_or_scattered_waits_for_a_product(ends):
     """Catches a loop that gathers a layer's weights when the layer before is over, or scatters gradients where they are
     made: right in all numbers, and as slow as gathering each layer when it is used."""
-    traced = jax.make_jaxpr(with_gradients(scan_ahead, "full").function)(*arrays(5)).jaxpr
+    traced = jax.make_jaxpr(with_gradients(ENDS[ends], "full").function)(*arrays(5)).jaxpr
     traced, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     forward, backward = (body for body in loops(traced) if any(holds(e, "dot_general") for e in body.eqns))
     for body, exchanges in ((forward, ["all_gather"] * 2), (backward, ["all_gather"] * 2 + ["ppermute"] * 4)):

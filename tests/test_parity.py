@@ -62,7 +62,7 @@ stage=2                     moe       microbatches=4 schedule=1f1b remat=dots ga
 stage=4                     capacity  microbatches=2
 stage=8                     dense     microbatches=4 schedule=zb
 fsdp=2                      capacity  gather=step
-fsdp=4                      dense     gather=ahead accumulation=3
+fsdp=4                      dense     gather=peeled accumulation=3
 fsdp=8                      moe       remat=dots gather=ahead
 expert=2                    moe       accumulation=3
 expert=4                    capacity  remat=full
@@ -77,9 +77,9 @@ tensor=8                    dense     loss_chunk=40 remat=branches exchange=ring
 data=2,stage=2              moe       microbatches=2
 data=4,fsdp=2               dense     remat=dots
 data=2,expert=2             moe       accumulation=3 gather=step
-data=2,context=2            mixed     attention=ring gather=ahead
+data=2,context=2            mixed     attention=ring gather=peeled
 data=2,tensor=4             capacity  remat=dots
-stage=4,fsdp=2              dense     microbatches=4 schedule=1f1b gather=ahead
+stage=4,fsdp=2              dense     microbatches=4 schedule=1f1b gather=peeled
 stage=2,expert=4            capacity  microbatches=2 schedule=interleaved chunks=2 remat=full gather=ahead
 stage=2,context=2           mixed     microbatches=4
 stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring
@@ -100,11 +100,11 @@ stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved chunks
 stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3
 stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring
 stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40
-fsdp=2,expert=2,context=2   mixed     attention=ring remat=full gather=ahead
+fsdp=2,expert=2,context=2   mixed     attention=ring remat=full gather=peeled
 fsdp=2,expert=2,tensor=2    moe       gather=ahead accumulation=3 exchange=ring
 fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring
 expert=2,context=2,tensor=2 moe       attention=ring gather=ahead
-stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b gather=ahead exchange=ring
+stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b gather=peeled exchange=ring
 """
 
 # Run by the command, each in a process of its own, which simulates as many devices.
@@ -224,8 +224,8 @@ def test_the_cases_cover():
     assert sum(len(mesh) >= 3 for mesh in split) >= 12
     cases = lines(CASES) + lines(COMMAND_CASES)
     for word in [*MODELS, "accumulation=3", "microbatches=2", "microbatches=4", "remat=dots", "remat=full",
-                 "gather=step", "gather=ahead", "attention=ring", "exchange=ring", "1f1b", "interleaved",
-                 "zb"]:  # fmt: skip
+                 "gather=step", "gather=ahead", "gather=peeled", "attention=ring", "exchange=ring", "1f1b",
+                 "interleaved", "zb"]:  # fmt: skip
         axes = {axis for case in cases if word in case for axis in case.split()[0].replace("=", ",").split(",")}
         wanted = {"context"} if word == "attention=ring" else set(AXES)
         if "microbatches" in word or word in ("1f1b", "interleaved", "zb"):

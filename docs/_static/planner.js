@@ -213,16 +213,18 @@
     return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
   }
 
+  const gathersAhead = (c) => c.gather === "ahead" || c.gather === "peeled";
+
   function exposed(c, z, kind, axes, when, of) {
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
-    const n = prod(axes.map((axis) => z.mesh[axis])), ahead = c.gather === "ahead", wide = c.d_model >= 2048;
+    const n = prod(axes.map((axis) => z.mesh[axis])), ahead = gathersAhead(c), wide = c.d_model >= 2048;
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when === "forward" || (when === "again" && WHOLE.includes(c.remat)));
       const inARow = c.remat !== "none" ? { "feed-forward": floordiv(n, 2) - 1 } : { "attention's sums": floordiv(n, 2) };
       return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
     }
-    if (of !== "weights" && of !== "vocabulary") return 1;
-    if (!ahead) return 0;
+    if (!["weights", "experts", "vocabulary"].includes(of)) return 1;
+    if (!ahead) return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
     return kind === "all-gather" ? (wide ? 0.1 : 0.4) : (wide ? 0.2 : 0.5);
   }
 
@@ -515,8 +517,11 @@
     const M = sched.microbatches, inBlocks = w.name.startsWith("blocks."), found = [];
     const use = (ahead, again, back, dims, size, times, of = "") => found.push({ ahead, again, back, dims, size, times, of });
     if (inBlocks || w.name.startsWith("prefix.")) {
-      const more = c.gather === "ahead" && inBlocks ? (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks : 0;
-      use(run.forward, run.again, run.weights, w.dims, w.joined / w.layers, w.layers + more, "weights");
+      const block = inBlocks ? (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks : 0;
+      const size = w.joined / w.layers, of = w.dims.includes("E") ? "experts" : "weights";
+      const more = c.gather === "ahead" ? block : 0, kept = c.gather === "peeled" && sched.stages === 1 ? block : 0;
+      use(run.forward, 0, run.weights, w.dims, size, w.layers + more, of);
+      use(0, run.again, 0, w.dims, size, w.layers + more - kept, of);
     }
     if (w.name === "embedding_VD" && !tokensGo(c, z)) use(run.forward, 0, M, w.dims, w.joined, 1);
     if (w.name === (c.tie_embeddings ? "embedding_VD" : "unembedding_DV")) {
@@ -535,7 +540,7 @@
       add("weights", "all-gather", w.over, size * w.width, again * times, "again", of);
       if (!w.trainable) continue;
       let left = size * (whole && !onePiece ? 4 : w.width), hides = of;
-      if (c.gather === "ahead") for (const axis of [...w.over].reverse()) {
+      if (gathersAhead(c)) for (const axis of [...w.over].reverse()) {
         const n = z.mesh[axis];
         add("gradients", "collective-permute", [axis], left * (1 - 1 / n), back * times, "back", hides);
         [left, hides] = [left / n, n === 1 ? hides : ""];
@@ -607,7 +612,7 @@
     const logitsBytes = tokens * vocabularySlices(c, tokens, floordiv(c.vocab_size, z.mesh.tensor))[1] * 4;
     return {
       parameters: state, optimizer: 2 * state, batch: 5 * 4 * sequences * z.s, gradients,
-      weights: whole ? sum(w.map((x) => x.joined * x.width)) : c.gather === "ahead" ? 3 * ofBlock : 2 * ofLayer,
+      weights: whole ? sum(w.map((x) => x.joined * x.width)) : gathersAhead(c) ? 3 * ofBlock : 2 * ofLayer,
       saved: (slots.kept + (onePiece ? 0 : 1)) * saved,
       pipeline: (slots.inbox + slots.cotangents) * stream,
       "at work": Math.max(work, (onTpu ? 1 : 3) * logitsBytes + table - (onePiece && onTpu ? gradients : 0)),

@@ -31,6 +31,7 @@ def config(name: str, mesh: str, **settings):
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
 LAYER, AHEAD, NONE = {"model.gather": "layer"}, {"model.gather": "ahead"}, {"model.remat": "none"}
+PEELED = {"model.gather": "peeled"}
 IN_TURN = {"model.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
 CASES = {
@@ -53,6 +54,9 @@ CASES = {
         "model.n_kv_heads": 2, "model.activation": "swiglu"}),
     "experts ahead": ("bench", "fsdp=2,expert=2,context=2", AHEAD | {"model.dense_prefix": 2}),
     "1f1b ahead": ("bench", "stage=2,fsdp=2,tensor=2", AHEAD | IN_TURN | {"pipeline.schedule": "1f1b"}),
+    "ends peeled": ("bench", "fsdp=4,tensor=2", PEELED | DENSE),
+    "ends peeled, accumulation": ("bench", "fsdp=4", PEELED | DENSE | {"optim.max_device_batch": 2}),
+    "ends peeled, stages": ("bench", "stage=2,fsdp=2", PEELED | {"pipeline.schedule": "1f1b"}),
 }  # fmt: skip
 
 
@@ -182,7 +186,8 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
     whole, half = kinds("fsdp=8"), kinds("fsdp=4,data=2")
     assert set(whole) == {"all-reduce"} and set(half) == {"reduce-scatter"}
     assert whole["all-reduce"] / half["reduce-scatter"] == pytest.approx(2 * (7 / 8) / (3 / 4))
-    assert set(kinds("fsdp=8", **{"model.gather": "ahead"})) == {"collective-permute"}
+    for ahead in (AHEAD, PEELED):
+        assert set(kinds("fsdp=8", **ahead)) == {"collective-permute"}
 
 
 def test_a_mesh_divides_the_work_and_not_the_model():
