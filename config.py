@@ -21,6 +21,7 @@ from utils import UserError, nearest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
+AHEAD = ("ahead", "peeled")  # ways to gather a block's weights while the block before is computed
 
 
 # What a field may hold, besides its type.
@@ -223,11 +224,6 @@ class ModelConfig:
     @property
     def n_blocks(self) -> int:
         return (self.n_layers - self.dense_prefix) // self.layers_per_block
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether a block's weights are joined while the block before is computed."""
-        return self.gather in ("ahead", "peeled")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from config import ModelConfig
+from config import AHEAD, ModelConfig
 from kernels.attention import HIDDEN
 from kernels.grouped import grouped_matmul
 from overlap import arriving, as_they_come, in_parts, in_place, leaving, over_context, scan_ahead
@@ -69,7 +69,7 @@ float32 = jnp.float32
 
 def join_slices(c: ModelConfig, x, axes, dim):
     """A matrix's slices, joined along `dim`."""
-    return gather_weights(x, axes, dim) if c.gathers_ahead else all_gather(x, axes, dim=dim)
+    return gather_weights(x, axes, dim) if c.gather in AHEAD else all_gather(x, axes, dim=dim)
 
 
 def gathered(w, c: ModelConfig, *names):
@@ -586,7 +586,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     n = len(jax.tree.leaves(w_stack)[0])
     number = (chunk * axis_size(STAGE) + axis_index(STAGE)) * n + jnp.arange(n)
     first = c.dense_prefix + c.layers_per_block * number
-    if c.gathers_ahead:
+    if c.gather in AHEAD:
         whole = dataclasses.replace(c, gather="step")  # no layer gathers for itself
         one = lambda w, x, first, shared: block(w, whole, x, shared[0], first, shared[1])
         ends = {"peel": c.gather == "peeled", "hold": axis_size(STAGE) == 1}  # where no other microbatch comes between

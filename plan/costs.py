@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import model
 import overlap
 import sharding
-from config import AXES, Config, ModelConfig
+from config import AHEAD, AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
 from pipeline import fit, schedules
 from plan import hiding
@@ -498,7 +498,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
         if whole and M * sched.stages > 1:  # gradients of microbatches are added up in float32 before they are sent
             size = 4 * use.size
         kind = "reduce-scatter" if whole else hiding.scatter_of(use.dims, w.slice, platform)
-        if cfg.model.gathers_ahead:  # in halves, and halves of them: along the last axis first
+        if cfg.model.gather in AHEAD:  # in halves, and halves of them: along the last axis first
             of = use.of
             for axis in reversed(w.gathered_over):
                 n = w.mesh[axis]

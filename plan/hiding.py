@@ -6,7 +6,7 @@ bytes to them, within 10% of all bytes. For other devices no schedule is known: 
 
 import math
 
-from config import ModelConfig
+from config import AHEAD, ModelConfig
 from sharding import TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that repeat products
@@ -68,7 +68,7 @@ def of_weights(c: ModelConfig, kind: str, when: str, of: str) -> float:
 
     Of weights gathered ahead, gathers and gradients are under way together, and some find no product.
     """
-    if not c.gathers_ahead:
+    if c.gather not in AHEAD:
         return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
     return {"all-gather": 0.1 if wide(c) else 0.4, "collective-permute": 0.2 if wide(c) else 0.5}[kind]
 

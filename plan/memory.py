@@ -1,7 +1,7 @@
 """What one training step keeps on a device at its fullest, by arithmetic on the declarations. Letters: `costs.py`."""
 
 import model
-from config import Config, ModelConfig
+from config import AHEAD, Config, ModelConfig
 from kernels import grouped
 from pipeline import fit, schedules
 from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weights
@@ -83,7 +83,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "batch": 5 * 4 * sequences * z.s,
         "gradients": gradients,
         # Ahead: those of two blocks, and a block's gradients.
-        "weights": sum(x.joined * x.width for x in w) if whole else 3 * of_block if c.gathers_ahead else 2 * of_layer,
+        "weights": sum(x.joined * x.width for x in w) if whole else 3 * of_block if c.gather in AHEAD else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.
