@@ -153,6 +153,7 @@ def test_no_gathered_weights_are_kept(remat, L, ends):
     else:
         in_loop = L if ends == "looped" else L - 1
         assert found[in_loop, B, F] >= 1, "nothing more is kept than by full recomputation"
+        assert (found[B, F] >= 1) == (ends != "looped"), "nor of the last layer, where it is peeled"
 
 
 # What it sends, and when ----------------------------------------------------------------------------------------------
