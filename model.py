@@ -47,6 +47,7 @@ from sharding import (
     STAGE,
     TENSOR,
     TOKENS,
+    TURNS,
     all_gather,
     all_to_all,
     axis_index,
@@ -67,9 +68,9 @@ from utils import UserError
 float32 = jnp.float32
 
 
-def join_slices(c: ModelConfig, x, axes, dim):
-    """A matrix's slices, joined along `dim`."""
-    return gather_weights(x, axes, dim) if c.gather in AHEAD else all_gather(x, axes, dim=dim)
+def join_slices(c: ModelConfig, x, axes, dim, turn=0):
+    """A matrix's slices, joined along `dim`. Gradients of different turns come back on different links."""
+    return gather_weights(x, axes, dim, turn) if c.gather in AHEAD else all_gather(x, axes, dim=dim)
 
 
 def gathered(w, c: ModelConfig, *names):
@@ -78,7 +79,13 @@ def gathered(w, c: ModelConfig, *names):
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
     Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes; in parts, if weights are gathered ahead.
     """
-    join = lambda x, dim, axes, exact: join_slices(c, x if exact else x.astype(c.precision.compute), axes, dim)
+    sizes = [0] * TURNS  # of the matrices of each turn: the next one goes where least goes
+
+    def join(x, dim, axes, exact):
+        turn = sizes.index(min(sizes))
+        sizes[turn] += x.size
+        return join_slices(c, x if exact else x.astype(c.precision.compute), axes, dim, turn)
+
     return map_sliced(join, w, *names)
 
 

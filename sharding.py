@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -384,43 +384,79 @@ def reduce_scatter(partial, axes, *, dim):
     return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
 
-def reduce_scatter_in_parts(partial, axes, *, dim):
+def reduce_scatter_in_parts(partial, axes, *, dim, turn=0):
     """`reduce_scatter` by permutes: products may run beside each, where a compiler makes the whole wait.
 
-    Devices are numbered in digits, one for each prime factor of n. Those that differ in the last digit exchange what
-    is the other's, and add; then those that differ in the digit before, on what is left: with n = 2^k, k permutes, of
-    half the array, a quarter, and so on. Nearest neighbours exchange most.
+    turn  sums of different turns, 0 to TURNS - 1, use different links of a torus at the same time
+    Along an axis, the last one first, devices are numbered in `digits`. Those that differ in one digit alone exchange
+    what is the other's, and add; then those that differ in the next, on what is left: with n = 2^k, k permutes, of half
+    the array, a quarter, and so on.
     Sends and backward: as reduce_scatter. Source: recursive halving, https://doi.org/10.1177/1094342005051521.
     """
-    n, here, factors = axis_size(axes), axis_index(axes), prime_factors(axis_size(axes))
 
     def in_parts(x):
-        x = x.reshape(*x.shape[:dim], *factors, x.shape[dim] // n, *x.shape[dim + 1 :])
-        stride = 1
-        for place in reversed(range(len(factors))):
-            factor, digit = factors[place], here // stride % factors[place]
-            own = jax.lax.dynamic_index_in_dim(x, digit, axis=dim + place, keepdims=False)
-            for by in range(1, factor):
-                theirs = jax.lax.dynamic_index_in_dim(x, (digit + by) % factor, axis=dim + place, keepdims=False)
-                pairs = [(i, i + ((i // stride + by) % factor - i // stride % factor) * stride) for i in range(n)]
-                own += jax.lax.ppermute(theirs, axes, pairs)
-            x, stride = own, stride * factor
-        return x
+        before, size, after = x.shape[:dim], x.shape[dim] // axis_size(axes), x.shape[dim + 1 :]
+        for axis in reversed(as_tuple(axes)):
+            here, order = axis_index(axis), digits(axis_size(axis), turn)
+            x = x.reshape(*before, -1, *(digit.factor for digit in sorted(order)), size, *after)
+            for digit in order:
+                parts = functools.partial(jax.lax.dynamic_index_in_dim, x, axis=dim + 1 + digit.place)
+                own = parts(digit.other(here, 0))
+                for by in range(1, digit.factor):
+                    pairs = [(i, digit.there(i, by)) for i in range(axis_size(axis))]
+                    own += jax.lax.ppermute(parts(digit.other(here, by)), axis, pairs)
+                x = own
+        return x.reshape(*before, size, *after)
 
     whole = branches() and platform() == "cpu"  # see `shift`, why
     return reduce_scatter(partial, axes, dim=dim) if whole else in_parts(partial)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_weights(x, axes, dim):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_weights(x, axes, dim, turn=0):
     """`all_gather` whose gradient comes back by `reduce_scatter_in_parts`."""
     return all_gather(x, axes, dim=dim)
 
 
-gather_weights.defvjp(
-    lambda x, axes, dim: (gather_weights(x, axes, dim), None),
-    lambda axes, dim, _, d: (reduce_scatter_in_parts(d, axes, dim=dim),),
-)
+def _gradient_in_parts(axes, dim, turn, _, d):
+    with jax.named_scope("gradients_in_parts"):  # by which the planner knows them
+        return (reduce_scatter_in_parts(d, axes, dim=dim, turn=turn),)
+
+
+gather_weights.defvjp(lambda x, axes, dim, turn: (gather_weights(x, axes, dim, turn), None), _gradient_in_parts)
+
+TURNS = 3  # a torus has as many axes
+
+
+class Digit(NamedTuple):
+    """One of the digits that number the devices along an axis."""
+
+    place: int  # from 0, the most significant
+    factor: int
+    stride: int  # what a device's number is larger by, if this digit is larger by 1
+
+    def other(self, i, by: int):
+        """The digit of the device `by` places on."""
+        return (i // self.stride + by) % self.factor
+
+    def there(self, i, by: int):
+        """The number of the device `by` places on from device i, around the end of this digit."""
+        return i + (self.other(i, by) - self.other(i, 0)) * self.stride
+
+
+def digits(n: int, turn: int = 0) -> list[Digit]:
+    """The digits that number n devices, one for each prime factor of n, in the order in which they exchange.
+
+    From the last digit on they are cut into three runs, each about an axis of a torus: the first of a run is the one
+    along which devices are neighbours. Turn 0 takes the first of each run, then the second of each; turn 1 likewise,
+    beginning with the second run. So three sums at a time use different links, and short ways for most of their bytes.
+    """
+    factors = prime_factors(n)
+    found = [Digit(k, factor, math.prod(factors[k + 1 :])) for k, factor in enumerate(factors)][::-1]
+    length = -(-len(found) // TURNS)
+    runs = [found[i : i + length] for i in range(0, len(found), length or 1)]
+    first = turn % len(runs) if runs else 0
+    return [run[i] for i in range(length) for run in runs[first:] + runs[:first] if i < len(run)]
 
 
 def prime_factors(n: int) -> list[int]:

@@ -49,7 +49,8 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
                 laid = hardware.layout(mesh, topology)
             except UserError:
                 continue
-            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s) for x in laid.values()]
+            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s, x.in_parts_bytes_per_s)
+                      for x in laid.values()]  # fmt: skip
             shares = [tuple(speed / chip.link_bytes_per_s for speed in one) for one in speeds]
             found[name(mesh)] = [links.setdefault(one, len(links)) for one in shares]
     return found

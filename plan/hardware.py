@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import AXES, MeshConfig
+from sharding import TURNS, digits
 from utils import UserError, nearest
 
 GiB = 2**30
@@ -162,6 +163,7 @@ class Link:
     note: str  # the line to print
     neighbour_bytes_per_s: float | None  # in collective-permute: to the next device alone
     all_to_all_bytes_per_s: float | None
+    in_parts_bytes_per_s: float | None  # in sums by permutes, a matrix of each turn at a time: see `_in_parts`
 
 
 @functools.cache
@@ -176,7 +178,7 @@ def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if topology.chip.key == "cpu":
         note = "lies in this machine's memory"
-        return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None) for axis, n in sizes.items()}
+        return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None, None) for axis, n in sizes.items()}
     on_torus = topology.chip.torus_dims > 0
     # JAX keeps the order of GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
@@ -240,7 +242,27 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     near = "neighbours adjacent" if hops == 1 else f"neighbours {hops} hops apart"
     note = f"{axis}={n} lies on {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"
     all_to_all = min(speed, 4 * (n - 1) / n**2 * across)
-    return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all)
+    in_parts = one * _in_parts(lines, topology)
+    return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all, in_parts)
+
+
+def _in_parts(lines: np.ndarray, topology: Topology) -> float:
+    """Links that a device keeps busy while matrices of each turn are added up; see `sharding.reduce_scatter_in_parts`.
+
+    A digit is exchanged in all turns at once, and takes as long as the busiest link; then the next one is.
+    """
+    n, sent, seconds = lines.shape[1], 0.0, 0.0
+    left = [1.0] * TURNS
+    for at_once in zip(*(digits(n, turn) for turn in range(TURNS)), strict=True):
+        ends, sizes = [], []
+        for turn, digit in enumerate(at_once):
+            left[turn] /= digit.factor
+            ends += [lines[:, digit.there(np.arange(n), by)] for by in range(1, digit.factor)]
+            sizes += [left[turn]] * (digit.factor - 1)
+        sizes_m = np.repeat(sizes, lines[..., 0].size)
+        seconds += _busiest(np.concatenate([lines] * len(ends)), np.concatenate(ends), topology, sizes_m)
+        sent += sum(sizes)
+    return sent / seconds
 
 
 def _part(size: int, _wraps: bool, count: int, stride: int) -> str:
@@ -257,17 +279,21 @@ def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
     return [(len(values), *gap) for values, gap in zip(places, gaps, strict=True)] if fills else None
 
 
-def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology) -> int:
-    """Count the messages on the busiest direction of a link, if all go at once: first along x, then y, then z."""
+def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, size=None) -> float:
+    """Count the messages on the busiest direction of a link, if all go at once: first along x, then y, then z.
+
+    size  of each message, to add up in place of their number
+    """
     at, left = start.reshape(-1, start.shape[-1]).copy(), topology.steps(start, end).reshape(-1, start.shape[-1])
-    load = np.zeros((len(topology.shape), 2, *topology.shape), int)
-    for d, size in enumerate(topology.shape):
+    load = np.zeros((len(topology.shape), 2, *topology.shape))
+    size = np.ones(len(at)) if size is None else size
+    for d, length in enumerate(topology.shape):
         while (moving := left[:, d] != 0).any():
             sign = np.sign(left[moving, d])
-            np.add.at(load[d], ((sign > 0).astype(int), *at[moving].T), 1)
-            at[moving, d] = (at[moving, d] + sign) % size
+            np.add.at(load[d], ((sign > 0).astype(int), *at[moving].T), size[moving])
+            at[moving, d] = (at[moving, d] + sign) % length
             left[moving, d] -= sign
-    return max(int(load.max()), 1)
+    return float(load.max()) or 1.0
 
 
 def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
@@ -280,11 +306,13 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     nodes = max(len(np.unique(group // GPUS_PER_NODE)) for group in lines)
     if nodes == 1:
         inside = chip.link_bytes_per_s
-        return Link(inside, 1, True, (), f"{axis}={n} stays in a node: NVLink, {_speed(inside)}", inside, inside)
+        return Link(
+            inside, 1, True, (), f"{axis}={n} stays in a node: NVLink, {_speed(inside)}", inside, inside, inside
+        )
     here = -(-n // nodes)  # of the group's devices stand in one node
     card, speed = chip.dcn_bytes_per_s, min(chip.link_bytes_per_s, here * chip.dcn_bytes_per_s)
     note = f"{axis}={n} spans {nodes} nodes with {here} in each: InfiniBand, {_speed(speed)}"
-    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here))
+    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here), card)
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from config import AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
 from plan import compiled, costs, hardware, memory
 from plan.costs import model_flops_per_token, parameters
-from sharding import TENSOR
+from sharding import SLICED, TENSOR
 from utils import UserError
 from xla import ledger
 
@@ -105,7 +105,7 @@ class Plan:
         found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: what a stage does in its slots
         links = hardware.layout(self.cfg.mesh, self.topology)
         for one in self.traffic if exchanges is None else exchanges:
-            speed, name = min(self.speed(one.kind, axis, links[axis]) for axis in one.axes), "*".join(one.axes)
+            speed, name = min(self.speed(one, axis, links[axis]) for axis in one.axes), "*".join(one.axes)
             exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
             found[name] = found.get(name, 0) + exposed_bytes / speed
             hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
@@ -118,14 +118,17 @@ class Plan:
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
         return found
 
-    def speed(self, kind: str, axis: str, link: hardware.Link) -> float:
+    def speed(self, one: costs.Traffic, axis: str, link: hardware.Link) -> float:
         """Bytes per second of a collective along a mesh axis. Positions go around TENSOR both ways at once."""
-        if kind == "all-to-all":
+        if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
-        if kind == "collective-permute":
+        if one.kind == "collective-permute":
             n = self.cfg.mesh.sizes[axis]
             both_ways = (n - 1) / (n // 2) if axis == TENSOR else 1
-            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
+            in_parts = axis in SLICED and "gradients" in one.part
+            return (
+                link.in_parts_bytes_per_s if in_parts else min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
+            )
         return link.bytes_per_s
 
     @property

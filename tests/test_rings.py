@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import model
 import overlap
 import sharding
+from config import preset
 from sharding import AXES, CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 from xla import ledger, ordered
 
@@ -186,22 +188,23 @@ HALVES = {
     "fsdp=6": (FSDP, [1 / 2, 1 / 6, 1 / 6]),
     "fsdp=8": (FSDP, [1 / 2, 1 / 4, 1 / 8]),
     "fsdp=2,expert=2,context=2": (SLICED, [1 / 2, 1 / 4, 1 / 8]),
-    "fsdp=2,context=3": (SLICED, [1 / 2, 1 / 6, 1 / 6]),
+    "fsdp=2,context=3": (SLICED, [1 / 3, 1 / 3, 1 / 6]),
     "data=2,fsdp=2,context=2": (SLICED, [1 / 2, 1 / 4]),
     "expert=2,context=2,tensor=2": ((EXPERT, CONTEXT), [1 / 2, 1 / 4]),
 }
 
 
 @pytest.mark.parametrize("mesh", [*HALVES, "stage=2,fsdp=3", "stage=2,fsdp=2,expert=2"])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_sum_in_parts_is_the_sum(mesh, dim):
+@pytest.mark.parametrize("dim_and_turn", [(0, 0), (1, 1), (2, 2), (2, 1)])
+def test_a_sum_in_parts_is_the_sum(mesh, dim_and_turn):
     """Catches a digit taken for another, a part added twice or by a device of another group, the wrong dim cut, and a
     backward pass that gathers in another order."""
+    dim, turn = dim_and_turn
     axes, _ = HALVES.get(mesh, (SLICED, None))
 
     def compared(partial, d):
         whole = lambda partial: sharding.reduce_scatter(partial, axes, dim=dim)
-        parts = lambda partial: sharding.reduce_scatter_in_parts(partial, axes, dim=dim)
+        parts = lambda partial: sharding.reduce_scatter_in_parts(partial, axes, dim=dim, turn=turn)
         return [with_gradient(f)(partial, d) for f in (parts, whole)]
 
     on = sharding.make_mesh(mesh)
@@ -219,6 +222,43 @@ def test_a_sum_in_parts_sends_halves(mesh):
     assert found == [("collective-permute", 4 * X * 24 * Z * share) for share in shares]
     if len(shares) == 3 and shares[1] == 1 / 4:
         assert [{abs(source - target) for source, target in one} for one in pairs] == [{1}, {2}, {4}]
+
+
+def test_turns_begin_on_different_links():
+    """Catches turns that are all alike, and a turn that leaves a digit out: sums of three turns at a time then wait for
+    the same links of a torus."""
+    strides = lambda n: [[digit.stride for digit in sharding.digits(n, turn)] for turn in range(sharding.TURNS)]
+    x, y, z = (16, 32), (4, 8), (1, 2)  # of a torus of 4x4x4 chips: the digits of a device's place along an axis
+    near, far = zip(z, y, x, strict=True)
+    turned = [[*one[turn:], *one[:turn]] for turn in range(3) for one in (near, far)]
+    assert strides(64) == [turned[2 * turn] + turned[2 * turn + 1] for turn in range(3)]
+    assert strides(16) == [[1, 4, 2, 8], [4, 1, 8, 2], [1, 4, 2, 8]]  # two axes of it
+    assert strides(1) == [[]] * 3
+    for n in range(2, 49):
+        assert all(sorted(one) == sorted(strides(n)[0]) for one in strides(n))
+        assert math.prod(digit.factor for digit in sharding.digits(n)) == n
+    for turn, order in enumerate(([1, 2, 4], [2, 4, 1], [4, 1, 2])):
+        in_turn = lambda x, turn=turn: sharding.reduce_scatter_in_parts(x, FSDP, dim=0, turn=turn)
+        _, pairs = sent(in_turn, "fsdp=8", (8, X))
+        assert [{abs(source - target) for source, target in one} for one in pairs] == [{far} for far in order]
+
+
+@pytest.mark.parametrize(("which", "sizes"), [
+    ("llama3_8b", [16 + 56, 4 + 16 + 56, 4 + 56]),  # in 2^20: queries and output 16, keys 4, values 4, and three of 56
+    ("mixtral_8x7b", [16 + 448, 4 + 16 + 448, 4 + 448]),  # and a router, smaller than one
+])  # fmt: skip
+def test_matrices_of_a_layer_are_spread_over_turns(monkeypatch, which, sizes):
+    """Catches matrices that all go in one turn, and the feed-forward's three, most of a layer, in two."""
+    c, of_turn = preset(which, **{"model.gather": "ahead"}).model, [0] * sharding.TURNS
+
+    def gather(x, axes, dim, turn):
+        of_turn[turn] += x.size
+        return x
+
+    monkeypatch.setattr(model, "gather_weights", gather)
+    shapes = sharding.shapes(model.declare(c).blocks)
+    jax.eval_shape(lambda w: model.gathered(w.dense or w.moe, c), shapes)
+    assert [size // c.n_layers >> 20 for size in of_turn] == sizes
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,context=2", "fsdp=6", "stage=2,fsdp=4"])

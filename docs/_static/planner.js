@@ -628,12 +628,12 @@
       if (floordiv(first, stride) % n) continue;
       nodes = Math.max(nodes, new Set(range(n).map((i) => floordiv(first + i * stride, 8))).size);
     }
-    if (nodes === 1) return Array(3).fill(chip.link_bytes_per_s);
+    if (nodes === 1) return Array(4).fill(chip.link_bytes_per_s);
     const here = ceildiv(n, nodes), card = chip.dcn_bytes_per_s;
-    return [Math.min(chip.link_bytes_per_s, here * card), card, (card * (n - 1)) / (n - here)];
+    return [Math.min(chip.link_bytes_per_s, here * card), card, (card * (n - 1)) / (n - here), card];
   }
 
-  function links(data, cfg) {  // axis: bytes per second in collectives, to a neighbour, in an all-to-all
+  function links(data, cfg) {  // axis: bytes per second in collectives, to a neighbour, in an all-to-all, in sums by permutes
     const chip = data.chips[cfg.chip], devices = prod(AXES.map((axis) => cfg.mesh[axis])), found = {};
     const split = AXES.filter((axis) => cfg.mesh[axis] > 1);
     if (!chip.torus_dims) {
@@ -651,8 +651,9 @@
 
   // plan.planner --------------------------------------------------------------------------------------------------
 
-  function speedOf(kind, axis, [all, neighbour, allToAll], n) {
+  function speedOf({ kind, part }, axis, [all, neighbour, allToAll, inParts], n) {
     if (kind !== "collective-permute") return kind === "all-to-all" ? allToAll : all;
+    if (part === "gradients" && SLICED.includes(axis)) return inParts;
     return Math.min(all, neighbour * (axis === "tensor" ? (n - 1) / floordiv(n, 2) : 1));
   }
 
@@ -661,7 +662,7 @@
     const found = { compute }, hidden = {};
     let waits = compute;
     for (const sent of one.traffic) {
-      const name = sent.axes.join("*"), speed = Math.min(...sent.axes.map((axis) => speedOf(sent.kind, axis, wires[axis], mesh[axis])));
+      const name = sent.axes.join("*"), speed = Math.min(...sent.axes.map((axis) => speedOf(sent, axis, wires[axis], mesh[axis])));
       found[name] = (found[name] ?? 0) + sent.exposed_bytes / speed;
       hidden[name] = (hidden[name] ?? 0) + (sent.wire_bytes - sent.exposed_bytes) / speed;
       if (sent.in_a_slot) waits += sent.exposed_bytes / speed;

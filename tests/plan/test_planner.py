@@ -190,6 +190,18 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
         assert set(kinds("fsdp=8", **ahead)) == {"collective-permute"}
 
 
+def test_gradients_in_parts_are_priced_by_the_links_they_use():
+    """Catches permutes of gradients at the speed of a pipeline's, planned or compiled, and a pipeline's at theirs."""
+    plan = planner.plan(preset("llama3_8b", mesh="fsdp=32,tensor=2", **{"data.batch_size": 64} | AHEAD), "v4:4x4x4")
+    link = hardware.layout(plan.cfg.mesh, plan.topology)["fsdp"]
+    [permutes] = [x for x in plan.traffic if x.part == "gradients" and x.kind == "collective-permute"]
+    alone = lambda **more: plan.seconds(exchanges=[dataclasses.replace(permutes, **more)], alone=True)["fsdp"]
+    assert link.in_parts_bytes_per_s > 2 * link.neighbour_bytes_per_s
+    assert alone() == pytest.approx(permutes.wire_bytes / link.in_parts_bytes_per_s)
+    assert alone(part="jit(step)/transpose(jvp())/while/body/gradients_in_parts/ppermute") == alone()
+    assert alone(part="keys") == pytest.approx(permutes.wire_bytes / link.neighbour_bytes_per_s)
+
+
 def test_a_mesh_divides_the_work_and_not_the_model():
     """Catches numbers of one device that are those of all, and the other way round."""
     one, many = (planner.plan(preset("dense_124m", mesh=mesh), None) for mesh in ("data=1", "data=2,fsdp=2,tensor=2"))
