@@ -94,7 +94,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
 
     one = planner.plan(cfg, topology, limit)
     found, step = planner.compile_plan(one, say) if args.compile else (None, None)
-    show.tables(one, found, console)
+    better = planner.faster(one)
+    show.tables(one, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
     if args.plot:
@@ -105,7 +106,11 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if found and "error" in found:
         say(f"error: {found['error']}")
     fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
-    return one.to_json() | ({"compiled": found} if found else {}), 1 if fits is False else 0
+    numbers = one.to_json() | ({"compiled": found} if found else {})
+    if better:
+        changed, other = better
+        numbers["faster"] = {"settings": changed, "step_s": other.step_s, "peak_bytes": other.peak_bytes}
+    return numbers, 1 if fits is False else 0
 
 
 @utils.exit_status

@@ -8,10 +8,11 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import pipeline
 import sharding
-from config import AXES, Config, MeshConfig, replace
+from config import AXES, Config, MeshConfig, ModelConfig, hints, replace
 from pipeline import fit, schedules
 from plan import compiled, costs, hardware, memory
 from plan.costs import model_flops_per_token, parameters
@@ -178,6 +179,32 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
 
 def is_tpu(chip: hardware.Chip | None) -> bool:
     return bool(chip and chip.torus_dims)
+
+
+# Settings that decide when things move and what is kept, and change no number but by rounding.
+MEANS = ("gather", "remat", "tensor_exchange", "context_attention")
+WORTH, SPARE = 0.03, 0.1  # of the time, to be worth a word; of the memory, as a predicted peak may be exceeded
+
+
+def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
+    """The settings of MEANS by which the same step takes least time on the same mesh, and its plan.
+
+    Of all that take 1% more at most, those that change the fewest. They leave a tenth of the memory free. None: none
+    takes 3% less than the plan does, if that fits at all, or the time is not known.
+    """
+    if one.step_s is None or one.limit_bytes is None:
+        return None
+    names = [f"model.{name}" for name in MEANS]
+    now, found = [getattr(one.cfg.model, name) for name in MEANS], []
+    for values in itertools.product(*(get_args(hints(ModelConfig)[name]) for name in MEANS)):
+        changed = {name: new for name, new, old in zip(names, values, now, strict=True) if new != old}
+        other = plan(replace(one.cfg, **changed), one.topology, one.limit_bytes)
+        if changed and other.peak_bytes <= (1 - SPARE) * other.limit_bytes:
+            found.append((changed, other))
+    least = min((other.step_s for _, other in found), default=math.inf)
+    if (least > (1 - WORTH) * one.step_s and one.fits) or not found:
+        return None
+    return min(found, key=lambda two: (two[1].step_s > 1.01 * least, len(two[0]), two[1].step_s))
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------

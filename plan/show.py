@@ -33,8 +33,8 @@ def titled(title: str, *columns: str, words: int = 1, **more):
     return table
 
 
-def tables(one: Plan, found: dict | None, console) -> None:
-    """Print a plan, and what the compiler counted beside it, as tables."""
+def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
+    """Print a plan as tables, what the compiler counted beside it, and settings that are better, if there are any."""
     cfg, seconds = one.cfg, one.seconds()
     console.print(f"model      {one.params_total:,} parameters, {one.params_active:,} active per token")
     devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of no known kind"
@@ -67,6 +67,8 @@ def tables(one: Plan, found: dict | None, console) -> None:
         table.add_section()
         table.add_row("step", amount(one.step_s, "s"), f"MFU {one.mfu(one.step_s):.1%}")
         console.print(table)
+        if better:
+            console.print(suggestion(one, *better), soft_wrap=True)
 
     beside = ("compiled", "difference") if found else ()
     table = titled(" and ".join(["predicted", *beside[:1]]), "a device and step", "predicted", *beside)
@@ -77,6 +79,15 @@ def tables(one: Plan, found: dict | None, console) -> None:
             row += [amount(counted, unit), difference]
         table.add_row(*row)
     console.print(table)
+
+
+def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:
+    """The line to print of settings by which a step takes less time, or fits."""
+    flags = " ".join(f"--{name} {value}" for name, value in changed.items())
+    less = f"{1 - other.step_s / one.step_s:.0%} less" if one.fits else "and it fits"
+    return (
+        f"try        {flags}: {amount(other.step_s, 's')}, {less}; {amount(other.peak_bytes, 'bytes')} at its fullest"
+    )
 
 
 def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
