@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from config import AHEAD, ModelConfig
 from kernels.attention import HIDDEN
 from kernels.grouped import grouped_matmul
-from overlap import arriving, as_they_come, in_parts, in_place, leaving, over_context, scan_ahead
+from overlap import TURNS, arriving, as_they_come, gather_weights, in_parts, in_place, leaving, over_context, scan_ahead
 from sharding import (
     BATCH,
     CONTEXT,
@@ -47,13 +47,11 @@ from sharding import (
     STAGE,
     TENSOR,
     TOKENS,
-    TURNS,
     all_gather,
     all_to_all,
     axis_index,
     axis_size,
     declare as declare_block,
-    gather_weights,
     in_order,
     map_sliced,
     own_chunks,

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -382,87 +382,6 @@ def reduce_scatter(partial, axes, *, dim):
     Sends: (n - 1)/n of the whole array, per device. Backward: all-gather, the same bytes.
     """
     return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
-
-
-def reduce_scatter_in_parts(partial, axes, *, dim, turn=0):
-    """`reduce_scatter` by permutes: products may run beside each, where a compiler makes the whole wait.
-
-    turn  sums of different turns, 0 to TURNS - 1, use different links of a torus at the same time
-    Along an axis, the last one first, devices are numbered in `digits`. Those that differ in one digit alone exchange
-    what is the other's, and add; then those that differ in the next, on what is left: with n = 2^k, k permutes, of half
-    the array, a quarter, and so on.
-    Sends and backward: as reduce_scatter. Source: recursive halving, https://doi.org/10.1177/1094342005051521.
-    """
-
-    def in_parts(x):
-        before, size, after = x.shape[:dim], x.shape[dim] // axis_size(axes), x.shape[dim + 1 :]
-        for axis in reversed(as_tuple(axes)):
-            here, order = axis_index(axis), digits(axis_size(axis), turn)
-            x = x.reshape(*before, -1, *(digit.factor for digit in sorted(order)), size, *after)
-            for digit in order:
-                parts = functools.partial(jax.lax.dynamic_index_in_dim, x, axis=dim + 1 + digit.place)
-                own = parts(digit.other(here, 0))
-                for by in range(1, digit.factor):
-                    pairs = [(i, digit.there(i, by)) for i in range(axis_size(axis))]
-                    own += jax.lax.ppermute(parts(digit.other(here, by)), axis, pairs)
-                x = own
-        return x.reshape(*before, size, *after)
-
-    whole = branches() and platform() == "cpu"  # see `shift`, why
-    return reduce_scatter(partial, axes, dim=dim) if whole else in_parts(partial)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_weights(x, axes, dim, turn=0):
-    """`all_gather` whose gradient comes back by `reduce_scatter_in_parts`."""
-    return all_gather(x, axes, dim=dim)
-
-
-def _gradient_in_parts(axes, dim, turn, _, d):
-    with jax.named_scope("gradients_in_parts"):  # by which the planner knows them
-        return (reduce_scatter_in_parts(d, axes, dim=dim, turn=turn),)
-
-
-gather_weights.defvjp(lambda x, axes, dim, turn: (gather_weights(x, axes, dim, turn), None), _gradient_in_parts)
-
-TURNS = 3  # a torus has as many axes
-
-
-class Digit(NamedTuple):
-    """One of the digits that number the devices along an axis."""
-
-    place: int  # from 0, the most significant
-    factor: int
-    stride: int  # what a device's number is larger by, if this digit is larger by 1
-
-    def other(self, i, by: int):
-        """The digit of the device `by` places on."""
-        return (i // self.stride + by) % self.factor
-
-    def there(self, i, by: int):
-        """The number of the device `by` places on from device i, around the end of this digit."""
-        return i + (self.other(i, by) - self.other(i, 0)) * self.stride
-
-
-def digits(n: int, turn: int = 0) -> list[Digit]:
-    """The digits that number n devices, one for each prime factor of n, in the order in which they exchange.
-
-    From the last digit on they are cut into three runs, each about an axis of a torus: the first of a run is the one
-    along which devices are neighbours. Turn 0 takes the first of each run, then the second of each; turn 1 likewise,
-    beginning with the second run. So three sums at a time use different links, and short ways for most of their bytes.
-    """
-    factors = prime_factors(n)
-    found = [Digit(k, factor, math.prod(factors[k + 1 :])) for k, factor in enumerate(factors)][::-1]
-    length = -(-len(found) // TURNS)
-    runs = [found[i : i + length] for i in range(0, len(found), length or 1)]
-    first = turn % len(runs) if runs else 0
-    return [run[i] for i in range(length) for run in runs[first:] + runs[:first] if i < len(run)]
-
-
-def prime_factors(n: int) -> list[int]:
-    """The smallest last."""
-    least = next((p for p in range(2, n + 1) if n % p == 0), None)
-    return [*prime_factors(n // least), least] if least else []
 
 
 @inside_shard_map

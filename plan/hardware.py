@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import AXES, MeshConfig
-from sharding import TURNS, digits
+from overlap import TURNS, digits
 from utils import UserError, nearest
 
 GiB = 2**30
@@ -247,7 +247,7 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
 
 def _in_parts(lines: np.ndarray, topology: Topology) -> float:
-    """Links that a device keeps busy while matrices of each turn are added up; see `sharding.reduce_scatter_in_parts`.
+    """Links that a device keeps busy while matrices of each turn are added up; see `overlap.reduce_scatter_in_parts`.
 
     A digit is exchanged in all turns at once, and takes as long as the busiest link; then the next one is.
     """

@@ -307,8 +307,11 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
     """The most sequences that fit, by compiling, and the fewest that do not, a sixteenth apart.
 
     Starts at what arithmetic says fits, goes on from there in growing steps, and halves what is left between.
-    Raises: UserError if not even the smallest batch fits, or memory stays the same however large the batch is.
+    Raises: UserError if not even the smallest batch fits, or memory hardly grows with the batch.
     """
+    if at_once := cfg.optim.max_device_batch:
+        raise UserError(f"--max_batch: with optim.max_device_batch={at_once} a device works on {at_once} sequences at "
+                        "once, however many there are; set it to 0 to learn how many it could")  # fmt: skip
     unit = cfg.mesh.batch_shards * max(cfg.pipeline.microbatches, 1)
     sized = lambda units: plan(replace(cfg, **{"data.batch_size": units * unit}), topology, limit_bytes)
 

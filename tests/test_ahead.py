@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
+import overlap
 import sharding
 from model import REMAT
 from overlap import scan_ahead
@@ -33,8 +34,8 @@ def layer(w, x_BD, number, shared):
 
 def gather(w):
     return {
-        "up_DF": sharding.gather_weights(w["up_DF"], FSDP, 0),
-        "down_FD": sharding.gather_weights(w["down_FD"], FSDP, 1),
+        "up_DF": overlap.gather_weights(w["up_DF"], FSDP, 0),
+        "down_FD": overlap.gather_weights(w["down_FD"], FSDP, 1),
     }
 
 

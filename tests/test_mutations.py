@@ -212,7 +212,7 @@ def weights_of_the_layer_before(patch):
 
 @mutation(r"^gradient of blocks\.", mesh="fsdp=2", **AHEAD)
 def a_gradient_that_is_cut_and_not_added(patch):
-    patch(sharding, "reduce_scatter_in_parts", lambda d, axes, dim, turn: sharding.own_slice(d, axes, dim=dim))
+    patch(overlap, "reduce_scatter_in_parts", lambda d, axes, dim, turn: sharding.own_slice(d, axes, dim=dim))
 
 
 @mutation(r"^gradient of blocks\.", mesh="stage=2")

@@ -204,7 +204,7 @@ def test_a_sum_in_parts_is_the_sum(mesh, dim_and_turn):
 
     def compared(partial, d):
         whole = lambda partial: sharding.reduce_scatter(partial, axes, dim=dim)
-        parts = lambda partial: sharding.reduce_scatter_in_parts(partial, axes, dim=dim, turn=turn)
+        parts = lambda partial: overlap.reduce_scatter_in_parts(partial, axes, dim=dim, turn=turn)
         return [with_gradient(f)(partial, d) for f in (parts, whole)]
 
     on = sharding.make_mesh(mesh)
@@ -218,7 +218,7 @@ def test_a_sum_in_parts_is_the_sum(mesh, dim_and_turn):
 def test_a_sum_in_parts_sends_halves(mesh):
     """Catches a permute of the whole array, one too many, and halves that go to the farthest device."""
     axes, shares = HALVES[mesh]
-    found, pairs = sent(lambda x: sharding.reduce_scatter_in_parts(x, axes, dim=1), mesh, (X, 24, Z))
+    found, pairs = sent(lambda x: overlap.reduce_scatter_in_parts(x, axes, dim=1), mesh, (X, 24, Z))
     assert found == [("collective-permute", 4 * X * 24 * Z * share) for share in shares]
     if len(shares) == 3 and shares[1] == 1 / 4:
         assert [{abs(source - target) for source, target in one} for one in pairs] == [{1}, {2}, {4}]
@@ -227,7 +227,7 @@ def test_a_sum_in_parts_sends_halves(mesh):
 def test_turns_begin_on_different_links():
     """Catches turns that are all alike, and a turn that leaves a digit out: sums of three turns at a time then wait for
     the same links of a torus."""
-    strides = lambda n: [[digit.stride for digit in sharding.digits(n, turn)] for turn in range(sharding.TURNS)]
+    strides = lambda n: [[digit.stride for digit in overlap.digits(n, turn)] for turn in range(overlap.TURNS)]
     x, y, z = (16, 32), (4, 8), (1, 2)  # of a torus of 4x4x4 chips: the digits of a device's place along an axis
     near, far = zip(z, y, x, strict=True)
     turned = [[*one[turn:], *one[:turn]] for turn in range(3) for one in (near, far)]
@@ -236,9 +236,9 @@ def test_turns_begin_on_different_links():
     assert strides(1) == [[]] * 3
     for n in range(2, 49):
         assert all(sorted(one) == sorted(strides(n)[0]) for one in strides(n))
-        assert math.prod(digit.factor for digit in sharding.digits(n)) == n
+        assert math.prod(digit.factor for digit in overlap.digits(n)) == n
     for turn, order in enumerate(([1, 2, 4], [2, 4, 1], [4, 1, 2])):
-        in_turn = lambda x, turn=turn: sharding.reduce_scatter_in_parts(x, FSDP, dim=0, turn=turn)
+        in_turn = lambda x, turn=turn: overlap.reduce_scatter_in_parts(x, FSDP, dim=0, turn=turn)
         _, pairs = sent(in_turn, "fsdp=8", (8, X))
         assert [{abs(source - target) for source, target in one} for one in pairs] == [{far} for far in order]
 
@@ -249,7 +249,7 @@ def test_turns_begin_on_different_links():
 ])  # fmt: skip
 def test_matrices_of_a_layer_are_spread_over_turns(monkeypatch, which, sizes):
     """Catches matrices that all go in one turn, and the feed-forward's three, most of a layer, in two."""
-    c, of_turn = preset(which, **{"model.gather": "ahead"}).model, [0] * sharding.TURNS
+    c, of_turn = preset(which, **{"model.gather": "ahead"}).model, [0] * overlap.TURNS
 
     def gather(x, axes, dim, turn):
         of_turn[turn] += x.size
@@ -266,14 +266,14 @@ def test_weights_are_gathered_and_their_gradients_come_in_parts(mesh):
     """Catches a gradient of the whole weight where a slice's was meant, and one that waits as all_gather's does."""
 
     def compared(w, d):
-        gathers = sharding.gather_weights, lambda w, axes, dim: sharding.all_gather(w, axes, dim=dim)
+        gathers = overlap.gather_weights, lambda w, axes, dim: sharding.all_gather(w, axes, dim=dim)
         return [with_gradient(lambda w, gather=gather: gather(w, SLICED, 1))(w, d) for gather in gathers]
 
     size = sharding.make_mesh(mesh).size
     n = size // sharding.make_mesh(mesh).shape[STAGE]
     got, want = on_each(compared, mesh)(whole_numbers(size, X, Y), whole_numbers(size, X, n * Y, seed=1))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    backward = lambda w, d: jax.vjp(lambda w: sharding.gather_weights(w, SLICED, 1), w)[1](d)[0]
+    backward = lambda w, d: jax.vjp(lambda w: overlap.gather_weights(w, SLICED, 1), w)[1](d)[0]
     found, _ = sent(backward, mesh, (X, Y), (X, n * Y))
     # Simulated devices in branches wait for their group.
     assert {kind for kind, _ in found} == {"reduce-scatter" if "stage" in mesh else "collective-permute"}
@@ -284,7 +284,7 @@ def test_a_sum_in_parts_is_as_exact():
     x = np.random.default_rng(0).normal(size=(8, 8 * 250)).astype(jnp.bfloat16)
     in_parts, at_once = (
         np.asarray(on_each(lambda x, f=f: f(x, FSDP, dim=0), "fsdp=8")(x), np.float64)
-        for f in (sharding.reduce_scatter_in_parts, sharding.reduce_scatter)
+        for f in (overlap.reduce_scatter_in_parts, sharding.reduce_scatter)
     )
     exact = x.astype(np.float64).sum(axis=0).reshape(8, 250)
     off = lambda sums: np.sqrt(np.mean((sums - exact) ** 2))
@@ -293,7 +293,7 @@ def test_a_sum_in_parts_is_as_exact():
 
 def test_prime_factors():
     """Catches 1 among the factors, a factor that is none, and a large one that would be exchanged first."""
-    assert [sharding.prime_factors(n) for n in (1, 2, 7, 12, 30)] == [[], [2], [7], [3, 2, 2], [5, 3, 2]]
+    assert [overlap.prime_factors(n) for n in (1, 2, 7, 12, 30)] == [[], [2], [7], [3, 2, 2], [5, 3, 2]]
     for n in range(1, 65):
-        factors = sharding.prime_factors(n)
+        factors = overlap.prime_factors(n)
         assert math.prod(factors) == n and factors == sorted(factors, reverse=True)

@@ -272,8 +272,10 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     with pytest.raises(UserError, match="needs a memory to fit"):
         planner.largest_batch(cfg, None, None, print)
     in_passes = replace(cfg, **{"optim.max_device_batch": 16})
-    with pytest.raises(UserError, match="still fit: memory does not grow"):
+    with pytest.raises(UserError, match=r"optim\.max_device_batch=16 a device works on 16 .*; set it to 0"):
         planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
+    with pytest.raises(UserError, match="still fit: memory does not grow"):
+        planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), 2**60, print)
     monkeypatch.setattr(planner, "compile_plan", lambda plan, say: ({"peak_bytes": 1e12, "fits": False}, None))
     with pytest.raises(UserError, match="not even 4 sequences fit"):
         planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
