@@ -64,6 +64,14 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         raise UserError(f"--plot: with --search it draws seconds, and the speed of {topology.chip.name} is not known")
 
 
+def told(better) -> dict:
+    """What `planner.faster` found, for JSON."""
+    if not better:
+        return {}
+    changed, other = better
+    return {"faster": {"settings": changed, "step_s": other.step_s, "peak_bytes": other.peak_bytes}}
+
+
 def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     """Do what the flags ask, and print it; returns the numbers, and the exit status: 1 if it does not fit."""
     from rich.console import Console
@@ -79,14 +87,16 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
             there = f"{topology} has {topology.chips}" if topology else "there is no --topology"
             raise UserError(f"--search {args.search}: {there}; name one with {args.search} devices")
         fit, large, refused = planner.search(cfg, topology, limit, say)
-        show.search_table(fit, large, refused, console)
+        better = planner.faster_layout((fit or large)[0]) if fit or large else None
+        show.search_table(fit, large, refused, better, console)
         names = ("mesh", "step_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
         if args.plot and fit:
             show.plot_search(fit, args.plot)
             say(f"drew {args.plot}")
         short = lambda one: {name: one.to_json()[name] for name in names} | {
             "schedule": one.sched.name, "microbatches": one.sched.microbatches}  # fmt: skip
-        return {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}, 0 if fit else 1
+        numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
+        return numbers | told(better), 0 if fit else 1
     if args.max_batch:
         most, too_many = planner.largest_batch(cfg, topology, limit, say)
         console.print(f"{most} sequences fit ({most * cfg.data.seq_len:,} tokens), {too_many} do not")
@@ -106,11 +116,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if found and "error" in found:
         say(f"error: {found['error']}")
     fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
-    numbers = one.to_json() | ({"compiled": found} if found else {})
-    if better:
-        changed, other = better
-        numbers["faster"] = {"settings": changed, "step_s": other.step_s, "peak_bytes": other.peak_bytes}
-    return numbers, 1 if fits is False else 0
+    return one.to_json() | ({"compiled": found} if found else {}) | told(better), 1 if fits is False else 0
 
 
 @utils.exit_status

@@ -207,6 +207,15 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
     return min(found, key=lambda two: (two[1].step_s > 1.01 * least, len(two[0]), two[1].step_s))
 
 
+def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
+    """The same of a plan that `search` found, its mesh and schedule among the settings."""
+    chosen = {"mesh": str(one.cfg.mesh)}
+    if one.cfg.mesh.stage > 1:
+        chosen |= {"pipeline.schedule": one.cfg.pipeline.schedule, "pipeline.chunks": one.cfg.pipeline.chunks}
+    better = faster(one)
+    return better and (chosen | better[0], better[1])
+
+
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 

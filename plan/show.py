@@ -129,7 +129,8 @@ def scheduled(one: Plan) -> str:
     return f"{one.sched.name} M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
 
 
-def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], console, most: int = 20) -> None:
+def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
+    """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if there are."""
     table = titled(f"{len(fit)} layouts fit, the fastest first", "mesh", "schedule", "memory", "on the wire", "bubble",
                    "step", "MFU", words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
@@ -142,6 +143,8 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], co
                       f"{amount(large[0].peak_bytes, 'bytes')} of {amount(large[0].limit_bytes, 'bytes')}")  # fmt: skip
     for reason, many in sorted(refused.items(), key=lambda item: -item[1])[:5]:
         console.print(f"{many} refused: {reason}")
+    if better:
+        console.print(suggestion((fit or large)[0], *better), soft_wrap=True)
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------

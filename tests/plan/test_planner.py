@@ -353,6 +353,27 @@ def test_better_settings_are_told(capsys):
     assert "try " not in out
 
 
+@pytest.mark.parametrize("words", [
+    ["moe1b", "--topology", "v4:4x4x2", "--search", "32"],
+    ["llama3_8b", "--topology", "v5e:4x4", "--search", "16", "--data.batch_size", "64", "--model.remat", "none"],
+], ids=["fits", "does not fit"])  # fmt: skip
+def test_better_settings_are_told_of_the_best_layout(capsys, words):
+    """Catches a search for which other settings of the model would be a better one, or the only one, and that does not
+    say so; and words that are another plan's."""
+    status, out, _ = run(capsys, *words)
+    [line] = re.findall("^try .*", out, re.MULTILINE)
+    tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, .*; (\S+) GiB at its fullest", line)
+    preset_and_batch = [word for word in words if word not in ("--search", "16", "32")]
+    _, out, _ = run(capsys, *preset_and_batch, *tried[1].split(), "--json", "-")
+    found = json.loads(out)
+    assert found["fits"] and (f"{found['step_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
+    again, out, _ = run(capsys, *words, "--json", "-")
+    told = json.loads(out)["faster"]["settings"]
+    assert " ".join(f"--{name} {value}" for name, value in told.items()) == tried[1]
+    assert status == again == (0 if "moe1b" in words else 1)
+    assert ("pipeline.schedule" in told) == ("stage" in told["mesh"]) == ("llama3_8b" in words)
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 WANTED = {"params_total", "params_active", "model_flops", "hardware_flops", "wire_bytes", "peak_bytes", "temp_bytes",
