@@ -3,7 +3,7 @@
 import utils
 from pipeline import draw, fit, schedules
 from plan import compiled, costs, hardware
-from plan.planner import STATE, Plan, amount
+from plan.planner import MEANS, STATE, Plan, amount
 
 
 def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
@@ -40,6 +40,7 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of no known kind"
     console.print(f"mesh       {cfg.mesh} on {devices}")
     console.print(f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens a step")
+    console.print("settings   " + ", ".join(f"{name}={getattr(cfg.model, name)}" for name in MEANS))
     if cfg.mesh.stage > 1:
         console.print(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
     if one.topology:
@@ -131,7 +132,8 @@ def scheduled(one: Plan) -> str:
 
 def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
     """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if there are."""
-    table = titled(f"{len(fit)} layouts fit, the fastest first", "mesh", "schedule", "memory", "on the wire", "bubble",
+    shown = f"the {most} fastest" if len(fit) > most else "the fastest"
+    table = titled(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "on the wire", "bubble",
                    "step", "MFU", words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
         mfu = f"{one.mfu(one.step_s):.1%}" if one.step_s else "-"
