@@ -168,18 +168,19 @@ def reduce_scatter_in_parts(partial, axes, *, dim, turn=0):
     """
 
     def in_parts(x):
-        before, size, after = x.shape[:dim], x.shape[dim] // axis_size(axes), x.shape[dim + 1 :]
-        for axis in reversed(as_tuple(axes)):
-            here, order = axis_index(axis), digits(axis_size(axis), turn)
-            x = x.reshape(*before, -1, *(digit.factor for digit in sorted(order)), size, *after)
-            for digit in order:  # its dim stays, of size 1: so laid out, more of experts' weights hide (libtpu 0.0.42)
-                parts = functools.partial(jax.lax.dynamic_index_in_dim, x, axis=dim + 1 + digit.place)
-                own = parts(digit.other(here, 0))
-                for by in range(1, digit.factor):
-                    pairs = [(i, digit.there(i, by)) for i in range(axis_size(axis))]
-                    own += jax.lax.ppermute(parts(digit.other(here, by)), axis, pairs)
-                x = own
-        return x.reshape(*before, size, *after)
+        sizes = {axis: axis_size(axis) for axis in as_tuple(axes)}
+        left = [(axis, digit) for axis, n in sizes.items() for digit in sorted(digits(n))]  # a dim of x each
+        order = [(axis, digit) for axis, n in reversed(sizes.items()) for digit in digits(n, turn)]
+        x = x.reshape(*x.shape[:dim], *(digit.factor for _, digit in left), -1, *x.shape[dim + 1 :])
+        for axis, digit in order:
+            here, place = axis_index(axis), dim + left.index((axis, digit))
+            part = functools.partial(jax.lax.dynamic_index_in_dim, x, axis=place, keepdims=False)
+            x = part(digit.other(here, 0))
+            for by in range(1, digit.factor):
+                pairs = [(i, digit.there(i, by)) for i in range(sizes[axis])]
+                x += jax.lax.ppermute(part(digit.other(here, by)), axis, pairs)
+            left.remove((axis, digit))
+        return x
 
     whole = branches() and platform() == "cpu"  # see `shift`, why
     return reduce_scatter(partial, axes, dim=dim) if whole else in_parts(partial)

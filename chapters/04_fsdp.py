@@ -631,10 +631,10 @@ print(f"over fsdp {found.by('axes')[FSDP].wire_bytes:,}, temporary {memory:,}")
 #     --data.batch_size 16 --data.seq_len 4096 --model.gather ahead
 # ```
 #
-# A device waits for 4.7 of 13.1 GB, and with `layer` for 8.8 of 16.1: bytes beside which the schedule has no
-# product (libtpu 0.0.42.1). All of the gain is the scatters'. Over all chips of a slice the compiler
+# A device waits for 2.7 of 13.1 GB, and with `layer` for 8.8 of 16.1: bytes beside which the schedule has no
+# product (libtpu 0.0.42.1). Nearly all of the gain is the scatters'. Over all chips of a slice the compiler
 # makes all-reduces of them, with twice the bytes, and everything waits. Most gathers it hides by itself: with
-# `layer` 0.2 GB of them are exposed, with `ahead` 2.1. So `layer` is the default.
+# `layer` 0.2 GB of them are exposed, with `ahead` 1.2. So `layer` is the default.
 #
 # ## Two axes
 #

@@ -66,13 +66,11 @@ def of_weights(c: ModelConfig, kind: str, when: str, of: str) -> float:
     """All-gathers run one after the other, each beside products that do not need it. Experts' three matrices are most
     of a layer, and one finds none; of wide models two do, where products are repeated.
 
-    Of weights gathered ahead, gathers and gradients are under way together, and some find no product: few of experts'
-    in wide models, whose products are the longest.
+    Of weights gathered ahead, gathers and gradients are under way together, and some find no product.
     """
     if c.gather not in AHEAD:
         return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
-    gathers, gradients = ((0.03, 0.06) if of == "experts" else (0.1, 0.2)) if wide(c) else (0.4, 0.5)
-    return gathers if kind == "all-gather" else gradients
+    return {"all-gather": 0.1 if wide(c) else 0.4, "collective-permute": 0.2 if wide(c) else 0.5}[kind]
 
 
 def wide(c: ModelConfig) -> bool:

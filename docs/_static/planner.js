@@ -225,8 +225,7 @@
     }
     if (!["weights", "experts", "vocabulary"].includes(of)) return 1;
     if (!ahead) return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
-    const [gathers, gradients] = !wide ? [0.4, 0.5] : of === "experts" ? [0.03, 0.06] : [0.1, 0.2];
-    return kind === "all-gather" ? gathers : gradients;
+    return kind === "all-gather" ? (wide ? 0.1 : 0.4) : (wide ? 0.2 : 0.5);
   }
 
   // plan.costs: what a device does --------------------------------------------------------------------------------
