@@ -169,7 +169,7 @@ def reduce_scatter_in_parts(partial, axes, *, dim, turn=0):
 
     def in_parts(x):
         sizes = {axis: axis_size(axis) for axis in as_tuple(axes)}
-        left = [(axis, digit) for axis, n in sizes.items() for digit in sorted(digits(n))]  # a dim of x each
+        left = [(axis, digit) for axis, n in sizes.items() for digit in reversed(digits_of(n))]  # a dim of x each
         order = [(axis, digit) for axis, n in reversed(sizes.items()) for digit in digits(n, turn)]
         x = x.reshape(*x.shape[:dim], *(digit.factor for _, digit in left), -1, *x.shape[dim + 1 :])
         for axis, digit in order:
@@ -205,7 +205,6 @@ TURNS = 3  # a torus has as many axes
 class Digit(NamedTuple):
     """One of the digits that number the devices along an axis."""
 
-    place: int  # from 0, the most significant
     factor: int
     stride: int  # what a device's number is larger by, if this digit is larger by 1
 
@@ -218,15 +217,20 @@ class Digit(NamedTuple):
         return i + (self.other(i, by) - self.other(i, 0)) * self.stride
 
 
+def digits_of(n: int) -> list[Digit]:
+    """The digits that number n devices, one for each prime factor of n; the last one, of stride 1, first."""
+    factors = prime_factors(n)[::-1]
+    return [Digit(factor, math.prod(factors[:k])) for k, factor in enumerate(factors)]
+
+
 def digits(n: int, turn: int = 0) -> list[Digit]:
-    """The digits that number n devices, one for each prime factor of n, in the order in which they exchange.
+    """`digits_of` n devices, in the order in which they exchange.
 
     From the last digit on they are cut into three runs, each about an axis of a torus: the first of a run is the one
     along which devices are neighbours. Turn 0 takes the first of each run, then the second of each; turn 1 likewise,
     beginning with the second run. So three sums at a time use different links, and short ways for most of their bytes.
     """
-    factors = prime_factors(n)
-    found = [Digit(k, factor, math.prod(factors[k + 1 :])) for k, factor in enumerate(factors)][::-1]
+    found = digits_of(n)
     length = max(-(-len(found) // TURNS), 1)
     runs = [found[i : i + length] for i in range(0, len(found), length)]
     first = turn % max(len(runs), 1)

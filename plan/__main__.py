@@ -93,7 +93,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         if args.plot and fit:
             show.plot_search(fit, args.plot)
             say(f"drew {args.plot}")
-        short = lambda one: {name: one.to_json()[name] for name in names} | {
+        short = lambda one: {name: value for name, value in one.to_json().items() if name in names} | {
             "schedule": one.sched.name, "microbatches": one.sched.microbatches}  # fmt: skip
         numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
         return numbers | told(better), 0 if fit else 1

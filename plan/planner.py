@@ -124,12 +124,11 @@ class Plan:
         if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
         if one.kind == "collective-permute":
+            if axis in SLICED and "gradients" in one.part:
+                return link.in_parts_bytes_per_s
             n = self.cfg.mesh.sizes[axis]
             both_ways = (n - 1) / (n // 2) if axis == TENSOR else 1
-            in_parts = axis in SLICED and "gradients" in one.part
-            return (
-                link.in_parts_bytes_per_s if in_parts else min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
-            )
+            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
         return link.bytes_per_s
 
     @property

@@ -324,17 +324,7 @@ def test_better_settings_are_the_best_of_all_that_fit(which):
 def test_better_settings_are_told(capsys):
     """Catches advice that is in no output, or in that of a mesh for which there is none; and a larger exit status for
     it, or a smaller one for what would fit."""
-    words = [
-        "llama3_8b",
-        "--topology",
-        "v5e:8x8",
-        "--mesh",
-        "fsdp=64",
-        "--data.batch_size",
-        "64",
-        "--data.seq_len",
-        "4096",
-    ]
+    words = "llama3_8b --topology v5e:8x8 --mesh fsdp=64 --data.batch_size 64 --data.seq_len 4096".split()
     status, out, _ = run(capsys, *words, "--model.remat", "none")
     [line] = re.findall("^try .*", out, re.MULTILINE)
     tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, and it fits; (\S+) GiB at its fullest", line)

@@ -308,8 +308,9 @@ WAITS = {
     "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
     "ends peeled": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "peeled"}),
     "large": ("v4:4x4x4", "llama3_8b", LARGE),
+    "large experts": ("v4:4x4x4", "mixtral_8x7b", LARGE),
     "large, ahead": ("v4:4x4x4", "llama3_8b", LARGE | {"model.gather": "ahead"}),
-    "large experts, ahead": ("v4:4x4x4", "mixtral_8x7b", LARGE | {"model.gather": "ahead"}),  # layer: docs/planner.md
+    "large experts, ahead": ("v4:4x4x4", "mixtral_8x7b", LARGE | {"model.gather": "ahead"}),
 }  # fmt: skip
 
 
