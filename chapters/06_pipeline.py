@@ -24,7 +24,7 @@ import numpy as np
 import pipeline
 import sharding
 from chapters import lesson
-from pipeline import check, draw, schedules, step
+from pipeline import check, draw, schedules, ticks
 from sharding import STAGE
 
 # %% [markdown]
@@ -353,10 +353,10 @@ assert slots.kept == max(schedules.live(ahead))
 # what never changes, `carry` the three buffers, the loss and the gradients.
 
 # %%
-lesson.source(step.forward_slot, step.run_ticks)
+lesson.source(ticks.forward_slot, ticks.tick, ticks.run_ticks)
 
 # %% [markdown]
-# `step.forward` runs the layers under `jax.vjp` and keeps what the backward pass will read; `backward_slot`
+# `ticks.forward` runs the layers under `jax.vjp` and keeps what the backward pass will read; `backward_slot`
 # calls it. Logits are much work (in Llama 3 8B, below, that of 2.4 layers), and were the last stage to make
 # them alone, all would wait for it. So `loss_slot` cuts its activations into S shares, one for each stage.
 # Two things make the branches legal in one program:
@@ -855,8 +855,8 @@ def do_forward(w_lDD, x_MND, carry, own):
         return layers(w_lDD, x_ND), x_ND
 
     y_ND, x_ND = jax.lax.cond(own.forward >= 0, forward, lambda: (none_ND, none_ND))
-    kept = step.put(kept, own.keep, x_ND)
-    inbox = step.put(inbox, own.arrive, sharding.shift(y_ND, STAGE))
+    kept = ticks.put(kept, own.keep, x_ND)
+    inbox = ticks.put(inbox, own.arrive, sharding.shift(y_ND, STAGE))
     return y_ND, (inbox, kept, cotangents, loss, grad_lDD)
 
 
@@ -867,7 +867,7 @@ def do_loss(target_MN, real_MN, y_ND, carry, own):
     take = lambda: jax.value_and_grad(nats)(y_ND, target_MN[m], real_MN[m])
     none = lambda: (jnp.zeros_like(loss), jnp.zeros_like(y_ND))
     value, dy_ND = jax.lax.cond(is_last & (m >= 0), take, none)
-    cotangents = step.put(cotangents, own.loss_to, dy_ND)
+    cotangents = ticks.put(cotangents, own.loss_to, dy_ND)
     return inbox, kept, cotangents, loss + value, grad_lDD
 
 
@@ -882,7 +882,7 @@ def do_backward(w_lDD, carry, own):
     none = lambda: (jnp.zeros_like(w_lDD), jnp.zeros_like(inbox[0]))
     dw_lDD, dx_ND = jax.lax.cond(own.backward >= 0, backward, none)
     arrived_ND = sharding.shift(dx_ND, STAGE, by=-1)
-    cotangents = step.put(cotangents, own.arrive_back, arrived_ND)
+    cotangents = ticks.put(cotangents, own.arrive_back, arrived_ND)
     return inbox, kept, cotangents, loss, grad_lDD + dw_lDD
 
 
@@ -995,7 +995,7 @@ print(check_pipelined(pipelined))
 # The function returns the *loss* divided by the number of targets, when the backward passes are long over.
 # On one device `grad` sees the division. Here the table calls the backward passes, and they begin with the
 # gradient of a sum: 21 times too big, once for each target that counts. Mend it where they begin, as
-# `pipeline.step.scheduled` does with `d_loss`, or at the end: `return sharding.psum(loss / tokens, STAGE),
+# `pipeline.ticks.scheduled` does with `d_loss`, or at the end: `return sharding.psum(loss / tokens, STAGE),
 # grad_lDD / tokens`, with `tokens = jnp.sum(real_MN)`. Dividing each microbatch by its own count would be a
 # mean of means.
 #

@@ -39,7 +39,7 @@ MAY_IMPORT = {
 ROOMS = {
     "xla": "hlo ledger options ordered",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
-    "pipeline": "schedules check draw fit step __main__",
+    "pipeline": "schedules check draw fit ticks step __main__",
     "data": "sources tokenizers prepare",
     "plan": "hardware hiding costs memory compiled planner show __main__",
     "train": "checkpoint guard tracking report processes directory interruptions start progress selfcheck",

@@ -10,7 +10,7 @@ import model
 import pipeline
 import sharding
 from config import preset
-from pipeline import step
+from pipeline import ticks
 from tests import helpers, parity
 from utils import UserError
 from xla import ledger
@@ -174,8 +174,8 @@ def test_layers_go_to_their_chunks_and_back():
     spec = jax.sharding.PartitionSpec("stage")
 
     def there_and_back(x_l):
-        chunks = step.to_chunks(x_l, 2)
-        return chunks.reshape(x_l.shape), step.from_chunks(chunks, 2)
+        chunks = ticks.to_chunks(x_l, 2)
+        return chunks.reshape(x_l.shape), ticks.from_chunks(chunks, 2)
 
     x = np.arange(16 * 3).reshape(16, 3)
     moved, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=spec))(x)
