@@ -21,7 +21,8 @@ from utils import UserError, nearest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
-AHEAD = ("ahead", "peeled")  # ways to gather a block's weights while the block before is computed
+AHEAD = ("ahead", "peeled")  # ways to gather a block's weights, for each use, while the block before is computed
+ONCE = ("step", "step_ahead")  # ways to gather weights once a step
 
 
 # What a field may hold, besides its type.
@@ -187,8 +188,9 @@ class ModelConfig:
     # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
     remat: Literal["none", "dots", "branches", "full"] = "none"
     # weights are joined: layer, for each use of a layer; ahead, for each use, one block of layers ahead; peeled, as
-    # ahead, and none in vain, by a longer program; step, once a step, and kept
-    gather: Literal["layer", "ahead", "peeled", "step"] = "layer"
+    # ahead, and none in vain, by a longer program; step, once a step, and kept; step_ahead, likewise, one block ahead
+    # in the first microbatch, and gradients one block later in the last one, by a longer program
+    gather: Literal["layer", "ahead", "peeled", "step", "step_ahead"] = "layer"
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
@@ -467,7 +469,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=100_352, d_model=768, n_layers=48, n_heads=12, d_head=64, d_rope=128, d_value=64,
             d_query_latent=128, d_kv_latent=128, no_rope_every=6, d_ff=3072, activation="gelu", n_experts=16, top_k=2,
-            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="branches", gather="step"),
+            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="branches", gather="step_ahead"),
         "mesh": MeshConfig(fsdp=8, stage=2, tensor=2),
         "data.path": "tokens/stdlib-cl100k_base", "data.seq_len": 1024, "data.batch_size": 256,
         "optim.lr": 6e-4, "optim.warmup_steps": 500,

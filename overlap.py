@@ -8,10 +8,12 @@ waited for them; a compiler finds products to run meanwhile.
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from config import AXES, ModelConfig
 from kernels.attention import partial_attention
@@ -237,6 +239,23 @@ def digits(n: int, turn: int = 0) -> list[Digit]:
     return [run[i] for i in range(length) for run in runs[first:] + runs[:first] if i < len(run)]
 
 
+SMALL = 1 / 32  # share of the largest matrix
+
+
+def deal(sizes: list[int], at_once=False) -> list[int | None]:
+    """The turn of each matrix in which its gradient is scattered: the next one goes where least goes.
+
+    at_once  small ones have none, None: a permute for each digit is more of a program than their bytes are worth
+    """
+    total, turns = [0] * TURNS, []
+    for size in sizes:
+        small = at_once and size < SMALL * max(sizes)
+        turns.append(None if small else total.index(min(total)))
+        if not small:
+            total[turns[-1]] += size
+    return turns
+
+
 def prime_factors(n: int) -> list[int]:
     """The smallest last."""
     least = next((p for p in range(2, n + 1) if n % p == 0), None)
@@ -261,7 +280,7 @@ def together(how, kept, known):
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
 
 
-def scan_ahead(layer, gather, w_stack, x, context, peel=False, hold=False):
+def scan_ahead(layer, gather, w_stack, x, context, peel=False, hold=False, once=False):
     """Apply stacked layers in order: `jax.lax.scan` of layer(gather(w), x, one, shared), gathered one layer ahead.
 
     layer    fn(weights, x, one, shared) -> (x, y)
@@ -270,14 +289,22 @@ def scan_ahead(layer, gather, w_stack, x, context, peel=False, hold=False):
     peel     the last layer, and on the way back the first one too, stand outside of the loop: a program of a layer more
              forward, two more back, and nothing is sent in vain
     hold     with peel: keep the last layer's weights for the way back, which begins with them
+    once     this is one of several passes of a step that gathers weights once. In the first one w_stack is `First`, and
+             its weights are returned beside the y; then it is those; in the last one it is `Last`: on the way back a
+             layer's gradient is added to those of the passes before, and the sum is scattered while the next one
+             computes its own. What is kept is the same in all, in the same order: what a pass has kept as `First` goes
+             back as `Last` too
     Autodiff of such a loop would keep every layer's weights. So the way back is written here: weights are gathered
     again, the layer before's while this one's gradients are computed, and a layer's gradients are scattered while the
     next one's are.
     Returns x and the y of all layers. It holds the weights of two layers at once, on the way back a gradient too.
     Sends: as gathered when used, and a layer more: of the last one's weights, and on the way back of the first one's,
-    and of no gradient. With peel none of it; with hold a layer less: the last one's, on the way back.
+    and of no gradient. With peel none of it; with hold a layer less: the last one's, on the way back. With once all
+    goes once a step, and a layer more of weights.
     """
     everywhere = lambda *args: vary(layer(*args), AXES)  # as a loop's carry has to be, and its gradient
+    if once:
+        return _once(everywhere, gather, *vary((w_stack, x, context), AXES))
     # The context too: else its types on the way back could be others, and what a layer keeps in another order.
     return _scan(everywhere, gather, (peel, hold), *vary((w_stack, x, context), AXES))
 
@@ -336,35 +363,137 @@ def _forward(layer, gather, ends, w_stack, x, context):
 
 
 def _backward(layer, gather, ends, saved, d_out):
-    w_stack, w, kept, kept_last, (stacked, shared) = saved
-    (dx, dy), last, hows = d_out, len(jax.tree.leaves(w_stack)[0]) - 1, []
-    w = gather(at(w_stack, last)) if w is None else w
-    jax.eval_shape(lambda *args: hows.append(_kept(layer, *args)[-1]), w, dx, (at(stacked, 0), shared))
+    w_stack, w, kept, kept_last, context = saved
+    weights = lambda number: gather(at(w_stack, number))
+    scatter = lambda number, d_w: _scattered(gather, w_stack, d_w)
+    w = weights(len(jax.tree.leaves(w_stack)[0]) - 1) if w is None else w
+    d_stack, dx, _ = _run_back(layer, weights, scatter, ends[:1] * 2, w, w_stack, (kept, kept_last), context, d_out)
+    return d_stack, dx, None
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _scattered(gather, w_stack, d_w):
+    """A layer's gradient, added up where its slices lie: what `gather` is the other way."""
+    return jax.vjp(gather, at(w_stack, 0))[1](d_w)[0]
+
+
+def _run_back(layer, weights, scatter, peel, w, w_stack, kept, context, d_out, beside=None):
+    """The way back of layers, and behind each the scattering of the next one's gradient.
+
+    weights  fn(number) -> a layer's weights, asked for a layer ahead, if w are the last one's; else when they are used
+    scatter  fn(number, gradient of a layer's weights) -> that of its part of w_stack
+    peel     whether the last layer stands before the loop, and the first one behind it
+    kept     of the layers in a stack, and of the last one alone if it came alone
+    beside   arrays that have to be there before the loop
+    Returns the gradients of w_stack and of x, and what was beside.
+    """
+    (stacked, shared), (dx, dy), (kept, kept_last) = context, d_out, kept
+    last = len(jax.tree.leaves(w_stack)[0]) - 1
+    like = jax.eval_shape(lambda: weights(0)) if w is None else w
+    how = _how(layer, like, dx, (at(stacked, 0), shared))
+    nothing = lambda tree: vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), AXES)
 
     def step(carry, number, kept_here=None):
         dx, w, d_later, d_stack = carry
-        w_next = gather(at(w_stack, jnp.maximum(number - 1, 0)))  # outside of the loop none is, if nobody uses it
+        here = weights(number) if w is None else w
+        # Outside of the loop none is gathered, if nobody uses it.
+        w_next = None if w is None else weights(jnp.maximum(number - 1, 0))
         d_stack = d_stack if d_later is None else put(d_stack, number + 1, d_later)
         kept_here = at(kept, number) if kept_here is None else kept_here
-        pull = together(hows[0], kept_here, (w, (at(stacked, number), shared)))
+        pull = together(how, kept_here, (here, (at(stacked, number), shared)))
         d_w, dx, _ = pull((dx, at(dy, number)))
         return (dx, w_next, d_w, d_stack), None
 
     def put(d_stack, number, d_w):
         """Write a layer's gradient, once it is scattered; nowhere, if there is no such layer."""
-        (d_slices,) = jax.vjp(gather, at(w_stack, 0))[1](d_w)
-        return jax.tree.map(lambda d, x: d.at[number].set(x, mode="drop"), d_stack, d_slices)
+        return jax.tree.map(lambda d, x: d.at[number].set(x, mode="drop"), d_stack, scatter(number, d_w))
 
-    nothing = lambda tree: vary(jax.tree.map(jnp.zeros_like, tree), AXES)
-    if not ends[0]:
-        carry, _ = jax.lax.scan(step, (dx, w, nothing(w), nothing(w_stack)), jnp.arange(last, -1, -1))
-    else:
-        carry, _ = step((dx, w, None, nothing(w_stack)), last, kept_last)
-        if last:
-            carry, _ = jax.lax.scan(step, carry, jnp.arange(last - 1, 0, -1))
-            carry, _ = step(carry, 0)
+    before, behind = peel
+    carry = dx, w, None if before else nothing(like), nothing(w_stack)
+    if before:
+        carry, _ = step(carry, last, kept_last)
+        carry, beside = jax.lax.optimization_barrier((carry, beside))
+    if last + 1 > before:
+        carry, _ = jax.lax.scan(step, carry, jnp.arange(last - before, behind - 1, -1))
+        carry = step(carry, 0)[0] if behind else carry
     dx, _, d_first, d_stack = carry
-    return put(d_stack, 0, d_first), dx, None
+    return put(d_stack, 0, d_first), dx, beside
 
 
-_scan.defvjp(_forward, _backward)
+def _how(layer, w, x, context):
+    """How what a layer keeps becomes its backward pass, see `apart`; nothing of it is computed."""
+    found = []
+    jax.eval_shape(lambda *args: found.append(_kept(layer, *args)[-1]), w, x, context)
+    return found[0]
+
+
+# Weights, once a step -------------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class First:
+    """Stacked weights in the first pass of a step that gathers them once: they are still in slices."""
+
+    slices: Any
+
+
+@struct.dataclass
+class Last:
+    """Stacked weights in the last pass of such a step, whose gradients are added to all before, and scattered."""
+
+    slices: Any  # zeros, float32: the sums' slices are their gradient
+    whole: Any
+    sums: Any  # of the gradients of the passes before, float32
+    counts: Any  # whether this pass does: of an idle stage nothing is added
+    beside: Any  # arrays that are to arrive while the last layer's gradients are computed; they are its gradient
+    gather: Callable = struct.field(pytree_node=False)  # of slices in float32
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _once(layer, gather, w, x, context):
+    return _once_forward(layer, gather, w, x, context)[0]
+
+
+def _once_forward(layer, gather, w, x, context):
+    def keep(layer, w, x, context):
+        x, y, kept, _ = _kept(layer, w, x, context)
+        return x, vary((y, kept), AXES)
+
+    def keep_weights(layer, w, x, context):
+        x, (y, kept) = keep(layer, w, x, context)
+        return x, ((y, w), kept)
+
+    stacked, shared = context
+    if isinstance(w, First):
+        x, (y, kept), _, _ = _run(layer, gather, False, w.slices, x, context, keep_weights)
+    else:
+        step = lambda x, one: keep(layer, one[0], x, (one[1], shared))
+        x, (y, kept) = jax.lax.scan(step, x, (w.whole if isinstance(w, Last) else w, stacked))
+    return (x, y), (w, kept, context)
+
+
+def _once_backward(layer, gather, saved, d_out):
+    w, kept, context = saved
+    if isinstance(w, Last):
+        whole = lambda number: at(w.whole, number)
+        add = lambda total, d: total + jnp.where(w.counts, d, 0).astype(total.dtype)
+        scatter = lambda number, d_w: _scattered(w.gather, w.slices, jax.tree.map(add, at(w.sums, number), d_w))
+        way = layer, whole, scatter, (True, False), None, w.slices, (kept, None), context, d_out
+        d_slices, dx, beside = _run_back(*way, w.beside)
+        return Last(d_slices, None, None, None, beside, w.gather), dx, None
+
+    (dx, dy), (stacked, shared) = d_out, context
+    how = _how(layer, at(w, 0), dx, (at(stacked, 0), shared))
+
+    def step(dx, one):
+        w, here, kept, dy = one
+        d_w, dx, _ = together(how, kept, (w, (here, shared)))((dx, dy))
+        return dx, d_w
+
+    dx, d_w = jax.lax.scan(step, dx, (w, stacked, kept, dy), reverse=True)
+    return d_w, dx, None
+
+
+_once.defvjp(_once_forward, _once_backward)

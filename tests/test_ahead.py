@@ -117,6 +117,80 @@ def test_what_layers_share_gets_no_gradient():
     np.testing.assert_array_equal(on_mesh(run, SPLIT)(*arrays(2)), np.zeros(n))
 
 
+# In the passes of a step that gathers weights once --------------------------------------------------------------------
+
+
+def in_passes(remat: str, counts: bool):
+    """fn(w_stack, x, dx, dy): two passes, of x and of 2 x, of which the first goes back last, and adds gradients up.
+
+    counts  whether what the first one found is added too
+    Returns the weights it gathered, what it keeps beside, and x, y and the gradients of w_stack and x, each of both.
+    """
+    one = REMAT[remat](layer)
+
+    def run(w_stack, x_BD, dx, dy_L):
+        w_stack, shared = sharding.vary(w_stack, AXES), (jnp.array([4, 0, 2]), 0.9, jax.random.key(5))
+        context = 3 + jnp.arange(len(w_stack["up_DF"])), shared
+        d_out = dx, {"sum": sharding.vary(dy_L, AXES)}
+
+        def begin(w, x_BD):
+            out, pull = jax.vjp(lambda w, x: scan_ahead(one, gather, w, x, context, once=True), w, x_BD)
+            return out, *overlap.apart(pull, w)
+
+        (x1, (y1, whole)), kept1, _ = begin(overlap.First(w_stack), x_BD)
+        (x2, y2), kept2, how = begin(whole, 2 * x_BD)
+        d_whole, dx2 = overlap.together(how, kept2, whole)(d_out)
+        slices = jax.tree.map(jnp.zeros_like, w_stack)
+        last = overlap.Last(slices, whole, d_whole, sharding.vary(jnp.array(counts), AXES), dx, gather)
+        _, _, how = begin(last, x_BD)
+        d_last, dx1 = overlap.together(how, kept1, last)(d_out)
+        y = y1["sum"][:, None], y2["sum"][:, None]
+        d_slices = sharding.psum(d_last.slices, tuple(axis for axis in AXES if axis != FSDP))
+        return whole, d_last.beside, (x1, x2), y, d_slices, (dx1, dx2)
+
+    return on_mesh(run, (SPLIT, SPLIT, SPLIT, P(None, AXES), W_SPECS, SPLIT))
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("L", [1, 5])
+def test_layers_gathered_once_a_step_are_the_layers(L, remat):
+    """Catches a first pass with weights of another layer, or that keeps other things than the later ones; sums of
+    another layer, gradients that are not added or not scattered; and an idle stage's that are added."""
+    w_stack, x, dx, dy = arrays(L)
+    plain = with_gradients(plainly, remat)
+    wanted = [plain(w_stack, times * x, dx, dy) for times in (1, 2)]
+    whole, beside, *found = in_passes(remat, True)(w_stack, x, dx, dy)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    for number, of in ((0, 0), (1, 1), (3, 3)):  # x, y, and the gradient of x
+        jax.tree.map(close, found[number], tuple(one[of] for one in wanted))
+    jax.tree.map(lambda d, one, two: close(d, one + two), found[2], *(one[2] for one in wanted))
+    jax.tree.map(lambda x, w: np.testing.assert_array_equal(x.reshape(n, *w.shape), np.stack([w] * n)), whole, w_stack)
+    np.testing.assert_array_equal(beside, dx)
+    *_, without, _ = in_passes(remat, False)(w_stack, x, dx, dy)
+    jax.tree.map(close, without, wanted[1][2])
+
+
+def test_of_a_step_that_gathers_once_only_first_and_last_pass_send():
+    """Catches weights gathered again by a later pass or by a recomputation, and gradients scattered in each pass."""
+    program = in_passes("full", True).lower(*arrays(5)).compile().as_text()
+    by = ledger.read(program, {FSDP: n} | {axis: 1 for axis in AXES if axis != FSDP}).by("kind")
+    one_gather = 2 * 4 * D * F * (n - 1) // n
+    assert (by["all-gather"].count, by["all-gather"].wire_bytes) == (2 * 6, 6 * one_gather)  # the last layer's, again
+    assert by["collective-permute"].wire_bytes == 5 * one_gather
+    assert set(by) == {"all-gather", "collective-permute"}
+
+
+def test_what_is_beside_the_last_layer_comes_before_the_loop():
+    """Catches a sum that nothing holds to the time in which the last layer's gradients are computed: the compiler then
+    sends it when no product is left."""
+    traced = jax.make_jaxpr(in_passes("full", True).function)(*arrays(5)).jaxpr
+    outer = next(e for e in traced.eqns if "shard_map" in str(e.primitive)).params["jaxpr"]
+    at, barrier = [*enumerate(outer.eqns)][[e.primitive.name for e in outer.eqns].index("optimization_barrier")]
+    loops_after = [e for e in outer.eqns[at:] if e.primitive.name == "scan"]
+    assert any(x in barrier.outvars for e in loops_after for x in e.invars)
+    assert outer.outvars[len(W_SPECS)] in barrier.outvars  # what was beside
+
+
 # What it keeps --------------------------------------------------------------------------------------------------------
 
 

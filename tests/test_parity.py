@@ -70,23 +70,23 @@ expert=8                    moe       gather=step
 context=2                   moe       attention=ring
 context=4                   dense     attention=ring remat=full gather=ahead
 context=8                   capacity  attention=gather loss_chunk=40
-tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring
+tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring gather=step_ahead
 tensor=4                    moe       accumulation=3 exchange=ring
 tensor=8                    dense     loss_chunk=40 remat=branches exchange=ring
 
-data=2,stage=2              moe       microbatches=2
+data=2,stage=2              moe       microbatches=2 gather=step_ahead
 data=4,fsdp=2               dense     remat=dots
 data=2,expert=2             moe       accumulation=3 gather=step
 data=2,context=2            mixed     attention=ring gather=peeled
-data=2,tensor=4             capacity  remat=dots
+data=2,tensor=4             capacity  remat=dots gather=step_ahead
 stage=4,fsdp=2              dense     microbatches=4 schedule=1f1b gather=peeled
 stage=2,expert=4            capacity  microbatches=2 schedule=interleaved chunks=2 remat=full gather=ahead
-stage=2,context=2           mixed     microbatches=4
-stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring
+stage=2,context=2           mixed     microbatches=4 gather=step_ahead
+stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring gather=step_ahead
 fsdp=2,expert=2             capacity  accumulation=3 gather=step
 fsdp=2,context=4            moe       attention=ring gather=step
-fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40
-expert=2,context=2          dense     attention=gather remat=full
+fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40 gather=step_ahead
+expert=2,context=2          dense     attention=gather remat=full gather=step_ahead
 expert=4,tensor=2           capacity  accumulation=3 exchange=ring
 context=2,tensor=4          dense     attention=ring exchange=ring
 
@@ -97,9 +97,9 @@ data=2,expert=2,tensor=2    capacity  remat=dots gather=step exchange=ring
 stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step
 stage=2,fsdp=2,context=2    capacity  microbatches=4 remat=dots
 stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots gather=ahead exchange=ring
-stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3
-stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring
-stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40
+stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3 gather=step_ahead
+stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring gather=step_ahead
+stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40 gather=step_ahead
 fsdp=2,expert=2,context=2   mixed     attention=ring remat=full gather=peeled
 fsdp=2,expert=2,tensor=2    moe       gather=ahead accumulation=3 exchange=ring
 fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring

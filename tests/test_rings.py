@@ -261,6 +261,14 @@ def test_matrices_of_a_layer_are_spread_over_turns(monkeypatch, which, sizes):
     assert [size // c.n_layers >> 20 for size in of_turn] == sizes
 
 
+def test_small_matrices_have_no_turn():
+    """Catches a permute for each digit of each little matrix: more of a program than its bytes are worth. And a share
+    of another matrix than the largest, or a turn that is counted for a matrix that has none."""
+    sizes = [100, 3200, 99, 3000, 3000, 99, 3200]
+    assert overlap.deal(sizes, at_once=True) == [0, 1, None, 2, 0, None, 2]
+    assert overlap.deal(sizes) == [0, 1, 2, 2, 0, 2, 0]
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,context=2", "fsdp=6", "stage=2,fsdp=4"])
 def test_weights_are_gathered_and_their_gradients_come_in_parts(mesh):
     """Catches a gradient of the whole weight where a slice's was meant, and one that waits as all_gather's does."""
