@@ -144,7 +144,7 @@ def planner_widget() -> str:
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward apart"),
                  ("dots", "all but products"), ("none", "nothing")]  # fmt: skip
     join = [("layer", "for each layer"), ("ahead", "a block ahead"), ("peeled", "a block ahead, none in vain"),
-            ("step", "once a step")]  # fmt: skip
+            ("step", "once a step"), ("step_ahead", "once a step, a block ahead")]  # fmt: skip
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 <div class="selects">

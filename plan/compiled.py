@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 import optimizer
+import pipeline
 import sharding
 import utils
 from config import Config, MeshConfig
@@ -278,12 +279,16 @@ def reported_bytes(cfg: Config) -> int:
 def shares(cfg: Config, text: str) -> dict:
     """How often the conditionals of a step, by their named scopes, do something: see `ledger.read`.
 
-    In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers.
+    In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers; one of
+    them in the first tick, or the last, where that has slots of its own.
     """
-    split = fit.split_batch(cfg)
-    microbatches = split.microbatches * split.accumulation
-    runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), microbatches * cfg.pipeline.chunks)
-    runs["loss_slot"] = microbatches
-    known = {scope: lambda ticks, n=n: n / ticks for scope, n in runs.items()} | {"not_finite": 0.0}
+    sched = pipeline.schedule(cfg)
+    runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
+    runs["loss_slot"] = sched.microbatches
+    if cfg.model.gather == "step_ahead":
+        runs["weight_slot" if sched.splits_backward else "backward_slot"] -= 1
+        if sched.turns or not (cfg.model.n_experts and cfg.model.balance_loss):  # else that is a tick of passes ahead
+            runs["forward_slot"] -= 1
+    known = {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | {"not_finite": 0.0}
     conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
     return {scope: share for scope, share in known.items() if scope in conditionals}

@@ -66,9 +66,12 @@ def of_weights(c: ModelConfig, kind: str, when: str, of: str) -> float:
     """All-gathers run one after the other, each beside products that do not need it. Experts' three matrices are most
     of a layer, and one finds none; of wide models two do, where products are repeated.
 
-    Of weights gathered ahead, gathers and gradients are under way together, and some find no product.
+    Of weights gathered ahead, gathers and gradients are under way together, and some find no product. Once a step, the
+    gradients of experts find more of them, and an unembedding's those of the last block.
     """
-    if c.gather not in AHEAD:
+    if c.gather == "step_ahead" and kind == "collective-permute" and of != "weights":
+        return {"experts": 0.2, "vocabulary": 0}[of]
+    if c.gather not in (*AHEAD, "step_ahead"):
         return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
     return {"all-gather": 0.1 if wide(c) else 0.4, "collective-permute": 0.2 if wide(c) else 0.5}[kind]
 

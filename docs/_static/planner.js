@@ -214,6 +214,7 @@
   }
 
   const gathersAhead = (c) => c.gather === "ahead" || c.gather === "peeled";
+  const gathersOnce = (c) => c.gather === "step" || c.gather === "step_ahead";
 
   function exposed(c, z, kind, axes, when, of) {
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
@@ -224,7 +225,9 @@
       return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
     }
     if (!["weights", "experts", "vocabulary"].includes(of)) return 1;
-    if (!ahead) return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
+    const once = c.gather === "step_ahead";
+    if (once && kind === "collective-permute" && of !== "weights") return of === "experts" ? 0.2 : 0;
+    if (!ahead && !once) return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
     return kind === "all-gather" ? (wide ? 0.1 : 0.4) : (wide ? 0.2 : 0.5);
   }
 
@@ -404,7 +407,7 @@
   }
 
   const SLICED = ["fsdp", "expert", "context"];
-  const tokensGo = (c, z) => c.gather !== "step" && z.b * z.s < floordiv(c.vocab_size, z.mesh.tensor);
+  const tokensGo = (c, z) => !gathersOnce(c) && z.b * z.s < floordiv(c.vocab_size, z.mesh.tensor);
 
   function enter(c, z) {
     const rows = [exchange("activations", "reduce-scatter", ["tensor"], z.b * z.s * c.d_model * z.width, { again: [] })];
@@ -462,7 +465,7 @@
   }
 
   function weights(c, mesh, declarations) {
-    return declarations.map((d) => {
+    const found = declarations.map((d) => {
       const held = floordiv(prod(d.shape), prod(d.spec.flat().map((axis) => mesh[axis])));
       const over = d.spec.find((axes) => axes.includes("fsdp")) ?? [];
       const narrow = over.length && !d.exact && c.compute === "bfloat16";
@@ -473,11 +476,13 @@
         layers: floordiv(many, d.dims.includes("L") ? mesh.stage : 1),
       };
     });
+    const largest = Math.max(...found.filter((w) => w.name.startsWith("blocks.") && w.over.length).map((w) => w.held));
+    return found.map((w) => ({ ...w, small: w.held < largest / 32 }));
   }
 
   function traffic(cfg, c, z, sched, split, held, rounds) {
     const run = passes(cfg, c, sched), M = sched.microbatches, once = everywhere(M), found = new Map();
-    const rare = ["batch", "replicas", ...(c.gather === "step" ? ["weights", "gradients"] : [])];
+    const rare = ["batch", "replicas", ...(gathersOnce(c) ? ["weights", "gradients"] : [])];
     const add = (part, kind, axes, size, count, when = "once", of = "") => {
       axes = AXES.filter((axis) => axes.includes(axis) && z.mesh[axis] > 1);
       kind = madeOf(kind, axes, z);
@@ -503,7 +508,8 @@
     activations(enter(c, z), 1, { forward: run.forward, again: 0, inputs: M, weights: 0 }, false);
     activations(logits(c, z), 1, once, false);
     const ahead = run.forward > M ? forwardOnly(sched) : null;
-    const ticks = sched.table.length * (sched.turns ? 1 : 2) + (ahead ? ahead.table.length : 0);
+    const oneWay = c.gather === "step_ahead" ? (sched.turns ? 1 : ahead ? 2 : 3) : 0;
+    const ticks = sched.table.length * (sched.turns ? 1 : 2) + (ahead ? ahead.table.length : 0) - oneWay;
     if (sched.stages > 1) add("activations", "collective-permute", ["stage"], z.b * z.t * c.d_model * z.width, ticks);
     if (c.n_experts) add("statistics", "all-reduce", TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1);
     const sequences = split.device_batch * split.microbatches * split.accumulation;
@@ -513,9 +519,27 @@
     return [...found.values()];
   }
 
+  function inParts(w, c) {
+    if (c.gather === "step_ahead") return (w.name.startsWith("blocks.") && !w.small) || w.name === "unembedding_DV";
+    return gathersAhead(c);
+  }
+
   function uses(w, c, z, sched, run) {
     const M = sched.microbatches, inBlocks = w.name.startsWith("blocks."), found = [];
     const use = (ahead, again, back, dims, size, times, of = "") => found.push({ ahead, again, back, dims, size, times, of });
+    if (gathersOnce(c)) {
+      const once = (ahead, back, times, of) => use(ahead, 0, back, w.dims, w.joined / w.layers, times, of);
+      if (c.gather === "step_ahead" && inBlocks) {
+        const of = w.dims.includes("E") ? "experts" : "weights", first = w.layers / sched.chunks;
+        once(1, 0, first + (w.layers * z.mesh.stage) / c.n_blocks, of);
+        once(0, 1, first, of);
+        once(1, 1, w.layers - first);
+      } else {
+        once(1, 0, w.layers);
+        once(0, 1, w.layers, inParts(w, c) ? "vocabulary" : "");
+      }
+      return found;
+    }
     if (inBlocks || w.name.startsWith("prefix.")) {
       const block = inBlocks ? (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks : 0;
       const size = w.joined / w.layers, of = w.dims.includes("E") ? "experts" : "weights";
@@ -533,23 +557,22 @@
   }
 
   function ofWeights(w, c, z, sched, run, rounds, add) {
-    const whole = c.gather === "step", onePiece = sched.microbatches * sched.stages === 1;
-    const once = { ahead: 1, again: 0, back: 1, dims: w.dims, size: w.joined / w.layers, times: w.layers, of: "" };
-    for (const { ahead, again, back, dims, size, times, of } of whole ? [once] : uses(w, c, z, sched, run)) {
+    const whole = gathersOnce(c), inFloat32 = sched.microbatches * sched.stages > 1 || c.gather === "step_ahead";
+    for (const { ahead, again, back, dims, size, times, of } of uses(w, c, z, sched, run)) {
       add("weights", "all-gather", w.over, size * w.width, ahead * times, "forward", of);
       add("weights", "all-gather", w.over, size * w.width, again * times, "again", of);
       if (!w.trainable) continue;
-      let left = size * (whole && !onePiece ? 4 : w.width), hides = of;
-      if (gathersAhead(c)) for (const axis of [...w.over].reverse()) {
+      let left = size * (whole && inFloat32 ? 4 : w.width), hides = of;
+      if (inParts(w, c)) for (const axis of [...w.over].reverse()) {
         const n = z.mesh[axis];
         add("gradients", "collective-permute", [axis], left * (1 - 1 / n), back * times, "back", hides);
         [left, hides] = [left / n, n === 1 ? hides : ""];
       }
-      else add("gradients", whole ? "reduce-scatter" : scatterOf(dims, w.slice, z), w.over, left, back * times, "back", of);
+      else add("gradients", whole && !(of && w.small) ? "reduce-scatter" : scatterOf(dims, w.slice, z), w.over, left, back * times, "back", of);
     }
     if (w.trainable) add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
     if (sched.chunks > 1 && w.dims[0] === "L") {
-      const part = (whole ? w.joined : w.held) / sched.chunks;
+      const part = (c.gather === "step" ? w.joined : w.held) / sched.chunks;
       add("weights", "collective-permute", ["stage"], part * w.width, rounds);
       add("gradients", "collective-permute", ["stage"], part * 4, rounds);
     }
@@ -596,7 +619,7 @@
   }
 
   function memory(cfg, c, z, sched, split, w) {
-    const onePiece = sched.microbatches * sched.stages === 1, onTpu = z.platform === "tpu", whole = c.gather === "step";
+    const onePiece = sched.microbatches * sched.stages === 1, onTpu = z.platform === "tpu", whole = gathersOnce(c);
     const state = sum(w.map((x) => x.held * x.itemsize));
     const sequences = split.device_batch * split.microbatches * split.accumulation;
     const there = layers(c, z).map(([many], isMoe) => [many, Boolean(isMoe)]).filter(([many]) => many);
@@ -608,7 +631,8 @@
     const slots = onePiece ? { inbox: 0, kept: 1, cotangents: 0 } : buffers(sched), stream = z.b * z.t * c.d_model * z.width;
     const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined * x.width));
     const tokens = logitsTokens(z), each = onePiece ? null : onTpu ? 4 : 8;
-    const gradients = sum(w.map((x) => (whole ? x.joined * (each ?? x.width) : x.held * 4)));
+    let gradients = sum(w.map((x) => (whole ? x.joined * (each ?? x.width) : x.held * 4)));
+    if (c.gather === "step_ahead") gradients += sum(w.filter((x) => x.name.startsWith("blocks.")).map((x) => floordiv(4 * x.joined, z.blocks)));
     const logitsBytes = tokens * vocabularySlices(c, tokens, floordiv(c.vocab_size, z.mesh.tensor))[1] * 4;
     return {
       parameters: state, optimizer: 2 * state, batch: 5 * 4 * sequences * z.s, gradients,

@@ -306,6 +306,11 @@ WAITS = {
     ),
     "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
     "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
+    "once, ahead": (
+        "v4:4x2x2",
+        "dense_124m",
+        SIXTEEN | {"mesh": "fsdp=16", "model.gather": "step_ahead", "optim.max_device_batch": 1},
+    ),
     "ends peeled": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "peeled"}),
     "large": ("v4:4x4x4", "llama3_8b", LARGE),
     "large experts": ("v4:4x4x4", "mixtral_8x7b", LARGE),
@@ -337,8 +342,9 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
     plan, found, step = headline
     assert found["fits"]
-    assert found["temp_bytes"] < 5.3 * GIB  # 0.9 more than with remat=full, for 0.6 GB less on the wire
-    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1.9e9
+    # Temporaries count every buffer of every program, whenever it is there: gather=step has 5.3, at a peak of 4.0.
+    assert found["temp_bytes"] < 6.5 * GIB and found["peak_bytes"] < 4.3 * GIB
+    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1e9
     assert found["collectives"] < 2500
     assert found["hardware_flops"] < 1.34 * plan.model_flops
     assert found["unknown"] == {}

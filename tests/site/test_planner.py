@@ -72,7 +72,7 @@ def draw(rng: random.Random) -> dict:
         "batch_size": 2 ** rng.randint(4, 9), "seq_len": 2 ** rng.randint(8, 13),
         "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]),
         "remat": rng.choice(["full", "branches", "dots", "none"]),
-        "gather": rng.choice(["layer", "ahead", "peeled", "step"]),
+        "gather": rng.choice(["layer", "ahead", "peeled", "step", "step_ahead"]),
         "tensor_exchange": rng.choice(["ring", "gather"]), "context_attention": rng.choice(["gather", "ring"]),
     }  # fmt: skip
 
