@@ -414,6 +414,7 @@ def _run_back(layer, weights, scatter, peel, w, w_stack, kept, context, d_out, b
     carry = dx, w, None if before else nothing(like), nothing(w_stack)
     if before:
         carry, _ = step(carry, last, kept_last)
+    if beside is not None:
         carry, beside = jax.lax.optimization_barrier((carry, beside))
     if last + 1 > before:
         carry, _ = jax.lax.scan(step, carry, jnp.arange(last - before, behind - 1, -1))
