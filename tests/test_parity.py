@@ -94,7 +94,7 @@ data=2,stage=2,fsdp=2       moe       microbatches=2 schedule=zb accumulation=3 
 data=2,stage=2,tensor=2     dense     microbatches=4 remat=full
 data=2,fsdp=2,context=2     dense     attention=ring accumulation=3 gather=step
 data=2,expert=2,tensor=2    capacity  remat=dots gather=step exchange=ring
-stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step
+stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step_ahead
 stage=2,fsdp=2,context=2    capacity  microbatches=4 remat=dots
 stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots gather=ahead exchange=ring
 stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3 gather=step_ahead
