@@ -188,8 +188,8 @@ class ModelConfig:
     # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
     remat: Literal["none", "dots", "branches", "full"] = "none"
     # weights are joined: layer, for each use of a layer; ahead, for each use, one block of layers ahead; peeled, as
-    # ahead, and none in vain, by a longer program; step, once a step, and kept; step_ahead, as step, but one block ahead
-    # in the first microbatch, or pass of accumulation, and gradients one block later in the last, by a longer program
+    # ahead, and none in vain, by a longer program; step, once a step, and kept; step_ahead, as step, but a block ahead
+    # in the first microbatch, or pass of accumulation, and gradients a block later in the last, by a longer program
     gather: Literal["layer", "ahead", "peeled", "step", "step_ahead"] = "layer"
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
