@@ -14,7 +14,7 @@ import overlap
 import pipeline
 import sharding
 from config import preset
-from pipeline import step
+from pipeline import step, ticks
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, TOKENS
 from tests import helpers, parity
 
@@ -57,7 +57,7 @@ def a_mean_of_the_devices_means(patch):
 
 @mutation("^loss", mesh="stage=2")
 def every_stage_adds_its_activations(patch):
-    patch(step, "last_stages", lambda x: x)
+    patch(ticks, "last_stages", lambda x: x)
 
 
 @mutation(r"^gradient of blocks\.moe\.feed_forward\.w_router_DE", mesh="data=2,expert=2")
@@ -225,8 +225,8 @@ def only_the_last_microbatch_counts(patch):
     def on_weights_only(totals, index, values):
         return (add_at if isinstance(totals, model.Block) else true)(totals, index, values)
 
-    true = step.add_at
-    patch(step, "add_at", on_weights_only)
+    true = ticks.add_at
+    patch(ticks, "add_at", on_weights_only)
 
 
 @mutation(r"^no gradient of embedding_VD", mesh="stage=2")

@@ -276,8 +276,8 @@ BY_HAND = {
     # then backward. The last stage's activations are spread over both for the loss. A stage has no gradient of what the
     # other alone uses: both embeddings and the last norm, added together with the nats.
     "stage=2": ({"model.n_layers": 2, "pipeline.microbatches": 3},
-                {("forward_slot", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
-                 ("run_ticks", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
+                {("passed", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
+                 ("tick", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
                 | there_and_back("spread_loss", [TOKENS // 3 * WIDTH] * 3)),
     # Dense weights lie in slices along this axis too. The batch's five arrays arrive in order, are gathered and cut
