@@ -79,7 +79,7 @@ def timed(x_BD, ws=ws):
 
 sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 seconds = dict.fromkeys(sizes, 1.0)
-for B in 3 * sizes:  # three rounds, as a neighbour may disturb one
+for B in 6 * sizes:  # six rounds, as a neighbour may disturb some
     seconds[B] = min(seconds[B], timed(jnp.ones((B, D))))
 my_prediction = None  # times the seconds of one row
 measured = seconds[8] / seconds[1]
