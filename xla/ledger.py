@@ -283,24 +283,30 @@ def held(program: Program, name: str, one: Instruction):
                 yield from held(program, part, inner)
 
 
-def started(program: Program, name: str, sizes: tuple, works: list[Work]):
-    """The collectives of a computation, each once, with the products between start and end; `works` of each line.
+def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, list[int]]]:
+    """The collectives of a computation, each once: the computation that holds it, itself, whether it is in two parts,
+    and the places of all instructions that begin, carry on or end it.
 
     TPU: a collective may go on within fusions that compute meanwhile, each of which holds a copy of it.
     """
-    begun, spans = collections.defaultdict(list), {}
+    begun, found = collections.defaultdict(list), {}
     for place, one in enumerate(program.computations[name].values()):
         for where, inner in held(program, name, one):
             copied = '"async_collective_fusion_config"' in inner.attributes
             key = inner.attribute("channel_id=", r"(\d+)") if copied else (where, inner.name)
             begun[one.name].append(key)
             two_parts = copied or "-start" in one.opcode + inner.opcode
-            spans.setdefault(key, (where, inner, two_parts, []))[-1].append(place)
+            found.setdefault(key, (where, inner, two_parts, []))[-1].append(place)
         if one.opcode.endswith(("-update", "-done")):
             begun[one.name] = begun[one.operands[0]]
             for key in begun[one.name]:
-                spans[key][-1].append(place)
-    for where, inner, two_parts, places in spans.values():
+                found[key][-1].append(place)
+    return list(found.values())
+
+
+def started(program: Program, name: str, sizes: tuple, works: list[Work]):
+    """The collectives of a computation, each once, with the products between start and end; `works` of each line."""
+    for where, inner, two_parts, places in spans(program, name):
         beside = together(works[places[0] : places[-1] + 1])
         if found := collective(program, where, inner, sizes):
             hidden = bool(beside.flops or beside.unknown)
