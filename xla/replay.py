@@ -1,0 +1,314 @@
+"""The compiled schedule, run on paper: where the seconds of a step would go.
+
+`replay(compiled.as_text(), mesh, machine)` plays the scheduled program of one device in order against time.
+
+- A product takes the compiler's own `estimated_cycles`, or, if asked, its FLOPs at the chip's peak. A kernel, of which
+  the compiler estimates nothing, takes its FLOPs at the peak, or its bytes at the memory's speed, if those take longer.
+- Any other instruction takes the time of what it reads and writes in main memory, at its full speed. Copies and slices
+  with a start and an end are moved one after the other beside all else.
+- A collective keeps links busy from its start (`links.py`), and shares them with all that are under way; it is waited
+  for at its end. All devices are taken to be at the same place of the program.
+- A loop is played as often as it runs, a conditional as its longest branch, or the share of its executions that
+  `shares` says: see `ledger.read`. Collectives under way do not share links with those inside a loop or a branch that
+  stands between their start and their end.
+
+What it cannot know: how much of the memory's speed a product leaves to others, how long a collective takes to begin
+(an option, `latency_s`), how a ring of devices is ordered, and the speed of vector units: an instruction that moves
+nothing in main memory takes no time. Nothing here has been seen on a chip.
+"""
+
+import collections
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from xla import ledger, links
+from xla.hlo import GROUPS, Instruction, Program, device_groups
+from xla.ledger import Share
+from xla.moved import Memory
+
+PRODUCTS, OTHERS, COPIES = "products", "other ops", "copies"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a program was compiled for. Bytes per second are those of one direction."""
+
+    torus: links.Torus
+    places: np.ndarray  # of the chip of each device in the mesh's order, [device, torus axis]
+    peak_flops_per_s: float
+    cycles_per_s: float
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float
+    latency_s: float = 0.0  # of one message from a chip to its neighbour
+
+
+class Event(NamedTuple):
+    """Something on the timeline of a computation, in seconds from its start."""
+
+    start: float
+    end: float
+    lane: str  # core, or the mesh axes of a collective
+    what: str  # products, other ops, copies, waiting, or a collective's kind
+    scope: str
+
+
+@dataclass
+class Played:
+    """One execution of a computation."""
+
+    seconds: float = 0.0  # with what it calls
+    own: collections.Counter = field(default_factory=collections.Counter)  # seconds by cause, without that
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One step of one device, in seconds."""
+
+    seconds: float
+    causes: dict[str, float]  # products, other ops, copies, and the waiting for each axis' collectives: "fsdp*tensor"
+    played: dict[str, Played]  # of each computation
+    times: dict[str, float]  # how often a step runs it
+
+    def longest(self, count: int = 2) -> list[str]:
+        """The computations in which most of the step's seconds pass by themselves, not in what they call."""
+        own = {name: self.times[name] * one.own.total() for name, one in self.played.items()}
+        return sorted(own, key=own.get, reverse=True)[:count]
+
+
+def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dict[str, Share] | None = None,
+           at_peak: bool = False) -> Replay:  # fmt: skip
+    """Play a scheduled program.
+
+    mesh     the mesh it was compiled for, or the sizes of its axes, outermost first
+    shares   named scope -> share of the executions of a conditional in which the devices wait for its longest branch
+    at_peak  products at the chip's peak, not as the compiler estimates
+    Raises: ValueError for a program that is not scheduled, or of more devices than the machine has places, and as
+    `ledger.read` does.
+    """
+    sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError("this program has no schedule: only what a compiler returned as compiled can be played")
+    if (devices := math.prod(n for _, n in sizes)) != len(machine.places):
+        raise ValueError(f"mesh {dict(sizes)} has {devices} devices, and there are places of {len(machine.places)}")
+    player = Player(Program(text), sizes, machine, at_peak)
+    calls = {name: player.play(name) for name in player.program.computations}  # each stands before its callers
+    times = ledger.executions(calls, player.program.entry, shares or {})
+    causes = collections.Counter()
+    for name, played in player.played.items():
+        for cause, seconds in played.own.items():
+            causes[cause] += times[name] * seconds
+    return Replay(sum(causes.values()), dict(causes.most_common()), player.played, dict(times))
+
+
+class Player:
+    """Plays the computations of a program, each once."""
+
+    def __init__(self, program: Program, sizes: tuple, machine: Machine, at_peak: bool):
+        self.program, self.sizes, self.machine, self.at_peak = program, sizes, machine, at_peak
+        self.memory, self.played, self.loads, self.rates = Memory(program), {}, {}, {}
+        self.parts = {part for c in program.computations.values() for one in c.values() for part in one.contents}
+        self.work = functools.cache(self._work)
+
+    def play(self, name: str) -> list[ledger.Call]:
+        """Play one computation from its start; returns what it calls. What is fused runs where that is done."""
+        computation, calls = self.program.computations[name], []
+        if name in self.parts:
+            self.played[name] = Played()
+            return calls
+        begins, ends = collections.defaultdict(list), collections.defaultdict(list)
+        for where, inner, _, places in ledger.spans(self.program, name):
+            if flight := self.flight(where, inner):
+                begins[places[0]].append(flight)
+                ends[places[-1]].append(flight)
+        clock = Clock(self)
+        for place, one in enumerate(computation.values()):
+            for flight in begins[place]:
+                clock.begin(flight)
+            within = [call for call in ledger.called(self.program, computation, one, self.seconds) if call.times]
+            calls += within
+            nested = [call for call in within if call.computation not in self.parts]
+            if nested:
+                clock.skip(sum(call.times * self.seconds[call.computation] for call in nested))
+            elif one.opcode in COPYING:
+                clock.copy(one.name, self.memory.moved(computation, one) / self.machine.hbm_bytes_per_s)
+            elif one.opcode.endswith("-done") and one.operands[0] in clock.copies:
+                clock.wait_copy(one.operands[0])
+            elif not begins[place] or one.opcode == "fusion":
+                cause, seconds = self.time(computation, one)
+                clock.run(cause, seconds, one.scope)
+            for flight in ends[place]:
+                clock.wait(flight)
+        self.played[name] = clock.result()
+        return calls
+
+    @property
+    def seconds(self) -> "Seconds":
+        return Seconds(self.played)
+
+    def time(self, computation: dict, one: Instruction) -> tuple[str, float]:
+        """What the core does in one execution of an instruction, and how long."""
+        machine = self.machine
+        if one.is_collective or one.opcode.endswith(("-start", "-done", "-update")):
+            return OTHERS, 0.0
+        moving = self.memory.moved(computation, one) / machine.hbm_bytes_per_s
+        own = ledger.product(computation, one)
+        work = ledger.together([own, *map(self.work, one.contents)])
+        if not work.flops and not work.unknown:
+            return OTHERS, 0.0 if self.exchanges(one) else moving
+        computing = work.flops / machine.peak_flops_per_s
+        cycles = one.attribute('"estimated_cycles":', r'"(\d+)"')
+        if self.at_peak and not own.unknown:
+            return PRODUCTS, computing
+        return PRODUCTS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
+
+    def exchanges(self, one: Instruction) -> bool:
+        """Whether what is fused is a collective, whose own time is that of its links."""
+        return any(inner.is_collective for part in one.contents for inner in self.program.computations[part].values())
+
+    def _work(self, name: str) -> ledger.Work:
+        computation = self.program.computations[name]
+        return ledger.together(
+            work for one in computation.values()
+            for work in (ledger.product(computation, one), *map(self.work, one.contents))
+        )  # fmt: skip
+
+    # Collectives
+
+    def flight(self, where: str, one: Instruction) -> "Flight | None":
+        """What one collective puts on the links; None for a group of one device, which exchanges nothing."""
+        found = ledger.collective(self.program, where, one, self.sizes)
+        if not found:
+            return None
+        text = one.attribute("source_target_pairs=" if found.kind == "collective-permute" else "replica_groups=", GROUPS)
+        named = one.attribute('"strategy":', r'"(\w+)"')
+        ring = {"StrategyRing": True}.get(named)
+        key = (found.kind, text, ring, found.wire_bytes, found.payload_bytes)
+        if key not in self.loads:
+            self.loads[key] = self.load(*key)
+        load, hops = self.loads[key]
+        return Flight("*".join(found.axes), found.kind, found.scope, key, load, hops * self.machine.latency_s)
+
+    def load(self, kind: str, text: str, ring: bool | None, wire_bytes: int, payload_bytes: int):
+        """Bytes on each link, and links from the first device to the last in a row."""
+        torus, places = self.machine.torus, self.machine.places
+        groups = np.array(device_groups(text, len(places)))
+        if kind == "collective-permute":
+            groups = groups[groups[:, 0] != groups[:, 1]]
+            start, end = places[groups[:, 0]], places[groups[:, 1]]
+            return links.permute(torus, start, end, payload_bytes), int(torus.distance(start, end).max(initial=0))
+        at = places[groups]
+        if kind == "all-to-all":
+            load = links.all_to_all(torus, at, payload_bytes)
+            return load, int(torus.distance(at[:, :1], at).max())
+        axes = None if ring else links.whole_axes(torus, at)
+        hops = groups.shape[1] // 2 if axes is None else sum(torus.shape[d] // (1 + torus.wraps[d]) for d in axes)
+        return links.gather(torus, at, wire_bytes, ring), hops * (2 if kind == "all-reduce" else 1)
+
+    def speeds(self, flights: list["Flight"]) -> list[float]:
+        """How much of each collective under way is done in a second."""
+        key = tuple(flight.key for flight in flights)
+        if key not in self.rates:
+            self.rates[key] = links.shares([flight.load for flight in flights], self.machine.link_bytes_per_s)
+        return self.rates[key]
+
+
+COPYING = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+
+
+class Seconds:
+    """Seconds of computations, with what they call: what `ledger.called` asks for the dearest branch."""
+
+    def __init__(self, played: dict[str, Played]):
+        self.played = played
+
+    def __getitem__(self, name: str) -> float:
+        return self.played[name].seconds
+
+    get = __getitem__
+
+
+@dataclass(eq=False)
+class Flight:
+    """A collective on its way."""
+
+    lane: str  # mesh axes
+    kind: str
+    scope: str
+    key: tuple  # of its load
+    load: np.ndarray
+    latency_s: float
+    begun: float = 0.0
+    left: float = 1.0
+    done_at: float | None = None
+
+
+class Clock:
+    """The time of one computation, and what is under way."""
+
+    def __init__(self, player: Player):
+        self.player, self.now, self.skipped = player, 0.0, 0.0
+        self.flying: list[Flight] = []
+        self.copies, self.copied_at = {}, 0.0
+        self.own, self.events = collections.Counter(), []
+
+    def advance(self, until: float, stop: Flight | None = None) -> None:
+        """Let time pass for what is under way; until one has arrived, if `stop` names it."""
+        while self.flying and (self.now < until if stop is None else stop.left > 0):
+            speeds = self.player.speeds(self.flying)
+            ends = [flight.left / speed if speed else math.inf for flight, speed in zip(self.flying, speeds, strict=True)]
+            step = min(ends) if stop is not None else min(min(ends), until - self.now)
+            for flight, speed, end in zip(self.flying, speeds, ends, strict=True):
+                flight.left = 0.0 if end <= step * (1 + 1e-9) else flight.left - speed * step
+            self.now += step
+            for flight in [flight for flight in self.flying if not flight.left]:
+                self.flying.remove(flight)
+                self.arrived(flight)
+        if stop is None:
+            self.now = max(self.now, until)
+
+    def arrived(self, flight: Flight) -> None:
+        flight.done_at = self.now + flight.latency_s
+        self.events.append(Event(flight.begun, flight.done_at, flight.lane, flight.kind, flight.scope))
+
+    def begin(self, flight: Flight) -> None:
+        flight.begun = self.now
+        self.flying.append(flight)
+
+    def wait(self, flight: Flight) -> None:
+        begin = self.now
+        self.advance(math.inf, flight)
+        self.advance(max(self.now, flight.done_at))
+        self.note(flight.lane, begin, "waiting for " + flight.lane, flight.scope)
+
+    def run(self, cause: str, seconds: float, scope: str) -> None:
+        begin = self.now
+        self.advance(begin + seconds)
+        self.note(cause, begin, cause, scope)
+
+    def note(self, cause: str, begin: float, what: str, scope: str) -> None:
+        if self.now > begin:
+            self.own[cause] += self.now - begin
+            self.events.append(Event(begin, self.now, "core", what, scope))
+
+    def skip(self, seconds: float) -> None:
+        """What another computation does in this one's place; its time is not this one's own."""
+        self.advance(self.now + seconds)
+        self.skipped += seconds
+
+    def copy(self, name: str, seconds: float) -> None:
+        self.copied_at = max(self.now, self.copied_at) + seconds
+        self.copies[name] = self.copied_at
+
+    def wait_copy(self, name: str) -> None:
+        begin = self.now
+        self.advance(max(self.now, self.copies.pop(name)))
+        self.note(COPIES, begin, COPIES, "")
+
+    def result(self) -> Played:
+        return Played(self.now, self.own, self.events)
