@@ -7,11 +7,12 @@ A permute goes the shortest way, along x first, then y, then z. A gather or scat
 goes along all of them at once, both ways where an axis is closed (the compiler's StrategyND); any other group passes
 slices around a ring through its devices, half of them each way (its StrategyRing, of one colour). On a line that is
 not closed the way back from the last device to the first crosses the same links. The order of devices in a ring is
-ours: line by line, to and fro.
+ours: line by line, to and fro, along the axes in that order which loads the busiest link least.
 Source: strategies as libtpu 0.0.42 names them in `collective_algorithm_config`;
 https://jax-ml.github.io/scaling-book/sharding, "How long does this take?", for both ways of a closed axis.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -66,10 +67,10 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
     """
     axes = None if ring else whole_axes(torus, groups)
     if axes is None:
-        groups = np.stack([_ring(group) for group in groups])
-        after = np.roll(groups, -1, axis=1)
-        there, back = (torus.loads(*ends, wire_bytes / 2) for ends in ((groups, after), (after, groups)))
-        return there + back
+        rings = (
+            _around(torus, groups, order, wire_bytes / 2) for order in itertools.permutations(range(len(torus.shape)))
+        )
+        return min(rings, key=np.max)
     load = np.zeros((len(torus.shape), 2, *torus.shape))
     ways = {d: 2 if torus.wraps[d] else 1 for d in axes}
     here = tuple(np.unique(groups.reshape(-1, groups.shape[-1]), axis=0).T)
@@ -78,15 +79,26 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
     return load
 
 
-def _ring(group: np.ndarray) -> np.ndarray:
-    """A group's devices line by line, to and fro."""
-    keys, flip = [], np.zeros(len(group), int)
-    for d in range(group.shape[1]):
-        places, rank = np.unique(group[:, d], return_inverse=True)
-        rank = np.where(flip % 2, len(places) - 1 - rank, rank)
-        keys.append(rank)
-        flip = flip + rank
-    return group[np.lexsort(keys[::-1])]
+def _around(torus: Torus, groups: np.ndarray, order: tuple[int, ...], size: float) -> np.ndarray:
+    """The load of messages of a size to both neighbours on rings: to and fro along the last axis of the order first."""
+    ring = np.stack([group[_to_and_fro(group[:, order], number)] for number, group in enumerate(groups)])
+    after = np.roll(ring, -1, axis=1)
+    return torus.loads(ring, after, size) + torus.loads(after, ring, size)
+
+
+def _to_and_fro(places: np.ndarray, corner: int) -> np.ndarray:
+    """The order of places, [device, axis], line by line, every other line backwards.
+
+    corner  where it begins, a bit for each axis: rings that lie between each other go across at different places
+    """
+    ranks, before = [], np.zeros(len(places), int)
+    for bit, column in enumerate(places.T[::-1]):
+        values, rank = np.unique(column, return_inverse=True)
+        ranks.append(len(values) - 1 - rank if corner >> bit & 1 else rank)
+    for place, rank in reversed([*enumerate(ranks)]):
+        ranks[place] = np.where(before % 2, rank.max() - rank, rank)
+        before = before + ranks[place]
+    return np.lexsort(ranks)
 
 
 def permute(torus: Torus, start: np.ndarray, end: np.ndarray, payload_bytes: float) -> np.ndarray:

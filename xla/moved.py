@@ -47,7 +47,9 @@ class Memory:
         for one in computation.values():
             for place, operand in enumerate(one.operands):
                 readers[operand].append((one, place))
-        parameters = sorted((x for x in computation.values() if x.opcode == "parameter"), key=lambda x: int(x.arguments))
+        parameters = sorted(
+            (x for x in computation.values() if x.opcode == "parameter"), key=lambda x: int(x.arguments)
+        )
         read = tuple(self._read(computation, readers, one) for one in parameters)
         return read, self._written(computation, root(computation))
 

@@ -185,7 +185,9 @@ class Player:
         found = ledger.collective(self.program, where, one, self.sizes)
         if not found:
             return None
-        text = one.attribute("source_target_pairs=" if found.kind == "collective-permute" else "replica_groups=", GROUPS)
+        text = one.attribute(
+            "source_target_pairs=" if found.kind == "collective-permute" else "replica_groups=", GROUPS
+        )
         named = one.attribute('"strategy":', r'"(\w+)"')
         ring = {"StrategyRing": True}.get(named)
         key = (found.kind, text, ring, found.wire_bytes, found.payload_bytes)
@@ -261,7 +263,9 @@ class Clock:
         """Let time pass for what is under way; until one has arrived, if `stop` names it."""
         while self.flying and (self.now < until if stop is None else stop.left > 0):
             speeds = self.player.speeds(self.flying)
-            ends = [flight.left / speed if speed else math.inf for flight, speed in zip(self.flying, speeds, strict=True)]
+            ends = [
+                flight.left / speed if speed else math.inf for flight, speed in zip(self.flying, speeds, strict=True)
+            ]
             step = min(ends) if stop is not None else min(min(ends), until - self.now)
             for flight, speed, end in zip(self.flying, speeds, ends, strict=True):
                 flight.left = 0.0 if end <= step * (1 + 1e-9) else flight.left - speed * step
