@@ -1,7 +1,8 @@
 """What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
 
 `python -m bench.overlap` compiles the headline's training step for absent chips; a preset, `--topology`, `--mesh` and
-any setting of main.py make it another one; `--json` prints one line for a program instead of a table.
+any setting of main.py make it another one; `--json` prints one line for a program instead of a table. `--replay` plays
+the compiled schedule against time, `--plot` draws one layer of it.
 
 Numbers are one device's, in one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` says what is hidden and exposed.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import utils
 from config import Config, command_line
-from plan import compiled, hardware, planner, show
+from plan import compiled, hardware, planner, replayed, show
 from utils import UserError
 
 LINES = 12  # of our source, those that wait longest
@@ -25,14 +26,18 @@ LINES = 12  # of our source, those that wait longest
 class Arguments(Config):
     topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ..
     json: bool = False  # print one line of JSON instead of a table
+    replay: bool = False  # play the compiled schedule against time: seconds by cause
+    at_peak: bool = False  # with --replay: products at the chip's peak, not as the compiler estimates them
+    latency_us: float = 0.0  # with --replay: of a message, for each link; about 1 on a TPU
+    plot: str = ""  # with --replay: draw one layer forward and back into this file: png, svg or pdf
 
 
 HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
-     python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --model.gather ahead
+     python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --replay --plot a.png
 
 What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
 
-Exposed bytes are waited for, hidden ones may be. For seconds, and to choose a mesh: python -m plan, with --compile."""
+Exposed bytes are waited for, hidden ones may be: --replay says for how long. To choose a mesh: python -m plan."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
@@ -44,6 +49,13 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
     if not planner.is_tpu(hardware.Topology.parse(args.topology).chip):
         raise UserError(f"topology {args.topology!r}: only TPU slices are compiled for without being there; "
                         "name one like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
+    asked = [name for name in ("at_peak", "latency_us", "plot") if getattr(args, name)]
+    if asked and not args.replay:
+        raise UserError(f"--{asked[0]} says how to replay; add --replay")
+    if args.latency_us < 0:
+        raise UserError(f"--latency_us {args.latency_us}: must be at least 0; about 1 on a TPU")
+    if args.plot:
+        utils.check_picture(args.plot)
     return cfg, args
 
 
@@ -51,13 +63,24 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(cfg: Config, topology: str) -> dict:
+def measure(cfg: Config, args: Arguments) -> dict:
     """Compile the training step for a TPU slice, and count. CPU seconds are of all threads, tracing included."""
-    mesh = compiled.topology_mesh(cfg.mesh, topology)
+    mesh = compiled.topology_mesh(cfg.mesh, args.topology)
     begin = time.process_time()
     step = compiled.compile_step(cfg, mesh, say)
     compile_cpu_s = time.process_time() - begin
-    return read(step.ledger) | {"peak_bytes": step.peak_bytes, "compile_cpu_s": compile_cpu_s}
+    found = read(step.ledger) | {"peak_bytes": step.peak_bytes, "compile_cpu_s": compile_cpu_s}
+    return found | ({"replay": play(cfg, args, mesh, step.step.as_text())} if args.replay else {})
+
+
+def play(cfg: Config, args: Arguments, mesh, text: str) -> dict:
+    """Play the compiled step against time, and draw it if asked."""
+    topology = hardware.Topology.parse(args.topology)
+    found = replayed.played(cfg, topology, mesh, text, args.at_peak, args.latency_us / 1e6)
+    if args.plot:
+        replayed.plot(found, f"{found.seconds:.3f} s a step, played: {asked(cfg, args.topology)[:-1]}", args.plot)
+        say(f"drew {args.plot}")
+    return replayed.to_json(found)
 
 
 def read(found) -> dict:
@@ -102,6 +125,10 @@ def table(found: dict) -> str:
              f"unknown: {show.unknown_kernels(found['unknown'])}" if found["unknown"] else ""),
         line("the compiler worked for", f"{found['compile_cpu_s']:,.0f} CPU s"),
     ]  # fmt: skip
+    if played := found.get("replay"):
+        lines += ["", *replayed.HEAD.splitlines(), line("a step, played", f"{played['step_s']:.3f} s")]
+        lines += [line(f"  {cause if cause in replayed.COLOURS else 'waiting for ' + cause}", f"{seconds:.3f} s",
+                       share(seconds, played["step_s"])) for cause, seconds in played["seconds"].items()]  # fmt: skip
     for field in ("axes", "kind", "source"):
         lines += [
             "",
@@ -122,7 +149,7 @@ def table(found: dict) -> str:
 @utils.exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
-    found = measure(cfg, args.topology)
+    found = measure(cfg, args)
     print(json.dumps(found) if args.json else f"{asked(cfg, args.topology)}\n{table(found)}")
 
 

@@ -77,7 +77,7 @@ class Replay:
 
     def longest(self, count: int = 2) -> list[str]:
         """The computations in which most of the step's seconds pass by themselves, not in what they call."""
-        own = {name: self.times[name] * one.own.total() for name, one in self.played.items()}
+        own = {name: self.times.get(name, 0) * one.own.total() for name, one in self.played.items()}
         return sorted(own, key=own.get, reverse=True)[:count]
 
 
@@ -103,6 +103,7 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
     for name, played in player.played.items():
         for cause, seconds in played.own.items():
             causes[cause] += times[name] * seconds
+    causes = +causes
     return Replay(sum(causes.values()), dict(causes.most_common()), player.played, dict(times))
 
 
@@ -278,7 +279,7 @@ class Clock:
 
     def arrived(self, flight: Flight) -> None:
         flight.done_at = self.now + flight.latency_s
-        self.events.append(Event(flight.begun, flight.done_at, flight.lane, flight.kind, flight.scope))
+        self.events.append(Event(float(flight.begun), float(flight.done_at), flight.lane, flight.kind, flight.scope))
 
     def begin(self, flight: Flight) -> None:
         flight.begun = self.now
@@ -297,8 +298,8 @@ class Clock:
 
     def note(self, cause: str, begin: float, what: str, scope: str) -> None:
         if self.now > begin:
-            self.own[cause] += self.now - begin
-            self.events.append(Event(begin, self.now, "core", what, scope))
+            self.own[cause] += float(self.now - begin)
+            self.events.append(Event(float(begin), float(self.now), "core", what, scope))
 
     def skip(self, seconds: float) -> None:
         """What another computation does in this one's place; its time is not this one's own."""
@@ -315,4 +316,4 @@ class Clock:
         self.note(COPIES, begin, COPIES, "")
 
     def result(self) -> Played:
-        return Played(self.now, self.own, self.events)
+        return Played(float(self.now), self.own, self.events)

@@ -1,0 +1,112 @@
+"""A compiled step, played against time on the chips it is for: seconds by cause, and a picture of one layer.
+
+`xla/replay.py` plays; here stand the chip, the places of the mesh's devices on its torus, and the table of ticks.
+"""
+
+import numpy as np
+from jax.sharding import Mesh
+
+import pipeline
+import utils
+from config import Config
+from plan import costs
+from plan.hardware import Topology
+from utils import UserError
+from xla import links, replay
+
+# FLOPs of a device's matrix units in a cycle, two for each of their cells; so that peak / these is the clock: v4 has 8
+# units of 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5, v5p 8 at 1.75, v6e 4 of 256 x 256 at 1.75,
+# and one of the two devices of a tpu7x chip 4 at 2.2. https://jax-ml.github.io/scaling-book/tpus, "What Is a TPU?"
+FLOPS_PER_CYCLE = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "tpu7x": 2**19}
+HOP_S = 1e-6  # https://jax-ml.github.io/scaling-book/sharding: "about 1us per hop"
+
+HEAD = """Played on paper, not seen on a chip: products as the compiler estimates them, all else at full speed; latency,
+the speed of vector units and what a product leaves of the memory's speed are not known."""
+
+
+def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Machine:
+    """The chip and the places of a mesh's devices.
+
+    Raises: UserError for devices that have no coordinates, as GPUs and simulated ones, and for those of several slices.
+    """
+    chip, devices = topology.chip, mesh.devices.flat
+    if chip.key not in FLOPS_PER_CYCLE or not all(hasattr(device, "coords") for device in devices):
+        raise UserError(f"replay: the devices of {topology} have no coordinates on a torus; "
+                        "name a TPU slice, like v4:4x4x2 or v5e:4x4")  # fmt: skip
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        raise UserError("replay: the wires between slices are not played; name one slice")
+    places = np.array([device.coords for device in devices])[:, : len(topology.shape)]
+    shape, wraps = topology.shape, topology.wraps
+    if tuple(places.max(axis=0) + 1) != shape:  # libtpu has the sizes in another order
+        order = [sorted(range(len(shape)), key=shape.__getitem__)[rank] for rank in
+                 np.argsort(np.argsort(places.max(axis=0), kind="stable"))]  # fmt: skip
+        shape, wraps = tuple(shape[d] for d in order), tuple(wraps[d] for d in order)
+    return replay.Machine(
+        links.Torus(shape, wraps), places, chip.peak_flops_per_s, chip.peak_flops_per_s / FLOPS_PER_CYCLE[chip.key],
+        chip.hbm_bytes_per_s, chip.link_bytes_per_s, latency_s,
+    )  # fmt: skip
+
+
+def waits(cfg: Config, text: str) -> dict:
+    """How often the devices wait for a slot of a tick, by its named scope: see `ledger.read`.
+
+    All stages wait for the slowest one after every tick. What that one does counts, what others do meanwhile does not.
+    """
+    sched = pipeline.schedule(cfg)
+    seconds = dict(zip("FBW", costs.slots(cfg, sched), strict=True))
+    slowest = [max(row, key=lambda cell: sum(seconds[op.kind] for op in cell)) for row in sched.table]
+    ticks = {kind: sum(op.kind == kind for cell in slowest for op in cell) for kind in "FBW"}
+    runs = {"forward_slot": ticks["F"], "backward_slot": ticks["B"], "weight_slot": ticks["W"],
+            "loss_slot": sched.microbatches}  # fmt: skip
+    known = {scope: lambda reached, n=n: min(n / reached, 1.0) for scope, n in runs.items()} | {"not_finite": 0.0}
+    conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
+    return {scope: share for scope, share in known.items() if scope in conditionals}
+
+
+def played(cfg: Config, topology: Topology, mesh: Mesh, text: str, at_peak=False, latency_s=0.0) -> replay.Replay:
+    """Play the compiled step of a configuration.
+
+    at_peak    products at the chip's peak, not as the compiler estimates
+    latency_s  of one link: HOP_S, or 0 to leave it out
+    """
+    return replay.replay(text, mesh, machine(topology, mesh, latency_s), waits(cfg, text), at_peak)
+
+
+def to_json(found: replay.Replay) -> dict:
+    """Seconds by cause, and the timelines of the two computations in which most of them pass."""
+    return {"step_s": found.seconds, "seconds": found.causes, "timelines": [
+        {"computation": name, "times": found.times[name], "events": [e._asdict() for e in found.played[name].events]}
+        for name in found.longest()]}  # fmt: skip
+
+
+COLOURS = {replay.PRODUCTS: "#4c72b0", replay.OTHERS: "#aab7cf", replay.COPIES: "#d5dbe6"}
+WAITING = "#c44e52"
+
+
+def plot(found: replay.Replay, title: str, path: str) -> None:
+    """Draw the two computations in which most seconds pass, a layer forward and one back: the core, and the wires."""
+    names = found.longest()
+    lanes = [["core", *sorted({e.lane for e in found.played[name].events} - {"core"})] for name in names]
+    figure = utils.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)
+    panels = figure.subplots(len(names), 1, squeeze=False, height_ratios=[len(lane) for lane in lanes])[:, 0]
+    for axes, name, rows in zip(panels, names, lanes, strict=True):
+        for event in found.played[name].events:
+            height = 0.8 if event.lane == "core" else 0.5
+            colour = COLOURS.get(event.what, WAITING if event.lane == "core" else "#55a868")
+            axes.broken_barh([(1e6 * event.start, 1e6 * (event.end - event.start))],
+                             (rows.index(event.lane) - height / 2, height), color=colour, alpha=0.75,
+                             linewidth=0.3, edgecolor="white")  # fmt: skip
+        one = found.played[name]
+        axes.set_yticks(range(len(rows)), rows)
+        axes.invert_yaxis()
+        axes.set_title(f"{found.times[name]:,.0f} times a step, {1e6 * one.own.total():,.0f} us each: "
+                       + ", ".join(f"{cause} {1e6 * s:,.0f}" for cause, s in one.own.most_common(4)),
+                       loc="left", size=9)  # fmt: skip
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("us since it began")
+    patches = [("products", COLOURS["products"]), ("other ops", COLOURS["other ops"]), ("waiting", WAITING),
+               ("a collective on its way", "#55a868")]  # fmt: skip
+    handles = [panels[0].barh([0], [0], color=colour, label=label) for label, colour in patches]
+    figure.legend(handles=handles, ncols=len(patches), frameon=False, fontsize=8, loc="outside lower left")
+    figure.suptitle(title, x=0.01, ha="left", size=10)
+    figure.savefig(path)

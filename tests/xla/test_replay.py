@@ -1,0 +1,130 @@
+"""Claims about a replay: programs of ten lines whose seconds are known by hand.
+
+The machine does 1 FLOP, moves 10 bytes of memory and 4 bytes over a link in a second, and its clock ticks twice.
+"""
+
+import numpy as np
+import pytest
+
+from xla import replay
+from xla.links import Torus
+
+LINE = replay.Machine(Torus((4,), (False,)), np.array([[0], [1], [2], [3]]), 1.0, 2.0, 10.0, 4.0)
+SIZES = {"fsdp": 4}
+FLOPS = 2 * 5 * 3 * 7
+TEXT = """\
+HloModule m, is_scheduled=true, num_partitions=4
+
+%product (x.1: f32[5,7], w.1: f32[7,3]) -> f32[5,3] {
+  %x.1 = f32[5,7]{1,0:S(1)} parameter(0)
+  %w.1 = f32[7,3]{1,0:S(1)} parameter(1)
+  ROOT %dot.1 = f32[5,3]{1,0:S(1)} dot(%x.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p.2: (f32[5,7], f32[7,3])) -> (f32[5,7], f32[7,3]) {
+  %p.2 = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) parameter(0)
+  %x.2 = f32[5,7]{1,0:S(1)} get-tuple-element(%p.2), index=0
+  %w.2 = f32[7,3]{1,0:S(1)} get-tuple-element(%p.2), index=1
+  %y.2 = f32[5,3]{1,0:S(1)} fusion(%x.2, %w.2), kind=kOutput, calls=%product
+  ROOT %t.2 = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) tuple(%x.2, %w.2)
+}
+
+%nothing (p.3: (f32[5,7], f32[7,3])) -> (f32[5,7], f32[7,3]) {
+  ROOT %p.3 = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) parameter(0)
+}
+
+%condition (p.4: (f32[5,7], f32[7,3])) -> pred[] {
+  %p.4 = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) parameter(0)
+  ROOT %true.4 = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[5,7], w: f32[7,3], z: f32[100]) -> f32[5,3] {
+  %x = f32[5,7]{1,0:S(1)} parameter(0)
+  %w = f32[7,3]{1,0:S(1)} parameter(1)
+  %z = f32[100]{0} parameter(2)
+  %which = pred[]{:S(1)} constant(true)
+  %both = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) tuple(%x, %w)
+  LINES
+  ROOT %end = f32[5,7]{1,0:S(1)} get-tuple-element(%both), index=0
+}
+"""
+PRODUCT = "%{} = f32[5,3]{{1,0:S(1)}} fusion(%x, %w), kind=kOutput, calls=%product".format
+TICKS = 'backend_config={"window_config":{"estimated_cycles":"500"}}'
+SEND = ("%s{0} = (f32[100]{{0}}, f32[100]{{0}}) collective-permute-start(%z), source_target_pairs={{{{{1}}}}}").format
+DONE = "%d{0} = f32[100]{{0}} collective-permute-done(%s{0})".format
+TANH = "%t = f32[100]{0} tanh(%z)"  # 400 bytes read, 400 written
+LOOP = ('%l = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) while(%both), condition=%condition, body=%body, '
+        'backend_config={"known_trip_count":{"n":"3"}}')  # fmt: skip
+BRANCH = ('%c = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) conditional(%which, %both, %both), true_computation=%body, '
+          'false_computation=%nothing, metadata={op_name="jit(f)/slot/cond"}')  # fmt: skip
+
+
+def play(*lines: str, machine=LINE, **more) -> replay.Replay:
+    return replay.replay(TEXT.replace("LINES", "\n  ".join(lines)), SIZES, machine, **more)
+
+
+# Lines -> seconds by cause. A permute of 400 bytes takes 100 s for each link it shares with nobody.
+CASES = {
+    "a product at the peak, for want of an estimate": ((PRODUCT("y"),), {"products": FLOPS}),
+    "a product by the compiler's cycles": ((PRODUCT("y") + ", " + TICKS,), {"products": 250}),
+    "what it reads and writes": ((TANH,), {"other ops": 80}),
+    "a permute without anything beside": ((SEND(0, "0,1"), DONE(0)), {"fsdp": 100}),
+    "a permute behind a product": ((SEND(0, "0,1"), PRODUCT("y"), DONE(0)), {"products": FLOPS}),
+    "a permute behind something shorter": ((SEND(0, "0,1"), TANH, DONE(0)), {"other ops": 80, "fsdp": 20}),
+    "two that share a link": ((SEND(0, "0,1"), SEND(1, "0,2"), DONE(0), DONE(1)), {"fsdp": 200}),
+    "two that share none": ((SEND(0, "0,1"), SEND(1, "1,2"), DONE(0), DONE(1)), {"fsdp": 100}),
+    "two ways of one link": ((SEND(0, "0,1"), SEND(1, "1,0"), DONE(0), DONE(1)), {"fsdp": 100}),
+    "the second alone when the first has arrived": (
+        (SEND(0, "0,1"), TANH, SEND(1, "0,1"), DONE(0), DONE(1)), {"other ops": 80, "fsdp": 120}),
+    "a loop as often as it runs": ((LOOP,), {"products": 3 * FLOPS}),
+    "the longest branch": ((BRANCH,), {"products": FLOPS}),
+    "a permute behind a loop": ((SEND(0, "0,1"), LOOP, DONE(0)), {"products": 3 * FLOPS}),
+    "a gather that has no end of its own": (
+        ("%g = f32[400]{0} all-gather(%z), replica_groups={{0,1,2,3}}, dimensions={0}",), {"fsdp": 300}),
+    "a copy that nobody waits for, and one": (
+        ("%c = (f32[100]{0}, f32[100]{0:S(1)}, u32[]) copy-start(%z)", "%e = f32[100]{0:S(1)} copy-done(%c)"),
+        {"copies": 40}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_seconds_are_those_worked_out_by_hand(name):
+    """Catches a wait that is counted twice or not at all, a link that two have for themselves, a loop played once."""
+    lines, causes = CASES[name]
+    found = play(*lines)
+    assert found.causes == pytest.approx(causes)
+    assert found.seconds == pytest.approx(sum(causes.values()))
+
+
+def test_a_product_at_the_peak_if_asked():
+    """Catches `at_peak` that is ignored where the compiler has an estimate."""
+    assert play(PRODUCT("y") + ", " + TICKS, at_peak=True).causes == {"products": FLOPS}
+
+
+def test_a_branch_counts_as_often_as_its_share_says():
+    """Catches a table of ticks that is ignored, or applied to how often a loop runs."""
+    assert play(BRANCH, shares={"slot": 0.25}).seconds == FLOPS / 4
+    assert play(BRANCH, shares={"slot": lambda reached: reached / 2}).seconds == FLOPS / 2
+
+
+def test_latency_is_for_each_link():
+    """Catches latency that is left out, or counted once for a message over three links."""
+    machine = replay.Machine(*(getattr(LINE, name) for name in list(LINE.__dataclass_fields__)[:-1]), latency_s=5.0)
+    assert play(SEND(0, "0,3"), DONE(0), machine=machine).seconds == 100 + 3 * 5
+
+
+def test_a_timeline_has_the_core_and_the_wires():
+    """Catches a picture without what hides: the permute is on its way from its start to its arrival, not to its end."""
+    found = play(SEND(0, "0,1"), PRODUCT("y"), DONE(0))
+    events = found.played["main"].events
+    assert [(e.lane, e.what, e.start, e.end) for e in events] == [
+        ("fsdp", "collective-permute", 0, 100), ("core", "products", 0, FLOPS)]  # fmt: skip
+    assert found.longest(1) == ["main"]
+
+
+def test_what_cannot_be_played_is_refused_in_a_line():
+    """Catches a program before scheduling, whose order means nothing, and one for other devices."""
+    with pytest.raises(ValueError, match="has no schedule"):
+        replay.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
+    with pytest.raises(ValueError, match="has 2 devices, and there are places of 4"):
+        replay.replay(TEXT, {"fsdp": 2}, LINE)
