@@ -97,6 +97,7 @@ def plot(found: replay.Replay, title: str, path: str) -> None:
                              (rows.index(event.lane) - height / 2, height), color=colour, alpha=0.75,
                              linewidth=0.3, edgecolor="white")  # fmt: skip
         one = found.played[name]
+        axes.set_xlim(0, 1e6 * one.seconds)
         axes.set_yticks(range(len(rows)), rows)
         axes.invert_yaxis()
         axes.set_title(f"{found.times[name]:,.0f} times a step, {1e6 * one.own.total():,.0f} us each: "

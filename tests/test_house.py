@@ -37,11 +37,11 @@ MAY_IMPORT = {
 }
 # The files of a room: each may import those before it.
 ROOMS = {
-    "xla": "hlo ledger options ordered",
+    "xla": "hlo ledger options ordered links moved replay",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "sources tokenizers prepare",
-    "plan": "hardware hiding costs memory compiled planner show __main__",
+    "plan": "hardware hiding costs memory compiled replayed planner show __main__",
     "train": "checkpoint guard tracking report processes directory interruptions start progress selfcheck",
     "weights": "gptj families convert init_from __main__",
 }
