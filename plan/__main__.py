@@ -69,7 +69,7 @@ def told(better) -> dict:
     if not better:
         return {}
     changed, other = better
-    return {"faster": {"settings": changed, "step_s": other.step_s, "peak_bytes": other.peak_bytes}}
+    return {"faster": {"settings": changed, "step_s": other.likely_s, "peak_bytes": other.peak_bytes}}
 
 
 def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
@@ -83,13 +83,13 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
         utils.use_devices(cfg.mesh.devices)
     if args.search:
-        if not topology or args.search != topology.chips:
-            there = f"{topology} has {topology.chips}" if topology else "there is no --topology"
+        if not topology or args.search != topology.devices:
+            there = f"{topology} has {topology.devices}" if topology else "there is no --topology"
             raise UserError(f"--search {args.search}: {there}; name one with {args.search} devices")
         fit, large, refused = planner.search(cfg, topology, limit, say)
         better = planner.faster_layout((fit or large)[0]) if fit or large else None
         show.search_table(fit, large, refused, better, console)
-        names = ("mesh", "step_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
+        names = ("mesh", "step_s", "likely_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
         if args.plot and fit:
             show.plot_search(fit, args.plot)
             say(f"drew {args.plot}")

@@ -5,6 +5,7 @@ made, and by `largest_batch`, which asks it what fits.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pipeline
 import sharding
 from config import AXES, Config, MeshConfig, ModelConfig, hints, replace
 from pipeline import fit, schedules
-from plan import compiled, costs, hardware, memory
+from plan import compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
 from sharding import SLICED, TENSOR
 from utils import UserError
@@ -136,19 +137,30 @@ class Plan:
         seconds = self.seconds()
         return seconds and sum(seconds.values())
 
+    @functools.cached_property
+    def expected(self) -> dict[str, float] | None:
+        """Seconds by cause as a replay of the compiled step would have them; None where none is: see `expected`."""
+        return expected.seconds(self)
+
+    @property
+    def likely_s(self) -> float | None:
+        """Seconds of a step: as expected, or, where that is not known, the roofline's."""
+        return sum(self.expected.values()) if self.expected else self.step_s
+
     def mfu(self, step_s: float | None) -> float | None:
         """Model FLOPs over what the chip could have done in the time."""
         return step_s and self.model_flops / step_s / self.topology.chip.peak_flops_per_s
 
     def to_json(self) -> dict:
         """The plan as a dict of numbers, of one device and step."""
-        step_s = self.step_s
+        step_s, likely_s = self.step_s, self.likely_s
         names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
                  "exposed_bytes", "peak_bytes", "temp_bytes", "limit_bytes", "fits", "bubble", "step_s", "memory_bytes",
                  "wire_by_axes", "flops")  # fmt: skip
         return {
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), "compile_s": None,
             **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
+            "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
 
@@ -191,7 +203,7 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
     Of all that take 1% more at most, those that change the fewest. They leave a tenth of the memory free. None: none
     takes 3% less than the plan does, if that fits at all, or the time is not known.
     """
-    if one.step_s is None or one.limit_bytes is None:
+    if one.likely_s is None or one.limit_bytes is None:
         return None
     names = [f"model.{name}" for name in MEANS]
     now, found = [getattr(one.cfg.model, name) for name in MEANS], []
@@ -200,10 +212,10 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
         other = plan(replace(one.cfg, **changed), one.topology, one.limit_bytes)
         if changed and other.peak_bytes <= (1 - SPARE) * other.limit_bytes:
             found.append((changed, other))
-    least = min((other.step_s for _, other in found), default=math.inf)
-    if (least > (1 - WORTH) * one.step_s and one.fits) or not found:
+    least = min((other.likely_s for _, other in found), default=math.inf)
+    if (least > (1 - WORTH) * one.likely_s and one.fits) or not found:
         return None
-    return min(found, key=lambda two: (two[1].step_s > 1.01 * least, len(two[0]), two[1].step_s))
+    return min(found, key=lambda two: (two[1].likely_s > 1.01 * least, len(two[0]), two[1].likely_s))
 
 
 def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
@@ -306,7 +318,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
                 refused[reason] = refused.get(reason, 0) + 1
                 continue
             (large if one.fits is False else fit).append(one)
-    fit.sort(key=lambda one: one.step_s or one.wire_bytes)
+    fit.sort(key=lambda one: one.likely_s or one.wire_bytes)
     large.sort(key=lambda one: one.peak_bytes)
     return fit, large, refused
 

@@ -46,7 +46,7 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     if one.topology:
         for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values()):
             console.print(f"{'' if number else 'wires':10} {link.note}")
-        for line in hardware.check(cfg.mesh, one.topology):
+        for line in hardware.check(cfg.mesh, one.topology) + hardware.remarks(one.topology):
             console.print(f"note       {line}")
     ratio = one.hardware_flops / one.model_flops
     console.print(f"work       {amount(one.model_flops, 'FLOPs')} a device and step, "
@@ -68,6 +68,13 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
         table.add_section()
         table.add_row("step", amount(one.step_s, "s"), f"MFU {one.mfu(one.step_s):.1%}")
         console.print(table)
+        if one.expected:
+            table = titled("the same as compiled: what a replay would say", "spent on", "expected", "share")
+            for part, time in one.expected.items():
+                table.add_row(part, amount(time, "s"), f"{time / one.likely_s:.1%}")
+            table.add_section()
+            table.add_row("step", amount(one.likely_s, "s"), f"MFU {one.mfu(one.likely_s):.1%}")
+            console.print(table)
         if better:
             console.print(suggestion(one, *better), soft_wrap=True)
 
@@ -85,9 +92,9 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
 def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:
     """The line to print of settings by which a step takes less time, or fits."""
     flags = " ".join(f"--{name} {value}" for name, value in changed.items())
-    less = f"{1 - other.step_s / one.step_s:.0%} less" if one.fits else "and it fits"
+    less = f"{1 - other.likely_s / one.likely_s:.0%} less" if one.fits else "and it fits"
     return (
-        f"try        {flags}: {amount(other.step_s, 's')}, {less}; {amount(other.peak_bytes, 'bytes')} at its fullest"
+        f"try        {flags}: {amount(other.likely_s, 's')}, {less}; {amount(other.peak_bytes, 'bytes')} at its fullest"
     )
 
 
@@ -136,9 +143,9 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
     table = titled(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "on the wire", "bubble",
                    "step", "MFU", words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
-        mfu = f"{one.mfu(one.step_s):.1%}" if one.step_s else "-"
+        mfu = f"{one.mfu(one.likely_s):.1%}" if one.likely_s else "-"
         table.add_row(str(one.cfg.mesh), scheduled(one), amount(one.peak_bytes, "bytes"),
-                      amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.step_s, "s"), mfu)  # fmt: skip
+                      amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.likely_s, "s"), mfu)  # fmt: skip
     console.print(table)
     if large:
         console.print(f"{len(large)} layouts are too large; the smallest of them, {large[0].cfg.mesh}, would take "

@@ -1,0 +1,131 @@
+"""Expected seconds beside replayed ones: what `plan/expected.py` says of a step, and what its compiled schedule takes.
+
+`python -m bench.plan` compiles steps of drawn presets, meshes and settings for four kinds of TPU, plays each against
+time, and prints both; with a preset and `--first 10` the first ten layouts of a search. No TPU is needed; a minute or
+two each.
+"""
+
+import json
+import os
+import random
+import sys
+from dataclasses import dataclass
+
+import utils
+from config import Config, command_line, preset
+from plan import compiled, hardware, planner, replayed
+from utils import UserError
+
+TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
+PRESETS = ("dense_124m", "moe1b", "llama3_8b", "mixtral_8x7b")
+CHOICES = {
+    "model.gather": ("layer", "ahead", "step"),
+    "model.remat": ("dots", "full"),
+    "model.tensor_exchange": ("ring", "gather"),
+}
+
+
+@dataclass(frozen=True)
+class Arguments(Config):
+    topology: str = ""  # with --first: the TPU slice to search
+    first: int = 0  # compile the first layouts of a search, so many; 0: drawn configurations
+    drawn: int = 24  # without --first: how many to draw
+    seed: int = 0  # of the draws
+    json: bool = False  # print one line of JSON a step, and one for all, instead of a table
+
+
+HELP = """e.g. python -m bench.plan --drawn 4
+     python -m bench.plan llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10
+
+Expected seconds of a step beside those of its compiled schedule, played against time; a minute or two each."""
+
+
+def draw(seed: int):
+    """Configurations that fit, drawn one after the other: (what, settings, topology)."""
+    at = random.Random(seed)
+    while True:
+        topology, name = hardware.Topology.parse(at.choice(TOPOLOGIES)), at.choice(PRESETS)
+        mesh = at.choice([*planner.meshes(topology.chips)])
+        settings = {key: at.choice(values) for key, values in CHOICES.items()}
+        settings |= {"mesh": mesh, "data.seq_len": 2048, "data.batch_size": mesh.batch_shards * at.choice((2, 4)) * 4}
+        if name in ("llama3_8b", "mixtral_8x7b"):  # a slice this small does not hold all layers
+            settings["model.n_layers"] = 8
+        try:
+            one = planner.plan(preset(name, **settings), topology)
+        except UserError:
+            continue
+        if one.fits:
+            how = " ".join(str(settings[key]) for key in CHOICES)
+            yield f"{name} {mesh} {how}", one
+
+
+def first(cfg: Config, topology: str, most: int):
+    """The first layouts of a search."""
+    fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None, say)
+    for one in fit[:most]:
+        yield f"{one.cfg.mesh} {one.sched.name if one.cfg.mesh.stage > 1 else ''}".strip(), one
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(what: str, one: planner.Plan) -> dict | None:
+    """Compile a planned step and play it; None if it does not fit after all."""
+    mesh = compiled.topology_mesh(one.cfg.mesh, str(one.topology))
+    try:
+        step = compiled.compile_step(one.cfg, mesh)
+    except compiled.OutOfMemory as error:
+        say(f"{what} on {one.topology}: {error}")
+        return None
+    found = replayed.played(one.cfg, one.topology, mesh, step.step.as_text())
+    return {"what": what, "topology": str(one.topology), "expected_s": one.likely_s, "replayed_s": found.seconds,
+            "roofline_s": one.step_s, "peak_bytes": step.peak_bytes, "planned_peak_bytes": one.peak_bytes,
+            "expected": one.expected, "replayed": found.causes}  # fmt: skip
+
+
+def summary(rows: list[dict]) -> dict:
+    """How far expected and replayed seconds are apart, and whether they rank alike."""
+    from scipy.stats import kendalltau
+
+    off = sorted(abs(row["expected_s"] / row["replayed_s"] - 1) for row in rows)
+    pairs = [[row[name] for row in rows] for name in ("expected_s", "replayed_s")]
+    return {"steps": len(rows), "worst": off[-1], "median": off[len(off) // 2],
+            "within_10_percent": sum(x <= 0.1 for x in off), "kendall_tau": float(kendalltau(*pairs)[0]),
+            "first_over_best": rows[0]["replayed_s"] / min(pairs[1])}  # fmt: skip
+
+
+def line(row: dict) -> str:
+    apart = lambda a, b: f"{row[a] / row[b] - 1:+.0%}"
+    return (f"{row['topology']:9} {row['what']:62} {row['expected_s']:8.3f} {row['replayed_s']:8.3f} "
+            f"{apart('expected_s', 'replayed_s'):>5} {row['peak_bytes'] / 2**30:6.1f} "
+            f"{apart('planned_peak_bytes', 'peak_bytes'):>5}")  # fmt: skip
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
+    cfg, args = command_line(sys.argv[1:] if argv is None else argv, "python -m bench.plan", HELP, "moe1b", Arguments)
+    if args.first and not (args.topology and planner.is_tpu(hardware.Topology.parse(args.topology).chip)):
+        raise UserError("--first searches a TPU slice; name one, like --topology v4:4x4x2")
+    plans = first(cfg, args.topology, args.first) if args.first else draw(args.seed)
+    if not args.json:
+        print(f"{'':9} {'':62} expected replayed         GiB  planned", flush=True)
+    rows = []
+    for number, (what, one) in enumerate(plans):
+        if number == (args.first or args.drawn):
+            break
+        if row := measure(what, one):
+            rows.append(row)
+            print(json.dumps(row) if args.json else line(row), flush=True)
+    found = summary(rows) if rows else {"steps": 0}
+    if args.json:
+        print(json.dumps(found))
+    elif rows:
+        print(f"{found['steps']} steps: {found['within_10_percent']} within 10%, median {found['median']:.0%} apart, "
+              f"worst {found['worst']:.0%}; Kendall's tau {found['kendall_tau']:.2f}"
+              + f"; the first takes {found['first_over_best'] - 1:.0%} more than the best" * bool(args.first))  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""How long a step takes as compiled: what a replay of its schedule would say, by arithmetic.
+
+`Plan.seconds` is a roofline: each product at the chip's peak, each wire at its full speed, and all that the compiler
+puts beside products hidden. Compiled steps, played against time (`xla/replay.py`), take a fifth to twice as long. Five
+rules say why; their numbers were read off the replays of 33 compiled steps, of four presets on v4, v5e and v5p, and
+`python -m bench.plan` prints both beside each other:
+
+- A product takes PRODUCT of its FLOPs at the peak, and MOVED of the time in which its operands and results move: so a
+  narrow one is far from the peak. Kernels, of attention and experts, take the longer of the two.
+- The rest of a layer reads and writes its stream, what it keeps, its experts' rows and its weights several times.
+- A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval.
+- Weights that are gathered ahead share the links with the gradients on their way.
+- On v5p and v6e the options that the trainer gives hide no gather.
+"""
+
+from config import ModelConfig
+from plan import costs, hardware, hiding
+from plan.costs import Sizes
+from sharding import SLICED, TENSOR
+
+PRODUCT, MOVED = 1.1, 0.88  # least squares over the replays; see the module's docstring
+STREAM, KEPT, CARRIED, ROWS, ADDED, STATE = 1.5, 2.7, 1.6, 1.4, 5, 3  # times that these bytes are moved
+HIDE_GATHERS = ("v4", "v5e")
+AHEAD_WIDE, AHEAD_NARROW = 0.5, 0.95  # waited for, of the wires of weights gathered ahead; wide: on HIDE_GATHERS alone
+
+
+def seconds(one) -> dict[str, float] | None:
+    """Seconds of a step by cause: products, other ops, waiting by mesh axes, bubble. None: not known for such a chip.
+
+    one  a `planner.Plan`
+    """
+    chip = one.topology and one.topology.chip
+    if not chip or not chip.torus_dims:
+        return None
+    found = {"products": products(one, chip), "other ops": others(one) / chip.hbm_bytes_per_s}
+    links, in_slots = hardware.layout(one.cfg.mesh, one.topology), sum(found.values())
+    for row in one.traffic:
+        speed, name = min(one.speed(row, axis, links[axis]) for axis in row.axes), "*".join(row.axes)
+        waits = row.exposed_bytes / speed
+        if row.part in ("weights", "gradients") and {*row.axes} <= {*SLICED}:
+            waits = max(waits, share_of_weights(one.cfg.model, row.kind, chip.key) * row.wire_bytes / speed)
+        elif row.kind == "collective-permute" and row.axes == (TENSOR,):
+            waits = positions(one, speed, chip)
+        found[name] = found.get(name, 0.0) + waits
+        in_slots += waits * row.in_a_slot
+    found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
+    return found
+
+
+def products(one, chip: hardware.Chip) -> float:
+    """Seconds of all products."""
+    total = 0.0
+    for row in one.work:
+        computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
+        total += max(computing, moving) if row.part == "experts" else PRODUCT * computing + MOVED * moving
+    return total
+
+
+def others(one) -> float:
+    """Bytes that all but products move."""
+    cfg, c = one.cfg, one.cfg.model
+    z, run = Sizes.of(cfg, "tpu"), costs.passes(cfg, one.sched)
+    layers = c.n_layers / cfg.mesh.stage
+    stream = z.b * z.s * c.d_model * z.width * layers
+    passes = run.forward + run.again * (c.remat != "dots") + run.inputs + run.weights
+    weights = sum(w.joined * w.width for w in costs.weights(cfg) if w.gathered_over)
+    kept = one.memory_bytes["saved"] * (one.sched.microbatches if cfg.mesh.stage == 1 else 1)
+    carried = weights * (run.forward + run.again + run.weights) * (c.gather == "ahead")
+    added = weights * one.sched.microbatches * (c.gather == "step")  # sums in float32: read, written, and what is added
+    rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
+    state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
+    return STREAM * stream * passes + KEPT * kept + CARRIED * carried + ADDED * added + ROWS * rows + STATE * state
+
+
+def share_of_weights(c: ModelConfig, kind: str, chip: str) -> float:
+    """The share of weights' and gradients' wires that is waited for, where it is more than no product stands beside."""
+    if c.gather == "ahead":
+        return AHEAD_WIDE if hiding.wide(c) and chip in HIDE_GATHERS else AHEAD_NARROW
+    return float(kind == "all-gather" and chip not in HIDE_GATHERS)
+
+
+def positions(one, speed: float, chip: hardware.Chip) -> float:
+    """Seconds waited for rings over TENSOR: each part's permute against the product of another part."""
+    cfg, c = one.cfg, one.cfg.model
+    z, run, n = Sizes.of(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
+    waits = 0.0
+    for many, rows in filter(lambda layer: layer[0], costs.layers(c, z)):
+        exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)
+                     and row.kind == "collective-permute"]  # fmt: skip
+        for exchange, product in zip(exchanges, beside(rows), strict=True):
+            part = product * (n - 1) / n
+            took = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
+            peak = chip.peak_flops_per_s / PRODUCT
+            ahead = run.forward + run.again * (c.remat in exchange.again)
+            waits += many * (ahead * took(1 / peak) + run.inputs * took(2 / peak))
+    return waits
+
+
+def beside(rows: list) -> list[float]:
+    """FLOPs of the product that each ring of a layer stands beside: arriving and leaving, attention's first."""
+    of = lambda *parts: [row.flops for row in rows if isinstance(row, costs.Product) and row.part in parts]
+    attention, rest = of("attention"), of("feed-forward", "shared experts") or [0.0, 0.0]
+    out = next(row.flops for row in rows if isinstance(row, costs.Product) and row.again == ("full",))
+    queries = attention[1] if attention[1] != out else attention[0]  # out of a latent, or of the stream
+    return [queries, out, rest[0], rest[1]]
