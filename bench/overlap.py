@@ -1,7 +1,7 @@
 """What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
 
 `python -m bench.overlap` compiles the headline's training step for absent chips; a preset, `--topology`, `--mesh` and
-any setting of main.py make it another one; `--json` prints one line for a program instead of a table. `--replay` plays
+any setting of main.py make it another one; `--json` prints one line for a program instead of a table. `--seconds` plays
 the compiled schedule against time, `--plot` draws one layer of it.
 
 Numbers are one device's, in one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` says what is hidden and exposed.
@@ -26,18 +26,18 @@ LINES = 12  # of our source, those that wait longest
 class Arguments(Config):
     topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ..
     json: bool = False  # print one line of JSON instead of a table
-    replay: bool = False  # play the compiled schedule against time: seconds by cause
-    at_peak: bool = False  # with --replay: products at the chip's peak, not as the compiler estimates them
-    latency_us: float = 0.0  # with --replay: of a message, for each link; about 1 on a TPU
-    plot: str = ""  # with --replay: draw one layer forward and back into this file: png, svg or pdf
+    seconds: bool = False  # play the compiled schedule against time: seconds by cause
+    at_peak: bool = False  # with --seconds: products at the chip's peak, not as the compiler estimates them
+    latency_us: float = 0.0  # with --seconds: of a message, for each link; about 1 on a TPU
+    plot: str = ""  # with --seconds: draw one layer forward and back into this file: png, svg or pdf
 
 
 HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
-     python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --replay --plot a.png
+     python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png
 
 What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
 
-Exposed bytes are waited for, hidden ones may be: --replay says for how long. To choose a mesh: python -m plan."""
+Exposed bytes are waited for, hidden ones may be: --seconds says for how long. To choose a mesh: python -m plan."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
@@ -50,8 +50,8 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
         raise UserError(f"topology {args.topology!r}: only TPU slices are compiled for without being there; "
                         "name one like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
     asked = [name for name in ("at_peak", "latency_us", "plot") if getattr(args, name)]
-    if asked and not args.replay:
-        raise UserError(f"--{asked[0]} says how to replay; add --replay")
+    if asked and not args.seconds:
+        raise UserError(f"--{asked[0]} says how to play a step; add --seconds")
     if args.latency_us < 0:
         raise UserError(f"--latency_us {args.latency_us}: must be at least 0; about 1 on a TPU")
     if args.plot:
@@ -70,7 +70,7 @@ def measure(cfg: Config, args: Arguments) -> dict:
     step = compiled.compile_step(cfg, mesh, say)
     compile_cpu_s = time.process_time() - begin
     found = read(step.ledger) | {"peak_bytes": step.peak_bytes, "compile_cpu_s": compile_cpu_s}
-    return found | ({"replay": play(cfg, args, mesh, step.step.as_text())} if args.replay else {})
+    return found | ({"replay": play(cfg, args, mesh, step.step.as_text())} if args.seconds else {})
 
 
 def play(cfg: Config, args: Arguments, mesh, text: str) -> dict:

@@ -121,9 +121,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps(found))
     elif rows:
+        more = f"; the first takes {found['first_over_best'] - 1:.0%} more than the best" if args.first else ""
         print(f"{found['steps']} steps: {found['within_10_percent']} within 10%, median {found['median']:.0%} apart, "
-              f"worst {found['worst']:.0%}; Kendall's tau {found['kendall_tau']:.2f}"
-              + f"; the first takes {found['first_over_best'] - 1:.0%} more than the best" * bool(args.first))  # fmt: skip
+              f"worst {found['worst']:.0%}; Kendall's tau {found['kendall_tau']:.2f}{more}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Ma
 
     Raises: UserError for devices that have no coordinates, as GPUs and simulated ones, and for those of several slices.
     """
-    chip, devices = topology.chip, mesh.devices.flat
+    chip, devices = topology.chip, [*mesh.devices.flat]
     if chip.key not in FLOPS_PER_CYCLE or not all(hasattr(device, "coords") for device in devices):
         raise UserError(f"replay: the devices of {topology} have no coordinates on a torus; "
                         "name a TPU slice, like v4:4x4x2 or v5e:4x4")  # fmt: skip

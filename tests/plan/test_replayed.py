@@ -1,0 +1,87 @@
+"""Claims about playing a compiled step: the table of ticks, the chips' places, and the command's flags."""
+
+import types
+
+import numpy as np
+import pytest
+
+from bench import overlap
+from config import preset
+from plan import replayed
+from plan.hardware import Topology
+from utils import UserError
+from xla import replay
+
+
+def mesh_of(places, **more):
+    devices = np.array([types.SimpleNamespace(coords=place, **more) for place in places], dtype=object)
+    return types.SimpleNamespace(devices=devices)
+
+
+SLOTS = "\n".join(f'%c = f32[] conditional(%p), metadata={{op_name="{name}/cond"}}'
+                  for name in ("forward_slot", "backward_slot", "loss_slot"))  # fmt: skip
+
+
+def test_all_stages_wait_for_the_slowest_one():
+    """Catches a bubble that costs nothing: of M + 1 ticks each way on 2 stages, one stage or the other works in all."""
+    cfg = preset("moe1b", **{"pipeline.schedule": "gpipe", "pipeline.microbatches": 8})
+    shares = replayed.waits(cfg, SLOTS)
+    assert set(shares) == {"forward_slot", "backward_slot", "loss_slot"}
+    assert shares["forward_slot"](9) == shares["backward_slot"](9) == 1
+    assert shares["forward_slot"](18) == 0.5
+    assert shares["loss_slot"](16) == 0.5
+
+
+def test_without_stages_nothing_is_counted_down():
+    """Catches a share for a conditional that the program does not have: `ledger.read` refuses it."""
+    assert replayed.waits(preset("dense_124m", mesh="fsdp=4"), "no conditional( here".replace("(", "")) == {}
+
+
+def test_chips_lie_where_the_compiler_says():
+    """Catches torus axes in another order than the coordinates that libtpu gives: 2x4x4 for 4x4x2."""
+    shape = lambda sizes: replayed.machine(Topology.parse("v4:4x4x2"), mesh_of([*np.ndindex(*sizes)])).torus.shape
+    assert shape((4, 4, 2)) == (4, 4, 2) and shape((2, 4, 4)) == (2, 4, 4)
+
+
+def test_the_clock_is_the_peak_over_a_cycle():
+    """Catches a clock of another chip: v4 runs at 1.05 GHz, v5e at 1.5."""
+    clock = lambda text: replayed.machine(Topology.parse(text), mesh_of([*np.ndindex(4, 4, 4)])).cycles_per_s
+    assert clock("v4:4x4x4") == pytest.approx(1.05e9, rel=0.01)
+    assert clock("v5p:4x4x4") == pytest.approx(1.75e9, rel=0.01)
+
+
+def test_what_has_no_place_is_refused_in_a_line():
+    """Catches a traceback for GPUs, which have no coordinates, and for several slices."""
+    with pytest.raises(UserError, match="the devices of h100:8 have no coordinates on a torus; name a TPU slice"):
+        replayed.machine(Topology.parse("h100:8"), mesh_of([(0,)]))
+    slices = mesh_of([*np.ndindex(4, 4, 4)])
+    slices.devices[0].slice_index = 1
+    with pytest.raises(UserError, match="between slices are not played"):
+        replayed.machine(Topology.parse("v4:4x4x4"), slices)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [(["--at_peak"], "--at_peak says how to play a step; add --seconds"),
+     (["--seconds", "--latency_us", "-1"], "must be at least 0; about 1 on a TPU"),
+     (["--seconds", "--plot", "layer.doc"], "cannot write a picture ending in 'doc'"),
+     (["--topology", "h100:8", "--seconds"], "only TPU slices are compiled for")],
+)  # fmt: skip
+def test_bad_flags_are_refused_before_the_compiler_works(flags, said):
+    """Catches a minute of compiling for a command that cannot end well."""
+    with pytest.raises(UserError, match=said):
+        overlap.parse(flags)
+
+
+def test_a_picture_and_json_have_the_two_longest(tmp_path):
+    """Catches an empty picture, and numbers that JSON cannot hold."""
+    import json
+
+    event = replay.Event(0.0, 1e-3, "core", "products", "dot")
+    wire = replay.Event(0.0, 5e-4, "fsdp", "all-gather", "gather")
+    one = lambda seconds: replay.Played(seconds, replay.collections.Counter(products=seconds), [event, wire])
+    found = replay.Replay(7.0, {"products": 7.0}, {"a": one(1.0), "b": one(2.0), "c": one(3.0)}, dict(a=1, b=1, c=2))
+    assert found.longest() == ["c", "b"]
+    assert [x["computation"] for x in json.loads(json.dumps(replayed.to_json(found)))["timelines"]] == ["c", "b"]
+    replayed.plot(found, "two", str(tmp_path / "two.png"))
+    assert (tmp_path / "two.png").stat().st_size > 10_000
