@@ -14,10 +14,10 @@ from config import AXES, PRESETS, MeshConfig, preset
 from docs.notebooks import ROOT
 
 SHAPES = {
-    3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "4x4x2", 64: "4x4x4", 128: "4x4x8"},
+    3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
     2: {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16"},
     0: {n: str(n) for n in (1, 2, 4, 8, 16, 32, 64, 128)},
-}  # of torus dims: chips of a slice, and its shape
+}  # of torus dims: chips of a slice, and its shape as Google Cloud writes it
 MOST = 128  # devices
 MODEL = ("vocab_size", "d_model", "n_layers", "n_heads", "attention", "n_kv_heads", "d_head", "d_rope", "d_value",
          "d_query_latent", "d_kv_latent", "d_ff", "n_experts", "top_k", "n_shared", "d_expert", "dense_prefix",
@@ -32,6 +32,12 @@ def meshes(devices: int) -> list[MeshConfig]:
     return [MeshConfig(*(2**n for n in e)) for e in exponents]
 
 
+def shapes(chip) -> dict[int, str]:
+    """Devices of a slice, at most MOST, and its shape."""
+    all_sizes = {n * chip.devices_per_chip: shape for n, shape in SHAPES[chip.torus_dims].items()}
+    return {n: shape for n, shape in all_sizes.items() if n <= MOST}
+
+
 def name(mesh: MeshConfig) -> str:
     return "".join(str(size.bit_length() - 1) for size in mesh.sizes.values())
 
@@ -42,9 +48,9 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
     from utils import UserError
 
     found = {}
-    for shape in SHAPES[chip.torus_dims].values():
+    for shape in shapes(chip).values():
         topology = hardware.Topology.parse(f"{chip.key}:{shape}")
-        for mesh in meshes(topology.chips):
+        for mesh in meshes(topology.devices):
             try:
                 laid = hardware.layout(mesh, topology)
             except UserError:
@@ -90,7 +96,7 @@ def tables() -> dict:
         if key != "cpu":
             chips[key] = {field: getattr(chip, field) for field in (
                 "name", "peak_flops_per_s", "memory_bytes", "hbm_bytes_per_s", "torus_dims", "link_bytes_per_s",
-                "dcn_bytes_per_s")} | {"shapes": SHAPES[chip.torus_dims]}  # fmt: skip
+                "dcn_bytes_per_s", "domain", "devices_per_chip")} | {"shapes": shapes(chip)}  # fmt: skip
             chips[key]["wires"] = wires(chip, links) if chip.torus_dims else {}
     moving = lambda S: sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(S, 2))
     return {

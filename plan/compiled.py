@@ -26,6 +26,7 @@ import utils
 from config import Config, MeshConfig
 from pipeline import fit
 from pipeline.step import BATCH_NAMES
+from plan import hardware
 from plan.hardware import Topology
 from utils import UserError
 from xla import ledger, options
@@ -129,30 +130,34 @@ def advice(cfg: Config) -> str:
 
 
 def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
-    """Arrange the chips of a slice, like v4:4x4x2, along the mesh axes, innermost axes on nearest neighbours.
+    """Arrange the devices of a slice, like v4:2x4x4, along the mesh axes, innermost axes on nearest neighbours.
 
     Raises: UserError without libtpu, for a slice it does not know, and for a mesh of another number of devices.
     """
+    asked = Topology.parse(topology)
+    if not asked.chip.torus_dims:
+        raise UserError(f"topology {topology!r}: only TPU slices are compiled for without being there; "
+                        "name one like v4:2x4x4, v5p:4x4x4, v5e:4x4, v6e:8x8 or tpu7x:2x2x2")  # fmt: skip
     if not importlib.util.find_spec("libtpu"):
         raise UserError(f"compiling for {topology} needs libtpu; install it with: make extra-tpu")
+    hardware.require_devices(sizes, asked)
     # Without these libtpu asks the network which machine of which slice this is, and keeps logs. It is to say what it
     # warns of (level 1): `complaints` reads it.
     quiet = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
                  TPU_ACCELERATOR_TYPE="v4-8", TPU_LOG_DIR="disabled", TPU_STDERR_LOG_LEVEL="1")  # fmt: skip
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    # A v4 chip has two cores that work as one device; other generations are so by default.
-    v4 = dict(chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1)) if topology.startswith("v4:") else {}
+    cloud = asked.cloud
+    more = {"chips_per_host_bounds": (2, 4, 1)} if cloud.shape == (2, 4) else {}  # a host of 8 chips
+    if asked.chip.key == "v4":  # a chip has two cores that work as one device; other generations are so by default
+        more = dict(chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1))
     # Untold, it takes every axis for a line, and makes all-reduces of gathers over a whole torus.
-    wrap = (*Topology.parse(topology).wraps, False)[:3]
+    wrap = (*cloud.wraps, False)[:3]
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, wrap=wrap, **v4).devices
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=str(cloud), wrap=wrap, **more).devices
     except Exception as error:  # libtpu's own type, with what it knows
-        raise UserError(f"topology {topology!r}: {str(error).splitlines()[0]}; known: v4:4x4x2, v5p:4x4x4, v5e:4x4, "
-                        "v6e:8x8 and the like") from error  # fmt: skip
-    if len(devices) != sizes.devices:
-        raise UserError(f"mesh {sizes} has {sizes.devices} devices, and {topology} has {len(devices)} chips; "
-                        "use axes whose product is that")  # fmt: skip
+        raise UserError(f"topology {topology!r}: libtpu says {str(error).splitlines()[0]!r}; a newer one may know it; "
+                        "all know v4:2x4x4, v5p:4x4x4, v5e:4x4 and the like") from error  # fmt: skip
     return sharding.make_mesh(sizes, devices)
 
 

@@ -1,6 +1,6 @@
 """What the planner must know of chips and of the wires between them. No device is touched.
 
-`Topology.parse("v4:4x4x4")` names devices, `layout` says on which wires each mesh axis lies and how fast they are, and
+`Topology.parse("v4:2x4x4")` names devices, `layout` says on which wires each mesh axis lies and how fast they are, and
 `collective_seconds` how long a collective takes there. Latency is left out: about 1 us a hop, which counts below some
 50 kB. So is what collectives of different axes take from each other when they run at the same time.
 """
@@ -8,7 +8,7 @@
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,42 +16,67 @@ import numpy as np
 from config import AXES, MeshConfig
 from overlap import TURNS, digits
 from utils import UserError, nearest
+from xla import links
 
-GiB = 2**30
-GPUS_PER_NODE = 8  # joined by NVSwitch: https://jax-ml.github.io/scaling-book/gpus, "At the node level"
+MiB, GiB = 2**20, 2**30
+# What JAX takes of a GPU's memory when it starts, and a program cannot exceed, unless XLA_CLIENT_MEM_FRACTION (in older
+# versions XLA_PYTHON_CLIENT_MEM_FRACTION) says otherwise: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+GPU_SHARE = 0.75
+# Of what NVLink's data sheet says, collectives reach: 370 of 450 GB/s on 8 H100, in messages of 10 GB.
+# https://jax-ml.github.io/scaling-book/gpus, "Empirical measurements"
+NVLINK_MEASURED = 0.82
 
 
 @dataclass(frozen=True)
 class Chip:
     """One device as JAX counts them. Bytes per second are those of one direction."""
 
-    key: str  # how a topology begins: v4 in v4:4x4x2
+    key: str  # how a topology begins: v4 in v4:2x4x4
     name: str
     device_kind: str  # jax's
     peak_flops_per_s: float | None  # bf16, dense; None: not known, so nothing has an MFU
     memory_bytes: int | None  # a program can use; None: devices share this machine's memory
     hbm_bytes_per_s: float | None
     torus_dims: int  # 0: no torus
-    link_bytes_per_s: float | None  # TPU: one link to one neighbour; GPU: all NVLinks of one GPU
+    link_bytes_per_s: float | None  # TPU: one link to one neighbouring chip; GPU: all NVLinks of one GPU
     dcn_bytes_per_s: float | None  # out of the slice or node, for each device: data centre network, or InfiniBand
-    pod: int = 0  # chips of the largest slice; 0: no such bound
+    most: int = 0  # chips of the largest slice; 0: no such bound
+    devices_per_chip: int = 1
+    inside_bytes_per_s: float | None = None  # between two devices of one chip
+    domain: int = 0  # GPUs that NVLink joins: a node, or a rack; 0: no NVLink
+    per_host: int = 4  # chips that one host drives
 
 
-# FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e; NVIDIA's data sheets of A100, H100 and H200 SXM,
-# not sparse.
-# Memory: what libtpu 0.0.42 says it has when a program does not fit; GPUs: the data sheets.
+# FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e, tpu7x; NVIDIA's data sheets of A100, H100, H200 SXM,
+# HGX B200 and GB200 NVL72, not sparse.
+# Memory: what libtpu 0.0.42 says it has when a program does not fit; GPUs: what `nvidia-smi` prints, in MiB, times
+# GPU_SHARE (A100, H100: https://github.com/modal-labs/modal-client/pull/2797, which is the data sheets' 80 GB; B200:
+# https://github.com/NVIDIA/TensorRT-LLM/issues/10278).
 # HBM, links, DCN: https://jax-ml.github.io/scaling-book/tpus, "TPU Specs"; an earlier edition said 5e10 for a link of
-# v5e, and 1e11 for v5p and v6e, as Google's pages do.
-# NVLink (18 links of 25e9) and InfiniBand (400 Gbit/s): https://jax-ml.github.io/scaling-book/gpus, "Networking"; of
-# A100 (12 links, 200 Gbit/s) NVIDIA's data sheet of DGX A100.
+# v5e, and 1e11 for v5p and v6e, as Google's pages do, and as Google's page does for tpu7x (1,200 GB/s of six links).
+# Largest slices: https://cloud.google.com/tpu/docs/v5p: 6,144 chips, 16x16x24, of a pod of 8,960.
+# Between tpu7x's two devices: 1.2 TB/s both ways, six times a link: https://github.com/jax-ml/jax/pull/39340.
+# NVLink (18 links of 25e9, Blackwell 50e9), domains and InfiniBand (400 Gbit/s a GPU):
+# https://jax-ml.github.io/scaling-book/gpus, "Networking"; of A100 (12 links, 200 Gbit/s) NVIDIA's data sheet of DGX
+# A100.
 CHIPS = {chip.key: chip for chip in (
-    Chip("v4", "TPU v4", "TPU v4", 275e12, round(30.75 * GiB), 1.2e12, 3, 4.5e10, 6.25e9, 4096),
-    Chip("v5e", "TPU v5e", "TPU v5 lite", 197e12, round(15.75 * GiB), 8.1e11, 2, 4.5e10, 3.125e9, 256),
-    Chip("v5p", "TPU v5p", "TPU v5", 459e12, round(95.74 * GiB), 2.8e12, 3, 9e10, 6.25e9, 8960),
-    Chip("v6e", "TPU v6e", "TPU v6 lite", 918e12, round(31.25 * GiB), 1.6e12, 2, 9e10, 12.5e9, 256),
-    Chip("a100", "NVIDIA A100", "NVIDIA A100-SXM4-80GB", 312e12, round(80e9), 2.039e12, 0, 300e9, 25e9),
-    Chip("h100", "NVIDIA H100", "NVIDIA H100 80GB HBM3", 989e12, round(80e9), 3.35e12, 0, 450e9, 50e9),
-    Chip("h200", "NVIDIA H200", "NVIDIA H200", 989e12, round(141e9), 4.8e12, 0, 450e9, 50e9),
+    Chip("v4", "TPU v4", "TPU v4", 275e12, round(30.75 * GiB), 1.2e12, 3, 4.5e10, 6.25e9, most=4096),
+    Chip("v5e", "TPU v5e", "TPU v5 lite", 197e12, round(15.75 * GiB), 8.1e11, 2, 4.5e10, 3.125e9, most=256),
+    Chip("v5p", "TPU v5p", "TPU v5", 459e12, round(95.74 * GiB), 2.8e12, 3, 9e10, 6.25e9, most=6144),
+    Chip("v6e", "TPU v6e", "TPU v6 lite", 918e12, round(31.25 * GiB), 1.6e12, 2, 9e10, 12.5e9, most=256),
+    # Ironwood: of a chip's 2,307 TFLOP/s, 7.38 TB/s and 100 Gbit/s a device has half.
+    Chip("tpu7x", "TPU7x", "TPU7x", 1153.5e12, round(94.75 * GiB), 3.69e12, 3, 9e10, 6.25e9, most=9216,
+         devices_per_chip=2, inside_bytes_per_s=6e11),
+    Chip("a100", "NVIDIA A100", "NVIDIA A100-SXM4-80GB", 312e12, round(GPU_SHARE * 81_920 * MiB), 2.039e12, 0, 300e9,
+         25e9, domain=8, per_host=8),
+    Chip("h100", "NVIDIA H100", "NVIDIA H100 80GB HBM3", 989e12, round(GPU_SHARE * 81_559 * MiB), 3.35e12, 0, 450e9,
+         50e9, domain=8, per_host=8),
+    Chip("h200", "NVIDIA H200", "NVIDIA H200", 989e12, round(GPU_SHARE * 143_771 * MiB), 4.8e12, 0, 450e9, 50e9,
+         domain=8, per_host=8),
+    Chip("b200", "NVIDIA B200", "NVIDIA B200", 2250e12, round(GPU_SHARE * 183_359 * MiB), 8e12, 0, 900e9, 50e9,
+         domain=8, per_host=8),
+    Chip("gb200", "NVIDIA GB200 NVL72", "NVIDIA GB200", 2500e12, round(GPU_SHARE * 189_471 * MiB), 8e12, 0, 900e9, 50e9,
+         domain=72, per_host=4),
     Chip("cpu", "this machine", "cpu", None, None, None, 0, None, None),
 )}  # fmt: skip
 PEAK_FLOPS_PER_S = {chip.device_kind: chip.peak_flops_per_s for chip in CHIPS.values() if chip.peak_flops_per_s}
@@ -62,7 +87,7 @@ PEAK_FLOPS_PER_S = {chip.device_kind: chip.peak_flops_per_s for chip in CHIPS.va
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices that are wired together: a TPU slice, GPU nodes, or the simulated devices of a CPU."""
+    """Chips that are wired together: a TPU slice, GPU nodes, or the simulated devices of a CPU."""
 
     chip: Chip
     shape: tuple[int, ...]  # of the torus, x first; of GPUs and CPUs: how many
@@ -71,7 +96,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Read `v4:4x4x2`, `v5e:4x4`, `h100:16` or `cpu:8`.
+        """Read `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`; of a slice the sizes in any order, see `cloud`.
 
         Raises: UserError with what can be asked for instead.
         """
@@ -82,41 +107,67 @@ class Topology:
         if re.fullmatch(r"(v5e|v5litepod|v6e)-\d+", key):
             raise refuse("say the shape in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
         if key not in CHIPS:
-            raise refuse(f"no chip is called {key!r}; {nearest(key, CHIPS)}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
+            near = "Ironwood is tpu7x" if key in ("ironwood", "v7", "v7x", "tpu7") else nearest(key, CHIPS)
+            raise refuse(f"no chip is called {key!r}; {near}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
+        if rest.endswith("_twisted"):
+            raise refuse(f"twisted tori are not planned; {key}:{rest.removesuffix('_twisted')} is the same chips, "
+                         "not twisted")  # fmt: skip
         chip, dims = CHIPS[key], CHIPS[key].torus_dims
         shape = tuple(map(int, rest.split("x"))) if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", rest) else ()
         if len(shape) != max(dims, 1):
             example = {0: "8", 2: "4x4", 3: "4x4x4"}[dims]
             raise refuse(f"{chip.name} takes {dims or 'one'} size{'s' if dims else ''}, like {key}:{example}")
         if not dims:
-            (n,), node = shape, GPUS_PER_NODE if key != "cpu" else 0
-            if node and n > node and n % node:
-                down = n - n % node
-                raise refuse(f"{n} is no number of whole nodes of {node}; nearest: {key}:{down} or {key}:{down + node}")
-            return cls(chip, shape, n, hosts=-(-n // node) if node else 1)
-        bound, also = (16, ", and at most 16") if dims == 2 else (chip.pod, "")
-        fits = tuple(min(size + size % 2, bound) for size in shape[:2]) + shape[2:]
-        if fits != shape:
-            raise refuse(f"a host drives 2x2 chips, so x and y are even{also}; nearest: {cls(chip, fits, 0, 0)}")
+            (n,), whole = shape, chip.domain
+            if whole and n > whole and n % whole:
+                less, more = (f"{key}:{n - n % whole + add}" for add in (0, whole))
+                raise refuse(f"{n} is no number of whole nodes of {whole}; nearest: {less} or {more}")
+            return cls(chip, shape, n, hosts=-(-n // chip.per_host) if whole else 1)
+        asked = cls(chip, shape, math.prod(shape), 0).cloud.shape
+        bound, also = (16, ", and at most 16") if dims == 2 else (chip.most, "")
+        fits = tuple(min(size + size % 2, bound) for size in asked[:2]) + asked[2:]
+        if fits != asked:
+            near = cls(chip, fits, 0, 0).cloud
+            raise refuse(f"a host drives 2x2 chips, so two sizes are even{also}; nearest: {near}")
         chips = math.prod(shape)
-        if chips > chip.pod:
-            raise refuse(f"{chips:,} chips are more than the {chip.pod:,} of a {chip.name} pod")
-        return cls(chip, shape, chips, hosts=chips // 4)
+        if chips > chip.most:
+            raise refuse(f"{chips:,} chips are more than the {chip.most:,} of the largest slice of {chip.name}")
+        # v5e and v6e have hosts of 8 chips too, each a slice of its own: ct5lp-hightpu-8t, ct6e-standard-8t.
+        # https://cloud.google.com/tpu/docs/v5e and v6e, "VM types"
+        return cls(chip, shape, chips, hosts=1 if asked == (2, 4) else chips // chip.per_host)
 
     def __str__(self) -> str:
         return f"{self.chip.key}:{'x'.join(map(str, self.shape))}"
 
     @property
+    def devices(self) -> int:
+        """As JAX counts them: what a mesh is made of."""
+        return self.chips * self.chip.devices_per_chip
+
+    @property
+    def order(self) -> list[int]:
+        """The torus axes as Google Cloud orders them: smallest first; but a host's 2x2 lies along the first two."""
+        return sorted(range(len(self.shape)), key=lambda d: (self.shape[d] % 2, self.shape[d]))
+
+    @property
+    def cloud(self) -> "Topology":
+        """The same slice under Google Cloud's name for it, in whose order chips have their coordinates.
+
+        Source: https://cloud.google.com/tpu/docs/types-topologies, "AxBxC, where A<=B<=C".
+        """
+        return replace(self, shape=tuple(self.shape[d] for d in self.order))
+
+    @property
     def wraps(self) -> tuple[bool, ...]:
         """Which torus axes are closed by a link from the last chip to the first.
 
-        v4 and v5p are closed by optical switches between cubes of 4x4x4, so all axes or none: 4x4x2 is no torus. An
-        axis of v5e and v6e is closed where it spans the pod.
+        v4, v5p and tpu7x are closed by optical switches between cubes of 4x4x4, so all axes or none: 2x4x4 is no torus.
+        An axis of v5e and v6e is closed where it spans the pod.
         Source: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking"; https://cloud.google.com/tpu/docs/v5p
         """
         if self.chip.torus_dims == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
-        return tuple(size == 16 for size in self.shape)
+        return tuple(self.chip.torus_dims == 2 and size == 16 for size in self.shape)
 
     def steps(self, start, end) -> np.ndarray:
         """Signed links along each torus axis on the shortest way between chips, coordinates [.., torus axis]."""
@@ -133,20 +184,25 @@ class Topology:
 def coordinates(mesh: MeshConfig, topology: Topology) -> np.ndarray:
     """Say which chip stands where on the mesh: its place on the torus, [*mesh sizes, torus axis].
 
+    Where a chip is several devices, which of them comes last: [*mesh sizes, torus axes and 1].
     JAX decides, in the call that `compiled.topology_mesh` makes with real devices.
     Raises: UserError for a mesh that JAX cannot lay there.
     """
     from jax.experimental import mesh_utils
 
-    shape, kind = tuple(mesh.sizes.values()), topology.chip.device_kind
-    chip = lambda place: SimpleNamespace(coords=(*place, 0)[:3], core_on_chip=0, device_kind=kind, platform="tpu")
-    devices = [chip(place) for place in np.ndindex(topology.shape)]
+    shape, chip, cloud = tuple(mesh.sizes.values()), topology.chip, topology.cloud.shape
+    device = lambda place, core: SimpleNamespace(coords=(*place, 0)[:3], core_on_chip=core,
+                                                 device_kind=chip.device_kind, platform="tpu")  # fmt: skip
+    # As libtpu orders them, x first: on small slices of tpu7x JAX goes by that, and not by coordinates.
+    cores = range(chip.devices_per_chip)
+    devices = [device(place[::-1], core) for place in np.ndindex(cloud[::-1]) for core in cores]
     try:
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (TypeError, ValueError) as error:  # as an axis of 28 in jax 0.10.2: github.com/jax-ml/jax/issues/38286
         raise UserError(f"JAX cannot lay {mesh} on {topology}; make mesh axes of whole torus axes") from error
-    places = np.array([device.coords for device in arranged.flat])
-    return places[:, : len(topology.shape)].reshape(*shape, -1)
+    places = np.array([(*device.coords[: len(cloud)], device.core_on_chip) for device in arranged.flat])
+    back = [*np.argsort(topology.order), len(cloud)][: len(cloud) + (chip.devices_per_chip > 1)]
+    return places[:, back].reshape(*shape, -1)
 
 
 # Wires ----------------------------------------------------------------------------------------------------------------
@@ -166,15 +222,23 @@ class Link:
     in_parts_bytes_per_s: float | None  # in sums by permutes, a matrix of each turn at a time: see `_in_parts`
 
 
+def require_devices(mesh: MeshConfig, topology: Topology) -> None:
+    """Raises: UserError for a mesh of another number of devices."""
+    if mesh.devices != topology.devices:
+        each = topology.chip.devices_per_chip
+        chips = f"{topology.chips} chips" if topology.chip.torus_dims else f"{topology.chips}"
+        has = f"{topology.devices}, {each} on each of {chips}" if each > 1 else chips
+        raise UserError(f"mesh {mesh} has {mesh.devices} devices, and {topology} has {has}; "
+                        "use axes whose product is that")  # fmt: skip
+
+
 @functools.cache
 def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
     """Say on which wires each mesh axis of more than one device lies.
 
     Raises: UserError for a mesh of another number of devices.
     """
-    if mesh.devices != topology.chips:
-        raise UserError(f"mesh {mesh} has {mesh.devices} devices, and {topology} has {topology.chips}; "
-                        "use axes whose product is that")  # fmt: skip
+    require_devices(mesh, topology)
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if topology.chip.key == "cpu":
         note = "lies in this machine's memory"
@@ -182,7 +246,7 @@ def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
     on_torus = topology.chip.torus_dims > 0
     # JAX keeps the order of GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
-    find = _torus_link if on_torus else _switched_link
+    find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
     lines = lambda axis: np.moveaxis(places, AXES.index(axis), -2).reshape(-1, sizes[axis], places.shape[-1])
     return {axis: find(axis, lines(axis), topology) for axis in sizes}
 
@@ -193,9 +257,10 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     if chip.torus_dims and not any(topology.wraps):
         closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else "a size of 16"
         found.append(f"{topology} has no wraparound links ({closed} would): an axis of it sends one way only")
-    # As libtpu 0.0.42 compiles it; tests/test_tpu.py holds it to that.
+    # As libtpu 0.0.42 compiles it; tests/plan/test_tpu.py holds it to that. On tpu7x a reduce-scatter stays one.
     split = [axis for axis, size in mesh.sizes.items() if size > 1]
-    if chip.torus_dims and topology.chips > 4 and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
+    scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.chips > 4
+    if scatters and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
         found.append(f"{mesh} scatters over all chips of the slice: the TPU compiler makes all-reduces of it, up to "
                      "twice the bytes")  # fmt: skip
     for axis, link in layout(mesh, topology).items():
@@ -203,7 +268,24 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
         if link.hops > 1:
             found.append(f"{name} neighbours are {link.hops} hops apart: {speed}")
         if axis == "tensor" and not chip.torus_dims and link.bytes_per_s != chip.link_bytes_per_s:
-            found.append(f"{name} leaves the node of {GPUS_PER_NODE}: {speed}, not {_speed(chip.link_bytes_per_s)}")
+            found.append(f"{name} leaves the node of {chip.domain}: {speed}, not {_speed(chip.link_bytes_per_s)}")
+    return found
+
+
+def remarks(topology: Topology) -> list[str]:
+    """Say in a line each what the numbers of such chips mean."""
+    chip, found = topology.chip, []
+    if chip.devices_per_chip > 1:
+        apart = _speed(chip.inside_bytes_per_s)
+        found.append(f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} a chip with "
+                     f"{apart} between them; numbers are a device's")  # fmt: skip
+    if chip.domain:
+        whole = chip.memory_bytes / GPU_SHARE / GiB
+        found.append(
+            f"JAX takes {GPU_SHARE:.0%} of a GPU's {whole:.1f} GiB; for another XLA_CLIENT_MEM_FRACTION, --memory"
+        )
+        found.append(f"NVLink at its data sheet's {_speed(chip.link_bytes_per_s)}; 8 H100 were measured at "
+                     f"{NVLINK_MEASURED} of it")  # fmt: skip
     return found
 
 
@@ -215,13 +297,13 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     """Find the link of a mesh axis whose groups of devices stand at these places, [group, device, torus axis].
 
     A group that fills a box gathers along all its torus axes at once, and their speeds add up: both directions of a
-    link count where the torus axis is closed, one where it is not, since a chip at the end has one neighbour. Where
-    neighbours are h links apart, h groups lie between each other and share the links. Any other group passes slices
-    from device to device. An all-to-all is bound by the links across the middle of the longest torus axis, which carry
-    a quarter of the joined array each way, and of that quarter a device sends (n - 1) / n^2 * 4.
+    link count where the torus axis is closed, one where it is not, since a chip at the end has one neighbour. A group
+    that cuts a torus axis has one ring, both ways (`xla/links.py`). Where neighbours are h links apart, h groups lie
+    between each other and share the links. An all-to-all is bound by the links across the middle of the longest torus
+    axis, which carry a quarter of the joined array each way, and of that quarter a device sends (n - 1) / n^2 * 4.
     Source: https://jax-ml.github.io/scaling-book/sharding, "How long does this take?" and "AllToAll".
     """
-    one, n = topology.chip.link_bytes_per_s, lines.shape[1]
+    one, n, torus = topology.chip.link_bytes_per_s, lines.shape[1], links.Torus(topology.shape, topology.wraps)
     used = [d for d in range(lines.shape[-1]) if np.ptp(lines[:, :, d], axis=1).any()]
     after = np.roll(lines, -1, axis=1)
     far = topology.distance(lines, after)
@@ -238,12 +320,45 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
         speeds = [(2 if c else 1) * one / stride for c, (*_, stride) in zip(closed, sides, strict=True)]
         ring, hops, speed = ring or all(closed), max(stride for *_, stride in sides), sum(speeds)
         across = min(s * n / count for s, (*_, count, _) in zip(speeds, sides, strict=True))
+        if links.whole_axes(torus, lines) is None:  # the compiler's one ring through all of them
+            speed = one / float(links.gather(torus, lines, 1.0).max())
         where = " and ".join(_part(*side) + "xyz"[d] for d, side in zip(used, sides, strict=True))
     near = "neighbours adjacent" if hops == 1 else f"neighbours {hops} hops apart"
     note = f"{axis}={n} lies on {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"
     all_to_all = min(speed, 4 * (n - 1) / n**2 * across)
     in_parts = one * _in_parts(lines, topology)
     return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all, in_parts)
+
+
+def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
+    """Find the link of a mesh axis where a chip is several devices, [group, device, torus axes and place on the chip].
+
+    A group with all devices of its chips sends around as these chips would: each byte passes a chip's links once. If it
+    has one device of each chip, the groups of the others share the chip's links with it. A chip's own wires, of which
+    a device has no more than it takes on the way, are not counted beside links: they are six times as fast.
+    """
+    chip, n, places = topology.chip, lines.shape[1], lines[..., :-1]
+    here = int((places[0] == places[0, 0]).all(axis=-1).sum())  # of the group's devices are on one chip
+    if here == n:
+        speed = chip.inside_bytes_per_s
+        return Link(speed, 1, True, (), f"{axis}={n} stays on a chip: {_speed(speed)}", speed, speed, speed)
+    if any((np.unique(group, axis=0, return_counts=True)[1] != here).any() for group in places):
+        raise UserError(f"JAX lays {axis}={n} on {topology} across chips and parts of chips, which has no price here; "
+                        "make the axes powers of two")  # fmt: skip
+    firsts = [np.sort(np.unique(group, axis=0, return_index=True)[1]) for group in places]
+    chips = np.stack([group[first] for group, first in zip(places, firsts, strict=True)])
+    link = _torus_link(axis, chips if here > 1 else chips[lines[:, 0, -1] == 0], topology)
+    side_by_side = (places[:, ::here] == places[:, here - 1 :: here]).all()
+    gather, step = here / chip.devices_per_chip, (1 if side_by_side else 1 / here) * here / chip.devices_per_chip
+    sent = lambda count: (count - 1) / count**2  # of the joined array, by a device in an all-to-all
+    across = link.all_to_all_bytes_per_s * gather * sent(n) / sent(n // here)
+    where = link.note.removeprefix(f"{axis}={n // here} lies on ").rpartition(", ")[0]
+    which = "both devices" if here > 1 else "one device"
+    note = f"{axis}={n} lies on {which} of each chip of {where}, {_speed(gather * link.bytes_per_s)}"
+    return replace(
+        link, bytes_per_s=gather * link.bytes_per_s, note=note, all_to_all_bytes_per_s=across,
+        neighbour_bytes_per_s=step * link.neighbour_bytes_per_s, in_parts_bytes_per_s=step * link.in_parts_bytes_per_s,
+    )  # fmt: skip
 
 
 def _in_parts(lines: np.ndarray, topology: Topology) -> float:
@@ -299,11 +414,12 @@ def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, size=None) 
 def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     """Find the link of a mesh axis of GPUs, numbered [group, device, 1].
 
-    Inside a node every GPU reaches every other at full speed. A group that spans nodes joins the network cards of its
-    GPUs in each node. Source: https://jax-ml.github.io/scaling-book/gpus, "How Do Collectives Work on GPUs?"
+    Inside a node, all that NVLink joins, every GPU reaches every other at full speed. A group that spans nodes joins
+    the network cards of its GPUs in each node.
+    Source: https://jax-ml.github.io/scaling-book/gpus, "How Do Collectives Work on GPUs?"
     """
     chip, n = topology.chip, lines.shape[1]
-    nodes = max(len(np.unique(group // GPUS_PER_NODE)) for group in lines)
+    nodes = max(len(np.unique(group // chip.domain)) for group in lines)
     if nodes == 1:
         inside = chip.link_bytes_per_s
         return Link(

@@ -645,12 +645,12 @@
 
   // plan.hardware: wires ------------------------------------------------------------------------------------------
 
-  function switchedLink(chip, mesh, axis) {  // hardware._switched_link: GPUs in nodes of 8, in JAX's order
+  function switchedLink(chip, mesh, axis) {  // hardware._switched_link: GPUs in nodes, all that NVLink joins, in JAX's order
     const stride = prod(AXES.slice(AXES.indexOf(axis) + 1).map((one) => mesh[one])), n = mesh[axis];
     let nodes = 1;
     for (let first = 0; first < prod(AXES.map((one) => mesh[one])); first++) {
       if (floordiv(first, stride) % n) continue;
-      nodes = Math.max(nodes, new Set(range(n).map((i) => floordiv(first + i * stride, 8))).size);
+      nodes = Math.max(nodes, new Set(range(n).map((i) => floordiv(first + i * stride, chip.domain))).size);
     }
     if (nodes === 1) return Array(4).fill(chip.link_bytes_per_s);
     const here = ceildiv(n, nodes), card = chip.dcn_bytes_per_s;
@@ -661,7 +661,7 @@
     const chip = data.chips[cfg.chip], devices = prod(AXES.map((axis) => cfg.mesh[axis])), found = {};
     const split = AXES.filter((axis) => cfg.mesh[axis] > 1);
     if (!chip.torus_dims) {
-      if (devices > 8 && devices % 8) throw new Refused(`${devices} is no number of whole nodes of 8`);
+      if (devices > chip.domain && devices % chip.domain) throw new Refused(`${devices} is no number of whole nodes of ${chip.domain}`);
       for (const axis of split) found[axis] = switchedLink(chip, cfg.mesh, axis);
       return found;
     }

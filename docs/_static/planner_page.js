@@ -82,7 +82,7 @@
     const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
     return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${verdict}</strong>
         <span>step ${time(one.step_s)}, MFU ${percent(one.mfu)}</span></p>
-      <p><code>${mesh}</code> on ${one.devices} ${chip.name}${chip.torus_dims ? ` (${cfg.chip}:${chip.shapes[one.devices]})` : ""}. Each device has
+      <p><code>${mesh}</code> on ${one.devices} ${chip.name}${chip.torus_dims ? ` (${cfg.chip}:${chip.shapes[one.devices]}${chip.devices_per_chip > 1 ? `, ${chip.devices_per_chip} devices a chip` : ""})` : ", of whose memory JAX takes 75%"}. Each device has
       ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}${accumulation > 1 ? `, ${accumulation} accumulation passes` : ""}.
       ${cfg.mesh.stage > 1 ? `Stages wait ${percent(one.bubble)} of the time of the layers.` : ""}</p>
       <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => MEANS[part])}

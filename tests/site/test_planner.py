@@ -45,7 +45,7 @@ def in_browser(points: list[dict]) -> list[dict]:
 
 def in_python(point: dict):
     """What `plan.planner.plan` says; None if it refuses."""
-    shapes = planner_widget.SHAPES[planner.hardware.CHIPS[point["chip"]].torus_dims]
+    shapes = planner_widget.shapes(planner.hardware.CHIPS[point["chip"]])
     mesh = ",".join(f"{axis}={n}" for axis, n in point["mesh"].items())
     try:
         cfg = replace(preset(point["preset"]), mesh=mesh, **{
@@ -62,13 +62,13 @@ def in_python(point: dict):
 
 def draw(rng: random.Random) -> dict:
     """A point that the page's controls can be brought to."""
-    chip = rng.choice(["v4", "v5e", "v5p", "v6e", "h100", "h200"])
-    power = rng.randint(0 if chip.startswith("h") else 2, 7)
+    chip = planner.hardware.CHIPS[rng.choice(sorted({*planner.hardware.CHIPS} - {"cpu"}))]
+    power = rng.randint(min(planner_widget.shapes(chip)).bit_length() - 1, 7)
     mesh = dict.fromkeys(AXES, 1)
     for _ in range(power):
         mesh[rng.choice(AXES)] *= 2
     return {
-        "preset": rng.choice(sorted({*planner_widget.PRESETS} - {"tiny"})), "chip": chip, "mesh": mesh,
+        "preset": rng.choice(sorted({*planner_widget.PRESETS} - {"tiny"})), "chip": chip.key, "mesh": mesh,
         "batch_size": 2 ** rng.randint(4, 9), "seq_len": 2 ** rng.randint(8, 13),
         "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]),
         "remat": rng.choice(["full", "branches", "dots", "none"]),
@@ -97,6 +97,7 @@ def test_the_browser_computes_what_the_planner_says():
         else:
             refused.append(point)
     assert len({point["preset"] for point in points}) >= 5
+    assert {point["chip"] for point in points} >= {"v4", "v6e", "tpu7x", "h100", "gb200"}
     assert sum(point["mesh"]["stage"] > 1 for point in points) >= 5, "too few points have a pipeline"
     assert sum(point["remat"] == "branches" for point in points) >= 5
     assert {*map(slices, plans)} == {"one", "equal", "unequal"}
