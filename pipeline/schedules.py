@@ -65,6 +65,7 @@ class Schedule:
 # tick holds an F and a B, a stage must be twice as far ahead to be never idle: `lead=2`.
 
 
+@functools.cache
 def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedule:
     """All forward passes, then all backward passes, last microbatch first; so in each of some accumulation passes.
 
@@ -132,6 +133,7 @@ def zero_bubble(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb": zero_bubble}
 
 
+@functools.cache
 def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
     """Build a schedule by name. Raises: UserError if there is none of that name, size or number of chunks."""
     if name not in SCHEDULES:
@@ -305,6 +307,7 @@ def first_fit(lives: dict) -> dict:
     return slot
 
 
+@functools.cache
 def rows(sched: Schedule) -> tuple[Rows, Slots]:
     """Turn the table into the executor's arrays, and say how large its buffers are."""
     S, v, table = sched.stages, sched.chunks, sched.table

@@ -67,9 +67,8 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
     """
     axes = None if ring else whole_axes(torus, groups)
     if axes is None:
-        rings = (
-            _around(torus, groups, order, wire_bytes / 2) for order in itertools.permutations(range(len(torus.shape)))
-        )
+        used = [d for d in range(len(torus.shape)) if np.ptp(groups[:, :, d], axis=1).any()]
+        rings = (_around(torus, groups, order, wire_bytes / 2) for order in itertools.permutations(used))
         return min(rings, key=np.max)
     load = np.zeros((len(torus.shape), 2, *torus.shape))
     ways = {d: 2 if torus.wraps[d] else 1 for d in axes}
@@ -81,24 +80,29 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
 
 def _around(torus: Torus, groups: np.ndarray, order: tuple[int, ...], size: float) -> np.ndarray:
     """The load of messages of a size to both neighbours on rings: to and fro along the last axis of the order first."""
-    ring = np.stack([group[_to_and_fro(group[:, order], number)] for number, group in enumerate(groups)])
+    ring = np.take_along_axis(groups, _to_and_fro(groups[:, :, order])[:, :, None], axis=1)
     after = np.roll(ring, -1, axis=1)
     return torus.loads(ring, after, size) + torus.loads(after, ring, size)
 
 
-def _to_and_fro(places: np.ndarray, corner: int) -> np.ndarray:
-    """The order of places, [device, axis], line by line, every other line backwards.
+def _to_and_fro(groups: np.ndarray) -> np.ndarray:
+    """The order of each group's places, [group, device, axis], line by line, every other line backwards.
 
-    corner  where it begins, a bit for each axis: rings that lie between each other go across at different places
+    Rings that lie between each other begin at different corners, a bit of their number for each axis: so they go across
+    at different places.
     """
-    ranks, before = [], np.zeros(len(places), int)
-    for bit, column in enumerate(places.T[::-1]):
-        values, rank = np.unique(column, return_inverse=True)
-        ranks.append(len(values) - 1 - rank if corner >> bit & 1 else rank)
-    for place, rank in reversed([*enumerate(ranks)]):
-        ranks[place] = np.where(before % 2, rank.max() - rank, rank)
+    number, ranks = np.arange(len(groups)), []
+    for bit, column in enumerate(np.moveaxis(groups, 2, 0)[::-1]):
+        there = np.zeros((len(groups), column.max() + 1), int)
+        there[number[:, None], column] = 1
+        rank = np.take_along_axis(there.cumsum(axis=1), column, axis=1) - 1
+        ranks.append(np.where(number[:, None] >> bit & 1, rank.max(axis=1, keepdims=True) - rank, rank))
+    before = np.zeros(groups.shape[:2], int)
+    for place in reversed(range(len(ranks))):
+        rank = ranks[place]
+        ranks[place] = np.where(before % 2, rank.max(axis=1, keepdims=True) - rank, rank)
         before = before + ranks[place]
-    return np.lexsort(ranks)
+    return np.lexsort(ranks, axis=-1)
 
 
 def permute(torus: Torus, start: np.ndarray, end: np.ndarray, payload_bytes: float) -> np.ndarray:
