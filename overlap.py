@@ -106,7 +106,7 @@ def ring(q_bshK, parts, keys_values, segments_bs):
 
     A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
     may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
-    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Striped Attention, 2311.09431.
+    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Llama 3, 2407.21783, 3.3.2.
     """
     n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
     first, second, both = slice(0, s // 2), slice(s // 2, None), slice(None)

@@ -586,7 +586,8 @@ for on, splits in {
 # - **Stages between groups that a slow wire joins**, if N D is well below P. On a fast wire the bubble is all
 #   that they add. (Measured with nodes of 8 GPUs in the [Ultra-Scale
 #   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook): from one node to two, a pipeline of
-#   few microbatches lost 14% of its speed, tensor parallelism about 43%.)
+#   few microbatches lost 14% of its speed, tensor parallelism about 43%.) These groups are nodes of GPUs.
+#   Between TPU slices only `data` may lie: `sharding.make_mesh` refuses any other axis there.
 # - **Not for memory alone.** `fsdp` slices parameters, gradients and optimizer as finely: 14 GiB against 15,
 #   and 22 against 24. It slices the vocabulary tables too, and keeps one microbatch at a time.
 # - **Not with few microbatches.** With M = S = 4 the bubble is 3/7 of the time. Either S is small, or M is

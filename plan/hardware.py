@@ -257,9 +257,9 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     if chip.torus_dims and not any(topology.wraps):
         closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else "a size of 16"
         found.append(f"{topology} has no wraparound links ({closed} would): an axis of it sends one way only")
-    # As libtpu 0.0.42 compiles it; tests/plan/test_tpu.py holds it to that. On tpu7x a reduce-scatter stays one.
+    # As libtpu 0.0.42 compiles it; tests/plan/test_tpu.py holds it to that. On tpu7x, and on one host, it stays one.
     split = [axis for axis, size in mesh.sizes.items() if size > 1]
-    scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.chips > 4
+    scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1
     if scatters and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
         found.append(f"{mesh} scatters over all chips of the slice: the TPU compiler makes all-reduces of it, up to "
                      "twice the bytes")  # fmt: skip

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import re
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -115,6 +116,18 @@ def test_nonsense_is_refused_with_what_works(text, message):
     for word in re.split("[ ;,]+", str(refused.value)):
         if word.partition(":")[0] in CHIPS and ":" in word and word != text:
             Topology.parse(word)
+
+
+def test_the_page_names_every_chip():
+    """Catches a table of docs/meshes.md that is older than the chips."""
+    page = Path(__file__).parents[2].joinpath("docs/meshes.md").read_text(encoding="utf-8")
+    row = r"^\| `((\w+):\S+)` \| (.*?) \| (\d) \| ([\d.]+) GiB \| ([\d,]+) (?:chips|by NVLink) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert [key for _, key, *_ in rows] == [key for key in CHIPS if key != "cpu"]
+    for topology, key, name, devices, memory, most in rows:
+        chip, said = CHIPS[key], (name, int(devices), float(memory), int(most.replace(",", "")))
+        assert said == (chip.name, chip.devices_per_chip, round(chip.memory_bytes / 2**30, 2), chip.most or chip.domain)
+        assert str(Topology.parse(topology).cloud) == topology
 
 
 def test_distance_goes_the_short_way_round():
@@ -228,9 +241,12 @@ def test_the_compiler_has_as_much_memory(topology):
 
 @pytest.mark.tpu
 @pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: make extra-tpu")
-@pytest.mark.parametrize("topology, as_one", [("tpu7x:2x2x1", False), ("tpu7x:2x2x2", False), ("v5p:2x2x2", True)])
-def test_ironwood_scatters_over_all_devices_as_it_is_told(topology, as_one):
-    """Catches a note that is v4's: elsewhere the compiler makes an all-reduce of a scatter over the whole slice."""
+@pytest.mark.parametrize("topology, as_one", [
+    ("v4:2x2x2", True), ("v5p:2x2x2", True), ("v5e:4x4", True), ("v6e:4x4", True), ("v4:2x2x1", False),
+    ("v5e:2x4", False), ("v6e:2x4", False), ("tpu7x:2x2x1", False), ("tpu7x:2x2x2", False),
+])  # fmt: skip
+def test_a_scatter_over_the_whole_slice_becomes_what_the_note_says(topology, as_one):
+    """Catches a note of an all-reduce where there is none: on Ironwood, and on the 8 chips of one host."""
     from plan import compiled
 
     sizes = MeshConfig(fsdp=Topology.parse(topology).devices)
