@@ -279,6 +279,7 @@ def remarks(topology: Topology) -> list[str]:
         apart = _speed(chip.inside_bytes_per_s)
         found.append(f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} a chip with "
                      f"{apart} between them; numbers are a device's")  # fmt: skip
+        found.append("what hides behind products is predicted as for chips of one device: --compile counts it")
     if chip.domain:
         whole = chip.memory_bytes / GPU_SHARE / GiB
         found.append(
