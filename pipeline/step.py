@@ -158,6 +158,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     Raises: UserError if the batch or a parameter does not split over the mesh.
     """
     fit.check(cfg.model, cfg.mesh)
+    cfg = fit.settled(cfg)
     sched, key = schedule(cfg), lambda step: jax.random.fold_in(jax.random.key(cfg.run.seed), step)
     specs = (P(), model.metric_specs(cfg.model))
 

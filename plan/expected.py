@@ -13,7 +13,7 @@ rules say why; their numbers were read off the replays of 33 compiled steps, of 
 - On v5p and v6e the options that the trainer gives hide no gather.
 """
 
-from config import ModelConfig
+from config import AHEAD, ONCE, ModelConfig
 from plan import costs, hardware, hiding
 from plan.costs import Sizes
 from sharding import SLICED, TENSOR
@@ -65,8 +65,8 @@ def others(one) -> float:
     passes = run.forward + run.again * (c.remat != "dots") + run.inputs + run.weights
     weights = sum(w.joined * w.width for w in costs.weights(cfg) if w.gathered_over)
     kept = one.memory_bytes["saved"] * (one.sched.microbatches if cfg.mesh.stage == 1 else 1)
-    carried = weights * (run.forward + run.again + run.weights) * (c.gather == "ahead")
-    added = weights * one.sched.microbatches * (c.gather == "step")  # sums in float32: read, written, and what is added
+    carried = weights * (run.forward + run.again + run.weights) * (c.gather in AHEAD)
+    added = weights * one.sched.microbatches * (c.gather in ONCE)  # sums in float32: read, written, and what is added
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
     return STREAM * stream * passes + KEPT * kept + CARRIED * carried + ADDED * added + ROWS * rows + STATE * state
@@ -74,7 +74,7 @@ def others(one) -> float:
 
 def share_of_weights(c: ModelConfig, kind: str, chip: str) -> float:
     """The share of weights' and gradients' wires that is waited for, where it is more than no product stands beside."""
-    if c.gather == "ahead":
+    if c.gather in AHEAD:
         return AHEAD_WIDE if hiding.wide(c) and chip in HIDE_GATHERS else AHEAD_NARROW
     return float(kind == "all-gather" and chip not in HIDE_GATHERS)
 

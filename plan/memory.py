@@ -38,7 +38,9 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
     if remat in WHOLE:
         return (1 + (remat == "branches")) * stream * z.width
     if remat == "dots":
-        return (2 * stream + whole * (2 if dense else 1) + N * latent + N * h * score + made
+        # A TPU keeps neither the normed stream of attention nor its result, where no latent is made of them.
+        less = stream + whole if z.platform == "tpu" and c.attention == "gqa" else 0
+        return (2 * stream + whole * (2 if dense else 1) - less + N * latent + N * h * score + made
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
     matrices = 2 + model.swiglu(c)
     attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32

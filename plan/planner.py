@@ -176,7 +176,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     if topology:
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
-    fit.split_batch(cfg)  # the batch is refused before a width: it is the easier one to change
+    cfg = fit.settled(cfg)  # the batch is refused before a width: it is the easier one to change
     fit.check(cfg.model, cfg.mesh)
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     total, active = parameters(cfg.model)

@@ -37,9 +37,13 @@ class Torus:
         """Links between chips."""
         return np.abs(self.steps(start, end)).sum(-1)
 
-    def loads(self, start, end, sizes) -> np.ndarray:
-        """Bytes on each directed link, if messages of these sizes go at once: [torus axis, down or up, *place]."""
-        at, left = (np.asarray(x).reshape(-1, len(self.shape)).copy() for x in (start, self.steps(start, end)))
+    def loads(self, start, end, sizes, up: bool = True) -> np.ndarray:
+        """Bytes on each directed link, if messages of these sizes go at once: [torus axis, down or up, *place].
+
+        up  of two equal ways take the one that goes up
+        """
+        steps = self.steps(start, end) if up else -self.steps(end, start)
+        at, left = (np.asarray(x).reshape(-1, len(self.shape)).copy() for x in (start, steps))
         sizes = np.broadcast_to(np.asarray(sizes, float), np.shape(start)[:-1]).reshape(-1)
         load = np.zeros((len(self.shape), 2, *self.shape))
         for d, length in enumerate(self.shape):
@@ -82,7 +86,7 @@ def _around(torus: Torus, groups: np.ndarray, order: tuple[int, ...], size: floa
     """The load of messages of a size to both neighbours on rings: to and fro along the last axis of the order first."""
     ring = np.take_along_axis(groups, _to_and_fro(groups[:, :, order])[:, :, None], axis=1)
     after = np.roll(ring, -1, axis=1)
-    return torus.loads(ring, after, size) + torus.loads(after, ring, size)
+    return torus.loads(ring, after, size) + torus.loads(after, ring, size, up=False)
 
 
 def _to_and_fro(groups: np.ndarray) -> np.ndarray:

@@ -610,7 +610,8 @@
     }
     const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor), matrices = 2 + c.swiglu;
     if (WHOLE.includes(remat)) return (remat === "branches" ? 2 : 1) * stream * z.width;
-    if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) + N * latent + N * h * score + made + inner * (1 + c.swiglu)) * z.width;
+    const less = z.platform === "tpu" && c.attention === "gqa" ? stream + whole : 0;
+    if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) - less + N * latent + N * h * score + made + inner * (1 + c.swiglu)) * z.width;
     let attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32;
     if (ring) attended += (contexts - 1) * N * h * (value + 1) * f32;
     if (remat === "fused") return attended + (2 * stream + 3 * whole + N * latent + matrices * (inner + rows * m) + 3 * rows * c.d_model) * z.width;
@@ -709,6 +710,8 @@
     try {
       const wires = links(data, cfg), split = splitBatch(cfg), s = floordiv(cfg.seq_len, mesh.context);
       checkDivides(preset.declarations, mesh);
+      const onePiece = mesh.stage * split.microbatches * split.accumulation === 1;
+      if (onePiece && c.gather === "step_ahead" && c.n_experts && c.balance_loss) c.gather = "step";  // else all is passed twice
       const sched = schedule(cfg, split, c.n_blocks), platform = chip.torus_dims ? "tpu" : "cpu";
       const z = { b: split.device_batch, T: cfg.seq_len, s, t: floordiv(s, mesh.tensor), width: c.compute === "bfloat16" ? 2 : 4,
                   blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, BLOCK: data.BLOCK, VMEM_BYTES: data.VMEM_BYTES, TILE: data.TILE, PART: data.PART };

@@ -559,7 +559,8 @@ def test_book_llama3_70b_needs_tensor_parallelism():
     mixed = "fsdp=1536,tensor=4"
     assert not links(mixed, "v5p:16x16x24")["tensor"].ring
     products, fsdp, tensor = layer_seconds(BATCH_TOKENS, D, F, mixed, "v5p:16x16x24")
-    assert max(fsdp, tensor) < products
+    # The book lets fsdp use all links of the axis that tensor cuts; the compiler makes one ring of it, a third as fast.
+    assert max(fsdp / 3, tensor) < products < fsdp
 
 
 def test_book_llama2_13b_on_4096_chips():
@@ -573,7 +574,7 @@ def test_book_llama2_13b_on_4096_chips():
         products, fsdp, _ = layer_seconds(tokens, D, F, "fsdp=4096", topology)
         assert (fsdp > products) == bound
     products, fsdp, tensor = layer_seconds(3e6, D, F, "fsdp=1024,tensor=4", topology)
-    assert fsdp < products
+    assert fsdp / 3 < products < fsdp  # one ring, as above
     assert 6 * 3e6 * total / (4096 * V5P.peak_flops_per_s * 0.4) == approx(300e-3, rel=0.05)
     # The book gives tensor a ring of its own. On a quarter of a side it has none, and half the speed.
     assert tensor / 2 < products < tensor

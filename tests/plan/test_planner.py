@@ -239,7 +239,7 @@ def test_search_ranks_what_fits_and_counts_what_does_not():
     cfg = preset("dense_124m", **{"data.batch_size": 64})
     limit = 2 * GIB
     fit, large, refused = planner.search(cfg, hardware.Topology.parse("v4:2x2x2"), limit)
-    assert [one.step_s for one in fit] == sorted(one.step_s for one in fit)
+    assert [one.likely_s for one in fit] == sorted(one.likely_s for one in fit)
     assert all(one.peak_bytes <= limit for one in fit)
     assert large
     assert all(one.peak_bytes > limit for one in large)
@@ -285,16 +285,10 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
 
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096}
 COULD_BE_FASTER = {  # and the settings to change for it
-    "experts": ("mixtral_8x7b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2"}, {"gather", "remat"}),
-    "stages": ("moe1b", "v4:4x4x2", {}, {"remat"}),
-    "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2"}, {"remat"}),  # gather=peeled takes 0.3% less
-    "gathered": (
-        "dense_124m",
-        "v4:4x2x2",
-        {"mesh": "fsdp=4,tensor=4", "data.batch_size": 64, "model.tensor_exchange": "gather"},
-        {"gather", "remat", "tensor_exchange"},
-    ),
-    "does not fit": ("llama3_8b", "v5e:8x8", WIDE | {"mesh": "fsdp=64", "model.remat": "none"}, {"gather", "remat"}),
+    "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2"}, {"remat"}),
+    "stages": ("moe1b", "v4:4x4x2", {"model.gather": "layer"}, {"gather"}),
+    "no rules": ("llama3_8b", "h100:64", WIDE | {"mesh": "fsdp=16,tensor=4"}, {"gather", "remat"}),
+    "does not fit": ("llama3_8b", "v5e:8x8", WIDE | {"mesh": "fsdp=64", "model.remat": "none"}, {"remat"}),
 }
 
 
@@ -308,16 +302,16 @@ def test_better_settings_are_the_best_of_all_that_fit(which):
     changed, other = planner.faster(one)
     planned = lambda **more: planner.plan(replace(cfg, **more), topology)
     assert {name.removeprefix("model.") for name in changed} == changes
-    assert planned(**changed).step_s == other.step_s
+    assert planned(**changed).likely_s == other.likely_s
     assert other.peak_bytes <= 0.9 * one.limit_bytes
-    assert not one.fits or other.step_s < 0.97 * one.step_s
+    assert not one.fits or other.likely_s < 0.97 * one.likely_s
     for gather in ("layer", "ahead", "peeled", "step"):
         for remat in ("full", "branches", "dots", "none"):
             third = planned(**{"model.gather": gather, "model.remat": remat})
-            assert third.step_s >= other.step_s / 1.01 or third.peak_bytes > 0.9 * one.limit_bytes
+            assert third.likely_s >= other.likely_s / 1.01 or third.peak_bytes > 0.9 * one.limit_bytes
     for name in changed:
         without = planned(**{k: v for k, v in changed.items() if k != name})
-        assert without.step_s > other.step_s or without.peak_bytes > 0.9 * one.limit_bytes
+        assert without.likely_s > other.likely_s or without.peak_bytes > 0.9 * one.limit_bytes
     assert planner.faster(planned(**changed)) is None
 
 
@@ -332,13 +326,13 @@ def test_better_settings_are_told(capsys):
     status, out, _ = run(capsys, *words, *tried[1].split(), "--json", "-")
     found = json.loads(out)
     assert status == 0 and "faster" not in found
-    assert (f"{found['step_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
+    assert (f"{found['likely_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
     status, out, _ = run(capsys, *words, "--model.remat", "none", "--json", "-")
     told = json.loads(out)["faster"]
-    assert (told["step_s"], told["peak_bytes"]) == (found["step_s"], found["peak_bytes"])
+    assert (told["step_s"], told["peak_bytes"]) == (found["likely_s"], found["peak_bytes"])
     assert " ".join(f"--{name} {value}" for name, value in told["settings"].items()) == tried[1]
-    _, out, _ = run(capsys, "moe1b", "--topology", "v4:4x4x2")
-    assert re.search(r"^try +--model.remat dots: 0.1\d\d s, \d% less; ", out, re.MULTILINE)
+    _, out, _ = run(capsys, "moe1b", "--topology", "v4:4x4x2", "--model.gather", "layer")
+    assert re.search(r"^try +--model.gather step\S*: 0.\d+ s, \d+% less; ", out, re.MULTILINE)
     _, out, _ = run(capsys, "laptop", "--mesh", "fsdp=4")  # of no known speed
     assert "try " not in out
 
@@ -356,7 +350,7 @@ def test_better_settings_are_told_of_the_best_layout(capsys, words):
     preset_and_batch = [word for word in words if word not in ("--search", "16", "32")]
     _, out, _ = run(capsys, *preset_and_batch, *tried[1].split(), "--json", "-")
     found = json.loads(out)
-    assert found["fits"] and (f"{found['step_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
+    assert found["fits"] and (f"{found['likely_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
     again, out, _ = run(capsys, *words, "--json", "-")
     told = json.loads(out)["faster"]["settings"]
     assert " ".join(f"--{name} {value}" for name, value in told.items()) == tried[1]
@@ -535,3 +529,14 @@ def test_without_words_the_presets_are_listed(capsys):
     status, out, _ = run(capsys)
     assert status == 0
     assert "| `llama3_8b` | the published shape, 8,030,261,248 parameters | 8,030,261,248 | 8,030,261,248 |" in out
+
+
+def test_one_microbatch_passes_its_layers_once():
+    """Catches the whole forward pass done twice for a balance loss, which needs sums before the first gradient."""
+    cfg = preset("tiny", mesh="fsdp=2", **{"model.gather": "step_ahead", "model.balance_loss": 0.01})
+    one = planner.plan(cfg)
+    found, _ = planner.compile_plan(one, print)
+    assert one.cfg.model.gather == "step"
+    assert one.hardware_flops == pytest.approx(found["hardware_flops"], rel=0.05)
+    of_stages = replace(cfg, mesh="stage=2", **{"pipeline.microbatches": 2})
+    assert planner.plan(of_stages).cfg.model.gather == "step_ahead"

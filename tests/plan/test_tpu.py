@@ -342,9 +342,8 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
     plan, found, step = headline
     assert found["fits"]
-    # Temporaries count every buffer of every program, whenever it is there: gather=step has 5.3, at a peak of 4.0.
-    assert found["temp_bytes"] < 6.5 * GIB and found["peak_bytes"] < 4.3 * GIB
-    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1e9
+    assert found["temp_bytes"] < 5.3 * GIB  # 0.9 more than with remat=full, for 0.6 GB less on the wire
+    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1.9e9
     assert found["collectives"] < 2500
     assert found["hardware_flops"] < 1.34 * plan.model_flops
     assert found["unknown"] == {}
@@ -358,6 +357,17 @@ def test_the_headline_step_is_as_predicted(headline):
     """Catches a plan of an MoE that is right on simulated devices alone."""
     plan, found, _ = headline
     check_prediction(plan, found, state=0.02)  # slices of 96 lie in tiles of 128
+
+
+def test_the_headline_step_gathered_ahead_waits_for_half_as_much():
+    """Catches a first tick whose gathers, or a last one whose sums, find no products; and a price of it that grows."""
+    plan = planner.plan(preset("moe1b", **{"model.gather": "step_ahead"}), "v4:4x4x2")
+    found, _ = planner.compile_plan(plan, print)
+    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1e9
+    assert found["collectives"] < 2500 and found["peak_bytes"] < 4.3 * GIB
+    assert found["hardware_flops"] < 1.34 * plan.model_flops
+    assert found["unexpected"] == []
+    check_prediction(plan, found, state=0.02)
 
 
 # Slices ---------------------------------------------------------------------------------------------------------------
