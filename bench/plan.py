@@ -45,7 +45,7 @@ def draw(seed: int):
     at = random.Random(seed)
     while True:
         topology, name = hardware.Topology.parse(at.choice(TOPOLOGIES)), at.choice(PRESETS)
-        mesh = at.choice([*planner.meshes(topology.chips)])
+        mesh = at.choice([*planner.meshes(topology.devices)])
         settings = {key: at.choice(values) for key, values in CHOICES.items()}
         settings |= {"mesh": mesh, "data.seq_len": 2048, "data.batch_size": mesh.batch_shards * at.choice((2, 4)) * 4}
         if name in ("llama3_8b", "mixtral_8x7b"):  # a slice this small does not hold all layers

@@ -306,7 +306,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     """
     fit, large, refused = [], [], {}
     dense = not cfg.model.n_experts  # then an expert axis is another fsdp axis
-    tried = [mesh for mesh in meshes(topology.chips) if mesh.expert == 1 or not dense]
+    tried = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
     for number, mesh in enumerate(tried):
         if number % 50 == 0:
             say(f"{number} of {len(tried)} meshes planned ..")
