@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from utils import UserError
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 WRAPPERS = ("sharding.py", "overlap.py")  # files of thin collectives: the line that calls one of them is meant
 
@@ -50,6 +52,8 @@ class Instruction:
     @property
     def contents(self) -> list[str]:
         """The computations that it is made of: what it fuses, starts, or is a kernel of."""
+        if self.opcode == "call-start":  # TPU: what a SparseCore does meanwhile
+            return [self.attribute("to_apply=")]
         if self.opcode.removesuffix("-start") not in ("fusion", "async", "custom-call"):
             return []
         called = self.attribute("calls=")
@@ -76,17 +80,20 @@ def logical_lines(text: str):
         if line.startswith("  ") and not NEXT.match(piece):
             line += piece
         else:
-            yield line
+            yield line.rstrip()
             line = piece
-    yield line
+    yield line.rstrip()
 
 
 class Program:
-    """A module of HLO text: its computations, each {name: Instruction}, and where in our source they come from."""
+    """A module of HLO text: its computations, each {name: Instruction}, and where in our source they come from.
+
+    Raises: UserError for a text that is none, or has a line in a computation that cannot be read.
+    """
 
     def __init__(self, text: str):
         self.computations, self.tables, self.entry = {}, {table: {} for table in TABLES}, ""
-        rows, computation = {}, {}
+        rows, computation, unread = {}, {}, ""
         for line in logical_lines(text):
             if match := INSTRUCTION.match(line):
                 root, name, *parts = match.groups(default="")
@@ -98,12 +105,18 @@ class Program:
                 rows = self.tables[line]
             elif match := TABLE_ROW.match(line):
                 rows[int(match[1])] = match[2]
+            elif line.startswith("  ") or line.endswith("{"):
+                unread = unread or line.strip()
         if not self.entry:
-            raise ValueError("this is not HLO text: it has no ENTRY computation; pass compiled.as_text()")
+            raise UserError("this is not HLO text: it has no ENTRY computation; pass compiled.as_text()")
+        if unread:
+            raise UserError(f"cannot read this line of HLO: {shortened(unread)}")
 
     def called(self, one: Instruction) -> list[str]:
         """Every computation that an instruction names: bodies, conditions, branches, what it fuses or applies."""
-        return [name for name in re.findall(r"%([^\s,{}]+)", one.attributes) if name in self.computations]
+        # An instruction may be called like a computation: those that it waits for are no calls.
+        attributes = re.sub(r"control-predecessors=\{.*?\}", "", one.attributes)
+        return [name for name in re.findall(r"%([^\s,{}]+)", attributes) if name in self.computations]
 
     # Loops
 
@@ -174,6 +187,10 @@ class Element:
     """A value of a loop's carry, by its place."""
 
     index: int
+
+
+def shortened(line: str) -> str:
+    return line if len(line) <= 120 else line[:118] + ".."
 
 
 def root(computation: dict) -> Instruction:

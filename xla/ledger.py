@@ -9,6 +9,8 @@ on the mesh, and the axes along which they differ are the axes of the collective
 A collective is hidden if products stand between its start and its end in the schedule, which is the order of lines in a
 computation; else it is exposed: the device waits for it. A product beside several collectives hides each of them, so
 hidden bytes may still be waited for, where they take longer than the products beside them.
+
+What is not known here is refused: an instruction that might exchange bytes, and whose bytes would count as none.
 """
 
 import collections
@@ -23,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from xla.hlo import ARRAY, GROUPS, Instruction, Program, array_bytes, device_groups, dims
+from utils import UserError
+from xla.hlo import ARRAY, GROUPS, KINDS, Instruction, Program, array_bytes, device_groups, dims, shortened
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class Collective:
     scope: str  # named scopes around it, ending with the primitive
     hidden: bool = False  # products do stand between its start and its end
     beside_flops: int = 0  # of those products, in one execution
+
+
+HBM = "HBM"
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Ledger:
     collectives: list[Collective]
     flops: int | float  # of dots, convolutions and kernels, multiply and add counted apart; less those of `unknown`
     unknown: dict[str, float]  # kernels that do not say their FLOPs, "name (source)" -> executions
-    traffic: dict[str, float]  # named scopes, ending with the primitive -> see `memory_bytes`
+    moved: dict[str, dict[str, float]]  # memory -> named scopes, ending with the primitive -> see `memory_bytes`
 
     @property
     def total(self) -> Total:
@@ -76,13 +82,24 @@ class Ledger:
         totals = {value: _total(group) for value, group in groups.items()}
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
 
-    def memory_bytes(self, scope: str) -> float:
-        """Operands and results, in the device's main memory, of all that is executed in a named scope.
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Bytes of the device's main memory by named scopes."""
+        return self.moved.get(HBM, {})
+
+    def memory_bytes(self, scope: str, memory: str = HBM) -> float:
+        """Operands and results, in the device's main memory or another, of all that is executed in a named scope.
 
         Of a fusion or kernel those of the whole. An array counts once for each instruction that reads it, and once
-        where it is written; what lies on the chip does not, nor do copies to and fro, which have no scope.
+        where it is written. Copies from one memory to another have no scope.
         """
-        return sum(size for path, size in self.traffic.items() if re.search(rf"\b{re.escape(scope)}\b", path))
+        inside = re.compile(rf"\b{re.escape(scope)}\b")
+        return sum(size for path, size in self.moved.get(memory, {}).items() if inside.search(path))
+
+    def memories(self, scope: str) -> dict[str, float]:
+        """`memory_bytes` of each memory, the most first: HBM, and others as HLO calls them. See `bytes_by_memory`."""
+        found = {memory: self.memory_bytes(scope, memory) for memory in self.moved}
+        return dict(sorted(((memory, size) for memory, size in found.items() if size), key=lambda item: -item[1]))
 
 
 def _total(found: list[Collective]) -> Total:
@@ -115,11 +132,12 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
     shares  named scope -> share of the executions of a conditional in that scope that run its dearest branch, on the
             busiest device; the others cost nothing. A conditional within such a branch is not counted down again. It
             may be a function of how often a step reaches the conditional: `lambda ticks: microbatches / ticks`
-    Raises: ValueError for a loop whose trips, or a collective whose devices, cannot be known, and for a share of no
-    conditional.
+    Raises: ValueError for a loop whose trips, or a collective whose devices, cannot be known, for a share of no
+    conditional, and for what might exchange bytes unseen: see `refuse_unknown`.
     """
     sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
     program = Program(text)
+    refuse_unknown(program)
     parts = {part for computation in program.computations.values() for one in computation.values()
              for part in one.contents}  # fmt: skip
     own, found, calls, cost = {}, {}, {}, {}
@@ -135,7 +153,7 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
         found[name] = [] if name in parts else list(started(program, name, sizes, works))
         cost[name] = together([*works, Work(wire_bytes=sum(one.wire_bytes for one in found[name]))])
     times = executions(calls, program.entry, shares or {})
-    unknown, traffic = collections.Counter(), collections.Counter()
+    unknown, moved = collections.Counter(), collections.defaultdict(collections.Counter)
     for name in filter(times.get, program.computations):
         computation = program.computations[name]
         for one, work in zip(computation.values(), own[name], strict=True):
@@ -143,12 +161,13 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
                 kernel = one.scope.removesuffix("/pallas_call").rpartition("/")[2] or one.name
                 unknown[f"{kernel} ({program.source(one)})"] += times[name]
             if name not in parts:
-                traffic[one.scope] += times[name] * moved_bytes(computation, one)
+                for memory, size in moved_by_memory(computation, one).items():
+                    moved[memory][one.scope] += times[name] * size
     return Ledger(
         [replace(one, count=times[name]) for name in found for one in found[name] if times[name]],
         sum(times[name] * work.flops for name in own for work in own[name]),
         dict(unknown.most_common()),
-        +traffic,
+        dict(moved),
     )
 
 
@@ -255,19 +274,87 @@ CALLERS = {"while", "conditional", "call"}  # what they run counts, not what the
 
 
 def moved_bytes(computation: dict, one: Instruction) -> int:
+    """Operands and results of one instruction that lie in main memory."""
+    return moved_by_memory(computation, one).get(HBM, 0)
+
+
+def moved_by_memory(computation: dict, one: Instruction) -> dict[str, int]:
     """Operands and results of one instruction. Of one in two parts the start reads, and the end writes."""
     if one.opcode in NAMES | CALLERS:
-        return 0
+        return {}
     read = [] if one.opcode.endswith("-done") else [computation[name].type for name in one.operands]
     written = [] if one.opcode.endswith("-start") else [one.type]
-    return sum(main_memory_bytes(text) for text in read + written)
+    return sum((bytes_by_memory(text) for text in read + written), collections.Counter())
 
 
 @functools.cache
+def bytes_by_memory(type_text: str) -> collections.Counter:
+    """Bytes of a type's arrays by the memory that they lie in: HBM, or S(n) as HLO calls it.
+
+    S(1) is VMEM, S(3) the 128 MiB of CMEM that v4 alone has, S(5) the host's memory; what else there is holds scalars.
+    """
+    found = collections.Counter()
+    for dtype, sizes, layout in re.findall(ARRAY.pattern + r"(?:\{([^}]*)\})?", type_text):
+        memory = re.search(r"S\([1-9]\d*\)", layout)
+        found[memory[0] if memory else HBM] += array_bytes((dtype, sizes))
+    return found
+
+
 def main_memory_bytes(type_text: str) -> int:
-    """Bytes of a type's arrays, less those that lie in a memory on the chip: S(1) and above."""
-    arrays = re.findall(ARRAY.pattern + r"(?:\{([^}]*)\})?", type_text)
-    return sum(array_bytes((dtype, sizes)) for dtype, sizes, layout in arrays if not re.search(r"S\([1-9]", layout))
+    return bytes_by_memory(type_text)[HBM]
+
+
+# What is known --------------------------------------------------------------------------------------------------------
+
+# Opcodes that exchange nothing with other devices, and are no products. Not here: send, recv, infeed, outfeed,
+# ragged-all-to-all, collective-broadcast, which exchange; ragged-dot and scaled-dot, which are products.
+# Source: xla/hlo/ir/hlo_opcode.h in github.com/openxla/xla
+LOCAL = set(
+    "abs acos acosh add add-dependency after-all and asin asinh atan2 atanh batch-norm-grad "
+    "batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast cbrt ceil cholesky clamp "
+    "compare complex concatenate constant convert copy cos cosh cosine count-leading-zeros divide "
+    "dynamic-reshape dynamic-slice dynamic-update-slice erf exp exponential exponential-minus-one fft "
+    "floor gather get-dimension-size get-tuple-element imag iota is-finite log log-plus-one logistic map "
+    "maximum minimum multiply negate not opt-barrier optimization-barrier or pad parameter partition-id "
+    "popcnt power real reduce reduce-precision reduce-window remainder replica-id reshape reverse rng "
+    "rng-bit-generator rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scatter select "
+    "select-and-scatter set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign "
+    "sine sinh slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple "
+    "xor".split()
+)
+STARTS = {"fusion", "async-start", "call-start"}  # made of computations in which `held` looks for collectives
+KNOWN = LOCAL | CALLERS | {*KINDS, "dot", "convolution", "fusion", "async", "custom-call"}
+THREADS = {"", "main", "sparsecore"}  # a SparseCore exchanges while the TensorCore computes
+
+
+def refuse_unknown(program: Program) -> None:
+    """Raises: UserError for an instruction that might exchange bytes of which the ledger would know nothing: of an
+    unknown opcode, on an unknown thread, or with collectives in a computation that it is not known to run.
+    """
+    exchanging = set()
+    for name, computation in program.computations.items():  # a computation stands before its callers
+        for one in computation.values():
+            base = re.sub("-(start|update|done)$", "", one.opcode)
+            thread = one.attribute("async_execution_thread=", r'"(.*?)"') if "thread=" in one.attributes else ""
+            named = program.called(one) if "%" in one.attributes else []
+            inside = next((called for called in named if called in exchanging), "")
+            runs = one.opcode in STARTS | CALLERS
+            if base not in KNOWN:
+                raise unknown(program, one, f"opcode {one.opcode}")
+            if thread not in THREADS:
+                raise unknown(program, one, f"execution thread {thread!r}")
+            if runs and not named:
+                raise unknown(program, one, "a computation that the text does not have")
+            if inside and not runs and not one.opcode.endswith(("-update", "-done")):
+                raise unknown(program, one, f"how {one.opcode} runs %{inside}, which holds collectives,")
+            if inside or one.is_collective:
+                exchanging.add(name)
+
+
+def unknown(program: Program, one: Instruction, what: str) -> UserError:
+    line = shortened(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
+    return UserError(f"the ledger does not know {what} and would count its bytes as none: {line} "
+                     f"({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
@@ -277,7 +364,7 @@ def held(program: Program, name: str, one: Instruction):
     """The collectives that an instruction of computation `name` is, fuses or starts, each after its computation."""
     if one.is_collective:
         yield name, one
-    elif one.opcode in ("fusion", "async-start"):
+    elif one.opcode in STARTS:
         for part in one.contents:
             for inner in program.computations[part].values():
                 yield from held(program, part, inner)

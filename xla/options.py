@@ -1,9 +1,10 @@
-"""Options that XLA's compilers are given, each platform's: by the trainer, and by the planner, which asks what it does.
+"""Options that XLA's compilers are given, each chip's: by the trainer, and by the planner, which asks what it does.
 
 `--run.compiler_options NAME=VALUE,..` adds to them, or says another value; `NAME=` leaves one of ours out.
 """
 
 import contextlib
+import re
 
 import jax
 from jax.sharding import Mesh
@@ -11,18 +12,34 @@ from jax.sharding import Mesh
 from utils import UserError
 
 OPTIONS = {
-    # All safe: libtpu takes them for v4, v5e, v5p and v6e without a warning. The flags that fuse a collective with the
-    # products beside it (xla_tpu_enable_async_collective_fusion*) are not here: on v4 libtpu warns of wrong results.
+    # libtpu takes them for every generation without a warning.
     "tpu": {
-        "xla_enable_async_all_gather": "true",  # products may run between an all-gather's start and its end
+        "xla_enable_async_all_gather": "true",  # v4, v5e: products may run between an all-gather's start and its end
         # A reduce-scatter stays one where its layout would make an all-reduce of it, with up to twice the bytes.
         "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
         "xla_tpu_assign_all_reduce_scatter_layout": "true",
     },
-    "gpu": {},
+    # XLA's default is to issue collectives as they come. jaxlib knows the option; what it hides was not seen here.
+    # https://docs.jax.dev/en/latest/gpu_performance_tips.html
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": "true"},
     "cpu": {},
 }
+# SparseCores send while the TensorCore computes. On v5p and v6e nothing else that libtpu does not warn of hides a
+# gather or a scatter; on TPU7x it is the default; v4 is left as it was measured, and v5e has none. Which are needed
+# together: "ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR" in benchmarks/xla_flags_library.py of
+# github.com/AI-Hypercomputer/maxtext.
+# Not here: the flags that fuse a collective with the products beside it (xla_tpu_enable_async_collective_fusion*). On
+# v4, v5p and v6e libtpu warns that they may give wrong results; v5e has what it needs without.
+SPARSECORE = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+}
+# jax's device_kind: "TPU v5" is v5p, "TPU v6 lite" v6e; other releases of libtpu say it the other way.
+BY_KIND = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSECORE)
 # Permutes that may be on their way at once. Where libtpu chooses, those of gradients hold up those of activations: of
 # llama3_8b on fsdp=32,tensor=2 4.5 GB are exposed, and 2.4 with 8. Without `tensor` there is little to gain, and more
 # of them keep more memory: 5.2 GiB at the peak on fsdp=64, not 4.8. By `python -m bench.overlap` as in
@@ -31,13 +48,15 @@ WITH_TENSOR = {"tpu": {"xla_max_concurrent_async_collective_permutes": "8"}}
 
 
 def of(mesh: Mesh, asked: str = "") -> dict[str, str]:
-    """What programs for a mesh's devices are compiled with: those of its platform, changed as `asked`.
+    """What programs for a mesh's devices are compiled with: those of its platform and chip, changed as `asked`.
 
     Raises: UserError for a text that is not NAME=VALUE,..
     """
-    platform = mesh.devices.flat[0].platform
-    more = WITH_TENSOR if mesh.shape.get("tensor", 1) > 1 else {}
-    merged = OPTIONS.get(platform, {}) | more.get(platform, {}) | parse(asked)
+    device, more = mesh.devices.flat[0], WITH_TENSOR if mesh.shape.get("tensor", 1) > 1 else {}
+    ours = OPTIONS.get(device.platform, {}) | BY_KIND.get(device.device_kind, {}) | more.get(device.platform, {})
+    if device.platform == "gpu" and mesh.devices.size == 1:
+        ours = {}  # nothing to hide
+    merged = ours | parse(asked)
     return {name: {"true": True, "false": False}.get(value, value) for name, value in merged.items() if value}
 
 
@@ -60,4 +79,11 @@ def refused():
     except jax.errors.JaxRuntimeError as error:
         if "compile option" not in str(error) and "While setting option" not in str(error):
             raise
-        raise UserError(f"run.compiler_options: {str(error).splitlines()[0]}; NAME= leaves an option out") from None
+        said = str(error).splitlines()[0]
+        name = (re.search(r"No such compile option: '(\w+)'", said) or ["", ""])[1]
+        if any(name in ours for ours in (*OPTIONS.values(), *WITH_TENSOR.values(), SPARSECORE)):
+            raise UserError(
+                f"this machine's compiler does not know {name}, which xla/options.py gives it: install a "
+                f"newer one (TPU: make extra-tpu), or say --run.compiler_options {name}="
+            ) from None
+        raise UserError(f"run.compiler_options: {said}; NAME= leaves an option out") from None

@@ -16,8 +16,9 @@ from utils import UserError
 from xla import options
 
 
-def mesh_of(platform, **shape):
-    return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]), shape=shape)
+def mesh_of(platform, kind="", devices=2, **shape):
+    device = types.SimpleNamespace(platform=platform, device_kind=kind)
+    return types.SimpleNamespace(devices=np.array([device] * devices), shape=shape)
 
 
 def test_the_users_options_come_last():
@@ -28,8 +29,40 @@ def test_the_users_options_come_last():
     changed = options.of(mesh_of("tpu"), f"xla_enable_async_all_gather=, {name}=4,xla_new=false")
     assert changed == {k: v for k, v in ours.items() if k != "xla_enable_async_all_gather"} | {
         name: "4", "xla_new": False}  # fmt: skip
-    for other in "cpu", "gpu", "another":
+    for other in "cpu", "another":
         assert options.of(mesh_of(other)) == options.of(mesh_of(other, tensor=2)) == {}
+
+
+OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+
+
+def test_each_chip_has_options_of_its_own():
+    """Catches v4's options for every TPU: on v5p and v6e they hide no gather and no scatter. And options that fuse a
+    collective with products, of which libtpu says that they may give wrong results; and one GPU that hides from
+    itself."""
+    told = {kind: options.of(mesh_of("tpu", kind, tensor=2)) for kind in (
+        "TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")}  # fmt: skip
+    assert [kind for kind in told if OFFLOAD in told[kind]] == ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"]
+    assert told["TPU v4"] == told["TPU v5 lite"] == told["TPU7x"] == options.of(mesh_of("tpu", "TPU v9", tensor=2))
+    assert not any("async_collective_fusion" in name for ours in told.values() for name in ours)
+    assert OFFLOAD not in options.of(mesh_of("tpu", "TPU v5"), f"{OFFLOAD}=")
+    assert options.of(mesh_of("gpu")) == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert options.of(mesh_of("gpu", devices=1)) == {}
+
+
+def test_options_for_gpus_are_known_to_jaxlib():
+    """Catches a misspelt option for a platform that is not here: jaxlib knows those of CPUs and GPUs by one list."""
+    double = lambda told: jax.jit(lambda x: x + x, compiler_options=told).lower(1.0).compile()
+    double(options.of(mesh_of("gpu")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        double({"xla_gpu_enable_latency_hiding_schedule": True})
+
+
+def test_a_compiler_that_does_not_know_ours_is_said_in_one_line():
+    """Catches an older libtpu's refusal of what nobody asked for, put as if the user had."""
+    said = rf"^this machine's compiler does not know {OFFLOAD}, .* make extra-tpu\), or say .* {OFFLOAD}=$"
+    with pytest.raises(UserError, match=said), options.refused():  # the CPU's compiler knows none of TPUs
+        jax.jit(lambda x: x + x, compiler_options={OFFLOAD: True}).lower(1.0).compile()
 
 
 def test_more_permutes_at_once_where_activations_take_them():
@@ -68,10 +101,11 @@ def test_trainer_and_planner_refuse_alike(option, words):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_every_generation_takes_them(topology):
     """Catches an option that libtpu no longer knows, or warns of, on one generation."""
-    mesh = compiled.topology_mesh(MeshConfig(fsdp=2, tensor=2), topology)
+    data = 2 if topology.startswith("tpu7x") else 1  # devices a chip
+    mesh = compiled.topology_mesh(MeshConfig(data=data, fsdp=2, tensor=2), topology)
     x = jax.ShapeDtypeStruct((256, 384), np.float32, sharding=NamedSharding(mesh, P("fsdp")))
 
     def warnings(told):

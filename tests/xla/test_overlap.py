@@ -240,7 +240,7 @@ def test_lines_that_are_not_listed_are_added_up(numbers):
 def test_the_command_prints_one_line_of_json(numbers, monkeypatch, capsys):
     """Catches words on stdout that a program would have to read past, and flags that reach the compiler as others."""
     asked = []
-    monkeypatch.setattr(overlap, "measure", lambda cfg, topology: asked.append((cfg, topology)) or numbers)
+    monkeypatch.setattr(overlap, "measure", lambda cfg, args: asked.append((cfg, args.topology)) or numbers)
     argv = "tiny --topology v4:2x2x1 --mesh fsdp=4 --data.batch_size 24 --json"
     assert overlap.main(argv.split()) == 0
     assert json.loads(capsys.readouterr().out) == numbers
