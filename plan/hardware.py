@@ -169,16 +169,9 @@ class Topology:
             return (all(size % 4 == 0 for size in self.shape),) * 3
         return tuple(self.chip.torus_dims == 2 and size == 16 for size in self.shape)
 
-    def steps(self, start, end) -> np.ndarray:
-        """Signed links along each torus axis on the shortest way between chips, coordinates [.., torus axis]."""
-        size = np.array(self.shape)
-        delta = np.asarray(end) - np.asarray(start)
-        around = (delta + (size - 1) // 2) % size - (size - 1) // 2  # of two equal ways the one that goes up
-        return np.where(self.wraps, around, delta)
-
-    def distance(self, start, end) -> np.ndarray:
-        """Links between chips."""
-        return np.abs(self.steps(start, end)).sum(-1)
+    @property
+    def torus(self) -> links.Torus:
+        return links.Torus(self.shape, self.wraps)
 
 
 def coordinates(mesh: MeshConfig, topology: Topology) -> np.ndarray:
@@ -304,10 +297,10 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     axis, which carry a quarter of the joined array each way, and of that quarter a device sends (n - 1) / n^2 * 4.
     Source: https://jax-ml.github.io/scaling-book/sharding, "How long does this take?" and "AllToAll".
     """
-    one, n, torus = topology.chip.link_bytes_per_s, lines.shape[1], links.Torus(topology.shape, topology.wraps)
+    one, n, torus = topology.chip.link_bytes_per_s, lines.shape[1], topology.torus
     used = [d for d in range(lines.shape[-1]) if np.ptp(lines[:, :, d], axis=1).any()]
     after = np.roll(lines, -1, axis=1)
-    far = topology.distance(lines, after)
+    far = torus.distance(lines, after)
     neighbour = one / _busiest(lines, after, topology)
     ring, hops = n > 2 and (far == 1).all(), int(far[:, :-1].max())
     boxes = [_box(shape) for shape in np.unique(lines - lines.min(axis=1, keepdims=True), axis=0)]
@@ -375,8 +368,8 @@ def _in_parts(lines: np.ndarray, topology: Topology) -> float:
             left[turn] /= digit.factor
             ends += [lines[:, digit.there(np.arange(n), by)] for by in range(1, digit.factor)]
             sizes += [left[turn]] * (digit.factor - 1)
-        sizes_m = np.repeat(sizes, lines[..., 0].size)
-        seconds += _busiest(np.concatenate([lines] * len(ends)), np.concatenate(ends), topology, sizes_m)
+        there, sizes_mgd = np.stack(ends), np.reshape(sizes, (-1, 1, 1))
+        seconds += _busiest(np.broadcast_to(lines, there.shape), there, topology, sizes_mgd)
         sent += sum(sizes)
     return sent / seconds
 
@@ -395,21 +388,9 @@ def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
     return [(len(values), *gap) for values, gap in zip(places, gaps, strict=True)] if fills else None
 
 
-def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, size=None) -> float:
-    """Count the messages on the busiest direction of a link, if all go at once: first along x, then y, then z.
-
-    size  of each message, to add up in place of their number
-    """
-    at, left = start.reshape(-1, start.shape[-1]).copy(), topology.steps(start, end).reshape(-1, start.shape[-1])
-    load = np.zeros((len(topology.shape), 2, *topology.shape))
-    size = np.ones(len(at)) if size is None else size
-    for d, length in enumerate(topology.shape):
-        while (moving := left[:, d] != 0).any():
-            sign = np.sign(left[moving, d])
-            np.add.at(load[d], ((sign > 0).astype(int), *at[moving].T), size[moving])
-            at[moving, d] = (at[moving, d] + sign) % length
-            left[moving, d] -= sign
-    return float(load.max()) or 1.0
+def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, sizes=1.0) -> float:
+    """Count the messages on the busiest direction of a link, or add up their sizes, if all go at once."""
+    return float(topology.torus.loads(start, end, sizes).max()) or 1.0
 
 
 def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:

@@ -132,7 +132,7 @@ def test_the_page_names_every_chip():
 
 def test_distance_goes_the_short_way_round():
     """Catches a way around through links that are not there, and one that is missed."""
-    torus, line = Topology.parse("v5e:16x16"), Topology.parse("v5e:4x4")
+    torus, line = Topology.parse("v5e:16x16").torus, Topology.parse("v5e:4x4").torus
     assert torus.distance([0, 0], [15, 15]) == 2 and torus.distance([3, 0], [11, 0]) == 8
     assert line.distance([0, 0], [3, 3]) == 6
     assert torus.steps([0, 0], [15, 1]).tolist() == [-1, 1]
@@ -452,7 +452,7 @@ def test_book_weights_from_memory():
 def test_book_send_across_a_slice():
     """BOOK/tpus, question 5: bf16[8, 128, 8192] from corner to corner of v5e:4x4: 6 hops, 188 us by two links."""
     topology = Topology.parse("v5e:4x4")
-    assert topology.distance([0, 0], [3, 3]) == 6
+    assert topology.torus.distance([0, 0], [3, 3]) == 6
     assert 2 * 8 * 128 * 8192 / (2 * topology.chip.link_bytes_per_s) == approx(188e-6, rel=0.02)
 
 
