@@ -33,6 +33,7 @@ help: ## list every command
 # python -m bench.step #: measure a step on simulated devices
 # python -m bench.gpu #: measure our trainer and one in torch, in turn, on one GPU
 # python -m bench.overlap #: what of a step's wires is hidden behind products, by the TPU compiler; needs extra-tpu
+# python -m bench.options #: which option of the TPU compiler hides which collective, on which chip; needs extra-tpu
 # python -m bench.plan #: expected seconds of steps beside those of their compiled schedules; needs extra-tpu
 # python -m bench.schedules #: measure each pipeline schedule beside its prediction
 # python -m bench.soak #: kill a run again and again, and compare every bit

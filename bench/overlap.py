@@ -1,4 +1,4 @@
-"""What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
+"""What of a step's wires is hidden behind products, and what its attention moves in each memory, by the TPU compiler.
 
 `python -m bench.overlap` compiles the headline's training step for absent chips; a preset, `--topology`, `--mesh` and
 any setting of main.py make it another one; `--json` prints one line for a program instead of a table. `--seconds` plays
@@ -20,6 +20,7 @@ from plan import compiled, hardware, planner, replayed, show
 from utils import UserError
 
 LINES = 12  # of our source, those that wait longest
+MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ def read(found) -> dict:
         "hidden_bytes": found.total.hidden_bytes,
         "synchronous_bytes": sum(x.count * x.wire_bytes for x in found.collectives if not x.asynchronous),
         "collectives": found.total.count,
-        "attention_bytes": found.memory_bytes("attend"),
-        "memory_bytes": sum(found.traffic.values()),
+        "attention_by_memory": found.memories("attend"),
         "flops": found.flops,
         "unknown": found.unknown,
         **{f"by_{field}": rows(field) for field in ("axes", "kind", "source")},
@@ -119,8 +119,8 @@ def table(found: dict) -> str:
         line("    of which without start and end", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
         line("  hidden: products beside", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
         line("peak", f"{found['peak_bytes'] / 2**30:.2f} GiB"),
-        line("attention's operands and results in HBM", gb(found["attention_bytes"]),
-             f"{share(found['attention_bytes'], found['memory_bytes'])} of what all instructions move"),
+        *(line(f"attention's operands, results in {MEMORIES.get(memory, memory)}", gb(size))
+          for memory, size in found["attention_by_memory"].items()),
         line("executed", f"{found['flops'] / 1e12:,.1f} TFLOP",
              f"unknown: {show.unknown_kernels(found['unknown'])}" if found["unknown"] else ""),
         line("the compiler worked for", f"{found['compile_cpu_s']:,.0f} CPU s"),

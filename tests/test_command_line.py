@@ -414,6 +414,7 @@ HELP = {  # command -> its examples, in the order of its help
                      "--models moe --set model.remat=none       # settings of main.py, for both trainers"],
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64",
                          "llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png"],
+    "-m bench.options": ["--topology v5p:2x2x4 v6e:4x4"],
     "-m bench.plan": ["--drawn 4", "llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10"],
     "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR"],
     "main.py": ["laptop --run.steps 100"],

@@ -48,7 +48,7 @@ NOT_RUN = {
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
 }
 # Run by `make test-tpu`: they need the TPU compiler, though no TPU.
-TPU = re.compile(r"make plan\b|--topology v\S+.* --(compile|max_batch)\b|bench\.\w+ .*--topology")
+TPU = re.compile(r"make plan\b|--topology v\S+.* --(compile|max_batch)\b|bench\.\w+ .*--topology|bench\.options")
 
 NUMBER = r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w|\.\d)"
 

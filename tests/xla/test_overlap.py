@@ -216,13 +216,16 @@ def test_the_table_says_what_waits(numbers):
     assert numbers["by_kind"] == {"all-gather": {"count": 2, "wire_bytes": 176, "exposed_bytes": 88}}
     scaled = {name: size * 10**9 if name.endswith("bytes") and name != "peak_bytes" else size
               for name, size in numbers.items()}  # fmt: skip
+    scaled["attention_by_memory"] = {"S(3)": 17 * 10**9, "HBM": 5 * 10**9}
     said = {line[:42].strip(): line[42:].split() for line in overlap.table(scaled).splitlines() if line}
     assert said["on the wire"] == ["176.000", "GB", "in", "2", "collectives"]
     assert said["exposed: no products beside"] == ["88.000", "GB", "50.0%", "of", "it"]
     assert said["of which without start and end"] == ["0.000", "GB", "0.0%", "of", "it"]
     assert said["hidden: products beside"] == ["88.000", "GB", "50.0%", "of", "it"]
     assert said["peak"] == ["3.00", "GiB"]
-    assert said["attention's operands and results in HBM"][:2] == ["224.000", "GB"]
+    assert numbers["attention_by_memory"] == {"HBM": 224}
+    assert said["attention's operands, results in CMEM"] == ["17.000", "GB"]
+    assert said["attention's operands, results in HBM"] == ["5.000", "GB"]
     assert " ".join(said["executed"]).endswith("TFLOP unknown: FLOPs of 1 kernel: 1 x k (?)")
     assert said["the compiler worked for"] == ["42", "CPU", "s"]
 

@@ -1,0 +1,105 @@
+"""Which option of the TPU compiler hides which collective, on which chip; no TPU needed.
+
+`python -m bench.options` compiles six layers of two matrices each, split over fsdp=8 beside data=2, forward, again and
+back, with each set of options, and prints what share of each collective's bytes has products beside it
+(`xla/ledger.py`). Half is the most for gathers and scatters here: a layer's first gather and last scatter have no
+product of their own layer to stand beside. A set that libtpu itself warns of is marked.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import sharding
+import utils
+from config import MeshConfig
+from plan import compiled, hardware
+from sharding import BATCH, FSDP
+from xla import ledger, options
+
+FUSION = "xla_tpu_enable_async_collective_fusion"
+ASYNC = {"xla_enable_async_all_gather": True}
+FUSED = {FUSION: True, f"{FUSION}_fuse_all_gather": True, f"{FUSION}_multiple_steps": True,
+         "xla_tpu_overlap_compute_collective_tc": True}  # fmt: skip
+SETS = {
+    "none": {},
+    "asynchronous gathers": ASYNC,
+    "continuation fusion": ASYNC | FUSED,
+    "SparseCore": dict.fromkeys(options.SPARSECORE, True),
+}
+SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2")  # 16 devices each
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+LAYERS, ROWS, WIDTH = 6, 2048, 1024
+WARNING = "at your own risk"  # in what libtpu says of options that may give wrong results on a chip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    topology: Annotated[tuple[str, ...], tyro.conf.arg(help="slices of 16 devices")] = SLICES
+    json: Annotated[bool, tyro.conf.arg(help="print a line of JSON a row instead of a table")] = False
+
+
+HELP = """e.g. python -m bench.options --topology v5p:2x2x4 v6e:4x4
+
+Which option of the TPU compiler hides which collective, on which chip; no TPU needed, 2 minutes for all."""
+
+
+def layers(topology: str):
+    """The gradient of a stack of layers on a slice, lowered."""
+    mesh = compiled.topology_mesh(MeshConfig(data=2, fsdp=8), topology)
+    join = lambda w_dF: sharding.all_gather(w_dF, FSDP, dim=0)
+
+    def loss(w_LdF, v_LdF, x_nD):
+        def layer(x_nD, w):
+            w_dF, v_dF = w
+            return x_nD + jnp.tanh(x_nD @ join(w_dF)) @ join(v_dF).T, None
+
+        x_nD, _ = jax.lax.scan(jax.checkpoint(layer), x_nD, (w_LdF, v_LdF))
+        return jnp.sum(x_nD.astype(jnp.float32) ** 2)
+
+    array = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    weights, rows = P(None, FSDP), P(BATCH)
+    gradient = jax.shard_map(jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=(weights, weights, rows),
+                             out_specs=(weights, weights))  # fmt: skip
+    matrix = array(weights, LAYERS, WIDTH, 4 * WIDTH)
+    return jax.jit(gradient).lower(matrix, matrix, array(rows, 16 * ROWS, WIDTH)), mesh
+
+
+def measure(topology: str):
+    """A row for each set of options: what share of each kind's bytes is hidden, and whether libtpu warns."""
+    lowered, mesh = layers(topology)
+    for name, told in SETS.items():
+        with compiled.heard() as heard:
+            text = lowered.compile(compiler_options=told).as_text()
+        found = ledger.read(text, mesh).by("kind")
+        share = {kind: found[kind].hidden_bytes / found[kind].wire_bytes if kind in found else None for kind in KINDS}
+        yield {"topology": topology, "options": name, "hidden": share, "warns": WARNING in "".join(heard)}
+
+
+def line(row: dict) -> str:
+    shares = ["-" if share is None else f"{share:.0%}" for share in row["hidden"].values()]
+    return f"| `{row['topology']}` | {row['options']} | {' | '.join(shares)} | {'yes' if row['warns'] else 'no'} |"
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
+    args = tyro.cli(Arguments, prog="python -m bench.options", description=HELP, args=argv)
+    for topology in args.topology:
+        hardware.Topology.parse(topology)  # all are refused before the first is compiled
+    if not args.json:
+        print(f"| slice | options | {' | '.join(KINDS)} | libtpu warns |\n|{'---|' * (3 + len(KINDS))}")
+    for topology in args.topology:
+        for row in measure(topology):
+            print(json.dumps(row) if args.json else line(row), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())
