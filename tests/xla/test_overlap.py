@@ -223,7 +223,7 @@ def test_the_table_says_what_waits(numbers):
     assert said["of which without start and end"] == ["0.000", "GB", "0.0%", "of", "it"]
     assert said["hidden: products beside"] == ["88.000", "GB", "50.0%", "of", "it"]
     assert said["peak"] == ["3.00", "GiB"]
-    assert numbers["attention_by_memory"] == {"HBM": 224}
+    assert numbers["attention_by_memory"] == {"HBM": 224, "S(3)": 60}
     assert said["attention's operands, results in CMEM"] == ["17.000", "GB"]
     assert said["attention's operands, results in HBM"] == ["5.000", "GB"]
     assert " ".join(said["executed"]).endswith("TFLOP unknown: FLOPs of 1 kernel: 1 x k (?)")
