@@ -21,8 +21,6 @@ from utils import UserError, nearest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
-AHEAD = ("ahead", "peeled")  # ways to gather a block's weights, for each use, while the block before is computed
-ONCE = ("step", "step_ahead")  # ways to gather weights once a step
 
 
 # What a field may hold, besides its type.
@@ -187,10 +185,7 @@ class ModelConfig:
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
     # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
     remat: Literal["none", "dots", "branches", "full"] = "none"
-    # weights are joined: layer, for each use of a layer; ahead, for each use, one block of layers ahead; peeled, as
-    # ahead, and none in vain, by a longer program; step, once a step, and kept; step_ahead, as step, but a block ahead
-    # in the first microbatch, or pass of accumulation, and gradients a block later in the last, by a longer program
-    gather: Literal["layer", "ahead", "peeled", "step", "step_ahead"] = "layer"
+    gather: Literal["layer", "step"] = "layer"  # weights are joined for each use of a layer; or once a step, and kept
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["ring", "gather"] = "ring"
     context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
@@ -343,11 +338,15 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Config":
-        """Rebuild what `to_dict` wrote. Raises: UserError for a field this version does not know."""
-        return _build(cls, values, "")
+        """Rebuild what `to_dict` wrote, in an older version too. Raises: UserError for a field that is not known."""
+        return _build(cls, values, "", GONE)
 
 
-def _build(cls, values: dict, prefix: str):
+# Values that a setting had once, and what takes their place; none of them changes a number.
+GONE = {"model.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"}}
+
+
+def _build(cls, values: dict, prefix: str, gone: dict[str, dict]):
     if not isinstance(values, dict):
         raise UserError(f"{prefix.rstrip('.') or 'it'} should hold settings, {{name: value}}, and is {values!r:.60}")
     types = {f.name: f for f in dataclasses.fields(cls)}
@@ -357,7 +356,9 @@ def _build(cls, values: dict, prefix: str):
             raise UserError(f"no setting is called {prefix}{name}; {nearest(name, types)}")
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
-        parts[name] = _build(factory, value, f"{prefix}{name}.") if nested else value
+        if f"{prefix}{name}" in gone:
+            value = gone[f"{prefix}{name}"].get(value, value)
+        parts[name] = _build(factory, value, f"{prefix}{name}.", gone) if nested else value
     return cls(**parts)
 
 
@@ -380,7 +381,7 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         elif name == "mesh" and isinstance(value, str):
             value = MeshConfig.parse(value).sizes
         here[last] = value
-    return Config.from_dict(values)
+    return _build(Config, values, "", {})
 
 
 def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:

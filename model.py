@@ -23,7 +23,6 @@ Numbers: parameters and their products are in `precision.compute`; softmax, norm
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXiv:2101.03961, GShard arXiv:2006.16668.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -34,10 +33,10 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from config import AHEAD, ONCE, ModelConfig
+from config import ModelConfig
 from kernels.attention import HIDDEN
 from kernels.grouped import grouped_matmul
-from overlap import arriving, as_they_come, deal, gather_weights, in_parts, in_place, leaving, over_context, scan_ahead
+from overlap import arriving, as_they_come, in_parts, in_place, leaving, over_context
 from sharding import (
     BATCH,
     CONTEXT,
@@ -66,24 +65,15 @@ from utils import UserError
 float32 = jnp.float32
 
 
-def join_slices(c: ModelConfig, x, axes, dim, turn=0):
-    """A matrix's slices, joined along `dim`. Gradients of different turns come back on different links; None: whole."""
-    at_once = turn is None or c.gather in ("layer", "step")
-    return all_gather(x, axes, dim=dim) if at_once else gather_weights(x, axes, dim, turn)
-
-
 def gathered(w, c: ModelConfig, *names):
     """Weights with their slices joined, in the compute dtype; norms and biases, which are whole, stay as they are.
 
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
-    Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes; in parts, if weights are gathered ahead.
+    Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes.
     """
-    sizes = []
-    map_sliced(lambda x, *_: sizes.append(x.size), w, *names)
-    turns = iter(deal(sizes, at_once=c.gather == "step_ahead"))
 
     def join(x, dim, axes, exact):
-        return join_slices(c, x if exact else x.astype(c.precision.compute), axes, dim, next(turns))
+        return all_gather(x if exact else x.astype(c.precision.compute), axes, dim=dim)
 
     return map_sliced(join, w, *names)
 
@@ -94,20 +84,13 @@ def cast(w, c: ModelConfig, *names):
 
 
 def held(w, c: ModelConfig):
-    """Weights as a step holds them, in the compute dtype; gathered now, every one of this stage, if `gather=step`.
-
-    If `gather=step_ahead`, blocks and an unembedding wait for the first pass.
-    """
-    if c.gather not in ONCE:
-        return cast(w, c)
-    later = {name: getattr(cast(w, c), name) for name in ("blocks", "unembedding_DV") if c.gather == "step_ahead"}
-    now = gathered(w.replace(**dict.fromkeys(later)), dataclasses.replace(c, gather="step"))
-    return now.replace(**later)
+    """Weights as a step holds them, in the compute dtype; gathered now, every one of this stage, if `gather=step`."""
+    return (gathered if c.gather == "step" else cast)(w, c)
 
 
 def used(w, c: ModelConfig, *names):
     """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
-    return (cast if c.gather in ONCE else gathered)(w, c, *names)
+    return (cast if c.gather == "step" else gathered)(w, c, *names)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -599,12 +582,6 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     n = len(jax.tree.leaves(w_stack)[0])
     number = (chunk * axis_size(STAGE) + axis_index(STAGE)) * n + jnp.arange(n)
     first = c.dense_prefix + c.layers_per_block * number
-    if c.gather in AHEAD or c.gather == "step_ahead":
-        whole = dataclasses.replace(c, gather="step")  # no layer gathers for itself
-        one = lambda w, x, first, shared: block(w, whole, x, shared[0], first, shared[1])
-        ends = {"peel": c.gather == "peeled", "hold": axis_size(STAGE) == 1}  # where no other microbatch comes between
-        ends["once"] = c.gather == "step_ahead"
-        return scan_ahead(one, lambda w: gathered(w, c), w_stack, x_btD, (first, (tokens, key)), **ends)
     step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
     return jax.lax.scan(step, x_btD, (w_stack, first))
 
@@ -682,7 +659,7 @@ def slice_by_slice(c: ModelConfig, w_Dv, x_nD, targets_n):
     w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
     number_ku = jnp.arange(slices * u).reshape(slices, u)
     words_ku = jnp.where(number_ku < v, axis_index(TENSOR) * v + number_ku, -1)
-    gather = lambda w_Du: w_Du if c.gather in ONCE else join_slices(c, w_Du, SLICED, 0)
+    gather = lambda w_Du: w_Du if c.gather == "step" else all_gather(w_Du, SLICED, dim=0)
     x_nD = x_nD.astype(float32)  # in which its gradients of the slices add up
 
     def step(w_Du, ahead_and_words):
@@ -732,7 +709,7 @@ def tokens_of(batch) -> Tokens:
 def enter(w: Transformer, c: ModelConfig, batch, key):
     """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]."""
     tokens_bs = batch["tokens_BT"]
-    if c.gather not in ONCE and tokens_bs.size < len(w.embedding_VD):  # then they are less to send than the table
+    if c.gather == "layer" and tokens_bs.size < len(w.embedding_VD):  # then they are less to send than the table
         x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
     else:
         x_btD = embed(*used(w, c, "embedding_VD"), tokens_bs)

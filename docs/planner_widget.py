@@ -55,8 +55,7 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
                 laid = hardware.layout(mesh, topology)
             except UserError:
                 continue
-            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s, x.in_parts_bytes_per_s)
-                      for x in laid.values()]  # fmt: skip
+            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s) for x in laid.values()]
             shares = [tuple(speed / chip.link_bytes_per_s for speed in one) for one in speeds]
             found[name(mesh)] = [links.setdefault(one, len(links)) for one in shares]
     return found
@@ -149,8 +148,7 @@ def planner_widget() -> str:
     chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward apart"),
                  ("dots", "all but products"), ("none", "nothing")]  # fmt: skip
-    join = [("layer", "for each layer"), ("ahead", "a block ahead"), ("peeled", "a block ahead, none in vain"),
-            ("step", "once a step"), ("step_ahead", "once a step, a block ahead")]  # fmt: skip
+    join = [("layer", "for each layer"), ("step", "once a step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 <div class="selects">

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import model
 import sharding
-from config import PRESETS, Config, MeshConfig, ModelConfig, preset, replace
+from config import PRESETS, Config, MeshConfig, ModelConfig, preset
 from utils import UserError, require_multiple
 
 # A letter of a parameter -> the setting that is its size; of L, the blocks, and Q, the query latent, see `remedy`.
@@ -83,15 +83,3 @@ def split_batch(cfg: Config) -> BatchSplit:
     each = local // M
     device_batch = max(n for n in range(1, min(limit or each, each) + 1) if each % n == 0)
     return BatchSplit(B, shards, device_batch, M, each // device_batch)
-
-
-def settled(cfg: Config) -> Config:
-    """The settings that a step is made with.
-
-    With one stage and one microbatch, experts and a balance loss, `gather=step_ahead` is `step`: the loss needs sums
-    over the whole batch before the first gradient, and a first tick apart from a last one would pass the layers twice.
-    """
-    c, split = cfg.model, split_batch(cfg)
-    one_piece = cfg.mesh.stage * split.microbatches * split.accumulation == 1
-    twice = one_piece and c.gather == "step_ahead" and c.n_experts and c.balance_loss
-    return replace(cfg, **{"model.gather": "step"}) if twice else cfg

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
-from config import AXES, ONCE, Config, ModelConfig
+from config import AXES, Config, ModelConfig
 from pipeline import fit, schedules
 from pipeline.ticks import IDLE, last_stages, nothing, scheduled, spread_loss
 from sharding import (
@@ -96,7 +96,7 @@ def ready(params, c: ModelConfig):
     params = jax.lax.optimization_barrier(vary(params, AXES))
     return (
         params
-        if c.gather not in ONCE
+        if c.gather != "step"
         else jax.tree.map(lambda w, p: w.astype(p.dtype), model.gathered(params, c), params)
     )
 
@@ -158,7 +158,6 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     Raises: UserError if the batch or a parameter does not split over the mesh.
     """
     fit.check(cfg.model, cfg.mesh)
-    cfg = fit.settled(cfg)
     sched, key = schedule(cfg), lambda step: jax.random.fold_in(jax.random.key(cfg.run.seed), step)
     specs = (P(), model.metric_specs(cfg.model))
 
@@ -168,7 +167,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     def in_microbatches(params, batch, step):
         return scheduled(params, cfg, batch, key(step), sched)
 
-    if sched.stages * sched.microbatches > 1 or cfg.model.gather == "step_ahead":
+    if sched.stages * sched.microbatches > 1:
         specs = (*specs, sharding.specs(model.declare(cfg.model)))
         return ordered.jit(on_mesh(cfg, mesh, in_microbatches, specs), mesh)
     loss = on_mesh(cfg, mesh, in_one_piece, specs)

@@ -12,7 +12,6 @@ from flax import struct
 
 import model
 from config import AXES, Config, ModelConfig
-from overlap import First, Last, apart, at, together
 from pipeline import schedules
 from sharding import STAGE, TENSOR, axis_index, axis_size, own_slice, reduce_scatter, shift, vary
 
@@ -91,6 +90,24 @@ def put(tree, index, values):
     return jax.tree.map(lambda x, value: x.at[index].set(value, mode="drop"), tree, values)
 
 
+def at(tree, index):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def apart(pull, known):
+    """Split what a backward pass needs (`pull`, from jax.vjp) into arrays to keep and those that are `known` anyway."""
+    leaves, tree = jax.tree.flatten(pull)
+    places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
+    place = [places.get(id(leaf)) for leaf in leaves]
+    return [leaf for leaf, number in zip(leaves, place, strict=True) if number is None], (tree, place)
+
+
+def together(how, kept, known):
+    """The inverse of `apart`."""
+    (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
+    return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
+
+
 def add(totals, values):
     return jax.tree.map(lambda total, value: total + value.astype(total.dtype), totals, values)
 
@@ -121,7 +138,6 @@ class Job(NamedTuple):
     d_loss: Any = None  # gradients by (cross_entropy, auxiliary), as of each microbatch; None: forward passes only
     d_router: Any = None  # and by the router's sums
     how: Any = None  # how what is kept becomes a backward pass again, see `apart`
-    slices: Any = None  # gather=step_ahead: what w was gathered from; None: it is not yet
 
 
 def known(job: Job, m, chunk):
@@ -265,79 +281,6 @@ def weight_slot(job: Job, carry: Carry, own: schedules.Rows):
         return carry.replace(grads=jax.lax.cond(own.weight != IDLE, work, lambda: carry.grads))
 
 
-# The first tick and the last, where weights are gathered once a step, ahead -------------------------------------------
-
-
-def in_float32(c: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(c, precision=dataclasses.replace(c.precision, compute="float32"))
-
-
-def joined(w: model.Transformer, c: ModelConfig) -> model.Transformer:
-    """Weights with those gathered that wait for the first tick, see `model.held`."""
-    (unembedding_DV,) = model.gathered(w, c, "unembedding_DV")
-    return w.replace(blocks=model.gathered(w.blocks, c), unembedding_DV=unembedding_DV)
-
-
-def with_others(first, tree, function):
-    """What became of the first chunk's entries of a tree, and function of those of the others."""
-    if len(jax.tree.leaves(tree)[0]) == 1:
-        return jax.tree.map(lambda x: x[None], first)
-    others = function(jax.tree.map(lambda x: x[1:], tree))
-    return jax.tree.map(lambda x, more: jnp.concatenate((x[None], more)), first, others)
-
-
-def where(condition, tree):
-    """The tree; or zeros, whatever it is."""
-    return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)
-
-
-def first_slot(job: Job, carry: Carry, own: schedules.Rows):
-    """`forward_slot` of the first tick: a block's weights are gathered while the block before computes.
-
-    Without a branch, whose end would be waited for: a stage that is idle computes too, and nothing is made of it. An
-    unembedding and the weights of more chunks are gathered without products beside.
-    Returns the job, which has its weights then; and as `forward_slot`.
-    """
-    gather = lambda w: model.gathered(w, job.c)
-    here = job._replace(w=job.w.replace(blocks=First(job.w.blocks)))
-    with jax.named_scope("first_slot"):
-        (y_btD, (router, blocks)), kept, _ = forward(here, own.forward, 0, received(job, carry, own))
-        (unembedding_DV,) = model.gathered(job.w, job.c, "unembedding_DV")
-    w = job.w.replace(blocks=with_others(blocks, job.w.blocks, gather), unembedding_DV=unembedding_DV)
-    return job._replace(w=w, slices=job.w), y_btD, passed(carry, own, y_btD, where(own.forward != IDLE, router), kept)
-
-
-def last_slot(job: Job, carry: Carry, own: schedules.Rows) -> Carry:
-    """`backward_slot` of the last tick, or `weight_slot` if weights wait: gradients leave it in slices, as job.slices.
-
-    A block's are added to those of the microbatches before, and scattered while the block before computes its own;
-    an unembedding's while the last block does. Those of more chunks are scattered afterwards. Without a branch, as
-    `first_slot`.
-    """
-    c, grads, later = in_float32(job.c), carry.grads, job.sched.splits_backward
-    slots = own.weight, own.weight_kept, own.weight_from
-    m, kept_at, cotangent_at = slots if later else (own.backward, own.backward_kept, own.backward_from)
-    slices = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), job.slices)
-    scatter = lambda gather, slices, d: jax.vjp(gather, slices)[1](d)[0]
-    gather = lambda blocks: model.gathered(blocks, c)
-    gather_table = lambda table: model.gathered(slices.replace(unembedding_DV=table), c, "unembedding_DV")[0]
-    with jax.named_scope("last_slot"):
-        table = jax.tree.map(
-            lambda *both: scatter(gather_table, *both)[None], slices.unembedding_DV, grads.unembedding_DV
-        )
-        last = Last(slices.blocks, job.w.blocks, grads.blocks, vary((m != IDLE)[None], AXES), table, gather)
-        here = job._replace(w=job.w.replace(blocks=last))
-        here = here._replace(how=trace(here, at(carry.inbox, 0))[-1])
-        (d_prefix, d_blocks), dx_btD = backward(here, carry, m, 0, kept_at, cotangent_at)
-    others = lambda pair: scatter(gather, *pair)
-    grads = grads.replace(
-        prefix=add(grads.prefix, where(m != IDLE, d_prefix)),
-        blocks=with_others(d_blocks.slices, (slices.blocks, grads.blocks), others),
-        unembedding_DV=d_blocks.beside,
-    )
-    return carry.replace(grads=grads if later else entered(job, own, grads, dx_btD))
-
-
 # From tick to tick ----------------------------------------------------------------------------------------------------
 
 
@@ -346,34 +289,29 @@ def busy(rows: schedules.Rows) -> set[str]:
     return {slot for slot in ("forward", "loss", "backward", "weight") if (getattr(rows, slot) != IDLE).any()}
 
 
-def tick(job: Job, carry: Carry, row: schedules.Rows, slots: set[str], first=False, last=False):
-    """Do what a row of the table says, in those slots in which there is something to do. Returns the job and the carry.
+def run_ticks(job: Job, carry: Carry, rows: schedules.Rows) -> Carry:
+    """Do what the rows say, tick by tick, in those slots in which there is something to do: one traced tick, scanned.
 
     Sends over STAGE: one microbatch's activations forward and their gradient back, and to the loss.
     """
-    own = schedules.Rows(*(x[axis_index(STAGE)] for x in row))
-    if last:
-        slots = slots - {"weight" if job.sched.splits_backward else "backward"}
-    if "forward" in slots and first:
-        job, y_btD, carry = first_slot(job, carry, own)
-    elif "forward" in slots:
-        y_btD, carry = forward_slot(job, carry, own)
-    if "loss" in slots and job.d_loss is not None:
-        carry = loss_slot(job, carry, own, row.loss[0], y_btD)
-    if "backward" in slots:
-        dx_btD, carry = backward_slot(job, carry, own)
-    if "weight" in slots:
-        carry = weight_slot(job, carry, own)
-    if "backward" in slots:
-        arrived_btD = shift(dx_btD, STAGE, by=-1)
-        carry = carry.replace(cotangents=put(carry.cotangents, own.arrive_back, arrived_btD))
-    return job, last_slot(job, carry, own) if last else carry
+    slots = busy(rows)
 
+    def tick(carry, row):
+        own = schedules.Rows(*(x[axis_index(STAGE)] for x in row))
+        if "forward" in slots:
+            y_btD, carry = forward_slot(job, carry, own)
+        if "loss" in slots and job.d_loss is not None:
+            carry = loss_slot(job, carry, own, row.loss[0], y_btD)
+        if "backward" in slots:
+            dx_btD, carry = backward_slot(job, carry, own)
+        if "weight" in slots:
+            carry = weight_slot(job, carry, own)
+        if "backward" in slots:
+            arrived_btD = shift(dx_btD, STAGE, by=-1)
+            carry = carry.replace(cotangents=put(carry.cotangents, own.arrive_back, arrived_btD))
+        return carry, None
 
-def run_ticks(job: Job, carry: Carry, rows: schedules.Rows) -> Carry:
-    """Do what the rows say, tick by tick: one traced tick, scanned."""
-    one = lambda carry, row: (tick(job, carry, row, busy(rows))[1], None)
-    return jax.lax.scan(one, carry, jax.tree.map(jnp.asarray, rows))[0]
+    return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, rows))[0]
 
 
 def no_losses(c: ModelConfig):
@@ -401,48 +339,35 @@ def trace(job: Job, x_btD):
 def begin(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]:
     """The carry before the first tick, all zeros; and the job, which now knows what is kept."""
     x_btD = nothing(lambda: enter(job, job.w.embedding_VD, 0))
-    w = nothing(lambda: joined(job.w, job.c)) if job.c.gather == "step_ahead" and job.slices is None else job.w
-    (_, router), kept, how = trace(job._replace(w=w), x_btD)
+    (_, router), kept, how = trace(job, x_btD)
     buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
     carry = Carry(
         inbox=buffer(x_btD, slots.inbox),
         kept=buffer(kept, slots.kept),
         cotangents=buffer(x_btD, slots.cotangents),
         sums=sums_of(job.c, weight, buffer(router, job.sched.chunks)),
-        grads=jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), w),
+        grads=jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), job.w),
     )
     return job._replace(how=how), carry
 
 
-def follow(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None, d_router=None, slices=None):
+def follow(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None, d_router=None):
     """Run a schedule: in each tick a forward, a loss, a backward and a weight slot, as its rows say.
 
     w       weights as a step holds them; blocks in chunks, [v, l, ..]
     d_loss, d_router  see Job; d_router may be a function of the sums of all forward passes, where the schedule turns
-    slices  gather=step_ahead: what w was gathered from; None: it is not yet, and the first tick does
-    Returns sums; in float32 the gradients of w, or of slices; and w, gathered.
+    Returns sums, and the gradients of w in float32.
     Which branch is taken depends on STAGE alone, so the devices of a collective in it, along other axes, all take it.
     """
     table, slots = schedules.rows(sched)
-    ahead, ticks = c.gather == "step_ahead", len(table.forward)
-    start, stop = int(ahead and slices is None), ticks - int(ahead and d_loss is not None)
-    rows = lambda start, stop: schedules.Rows(*(x[start:stop] for x in table))
-    alone = lambda number: (jax.tree.map(lambda x: jnp.asarray(x[number]), table), busy(rows(number, number + 1)))
+    start, rows = 0, lambda start, stop: schedules.Rows(*(x[start:stop] for x in table))
     pieces = jax.tree.map(lambda x: x.reshape(sched.microbatches, -1, *x.shape[1:]), batch)
-    job, carry = begin(Job(w, c, pieces, key, sched, d_loss, slices=slices), jnp.sum(batch["weights_BT"]), slots)
-    if not callable(d_router):
-        job = job._replace(d_router=d_router)
-    if start:
-        row, does = alone(0)
-        job, carry = tick(job, carry, row, does - {"backward"} if stop == 0 else does, first=True)
+    job, carry = begin(Job(w, c, pieces, key, sched, d_loss), jnp.sum(batch["weights_BT"]), slots)
     if callable(d_router):
-        carry = run_ticks(job, carry, rows(start, sched.turn))
-        job, start = job._replace(d_router=d_router(carry.sums)), sched.turn
-    carry = run_ticks(job, carry, rows(start, stop))
-    if stop < ticks:
-        row, does = alone(stop)
-        _, carry = tick(job, carry, row, does - {"forward", "loss"} if stop < start else does, last=True)
-    return carry.sums, carry.grads, job.w
+        carry, start = run_ticks(job, carry, rows(0, sched.turn)), sched.turn
+        d_router = d_router(carry.sums)
+    carry = run_ticks(job._replace(d_router=d_router), carry, rows(start, len(table.forward)))
+    return carry.sums, carry.grads
 
 
 def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
@@ -464,17 +389,17 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
         """Gradient of the loss by the router's sums; those of the loads are not needed, and may be anything."""
         return chunked(gradient(in_order(sums)).router)
 
-    w, slices, d_sums = hold(params, c), None, gradient(sums_of(c, jnp.sum(batch["weights_BT"])))
+    w, d_sums = hold(params, c), gradient(sums_of(c, jnp.sum(batch["weights_BT"])))
     d_loss = d_sums.cross_entropy, d_sums.auxiliary
     if not sched.turns:
         ahead = schedules.forward_only(sched)
         if c.n_experts and c.balance_loss:
-            sums, _, whole = follow(w, c, batch, key, ahead)
-            d_router, slices, w = d_router(sums), w, whole
+            d_router = d_router(follow(w, c, batch, key, ahead)[0])
         else:
             d_router = nothing(lambda: follow(w, c, batch, key, ahead)[0].router)
-    sums, d_w, _ = follow(w, c, batch, key, sched, d_loss, d_router, slices)
+    sums, d_w = follow(w, c, batch, key, sched, d_loss, d_router)
     loss, metrics = model.loss(c, in_order(sums))
     # The way back from what a step holds to slices, in float32: the forward result is not used.
-    held, pull = jax.vjp(lambda params: hold(params, in_float32(c)), params)
+    exact = dataclasses.replace(c, precision=dataclasses.replace(c.precision, compute="float32"))
+    held, pull = jax.vjp(lambda params: hold(params, exact), params)
     return loss, metrics, pull(jax.tree.map(lambda d, x: d.astype(x.dtype), d_w, held))[0]

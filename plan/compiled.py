@@ -241,7 +241,8 @@ def heard():
 
 LOGGED = r"^[IWEF]\d{4} [\d:.]+ +\d+ "  # how a line begins that C++ logs: severity, time, thread; then file:line] text
 ALARM = r"(\[spmd\] involuntary full rematerialization.*?|\[sharding_fusion\].*?)(?: As the last resort,.*)?$"
-CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|shardy_xla_pass|barrier_assignment)\S*\] "  # warnings of libtpu to its makers
+# Warnings of libtpu to its makers.
+CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|lowering_emitter|shardy_xla_pass|barrier_assignment)\S*\] "
 
 
 def complaints(text: str) -> tuple[list[str], str]:
@@ -290,10 +291,6 @@ def shares(cfg: Config, text: str) -> dict:
     sched = pipeline.schedule(cfg)
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
     runs["loss_slot"] = sched.microbatches
-    if cfg.model.gather == "step_ahead":
-        runs["weight_slot" if sched.splits_backward else "backward_slot"] -= 1
-        if sched.turns or not (cfg.model.n_experts and cfg.model.balance_loss):  # else that is a tick of passes ahead
-            runs["forward_slot"] -= 1
     known = {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | {"not_finite": 0.0}
     conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
     return {scope: share for scope, share in known.items() if scope in conditionals}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import model
 import overlap
 import sharding
-from config import AHEAD, AXES, ONCE, Config, ModelConfig
+from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
 from pipeline import fit, schedules
 from plan import hiding
@@ -249,7 +249,7 @@ def moe(c: ModelConfig, z: Sizes):
 
 def tokens_go(c: ModelConfig, z: Sizes) -> bool:
     """Whether tokens go to the embedding's slices, and not the slices to them; see `model.enter`."""
-    return c.gather not in ONCE and z.b * z.s < c.vocab_size // z.mesh[TENSOR]
+    return c.gather == "layer" and z.b * z.s < c.vocab_size // z.mesh[TENSOR]
 
 
 def enter(c: ModelConfig, z: Sizes):
@@ -343,7 +343,6 @@ class Weights:
     d: sharding.Declaration
     mesh: dict[str, int]
     c: ModelConfig
-    small: bool = False  # beside a block's largest matrix: see `overlap.deal`
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
@@ -395,11 +394,7 @@ class Weights:
 
 
 def weights(cfg: Config) -> list[Weights]:
-    found = [
-        Weights(name, d, cfg.mesh.sizes, cfg.model) for name, d in sharding.named(model.declare(cfg.model)).items()
-    ]
-    sizes = [w.held for w in found if w.name.startswith("blocks.") and w.gathered_over]
-    return [replace(w, small=w.held < overlap.SMALL * max(sizes)) for w in found]
+    return [Weights(name, d, cfg.mesh.sizes, cfg.model) for name, d in sharding.named(model.declare(cfg.model)).items()]
 
 
 @dataclass(frozen=True)
@@ -447,7 +442,6 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> li
     ahead = schedules.forward_only(sched) if run.forward > sched.microbatches else None
     ticks = len(sched.table) * (1 if sched.turns else 2) + (len(ahead.table) if ahead else 0)
     if sched.stages > 1:
-        ticks -= (c.gather == "step_ahead") * (1 if sched.turns else 2 if ahead else 3)  # first and last, one way alone
         add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, ticks)
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
@@ -456,7 +450,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> li
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
     for w in weights(cfg):
         of_weights(w, cfg, sched, add, platform)
-    rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.gather in ONCE else set())
+    rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.gather == "step" else set())
     return [Traffic(*key, *value, key[0] not in rare and STAGE not in key[2]) for key, value in found.items()]
 
 
@@ -476,15 +470,12 @@ class Use:
 def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
     """Each use of a parameter: of each layer, or once a step."""
     c, z, M, run = cfg.model, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
-    if c.gather in ONCE:
-        return (yield from once(w, c, sched.chunks))
+    if c.gather == "step":
+        yield Use(1, 0, 1, w.d.dims, w.joined / w.layers, w.layers)
+        return
     if w.name.startswith(("prefix.", "blocks.")):
-        block = w.layers * sched.chunks * w.mesh[STAGE] / c.n_blocks if w.name.startswith("blocks.") else 0
-        more = block * (c.gather == "ahead")  # each time the blocks are passed
-        held = block * (c.gather == "peeled" and sched.stages == 1)  # the last one's, for the way back
-        size, of = w.joined / w.layers, "experts" if "E" in w.d.dims else "weights"
-        yield Use(run.forward, 0, run.weights, w.d.dims, size, w.layers + more, of)
-        yield Use(0, run.again, 0, w.d.dims, size, w.layers + more - held, of)
+        of = "experts" if "E" in w.d.dims else "weights"
+        yield Use(run.forward, run.again, run.weights, w.d.dims, w.joined / w.layers, w.layers, of)
     if w.name == "embedding_VD" and not tokens_go(c, z):
         yield Use(run.forward, 0, M, w.d.dims, w.joined, 1)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
@@ -494,47 +485,19 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
         yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first one, and the last gradient: nothing is beside
 
 
-def once(w: Weights, c: ModelConfig, chunks: int):
-    """The uses of a parameter that is gathered once a step: of all of it, or of one block of layers after the other."""
-    use = lambda ahead, back, times, of="": Use(ahead, 0, back, w.d.dims, w.joined / w.layers, times, of)
-    if c.gather == "step_ahead" and w.name.startswith("blocks."):
-        of, more = "experts" if "E" in w.d.dims else "weights", w.layers * w.mesh[STAGE] / c.n_blocks
-        yield use(1, 0, w.layers / chunks + more, of)
-        yield use(0, 1, w.layers / chunks, of)
-        yield use(1, 1, w.layers - w.layers / chunks)  # of further chunks: at once
-    else:
-        yield use(1, 0, w.layers)
-        yield use(0, 1, w.layers, "vocabulary" * in_parts(w, c))
-
-
-def in_parts(w: Weights, c: ModelConfig) -> bool:
-    """Whether its gradients are scattered in parts."""
-    if c.gather == "step_ahead":
-        return (w.name.startswith("blocks.") and not w.small) or w.name == "unembedding_DV"
-    return c.gather in AHEAD
-
-
 def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform: str) -> None:
     """Add what is sent for one parameter: its slices, its gradients."""
-    whole, M = cfg.model.gather in ONCE, sched.microbatches
+    once, M = cfg.model.gather == "step", sched.microbatches
     for use in uses(w, cfg, sched):
         size = use.size * w.width
         add("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
         add("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
         if not w.d.trainable:
             continue
-        if whole and (M * sched.stages > 1 or cfg.model.gather == "step_ahead"):  # added up in float32 before
+        if once and M * sched.stages > 1:  # added up in float32 before
             size = 4 * use.size
-        cut = not whole or (use.of and w.small)  # a layer's alone
-        kind = hiding.scatter_of(use.dims, w.slice, platform) if cut else "reduce-scatter"
-        if in_parts(w, cfg.model):  # in halves, and halves of them: along the last axis first
-            of = use.of
-            for axis in reversed(w.gathered_over):
-                n = w.mesh[axis]
-                add("gradients", "collective-permute", (axis,), size * (1 - 1 / n), use.back * use.times, "back", of)
-                size, of = size / n, of if n == 1 else ""  # the first halves alone are hidden
-        else:
-            add("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
+        kind = "reduce-scatter" if once else hiding.scatter_of(use.dims, w.slice, platform)  # of a layer's alone
+        add("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
         add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back

@@ -2,26 +2,29 @@
 
 `Plan.seconds` is a roofline: each product at the chip's peak, each wire at its full speed, and all that the compiler
 puts beside products hidden. Compiled steps, played against time (`xla/replay.py`), take a fifth to twice as long. Five
-rules say why; their numbers were read off the replays of 33 compiled steps, of four presets on v4, v5e and v5p, and
+rules say why; their numbers were read off replays of compiled steps, of four presets on v4, v5e, v5p and v6e, and
 `python -m bench.plan` prints both beside each other:
 
 - A product takes PRODUCT of its FLOPs at the peak, and MOVED of the time in which its operands and results move: so a
   narrow one is far from the peak. Kernels, of attention and experts, take the longer of the two.
-- The rest of a layer reads and writes its stream, what it keeps, its experts' rows and its weights several times.
-- A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval.
-- Weights that are gathered ahead share the links with the gradients on their way.
-- On v5p and v6e the options that the trainer gives hide no gather.
+- The rest of a layer reads and writes its stream, what it keeps, its experts' rows and its weights several times. v4
+  keeps a part of it in its CMEM; of others OTHERS is moved.
+- A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval. v5e's
+  compiler puts the permutes of a ring one behind the other, and all is waited for.
+- Weights' gathers and gradients' scatters hide as `hiding.py` says, which is v4's way and v5e's.
+- On v5p and v6e WAITED is waited for: a SparseCore sends gradients, and on v6e weights too, while products run.
 """
 
-from config import AHEAD, ONCE, ModelConfig
-from plan import costs, hardware, hiding
+from plan import costs, hardware
 from plan.costs import Sizes
 from sharding import SLICED, TENSOR
 
-PRODUCT, MOVED = 1.1, 0.88  # least squares over the replays; see the module's docstring
-STREAM, KEPT, CARRIED, ROWS, ADDED, STATE = 1.5, 2.7, 1.6, 1.4, 5, 3  # times that these bytes are moved
-HIDE_GATHERS = ("v4", "v5e")
-AHEAD_WIDE, AHEAD_NARROW = 0.5, 0.95  # waited for, of the wires of weights gathered ahead; wide: on HIDE_GATHERS alone
+# Least squares over the replays, see above; by chip, and for one that was not played v5p's.
+PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
+OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
+STREAM, KEPT, ROWS, ADDED, STATE = 1.5, 2.7, 1.4, 5, 3  # times that these bytes are moved
+WAITED = {"v5p": (1.0, 0.25), "v6e": (0.05, 0.25)}  # shares of gathers' and scatters' seconds
+RINGS_WAIT = ("v5e",)
 
 
 def seconds(one) -> dict[str, float] | None:
@@ -32,19 +35,25 @@ def seconds(one) -> dict[str, float] | None:
     chip = one.topology and one.topology.chip
     if not chip or not chip.torus_dims:
         return None
-    found = {"products": products(one, chip), "other ops": others(one) / chip.hbm_bytes_per_s}
+    moved = OTHERS.get(chip.key, OTHERS["v5p"]) * others(one)
+    found = {"products": products(one, chip), "other ops": moved / chip.hbm_bytes_per_s}
     links, in_slots = hardware.layout(one.cfg.mesh, one.topology), sum(found.values())
     for row in one.traffic:
         speed, name = min(one.speed(row, axis, links[axis]) for axis in row.axes), "*".join(row.axes)
         waits = row.exposed_bytes / speed
-        if row.part in ("weights", "gradients") and {*row.axes} <= {*SLICED}:
-            waits = max(waits, share_of_weights(one.cfg.model, row.kind, chip.key) * row.wire_bytes / speed)
+        if chip.key in WAITED and row.part in ("weights", "gradients") and {*row.axes} <= {*SLICED}:
+            waits = WAITED[chip.key][row.part == "gradients"] * row.wire_bytes / speed
         elif row.kind == "collective-permute" and row.axes == (TENSOR,):
-            waits = positions(one, speed, chip)
+            waits = row.wire_bytes / speed if chip.key in RINGS_WAIT else positions(one, speed, chip)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
     found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
     return found
+
+
+def slower(chip: hardware.Chip) -> float:
+    """Times that a product takes of what its FLOPs take at the peak."""
+    return PRODUCT.get(chip.key, PRODUCT["v5p"])
 
 
 def products(one, chip: hardware.Chip) -> float:
@@ -52,7 +61,7 @@ def products(one, chip: hardware.Chip) -> float:
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
-        total += max(computing, moving) if row.part == "experts" else PRODUCT * computing + MOVED * moving
+        total += max(computing, moving) if row.part == "experts" else slower(chip) * computing + MOVED * moving
     return total
 
 
@@ -65,18 +74,10 @@ def others(one) -> float:
     passes = run.forward + run.again * (c.remat != "dots") + run.inputs + run.weights
     weights = sum(w.joined * w.width for w in costs.weights(cfg) if w.gathered_over)
     kept = one.memory_bytes["saved"] * (one.sched.microbatches if cfg.mesh.stage == 1 else 1)
-    carried = weights * (run.forward + run.again + run.weights) * (c.gather in AHEAD)
-    added = weights * one.sched.microbatches * (c.gather in ONCE)  # sums in float32: read, written, and what is added
+    added = weights * one.sched.microbatches * (c.gather == "step")  # sums in float32: read, written, and what is added
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
-    return STREAM * stream * passes + KEPT * kept + CARRIED * carried + ADDED * added + ROWS * rows + STATE * state
-
-
-def share_of_weights(c: ModelConfig, kind: str, chip: str) -> float:
-    """The share of weights' and gradients' wires that is waited for, where it is more than no product stands beside."""
-    if c.gather in AHEAD:
-        return AHEAD_WIDE if hiding.wide(c) and chip in HIDE_GATHERS else AHEAD_NARROW
-    return float(kind == "all-gather" and chip not in HIDE_GATHERS)
+    return STREAM * stream * passes + KEPT * kept + ADDED * added + ROWS * rows + STATE * state
 
 
 def positions(one, speed: float, chip: hardware.Chip) -> float:
@@ -90,7 +91,7 @@ def positions(one, speed: float, chip: hardware.Chip) -> float:
         for exchange, product in zip(exchanges, beside(rows), strict=True):
             part = product * (n - 1) / n
             took = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
-            peak = chip.peak_flops_per_s / PRODUCT
+            peak = chip.peak_flops_per_s / slower(chip)
             ahead = run.forward + run.again * (c.remat in exchange.again)
             waits += many * (ahead * took(1 / peak) + run.inputs * took(2 / peak))
     return waits

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import AXES, MeshConfig
-from overlap import TURNS, digits
 from utils import UserError, nearest
 from xla import links
 
@@ -212,7 +211,6 @@ class Link:
     note: str  # the line to print
     neighbour_bytes_per_s: float | None  # in collective-permute: to the next device alone
     all_to_all_bytes_per_s: float | None
-    in_parts_bytes_per_s: float | None  # in sums by permutes, a matrix of each turn at a time: see `_in_parts`
 
 
 def require_devices(mesh: MeshConfig, topology: Topology) -> None:
@@ -235,7 +233,7 @@ def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if topology.chip.key == "cpu":
         note = "lies in this machine's memory"
-        return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None, None) for axis, n in sizes.items()}
+        return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None) for axis, n in sizes.items()}
     on_torus = topology.chip.torus_dims > 0
     # JAX keeps the order of GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
@@ -320,8 +318,7 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     near = "neighbours adjacent" if hops == 1 else f"neighbours {hops} hops apart"
     note = f"{axis}={n} lies on {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"
     all_to_all = min(speed, 4 * (n - 1) / n**2 * across)
-    in_parts = one * _in_parts(lines, topology)
-    return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all, in_parts)
+    return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all)
 
 
 def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
@@ -335,7 +332,7 @@ def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     here = int((places[0] == places[0, 0]).all(axis=-1).sum())  # of the group's devices are on one chip
     if here == n:
         speed = chip.inside_bytes_per_s
-        return Link(speed, 1, True, (), f"{axis}={n} stays on a chip: {_speed(speed)}", speed, speed, speed)
+        return Link(speed, 1, True, (), f"{axis}={n} stays on a chip: {_speed(speed)}", speed, speed)
     if any((np.unique(group, axis=0, return_counts=True)[1] != here).any() for group in places):
         raise UserError(f"JAX lays {axis}={n} on {topology} across chips and parts of chips, which has no price here; "
                         "make the axes powers of two")  # fmt: skip
@@ -351,27 +348,8 @@ def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     note = f"{axis}={n} lies on {which} of each chip of {where}, {_speed(gather * link.bytes_per_s)}"
     return replace(
         link, bytes_per_s=gather * link.bytes_per_s, note=note, all_to_all_bytes_per_s=across,
-        neighbour_bytes_per_s=step * link.neighbour_bytes_per_s, in_parts_bytes_per_s=step * link.in_parts_bytes_per_s,
+        neighbour_bytes_per_s=step * link.neighbour_bytes_per_s,
     )  # fmt: skip
-
-
-def _in_parts(lines: np.ndarray, topology: Topology) -> float:
-    """Links that a device keeps busy while matrices of each turn are added up; see `overlap.reduce_scatter_in_parts`.
-
-    A digit is exchanged in all turns at once, and takes as long as the busiest link; then the next one is.
-    """
-    n, sent, seconds = lines.shape[1], 0.0, 0.0
-    left = [1.0] * TURNS
-    for at_once in zip(*(digits(n, turn) for turn in range(TURNS)), strict=True):
-        ends, sizes = [], []
-        for turn, digit in enumerate(at_once):
-            left[turn] /= digit.factor
-            ends += [lines[:, digit.there(np.arange(n), by)] for by in range(1, digit.factor)]
-            sizes += [left[turn]] * (digit.factor - 1)
-        there, sizes_mgd = np.stack(ends), np.reshape(sizes, (-1, 1, 1))
-        seconds += _busiest(np.broadcast_to(lines, there.shape), there, topology, sizes_mgd)
-        sent += sum(sizes)
-    return sent / seconds
 
 
 def _part(size: int, _wraps: bool, count: int, stride: int) -> str:
@@ -404,13 +382,11 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     nodes = max(len(np.unique(group // chip.domain)) for group in lines)
     if nodes == 1:
         inside = chip.link_bytes_per_s
-        return Link(
-            inside, 1, True, (), f"{axis}={n} stays in a node: NVLink, {_speed(inside)}", inside, inside, inside
-        )
+        return Link(inside, 1, True, (), f"{axis}={n} stays in a node: NVLink, {_speed(inside)}", inside, inside)
     here = -(-n // nodes)  # of the group's devices stand in one node
     card, speed = chip.dcn_bytes_per_s, min(chip.link_bytes_per_s, here * chip.dcn_bytes_per_s)
     note = f"{axis}={n} spans {nodes} nodes with {here} in each: InfiniBand, {_speed(speed)}"
-    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here), card)
+    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here))
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ bytes to them, within 10% of all bytes. For other devices no schedule is known: 
 
 import math
 
-from config import AHEAD, ModelConfig
+from config import ModelConfig
 from sharding import TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that repeat products
@@ -44,7 +44,7 @@ def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes
     if axes == (TENSOR,):
         return of_positions(c, kind, mesh[TENSOR], when, of)
     if of in ("weights", "experts", "vocabulary"):
-        return of_weights(c, kind, when, of)
+        return of_weights(c, when, of)
     return 1
 
 
@@ -62,20 +62,13 @@ def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float
     return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
 
 
-def of_weights(c: ModelConfig, kind: str, when: str, of: str) -> float:
+def of_weights(c: ModelConfig, when: str, of: str) -> float:
     """All-gathers run one after the other, each beside products that do not need it. Experts' three matrices are most
     of a layer, and one finds none; of wide models two do, where products are repeated.
-
-    Of weights gathered ahead, gathers and gradients are under way together, and some find no product. Once a step, the
-    gradients of experts find more of them, and an unembedding's those of the last block.
     """
-    if c.gather == "step_ahead" and kind == "collective-permute" and of != "weights":
-        return {"experts": 0.2, "vocabulary": 0}[of]
-    if c.gather not in (*AHEAD, "step_ahead"):
-        return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
-    return {"all-gather": 0.1 if wide(c) else 0.4, "collective-permute": 0.2 if wide(c) else 0.5}[kind]
+    return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
 
 
 def wide(c: ModelConfig) -> bool:
-    """Whether products are long enough for what comes ahead: as llama3_8b's and mixtral_8x7b's, not dense_124m's."""
+    """Whether products are long enough to hide behind: as llama3_8b's and mixtral_8x7b's, not dense_124m's."""
     return c.d_model >= 2048

@@ -1,7 +1,7 @@
 """What one training step keeps on a device at its fullest, by arithmetic on the declarations. Letters: `costs.py`."""
 
 import model
-from config import AHEAD, ONCE, Config, ModelConfig
+from config import Config, ModelConfig
 from kernels import grouped
 from pipeline import fit, schedules
 from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weights
@@ -70,15 +70,12 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
     of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
-    of_block = sum(x.joined * x.width // z.blocks for x in w if x.name.startswith("blocks."))
     buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
-    whole, stream = c.gather in ONCE, z.b * z.t * c.d_model * z.width
+    whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
     table = max(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
     each = (4 if on_tpu else 8) if not one_piece else None
     gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
-    if c.gather == "step_ahead":  # a block's sums, while they are scattered
-        gradients += sum(4 * x.joined // z.blocks for x in w if x.name.startswith("blocks."))
     tokens = logits_tokens(z)
     logits = tokens * model.vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     return {
@@ -86,8 +83,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "optimizer": 2 * state,
         "batch": 5 * 4 * sequences * z.s,
         "gradients": gradients,
-        # Ahead: those of two blocks, and a block's gradients.
-        "weights": sum(x.joined * x.width for x in w) if whole else 3 * of_block if c.gather in AHEAD else 2 * of_layer,
+        "weights": sum(x.joined * x.width for x in w) if whole else 2 * of_layer,
         "saved": (buffers.kept + (not one_piece)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # On one layer; or on logits, when in one piece no layer has a gradient yet.

@@ -17,7 +17,7 @@ from config import AXES, Config, MeshConfig, ModelConfig, hints, replace
 from pipeline import fit, schedules
 from plan import compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
-from sharding import SLICED, TENSOR
+from sharding import TENSOR
 from utils import UserError
 from xla import ledger
 
@@ -125,8 +125,6 @@ class Plan:
         if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
         if one.kind == "collective-permute":
-            if axis in SLICED and "gradients" in one.part:
-                return link.in_parts_bytes_per_s
             n = self.cfg.mesh.sizes[axis]
             both_ways = (n - 1) / (n // 2) if axis == TENSOR else 1
             return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
@@ -176,7 +174,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     if topology:
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
-    cfg = fit.settled(cfg)  # the batch is refused before a width: it is the easier one to change
+    fit.split_batch(cfg)  # refused before a width: it is the easier one to change
     fit.check(cfg.model, cfg.mesh)
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     total, active = parameters(cfg.model)

@@ -68,7 +68,7 @@ def draw(seed: int) -> dict:
         "d_ff": some(tensor, 9, 16), "activation": pick("swiglu", "gelu"), "no_rope_every": pick(0, 2, 3),
         "tie_embeddings": pick(True, False), "dropout": pick(0.0, 0.3),
         "remat": pick("none", "dots", "branches", "full"),
-        "gather": pick("layer", "ahead", "peeled", "step", "step_ahead"),
+        "gather": pick("layer", "step"),
         "tensor_exchange": pick("ring", "gather"), "context_attention": pick("gather", "ring"),
         "loss_chunk": pick(32, 1024),
     } | experts  # fmt: skip

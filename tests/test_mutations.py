@@ -22,7 +22,7 @@ from tests import helpers, parity
 SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.no_rope_every": 3,
             "model.dropout": 0.25, "model.balance_loss": 0.5, "data.seq_len": 16}  # fmt: skip
 
-RING, AHEAD = {"model.tensor_exchange": "ring"}, {"model.gather": "ahead"}
+RING = {"model.tensor_exchange": "ring"}
 
 MUTATIONS = {}  # name: (mesh and other settings, what must be named, function that breaks something)
 
@@ -201,18 +201,6 @@ def a_replicated_gradient_that_is_added_twice(patch):
         return type(w)(**vars(w) | {"norm_D": 2 * w.norm_D - jax.lax.stop_gradient(w.norm_D)})
 
     patch(step, "ready", ready)
-
-
-@mutation(r"^gradient of blocks\.", mesh="fsdp=2", **AHEAD)
-def weights_of_the_layer_before(patch):
-    true = overlap.at
-    late = lambda tree, index: jnp.maximum(index - 1, 0) if isinstance(tree, model.Block) else index
-    patch(overlap, "at", lambda tree, index: true(tree, late(tree, index)))
-
-
-@mutation(r"^gradient of blocks\.", mesh="fsdp=2", **AHEAD)
-def a_gradient_that_is_cut_and_not_added(patch):
-    patch(overlap, "reduce_scatter_in_parts", lambda d, axes, dim, turn: sharding.own_slice(d, axes, dim=dim))
 
 
 @mutation(r"^gradient of blocks\.", mesh="stage=2")

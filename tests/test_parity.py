@@ -56,61 +56,61 @@ WORK = {"remat": "model.remat", "gather": "model.gather", "attention": "model.co
 
 CASES = """
 data=2                      dense     accumulation=3
-data=4                      moe       remat=full gather=ahead
+data=4                      moe       remat=full
 data=8                      capacity  accumulation=3 loss_chunk=40
-stage=2                     moe       microbatches=4 schedule=1f1b remat=dots gather=ahead
+stage=2                     moe       microbatches=4 schedule=1f1b remat=dots
 stage=4                     capacity  microbatches=2
 stage=8                     dense     microbatches=4 schedule=zb
 fsdp=2                      capacity  gather=step
-fsdp=4                      dense     gather=peeled accumulation=3
-fsdp=8                      moe       remat=dots gather=ahead
+fsdp=4                      dense     accumulation=3
+fsdp=8                      moe       remat=dots
 expert=2                    moe       accumulation=3
 expert=4                    capacity  remat=full
 expert=8                    moe       gather=step
 context=2                   moe       attention=ring
-context=4                   dense     attention=ring remat=full gather=ahead
+context=4                   dense     attention=ring remat=full
 context=8                   capacity  attention=gather loss_chunk=40
-tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring gather=step_ahead
+tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring gather=step
 tensor=4                    moe       accumulation=3 exchange=ring
 tensor=8                    dense     loss_chunk=40 remat=branches exchange=ring
 
-data=2,stage=2              moe       microbatches=2 gather=step_ahead
+data=2,stage=2              moe       microbatches=2 gather=step
 data=4,fsdp=2               dense     remat=dots
 data=2,expert=2             moe       accumulation=3 gather=step
-data=2,context=2            mixed     attention=ring gather=peeled
-data=2,tensor=4             capacity  remat=dots gather=step_ahead
-stage=4,fsdp=2              dense     microbatches=4 schedule=1f1b gather=peeled
-stage=2,expert=4            capacity  microbatches=2 schedule=interleaved chunks=2 remat=full gather=ahead
-stage=2,context=2           mixed     microbatches=4 gather=step_ahead
-stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring gather=step_ahead
+data=2,context=2            mixed     attention=ring
+data=2,tensor=4             capacity  remat=dots gather=step
+stage=4,fsdp=2              dense     microbatches=4 schedule=1f1b
+stage=2,expert=4            capacity  microbatches=2 schedule=interleaved chunks=2 remat=full
+stage=2,context=2           mixed     microbatches=4 gather=step
+stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring gather=step
 fsdp=2,expert=2             capacity  accumulation=3 gather=step
 fsdp=2,context=4            moe       attention=ring gather=step
-fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40 gather=step_ahead
-expert=2,context=2          dense     attention=gather remat=full gather=step_ahead
+fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40 gather=step
+expert=2,context=2          dense     attention=gather remat=full gather=step
 expert=4,tensor=2           capacity  accumulation=3 exchange=ring
 context=2,tensor=4          dense     attention=ring exchange=ring
 
-data=2,stage=2,fsdp=2       moe       microbatches=2 schedule=zb accumulation=3 gather=ahead
+data=2,stage=2,fsdp=2       moe       microbatches=2 schedule=zb accumulation=3
 data=2,stage=2,tensor=2     dense     microbatches=4 remat=full
 data=2,fsdp=2,context=2     dense     attention=ring accumulation=3 gather=step
 data=2,expert=2,tensor=2    capacity  remat=dots gather=step exchange=ring
-stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step_ahead
+stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step
 stage=2,fsdp=2,context=2    capacity  microbatches=4 remat=dots
-stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots gather=ahead exchange=ring
-stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3 gather=step_ahead
-stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring gather=step_ahead
-stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40 gather=step_ahead
-fsdp=2,expert=2,context=2   mixed     attention=ring remat=full gather=peeled
-fsdp=2,expert=2,tensor=2    moe       gather=ahead accumulation=3 exchange=ring
+stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved chunks=2 remat=dots exchange=ring
+stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved chunks=2 accumulation=3 gather=step
+stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring gather=step
+stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40 gather=step
+fsdp=2,expert=2,context=2   mixed     attention=ring remat=full
+fsdp=2,expert=2,tensor=2    moe       accumulation=3 exchange=ring
 fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring
-expert=2,context=2,tensor=2 moe       attention=ring gather=ahead
-stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b gather=peeled exchange=ring
+expert=2,context=2,tensor=2 moe       attention=ring
+stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b exchange=ring
 """
 
 # Run by the command, each in a process of its own, which simulates as many devices.
 COMMAND_CASES = """
 stage=2,fsdp=2,expert=2,context=2          moe    microbatches=2 attention=ring gather=step
-data=2,stage=2,fsdp=2,tensor=2             dense  microbatches=2 schedule=1f1b accumulation=3 gather=ahead exchange=ring
+data=2,stage=2,fsdp=2,tensor=2             dense  microbatches=2 schedule=1f1b accumulation=3 exchange=ring
 stage=2,fsdp=2,expert=2,context=2,tensor=2 mixed  microbatches=2 remat=full
 """
 
@@ -224,14 +224,13 @@ def test_the_cases_cover():
     assert sum(len(mesh) >= 3 for mesh in split) >= 12
     cases = lines(CASES) + lines(COMMAND_CASES)
     for word in [*MODELS, "accumulation=3", "microbatches=2", "microbatches=4", "remat=dots", "remat=full",
-                 "gather=step", "gather=ahead", "gather=peeled", "attention=ring", "exchange=ring", "1f1b",
-                 "interleaved", "zb"]:  # fmt: skip
+                 "gather=step", "attention=ring", "exchange=ring", "1f1b", "interleaved", "zb"]:  # fmt: skip
         axes = {axis for case in cases if word in case for axis in case.split()[0].replace("=", ",").split(",")}
         wanted = {"context"} if word == "attention=ring" else set(AXES)
         if "microbatches" in word or word in ("1f1b", "interleaved", "zb"):
             wanted = {"stage"}
         assert wanted <= axes, f"{word} never meets {wanted - axes}"
-    for word in ("gather=ahead", "exchange=ring"):
+    for word in ("gather=step", "exchange=ring"):
         others = {*MODELS, "accumulation", "schedule=1f1b", "schedule=interleaved", "schedule=zb", "attention=ring"}
         met = {other.rstrip("=0123456789") for case in cases if word in case for other in case.split()}
         assert others <= met, f"{word} never meets {others - met}"

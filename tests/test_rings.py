@@ -1,4 +1,4 @@
-"""Exchanges in parts are the whole ones: what TENSOR neighbours send around, and sums that come back by permutes.
+"""Exchanges in parts are the whole ones: what TENSOR neighbours send around, and what comes back.
 
 Numbers are small whole ones, so sums are exact in any order, and results are equal or wrong.
 """
@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import model
 import overlap
 import sharding
-from config import preset
-from sharding import AXES, CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
+from sharding import AXES, TENSOR
 from xla import ledger, ordered
 
 X, Y, Z = 2, 3, 5  # dims of a device's slice
@@ -175,133 +173,3 @@ def test_our_own_is_made_while_the_others_are_on_their_way():
     last = lambda one: last(one.params["call_jaxpr"].eqns[-1]) if "call_jaxpr" in one.params else one.primitive.name
     made_by = {result: last(equation) for equation in traced.eqns for result in equation.outvars}
     assert {made_by[result] for result in traced.jaxpr.outvars} == {"optimization_barrier"}
-
-
-# Sums in parts --------------------------------------------------------------------------------------------------------
-
-# Mesh, axes, and the share of the array that each permute sends.
-HALVES = {
-    "fsdp=1": (FSDP, []),
-    "fsdp=2": (FSDP, [1 / 2]),
-    "fsdp=3": (FSDP, [1 / 3, 1 / 3]),
-    "fsdp=4": (FSDP, [1 / 2, 1 / 4]),
-    "fsdp=6": (FSDP, [1 / 2, 1 / 6, 1 / 6]),
-    "fsdp=8": (FSDP, [1 / 2, 1 / 4, 1 / 8]),
-    "fsdp=2,expert=2,context=2": (SLICED, [1 / 2, 1 / 4, 1 / 8]),
-    "fsdp=2,context=3": (SLICED, [1 / 3, 1 / 3, 1 / 6]),
-    "data=2,fsdp=2,context=2": (SLICED, [1 / 2, 1 / 4]),
-    "expert=2,context=2,tensor=2": ((EXPERT, CONTEXT), [1 / 2, 1 / 4]),
-}
-
-
-@pytest.mark.parametrize("mesh", [*HALVES, "stage=2,fsdp=3", "stage=2,fsdp=2,expert=2"])
-@pytest.mark.parametrize("dim_and_turn", [(0, 0), (1, 1), (2, 2), (2, 1)])
-def test_a_sum_in_parts_is_the_sum(mesh, dim_and_turn):
-    """Catches a digit taken for another, a part added twice or by a device of another group, the wrong dim cut, and a
-    backward pass that gathers in another order."""
-    dim, turn = dim_and_turn
-    axes, _ = HALVES.get(mesh, (SLICED, None))
-
-    def compared(partial, d):
-        whole = lambda partial: sharding.reduce_scatter(partial, axes, dim=dim)
-        parts = lambda partial: overlap.reduce_scatter_in_parts(partial, axes, dim=dim, turn=turn)
-        return [with_gradient(f)(partial, d) for f in (parts, whole)]
-
-    on = sharding.make_mesh(mesh)
-    n = math.prod(on.shape[axis] for axis in sharding.as_tuple(axes))
-    shape = [n * size if i == dim else size for i, size in enumerate((X, Y, Z))]
-    got, want = on_each(compared, mesh)(whole_numbers(on.size, *shape), whole_numbers(on.size, X, Y, Z, seed=1))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-@pytest.mark.parametrize("mesh", HALVES)
-def test_a_sum_in_parts_sends_halves(mesh):
-    """Catches a permute of the whole array, one too many, and halves that go to the farthest device."""
-    axes, shares = HALVES[mesh]
-    found, pairs = sent(lambda x: overlap.reduce_scatter_in_parts(x, axes, dim=1), mesh, (X, 24, Z))
-    assert found == [("collective-permute", 4 * X * 24 * Z * share) for share in shares]
-    if len(shares) == 3 and shares[1] == 1 / 4:
-        assert [{abs(source - target) for source, target in one} for one in pairs] == [{1}, {2}, {4}]
-
-
-def test_turns_begin_on_different_links():
-    """Catches turns that are all alike, and a turn that leaves a digit out: sums of three turns at a time then wait for
-    the same links of a torus."""
-    strides = lambda n: [[digit.stride for digit in overlap.digits(n, turn)] for turn in range(overlap.TURNS)]
-    x, y, z = (16, 32), (4, 8), (1, 2)  # of a torus of 4x4x4 chips: the digits of a device's place along an axis
-    near, far = zip(z, y, x, strict=True)
-    turned = [[*one[turn:], *one[:turn]] for turn in range(3) for one in (near, far)]
-    assert strides(64) == [turned[2 * turn] + turned[2 * turn + 1] for turn in range(3)]
-    assert strides(16) == [[1, 4, 2, 8], [4, 1, 8, 2], [1, 4, 2, 8]]  # two axes of it
-    assert strides(1) == [[]] * 3
-    for n in range(2, 49):
-        assert all(sorted(one) == sorted(strides(n)[0]) for one in strides(n))
-        assert math.prod(digit.factor for digit in overlap.digits(n)) == n
-    for turn, order in enumerate(([1, 2, 4], [2, 4, 1], [4, 1, 2])):
-        in_turn = lambda x, turn=turn: overlap.reduce_scatter_in_parts(x, FSDP, dim=0, turn=turn)
-        _, pairs = sent(in_turn, "fsdp=8", (8, X))
-        assert [{abs(source - target) for source, target in one} for one in pairs] == [{far} for far in order]
-
-
-@pytest.mark.parametrize(("which", "sizes"), [
-    ("llama3_8b", [16 + 56, 4 + 16 + 56, 4 + 56]),  # in 2^20: queries and output 16, keys 4, values 4, and three of 56
-    ("mixtral_8x7b", [16 + 448, 4 + 16 + 448, 4 + 448]),  # and a router, smaller than one
-])  # fmt: skip
-def test_matrices_of_a_layer_are_spread_over_turns(monkeypatch, which, sizes):
-    """Catches matrices that all go in one turn, and the feed-forward's three, most of a layer, in two."""
-    c, of_turn = preset(which, **{"model.gather": "ahead"}).model, [0] * overlap.TURNS
-
-    def gather(x, axes, dim, turn):
-        of_turn[turn] += x.size
-        return x
-
-    monkeypatch.setattr(model, "gather_weights", gather)
-    shapes = sharding.shapes(model.declare(c).blocks)
-    jax.eval_shape(lambda w: model.gathered(w.dense or w.moe, c), shapes)
-    assert [size // c.n_layers >> 20 for size in of_turn] == sizes
-
-
-def test_small_matrices_have_no_turn():
-    """Catches a permute for each digit of each little matrix: more of a program than its bytes are worth. And a share
-    of another matrix than the largest, or a turn that is counted for a matrix that has none."""
-    sizes = [100, 3200, 99, 3000, 3000, 99, 3200]
-    assert overlap.deal(sizes, at_once=True) == [0, 1, None, 2, 0, None, 2]
-    assert overlap.deal(sizes) == [0, 1, 2, 2, 0, 2, 0]
-
-
-@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,context=2", "fsdp=6", "stage=2,fsdp=4"])
-def test_weights_are_gathered_and_their_gradients_come_in_parts(mesh):
-    """Catches a gradient of the whole weight where a slice's was meant, and one that waits as all_gather's does."""
-
-    def compared(w, d):
-        gathers = overlap.gather_weights, lambda w, axes, dim: sharding.all_gather(w, axes, dim=dim)
-        return [with_gradient(lambda w, gather=gather: gather(w, SLICED, 1))(w, d) for gather in gathers]
-
-    size = sharding.make_mesh(mesh).size
-    n = size // sharding.make_mesh(mesh).shape[STAGE]
-    got, want = on_each(compared, mesh)(whole_numbers(size, X, Y), whole_numbers(size, X, n * Y, seed=1))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    backward = lambda w, d: jax.vjp(lambda w: overlap.gather_weights(w, SLICED, 1), w)[1](d)[0]
-    found, _ = sent(backward, mesh, (X, Y), (X, n * Y))
-    # Simulated devices in branches wait for their group.
-    assert {kind for kind, _ in found} == {"reduce-scatter" if "stage" in mesh else "collective-permute"}
-
-
-def test_a_sum_in_parts_is_as_exact():
-    """Catches parts that are added in fewer bits: 8 addends are rounded 3 times, and the whole sum once."""
-    x = np.random.default_rng(0).normal(size=(8, 8 * 250)).astype(jnp.bfloat16)
-    in_parts, at_once = (
-        np.asarray(on_each(lambda x, f=f: f(x, FSDP, dim=0), "fsdp=8")(x), np.float64)
-        for f in (overlap.reduce_scatter_in_parts, sharding.reduce_scatter)
-    )
-    exact = x.astype(np.float64).sum(axis=0).reshape(8, 250)
-    off = lambda sums: np.sqrt(np.mean((sums - exact) ** 2))
-    assert 0 < off(in_parts) <= 3 * off(at_once)
-
-
-def test_prime_factors():
-    """Catches 1 among the factors, a factor that is none, and a large one that would be exchanged first."""
-    assert [overlap.prime_factors(n) for n in (1, 2, 7, 12, 30)] == [[], [2], [7], [3, 2, 2], [5, 3, 2]]
-    for n in range(1, 65):
-        factors = overlap.prime_factors(n)
-        assert math.prod(factors) == n and factors == sorted(factors, reverse=True)

@@ -133,6 +133,17 @@ def test_a_config_survives_a_round_trip(name):
     assert first_difference(cfg.to_dict(), again.to_dict()) is None
 
 
+@pytest.mark.parametrize("then, now", [("ahead", "layer"), ("peeled", "layer"), ("step_ahead", "step")])
+def test_a_run_from_before_a_setting_lost_a_value_goes_on(then, now):
+    """Catches a run that cannot be sampled or continued, as its config.json has a way of working that is gone; and a
+    flag with such a value that is taken for another one."""
+    old = preset("tiny").to_dict()
+    old["model"]["gather"] = then
+    assert Config.from_dict(old) == preset("tiny", **{"model.gather": now})
+    with pytest.raises(UserError, match=rf"gather='{then}'"):
+        preset("tiny", **{"model.gather": then})
+
+
 def test_settings_change_by_dotted_name():
     """Catches an override that changes nothing, something else, or the preset itself."""
     cfg = preset("tiny", **{"model.n_heads": 6, "mesh": "fsdp=2", "model.precision.compute": "bfloat16"})

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 60  # a checkpoint every 20, an evaluation every 25
 SMALL = shlex.split(
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
-    "--model.gather ahead --model.tensor_exchange ring "
+    "--model.gather step --model.tensor_exchange ring "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 25 --run.eval_batches 1 "
     "--run.checkpoint_every 20 --run.sample_tokens 5"
 )

@@ -213,22 +213,16 @@
     return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
   }
 
-  const gathersAhead = (c) => c.gather === "ahead" || c.gather === "peeled";
-  const gathersOnce = (c) => c.gather === "step" || c.gather === "step_ahead";
-
   function exposed(c, z, kind, axes, when, of) {
     if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
-    const n = prod(axes.map((axis) => z.mesh[axis])), ahead = gathersAhead(c), wide = c.d_model >= 2048;
+    const n = prod(axes.map((axis) => z.mesh[axis])), wide = c.d_model >= 2048;
     if (axes.join() === "tensor") {
       if (kind === "all-gather") return Number(when === "forward" || (when === "again" && WHOLE.includes(c.remat)));
       const inARow = c.remat !== "none" ? { "feed-forward": floordiv(n, 2) - 1 } : { "attention's sums": floordiv(n, 2) };
       return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
     }
     if (!["weights", "experts", "vocabulary"].includes(of)) return 1;
-    const once = c.gather === "step_ahead";
-    if (once && kind === "collective-permute" && of !== "weights") return of === "experts" ? 0.2 : 0;
-    if (!ahead && !once) return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
-    return kind === "all-gather" ? (wide ? 0.1 : 0.4) : (wide ? 0.2 : 0.5);
+    return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
   }
 
   // plan.costs: what a device does --------------------------------------------------------------------------------
@@ -407,7 +401,7 @@
   }
 
   const SLICED = ["fsdp", "expert", "context"];
-  const tokensGo = (c, z) => !gathersOnce(c) && z.b * z.s < floordiv(c.vocab_size, z.mesh.tensor);
+  const tokensGo = (c, z) => c.gather === "layer" && z.b * z.s < floordiv(c.vocab_size, z.mesh.tensor);
 
   function enter(c, z) {
     const rows = [exchange("activations", "reduce-scatter", ["tensor"], z.b * z.s * c.d_model * z.width, { again: [] })];
@@ -465,7 +459,7 @@
   }
 
   function weights(c, mesh, declarations) {
-    const found = declarations.map((d) => {
+    return declarations.map((d) => {
       const held = floordiv(prod(d.shape), prod(d.spec.flat().map((axis) => mesh[axis])));
       const over = d.spec.find((axes) => axes.includes("fsdp")) ?? [];
       const narrow = over.length && !d.exact && c.compute === "bfloat16";
@@ -476,13 +470,11 @@
         layers: floordiv(many, d.dims.includes("L") ? mesh.stage : 1),
       };
     });
-    const largest = Math.max(...found.filter((w) => w.name.startsWith("blocks.") && w.over.length).map((w) => w.held));
-    return found.map((w) => ({ ...w, small: w.held < largest / 32 }));
   }
 
   function traffic(cfg, c, z, sched, split, held, rounds) {
     const run = passes(cfg, c, sched), M = sched.microbatches, once = everywhere(M), found = new Map();
-    const rare = ["batch", "replicas", ...(gathersOnce(c) ? ["weights", "gradients"] : [])];
+    const rare = ["batch", "replicas", ...(c.gather === "step" ? ["weights", "gradients"] : [])];
     const add = (part, kind, axes, size, count, when = "once", of = "") => {
       axes = AXES.filter((axis) => axes.includes(axis) && z.mesh[axis] > 1);
       kind = madeOf(kind, axes, z);
@@ -508,8 +500,7 @@
     activations(enter(c, z), 1, { forward: run.forward, again: 0, inputs: M, weights: 0 }, false);
     activations(logits(c, z), 1, once, false);
     const ahead = run.forward > M ? forwardOnly(sched) : null;
-    const oneWay = c.gather === "step_ahead" ? (sched.turns ? 1 : ahead ? 2 : 3) : 0;
-    const ticks = sched.table.length * (sched.turns ? 1 : 2) + (ahead ? ahead.table.length : 0) - oneWay;
+    const ticks = sched.table.length * (sched.turns ? 1 : 2) + (ahead ? ahead.table.length : 0);
     if (sched.stages > 1) add("activations", "collective-permute", ["stage"], z.b * z.t * c.d_model * z.width, ticks);
     if (c.n_experts) add("statistics", "all-reduce", TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1);
     const sequences = split.device_batch * split.microbatches * split.accumulation;
@@ -519,33 +510,15 @@
     return [...found.values()];
   }
 
-  function inParts(w, c) {
-    if (c.gather === "step_ahead") return (w.name.startsWith("blocks.") && !w.small) || w.name === "unembedding_DV";
-    return gathersAhead(c);
-  }
-
   function uses(w, c, z, sched, run) {
-    const M = sched.microbatches, inBlocks = w.name.startsWith("blocks."), found = [];
+    const M = sched.microbatches, found = [];
     const use = (ahead, again, back, dims, size, times, of = "") => found.push({ ahead, again, back, dims, size, times, of });
-    if (gathersOnce(c)) {
-      const once = (ahead, back, times, of) => use(ahead, 0, back, w.dims, w.joined / w.layers, times, of);
-      if (c.gather === "step_ahead" && inBlocks) {
-        const of = w.dims.includes("E") ? "experts" : "weights", first = w.layers / sched.chunks;
-        once(1, 0, first + (w.layers * z.mesh.stage) / c.n_blocks, of);
-        once(0, 1, first, of);
-        once(1, 1, w.layers - first);
-      } else {
-        once(1, 0, w.layers);
-        once(0, 1, w.layers, inParts(w, c) ? "vocabulary" : "");
-      }
+    if (c.gather === "step") {
+      use(1, 0, 1, w.dims, w.joined / w.layers, w.layers);
       return found;
     }
-    if (inBlocks || w.name.startsWith("prefix.")) {
-      const block = inBlocks ? (w.layers * sched.chunks * z.mesh.stage) / c.n_blocks : 0;
-      const size = w.joined / w.layers, of = w.dims.includes("E") ? "experts" : "weights";
-      const more = c.gather === "ahead" ? block : 0, kept = c.gather === "peeled" && sched.stages === 1 ? block : 0;
-      use(run.forward, 0, run.weights, w.dims, size, w.layers + more, of);
-      use(0, run.again, 0, w.dims, size, w.layers + more - kept, of);
+    if (w.name.startsWith("blocks.") || w.name.startsWith("prefix.")) {
+      use(run.forward, run.again, run.weights, w.dims, w.joined / w.layers, w.layers, w.dims.includes("E") ? "experts" : "weights");
     }
     if (w.name === "embedding_VD" && !tokensGo(c, z)) use(run.forward, 0, M, w.dims, w.joined, 1);
     if (w.name === (c.tie_embeddings ? "embedding_VD" : "unembedding_DV")) {
@@ -557,18 +530,12 @@
   }
 
   function ofWeights(w, c, z, sched, run, rounds, add) {
-    const whole = gathersOnce(c), inFloat32 = sched.microbatches * sched.stages > 1 || c.gather === "step_ahead";
+    const once = c.gather === "step", inFloat32 = once && sched.microbatches * sched.stages > 1;
     for (const { ahead, again, back, dims, size, times, of } of uses(w, c, z, sched, run)) {
       add("weights", "all-gather", w.over, size * w.width, ahead * times, "forward", of);
       add("weights", "all-gather", w.over, size * w.width, again * times, "again", of);
       if (!w.trainable) continue;
-      let left = size * (whole && inFloat32 ? 4 : w.width), hides = of;
-      if (inParts(w, c)) for (const axis of [...w.over].reverse()) {
-        const n = z.mesh[axis];
-        add("gradients", "collective-permute", [axis], left * (1 - 1 / n), back * times, "back", hides);
-        [left, hides] = [left / n, n === 1 ? hides : ""];
-      }
-      else add("gradients", whole && !(of && w.small) ? "reduce-scatter" : scatterOf(dims, w.slice, z), w.over, left, back * times, "back", of);
+      add("gradients", once ? "reduce-scatter" : scatterOf(dims, w.slice, z), w.over, size * (inFloat32 ? 4 : w.width), back * times, "back", of);
     }
     if (w.trainable) add("replicas", "all-reduce", w.replicas, w.held * w.itemsize, 1);
     if (sched.chunks > 1 && w.dims[0] === "L") {
@@ -620,7 +587,7 @@
   }
 
   function memory(cfg, c, z, sched, split, w) {
-    const onePiece = sched.microbatches * sched.stages === 1, onTpu = z.platform === "tpu", whole = gathersOnce(c);
+    const onePiece = sched.microbatches * sched.stages === 1, onTpu = z.platform === "tpu", whole = c.gather === "step";
     const state = sum(w.map((x) => x.held * x.itemsize));
     const sequences = split.device_batch * split.microbatches * split.accumulation;
     const there = layers(c, z).map(([many], isMoe) => [many, Boolean(isMoe)]).filter(([many]) => many);
@@ -628,16 +595,14 @@
     const work = Math.max(...there.map(([, isMoe]) => kept(c, z, isMoe, onTpu ? "fused" : "none")));
     const ofLayer = Math.max(...["prefix.", "blocks.dense.", "blocks.moe."].map((part) =>
       sum(w.filter((x) => x.name.startsWith(part)).map((x) => floordiv(x.joined * x.width, x.layers)))));
-    const ofBlock = sum(w.filter((x) => x.name.startsWith("blocks.")).map((x) => floordiv(x.joined * x.width, z.blocks)));
     const slots = onePiece ? { inbox: 0, kept: 1, cotangents: 0 } : buffers(sched), stream = z.b * z.t * c.d_model * z.width;
     const table = Math.max(...w.filter((x) => ["embedding_VD", "unembedding_DV"].includes(x.name)).map((x) => x.joined * x.width));
     const tokens = logitsTokens(z), each = onePiece ? null : onTpu ? 4 : 8;
-    let gradients = sum(w.map((x) => (whole ? x.joined * (each ?? x.width) : x.held * 4)));
-    if (c.gather === "step_ahead") gradients += sum(w.filter((x) => x.name.startsWith("blocks.")).map((x) => floordiv(4 * x.joined, z.blocks)));
+    const gradients = sum(w.map((x) => (whole ? x.joined * (each ?? x.width) : x.held * 4)));
     const logitsBytes = tokens * vocabularySlices(c, tokens, floordiv(c.vocab_size, z.mesh.tensor))[1] * 4;
     return {
       parameters: state, optimizer: 2 * state, batch: 5 * 4 * sequences * z.s, gradients,
-      weights: whole ? sum(w.map((x) => x.joined * x.width)) : gathersAhead(c) ? 3 * ofBlock : 2 * ofLayer,
+      weights: whole ? sum(w.map((x) => x.joined * x.width)) : 2 * ofLayer,
       saved: (slots.kept + (onePiece ? 0 : 1)) * saved,
       pipeline: (slots.inbox + slots.cotangents) * stream,
       "at work": Math.max(work, (onTpu ? 1 : 3) * logitsBytes + table - (onePiece && onTpu ? gradients : 0)),
@@ -653,12 +618,12 @@
       if (floordiv(first, stride) % n) continue;
       nodes = Math.max(nodes, new Set(range(n).map((i) => floordiv(first + i * stride, chip.domain))).size);
     }
-    if (nodes === 1) return Array(4).fill(chip.link_bytes_per_s);
+    if (nodes === 1) return Array(3).fill(chip.link_bytes_per_s);
     const here = ceildiv(n, nodes), card = chip.dcn_bytes_per_s;
-    return [Math.min(chip.link_bytes_per_s, here * card), card, (card * (n - 1)) / (n - here), card];
+    return [Math.min(chip.link_bytes_per_s, here * card), card, (card * (n - 1)) / (n - here)];
   }
 
-  function links(data, cfg) {  // axis: bytes per second in collectives, to a neighbour, in an all-to-all, in sums by permutes
+  function links(data, cfg) {  // axis: bytes per second in collectives, to a neighbour, in an all-to-all
     const chip = data.chips[cfg.chip], devices = prod(AXES.map((axis) => cfg.mesh[axis])), found = {};
     const split = AXES.filter((axis) => cfg.mesh[axis] > 1);
     if (!chip.torus_dims) {
@@ -676,9 +641,8 @@
 
   // plan.planner --------------------------------------------------------------------------------------------------
 
-  function speedOf({ kind, part }, axis, [all, neighbour, allToAll, inParts], n) {
+  function speedOf({ kind }, axis, [all, neighbour, allToAll], n) {
     if (kind !== "collective-permute") return kind === "all-to-all" ? allToAll : all;
-    if (part === "gradients" && SLICED.includes(axis)) return inParts;
     return Math.min(all, neighbour * (axis === "tensor" ? (n - 1) / floordiv(n, 2) : 1));
   }
 
@@ -710,8 +674,6 @@
     try {
       const wires = links(data, cfg), split = splitBatch(cfg), s = floordiv(cfg.seq_len, mesh.context);
       checkDivides(preset.declarations, mesh);
-      const onePiece = mesh.stage * split.microbatches * split.accumulation === 1;
-      if (onePiece && c.gather === "step_ahead" && c.n_experts && c.balance_loss) c.gather = "step";  // else all is passed twice
       const sched = schedule(cfg, split, c.n_blocks), platform = chip.torus_dims ? "tpu" : "cpu";
       const z = { b: split.device_batch, T: cfg.seq_len, s, t: floordiv(s, mesh.tensor), width: c.compute === "bfloat16" ? 2 : 4,
                   blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, BLOCK: data.BLOCK, VMEM_BYTES: data.VMEM_BYTES, TILE: data.TILE, PART: data.PART };

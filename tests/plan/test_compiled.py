@@ -200,6 +200,7 @@ def test_what_the_compiler_logs_besides_is_shown(capfd):
     assert (text, capfd.readouterr().err) == (["meanwhile\n"], "afterwards\n")
     alarm = "W1121 15:04:00.288515    3169 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. Of x."
     chatter = "W1121 15:04:35.683576    3552 llo_module.h:502] The log function has NOT been set for the LloModule."
+    chatter += "\nW1124 21:57:40.912625    8074 lowering_emitter.cc:6105] Successful retry compilation of fusion.371"
     other = "E1121 15:08:49.088523    4090 slow_operation_alarm.cc:73] Very slow compile?\nnext line\n"
     found, rest = compiled.complaints(f"{alarm} As the last resort, SPMD will\n{chatter}\n{other}")
     assert (found, rest) == (["[SPMD] Involuntary full rematerialization. Of x."], other)

@@ -366,20 +366,6 @@ def test_a_message_to_the_next_device_uses_one_direction():
     assert collective_seconds("collective-permute", 4.5e10, 2, apart) == 2
 
 
-def test_sums_in_parts_use_as_many_axes_of_a_torus_as_they_have_turns():
-    """Catches three sums at a time that are promised one link alone, or a link each where they share it. By hand: the
-    digits of fsdp=64 are three of neighbours, then three of two links; in a turn each a torus axis of its own."""
-    speed = lambda mesh, topology: links(mesh, topology)["fsdp"].in_parts_bytes_per_s
-    shares = 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64
-    as_long = sum(share * far for share, far in zip(shares, (1, 1, 1, 2, 2, 2), strict=True))
-    assert speed("fsdp=64", "v4:4x4x4") == approx(3 * sum(shares) / as_long * 4.5e10)
-    # One axis of four chips: turns 0 and 2 begin with neighbours, 1 with chips two links apart, which go one way.
-    as_long = (2 + 2) / 2 + (2 * 2 + 1) / 4
-    assert speed("fsdp=4,tensor=16", "v4:4x4x4") == approx(3 * (1 / 2 + 1 / 4) / as_long * 4.5e10)
-    assert speed("fsdp=2,tensor=2", "v4:2x2x1") == approx(4.5e10)  # the three share a link
-    assert speed("fsdp=8", "h100:8") == links("fsdp=8", "h100:8")["fsdp"].neighbour_bytes_per_s
-
-
 def test_an_all_to_all_costs_a_quarter_of_a_gather_on_a_ring():
     """Catches an all-to-all priced by what a device sends alone. BOOK/sharding, "AllToAll"; BOOK/gpus for the node."""
     ring = links("fsdp=16,tensor=16", "v5e:16x16")["tensor"]

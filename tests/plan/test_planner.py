@@ -30,8 +30,7 @@ def config(name: str, mesh: str, **settings):
 
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
-LAYER, AHEAD, NONE = {"model.gather": "layer"}, {"model.gather": "ahead"}, {"model.remat": "none"}
-PEELED = {"model.gather": "peeled"}
+LAYER, NONE = {"model.gather": "layer"}, {"model.remat": "none"}
 IN_TURN = {"model.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
 CASES = {
@@ -50,17 +49,13 @@ CASES = {
     "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
     "positions in turn": ("bench", "fsdp=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 48}),
     "no query latent": ("bench", "context=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 0}),
-    "weights ahead": ("bench", "fsdp=4,tensor=2", AHEAD | IN_TURN | DENSE | {"model.attention": "gqa",
+    "grouped queries, in turn": ("bench", "fsdp=4,tensor=2", LAYER | IN_TURN | DENSE | {"model.attention": "gqa",
         "model.n_kv_heads": 2, "model.activation": "swiglu"}),
-    "experts ahead": ("bench", "fsdp=2,expert=2,context=2", AHEAD | {"model.dense_prefix": 2}),
-    "1f1b ahead": ("bench", "stage=2,fsdp=2,tensor=2", AHEAD | IN_TURN | {"pipeline.schedule": "1f1b"}),
-    "ends peeled": ("bench", "fsdp=4,tensor=2", PEELED | DENSE),
-    "ends peeled, accumulation": ("bench", "fsdp=4", PEELED | DENSE | {"optim.max_device_batch": 2}),
-    "ends peeled, stages": ("bench", "stage=2,fsdp=2", PEELED | {"pipeline.schedule": "1f1b"}),
+    "a prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 
 
-QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "weights ahead")
+QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "grouped queries, in turn")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
@@ -186,20 +181,6 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
     whole, half = kinds("fsdp=8"), kinds("fsdp=4,data=2")
     assert set(whole) == {"all-reduce"} and set(half) == {"reduce-scatter"}
     assert whole["all-reduce"] / half["reduce-scatter"] == pytest.approx(2 * (7 / 8) / (3 / 4))
-    for ahead in (AHEAD, PEELED):
-        assert set(kinds("fsdp=8", **ahead)) == {"collective-permute"}
-
-
-def test_gradients_in_parts_are_priced_by_the_links_they_use():
-    """Catches permutes of gradients at the speed of a pipeline's, planned or compiled, and a pipeline's at theirs."""
-    plan = planner.plan(preset("llama3_8b", mesh="fsdp=32,tensor=2", **{"data.batch_size": 64} | AHEAD), "v4:4x4x4")
-    link = hardware.layout(plan.cfg.mesh, plan.topology)["fsdp"]
-    [permutes] = [x for x in plan.traffic if x.part == "gradients" and x.kind == "collective-permute"]
-    alone = lambda **more: plan.seconds(exchanges=[dataclasses.replace(permutes, **more)], alone=True)["fsdp"]
-    assert link.in_parts_bytes_per_s > 2 * link.neighbour_bytes_per_s
-    assert alone() == pytest.approx(permutes.wire_bytes / link.in_parts_bytes_per_s)
-    assert alone(part="jit(step)/transpose(jvp())/while/body/gradients_in_parts/ppermute") == alone()
-    assert alone(part="keys") == pytest.approx(permutes.wire_bytes / link.neighbour_bytes_per_s)
 
 
 def test_a_mesh_divides_the_work_and_not_the_model():
@@ -305,7 +286,7 @@ def test_better_settings_are_the_best_of_all_that_fit(which):
     assert planned(**changed).likely_s == other.likely_s
     assert other.peak_bytes <= 0.9 * one.limit_bytes
     assert not one.fits or other.likely_s < 0.97 * one.likely_s
-    for gather in ("layer", "ahead", "peeled", "step"):
+    for gather in ("layer", "step"):
         for remat in ("full", "branches", "dots", "none"):
             third = planned(**{"model.gather": gather, "model.remat": remat})
             assert third.likely_s >= other.likely_s / 1.01 or third.peak_bytes > 0.9 * one.limit_bytes
@@ -529,14 +510,3 @@ def test_without_words_the_presets_are_listed(capsys):
     status, out, _ = run(capsys)
     assert status == 0
     assert "| `llama3_8b` | the published shape, 8,030,261,248 parameters | 8,030,261,248 | 8,030,261,248 |" in out
-
-
-def test_one_microbatch_passes_its_layers_once():
-    """Catches the whole forward pass done twice for a balance loss, which needs sums before the first gradient."""
-    cfg = preset("tiny", mesh="fsdp=2", **{"model.gather": "step_ahead", "model.balance_loss": 0.01})
-    one = planner.plan(cfg)
-    found, _ = planner.compile_plan(one, print)
-    assert one.cfg.model.gather == "step"
-    assert one.hardware_flops == pytest.approx(found["hardware_flops"], rel=0.05)
-    of_stages = replace(cfg, mesh="stage=2", **{"pipeline.microbatches": 2})
-    assert planner.plan(of_stages).cfg.model.gather == "step_ahead"

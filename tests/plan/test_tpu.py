@@ -297,7 +297,6 @@ LARGE = {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096
 WAITS = {
     "all chips": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16"}),
     "in turn": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4"}),
-    "in turn, ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "ahead"}),
     "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather"}),
     "at once, kept": (
         "v4:4x2x2",
@@ -305,17 +304,8 @@ WAITS = {
         SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather", "model.remat": "dots"},
     ),
     "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
-    "ahead": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16", "model.gather": "ahead"}),
-    "once, ahead": (
-        "v4:4x2x2",
-        "dense_124m",
-        SIXTEEN | {"mesh": "fsdp=16", "model.gather": "step_ahead", "optim.max_device_batch": 1},
-    ),
-    "ends peeled": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.gather": "peeled"}),
     "large": ("v4:4x4x4", "llama3_8b", LARGE),
     "large experts": ("v4:4x4x4", "mixtral_8x7b", LARGE),
-    "large, ahead": ("v4:4x4x4", "llama3_8b", LARGE | {"model.gather": "ahead"}),
-    "large experts, ahead": ("v4:4x4x4", "mixtral_8x7b", LARGE | {"model.gather": "ahead"}),
 }  # fmt: skip
 
 
@@ -357,17 +347,6 @@ def test_the_headline_step_is_as_predicted(headline):
     """Catches a plan of an MoE that is right on simulated devices alone."""
     plan, found, _ = headline
     check_prediction(plan, found, state=0.02)  # slices of 96 lie in tiles of 128
-
-
-def test_the_headline_step_gathered_ahead_waits_for_half_as_much():
-    """Catches a first tick whose gathers, or a last one whose sums, find no products; and a price of it that grows."""
-    plan = planner.plan(preset("moe1b", **{"model.gather": "step_ahead"}), "v4:4x4x2")
-    found, _ = planner.compile_plan(plan, print)
-    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1e9
-    assert found["collectives"] < 2500 and found["peak_bytes"] < 4.3 * GIB
-    assert found["hardware_flops"] < 1.34 * plan.model_flops
-    assert found["unexpected"] == []
-    check_prediction(plan, found, state=0.02)
 
 
 # Slices ---------------------------------------------------------------------------------------------------------------

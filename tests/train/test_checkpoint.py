@@ -325,7 +325,7 @@ def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_sta
 
 
 MOVING = preset("tiny", **{"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "data.seq_len": 24,
-                           "model.gather": "ahead", "model.tensor_exchange": "ring"})  # fmt: skip
+                           "model.gather": "step", "model.tensor_exchange": "ring"})  # fmt: skip
 MOVES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2")
 AFTER = 5  # steps that are compared
 

@@ -245,12 +245,14 @@ TABLE, QUERY, KEY, FEED_FORWARD = WIDTH * VOCABULARY, WIDTH * HEADS * HEAD, WIDT
 # Weights in slices are gathered before use and their gradients scattered after it. A loop over one layer is no loop,
 # so the backward pass finds the layer's weights still gathered.
 ATTENTION = [QUERY, KEY, KEY, QUERY]  # query, key, value, out
-DENSE = [TABLE] + ATTENTION + [FEED_FORWARD, FEED_FORWARD]  # unembedding, .., up, down
+DENSE = ATTENTION + [FEED_FORWARD, FEED_FORWARD]  # up, down
 
 
 def there_and_back(function, arrays, there="all-gather", back="reduce-scatter"):
     return {(function, there): arrays, (function, back): arrays}
 
+
+UNEMBEDDING = there_and_back("slice_by_slice", [TABLE])  # in slices of words, of which there is one
 
 # A device has fewer tokens, 36, than there are words: to the slices of the embedding go their ids, and back comes what
 # a slice has for each, half of an activation.
@@ -264,7 +266,7 @@ STREAM = [TOKENS * WIDTH]  # activations of all tokens
 
 # mesh -> settings, and for each (function, kind) how many numbers the joined or sent arrays hold, one each
 BY_HAND = {
-    "fsdp=2": ({}, there_and_back("join_slices", DENSE) | EMBEDDING | NORMS | LOSS),
+    "fsdp=2": ({}, there_and_back("gathered", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS),
     # Between blocks positions lie in slices. A branch gathers them, and scatters its partial sums; the embedding only
     # scatters, the logits only gather; backwards the other way round. The logits' maximum and both sums are one number
     # a token; of one chunk of tokens, the backward pass finds them made.
@@ -277,13 +279,13 @@ BY_HAND = {
     # other alone uses: both embeddings and the last norm, added together with the nats.
     "stage=2": ({"model.n_layers": 2, "pipeline.microbatches": 3},
                 {("passed", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
-                 ("tick", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
+                 ("run_ticks", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
                 | there_and_back("spread_loss", [TOKENS // 3 * WIDTH] * 3)),
     # Dense weights lie in slices along this axis too. The batch's five arrays arrive in order, are gathered and cut
     # anew. Keys and values of all positions are gathered, and their documents.
     "context=2": ({},
-                  there_and_back("join_slices", DENSE) | EMBEDDING | NORMS | LOSS
+                  there_and_back("gathered", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS
                   | {("on_mesh", "all-gather"): [TOKENS] * 5,
                      ("grouped_attention", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
                      ("grouped_attention", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
@@ -292,7 +294,7 @@ BY_HAND = {
     # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
     "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
                   "model.balance_rate": 0.0},
-                 there_and_back("join_slices", [TABLE] + ATTENTION + [WIDTH * EXPERTS]) | EMBEDDING | NORMS
+                 there_and_back("gathered", ATTENTION + [WIDTH * EXPERTS]) | UNEMBEDDING | EMBEDDING | NORMS
                  | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
                     ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
                     ("loss", "all-reduce"): [2 + 2 * EXPERTS + 3]}),
