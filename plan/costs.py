@@ -9,6 +9,7 @@ Letters are sizes and as in `model.py`: b sequences of a microbatch, s and t pos
 of this device.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -30,9 +31,9 @@ def parameters(c: ModelConfig) -> tuple[int, int]:
 
     The selection bias is not counted: it is not trained by a gradient, and published counts leave it out.
     """
-    declared = sharding.named(model.declare(c)).values()
-    total = sum(d.size for d in declared if d.trainable)
-    routed = sum(d.size for d in declared if d.trainable and "E" in d.dims and d.dims[-1] != "E")
+    every = declared(c).values()
+    total = sum(d.size for d in every if d.trainable)
+    routed = sum(d.size for d in every if d.trainable and "E" in d.dims and d.dims[-1] != "E")
     return total, total - routed + routed * c.top_k // max(c.n_experts, 1)
 
 
@@ -393,8 +394,14 @@ class Weights:
         return math.prod(sizes.get(letter, 1) for letter in "PLJ") // stages
 
 
+@functools.cache
+def declared(c: ModelConfig) -> dict[str, sharding.Declaration]:
+    return sharding.named(model.declare(c))
+
+
 def weights(cfg: Config) -> list[Weights]:
-    return [Weights(name, d, cfg.mesh.sizes, cfg.model) for name, d in sharding.named(model.declare(cfg.model)).items()]
+    sizes = cfg.mesh.sizes
+    return [Weights(name, d, sizes, cfg.model) for name, d in declared(cfg.model).items()]
 
 
 @dataclass(frozen=True)

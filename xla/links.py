@@ -58,9 +58,10 @@ class Torus:
 def whole_axes(torus: Torus, groups: np.ndarray) -> list[int] | None:
     """The torus axes that groups of devices, coordinates [group, device, torus axis], fill; None if they fill none."""
     used = [d for d in range(groups.shape[-1]) if np.ptp(groups[:, :, d], axis=1).any()]
-    places = [len(np.unique(group, axis=0)) for group in groups]
+    chips = np.sort(np.ravel_multi_index(tuple(np.moveaxis(groups, 2, 0)), torus.shape), axis=1)
+    places = 1 + (np.diff(chips, axis=1) > 0).sum(axis=1)
     whole = math.prod(torus.shape[d] for d in used)
-    return used if used and all(n == whole for n in places) and np.ptp(groups[:, :, used], axis=1).all() else None
+    return used if used and (places == whole).all() and np.ptp(groups[:, :, used], axis=1).all() else None
 
 
 def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | None = None) -> np.ndarray:

@@ -44,6 +44,8 @@ NOT_RUN = {
     "./launcher.sh --hosts hosts.txt -- python -m data.prepare --tokenizer cl100k_base "
     "--out tokens/stdlib-cl100k_base": "downloads the tokenizer",
     "./launcher.sh --hosts hosts.txt --restarts 3 -- python main.py moe1b": "needs a TPU slice",
+    "python -m bench.plan --drawn 24": "compiles for half an hour",
+    "python -m bench.plan moe1b --topology v4:2x4x4 --first 10": "compiles for a quarter of an hour",
     "python -m data.prepare --source stdlib --tokenizer gpt2 --out tokens/stdlib-gpt2": "downloads the tokenizer",
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
 }

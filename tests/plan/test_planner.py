@@ -109,7 +109,7 @@ def test_the_headline_plan_stays_within_its_budget():
     assert plan.fits
     assert plan.hardware_flops <= 1.45 * plan.model_flops
     assert plan.wire_bytes <= HEADLINE_BYTES
-    assert plan.temp_bytes <= 7 * GIB
+    assert plan.temp_bytes <= 9.2 * GIB
 
 
 # Arithmetic by hand ---------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096}
 COULD_BE_FASTER = {  # and the settings to change for it
     "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2"}, {"remat"}),
-    "stages": ("moe1b", "v4:4x4x2", {"model.gather": "layer"}, {"gather"}),
+    "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2", "model.remat": "branches"}, {"gather"}),
     "no rules": ("llama3_8b", "h100:64", WIDE | {"mesh": "fsdp=16,tensor=4"}, {"gather", "remat"}),
     "does not fit": ("llama3_8b", "v5e:8x8", WIDE | {"mesh": "fsdp=64", "model.remat": "none"}, {"remat"}),
 }
@@ -312,14 +312,14 @@ def test_better_settings_are_told(capsys):
     told = json.loads(out)["faster"]
     assert (told["step_s"], told["peak_bytes"]) == (found["likely_s"], found["peak_bytes"])
     assert " ".join(f"--{name} {value}" for name, value in told["settings"].items()) == tried[1]
-    _, out, _ = run(capsys, "moe1b", "--topology", "v4:4x4x2", "--model.gather", "layer")
+    _, out, _ = run(capsys, *"moe1b --topology v4:4x4x2 --mesh stage=2,fsdp=8,tensor=2 --model.remat branches".split())
     assert re.search(r"^try +--model.gather step\S*: 0.\d+ s, \d+% less; ", out, re.MULTILINE)
     _, out, _ = run(capsys, "laptop", "--mesh", "fsdp=4")  # of no known speed
     assert "try " not in out
 
 
 @pytest.mark.parametrize("words", [
-    ["moe1b", "--topology", "v4:4x4x2", "--search", "32"],
+    ["moe1b", "--topology", "v4:4x4x2", "--search", "32", "--model.gather", "step"],
     ["llama3_8b", "--topology", "v5e:4x4", "--search", "16", "--data.batch_size", "64", "--model.remat", "none"],
 ], ids=["fits", "does not fit"])  # fmt: skip
 def test_better_settings_are_told_of_the_best_layout(capsys, words):

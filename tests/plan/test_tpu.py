@@ -17,7 +17,7 @@ import overlap
 import sharding
 from config import MeshConfig, preset
 from kernels import attention, grouped
-from plan import compiled, planner
+from plan import compiled, planner, replayed
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction
 from utils import UserError
@@ -275,10 +275,13 @@ def test_a_larger_slice_has_no_larger_program():
 # Tables are small here: for a slice of a table's narrow dim the compiler takes an all-reduce, twice the bytes.
 DENSE = {"model.vocab_size": 2048, "model.d_model": 1024, "model.n_heads": 8, "model.n_kv_heads": 8,
          "model.d_head": 128, "model.remat": "full", "data.batch_size": 64}  # fmt: skip
+STATE = 0.02  # slices of 24 or 96 lie in tiles of 128
 PREDICTED = {
     "fsdp, tensor": ("v4:4x4x2", "dense_124m", DENSE | {"mesh": "fsdp=16,tensor=2", "data.batch_size": 256}),
     "data, gathered once": ("v4:2x2x2", "dense_124m", {"mesh": "data=2,tensor=4", "model.gather": "step"} | DENSE),
     "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "pipeline.schedule": "1f1b"} | DENSE),
+    "experts on three axes, gathered once": ("v4:4x4x2", "moe1b", {
+        "mesh": "stage=2,fsdp=8,tensor=2", "model.gather": "step", "model.remat": "branches"}),
 }  # fmt: skip
 
 
@@ -288,7 +291,7 @@ def test_what_is_predicted_is_what_is_compiled(case):
     topology, name, settings = PREDICTED[case]
     plan = planner.plan(preset(name, **settings), topology)
     found, _ = planner.compile_plan(plan, print)
-    check_prediction(plan, found)
+    check_prediction(plan, found, state=STATE if name == "moe1b" else 0.01)
     assert found["unexpected"] == []
 
 
@@ -332,10 +335,13 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
     plan, found, step = headline
     assert found["fits"]
-    assert found["temp_bytes"] < 5.3 * GIB  # 0.9 more than with remat=full, for 0.6 GB less on the wire
-    assert found["wire_bytes"] < 7.2e9 and found["exposed_bytes"] < 1.9e9
-    assert found["collectives"] < 2500
-    assert found["hardware_flops"] < 1.34 * plan.model_flops
+    assert found["peak_bytes"] < 11 * GIB
+    assert found["wire_bytes"] < 7.8e9 and found["exposed_bytes"] < 4.3e9
+    assert found["hardware_flops"] < 1.23 * plan.model_flops
+    played = replayed.played(
+        plan.cfg, plan.topology, compiled.topology_mesh(plan.cfg.mesh, "v4:4x4x2"), step.step.as_text()
+    )
+    assert played.seconds < 0.29 and plan.likely_s == pytest.approx(played.seconds, rel=0.1)
     assert found["unknown"] == {}
     assert found["hidden_bytes"] + found["exposed_bytes"] == pytest.approx(found["wire_bytes"])
     assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])
@@ -346,7 +352,7 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
 def test_the_headline_step_is_as_predicted(headline):
     """Catches a plan of an MoE that is right on simulated devices alone."""
     plan, found, _ = headline
-    check_prediction(plan, found, state=0.02)  # slices of 96 lie in tiles of 128
+    check_prediction(plan, found, state=STATE)
 
 
 # Slices ---------------------------------------------------------------------------------------------------------------

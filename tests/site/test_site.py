@@ -111,8 +111,8 @@ def test_math_is_drawn(seen):
 def test_the_planner_computes(seen):
     """Catches a planner whose controls do nothing, or that says another step than docs/planner.md shows."""
     before, after = seen["widget"]["before"], seen["widget"]["after"]
-    assert "stage=2,fsdp=8,tensor=2 on 32 TPU v4" in before
-    assert "stage=2,fsdp=8,tensor=4 on 64 TPU v4" in after
+    assert "fsdp=32 on 32 TPU v4" in before
+    assert "fsdp=32,tensor=2 on 64 TPU v4" in after
     page = (build.ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     seconds, mfu = re.search(r"step +│ +([\d.]+) s │ MFU ([\d.]+%)", page).groups()
     assert f"step {1000 * float(seconds):.0f} ms, MFU {mfu}" in before
