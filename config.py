@@ -470,7 +470,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=100_352, d_model=768, n_layers=48, n_heads=12, d_head=64, d_rope=128, d_value=64,
             d_query_latent=128, d_kv_latent=128, no_rope_every=6, d_ff=3072, activation="gelu", n_experts=16, top_k=2,
-            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="dots"),
+            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="full"),
         "mesh": MeshConfig(fsdp=32),
         "data.path": "tokens/stdlib-cl100k_base", "data.seq_len": 1024, "data.batch_size": 256,
         "optim.lr": 6e-4, "optim.warmup_steps": 500,

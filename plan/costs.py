@@ -417,7 +417,7 @@ class Traffic:
     in_a_slot: bool  # each microbatch does it, and other stages wait for the slowest
 
 
-def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Traffic]:
+def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "") -> list[Traffic]:
     """Everything one device sends in a step, but for a few numbers (counts, norms, metrics)."""
     c, z, run = cfg.model, Sizes.of(cfg, platform), passes(cfg, sched)
     once, found = Passes(*(sched.microbatches,) * 4), {}
@@ -427,7 +427,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> li
         kind = hiding.made_of(kind, axes, z.mesh, platform)
         if axes and count and size:
             wire = count * Exchange(part, kind, axes, size).wire_bytes(z.group(*axes))
-            waits = wire * hiding.exposed(c, z.mesh, platform, kind, axes, when, of)
+            waits = wire * hiding.exposed(c, z.mesh, chip, kind, axes, when, of)
             old = found.get((part, kind, axes), (0, 0, 0))
             found[part, kind, axes] = old[0] + count, old[1] + wire, old[2] + waits
 

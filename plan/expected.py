@@ -1,7 +1,7 @@
 """How long a step takes as compiled: what a replay of its schedule would say, by arithmetic.
 
 `Plan.seconds` is a roofline: each product at the chip's peak, each wire at its full speed, and all that the compiler
-puts beside products hidden. Compiled steps, played against time (`xla/replay.py`), take a fifth to twice as long. Five
+puts beside products hidden. Compiled steps, played against time (`xla/replay.py`), take a fifth to twice as long. Four
 rules say why; their numbers were read off replays of compiled steps, of four presets on v4, v5e, v5p and v6e, and
 `python -m bench.plan` prints both beside each other:
 
@@ -9,13 +9,12 @@ rules say why; their numbers were read off replays of compiled steps, of four pr
   narrow one is far from the peak. Kernels, of attention and experts, take the longer of the two.
 - The rest of a layer reads and writes its stream, what it keeps, its experts' rows and its weights several times. v4
   keeps a part of it in its CMEM; of others OTHERS is moved.
-- A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval. v5e's
-  compiler puts the permutes of a ring one behind the other, and all is waited for.
-- Weights' gathers and gradients' scatters hide as `hiding.py` says, which is v4's way and v5e's.
-- On v5p and v6e WAITED is waited for: a SparseCore sends gradients, and on v6e weights too, while products run.
+- A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval.
+- What no products stand beside is waited for, as `hiding.py` says chip by chip; of weights' gathers also what takes
+  longer than the products that use them, and of gradients that a SparseCore sends while products run, HELD_UP.
 """
 
-from plan import costs, hardware
+from plan import costs, hardware, hiding
 from plan.costs import Sizes
 from sharding import SLICED, TENSOR
 
@@ -23,8 +22,7 @@ from sharding import SLICED, TENSOR
 PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
 STREAM, KEPT, ROWS, ADDED, STATE = 1.5, 2.7, 1.4, 5, 3  # times that these bytes are moved
-WAITED = {"v5p": (1.0, 0.25), "v6e": (0.05, 0.25)}  # shares of gathers' and scatters' seconds
-RINGS_WAIT = ("v5e",)
+HELD_UP = 0.25
 
 
 def seconds(one) -> dict[str, float] | None:
@@ -37,14 +35,21 @@ def seconds(one) -> dict[str, float] | None:
         return None
     moved = OTHERS.get(chip.key, OTHERS["v5p"]) * others(one)
     found = {"products": products(one, chip), "other ops": moved / chip.hbm_bytes_per_s}
-    links, in_slots = hardware.layout(one.cfg.mesh, one.topology), sum(found.values())
+    hides, run = hiding.HIDES.get(chip.key, ()), costs.passes(one.cfg, one.sched)
+    use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
+    in_slots = sum(found.values())
     for row in one.traffic:
-        speed, name = min(one.speed(row, axis, links[axis]) for axis in row.axes), "*".join(row.axes)
+        speed, name = (
+            one.speed(row, row.axes[-1], hardware.link(one.cfg.mesh, one.topology, row.axes)),
+            "*".join(row.axes),
+        )
         waits = row.exposed_bytes / speed
-        if chip.key in WAITED and row.part in ("weights", "gradients") and {*row.axes} <= {*SLICED}:
-            waits = WAITED[chip.key][row.part == "gradients"] * row.wire_bytes / speed
-        elif row.kind == "collective-permute" and row.axes == (TENSOR,):
-            waits = row.wire_bytes / speed if chip.key in RINGS_WAIT else positions(one, speed, chip)
+        if row.part == "gradients" and hiding.SCATTERS in hides and {*row.axes} <= {*SLICED}:
+            waits = max(waits, HELD_UP * row.wire_bytes / speed)
+        elif row.part == "weights":
+            waits += max((row.wire_bytes - row.exposed_bytes) / speed - use_weights * found["products"], 0)
+        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and hiding.RINGS in hides:
+            waits = positions(one, speed, chip)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
     found["bubble"] = in_slots * one.bubble / (1 - one.bubble)

@@ -173,6 +173,7 @@ class Topology:
         return links.Torus(self.shape, self.wraps)
 
 
+@functools.lru_cache(maxsize=64)
 def coordinates(mesh: MeshConfig, topology: Topology) -> np.ndarray:
     """Say which chip stands where on the mesh: its place on the torus, [*mesh sizes, torus axis].
 
@@ -234,12 +235,23 @@ def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
     if topology.chip.key == "cpu":
         note = "lies in this machine's memory"
         return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None) for axis, n in sizes.items()}
-    on_torus = topology.chip.torus_dims > 0
+    return {axis: _find(mesh, topology, (axis,)) for axis in sizes}
+
+
+@functools.cache
+def link(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:
+    """Say on which wires a group of devices along several mesh axes lies: they may have more links than along one."""
+    return layout(mesh, topology)[axes[0]] if len(axes) == 1 else _find(mesh, topology, axes)
+
+
+def _find(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:
+    on_torus, n = topology.chip.torus_dims > 0, math.prod(mesh.sizes[axis] for axis in axes)
     # JAX keeps the order of GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
     find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
-    lines = lambda axis: np.moveaxis(places, AXES.index(axis), -2).reshape(-1, sizes[axis], places.shape[-1])
-    return {axis: find(axis, lines(axis), topology) for axis in sizes}
+    along = [AXES.index(axis) for axis in axes]
+    lines = np.moveaxis(places, along, range(-1 - len(along), -1)).reshape(-1, n, places.shape[-1])
+    return find("*".join(axes), lines, topology)
 
 
 def check(mesh: MeshConfig, topology: Topology) -> list[str]:
@@ -270,7 +282,7 @@ def remarks(topology: Topology) -> list[str]:
         apart = _speed(chip.inside_bytes_per_s)
         found.append(f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} a chip with "
                      f"{apart} between them; numbers are a device's")  # fmt: skip
-        found.append("what hides behind products is predicted as for chips of one device: --compile counts it")
+        found.append("what hides behind products is not known here: all is taken to be exposed, --compile counts it")
     if chip.domain:
         whole = chip.memory_bytes / GPU_SHARE / GiB
         found.append(

@@ -1,7 +1,7 @@
 """What of a step's wires stands beside products in the schedule that the TPU compiler makes, and what it sends instead.
 
-Rules, read off schedules compiled for v4 with the options of `xla/options.py`; tests/plan/test_tpu.py holds exposed
-bytes to them, within 10% of all bytes. For other devices no schedule is known: there all is exposed.
+Rules, read off schedules compiled with the options of `xla/options.py`; tests/plan/test_tpu.py holds v4's exposed bytes
+to them, within 10% of all bytes. Of a chip that HIDES does not name no schedule is known: there all is exposed.
 """
 
 import math
@@ -10,6 +10,10 @@ from config import ModelConfig
 from sharding import TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that repeat products
+GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
+HIDES = {  # chip: of what it sends, what stands beside products. A SparseCore is what sends gradients
+    "v4": {GATHERS, RINGS}, "v5e": {GATHERS}, "v5p": {SCATTERS, RINGS}, "v6e": {GATHERS, SCATTERS, RINGS},
+}  # fmt: skip
 
 
 def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
@@ -33,18 +37,23 @@ def scatter_of(dims: str, width: int, platform: str) -> str:
     return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
 
 
-def exposed(c: ModelConfig, mesh: dict[str, int], platform: str, kind: str, axes, when: str, of: str) -> float:
+def exposed(c: ModelConfig, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
     """The share of a collective's bytes that no products stand beside.
 
+    chip  as `hardware.CHIPS` names it, or none
     when  forward, again (repeated for the backward pass) or back
     of    the part of a layer that it is for, or vocabulary; "": outside of loops, where the next product waits for it
     """
-    if platform != "tpu" or not of or kind not in ("all-gather", "collective-permute"):
+    hides = HIDES.get(chip, ())
+    if not of or not hides:
         return 1
     if axes == (TENSOR,):
-        return of_positions(c, kind, mesh[TENSOR], when, of)
+        waits = kind == "collective-permute" and RINGS not in hides
+        return 1 if waits or kind == "reduce-scatter" else of_positions(c, kind, mesh[TENSOR], when, of)
     if of in ("weights", "experts", "vocabulary"):
-        return of_weights(c, when, of)
+        if kind == "all-gather":
+            return of_weights(c, when, of) if GATHERS in hides else 1
+        return float(SCATTERS not in hides)
     return 1
 
 

@@ -177,12 +177,13 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     fit.split_batch(cfg)  # refused before a width: it is the easier one to change
     fit.check(cfg.model, cfg.mesh)
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
+    chip = topology.chip.key if topology else ""
     total, active = parameters(cfg.model)
     tokens = cfg.data.tokens_per_step
     return Plan(
         cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        costs.work(cfg, sched, platform), memory.memory(cfg, sched, platform), costs.traffic(cfg, sched, platform),
-        sched, limit_bytes, costs.bubble(cfg, sched),
+        costs.work(cfg, sched, platform), memory.memory(cfg, sched, platform),
+        costs.traffic(cfg, sched, platform, chip), sched, limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
 
 

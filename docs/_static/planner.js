@@ -213,15 +213,20 @@
     return z.platform === "tpu" && cut ? "all-reduce" : "reduce-scatter";
   }
 
+  const HIDES = { v4: ["gathers", "rings"], v5e: ["gathers"], v5p: ["scatters", "rings"], v6e: ["gathers", "scatters", "rings"] };
+
   function exposed(c, z, kind, axes, when, of) {
-    if (z.platform !== "tpu" || !of || !["all-gather", "collective-permute"].includes(kind)) return 1;
-    const n = prod(axes.map((axis) => z.mesh[axis])), wide = c.d_model >= 2048;
+    const hides = HIDES[z.chip], n = prod(axes.map((axis) => z.mesh[axis])), wide = c.d_model >= 2048;
+    if (!hides || !of) return 1;
     if (axes.join() === "tensor") {
+      if (kind === "reduce-scatter" || (kind === "collective-permute" && !hides.includes("rings"))) return 1;
       if (kind === "all-gather") return Number(when === "forward" || (when === "again" && WHOLE.includes(c.remat)));
       const inARow = c.remat !== "none" ? { "feed-forward": floordiv(n, 2) - 1 } : { "attention's sums": floordiv(n, 2) };
       return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
     }
     if (!["weights", "experts", "vocabulary"].includes(of)) return 1;
+    if (kind !== "all-gather") return Number(!hides.includes("scatters"));
+    if (!hides.includes("gathers")) return 1;
     return of === "experts" ? (when === "forward" ? 1 : wide ? 2 : 0) / 3 : 0;
   }
 
@@ -676,7 +681,7 @@
       checkDivides(preset.declarations, mesh);
       const sched = schedule(cfg, split, c.n_blocks), platform = chip.torus_dims ? "tpu" : "cpu";
       const z = { b: split.device_batch, T: cfg.seq_len, s, t: floordiv(s, mesh.tensor), width: c.compute === "bfloat16" ? 2 : 4,
-                  blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, BLOCK: data.BLOCK, VMEM_BYTES: data.VMEM_BYTES, TILE: data.TILE, PART: data.PART };
+                  blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, chip: cfg.chip, BLOCK: data.BLOCK, VMEM_BYTES: data.VMEM_BYTES, TILE: data.TILE, PART: data.PART };
       const w = weights(c, mesh, preset.declarations), devices = prod(AXES.map((axis) => mesh[axis]));
       const lookup = c.tie_embeddings ? 0 : c.vocab_size * c.d_model;
       const width = c.attention === "mla" ? c.d_head + c.d_rope + c.d_value : 2 * c.d_head;

@@ -1,4 +1,4 @@
-"""Claims about expected seconds beside played ones: what is drawn, how far apart they are said to be, and the output."""
+"""Claims about expected seconds beside played ones: what is drawn, how far apart they are, and the output."""
 
 import itertools
 import json

@@ -158,7 +158,7 @@ def test_what_the_numbers_mean_is_said():
     assert nvlink == "NVLink at its data sheet's 450 GB/s; 8 H100 were measured at 0.82 of it"
     assert hardware.remarks(Topology.parse("tpu7x:4x4x4")) == [
         "64 chips are 128 devices, 2 a chip with 600 GB/s between them; numbers are a device's",
-        "what hides behind products is predicted as for chips of one device: --compile counts it",
+        "what hides behind products is not known here: all is taken to be exposed, --compile counts it",
     ]
     assert hardware.remarks(Topology.parse("v4:2x4x4")) == hardware.remarks(Topology.parse("cpu:8")) == []
 

@@ -109,7 +109,7 @@ def test_the_headline_plan_stays_within_its_budget():
     assert plan.fits
     assert plan.hardware_flops <= 1.45 * plan.model_flops
     assert plan.wire_bytes <= HEADLINE_BYTES
-    assert plan.temp_bytes <= 9.2 * GIB
+    assert plan.temp_bytes <= 1.7 * GIB
 
 
 # Arithmetic by hand ---------------------------------------------------------------------------------------------------

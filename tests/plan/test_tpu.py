@@ -335,13 +335,13 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
     plan, found, step = headline
     assert found["fits"]
-    assert found["peak_bytes"] < 11 * GIB
+    assert found["peak_bytes"] < 2.1 * GIB
     assert found["wire_bytes"] < 7.8e9 and found["exposed_bytes"] < 4.3e9
-    assert found["hardware_flops"] < 1.23 * plan.model_flops
+    assert found["hardware_flops"] < 1.34 * plan.model_flops
     played = replayed.played(
         plan.cfg, plan.topology, compiled.topology_mesh(plan.cfg.mesh, "v4:4x4x2"), step.step.as_text()
     )
-    assert played.seconds < 0.29 and plan.likely_s == pytest.approx(played.seconds, rel=0.1)
+    assert played.seconds < 0.28 and plan.likely_s == pytest.approx(played.seconds, rel=0.1)
     assert found["unknown"] == {}
     assert found["hidden_bytes"] + found["exposed_bytes"] == pytest.approx(found["wire_bytes"])
     assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])
