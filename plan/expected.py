@@ -21,7 +21,8 @@ from sharding import SLICED, TENSOR
 # Least squares over the replays, see above; by chip, and for one that was not played v5p's.
 PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
-STREAM, KEPT, ROWS, ADDED, STATE = 1.5, 2.7, 1.4, 5, 3  # times that these bytes are moved
+STREAM, KEPT, ROWS, STATE = 1.5, 2.7, 1.4, 5  # times that these bytes are moved
+ADDED = 12  # bytes moved for each entry of a sum
 HELD_UP = 0.25
 
 
@@ -33,8 +34,7 @@ def seconds(one) -> dict[str, float] | None:
     chip = one.topology and one.topology.chip
     if not chip or not chip.torus_dims:
         return None
-    moved = OTHERS.get(chip.key, OTHERS["v5p"]) * others(one)
-    found = {"products": products(one, chip), "other ops": moved / chip.hbm_bytes_per_s}
+    found = {"products": products(one, chip), "other ops": others(one, chip) / chip.hbm_bytes_per_s}
     hides, run = hiding.HIDES.get(chip.key, ()), costs.passes(one.cfg, one.sched)
     use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
     in_slots = sum(found.values())
@@ -70,19 +70,21 @@ def products(one, chip: hardware.Chip) -> float:
     return total
 
 
-def others(one) -> float:
+def others(one, chip: hardware.Chip) -> float:
     """Bytes that all but products move."""
-    cfg, c = one.cfg, one.cfg.model
-    z, run = Sizes.of(cfg, "tpu"), costs.passes(cfg, one.sched)
+    cfg, c, sched = one.cfg, one.cfg.model, one.sched
+    z, run = Sizes.of(cfg, "tpu"), costs.passes(cfg, sched)
     layers = c.n_layers / cfg.mesh.stage
     stream = z.b * z.s * c.d_model * z.width * layers
     passes = run.forward + run.again * (c.remat != "dots") + run.inputs + run.weights
-    weights = sum(w.joined * w.width for w in costs.weights(cfg) if w.gathered_over)
-    kept = one.memory_bytes["saved"] * (one.sched.microbatches if cfg.mesh.stage == 1 else 1)
-    added = weights * one.sched.microbatches * (c.gather == "step")  # sums in float32: read, written, and what is added
+    kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1)
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
+    activations = STREAM * stream * passes + KEPT * kept + ROWS * rows
+    # Sums of gradients in float32, a microbatch after the other: read, written, and what is added.
+    sums = sum(w.joined if c.gather == "step" else w.held for w in costs.weights(cfg))
+    added = ADDED * sums * sched.microbatches * (sched.microbatches * sched.stages > 1 or c.gather == "step")
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
-    return STREAM * stream * passes + KEPT * kept + ADDED * added + ROWS * rows + STATE * state
+    return OTHERS.get(chip.key, OTHERS["v5p"]) * activations + added + STATE * state
 
 
 def positions(one, speed: float, chip: hardware.Chip) -> float:
