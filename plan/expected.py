@@ -37,18 +37,16 @@ def seconds(one) -> dict[str, float] | None:
     found = {"products": products(one, chip), "other ops": others(one, chip) / chip.hbm_bytes_per_s}
     hides, run = hiding.HIDES.get(chip.key, ()), costs.passes(one.cfg, one.sched)
     use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
-    in_slots = sum(found.values())
+    ring, in_slots = hiding.rings_hide(one.cfg.mesh.sizes, chip.key), sum(found.values())
     for row in one.traffic:
-        speed, name = (
-            one.speed(row, row.axes[-1], hardware.link(one.cfg.mesh, one.topology, row.axes)),
-            "*".join(row.axes),
-        )
+        link, name = hardware.link(one.cfg.mesh, one.topology, row.axes), "*".join(row.axes)
+        speed = one.speed(row, row.axes[-1], link)
         waits = row.exposed_bytes / speed
         if row.part == "gradients" and hiding.SCATTERS in hides and {*row.axes} <= {*SLICED}:
             waits = max(waits, HELD_UP * row.wire_bytes / speed)
         elif row.part == "weights":
             waits += max((row.wire_bytes - row.exposed_bytes) / speed - use_weights * found["products"], 0)
-        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and hiding.RINGS in hides:
+        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and ring:
             waits = positions(one, speed, chip)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot

@@ -4,12 +4,13 @@ import model
 from config import Config, ModelConfig
 from kernels import grouped
 from pipeline import fit, schedules
+from plan import hiding
 from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weights
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
-def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
-    """Bytes that one layer keeps of one microbatch for its backward pass.
+def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
+    """Bytes that one layer keeps of one microbatch for its backward pass. one_piece: it is the only one of the step.
 
     "full" keeps what comes in, "branches" also what comes into the second branch, "dots" what comes in and results of
     products without batch dims, "none" every operand that a gradient asks for: the norms', queries, keys, values and
@@ -38,8 +39,13 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str) -> float:
     if remat in WHOLE:
         return (1 + (remat == "branches")) * stream * z.width
     if remat == "dots":
-        # A TPU keeps neither the normed stream of attention nor its result, where no latent is made of them.
-        less = stream + whole if z.platform == "tpu" and c.attention == "gqa" else 0
+        # A TPU keeps neither the normed stream of attention nor its result, where no latent is made of them; but in one
+        # piece it does in a narrow model, and each head's copy of the rotary key too.
+        on_tpu, less = z.platform == "tpu", 0
+        if on_tpu and c.attention == "gqa" and not (one_piece and not hiding.wide(c)):
+            less = stream + whole
+        if on_tpu and c.attention == "mla" and one_piece:
+            made += keys * h * c.d_rope
         return (2 * stream + whole * (2 if dense else 1) - less + N * latent + N * h * score + made
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
     matrices = 2 + model.swiglu(c)
@@ -65,7 +71,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     state = sum(x.held * x.d.dtype.itemsize for x in w)
     sequences = split.device_batch * split.microbatches * split.accumulation
     there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]
-    saved = sum(many * kept(c, z, is_moe, c.remat) for many, is_moe in there) / sched.chunks
+    saved = sum(many * kept(c, z, is_moe, c.remat, one_piece) for many, is_moe in there) / sched.chunks
     on_tpu = platform == "tpu"
     work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
     of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))

@@ -219,7 +219,7 @@
     const hides = HIDES[z.chip], n = prod(axes.map((axis) => z.mesh[axis])), wide = c.d_model >= 2048;
     if (!hides || !of) return 1;
     if (axes.join() === "tensor") {
-      if (kind === "reduce-scatter" || (kind === "collective-permute" && !hides.includes("rings"))) return 1;
+      if (kind === "reduce-scatter" || (kind === "collective-permute" && !hides.includes("rings") && !(z.chip === "v5e" && z.mesh.stage > 1))) return 1;
       if (kind === "all-gather") return Number(when === "forward" || (when === "again" && WHOLE.includes(c.remat)));
       const inARow = c.remat !== "none" ? { "feed-forward": floordiv(n, 2) - 1 } : { "attention's sums": floordiv(n, 2) };
       return when === "forward" && !wide ? (inARow[of] ?? 0) / (n - 1) : 0;
@@ -563,7 +563,7 @@
 
   // plan.memory ---------------------------------------------------------------------------------------------------
 
-  function kept(c, z, isMoe, remat) {
+  function kept(c, z, isMoe, remat, onePiece = false) {
     const N = z.b * z.s, f32 = 4, stream = z.b * z.t * c.d_model, whole = N * c.d_model, contexts = z.mesh.context;
     const ring = c.context_attention === "ring" && contexts > 1, keys = ring ? N : z.b * z.T;
     const h = floordiv(c.n_heads, z.mesh.tensor), n = z.mesh.expert, m = floordiv(c.d_expert, z.mesh.tensor);
@@ -582,8 +582,10 @@
     }
     const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor), matrices = 2 + c.swiglu;
     if (WHOLE.includes(remat)) return (remat === "branches" ? 2 : 1) * stream * z.width;
-    const less = z.platform === "tpu" && c.attention === "gqa" ? stream + whole : 0;
-    if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) - less + N * latent + N * h * score + made + inner * (1 + c.swiglu)) * z.width;
+    const onTpu = z.platform === "tpu", narrow = c.d_model < 2048;
+    const less = onTpu && c.attention === "gqa" && !(onePiece && narrow) ? stream + whole : 0;
+    const copies = onTpu && c.attention === "mla" && onePiece ? keys * h * c.d_rope : 0;
+    if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) - less + N * latent + N * h * score + made + copies + inner * (1 + c.swiglu)) * z.width;
     let attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32;
     if (ring) attended += (contexts - 1) * N * h * (value + 1) * f32;
     if (remat === "fused") return attended + (2 * stream + 3 * whole + N * latent + matrices * (inner + rows * m) + 3 * rows * c.d_model) * z.width;
@@ -596,7 +598,7 @@
     const state = sum(w.map((x) => x.held * x.itemsize));
     const sequences = split.device_batch * split.microbatches * split.accumulation;
     const there = layers(c, z).map(([many], isMoe) => [many, Boolean(isMoe)]).filter(([many]) => many);
-    const saved = sum(there.map(([many, isMoe]) => many * kept(c, z, isMoe, c.remat))) / sched.chunks;
+    const saved = sum(there.map(([many, isMoe]) => many * kept(c, z, isMoe, c.remat, onePiece))) / sched.chunks;
     const work = Math.max(...there.map(([, isMoe]) => kept(c, z, isMoe, onTpu ? "fused" : "none")));
     const ofLayer = Math.max(...["prefix.", "blocks.dense.", "blocks.moe."].map((part) =>
       sum(w.filter((x) => x.name.startsWith(part)).map((x) => floordiv(x.joined * x.width, x.layers)))));
