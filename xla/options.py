@@ -40,11 +40,6 @@ SPARSECORE = {
 }
 # jax's device_kind: "TPU v5" is v5p, "TPU v6 lite" v6e; other releases of libtpu say it the other way.
 BY_KIND = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSECORE)
-# Permutes that may be on their way at once. Where libtpu chooses, those of gradients hold up those of activations: of
-# llama3_8b on fsdp=32,tensor=2 4.5 GB are exposed, and 2.4 with 8. Without `tensor` there is little to gain, and more
-# of them keep more memory: 5.2 GiB at the peak on fsdp=64, not 4.8. By `python -m bench.overlap` as in
-# docs/planner.md, with gather=ahead, and `--run.compiler_options xla_max_concurrent_async_collective_permutes=` or 8.
-WITH_TENSOR = {"tpu": {"xla_max_concurrent_async_collective_permutes": "8"}}
 
 
 def of(mesh: Mesh, asked: str = "") -> dict[str, str]:
@@ -52,8 +47,8 @@ def of(mesh: Mesh, asked: str = "") -> dict[str, str]:
 
     Raises: UserError for a text that is not NAME=VALUE,..
     """
-    device, more = mesh.devices.flat[0], WITH_TENSOR if mesh.shape.get("tensor", 1) > 1 else {}
-    ours = OPTIONS.get(device.platform, {}) | BY_KIND.get(device.device_kind, {}) | more.get(device.platform, {})
+    device = mesh.devices.flat[0]
+    ours = OPTIONS.get(device.platform, {}) | BY_KIND.get(device.device_kind, {})
     if device.platform == "gpu" and mesh.devices.size == 1:
         ours = {}  # nothing to hide
     merged = ours | parse(asked)
@@ -81,7 +76,7 @@ def refused():
             raise
         said = str(error).splitlines()[0]
         name = (re.search(r"No such compile option: '(\w+)'", said) or ["", ""])[1]
-        if any(name in ours for ours in (*OPTIONS.values(), *WITH_TENSOR.values(), SPARSECORE)):
+        if any(name in ours for ours in (*OPTIONS.values(), SPARSECORE)):
             raise UserError(
                 f"this machine's compiler does not know {name}, which xla/options.py gives it: install a "
                 f"newer one (TPU: make extra-tpu), or say --run.compiler_options {name}="

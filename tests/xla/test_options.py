@@ -65,17 +65,6 @@ def test_a_compiler_that_does_not_know_ours_is_said_in_one_line():
         jax.jit(lambda x: x + x, compiler_options={OFFLOAD: True}).lower(1.0).compile()
 
 
-def test_more_permutes_at_once_where_activations_take_them():
-    """Catches permutes of activations that wait for those of gradients, and memory spent where there are none."""
-    without, with_one, with_two = (
-        options.of(mesh_of("tpu", fsdp=4, **more)) for more in ({}, {"tensor": 1}, {"tensor": 2})
-    )
-    assert (
-        without == with_one == {k: v for k, v in with_two.items() if k in without} and len(with_two) == len(without) + 1
-    )
-    assert with_two["xla_max_concurrent_async_collective_permutes"] == "8"
-
-
 @pytest.mark.parametrize("text, part", [("xla_a", "xla_a"), ("xla_a=1, =2", "=2")])
 def test_what_is_no_option_is_refused(text, part):
     """Catches a misspelt option that is passed over."""
