@@ -593,7 +593,7 @@ assert abs(off[by_words, 256] / off[by_words, 1] - 1) < 0.01
 # the next one is computed. What does add up over slices is the gradient of `x_nD`. It is small; the model adds
 # it up in float32.
 #
-# In `model.py`, `gather` joins a slice of the table, while the one before is used; on one device it does nothing. The last
+# In `model.py`, `gather` joins the next slice of the table; on one device it does nothing. The last
 # slice's logits are not made again: the backward pass begins with them. Words below 0 are padding:
 
 # %%

@@ -728,7 +728,7 @@ for batch in (32, 64, 256):
 # gathers a quarter of them.
 #
 # Is `tensor` worth it in the headline model, on one link? One after the other, beside products, and as its
-# compiled step would take if played against time, where a narrow product is far from the peak:
+# compiled step would take if played against time:
 
 # %%
 layouts = "stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=16,tensor=2", "fsdp=32"
@@ -740,9 +740,8 @@ for name in layouts:
     print(f" beside {one.step_s:.3f} s; expected {one.likely_s:.3f} s")
 
 # %% [markdown]
-# 43% of the third line, if nothing is hidden, and 1% beside products: by that roofline it is the fastest. But
-# half of a product of width 768 takes more than half of its time, and a permute hides only as long as the
-# product beside it lasts. So the last line is expected to be the fastest, and `moe1b` lies there.
+# Beside products the third line is the fastest. But half of a product of width 768 takes more than half of its
+# time, and a permute hides only as long as the product beside it. `moe1b` lies on the last line.
 #
 # **What is not shown here.** Simulated devices have no wires. No second above was measured: they are peak
 # FLOP/s, full link speed, and what a compiler's schedule says. A ring hides wires behind products, and so at
