@@ -41,6 +41,25 @@ def test_expected_seconds_are_those_of_the_played_step(key):
     assert of(name, topology, **settings).likely_s == pytest.approx(PLAYED[key], rel=0.1)
 
 
+WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size": 64, "data.seq_len": 2048}
+
+
+# GiB at the fullest, as compiled: the same commands print it.
+@pytest.mark.parametrize("name, topology, mesh, remat, more, peak", [
+    ("moe1b", "v4:2x4x4", "fsdp=32", "full", {}, 2.00),
+    ("moe1b", "v4:2x4x4", "fsdp=32", "dots", {}, 10.75),
+    ("moe1b", "v4:2x4x4", "data=2,fsdp=16", "dots", {}, 11.29),
+    ("dense_124m", "v4:2x2x4", "data=2,fsdp=4,tensor=2", "dots", SHORT, 2.38),
+    ("llama3_8b", "v4:4x4x4", "fsdp=64", "dots", WIDE, 14.02),
+    ("llama3_8b", "v5e:8x8", "fsdp=16,tensor=4", "full", WIDE, 4.12),
+    ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "full", WIDE, 15.89),
+])  # fmt: skip
+def test_planned_peaks_are_those_of_compiled_steps(name, topology, mesh, remat, more, peak):
+    """Catches what narrow models keep more than wide ones: their peak was a fifth too low."""
+    one = of(name, topology, mesh=mesh, **{"model.remat": remat} | more)
+    assert one.peak_bytes / 2**30 == pytest.approx(peak, rel=0.06)
+
+
 def test_a_search_puts_first_what_is_fastest_when_played():
     """Catches `tensor` cut into d_model 768 while fsdp alone is faster, as the roofline would have it."""
     fit, _, _ = planner.search(preset("moe1b"), hardware.Topology.parse("v4:4x4x2"), None)
@@ -86,6 +105,32 @@ def test_what_hides_differs_from_chip_to_chip():
     share = lambda one: one.expected["tensor"] / one.seconds(alone=True)["tensor"]
     assert share(llama("fsdp=16,tensor=4", "v5e:8x8")) == pytest.approx(1)
     assert share(llama("fsdp=16,tensor=4", "v4:4x4x4")) < 0.6
+
+
+@pytest.mark.parametrize("topology, weights, gradients", [
+    ("v4:2x4x4", 0, 1), ("v5e:4x8", 0, 1), ("v5p:2x4x4", 1, 0), ("v6e:4x8", 0, 0), ("tpu7x:2x2x4", 1, 1),
+])  # fmt: skip
+def test_exposed_bytes_are_those_of_the_chip(topology, weights, gradients):
+    """Catches v4's rule said of every TPU: v5p was planned to expose half of what it does."""
+    one = llama("fsdp=32", topology)
+    for part, share in (("weights", weights), ("gradients", gradients)):
+        [row] = [row for row in one.traffic if row.part == part and row.axes == ("fsdp",)]
+        assert row.exposed_bytes / row.wire_bytes == pytest.approx(share, abs=0.1), part  # tables' ends wait anywhere
+
+
+def test_rings_wait_on_v5e_but_not_in_a_pipeline():
+    """Catches a rule that forgets what a branch does to the compiler's order, or applies it to another chip."""
+    ring = lambda one: next(row for row in one.traffic if row.axes == (TENSOR,) and row.kind == "collective-permute")
+    share = lambda mesh, topology: (row := ring(llama(mesh, topology))).exposed_bytes / row.wire_bytes
+    assert share("fsdp=8,tensor=4", "v5e:4x8") == 1
+    assert share("stage=2,fsdp=4,tensor=4", "v5e:4x8") == share("fsdp=8,tensor=4", "v4:2x4x4") == 0
+
+
+def test_gathers_that_outlast_their_products_are_waited_for():
+    """Catches hidden bytes that cost nothing, however few tokens a device has: the wires are the same."""
+    waits = lambda batch: llama("context=2,fsdp=32", **{"data.batch_size": batch, "data.seq_len": 512}).expected
+    few, many = (sum(s for name, s in waits(batch).items() if "fsdp" in name) for batch in (32, 512))
+    assert few > 1.2 * many
 
 
 def test_where_nothing_was_played_nothing_is_expected():

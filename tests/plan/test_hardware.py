@@ -130,6 +130,16 @@ def test_the_page_names_every_chip():
         assert str(Topology.parse(topology).cloud) == topology
 
 
+def test_a_group_along_two_axes_has_the_links_of_both():
+    """Catches a group over fsdp*context as slow as its slower axis: 8 chips in a box of 4x2 send along both sides."""
+    mesh, topology = MeshConfig.parse("fsdp=2,context=4,tensor=4"), Topology.parse("v4:4x4x2")
+    speed = lambda *axes: hardware.link(mesh, topology, axes).bytes_per_s
+    assert speed("fsdp") == speed("context") == 4.5e10
+    assert speed("fsdp", "context") == 2 * 4.5e10
+    gpus = MeshConfig.parse("data=2,fsdp=4"), Topology.parse("h100:8")
+    assert hardware.link(*gpus, ("data", "fsdp")).bytes_per_s == 4.5e11
+
+
 def test_distance_goes_the_short_way_round():
     """Catches a way around through links that are not there, and one that is missed."""
     torus, line = Topology.parse("v5e:16x16").torus, Topology.parse("v5e:4x4").torus
