@@ -353,7 +353,7 @@ assert slots.kept == max(schedules.live(ahead))
 # what never changes, `carry` the three buffers, the loss and the gradients.
 
 # %%
-lesson.source(ticks.forward_slot, ticks.passed, ticks.tick, ticks.run_ticks)
+lesson.source(ticks.forward_slot, ticks.passed, ticks.run_ticks)
 
 # %% [markdown]
 # `ticks.forward` runs the layers under `jax.vjp` and keeps what the backward pass will read; `backward_slot`
