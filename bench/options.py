@@ -36,6 +36,7 @@ SETS = {
 }
 SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2")  # 16 devices each
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+MESH = MeshConfig(data=2, fsdp=8)
 LAYERS, ROWS, WIDTH = 6, 2048, 1024
 WARNING = "at your own risk"  # in what libtpu says of options that may give wrong results on a chip
 
@@ -51,9 +52,8 @@ HELP = """e.g. python -m bench.options --topology v5p:2x2x4 v6e:4x4
 Which option of the TPU compiler hides which collective, on which chip; no TPU needed, 2 minutes for all."""
 
 
-def layers(topology: str):
+def layers(mesh):
     """The gradient of a stack of layers on a slice, lowered."""
-    mesh = compiled.topology_mesh(MeshConfig(data=2, fsdp=8), topology)
     join = lambda w_dF: sharding.all_gather(w_dF, FSDP, dim=0)
 
     def loss(w_LdF, v_LdF, x_nD):
@@ -69,12 +69,12 @@ def layers(topology: str):
     gradient = jax.shard_map(jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=(weights, weights, rows),
                              out_specs=(weights, weights))  # fmt: skip
     matrix = array(weights, LAYERS, WIDTH, 4 * WIDTH)
-    return jax.jit(gradient).lower(matrix, matrix, array(rows, 16 * ROWS, WIDTH)), mesh
+    return jax.jit(gradient).lower(matrix, matrix, array(rows, MESH.devices * ROWS, WIDTH))
 
 
-def measure(topology: str):
+def measure(topology: str, mesh):
     """A row for each set of options: what share of each kind's bytes is hidden, and whether libtpu warns."""
-    lowered, mesh = layers(topology)
+    lowered = layers(mesh)
     for name, told in SETS.items():
         with compiled.heard() as heard:
             text = lowered.compile(compiler_options=told).as_text()
@@ -92,11 +92,12 @@ def line(row: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, prog="python -m bench.options", description=HELP, args=argv)
     for topology in args.topology:
-        hardware.Topology.parse(topology)  # all are refused before the first is compiled
+        hardware.require_devices(MESH, hardware.Topology.parse(topology))
+    meshes = {topology: compiled.topology_mesh(MESH, topology) for topology in args.topology}  # none is compiled yet
     if not args.json:
         print(f"| slice | options | {' | '.join(KINDS)} | libtpu warns |\n|{'---|' * (3 + len(KINDS))}")
-    for topology in args.topology:
-        for row in measure(topology):
+    for topology, mesh in meshes.items():
+        for row in measure(topology, mesh):
             print(json.dumps(row) if args.json else line(row), flush=True)
 
 

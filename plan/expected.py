@@ -8,7 +8,7 @@ rules say why; their numbers were read off replays of compiled steps, of four pr
 - A product takes PRODUCT of its FLOPs at the peak, and MOVED of the time in which its operands and results move: so a
   narrow one is far from the peak. Kernels, of attention and experts, take the longer of the two.
 - The rest of a layer reads and writes its stream, what it keeps, its experts' rows and its weights several times. v4
-  keeps a part of it in its CMEM; of others OTHERS is moved.
+  keeps a part of it in its CMEM; on other chips it is OTHERS times as much.
 - A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval.
 - What no products stand beside is waited for, as `hiding.py` says chip by chip; of weights' gathers also what takes
   longer than the products that use them, and of gradients that a SparseCore sends while products run, HELD_UP.
@@ -18,12 +18,13 @@ from plan import costs, hardware, hiding
 from plan.costs import Sizes
 from sharding import SLICED, TENSOR
 
-# Least squares over the replays, see above; by chip, and for one that was not played v5p's.
+# Read off the causes of played steps (`python -m bench.plan --json` has both), MOVED, STREAM, KEPT and ROWS by least
+# squares over v4's, the others by eye: PRODUCT and OTHERS of each chip, and for one that was not played v5p's.
 PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
 STREAM, KEPT, ROWS, STATE = 1.5, 2.7, 1.4, 5  # times that these bytes are moved
-ADDED = 12  # bytes moved for each entry of a sum
-HELD_UP = 0.25
+ADDED = 12  # bytes moved for each entry of a sum: read, written, and what is added
+HELD_UP = 0.25  # share of the seconds of gradients that are on their way behind products
 
 
 def seconds(one) -> dict[str, float] | None:

@@ -241,7 +241,8 @@ def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
 @functools.cache
 def link(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:
     """Say on which wires a group of devices along several mesh axes lies: they may have more links than along one."""
-    return layout(mesh, topology)[axes[0]] if len(axes) == 1 else _find(mesh, topology, axes)
+    one_wire = len(axes) == 1 or topology.chip.key == "cpu"
+    return layout(mesh, topology)[axes[0]] if one_wire else _find(mesh, topology, axes)
 
 
 def _find(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:

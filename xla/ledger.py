@@ -273,11 +273,6 @@ NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opti
 CALLERS = {"while", "conditional", "call"}  # what they run counts, not what they are handed
 
 
-def moved_bytes(computation: dict, one: Instruction) -> int:
-    """Operands and results of one instruction that lie in main memory."""
-    return moved_by_memory(computation, one).get(HBM, 0)
-
-
 def moved_by_memory(computation: dict, one: Instruction) -> dict[str, int]:
     """Operands and results of one instruction. Of one in two parts the start reads, and the end writes."""
     if one.opcode in NAMES | CALLERS:

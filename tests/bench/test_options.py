@@ -1,0 +1,17 @@
+"""Claims about which option hides what: the numbers are a table of docs/meshes.md, which `make test-tpu` runs."""
+
+import pytest
+
+from bench import options
+
+
+@pytest.mark.parametrize("slices, said", [
+    ("v5p:2x2x4 v4:4x4x4", "mesh data=2,fsdp=8 has 16 devices, and v4:4x4x4 has 64 chips"),
+    ("h100:16", "topology 'h100:16': only TPU slices are compiled for"),
+])  # fmt: skip
+def test_a_slice_that_does_not_do_is_refused_before_any_is_compiled(slices, said, monkeypatch, capsys):
+    """Catches a minute of compiling, and half a table, before a word about the last slice."""
+    monkeypatch.setattr(options, "measure", lambda *args: pytest.fail("compiled"))
+    assert options.main(["--topology", *slices.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {said}")
