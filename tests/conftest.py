@@ -1,6 +1,7 @@
 """What every test stands on: 8 simulated CPU devices, runs on one of them whose programs are kept, no network."""
 
 import os
+import signal
 import socket
 
 import hypothesis
@@ -8,6 +9,8 @@ import hypothesis
 import utils
 from tests import quick
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; processes that tests start would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 utils.simulate_devices(8)
 quick.compile_quickly()
 # Settings that processes started by a test inherit; what is kept between runs is kept outside the checkout.
