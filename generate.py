@@ -34,6 +34,8 @@ import sharding
 import utils
 from config import Config, Count, MeshConfig, MeshFlag, ModelConfig, NotNegative, Size, check
 from data import tokenizers
+from kernels.scores import attend
+from overlap.weights import gathered
 from pipeline.step import nothing
 from sharding import (
     AXES,
@@ -140,7 +142,7 @@ def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, p
     q_bshK, k_bsgK, v_bsgK = model.queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
     cache = GroupedCache(write(cache.key_bSgK, k_bsgK, positions_bs), write(cache.value_bSgK, v_bsgK, positions_bs))
     mask_bsS = slots_seen(positions_bs, cache.key_bSgK.shape[1])
-    o_bshK = model.attend(q_bshK, cache.key_bSgK, cache.value_bSgK, mask_bsS)
+    o_bshK = attend(q_bshK, cache.key_bSgK, cache.value_bSgK, mask_bsS)
     return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD), cache
 
 
@@ -149,7 +151,7 @@ def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, p
 
 def cached_layer(w: model.Layer, c: ModelConfig, x_btD, positions_bs, cache, number):
     """One layer, as `model.layer`, attending to the cache. Returns [b, t, D] and the cache with the new tokens."""
-    w = model.gathered(w, c)
+    w = gathered(w, c)
     h_btD = model.rms_norm(x_btD, w.norm_attention_D, c.norm_eps)
     h_bsD = all_gather(h_btD, TENSOR, dim=1, to="invarying")  # so that the cached latents are known to be the same
     attention = cached_latent_attention if c.attention == "mla" else cached_grouped_attention
@@ -198,7 +200,7 @@ def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, last_b, 
     stage, stages = axis_index(STAGE), axis_size(STAGE)
     when = lambda mine, run, *args: jax.lax.cond(mine, run, lambda *same: same, *args)
 
-    x_btD = vary(model.embed(*model.gathered(w, c, "embedding_VD"), tokens_bs), AXES)
+    x_btD = vary(model.embed(*gathered(w, c, "embedding_VD"), tokens_bs), AXES)
     if w.prefix is not None:
         numbers = jnp.arange(c.dense_prefix)
         prefix = lambda x_btD, cache: cached_layers(w.prefix, c, x_btD, positions_bs, cache, numbers)

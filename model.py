@@ -16,8 +16,9 @@ A tensor's name ends with its shape, one letter a dim. Capital: the whole dim. L
 
 Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it gathers the
 positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or vocabulary instead.
-Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t pays for it. Both may go in
-parts (`arriving`, `leaving`), so that products of one run while the next is on its way: p is the positions of a part.
+Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t pays for it. Three verbs
+say so: `gather_apply`, `apply_scatter`, `gather_apply_scatter`. A function that they are given may be called once,
+or once for each neighbour's positions: p is the positions of such a part. When bytes travel, `overlap/` says.
 
 Numbers: parameters and their products are in `precision.compute`; softmax, norms, router and loss in float32.
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXiv:2101.03961, GShard arXiv:2006.16668.
@@ -34,9 +35,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from kernels.attention import HIDDEN
 from kernels.grouped import grouped_matmul
-from overlap import arriving, as_they_come, in_parts, in_place, leaving, over_context
+from overlap.context import over_context
+from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
+from overlap.remat import BETWEEN, remat
+from overlap.weights import at_use, cast, slice_by_slice, tokens_go_to_table
 from sharding import (
     BATCH,
     CONTEXT,
@@ -52,7 +55,6 @@ from sharding import (
     axis_size,
     declare as declare_block,
     in_order,
-    map_sliced,
     own_chunks,
     own_slice,
     param,
@@ -63,34 +65,6 @@ from sharding import (
 from utils import UserError
 
 float32 = jnp.float32
-
-
-def gathered(w, c: ModelConfig, *names):
-    """Weights with their slices joined, in the compute dtype; norms and biases, which are whole, stay as they are.
-
-    names  only these parameters, as a tuple; none: the whole class, and the classes in it
-    Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes.
-    """
-
-    def join(x, dim, axes, exact):
-        return all_gather(x if exact else x.astype(c.precision.compute), axes, dim=dim)
-
-    return map_sliced(join, w, *names)
-
-
-def cast(w, c: ModelConfig, *names):
-    """Matrices in the compute dtype, sliced as they are."""
-    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
-
-
-def held(w, c: ModelConfig):
-    """Weights as a step holds them, in the compute dtype; gathered now, every one of this stage, if `gather=step`."""
-    return (gathered if c.gather == "step" else cast)(w, c)
-
-
-def used(w, c: ModelConfig, *names):
-    """Weights as a layer uses them: gathered now, unless `held` has gathered them."""
-    return (cast if c.gather == "step" else gathered)(w, c, *names)
 
 
 # Norm and rotary ------------------------------------------------------------------------------------------------------
@@ -120,25 +94,6 @@ def rotate(x_bSHR, angles_bSr):
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
-
-
-def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
-    """Who may look at whom: earlier positions, and itself, of the same document. Shape: [b, s, S]."""
-    causal = positions_bs[:, :, None] >= positions_bS[:, None, :]
-    return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
-
-
-def attend(q_bshK, k_bSgK, v_bSgU, mask_bsS):
-    """Mix values by the softmax of scaled scores, all made at once; zeros for a query that may look at nothing.
-
-    `partial_attention` is the same without a matrix of scores, for many queries. Each of g key and value heads serves
-    h / g neighbours. Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
-    """
-    (b, s, h, K), g = q_bshK.shape, k_bSgK.shape[2]
-    q_bsgrK, mask_b11sS = (q_bshK * K**-0.5).reshape(b, s, g, h // g, K), mask_bsS[:, None, None]
-    scores_bgrsS = jnp.einsum("bsgrK,bSgK->bgrsS", q_bsgrK, k_bSgK).astype(float32)
-    weight_bgrsS = jnp.where(mask_b11sS, jax.nn.softmax(jnp.where(mask_b11sS, scores_bgrsS, HIDDEN)), 0)
-    return jnp.einsum("bgrsS,bSgU->bsgrU", weight_bgrsS.astype(v_bSgU.dtype), v_bSgU).reshape(b, s, h, -1)
 
 
 @struct.dataclass
@@ -189,17 +144,20 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, se
 
     Sends over TENSOR: latents side by side, Q + C + R numbers a position, or the stream; see `sends_latents`.
     """
-    make = lambda x, positions: (query_latent(w, c, x), *latents(w, c, x, positions, rotary_on))
-    places = in_parts(c, positions_bs)
+
+    def made(x_bpD, positions_bp):
+        return query_latent(w, c, x_bpD), *latents(w, c, x_bpD, positions_bp, rotary_on)
+
+    def asked(query_bpQ, latent_bpC, key_bpR, positions_bp):
+        q_bphX = jnp.concatenate(latent_queries(w, c, query_bpQ, positions_bp, rotary_on), -1)
+        return q_bphX, latent_bpC, key_bpR
+
     if sends_latents(c):
-        made_btX = jnp.concatenate(make(x_btD, own_slice(positions_bs, TENSOR, dim=1)), -1)
-        ends = c.d_query_latent, c.d_query_latent + c.d_kv_latent
-        made = [jnp.split(x, ends, axis=-1) for (x,) in arriving(c, made_btX)]
+        ours = made(x_btD, own_slice(positions_bs, TENSOR, dim=1))
+        q_bshX, *latent_and_key = gather_apply(c, asked, *ours, beside=(positions_bs,))
     else:
-        made = [make(x, at) for (x,), at in zip(arriving(c, x_btD), places, strict=True)]
-    parts = zip(made, places, strict=True)
-    q_bshX = [jnp.concatenate(latent_queries(w, c, query, at, rotary_on), -1) for (query, _, _), at in parts]
-    latent_and_key = [in_place(c, [one[i] for one in made]) for i in (1, 2)]
+        both = lambda x_bpD, positions_bp: asked(*made(x_bpD, positions_bp), positions_bp)
+        q_bshX, *latent_and_key = gather_apply(c, both, x_btD, beside=(positions_bs,))
 
     def keys_values(latent_bSC, k_bSR):
         k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
@@ -207,8 +165,8 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, se
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
     # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
-    o_bshU = over_context(c, in_place(c, q_bshX), latent_and_key, keys_values, segments_bs)
-    return leaving(c, [jnp.einsum("bshU,hUD->bsD", o, w.w_out_HUD) for o in in_parts(c, o_bshU)])
+    o_bshU = over_context(c, q_bshX, latent_and_key, keys_values, segments_bs)
+    return apply_scatter(c, lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD), o_bshU)
 
 
 @struct.dataclass
@@ -232,11 +190,10 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
 
 def grouped_attention(w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on):
     """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D]."""
-    arrived = zip(arriving(c, x_btD), in_parts(c, positions_bs), strict=True)
-    made = [queries_keys_values(w, c, x, positions, rotary_on) for (x,), positions in arrived]
-    q_bshK, *parts = (in_place(c, one) for one in zip(*made, strict=True))
-    o_bshK = over_context(c, q_bshK, parts, lambda *keys_and_values: keys_and_values, segments_bs)
-    return leaving(c, [jnp.einsum("bshK,hKD->bsD", o, w.w_out_HKD) for o in in_parts(c, o_bshK)])
+    made = lambda x_bpD, positions_bp: queries_keys_values(w, c, x_bpD, positions_bp, rotary_on)
+    q_bshK, *keys_and_values = gather_apply(c, made, x_btD, beside=(positions_bs,))
+    o_bshK = over_context(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
+    return apply_scatter(c, lambda o_bphK: jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD), o_bshK)
 
 
 # Feed-forward ---------------------------------------------------------------------------------------------------------
@@ -423,8 +380,7 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     Shapes: [b, t, D] -> [b, t, D] and the router's statistics.
     """
     gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
-    arrived = [x for (x,) in arriving(c, x_btD)]
-    x_bsD = in_place(c, arrived)
+    x_bsD = gather_apply(c, lambda x_bpD: x_bpD, x_btD)
     gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk))
     kept_btk = jnp.ones_like(gates_btk)
     if c.capacity_factor:
@@ -435,10 +391,12 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
         partial_bsD = with_capacity(w, c, x_bsD, gates_bsk, experts_bsk, all_gather(rank_btk, TENSOR, dim=1), slots)
     else:
         partial_bsD = dropless(w, c, x_bsD, gates_bsk, experts_bsk)
-    partials = in_parts(c, partial_bsD)
-    if w.shared is not None:
-        partials = [partial + feed_forward(w.shared, c, x) for partial, x in zip(partials, arrived, strict=True)]
-    return leaving(c, partials), router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
+
+    def with_shared(partial_bpD, x_bpD):
+        return partial_bpD if w.shared is None else partial_bpD + feed_forward(w.shared, c, x_bpD)
+
+    update_btD = apply_scatter(c, with_shared, partial_bsD, x_bsD)
+    return update_btD, router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -528,50 +486,37 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     h_btD = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps)
     if isinstance(w.feed_forward, MoE):
         return moe(w.feed_forward, c, h_btD, real_bt)
-    hidden_bpf = as_they_come(lambda h: hidden(w.feed_forward, h), [h for (h,) in arriving(c, h_btD)])
-    return leaving(c, [h @ w.feed_forward.w_down_FD for h in hidden_bpf]), {}
+    into = lambda h_bpD: hidden(w.feed_forward, h_bpD)
+    return gather_apply_scatter(c, into, lambda up_bpf: up_bpf @ w.feed_forward.w_down_FD, h_btD), {}
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
-    """Add attention, then feed-forward, to the residual stream. Returns [b, t, D] and router statistics, if any."""
-    w = used(w, c)
+    """Add attention, then feed-forward, to the residual stream. Returns [b, t, D] and router statistics, if any.
+
+    w  whole matrices of one layer
+    """
     key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
-    x_btD = checkpoint_name(x_btD, "between branches")
+    x_btD = checkpoint_name(x_btD, BETWEEN)
     update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
     return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
 
 
-def regather(primitive, *_, axis_name=(), **__):
-    """Keep every value for the backward pass but gathered weights."""
-    return not (primitive.name == "all_gather" and FSDP in axis_name)
-
-
-between_branches = jax.checkpoint_policies.save_only_these_names("between branches")
-REMAT = {
-    "none": functools.partial(jax.checkpoint, policy=regather),
-    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "branches": functools.partial(jax.checkpoint, policy=between_branches),
-    "full": jax.checkpoint,
-}
-
-
-def layers(w_stack: Layer, c: ModelConfig, x_btD, tokens: Tokens, numbers, key):
-    """Apply stacked layers in order: one traced layer, scanned."""
-    one = REMAT[c.remat](lambda w, x, number: layer(w, c, x, tokens, number, key))
-    return jax.lax.scan(lambda x, w_and_number: one(w_and_number[0], x, w_and_number[1]), x_btD, (w_stack, numbers))
-
-
 def block(w: Block, c: ModelConfig, x_btD, tokens: Tokens, first_number, key):
-    """Apply one repeating block, whose first layer has the given number."""
+    """Apply one repeating block, whose first layer has the given number, each with its weights joined for it."""
+    one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
     statistics = {}
     if w.dense is not None:
-        n_dense = len(w.dense.norm_attention_D)
-        x_btD, _ = layers(w.dense, c, x_btD, tokens, first_number + jnp.arange(n_dense), key)
+        x_btD, _ = in_turn(one, w.dense, x_btD, first_number)
     if w.moe is not None:
-        one = REMAT[c.remat](lambda w, x, number: layer(w, c, x, tokens, number, key))
         x_btD, statistics = one(w.moe, x_btD, first_number + c.layers_per_block - 1)
     return x_btD, statistics
+
+
+def in_turn(one, w_stack: Layer, x_btD, first_number):
+    """Apply stacked layers in order: one traced layer, scanned."""
+    numbers = first_number + jnp.arange(len(w_stack.norm_attention_D))
+    return jax.lax.scan(lambda x, w_and_number: one(w_and_number[0], x, w_and_number[1]), x_btD, (w_stack, numbers))
 
 
 def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
@@ -612,8 +557,11 @@ def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
     return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
 
 
-def unembedding(w: Transformer, c: ModelConfig, form=used):
-    """The table that makes logits of activations, [D, v]; tied, it is the embedding's. form: `used` or `cast`."""
+def unembedding(w: Transformer, c: ModelConfig, form=at_use):
+    """The table that makes logits of activations, [D, v]; tied, it is the embedding's.
+
+    form  `at_use`; or `cast`: its slices, as a step holds them
+    """
     if w.unembedding_DV is None:
         return form(w, c, "embedding_VD")[0].T
     return form(w, c, "unembedding_DV")[0]
@@ -637,47 +585,16 @@ def logit_sums(w_Du, x_nD, targets_n, words_u):
     return log_sum_n, over(words_1u == targets_n[:, None]), over(words_1u >= 0)
 
 
-def vocabulary_slices(c: ModelConfig, n: int, v: int) -> tuple[int, int]:
-    """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
-
-    As few as that takes, or up to twice as many, if a number of them divides v; else the last one is shorter.
-    """
-    least = -(-n // c.loss_chunk)
-    words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
-    return -(-v // words), words
-
-
-def slice_by_slice(c: ModelConfig, w_Dv, x_nD, targets_n):
-    """`logit_sums` of this device's words, in slices. Shapes: [D/n, v], [n, D], [n] -> three of [slices, n].
-
-    As many logits exist at once as `loss_chunk` tokens have; the backward pass makes them again, but for the last
-    slice's. The next slice of the table is gathered while this one is used; a gradient goes back likewise.
-    Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
-    """
-    v = w_Dv.shape[-1]
-    slices, u = vocabulary_slices(c, len(x_nD), v)
-    w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
-    number_ku = jnp.arange(slices * u).reshape(slices, u)
-    words_ku = jnp.where(number_ku < v, axis_index(TENSOR) * v + number_ku, -1)
-    gather = lambda w_Du: w_Du if c.gather == "step" else all_gather(w_Du, SLICED, dim=0)
-    x_nD = x_nD.astype(float32)  # in which its gradients of the slices add up
-
-    def step(w_Du, ahead_and_words):
-        ahead_Du, words_u = ahead_and_words
-        return gather(ahead_Du), jax.checkpoint(logit_sums)(w_Du, x_nD, targets_n, words_u)
-
-    last_Du, sums_kn = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], words_ku[:-1]))
-    last_n = logit_sums(last_Du, x_nD, targets_n, words_ku[-1])
-    return jax.tree.map(lambda x_kn, x_n: jnp.concatenate((x_kn, x_n[None])), sums_kn, last_n)
-
-
 def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
     """Sums over some tokens, each times its weight: -log softmax(logits)[target], in nats, and auxiliary terms by name.
 
     The logits are split over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5);
     label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, section 7).
     """
-    log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, w_Dv, x_nD, targets_n)
+    x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # in which its gradients by the slices add up
+    sums_of = lambda w_Du, words_u: logit_sums(w_Du, x_nD, targets_n, words_u)
+    words_v = axis_index(TENSOR) * v + jnp.arange(v)
+    log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, sums_of, w_Dv, words_v, len(x_nD))
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(log_sums_kn, axis=0)), TENSOR)
     above_n = jnp.log(psum(jnp.sum(jnp.exp(log_sums_kn - top_n[None]), axis=0), TENSOR))
     log_sum_n, target_n = top_n + above_n, psum(jnp.sum(targets_kn, axis=0), TENSOR)
@@ -709,10 +626,10 @@ def tokens_of(batch) -> Tokens:
 def enter(w: Transformer, c: ModelConfig, batch, key):
     """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]."""
     tokens_bs = batch["tokens_BT"]
-    if c.gather == "layer" and tokens_bs.size < len(w.embedding_VD):  # then they are less to send than the table
+    if tokens_go_to_table(c, tokens_bs.size, len(w.embedding_VD)):
         x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
     else:
-        x_btD = embed(*used(w, c, "embedding_VD"), tokens_bs)
+        x_btD = embed(*at_use(w, c, "embedding_VD"), tokens_bs)
     return dropout(c, x_btD, tokens_of(batch), keys(key)[0])
 
 
@@ -720,7 +637,7 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
     """Apply the layers of this stage, or a chunk of them; see `blocks`."""
     tokens, key = tokens_of(batch), keys(key)[1]
     if w.prefix is not None:
-        prefix = lambda x_btD: layers(w.prefix, c, x_btD, tokens, jnp.arange(c.dense_prefix), key)[0]
+        prefix = lambda x_btD: block(Block(dense=w.prefix), c, x_btD, tokens, 0, key)[0]
         is_first = (axis_index(STAGE) == 0) & (chunk == 0)
         x_btD = jax.lax.cond(is_first, prefix, lambda x_btD: x_btD, x_btD)
     return blocks(w.blocks, c, x_btD, tokens, key, chunk)
@@ -744,6 +661,17 @@ class Sums:
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
     """Cross-entropy and auxiliary terms of the N tokens of which this device and its TENSOR neighbours hold n each."""
     return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N)
+
+
+def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
+    """The model in one piece, where nothing is cut into microbatches or stages: this device's tokens to their sums."""
+    x_btD = enter(w, c, batch, key)
+    x_btD, router = stage(w, c, x_btD, batch, key)
+    x_bsD = leave(w, c, x_btD, dim=1)
+    flat = lambda x_bsX: x_bsX.reshape(-1, *x_bsX.shape[2:])
+    of_tokens = map(flat, (x_bsD, batch["targets_BT"], batch["weights_BT"]))
+    losses = loss_sums(c, unembedding(w, c, cast), *of_tokens)
+    return Sums(losses[0], jnp.sum(batch["weights_BT"]), losses[1], router)
 
 
 def loss(c: ModelConfig, sums: Sums):

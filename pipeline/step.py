@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import model
 import sharding
 from config import AXES, Config, ModelConfig
+from overlap.weights import ready_for_autodiff
 from pipeline import fit, schedules
 from pipeline.ticks import IDLE, last_stages, nothing, scheduled, spread_loss
 from sharding import (
@@ -81,24 +82,11 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
 def sums(w: model.Transformer, cfg: Config, batch, key):
     """All the loss is made of, as sums over this device's tokens."""
     split = fit.split_batch(cfg)
+    if cfg.mesh.stage == split.microbatches * split.accumulation == 1:
+        return model.forward(w, cfg.model, batch, key)
     x_btD, statistics = run_stages(w, cfg.model, batch, key, split.microbatches * split.accumulation)
     cross_entropy, auxiliary = spread_loss(w, cfg.model, x_btD, batch["targets_BT"], batch["weights_BT"])
     return model.Sums(cross_entropy, jnp.sum(batch["weights_BT"]), auxiliary, statistics)
-
-
-def ready(params, c: ModelConfig):
-    """Parameters as autodiff wants them: able to differ on every device, and gathered if they are gathered once a step.
-
-    Said here, outside of all loops, so that what goes backward here happens once a step: the sum over the axes along
-    which a parameter is the same, and, gathered once a step, the reduce-scatter. In the parameters' dtype, so that the
-    gradients of microbatches add up in it. The barrier keeps them there: XLA would rather sum first, and convert then.
-    """
-    params = jax.lax.optimization_barrier(vary(params, AXES))
-    return (
-        params
-        if c.gather != "step"
-        else jax.tree.map(lambda w, p: w.astype(p.dtype), model.gathered(params, c), params)
-    )
 
 
 # Compiled functions ---------------------------------------------------------------------------------------------------
@@ -162,7 +150,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     specs = (P(), model.metric_specs(cfg.model))
 
     def in_one_piece(params, batch, step):
-        return model.loss(cfg.model, sums(ready(params, cfg.model), cfg, batch, key(step)))
+        return model.loss(cfg.model, sums(ready_for_autodiff(params, cfg.model), cfg, batch, key(step)))
 
     def in_microbatches(params, batch, step):
         return scheduled(params, cfg, batch, key(step), sched)
@@ -183,7 +171,7 @@ def evaluate(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout; batches add up."""
 
     def local_sums(params, batch, step):
-        w = ready(params, cfg.model)
+        w = ready_for_autodiff(params, cfg.model)
         totals = sums(w, cfg, batch, None)
         return psum(totals.cross_entropy, (*BATCH, CONTEXT, STAGE)), psum(totals.weight, (*BATCH, CONTEXT))
 
@@ -197,7 +185,7 @@ def logits(cfg: Config, mesh: Mesh):
     """
 
     def local_logits(params, batch, step):
-        w = ready(params, cfg.model)
+        w = ready_for_autodiff(params, cfg.model)
         x_btD, _ = run_stages(w, cfg.model, batch, None, 1)
         x_bsD = model.leave(w, cfg.model, x_btD, dim=1)
         return psum(last_stages((x_bsD @ model.unembedding(w, cfg.model)).astype(jnp.float32)), STAGE)

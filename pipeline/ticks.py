@@ -12,6 +12,7 @@ from flax import struct
 
 import model
 from config import AXES, Config, ModelConfig
+from overlap.weights import held_by_step
 from pipeline import schedules
 from sharding import STAGE, TENSOR, axis_index, axis_size, own_slice, reduce_scatter, shift, vary
 
@@ -382,7 +383,7 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
     gradient = jax.grad(lambda sums: model.loss(c, sums)[0])
 
     def hold(params, c):
-        w = model.held(vary(params, AXES), c)
+        w = held_by_step(vary(params, AXES), c)
         return w.replace(blocks=chunked(w.blocks))
 
     def d_router(sums):

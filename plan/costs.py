@@ -14,10 +14,11 @@ import math
 from dataclasses import dataclass, replace
 
 import model
-import overlap
 import sharding
 from config import AXES, Config, ModelConfig
 from kernels import attention as attending, grouped
+from overlap.context import chunk_starts
+from overlap.weights import tokens_go_to_table, vocabulary_slices
 from pipeline import fit, schedules
 from plan import hiding
 from plan.hiding import WHOLE
@@ -137,7 +138,7 @@ def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int
         return Product("attention", *ahead, BATCHED, back)
 
     if not ring:
-        one = met(z.s, z.T, overlap.chunk_starts(z.s, n))
+        one = met(z.s, z.T, chunk_starts(z.s, n))
         if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
             # Of one block, scores made again are those of the backward pass.
             one = replace(one, back=(one.back[0] - 2 * h * score * z.s * z.T * z.b, one.back[1]))
@@ -150,7 +151,7 @@ def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int
 
 
 def arriving(c: ModelConfig, z: Sizes, size: float, **more) -> Exchange:
-    """What TENSOR neighbours hold, joined; see `overlap.arriving`."""
+    """What TENSOR neighbours hold, joined; see `overlap.positions`."""
     return over_tensor(c, z, "all-gather", size, **more)
 
 
@@ -249,8 +250,7 @@ def moe(c: ModelConfig, z: Sizes):
 
 
 def tokens_go(c: ModelConfig, z: Sizes) -> bool:
-    """Whether tokens go to the embedding's slices, and not the slices to them; see `model.enter`."""
-    return c.gather == "layer" and z.b * z.s < c.vocab_size // z.mesh[TENSOR]
+    return tokens_go_to_table(c, z.b * z.s, c.vocab_size // z.mesh[TENSOR])
 
 
 def enter(c: ModelConfig, z: Sizes):
@@ -269,7 +269,7 @@ def logits_tokens(z: Sizes) -> int:
 def logits(c: ModelConfig, z: Sizes):
     """Logits and loss, a share of the tokens on each stage."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
-    slices, words = model.vocabulary_slices(c, tokens, c.vocab_size // n)
+    slices, words = vocabulary_slices(c, tokens, c.vocab_size // n)
     one = product("logits", z, tokens, c.d_model, words)
     yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes, again=ALWAYS)
     yield replace(one, again=())  # the last slice's, the backward pass finds made
@@ -487,7 +487,7 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
         yield Use(run.forward, 0, M, w.d.dims, w.joined, 1)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
         v = c.vocab_size // z.mesh[TENSOR]
-        slices, words = model.vocabulary_slices(c, logits_tokens(z), v)
+        slices, words = vocabulary_slices(c, logits_tokens(z), v)
         yield Use(M, 0, M, "DV", w.joined / v * words, slices - 1, "vocabulary")
         yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first one, and the last gradient: nothing is beside
 

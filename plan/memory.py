@@ -3,6 +3,7 @@
 import model
 from config import Config, ModelConfig
 from kernels import grouped
+from overlap.weights import vocabulary_slices
 from pipeline import fit, schedules
 from plan import hiding
 from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weights
@@ -83,7 +84,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     each = (4 if on_tpu else 8) if not one_piece else None
     gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
     tokens = logits_tokens(z)
-    logits = tokens * model.vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
+    logits = tokens * vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     return {
         "parameters": state,
         "optimizer": 2 * state,

@@ -15,6 +15,8 @@ import pipeline
 import sharding
 import sockets
 from config import Precision, preset
+from overlap import weights as overlap_weights
+from overlap.remat import REMAT
 from pipeline import fit
 from tests import helpers
 from utils import UserError
@@ -141,7 +143,7 @@ def test_the_loss_by_slices_equals_the_plain_one(words):
     weights_BT = (rng.uniform(0.5, 2, (3, 7)) * (rng.random((3, 7)) < 0.7)).astype(np.float32)
     assert 0 < np.sum(weights_BT == 0) < 21
     sized = [dataclasses.replace(c, loss_chunk=chunk) for chunk in chunks]
-    assert [model.vocabulary_slices(one, 21, words) for one in sized] == slices[words]
+    assert [overlap_weights.vocabulary_slices(one, 21, words) for one in sized] == slices[words]
 
     def local(w_DV, x_btD, targets_bt, weights_bt):
         def plain(w_DV, x_btD):
@@ -174,7 +176,7 @@ def largest_logits(shapes):
 
 def test_the_full_logits_never_exist():
     """Catches logits of all words made in the forward pass, kept for the backward pass, or stacked over slices."""
-    assert model.vocabulary_slices(config("mla").model, B * T, V) == (8, SLICE)
+    assert overlap_weights.vocabulary_slices(config("mla").model, B * T, V) == (8, SLICE)
     shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
     assert largest_logits(shapes_of(trace("mla"))) == B * T * SLICE
     assert largest_logits(shapes_of(trace("mla", **{"model.loss_chunk": B * T}))) == B * T * V  # it would be seen
@@ -204,9 +206,7 @@ def test_recomputing_changes_nothing(remat):
 
 def test_remat_recomputes_what_it_says():
     """Catches a remat setting that is read nowhere: matrix products are what is recomputed."""
-    products = {
-        r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"model.remat": r})) for r in model.REMAT
-    }
+    products = {r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"model.remat": r})) for r in REMAT}
     assert products["none"] < products["dots"] < products["branches"] < products["full"], products
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 import model
 from config import preset
 from kernels import grouped
+from overlap.weights import gathered
 from tests import helpers
 from utils import UserError
 
@@ -40,7 +41,7 @@ def moe(c, x_BTD, real_BT=None, w=None, mesh="data=1"):
     declarations = helpers.moe_declarations(c)
 
     def local(w, x_btD, real_bt):
-        out_btD, statistics = model.moe(model.gathered(w, c), c, x_btD, real_bt)
+        out_btD, statistics = model.moe(gathered(w, c), c, x_btD, real_bt)
         return out_btD, jax.tree.map(lambda x: x[None], statistics)
 
     real_BT = np.ones(x_BTD.shape[:2], np.float32) if real_BT is None else real_BT
@@ -203,7 +204,7 @@ def test_no_gradient_asks_for_what_experts_return(factor, arrays):
 
     def local(w, x_btD):
         out = lambda w, x_btD: model.moe(w, c, x_btD, jnp.ones(x_btD.shape[:2]))[0]
-        _, pull = jax.vjp(out, model.gathered(w, c), x_btD)
+        _, pull = jax.vjp(out, gathered(w, c), x_btD)
         kept.extend({id(x): x for x in jax.tree.leaves(pull)}.values())
         return x_btD
 

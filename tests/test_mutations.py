@@ -10,10 +10,10 @@ import optax
 import pytest
 
 import model
-import overlap
 import pipeline
 import sharding
 from config import preset
+from overlap import context, positions
 from pipeline import step, ticks
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, TOKENS
 from tests import helpers, parity
@@ -88,27 +88,27 @@ def positions_that_begin_anew_on_each_device(patch):
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
 def keys_in_the_order_of_devices(patch):
-    patch(overlap, "in_order", lambda x, *, dim: x)
+    patch(context, "in_order", lambda x, *, dim: x)
 
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"model.context_attention": "ring"})
 def a_ring_that_forgets_to_rescale(patch):
-    true = overlap.merged
-    patch(overlap, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))
+    true = context.merged
+    patch(context, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))
 
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="tensor=2")
 def heads_that_are_split_wrongly(patch):
-    true = model.used
+    true = model.at_use
 
-    def used(w, c, *names):
+    def at_use(w, c, *names):
         w = true(w, c, *names)
         if isinstance(w, model.Layer):
             attention = w.attention.__class__(**vars(w.attention) | {"w_out_HUD": w.attention.w_out_HUD[::-1]})
             return model.Layer(**vars(w) | {"attention": attention})
         return w
 
-    patch(model, "used", used)
+    patch(model, "at_use", at_use)
 
 
 @mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="stage=2")
@@ -140,19 +140,19 @@ def shared_experts_that_are_thrown_away(patch):
 
 @mutation(r"^gradient of blocks\.", mesh="tensor=2")
 def a_partial_sum_that_is_never_added(patch):
-    patch(overlap, "reduce_scatter", sharding.own_slice)
+    patch(positions, "reduce_scatter", sharding.own_slice)
 
 
 @mutation(r"^gradient of blocks\.", mesh="tensor=2", **RING)
 def neighbours_in_the_other_order(patch):
-    true = overlap.around
-    patch(overlap, "around", lambda x, axis: true(x, axis)[::-1])
+    true = positions.around
+    patch(positions, "around", lambda x, axis: true(x, axis)[::-1])
 
 
 @mutation(r"^gradient of blocks\.", mesh="tensor=2", **RING)
 def a_sum_that_misses_a_device(patch):
-    true = overlap.back
-    patch(overlap, "back", lambda partials, axis: true([0 * partials[0], *partials[1:]], axis))
+    true = positions.back
+    patch(positions, "back", lambda partials, axis: true([0 * partials[0], *partials[1:]], axis))
 
 
 @mutation(r"^(drop_fraction|tokens_per_expert)", mesh="context=2", **{"model.capacity_factor": 1.0})

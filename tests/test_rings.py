@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import overlap
 import sharding
+from overlap import positions
 from sharding import AXES, TENSOR
 from xla import ledger, ordered
 
@@ -164,7 +164,7 @@ def test_our_own_is_made_while_the_others_are_on_their_way():
     that ours is made before those that are to be sent."""
     order, rows = [1, 2, 4, 3], (1, 2, 3, 4)  # part k has k + 1 rows, and part 3 is as near as part 1
     w_XY, parts, gradients = np.ones((X, Y)), [np.ones((n, X)) for n in rows], [np.ones((n, Y)) for n in rows]
-    run = lambda parts: overlap.as_they_come(lambda part: part @ w_XY, parts)
+    run = lambda parts: positions.nearest_first(lambda part: part @ w_XY, parts)
     back = lambda parts, d: jax.vjp(run, parts)[1](d)[0]
     for way, traced in ((order, jax.make_jaxpr(run)(parts)), (order[::-1], jax.make_jaxpr(back)(parts, gradients))):
         # Of one number of rows the last product counts: that of the way back.

@@ -17,6 +17,7 @@ import pipeline
 import sharding
 import sockets
 from config import OptimConfig, preset
+from overlap.weights import at_use
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
 from sockets import on_mesh
 from tests import helpers
@@ -67,7 +68,7 @@ def test_one_function_on_a_mesh_takes_ten_lines():
 
 def branch(w, x_btD):
     x_bsD = all_gather(x_btD, TENSOR, dim=1)
-    return reduce_scatter(model.feed_forward(model.used(w, C), C, x_bsD), TENSOR, dim=1)
+    return reduce_scatter(model.feed_forward(at_use(w, C), C, x_bsD), TENSOR, dim=1)
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4", "context=2,tensor=2", "expert=2,context=4"])
@@ -88,7 +89,7 @@ def test_positions_are_cut_as_the_model_cuts_them(kind):
     x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)
 
     def attend(w, x_btD, positions_bs, segments_bs):
-        return model.latent_attention(model.used(w, c), c, x_btD, positions_bs, segments_bs, 1.0)
+        return model.latent_attention(at_use(w, c), c, x_btD, positions_bs, segments_bs, 1.0)
 
     run = on_mesh(attend, make_mesh("context=2,tensor=2"), declared, "btD", "bs", "bs", out="btD")
     got = run(w, x_BTD, *(np.stack([x, x]) for x in (positions_T, segments_T)))
@@ -112,7 +113,7 @@ def test_a_scalar_and_a_tree_of_results(w, x_BTD):
 
 
 def partial_sum(w, x_btD):
-    return model.feed_forward(model.used(w, C), C, all_gather(x_btD, TENSOR, dim=1))
+    return model.feed_forward(at_use(w, C), C, all_gather(x_btD, TENSOR, dim=1))
 
 
 @pytest.mark.parametrize("function, letters, out, message", [
@@ -154,7 +155,7 @@ def test_sizes_of_one_letter_agree(w, x_BTD):
 
 @pytest.mark.parametrize("call, name, axis", [
     (lambda w, x: model.feed_forward_branch(w, C, x, None), "all_gather", TENSOR),
-    (lambda w, x: model.used(w.feed_forward, C), "all_gather", FSDP),
+    (lambda w, x: at_use(w.feed_forward, C), "all_gather", FSDP),
     (lambda w, x: model.embed(x[0], jnp.zeros((2, 3), int)), "axis_index", TENSOR),
     (lambda w, x: model.blocks(model.Block(dense=w), C, x, None, None), "axis_size", STAGE),
     (lambda w, x: psum(x, (CONTEXT, TENSOR)), "psum", CONTEXT),

@@ -19,7 +19,9 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import sharding
 from config import Count, NotNegative, Precision, Size, check
-from model import allowed, attend, embed, gathered, rotary_angles, rotate
+from kernels.scores import allowed, attend
+from model import embed, rotary_angles, rotate
+from overlap.weights import gathered
 from sharding import BATCH, BATCH_SPEC, CONTEXT, SLICED, TENSOR, all_gather, param, reduce_scatter
 from utils import UserError
 from xla import ordered

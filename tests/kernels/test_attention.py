@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import model
-import overlap
 from config import MeshConfig
-from kernels import attention, attention_gpu, blocks as blocking
+from kernels import attention, attention_gpu, blocks as blocking, scores
+from overlap import context
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
 from tests.helpers import every_form
 
@@ -33,7 +32,7 @@ def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_
         scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * K**-0.5, k_bShK)
         log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, blocking.HIDDEN), axis=-1)
         log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, blocking.HIDDEN)
-        return model.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
+        return scores.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
 
     results, pull = jax.vjp(whole, q_bshK, k_bSgK, v_bSgU)
     return *results, *pull((d_mixed_bshU.astype(jnp.float32), d_log_sum_bsh))
@@ -133,7 +132,7 @@ def test_softmaxes_of_parts_merge_into_that_of_the_whole():
     part = lambda q, k, v, keys: attention.partial_attention(
         q, k[:, keys], v[:, keys], segments_bs, segments_bS[:, keys], ((S,),))  # fmt: skip
     whole = lambda q, k, v: part(q, k, v, slice(0, S))
-    parts = lambda q, k, v: overlap.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
+    parts = lambda q, k, v: context.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
     (want, pull), (got, pull_parts) = jax.vjp(whole, q, k, v), jax.vjp(parts, q, k, v)
     assert np.any(np.asarray(part(q, k, v, slice(0, 8))[1]) == HIDDEN), "choose keys that some do not see"
     for one, other in zip((*got, *pull_parts(want)), (*want, *pull(want)), strict=True):
@@ -167,7 +166,7 @@ def test_a_longer_sequence_has_no_larger_program(platform):
 def test_later_blocks_are_not_visited(n):
     """Catches products that a mask makes 0, and devices that have more of them than others."""
     T, block = 4096, 256
-    starts = overlap.chunk_starts(T // n, n)
+    starts = context.chunk_starts(T // n, n)
     meets, blocks = blocking.meetings(T // n, T, starts, block), T // block
     seen = [blocking.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
@@ -198,7 +197,7 @@ def test_types_say_along_which_axes_the_kernels_vary(monkeypatch):
     def total(k, v, q):
         def local(k, v, q, segments_bs):
             asked = q, k, v, segments_bs, segments_bS
-            mixed, log_sum = attention.partial_attention(*asked, overlap.chunk_starts(24, 2), axis_index(CONTEXT))
+            mixed, log_sum = attention.partial_attention(*asked, context.chunk_starts(24, 2), axis_index(CONTEXT))
             return jax.lax.psum(jnp.sum(mixed) + jnp.sum(log_sum), (FSDP, CONTEXT))
 
         mesh, varied = make_mesh(MeshConfig(fsdp=2, context=2)), P(None, (FSDP, CONTEXT))

@@ -13,10 +13,10 @@ import pytest
 from jax.experimental import pallas, topologies
 
 import optimizer
-import overlap
 import sharding
 from config import MeshConfig, preset
 from kernels import attention, grouped
+from overlap import context
 from plan import compiled, planner, replayed
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction
@@ -232,7 +232,7 @@ def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
 def test_attention_fits_long_sequences_and_wide_heads(topology, T, h, g, K, U, dtype):
     """Catches blocks that do not fit a core's memory, kernels that one generation alone compiles, and FLOPs that the
     ledger does not see, or not as they are predicted."""
-    mesh, starts = compiled.topology_mesh(MeshConfig(fsdp=2, context=2), topology), overlap.chunk_starts(T // 2, 2)
+    mesh, starts = compiled.topology_mesh(MeshConfig(fsdp=2, context=2), topology), context.chunk_starts(T // 2, 2)
     ahead, back = attention.flops(T // 2, T, starts, h, K, U, jax.numpy.dtype(dtype).itemsize, "tpu")
 
     def local(q, k, v, d_mixed, segments_bs, segments_bS):

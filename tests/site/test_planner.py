@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-import model
 from config import AXES, preset, replace
 from docs import planner_widget
 from docs.build import MADE
 from docs.notebooks import ROOT
+from overlap.weights import vocabulary_slices
 from plan import costs, planner
 from sharding import FSDP, TENSOR
 from utils import UserError
@@ -81,7 +81,7 @@ def slices(one: planner.Plan) -> str:
     """Of how many slices of the vocabulary a device's loss is made: one, equal ones, or unequal."""
     c, z = one.cfg.model, costs.Sizes.of(one.cfg)
     v = c.vocab_size // z.mesh[TENSOR]
-    number, words = model.vocabulary_slices(c, costs.logits_tokens(z), v)
+    number, words = vocabulary_slices(c, costs.logits_tokens(z), v)
     return "one" if number == 1 else "unequal" if v % words else "equal"
 
 

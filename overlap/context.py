@@ -1,88 +1,14 @@
-"""Wires behind products: positions of neighbours on their way while those of others are computed with.
+"""Keys and values of CONTEXT neighbours: gathered at once, or passed around while their attention is computed.
 
-Those of TENSOR neighbours arrive and leave in parts, those of CONTEXT neighbours pass by in a ring. The same bytes
-travel as if all waited for them; a compiler finds products to run meanwhile.
+The same bytes travel either way; in a ring no device ever holds more than two neighbours' at a time.
 """
-
-import itertools
 
 import jax
 import jax.numpy as jnp
 
 from config import ModelConfig
 from kernels.attention import partial_attention
-from sharding import (
-    CONTEXT,
-    TENSOR,
-    all_gather,
-    around,
-    axis_index,
-    axis_size,
-    back,
-    branches,
-    in_order,
-    joined,
-    parted,
-    reduce_scatter,
-    shift,
-    vary,
-)
-
-# Positions of TENSOR neighbours ---------------------------------------------------------------------------------------
-
-
-def arriving(c: ModelConfig, *arrays_bt) -> list:
-    """Arrays of our positions, as those of all TENSOR neighbours: one part after the other, ours first; or in one part.
-
-    Shapes: [b, t, ..] -> a list of tuples of [b, p, ..], p = t or s. Sends: (n - 1)/n of the joined arrays.
-    """
-    if c.tensor_exchange == "gather":
-        return [tuple(all_gather(x, TENSOR, dim=1) for x in arrays_bt)]
-    return [*zip(*(around(x, TENSOR) for x in arrays_bt), strict=True)]
-
-
-def as_they_come(function, parts: list) -> list:
-    """function of each part that `arriving` brings, one after the other, ours first; their gradients in reverse.
-
-    Nothing else tells a compiler that what is to be made of ours is for the time in which the others are on their way,
-    and on the way back for that in which their gradients leave. Left alone it does that too early or too late, and
-    waits.
-    """
-    if len(parts) == 1:
-        return [function(*parts)]
-    nearest_first = sorted(range(len(parts)), key=lambda k: min(k, len(parts) - k))
-    made = {0: function(*there(parts[0]))}
-    for before, k in itertools.pairwise(nearest_first):
-        part, made[before] = there(parts[k], made[before])
-        made[k] = function(part)
-    return [made[k] for k in range(len(parts))]
-
-
-@jax.custom_vjp
-def there(*values):
-    """All as they are, and none before the others; none is fused with what is made of it. Backward: their gradients."""
-    return jax.lax.optimization_barrier(values)
-
-
-there.defvjp(lambda *values: (there(*values), None), lambda _, d_values: there(*d_values))
-
-
-def leaving(c: ModelConfig, partials: list):
-    """Add up what each TENSOR neighbour made for our positions, of parts as `arriving` has them. Returns [b, t, ..]."""
-    return reduce_scatter(partials[0], TENSOR, dim=1) if c.tensor_exchange == "gather" else back(partials, TENSOR)
-
-
-def in_place(c: ModelConfig, parts: list):
-    """What was made of parts, in the order of the sequence. Shapes: a list of [b, p, ..] -> [b, s, ..]."""
-    return parts[0] if c.tensor_exchange == "gather" else joined([*parts], TENSOR, 1)
-
-
-def in_parts(c: ModelConfig, x_bs) -> list:
-    """The inverse of `in_place`."""
-    return [x_bs] if c.tensor_exchange == "gather" else parted(x_bs, TENSOR, 1)
-
-
-# Positions of CONTEXT neighbours --------------------------------------------------------------------------------------
+from sharding import CONTEXT, all_gather, axis_index, axis_size, branches, in_order, shift, vary
 
 
 def merged(softmax, other):

@@ -1,0 +1,94 @@
+"""When slices of weights are joined: for each use, or once a step; the vocabulary's table slice by slice, one ahead.
+
+Joined for each use, a device holds one layer's whole matrices at a time, and sends each of them as often as it is used;
+joined once a step, it holds all of its stage's, and sends them once. Backward each is a reduce-scatter of gradients.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from config import ModelConfig
+from sharding import AXES, SLICED, all_gather, map_sliced, vary
+
+
+def cast(w, c: ModelConfig, *names):
+    """Matrices in the compute dtype, sliced as they are; norms and biases stay as they are.
+
+    names  only these parameters, as a tuple; none: the whole class, and the classes in it
+    """
+    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
+
+
+def gathered(w, c: ModelConfig, *names):
+    """The same with their slices joined. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
+
+    def join(x, dim, axes, exact):
+        return all_gather(x if exact else x.astype(c.precision.compute), axes, dim=dim)
+
+    return map_sliced(join, w, *names)
+
+
+# gather: as a step holds weights, and as one use of them takes what the step holds
+WHEN = {"layer": (cast, gathered), "step": (gathered, cast)}
+
+
+def held_by_step(w, c: ModelConfig):
+    """Weights as a step holds them, in the compute dtype."""
+    return WHEN[c.gather][0](w, c)
+
+
+def at_use(w, c: ModelConfig, *names):
+    """Weights whole, for one use of them: of a layer, or of the vocabulary's table."""
+    return WHEN[c.gather][1](w, c, *names)
+
+
+def ready_for_autodiff(params, c: ModelConfig):
+    """Parameters as a step holds them that autodiff goes back through; they may differ on every device.
+
+    Said here, outside of all loops, so that what goes backward here happens once a step: the sum over the axes along
+    which a parameter is the same, and, gathered once a step, the reduce-scatter. In the parameters' dtype, so that the
+    gradients of microbatches add up in it. The barrier keeps them there: XLA would rather sum first, and convert then.
+    """
+    params = jax.lax.optimization_barrier(vary(params, AXES))
+    if c.gather == "layer":
+        return params  # at_use casts them
+    return jax.tree.map(lambda w, p: w.astype(p.dtype), held_by_step(params, c), params)
+
+
+def tokens_go_to_table(c: ModelConfig, tokens: int, words: int) -> bool:
+    """Whether tokens are sent to the slices of an embedding table of so many words, not its slices to the tokens."""
+    return c.gather == "layer" and tokens < words  # then they are less to send
+
+
+def vocabulary_slices(c: ModelConfig, n: int, v: int) -> tuple[int, int]:
+    """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
+
+    As few as that takes, or up to twice as many, if a number of them divides v; else the last one is shorter.
+    """
+    least = -(-n // c.loss_chunk)
+    words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
+    return -(-v // words), words
+
+
+def slice_by_slice(c: ModelConfig, function, w_Dv, words_v, n: int):
+    """function(w_Du, words_u) of slices of a table whose rows still lie in slices; what it returns is stacked.
+
+    n        tokens that the function makes logits of: `loss_chunk` of them may have those of all words at once
+    words_u  the words' ids; -1, where the last slice has none
+    The next slice is gathered while this one is used; a gradient goes back likewise. The backward pass makes all of it
+    again, but for the last slice.
+    Shapes: [D/n, v], [v] -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
+    """
+    v = w_Dv.shape[-1]
+    slices, u = vocabulary_slices(c, n, v)
+    w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
+    words_ku = jnp.pad(words_v, (0, slices * u - v), constant_values=-1).reshape(slices, u)
+    gather = lambda w_Du: w_Du if c.gather == "step" else all_gather(w_Du, SLICED, dim=0)
+
+    def step(w_Du, ahead_and_words):
+        ahead_Du, words_u = ahead_and_words
+        return gather(ahead_Du), jax.checkpoint(function)(w_Du, words_u)
+
+    last_Du, made_k = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], words_ku[:-1]))
+    last = function(last_Du, words_ku[-1])
+    return jax.tree.map(lambda x_k, x: jnp.concatenate((x_k, x[None])), made_k, last)
