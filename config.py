@@ -38,6 +38,9 @@ NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "must be at le
 Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must lie between 0 and 1")]
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
 
+AUTO = "auto"  # a setting that is chosen from mesh, chip and memory, see `plan/auto.py`
+SizeOrAuto = Size | Literal["auto"]
+
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
@@ -48,7 +51,12 @@ def check(config, prefix: str = "") -> None:
     Raises: UserError for the first that is not as it should be.
     """
     for name, hint in hints(type(config)).items():
-        value, ranges = getattr(config, name), getattr(hint, "__metadata__", ())
+        value = getattr(config, name)
+        if hint == SizeOrAuto:
+            if value == AUTO:
+                continue
+            hint = Size
+        ranges = getattr(hint, "__metadata__", ())
         kind = get_args(hint)[0] if ranges else hint
         said = f"{prefix}{name}={value!r}"
         if get_origin(kind) is Literal:
@@ -148,6 +156,56 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class WorkConfig:
+    """How the work is done. None of it changes a number but by rounding: a run may go on with other values.
+
+    `auto` is chosen from mesh, chip and memory by the planner's rules; at its start a run says what, and why.
+    """
+
+    # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
+    remat: Literal["auto", "none", "dots", "branches", "full"] = AUTO
+    # weights are joined for each use of a layer; or once a step, and kept
+    gather: Literal["auto", "layer", "step"] = AUTO
+    # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
+    tensor_exchange: Literal["auto", "gather", "ring"] = AUTO
+    context_attention: Literal["auto", "gather", "ring"] = AUTO  # keys of other devices: all at once, or in turn
+    loss_chunk: SizeOrAuto = AUTO  # logits that exist at once, per device: as many as so many tokens have
+    # who works on what when, in stages: `python -m pipeline`
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
+    chunks: SizeOrAuto = AUTO  # interleaved: parts of the layers on each stage, around which microbatches go in turn
+    microbatches: SizeOrAuto = AUTO  # parts of a pass that follow each other through the stages
+    device_batch: SizeOrAuto = AUTO  # most sequences a device works on at once; the rest is accumulated
+
+    def __post_init__(self):
+        check(self, "work.")
+        if self.chunks not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
+            raise UserError(f"work.chunks={self.chunks}: only the schedule 'interleaved' has chunks")
+
+    @property
+    def autos(self) -> list[str]:
+        """The settings that are to be chosen."""
+        return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == AUTO]
+
+    @property
+    def settled(self) -> "WorkConfig":
+        """The same with the plainest way wherever nobody has chosen: what every other way is compared with.
+
+        `auto` stays for microbatches and device_batch, which `pipeline/fit.py` reads off the batch and the mesh.
+        """
+        chunks = 2 if self.schedule == "interleaved" else 1
+        chosen = {name: value for name, value in (PLAIN | {"chunks": chunks}).items() if name in self.autos}
+        return dataclasses.replace(self, **chosen)
+
+    def __str__(self) -> str:
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return " ".join(f"{name}={value}" for name, value in values if value != AUTO) or "all auto"
+
+
+PLAIN = dict(remat="none", gather="layer", tensor_exchange="gather", context_attention="gather", loss_chunk=512,
+             schedule="gpipe")  # fmt: skip
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The transformer: a decoder in the DeepSeek-V3 family (arXiv:2412.19437), every part switchable."""
 
@@ -183,14 +241,8 @@ class ModelConfig:
     tie_embeddings: bool = False  # one table for embedding and unembedding
     dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
-    # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
-    remat: Literal["none", "dots", "branches", "full"] = "none"
-    gather: Literal["layer", "step"] = "layer"  # weights are joined for each use of a layer; or once a step, and kept
-    # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
-    tensor_exchange: Literal["ring", "gather"] = "ring"
-    context_attention: Literal["gather", "ring"] = "gather"  # keys of other devices: all at once, or in turn
-    loss_chunk: Size = 512  # logits that exist at once, per device: as many as so many tokens have
     precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
+    work = WorkConfig().settled  # no setting of the model: see `ModelAtWork`
 
     def __post_init__(self):
         check(self, "model.")
@@ -224,17 +276,10 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
-    """How microbatches pass through the stages of the mesh."""
+class ModelAtWork(ModelConfig):
+    """A model, and how its work is done, which `overlap/` alone asks: what the functions of `model.py` are given."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb"] = "gpipe"  # who works on what when: `python -m pipeline`
-    microbatches: Count = 0  # parts of a pass that follow each other; 0: up to 4 a stage, as many as the batch allows
-    chunks: Size = 1  # interleaved: parts of the layers on each stage, around which microbatches go in turn
-
-    def __post_init__(self):
-        check(self, "pipeline.")
-        if self.chunks > 1 and self.schedule != "interleaved":
-            raise UserError(f"pipeline.chunks={self.chunks}: only the schedule 'interleaved' has chunks")
+    work: WorkConfig = ModelConfig.work
 
 
 @dataclass(frozen=True)
@@ -258,7 +303,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, its learning-rate schedule, and how a batch is cut to fit in memory."""
+    """AdamW, and its learning-rate schedule."""
 
     lr: NotNegative = 3e-3  # peak learning rate of AdamW (arXiv:1711.05101)
     schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay, or stay, then linear decay
@@ -271,7 +316,6 @@ class OptimConfig:
     eps: Positive = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.1  # per step, times the learning rate; none on norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # largest global norm of the gradient; 0: no clipping
-    max_device_batch: Count = 0  # most sequences a device works on at once; the rest is accumulated; 0: no limit
 
     def __post_init__(self):
         check(self, "optim.")
@@ -328,10 +372,20 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
-    pipeline: Annotated[PipelineConfig, BARE] = field(default_factory=PipelineConfig)  # schedule of the stages
+    work: Annotated[WorkConfig, BARE] = field(default_factory=WorkConfig)  # remat, schedule, ..: changes no result
     data: Annotated[DataConfig, BARE] = field(default_factory=DataConfig)
     optim: Annotated[OptimConfig, BARE] = field(default_factory=OptimConfig)
     run: Annotated[RunConfig, BARE] = field(default_factory=RunConfig)
+
+    @property
+    def at_work(self) -> ModelAtWork:
+        """The model with `work` settled, as the functions of `model.py` take it."""
+        return _at_work(self.model, self.work)
+
+    @property
+    def settled(self) -> "Config":
+        """The same with the plainest way of working wherever nobody has chosen one; see `plan/auto.py`."""
+        return dataclasses.replace(self, work=self.work.settled)
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -339,14 +393,39 @@ class Config:
     @classmethod
     def from_dict(cls, values: dict) -> "Config":
         """Rebuild what `to_dict` wrote, in an older version too. Raises: UserError for a field that is not known."""
-        return _build(cls, values, "", GONE)
+        return _build(cls, moved(values), "")
 
 
-# Values that a setting had once, and what takes their place; none of them changes a number.
-GONE = {"model.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"}}
+@functools.cache
+def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
+    return ModelAtWork(**vars(c), work=work.settled)
 
 
-def _build(cls, values: dict, prefix: str, gone: dict[str, dict]):
+# What settings were called once, and values that they had; none of them changes a number.
+MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
+                                                      "loss_chunk")}  # fmt: skip
+MOVED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
+MOVED |= {"optim.max_device_batch": "work.device_batch"}
+GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
+        "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
+
+
+def moved(values: dict) -> dict:
+    """Settings as `to_dict` writes them now, of some that an older version wrote."""
+    if not isinstance(values, dict):
+        return values
+    values = {group: dict(x) if isinstance(x, dict) else x for group, x in values.items()}
+    for old, new in MOVED.items():
+        (group, name), (_, now) = old.split("."), new.split(".")
+        if isinstance(values.get(group), dict) and name in values[group]:
+            value = values[group].pop(name)
+            values.setdefault("work", {})[now] = GONE.get(new, {}).get(value, value)
+    if values.get("pipeline") == {}:
+        del values["pipeline"]
+    return values
+
+
+def _build(cls, values: dict, prefix: str):
     if not isinstance(values, dict):
         raise UserError(f"{prefix.rstrip('.') or 'it'} should hold settings, {{name: value}}, and is {values!r:.60}")
     types = {f.name: f for f in dataclasses.fields(cls)}
@@ -356,9 +435,7 @@ def _build(cls, values: dict, prefix: str, gone: dict[str, dict]):
             raise UserError(f"no setting is called {prefix}{name}; {nearest(name, types)}")
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
-        if f"{prefix}{name}" in gone:
-            value = gone[f"{prefix}{name}"].get(value, value)
-        parts[name] = _build(factory, value, f"{prefix}{name}.", gone) if nested else value
+        parts[name] = _build(factory, value, f"{prefix}{name}.") if nested else value
     return cls(**parts)
 
 
@@ -374,6 +451,8 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         here = values
         for part in path:
             here = here.get(part) if isinstance(here, dict) else None
+        if name in MOVED:
+            raise UserError(f"the setting {name} is called {MOVED[name]} now")
         if not isinstance(here, dict) or last not in here:
             raise UserError(f"no setting is called {name!r}; {nearest(name, list(_flatten(values)))}")
         if dataclasses.is_dataclass(value):
@@ -381,7 +460,7 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         elif name == "mesh" and isinstance(value, str):
             value = MeshConfig.parse(value).sizes
         here[last] = value
-    return _build(Config, values, "", {})
+    return _build(Config, values, "")
 
 
 def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
@@ -418,7 +497,7 @@ def _flatten(values: dict, prefix="") -> dict:
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
     """Every setting whose value differs, with both values. One that is not there has its default: it is younger."""
     default = _flatten(Config().to_dict())
-    ours, theirs = default | _flatten(ours), default | _flatten(theirs)
+    ours, theirs = default | _flatten(moved(ours)), default | _flatten(moved(theirs))
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
     return [(name, x, y) for name, x, y in pairs if x != y]
 
@@ -436,14 +515,13 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
             d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=320, dense_prefix=2, balance_loss=0.01,
-            balance_rate=0.001, remat="full", tensor_exchange="gather", precision=FLOAT32),
+            balance_rate=0.001, precision=FLOAT32),
         "optim.lr": 5e-3,
     }),
     "deep": ("8 blocks of one MoE layer, for stage=4 or 8 and every schedule; 1.4M parameters", {
         "model": ModelConfig(
             vocab_size=272, d_model=64, n_layers=8, n_heads=8, d_head=8, d_rope=8, d_value=8, d_kv_latent=32,
-            n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, tensor_exchange="gather",
-            precision=FLOAT32),
+            n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, precision=FLOAT32),
         "data.seq_len": 128, "data.batch_size": 16, "optim.lr": 5e-3,
         "run.name": "deep", "run.steps": 100, "run.eval_every": 50, "run.checkpoint_every": 50,
     }),
@@ -451,18 +529,17 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=280, d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, d_head=10, d_rope=6, d_value=14,
             d_query_latent=20, d_kv_latent=12, d_ff=40, n_experts=8, top_k=2, n_shared=2, d_expert=28, moe_every=2,
-            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, loss_chunk=36,
-            tensor_exchange="gather", precision=FLOAT32),
-        "data.seq_len": 18, "data.batch_size": 16, "optim.warmup_steps": 2,
+            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, precision=FLOAT32),
+        "work.loss_chunk": 36, "data.seq_len": 18, "data.batch_size": 16, "optim.warmup_steps": 2,
         "run.name": "tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
         "run.checkpoint_every": 5, "run.sample_tokens": 8,
     }),
     "dense_124m": ("comparison with GPT-2-sized trainers", {
         "model": ModelConfig(
             vocab_size=50304, d_model=768, n_layers=12, n_heads=12, attention="gqa", n_kv_heads=12, d_head=64,
-            d_ff=3072, activation="gelu", tie_embeddings=True, remat="dots"),
+            d_ff=3072, activation="gelu", tie_embeddings=True),
         "data.path": "tokens/stdlib-gpt2", "data.seq_len": 1024, "data.batch_size": 480,
-        "optim.lr": 6e-4, "optim.warmup_steps": 700, "optim.max_device_batch": 16,
+        "optim.lr": 6e-4, "optim.warmup_steps": 700,
         "run.name": "dense_124m", "run.steps": 20_000, "run.eval_every": 250, "run.eval_batches": 20,
         "run.checkpoint_every": 1000,
     }),
@@ -470,7 +547,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=100_352, d_model=768, n_layers=48, n_heads=12, d_head=64, d_rope=128, d_value=64,
             d_query_latent=128, d_kv_latent=128, no_rope_every=6, d_ff=3072, activation="gelu", n_experts=16, top_k=2,
-            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01, remat="full"),
+            n_shared=2, d_expert=3072, moe_every=6, balance_loss=0.01),
         "mesh": MeshConfig(fsdp=32),
         "data.path": "tokens/stdlib-cl100k_base", "data.seq_len": 1024, "data.batch_size": 256,
         "optim.lr": 6e-4, "optim.warmup_steps": 500,
@@ -480,21 +557,21 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3_8b": ("planner only: the published shape, 8,030,261,248 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
-            rope_theta=500_000.0, d_ff=14_336, norm_eps=1e-5, remat="full"),
+            rope_theta=500_000.0, d_ff=14_336, norm_eps=1e-5),
         "data.seq_len": 8192, "run.name": "llama3_8b",
     }),
     "mixtral_8x7b": ("planner only: the published shape, 46,702,792,704 parameters", {
         "model": ModelConfig(
             vocab_size=32_000, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=1_000_000.0, n_experts=8, top_k=2, d_expert=14_336, router="softmax", balance_loss=0.02,
-            norm_eps=1e-5, remat="full"),
+            norm_eps=1e-5),
         "data.seq_len": 4096, "run.name": "mixtral_8x7b",
     }),
     "deepseek_v3": ("planner only: the published shape, 671.0B parameters of which 37B active", {
         "model": ModelConfig(
             vocab_size=129_280, d_model=7168, n_layers=61, n_heads=128, d_head=128, d_rope=64, d_value=128,
             d_query_latent=1536, d_kv_latent=512, d_ff=18_432, n_experts=256, top_k=8, n_shared=1, d_expert=2048,
-            dense_prefix=3, routed_scaling=2.5, balance_loss=0.0001, balance_rate=0.001, remat="full"),
+            dense_prefix=3, routed_scaling=2.5, balance_loss=0.0001, balance_rate=0.001),
         "data.seq_len": 4096, "run.name": "deepseek_v3",
     }),
 }  # fmt: skip
@@ -550,6 +627,8 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
+        if (setting := name[2:].replace("-", "_")) in MOVED:
+            raise UserError(f"{name} is called --{MOVED[setting]} now")
         if name == "--config":
             files.append(value if equals else next(words, ""))
         else:

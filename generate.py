@@ -332,7 +332,7 @@ class Sampler:
 
     def __init__(self, cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh | None = None):
         self.cfg, self.params, self.encoding = cfg, params, encoding
-        self.c = dataclasses.replace(cfg.model, capacity_factor=0.0, gather="layer")
+        self.c = dataclasses.replace(cfg.model, capacity_factor=0.0)
         self.mesh = sharding.make_mesh("", jax.local_devices()[:1]) if mesh is None else mesh
         self.extend = extend(self.c, self.mesh)
         everywhere = NamedSharding(self.mesh, P())

@@ -58,8 +58,12 @@ def parse(argv: list[str]) -> Config:
 
 
 def announce(cfg: Config, mesh) -> planner.Plan:
-    """Say what will run before the slow parts start. Raises: UserError if it needs more memory than there is."""
-    plan = planner.plan(cfg, limit_bytes=utils.memory_bytes(devices := [*mesh.devices.flat]))
+    """Choose what is `auto`, and say what will run before the slow parts start.
+
+    Raises: UserError if it needs more memory than there is.
+    """
+    devices = [*mesh.devices.flat]
+    plan = planner.plan(cfg, hardware.named(devices), utils.memory_bytes(devices))
     if plan.fits is False and not cfg.run.force:
         raise UserError(f"{plan.refusal()}; --force starts it all the same")
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
@@ -67,7 +71,8 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
     idle = jax.device_count() - len(devices)
     log(f"mesh       {cfg.mesh} on {mesh.size} x {devices[0].device_kind}" + f", and {idle} are left idle" * bool(idle))
-    log(f"batch      {fit.split_batch(cfg)}; {plan.tokens_per_step:,} tokens a step")
+    log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
+    log(f"settings   {plan.settings()}")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
     return plan
 
@@ -85,11 +90,12 @@ def train(cfg: Config, argv: list[str], interruptions: Interruptions, together: 
 
     mesh = sharding.make_mesh(cfg.mesh)
     plan = announce(cfg, mesh)
+    asked, cfg = cfg, plan.cfg
     if not encoding:
         log(f"sample     none at the end: {cfg.data.path} holds ids of no known tokenizer")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
-    open_run(cfg, directory, together)
+    open_run(asked, directory, together)
     trace_s, begin = time.perf_counter() - begin, time.perf_counter()
     state = restore_or_init(cfg, mesh, directory, init_from.given_params, together)
     first = int(state.step)

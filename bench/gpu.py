@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # steps after the first that are not timed
 
 # What a comparison needs beside a preset: one pass a step, and a constant learning rate, so that steps are alike.
-ALIKE = {"optim.max_device_batch": 0, "optim.warmup_steps": 0, "optim.final_lr": 1.0}
+ALIKE = {"work.device_batch": 0, "optim.warmup_steps": 0, "optim.final_lr": 1.0}
 MODELS = {
     "dense_124m": {},
     # Two of eight experts, half as wide each: a token meets as many parameters as in dense_124m, and a router.
@@ -49,7 +49,7 @@ class Arguments:
     rounds: Size = 5  # measurements of each trainer, in turn
     steps: Size = 20  # steps that are timed, together, after the first four
     batch_size: Size = 16  # sequences of a step
-    # settings of main.py, NAME=VALUE, for the models of both trainers: model.remat=none data.seq_len=2048
+    # settings of main.py, NAME=VALUE, for the models of both trainers: work.remat=none data.seq_len=2048
     set: tuple[str, ...] = ()
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: small shapes, to see that it works
     torch_python: str = sys.executable  # a Python that has torch, if this one has not
@@ -60,7 +60,7 @@ class Arguments:
 
 HELP = """e.g. python -m bench.gpu --rounds 5                                # dense_124m and a small MoE
      python -m bench.gpu --device cpu --rounds 1                   # without a GPU: does it work?
-     python -m bench.gpu --models moe --set model.remat=none       # settings of main.py, for both trainers
+     python -m bench.gpu --models moe --set work.remat=none       # settings of main.py, for both trainers
 
 Our trainer against one in torch, on one GPU, in turn: tokens/s, MFU, memory."""
 
@@ -78,7 +78,7 @@ def settings(args: Arguments) -> dict[str, Config]:
     for word in args.set:
         name, equals, value = word.partition("=")
         if not equals:
-            raise UserError(f"--set {word}: should be NAME=VALUE, like model.remat=none")
+            raise UserError(f"--set {word}: should be NAME=VALUE, like work.remat=none")
         try:
             given[name] = json.loads(value)
         except ValueError:

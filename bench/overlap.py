@@ -103,8 +103,8 @@ def read(found) -> dict:
 def asked(cfg: Config, topology: str) -> str:
     """What was compiled, in one line."""
     c = cfg.model
-    return (f"{cfg.mesh} on {topology}, {cfg.data.batch_size} x {cfg.data.seq_len:,} tokens, remat={c.remat}, "
-            f"gather={c.gather}, tensor_exchange={c.tensor_exchange}; of one chip and step:")  # fmt: skip
+    return (f"{cfg.mesh} on {topology}, {cfg.data.batch_size} x {cfg.data.seq_len:,} tokens, remat={c.work.remat}, "
+            f"gather={c.work.gather}, tensor_exchange={c.work.tensor_exchange}; of one chip and step:")  # fmt: skip
 
 
 def table(found: dict) -> str:

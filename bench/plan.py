@@ -19,9 +19,9 @@ from utils import UserError
 TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 PRESETS = ("dense_124m", "moe1b", "llama3_8b", "mixtral_8x7b")
 CHOICES = {
-    "model.gather": ("layer", "step"),
-    "model.remat": ("dots", "full"),
-    "model.tensor_exchange": ("ring", "gather"),
+    "work.gather": ("layer", "step"),
+    "work.remat": ("dots", "full"),
+    "work.tensor_exchange": ("ring", "gather"),
 }
 
 

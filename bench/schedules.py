@@ -36,19 +36,19 @@ class Arguments:
 
 def settings(args: Arguments, name: str) -> Config:
     return replace(step.DEFAULT, **{
-        "mesh": f"stage={args.stages}", "pipeline.schedule": name, "pipeline.microbatches": args.microbatches,
-        "pipeline.chunks": 2 if name == "interleaved" else 1, "data.batch_size": 2 * args.microbatches,
+        "mesh": f"stage={args.stages}", "work.schedule": name, "work.microbatches": args.microbatches,
+        "work.chunks": 2 if name == "interleaved" else 1, "data.batch_size": 2 * args.microbatches,
         "model.n_layers": 16, "model.balance_loss": 0.0})  # fmt: skip
 
 
 def predicted(cfg: Config, args: Arguments) -> dict:
     """By the simulator: a backward pass takes twice a forward one, and as much again as one to recompute it."""
-    sched = schedules.schedule(cfg.pipeline.schedule, args.stages, args.microbatches, cfg.pipeline.chunks, lead=2)
+    sched = schedules.schedule(cfg.work.schedule, args.stages, args.microbatches, cfg.work.chunks, lead=2)
     # Where weight gradients wait, both halves recompute, and both go through the layers.
     F, B, W = (1, 2, 3) if sched.splits_backward else (1, 3, 0)
     found = schedules.simulate(sched, F, B, W)
     return {
-        "schedule": cfg.pipeline.schedule,
+        "schedule": cfg.work.schedule,
         "bubble": found.bubble,
         "makespan": found.makespan,
         "lock_step": schedules.lock_step(sched, F, B, W),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import utils
-from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, command_line
+from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, WorkConfig, command_line
 from utils import UserError
 
 MOST_DEVICES = 64  # simulated devices are threads of one process
@@ -26,11 +26,10 @@ DEFAULT = Config(
     model=ModelConfig(
         vocab_size=512, d_model=128, n_layers=8, n_heads=4, d_head=32, d_rope=32, d_value=32, d_query_latent=32,
         d_kv_latent=32, d_ff=512, activation="gelu", n_experts=4, top_k=2, n_shared=1, d_expert=512, moe_every=2,
-        balance_loss=0.01, remat="full", gather="step",
-        tensor_exchange="gather", precision=FLOAT32),
+        balance_loss=0.01, precision=FLOAT32),
     mesh=MeshConfig(fsdp=2, stage=2, tensor=2),
     data=DataConfig(seq_len=128, batch_size=16),
-    pipeline=PipelineConfig(microbatches=4),
+    work=WorkConfig(remat="full", gather="step", microbatches=4),
 )  # fmt: skip
 
 

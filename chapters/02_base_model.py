@@ -608,7 +608,7 @@ lesson.source(model.logit_sums, model.slice_by_slice)
 # %%
 def temporaries(chunk, vocabulary=100_352):
     """Bytes that a compiled step needs besides what it is given and returns."""
-    big = {"model.vocab_size": vocabulary, "model.loss_chunk": chunk}
+    big = {"model.vocab_size": vocabulary, "work.loss_chunk": chunk}
     big = config.replace(cfg, **big)
     weights = sharding.shapes(model.declare(big.model), mesh)
     step = quickly(pipeline.loss_and_grads(big, mesh), weights, fresh, 0)
@@ -649,7 +649,7 @@ assert abs(made_of / sliced[144] - 1) < 0.05 and 1.5 < tables < 2.5
 
 # %%
 assert whole / 8 < sliced[36] < whole / 3
-in_6 = config.replace(cfg, **{"model.loss_chunk": 100})
+in_6 = config.replace(cfg, **{"work.loss_chunk": 100})
 step_in_6 = quickly(pipeline.loss_and_grads(in_6, mesh), right, fresh, 0)
 loss, _, grads = step_in_6(right, fresh, 0)
 loss_in_3, _, grads_in_3 = steps["right"](right, fresh, 0)
@@ -705,7 +705,7 @@ assert step_flops == 3 * forward_flops + B * T * (2 * 2 * 86 * D + scores)
 
 # %%
 my_prediction = None  # times
-remat = config.replace(cfg, **{"model.remat": "full"})
+remat = config.replace(cfg, **{"work.remat": "full"})
 full = quickly(pipeline.loss_and_grads(remat, mesh), start, fresh, 0)
 growth = flops_of(full) / step_flops
 lesson.predicted("remat=full", my_prediction, growth, "times the FLOPs", within=0.02)
@@ -721,7 +721,7 @@ lesson.predicted("remat=full", my_prediction, growth, "times the FLOPs", within=
 known = 2 * 258 * D + L * 2 * F * D + scores  # scores are made again either way
 again = forward_flops - B * T * known
 assert flops_of(full) == step_flops + again
-between = config.replace(cfg, **{"model.remat": "branches"})
+between = config.replace(cfg, **{"work.remat": "branches"})
 between = quickly(pipeline.loss_and_grads(between, mesh), start, fresh, 0)
 assert flops_of(between) == flops_of(full) - B * T * L * 2 * H * U * D
 moments_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(no_moments))
@@ -766,7 +766,7 @@ for name in ("dense_124m", "llama3_8b", "deepseek_v3"):
 # %% mystnb={"image": {"alt": "Bars of memory for four remat policies: without remat saved activations alone pass the 80 GB of an H100, with full remat they nearly vanish."}}
 plans = {}
 for name in ("none", "dots", "branches", "full"):
-    more = {"model.remat": name, "optim.max_device_batch": 60}  # rows at a time
+    more = {"work.remat": name, "work.device_batch": 60}  # rows at a time
     plans[name] = planner.plan(config.preset("dense_124m", **more), "h100:1")
 figure, axes = lesson.plt.subplots(figsize=(5, 2.6))
 for y, (name, one) in enumerate(plans.items()):

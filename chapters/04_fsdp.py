@@ -501,7 +501,7 @@ axes.legend(map(box, key.values()), key, title="W weights, M moments")
 # %% [markdown]
 # ## The real thing
 #
-# `model.py` can do both: `model.gather` is `layer` (gather twice) or `step` (once). PyTorch's name for it is
+# `model.py` can do both: `work.gather` is `layer` (gather twice) or `step` (once). PyTorch's name for it is
 # `reshard_after_forward`, true or false
 # ([fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html)).
 
@@ -531,7 +531,7 @@ DENSE = {
 
 
 def tiny(mesh, gather):
-    return config.preset("tiny", **DENSE, **{"mesh": mesh, "model.gather": gather})
+    return config.preset("tiny", **DENSE, **{"mesh": mesh, "work.gather": gather})
 
 
 def random_batch(B, T, V):
@@ -825,7 +825,7 @@ def seconds(name, topology, T):
     chips = hardware.Topology.parse(topology).chips
     cfg = config.preset(name, **{
         "mesh": f"fsdp={chips}", "data.batch_size": chips, "data.seq_len": T,
-        "model.remat": "none", "optim.max_device_batch": 0})  # fmt: skip
+        "work.remat": "none", "work.device_batch": 0})  # fmt: skip
     found = planner.plan(cfg, topology).seconds(alone=True)  # nothing beside products
     return found["compute"], found["fsdp"]
 
@@ -911,8 +911,8 @@ axes.legend()
 
 # %%
 def planned(mesh, gather, passes):
-    changes = {"mesh": mesh, "model.gather": gather}
-    changes |= {"optim.max_device_batch": 8 // passes}
+    changes = {"mesh": mesh, "work.gather": gather}
+    changes |= {"work.device_batch": 8 // passes}
     changes |= {"data.batch_size": 512, "data.seq_len": 1024}
     return planner.plan(config.preset("llama3_8b", **changes), "v5p:4x4x4")
 
@@ -966,14 +966,14 @@ print(f"N > {tokens:.0f} tokens a chip")
 # first value is the default):
 #
 # - `mesh`, of `data` and `fsdp`, which has to be said;
-# - `model.gather`: `"layer"`, `"step"`;
-# - `model.remat`, what the backward pass computes again: `"full"` (whole layers), `"dots"` (all but products),
+# - `work.gather`: `"layer"`, `"step"`;
+# - `work.remat`, what the backward pass computes again: `"full"` (whole layers), `"dots"` (all but products),
 #   `"none"`;
-# - `optim.max_device_batch`, sequences a chip works on in one pass: 0 (all it has), 1, 2, 4, ..
+# - `work.device_batch`, sequences a chip works on in one pass: 0 (all it has), 1, 2, 4, ..
 
 # %% tags=["hide-input"]
-FREE = {"mesh": (), "optim.max_device_batch": (), "model.gather": ("layer", "step"),
-        "model.remat": ("none", "dots", "full")}  # fmt: skip
+FREE = {"mesh": (), "work.device_batch": (), "work.gather": ("layer", "step"),
+        "work.remat": ("none", "dots", "full")}  # fmt: skip
 ONCE = 3.32  # seconds of products, if none is done twice
 BATCH = {"data.batch_size": 4096, "data.seq_len": 512}
 preset = lambda found: config.preset("llama3_8b", **BATCH, **found)
@@ -1028,7 +1028,7 @@ print(check_settings(settings))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "fsdp=64", "model.gather": "step", "model.remat": "none", "optim.max_device_batch": 4}`: 3.47 s, in
+# `{"mesh": "fsdp=64", "work.gather": "step", "work.remat": "none", "work.device_batch": 4}`: 3.47 s, in
 # 81 GiB. Alone, `fsdp=64` fits in 15 GiB and takes 4.20 s, as it computes every layer twice. Keeping the
 # products (`"dots"`) needs several passes for the memory, four of 16 sequences, and each pass gathers: 3.79 s.
 # Keeping the weights too makes the number of passes nearly free, so that they can be small (also `"dots"`, with
@@ -1036,9 +1036,9 @@ print(check_settings(settings))
 # </details>
 
 # %% tags=["remove-cell"]
-SLICED, STEP = {"mesh": "fsdp=64"}, {"model.gather": "step"}
-EACH = "optim.max_device_batch"
-DOTS, NONE = SLICED | {"model.remat": "dots"}, SLICED | {"model.remat": "none"}
+SLICED, STEP = {"mesh": "fsdp=64"}, {"work.gather": "step"}
+EACH = "work.device_batch"
+DOTS, NONE = SLICED | {"work.remat": "dots"}, SLICED | {"work.remat": "none"}
 assert check_settings(lambda: NONE | STEP | {EACH: 4}).startswith("Right: 3.47 s")
 assert "81 GiB" in check_settings(NONE | STEP | {EACH: 4})
 for size in (1, 2, 4, 8):
@@ -1056,12 +1056,12 @@ whole = planner.plan(preset(NONE | STEP | {EACH: 4}), "v5p:4x4x4")
 assert abs(whole.seconds()["compute"] - ONCE) < 0.005
 size = whole.memory_bytes
 assert round((size["weights"] + size["gradients"]) / 2**30) == 45
-smallest = preset(SLICED | STEP | {"model.remat": "full", EACH: 1})
+smallest = preset(SLICED | STEP | {"work.remat": "full", EACH: 1})
 assert not planner.plan(smallest, "v4:4x4x4").fits
 assert "refuses" in check_settings({"mesh": "fsdp=32"})
 assert "later chapters" in check_settings({"mesh": "fsdp=32,tensor=2"})
 assert "A dict" in check_settings(64) and "A dict" in check_settings({"mash": 1})
-assert "one of none, dots, full" in check_settings(SLICED | {"model.remat": "all"})
+assert "one of none, dots, full" in check_settings(SLICED | {"work.remat": "all"})
 assert check_settings(settings) == check_settings(None) == lesson.NOTHING
 
 # %% [markdown]

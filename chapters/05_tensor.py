@@ -473,7 +473,7 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 lesson.source(overlap.as_they_come, overlap.there)
 
 # %% [markdown]
-# In the model all of this is one setting, `model.tensor_exchange`, and the layer above gives the same numbers:
+# In the model all of this is one setting, `work.tensor_exchange`, and the layer above gives the same numbers:
 
 # %%
 from dataclasses import replace
@@ -505,7 +505,7 @@ for one in (c, ring):
 #
 # ```
 # python -m bench.overlap dense_124m --topology v4:4x2x2 --mesh fsdp=4,tensor=4 \
-#     --data.batch_size 64 --model.tensor_exchange ring
+#     --data.batch_size 64 --work.tensor_exchange ring
 # ```
 #
 # Of 2.57 GB over `tensor` a device waits for 0.23, and if you put `gather` there, for 1.66: exposed are those
@@ -521,7 +521,7 @@ for one in (c, ring):
 # and D = 768. One of its dense layers, compiled and not run:
 
 # %%
-moe1b = preset("moe1b", **{"model.tensor_exchange": "gather"}).model
+moe1b = preset("moe1b", **{"work.tensor_exchange": "gather"}).model
 moe1b = replace(moe1b, precision=c.precision)  # float32, as here
 latent = sockets.unstacked(sockets.unstacked(model.declare(moe1b).blocks.dense))
 wanted = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), latent)
@@ -670,7 +670,7 @@ def ruled(c, n, tokens, W):
 
 runs = {"llama3_8b": ("v4:4x4x4", (2, 4, 8)), "moe1b": ("v4:4x4x2", (2, 4))}
 ratios, batch = {}, {"data.batch_size": 256, "data.seq_len": 1024}
-batch["model.tensor_exchange"] = "gather"
+batch["work.tensor_exchange"] = "gather"
 for name, (chips, sizes) in runs.items():
     topology = hardware.Topology.parse(chips)
     for size in sizes:

@@ -377,11 +377,11 @@ import model
 
 DENSE = {"model.n_experts": 0, "model.dense_prefix": 0, "model.n_layers": 4,
          "model.attention": "gqa", "model.no_rope_every": 0, "model.d_model": 64,
-         "model.remat": "full"}  # fmt: skip
+         "work.remat": "full"}  # fmt: skip
 
 
 def settings(mesh="data=1", schedule="gpipe", M=1, batch=16):
-    work = {"mesh": mesh, "pipeline.schedule": schedule, "pipeline.microbatches": M}
+    work = {"mesh": mesh, "work.schedule": schedule, "work.microbatches": M}
     return config.preset("tiny", **DENSE | work | {"data.batch_size": batch})
 
 
@@ -415,7 +415,7 @@ def compare(cfg):
     program, args = compile_step(cfg)
     loss, _, grads = jax.block_until_ready(program(*args))
     ratio = lesson.ratio(grads, GRADS)
-    print(f"{cfg.mesh}, {cfg.pipeline.schedule}: loss {loss:.5f}, gradient {ratio}")
+    print(f"{cfg.mesh}, {cfg.work.schedule}: loss {loss:.5f}, gradient {ratio}")
     assert lesson.same((loss, grads), (LOSS, GRADS))
     return program
 
@@ -516,8 +516,8 @@ NODES = hardware.Topology(slow, (16,), 16, hosts=2)
 
 
 def planned(mesh, batch=32, on=NODES, **more):
-    work = {"mesh": mesh, "data.batch_size": batch, "optim.max_device_batch": 1}
-    more = {"pipeline.schedule": "1f1b"} | more
+    work = {"mesh": mesh, "data.batch_size": batch, "work.device_batch": 1}
+    more = {"work.schedule": "1f1b"} | more
     return planner.plan(config.preset("llama3_8b", **work | more), on)
 
 
@@ -745,7 +745,7 @@ assert "Nothing" in check_kept(lambda S, M, s: ...)
 
 
 # %%
-START = {"mesh": "data=2,fsdp=8", "pipeline.schedule": "1f1b", "model.gather": "layer"}
+START = {"mesh": "data=2,fsdp=8", "work.schedule": "1f1b", "work.gather": "layer"}
 
 
 def design():
@@ -793,7 +793,7 @@ print(check_design(design))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "stage=2,fsdp=4,tensor=2", "pipeline.schedule": "1f1b", "model.gather": "step"}`: 2.32 s, 31 GiB.
+# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB.
 # With `fsdp=8` there are 8 groups on a stage, each with 4 of the 32 sequences, so M is 4. `tensor=2` inside a
 # node leaves 4 groups of 8 sequences: M = 8, and half the bubble. It also halves what `gather=step` keeps,
 # which was 55 GiB. `gpipe` is faster still by 0.04 s, for 33 GiB: its ticks send one message, not two, 18 in
@@ -804,7 +804,7 @@ print(check_design(design))
 
 # %% tags=["remove-cell"]
 def said(mesh, schedule="1f1b", gather="layer"):
-    chosen = {"mesh": mesh, "pipeline.schedule": schedule, "model.gather": gather}
+    chosen = {"mesh": mesh, "work.schedule": schedule, "work.gather": gather}
     return check_design(lambda: ... if mesh is ... else chosen)
 
 
@@ -828,7 +828,7 @@ assert "refuses" in said("stages=2")
 assert "as in START" in check_design(lambda: "stage=2,fsdp=8")
 assert said(...) == lesson.NOTHING
 for one, messages in (("gpipe", 18), ("1f1b", 20)):
-    mesh_ = {"mesh": "stage=2,fsdp=4,tensor=2", "pipeline.schedule": one}
+    mesh_ = {"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": one}
     moved = [t for t in planned(**mesh_).traffic if t.kind == "collective-permute"]
     assert [t.count for t in moved if t.axes == (STAGE,)] == [messages]
 

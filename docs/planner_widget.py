@@ -10,7 +10,7 @@ import json
 import math
 from pathlib import Path
 
-from config import AXES, PRESETS, MeshConfig, preset
+from config import AUTO, AXES, PRESETS, MeshConfig, preset
 from docs.notebooks import ROOT
 
 SHAPES = {
@@ -21,8 +21,7 @@ SHAPES = {
 MOST = 128  # devices
 MODEL = ("vocab_size", "d_model", "n_layers", "n_heads", "attention", "n_kv_heads", "d_head", "d_rope", "d_value",
          "d_query_latent", "d_kv_latent", "d_ff", "n_experts", "top_k", "n_shared", "d_expert", "dense_prefix",
-         "balance_loss", "capacity_factor", "loss_chunk", "layers_per_block", "n_blocks", "remat", "gather",
-         "tensor_exchange", "context_attention")  # fmt: skip
+         "balance_loss", "capacity_factor", "layers_per_block", "n_blocks")  # fmt: skip
 
 
 def meshes(devices: int) -> list[MeshConfig]:
@@ -64,7 +63,7 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
 def model_of(which: str) -> dict:
     import model
     import sharding
-    from plan import costs
+    from plan import costs, planner
 
     cfg = preset(which)
     total, active = costs.parameters(cfg.model)
@@ -72,8 +71,9 @@ def model_of(which: str) -> dict:
     return {
         "what": PRESETS[which][0], "params_total": total, "params_active": active,
         "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes,
-        "max_device_batch": cfg.optim.max_device_batch,
-        "model": {field: getattr(cfg.model, field) for field in MODEL} | {
+        "max_device_batch": 0 if cfg.work.device_batch == AUTO else cfg.work.device_batch,
+        "model": {field: getattr(cfg.model, field) for field in MODEL} | planner.LEAST | {
+            "loss_chunk": cfg.work.settled.loss_chunk,
             "swiglu": int(cfg.model.activation == "swiglu"), "tie_embeddings": int(cfg.model.tie_embeddings),
             "compute": cfg.model.precision.compute},
         "declarations": [

@@ -56,6 +56,8 @@ def plain(hint):
 
 def kind(hint) -> str:
     """What may be typed after a flag: its choices, or the name of its type."""
+    if hint == config.SizeOrAuto:
+        return "`auto`, `int`"
     if typing.get_origin(plain(hint)) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(plain(hint)))
     return f"`{plain(hint).__name__}`"

@@ -6,7 +6,7 @@ The same bytes travel either way; in a ring no device ever holds more than two n
 import jax
 import jax.numpy as jnp
 
-from config import ModelConfig
+from config import ModelAtWork
 from kernels.attention import partial_attention
 from sharding import CONTEXT, all_gather, axis_index, axis_size, branches, in_order, shift, vary
 
@@ -60,14 +60,14 @@ def chunk_starts(s: int, n: int):
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
-def over_context(c: ModelConfig, q_bshK, parts, keys_values, segments_bs):
+def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
 
     parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
     Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
     """
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
-    if c.context_attention == "ring" and n > 1:
+    if c.work.context_attention == "ring" and n > 1:
         return ring(q_bshK, parts, keys_values, segments_bs)
     *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
     asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS

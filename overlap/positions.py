@@ -10,11 +10,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from config import ModelConfig
+from config import ModelAtWork
 from sharding import TENSOR, all_gather, around, back, joined, parted, reduce_scatter
 
 
-def gather_apply(c: ModelConfig, function, *arrays_bt, beside=()):
+def gather_apply(c: ModelAtWork, function, *arrays_bt, beside=()):
     """function(*arrays) of the positions of all TENSOR neighbours, in order.
 
     beside  arrays of all positions which every device has: further arguments of the function
@@ -22,32 +22,32 @@ def gather_apply(c: ModelConfig, function, *arrays_bt, beside=()):
     Sends: (n - 1)/n of the joined arrays, side by side. In a ring ours are computed with while others are on their way.
     """
     sent_btX, apart = side_by_side(arrays_bt)
-    if c.tensor_exchange == "gather":
+    if c.work.tensor_exchange == "gather":
         return function(*apart(all_gather(sent_btX, TENSOR, dim=1)), *beside)
     parts = zip(around(sent_btX, TENSOR), *(parted(x, TENSOR, 1) for x in beside), strict=True)
     made = [function(*apart(arrived), *here) for arrived, *here in parts]
     return jax.tree.map(lambda *parts: joined([*parts], TENSOR, 1), *made)
 
 
-def apply_scatter(c: ModelConfig, function, *arrays_bs):
+def apply_scatter(c: ModelAtWork, function, *arrays_bs):
     """function(*arrays), a partial sum, added up over TENSOR: each position where it belongs.
 
     Shapes: [b, s, ..] -> [b, t, ..]. Sends: (n - 1)/n of the sum. In a ring the part for the farthest neighbour is made
     first, and the rest while it travels.
     """
-    if c.tensor_exchange == "gather":
+    if c.work.tensor_exchange == "gather":
         return reduce_scatter(function(*arrays_bs), TENSOR, dim=1)
     parts = zip(*(parted(x, TENSOR, 1) for x in arrays_bs), strict=True)
     return back([function(*part) for part in parts], TENSOR)
 
 
-def gather_apply_scatter(c: ModelConfig, into, out_of, x_btD):
+def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
     """out_of(into(x)) of the positions of all TENSOR neighbours, a partial sum, added up: each where it belongs.
 
     Shapes: [b, t, D] -> [b, t, D]. Sends: (n - 1)/n of the joined positions, and of the sum. In a ring nothing is put
     in order between the two.
     """
-    if c.tensor_exchange == "gather":
+    if c.work.tensor_exchange == "gather":
         return reduce_scatter(out_of(into(all_gather(x_btD, TENSOR, dim=1))), TENSOR, dim=1)
     return back([out_of(x) for x in nearest_first(into, around(x_btD, TENSOR))], TENSOR)
 

@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from config import ModelConfig
+from config import ModelAtWork
 from sharding import FSDP
 
 
@@ -22,6 +22,6 @@ REMAT = {
 }
 
 
-def remat(c: ModelConfig, function):
+def remat(c: ModelAtWork, function):
     """The same function, whose backward pass makes again what is not kept: slices of weights are joined again, too."""
-    return REMAT[c.remat](function)
+    return REMAT[c.work.remat](function)

@@ -7,11 +7,11 @@ joined once a step, it holds all of its stage's, and sends them once. Backward e
 import jax
 import jax.numpy as jnp
 
-from config import ModelConfig
+from config import ModelAtWork
 from sharding import AXES, SLICED, all_gather, map_sliced, vary
 
 
-def cast(w, c: ModelConfig, *names):
+def cast(w, c: ModelAtWork, *names):
     """Matrices in the compute dtype, sliced as they are; norms and biases stay as they are.
 
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
@@ -19,7 +19,7 @@ def cast(w, c: ModelConfig, *names):
     return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
 
 
-def gathered(w, c: ModelConfig, *names):
+def gathered(w, c: ModelAtWork, *names):
     """The same with their slices joined. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
 
     def join(x, dim, axes, exact):
@@ -32,17 +32,17 @@ def gathered(w, c: ModelConfig, *names):
 WHEN = {"layer": (cast, gathered), "step": (gathered, cast)}
 
 
-def held_by_step(w, c: ModelConfig):
+def held_by_step(w, c: ModelAtWork):
     """Weights as a step holds them, in the compute dtype."""
-    return WHEN[c.gather][0](w, c)
+    return WHEN[c.work.gather][0](w, c)
 
 
-def at_use(w, c: ModelConfig, *names):
+def at_use(w, c: ModelAtWork, *names):
     """Weights whole, for one use of them: of a layer, or of the vocabulary's table."""
-    return WHEN[c.gather][1](w, c, *names)
+    return WHEN[c.work.gather][1](w, c, *names)
 
 
-def ready_for_autodiff(params, c: ModelConfig):
+def ready_for_autodiff(params, c: ModelAtWork):
     """Parameters as a step holds them that autodiff goes back through; they may differ on every device.
 
     Said here, outside of all loops, so that what goes backward here happens once a step: the sum over the axes along
@@ -50,27 +50,27 @@ def ready_for_autodiff(params, c: ModelConfig):
     gradients of microbatches add up in it. The barrier keeps them there: XLA would rather sum first, and convert then.
     """
     params = jax.lax.optimization_barrier(vary(params, AXES))
-    if c.gather == "layer":
+    if c.work.gather == "layer":
         return params  # at_use casts them
     return jax.tree.map(lambda w, p: w.astype(p.dtype), held_by_step(params, c), params)
 
 
-def tokens_go_to_table(c: ModelConfig, tokens: int, words: int) -> bool:
+def tokens_go_to_table(c: ModelAtWork, tokens: int, words: int) -> bool:
     """Whether tokens are sent to the slices of an embedding table of so many words, not its slices to the tokens."""
-    return c.gather == "layer" and tokens < words  # then they are less to send
+    return c.work.gather == "layer" and tokens < words  # then they are less to send
 
 
-def vocabulary_slices(c: ModelConfig, n: int, v: int) -> tuple[int, int]:
+def vocabulary_slices(c: ModelAtWork, n: int, v: int) -> tuple[int, int]:
     """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
 
     As few as that takes, or up to twice as many, if a number of them divides v; else the last one is shorter.
     """
-    least = -(-n // c.loss_chunk)
+    least = -(-n // c.work.loss_chunk)
     words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
     return -(-v // words), words
 
 
-def slice_by_slice(c: ModelConfig, function, w_Dv, words_v, n: int):
+def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
     """function(w_Du, words_u) of slices of a table whose rows still lie in slices; what it returns is stacked.
 
     n        tokens that the function makes logits of: `loss_chunk` of them may have those of all words at once
@@ -83,7 +83,7 @@ def slice_by_slice(c: ModelConfig, function, w_Dv, words_v, n: int):
     slices, u = vocabulary_slices(c, n, v)
     w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
     words_ku = jnp.pad(words_v, (0, slices * u - v), constant_values=-1).reshape(slices, u)
-    gather = lambda w_Du: w_Du if c.gather == "step" else all_gather(w_Du, SLICED, dim=0)
+    gather = lambda w_Du: w_Du if c.work.gather == "step" else all_gather(w_Du, SLICED, dim=0)
 
     def step(w_Du, ahead_and_words):
         ahead_Du, words_u = ahead_and_words

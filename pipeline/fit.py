@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import model
 import sharding
-from config import PRESETS, Config, MeshConfig, ModelConfig, preset
+from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, preset
 from utils import UserError, require_multiple
 
 # A letter of a parameter -> the setting that is its size; of L, the blocks, and Q, the query latent, see `remedy`.
@@ -64,22 +64,24 @@ class BatchSplit:
 
 
 def split_batch(cfg: Config) -> BatchSplit:
-    """Derive microbatches and accumulation from the global batch, the mesh and optim.max_device_batch.
+    """Derive microbatches and accumulation from the global batch, the mesh and `cfg.work`.
 
-    Unless pipeline.microbatches says how many: with stages, as many as the sequences allow, up to 4 a stage.
+    microbatches=auto: with stages, as many as the sequences allow, up to 4 a stage. device_batch=auto: all at once.
 
     Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
     """
-    B, shards, limit = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.optim.max_device_batch
+    B, shards, work = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.work
     parts = cfg.mesh.position_shards
     require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
     require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
     if (context := cfg.mesh.context) > 1:
         chunks = f"positions into 2 chunks for each of context={context} devices"
         require_multiple("data.seq_len", cfg.data.seq_len, math.lcm(2 * context, parts), chunks)
-    local, stages, asked = B // shards, cfg.mesh.stage, cfg.pipeline.microbatches
-    M = asked or max(n for n in range(1, (4 * stages if stages > 1 else 1) + 1) if local % n == 0)
+    local, stages, M = B // shards, cfg.mesh.stage, work.microbatches
+    if M == AUTO:
+        M = max(n for n in range(1, (4 * stages if stages > 1 else 1) + 1) if local % n == 0)
     require_multiple("data.batch_size", B, shards * M, f"sequences over {shards} batch shards * {M} microbatches")
     each = local // M
-    device_batch = max(n for n in range(1, min(limit or each, each) + 1) if each % n == 0)
+    most = each if work.device_batch == AUTO else min(work.device_batch, each)
+    device_batch = max(n for n in range(1, most + 1) if each % n == 0)
     return BatchSplit(B, shards, device_batch, M, each // device_batch)

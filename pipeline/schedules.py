@@ -141,7 +141,7 @@ def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
     if min(S, M, v) < 1:
         raise UserError(f"a schedule of stages={S}, microbatches={M}, chunks={v}: each must be at least 1")
     if v > 1 and name != "interleaved":
-        raise UserError(f"pipeline.chunks={v}: only the schedule 'interleaved' has chunks, {name!r} has 1")
+        raise UserError(f"work.chunks={v}: only the schedule 'interleaved' has chunks, {name!r} has 1")
     return SCHEDULES[name](S, M, v, lead)
 
 

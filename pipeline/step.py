@@ -83,9 +83,9 @@ def sums(w: model.Transformer, cfg: Config, batch, key):
     """All the loss is made of, as sums over this device's tokens."""
     split = fit.split_batch(cfg)
     if cfg.mesh.stage == split.microbatches * split.accumulation == 1:
-        return model.forward(w, cfg.model, batch, key)
-    x_btD, statistics = run_stages(w, cfg.model, batch, key, split.microbatches * split.accumulation)
-    cross_entropy, auxiliary = spread_loss(w, cfg.model, x_btD, batch["targets_BT"], batch["weights_BT"])
+        return model.forward(w, cfg.at_work, batch, key)
+    x_btD, statistics = run_stages(w, cfg.at_work, batch, key, split.microbatches * split.accumulation)
+    cross_entropy, auxiliary = spread_loss(w, cfg.at_work, x_btD, batch["targets_BT"], batch["weights_BT"])
     return model.Sums(cross_entropy, jnp.sum(batch["weights_BT"]), auxiliary, statistics)
 
 
@@ -97,14 +97,15 @@ def schedule(cfg: Config) -> schedules.Schedule:
 
     Raises: UserError if there is no such schedule for the mesh, or the layers do not split into its chunks.
     """
-    split, S, v, n = fit.split_batch(cfg), cfg.mesh.stage, cfg.pipeline.chunks, cfg.model.n_blocks
+    split, work, S, n = fit.split_batch(cfg), cfg.work.settled, cfg.mesh.stage, cfg.model.n_blocks
+    v = work.chunks
     if n % (S * v):
         raise UserError(
-            f"cannot split {n} blocks of layers over stage={S} * pipeline.chunks={v} = {S * v} parts "
+            f"cannot split {n} blocks of layers over stage={S} * work.chunks={v} = {S * v} parts "
             f"({n} % {S * v} = {n % (S * v)}); use a multiple of {S * v} blocks, or fewer chunks")  # fmt: skip
-    if cfg.pipeline.schedule == "gpipe" and S > 1:
+    if work.schedule == "gpipe" and S > 1:
         return schedules.gpipe(S, split.microbatches, passes=split.accumulation)
-    name = cfg.pipeline.schedule if S > 1 else "1f1b"
+    name = work.schedule if S > 1 else "1f1b"
     return schedules.schedule(name, S, split.microbatches * split.accumulation, v if S > 1 else 1, lead=2)
 
 
@@ -150,7 +151,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     specs = (P(), model.metric_specs(cfg.model))
 
     def in_one_piece(params, batch, step):
-        return model.loss(cfg.model, sums(ready_for_autodiff(params, cfg.model), cfg, batch, key(step)))
+        return model.loss(cfg.at_work, sums(ready_for_autodiff(params, cfg.at_work), cfg, batch, key(step)))
 
     def in_microbatches(params, batch, step):
         return scheduled(params, cfg, batch, key(step), sched)
@@ -171,7 +172,7 @@ def evaluate(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout; batches add up."""
 
     def local_sums(params, batch, step):
-        w = ready_for_autodiff(params, cfg.model)
+        w = ready_for_autodiff(params, cfg.at_work)
         totals = sums(w, cfg, batch, None)
         return psum(totals.cross_entropy, (*BATCH, CONTEXT, STAGE)), psum(totals.weight, (*BATCH, CONTEXT))
 
@@ -185,10 +186,10 @@ def logits(cfg: Config, mesh: Mesh):
     """
 
     def local_logits(params, batch, step):
-        w = ready_for_autodiff(params, cfg.model)
-        x_btD, _ = run_stages(w, cfg.model, batch, None, 1)
-        x_bsD = model.leave(w, cfg.model, x_btD, dim=1)
-        return psum(last_stages((x_bsD @ model.unembedding(w, cfg.model)).astype(jnp.float32)), STAGE)
+        w = ready_for_autodiff(params, cfg.at_work)
+        x_btD, _ = run_stages(w, cfg.at_work, batch, None, 1)
+        x_bsD = model.leave(w, cfg.at_work, x_btD, dim=1)
+        return psum(last_stages((x_bsD @ model.unembedding(w, cfg.at_work)).astype(jnp.float32)), STAGE)
 
     reads = ("tokens_BT", "positions_BT", "segments_BT")
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)

@@ -377,7 +377,7 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
     The balance loss's gradient needs the loads of the whole batch, which are known when all forward passes are done.
     Where a schedule does not wait for them, they are done once more beforehand.
     """
-    c, v = cfg.model, sched.chunks
+    c, v = cfg.at_work, sched.chunks
     chunked = lambda tree: jax.tree.map(lambda x: to_chunks(x, v), tree)
     in_order = lambda sums: sums.replace(router=jax.tree.map(lambda x: from_chunks(x, v), sums.router))
     gradient = jax.grad(lambda sums: model.loss(c, sums)[0])

@@ -114,13 +114,13 @@ def _bytes(text: str) -> int:
 
 def advice(cfg: Config) -> str:
     """Settings that would take less memory, and are not yet as they should be."""
-    split, stages = fit.split_batch(cfg), cfg.mesh.stage > 1
+    split, work, stages = fit.split_batch(cfg), cfg.work.settled, cfg.mesh.stage > 1
     remedies = {
-        "model.remat=full": cfg.model.remat != "full",
-        "model.gather=layer": cfg.model.gather != "layer",
-        "pipeline.schedule=1f1b": stages and cfg.pipeline.schedule in ("gpipe", "zb"),
-        "more pipeline.microbatches": stages and split.device_batch > 1,
-        "a smaller optim.max_device_batch": not stages and split.device_batch > 1,
+        "work.remat=full": work.remat != "full",
+        "work.gather=layer": work.gather != "layer",
+        "work.schedule=1f1b": stages and work.schedule in ("gpipe", "zb"),
+        "more work.microbatches": stages and split.device_batch > 1,
+        "a smaller work.device_batch": not stages and split.device_batch > 1,
         "a larger fsdp axis": True,
     }
     return " or ".join(remedy for remedy, helps in remedies.items() if helps)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import model
 import sharding
-from config import AXES, Config, ModelConfig
+from config import AXES, Config, ModelAtWork
 from kernels import attention as attending, grouped
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
@@ -27,7 +27,7 @@ from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
 
 
-def parameters(c: ModelConfig) -> tuple[int, int]:
+def parameters(c: ModelAtWork) -> tuple[int, int]:
     """Count parameters: all of them, and those one token passes through (top_k of the n_experts routed ones).
 
     The selection bias is not counted: it is not trained by a gradient, and published counts leave it out.
@@ -45,7 +45,7 @@ def model_flops_per_token(cfg: Config) -> int:
     may look at, on average (T + 1)/2, and per width of scores and values. Source: PaLM, arXiv:2204.02311, appendix B,
     with causal attention counted as causal.
     """
-    c = cfg.model
+    c = cfg.at_work
     _, active = parameters(c)
     lookup = 0 if c.tie_embeddings else c.vocab_size * c.d_model
     width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
@@ -70,7 +70,7 @@ class Sizes:
 
     @classmethod
     def of(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
-        mesh, c = cfg.mesh.sizes, cfg.model
+        mesh, c = cfg.mesh.sizes, cfg.at_work
         s = cfg.data.seq_len // mesh[CONTEXT]
         width = 2 if c.precision.compute == "bfloat16" else 4
         return cls(fit.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
@@ -127,7 +127,7 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
-def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int]):
+def mixing(c: ModelAtWork, z: Sizes, ring: bool, sizes: tuple[int, int, int, int]):
     """Scores, and values mixed by them, a block of queries and keys at a time."""
     n, (h, g, score, value) = z.mesh[CONTEXT], sizes
 
@@ -139,7 +139,7 @@ def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int
 
     if not ring:
         one = met(z.s, z.T, chunk_starts(z.s, n))
-        if z.platform != "tpu" and c.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
+        if z.platform != "tpu" and c.work.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
             # Of one block, scores made again are those of the backward pass.
             one = replace(one, back=(one.back[0] - 2 * h * score * z.s * z.T * z.b, one.back[1]))
         yield one
@@ -150,29 +150,29 @@ def mixing(c: ModelConfig, z: Sizes, ring: bool, sizes: tuple[int, int, int, int
     yield replace(others, back=tuple(map(sum, zip(others.back, (others.flops, others.hbm_bytes), strict=True))))
 
 
-def arriving(c: ModelConfig, z: Sizes, size: float, **more) -> Exchange:
+def arriving(c: ModelAtWork, z: Sizes, size: float, **more) -> Exchange:
     """What TENSOR neighbours hold, joined; see `overlap.positions`."""
     return over_tensor(c, z, "all-gather", size, **more)
 
 
-def leaving(c: ModelConfig, z: Sizes, size: float, again: tuple[str, ...] = (), **more) -> Exchange:
+def leaving(c: ModelAtWork, z: Sizes, size: float, again: tuple[str, ...] = (), **more) -> Exchange:
     """Partial sums that TENSOR neighbours add up. After feed-forward nothing needs the result again."""
     return over_tensor(c, z, "reduce-scatter", size, again=again, **more)
 
 
-def over_tensor(c: ModelConfig, z: Sizes, kind: str, size: float, **more) -> Exchange:
+def over_tensor(c: ModelAtWork, z: Sizes, kind: str, size: float, **more) -> Exchange:
     n = z.mesh[TENSOR]
-    if c.tensor_exchange == "gather":
+    if c.work.tensor_exchange == "gather":
         return Exchange("activations", kind, (TENSOR,), size, **more)
     return Exchange("activations", "collective-permute", (TENSOR,), size / n, times=n - 1, **more)
 
 
-def attention(c: ModelConfig, z: Sizes):
+def attention(c: ModelAtWork, z: Sizes):
     """Products and exchanges of one attention."""
     h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
     g = h if c.attention == "mla" else c.n_kv_heads // z.mesh[TENSOR]
     N, keys = z.b * z.s, z.b * z.T  # tokens that ask, tokens that are looked at
-    ring = c.context_attention == "ring" and n > 1
+    ring = c.work.context_attention == "ring" and n > 1
     if c.attention == "mla":
         Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
         latent = c.d_query_latent + c.d_kv_latent + c.d_rope
@@ -202,14 +202,14 @@ def attention(c: ModelConfig, z: Sizes):
         yield Exchange("keys", "all-gather", (CONTEXT,), 4 * N * n, back=False)  # documents
 
 
-def feed_forward(c: ModelConfig, z: Sizes, hidden: int, part: str):
+def feed_forward(c: ModelAtWork, z: Sizes, hidden: int, part: str):
     """Products of a dense feed-forward or of the shared experts. Nothing needs the last one's result again."""
     N, f = z.b * z.s, hidden // z.mesh[TENSOR]
     yield product(part, z, N, c.d_model, f * (1 + model.swiglu(c)))
     yield product(part, z, N, f, c.d_model, again=())
 
 
-def dense(c: ModelConfig, z: Sizes):
+def dense(c: ModelAtWork, z: Sizes):
     """Products and exchanges of one dense layer."""
     yield from attention(c, z)
     yield from feed_forward(c, z, c.d_ff, "feed-forward")
@@ -218,7 +218,7 @@ def dense(c: ModelConfig, z: Sizes):
     yield leaving(c, z, X)
 
 
-def moe(c: ModelConfig, z: Sizes):
+def moe(c: ModelAtWork, z: Sizes):
     """Products and exchanges of one MoE layer."""
     yield from attention(c, z)
     N, n, k = z.b * z.s, z.mesh[EXPERT], c.top_k
@@ -249,11 +249,11 @@ def moe(c: ModelConfig, z: Sizes):
         yield from feed_forward(c, z, c.n_shared * c.d_expert, "shared experts")
 
 
-def tokens_go(c: ModelConfig, z: Sizes) -> bool:
+def tokens_go(c: ModelAtWork, z: Sizes) -> bool:
     return tokens_go_to_table(c, z.b * z.s, c.vocab_size // z.mesh[TENSOR])
 
 
-def enter(c: ModelConfig, z: Sizes):
+def enter(c: ModelAtWork, z: Sizes):
     """The embedding: it looks up, and adds what TENSOR neighbours found."""
     yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=())
     if tokens_go(c, z):
@@ -266,7 +266,7 @@ def logits_tokens(z: Sizes) -> int:
     return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
 
 
-def logits(c: ModelConfig, z: Sizes):
+def logits(c: ModelAtWork, z: Sizes):
     """Logits and loss, a share of the tokens on each stage."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
     slices, words = vocabulary_slices(c, tokens, c.vocab_size // n)
@@ -298,13 +298,13 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     The balance loss costs one more forward pass, unless all forward passes come before the first backward pass. Where
     weight gradients wait, both halves of a backward pass repeat what they need, and both pass the layers.
     """
-    c, M = cfg.model, sched.microbatches
+    c, M = cfg.at_work, sched.microbatches
     once_more = M * sched.stages > 1 and not sched.turns and c.n_experts and c.balance_loss
     halves = 1 + sched.splits_backward
     return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
 
 
-def layers(c: ModelConfig, z: Sizes) -> list[tuple[int, list]]:
+def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
     """(how many, rows of one) of each kind of layer on the first stage."""
     n_moe = z.blocks if c.n_experts else 0
     n_dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
@@ -322,10 +322,10 @@ class Work:
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
     """Every product of one device's step."""
-    c, z, once, run = cfg.model, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
+    c, z, once, run = cfg.at_work, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
 
     def count(row: Product, many: int, run: Passes) -> Work:
-        ahead = run.forward + run.again * (c.remat in row.again)
+        ahead = run.forward + run.again * (c.work.remat in row.again)
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
         return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both))
@@ -343,7 +343,7 @@ class Weights:
     name: str
     d: sharding.Declaration
     mesh: dict[str, int]
-    c: ModelConfig
+    c: ModelAtWork
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
@@ -395,13 +395,13 @@ class Weights:
 
 
 @functools.cache
-def declared(c: ModelConfig) -> dict[str, sharding.Declaration]:
+def declared(c: ModelAtWork) -> dict[str, sharding.Declaration]:
     return sharding.named(model.declare(c))
 
 
 def weights(cfg: Config) -> list[Weights]:
     sizes = cfg.mesh.sizes
-    return [Weights(name, d, sizes, cfg.model) for name, d in declared(cfg.model).items()]
+    return [Weights(name, d, sizes, cfg.at_work) for name, d in declared(cfg.model).items()]
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ class Traffic:
 
 def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "") -> list[Traffic]:
     """Everything one device sends in a step, but for a few numbers (counts, norms, metrics)."""
-    c, z, run = cfg.model, Sizes.of(cfg, platform), passes(cfg, sched)
+    c, z, run = cfg.at_work, Sizes.of(cfg, platform), passes(cfg, sched)
     once, found = Passes(*(sched.microbatches,) * 4), {}
 
     def add(part, kind, axes, size, count, when="once", of=""):
@@ -438,7 +438,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
                 more = lambda when, of=row.of: (when, of) if inside else ()
                 times = many * row.times
                 add(row.part, row.kind, *one, times * run.forward, *more("forward"))
-                add(row.part, row.kind, *one, times * run.again * (c.remat in row.again), *more("again"))
+                add(row.part, row.kind, *one, times * run.again * (c.work.remat in row.again), *more("again"))
                 back = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(row.kind, row.kind)
                 add(row.part, back, *one, times * run.inputs * row.back, *more("back"))
 
@@ -457,7 +457,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
     for w in weights(cfg):
         of_weights(w, cfg, sched, add, platform)
-    rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.gather == "step" else set())
+    rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.work.gather == "step" else set())
     return [Traffic(*key, *value, key[0] not in rare and STAGE not in key[2]) for key, value in found.items()]
 
 
@@ -476,8 +476,8 @@ class Use:
 
 def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
     """Each use of a parameter: of each layer, or once a step."""
-    c, z, M, run = cfg.model, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
-    if c.gather == "step":
+    c, z, M, run = cfg.at_work, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
+    if c.work.gather == "step":
         yield Use(1, 0, 1, w.d.dims, w.joined / w.layers, w.layers)
         return
     if w.name.startswith(("prefix.", "blocks.")):
@@ -494,7 +494,7 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
 
 def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform: str) -> None:
     """Add what is sent for one parameter: its slices, its gradients."""
-    once, M = cfg.model.gather == "step", sched.microbatches
+    once, M = cfg.at_work.work.gather == "step", sched.microbatches
     for use in uses(w, cfg, sched):
         size = use.size * w.width
         add("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
@@ -508,7 +508,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
     if w.d.trainable:
         add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
-        held = (w.joined if cfg.model.gather == "step" else w.held) / sched.chunks
+        held = (w.joined if cfg.at_work.work.gather == "step" else w.held) / sched.chunks
         rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
         add("weights", "collective-permute", (STAGE,), held * w.width, rounds)
         add("gradients", "collective-permute", (STAGE,), held * 4, rounds)
@@ -519,8 +519,10 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
 
 def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     """Cost of a forward slot, a backward slot and a weight slot, in forward passes of a stage."""
-    c = cfg.model
-    again = 1.0 if c.remat in WHOLE else {"none": 0.0, "dots": 0.2}[c.remat]  # "dots": scores, and the experts
+    c = cfg.at_work
+    again = (
+        1.0 if c.work.remat in WHOLE else {"none": 0.0, "dots": 0.2}[c.work.remat]
+    )  # "dots": scores, and the experts
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 

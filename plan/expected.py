@@ -71,24 +71,24 @@ def products(one, chip: hardware.Chip) -> float:
 
 def others(one, chip: hardware.Chip) -> float:
     """Bytes that all but products move."""
-    cfg, c, sched = one.cfg, one.cfg.model, one.sched
+    cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
     z, run = Sizes.of(cfg, "tpu"), costs.passes(cfg, sched)
     layers = c.n_layers / cfg.mesh.stage
     stream = z.b * z.s * c.d_model * z.width * layers
-    passes = run.forward + run.again * (c.remat != "dots") + run.inputs + run.weights
+    passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
     kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1)
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
     activations = STREAM * stream * passes + KEPT * kept + ROWS * rows
     # Sums of gradients in float32, a microbatch after the other: read, written, and what is added.
-    sums = sum(w.joined if c.gather == "step" else w.held for w in costs.weights(cfg))
-    added = ADDED * sums * sched.microbatches * (sched.microbatches * sched.stages > 1 or c.gather == "step")
+    sums = sum(w.joined if c.work.gather == "step" else w.held for w in costs.weights(cfg))
+    added = ADDED * sums * sched.microbatches * (sched.microbatches * sched.stages > 1 or c.work.gather == "step")
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
     return OTHERS.get(chip.key, OTHERS["v5p"]) * activations + added + STATE * state
 
 
 def positions(one, speed: float, chip: hardware.Chip) -> float:
     """Seconds waited for rings over TENSOR: each part's permute against the product of another part."""
-    cfg, c = one.cfg, one.cfg.model
+    cfg, c = one.cfg, one.cfg.at_work
     z, run, n = Sizes.of(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
     waits = 0.0
     for many, rows in filter(lambda layer: layer[0], costs.layers(c, z)):
@@ -98,7 +98,7 @@ def positions(one, speed: float, chip: hardware.Chip) -> float:
             part = product * (n - 1) / n
             took = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
             peak = chip.peak_flops_per_s / slower(chip)
-            ahead = run.forward + run.again * (c.remat in exchange.again)
+            ahead = run.forward + run.again * (c.work.remat in exchange.again)
             waits += many * (ahead * took(1 / peak) + run.inputs * took(2 / peak))
     return waits
 

@@ -173,6 +173,22 @@ class Topology:
         return links.Torus(self.shape, self.wraps)
 
 
+def named(devices) -> Topology | None:
+    """The topology of devices that are here, so that a plan knows their speed; None where it has no name."""
+    chip = next((chip for chip in CHIPS.values() if chip.device_kind == devices[0].device_kind), None)
+    if chip is None or not chip.peak_flops_per_s:
+        return None
+    shape = (len(devices),)
+    if chip.torus_dims:
+        places = np.array([device.coords[: chip.torus_dims] for device in devices])
+        shape = tuple(places.max(0) - places.min(0) + 1)
+    try:
+        found = Topology.parse(f"{chip.key}:{'x'.join(map(str, shape))}")
+    except UserError:
+        return None
+    return found if found.devices == len(devices) else None
+
+
 @functools.lru_cache(maxsize=64)
 def coordinates(mesh: MeshConfig, topology: Topology) -> np.ndarray:
     """Say which chip stands where on the mesh: its place on the torus, [*mesh sizes, torus axis].

@@ -6,7 +6,7 @@ to them, within 10% of all bytes. Of a chip that HIDES does not name no schedule
 
 import math
 
-from config import ModelConfig
+from config import ModelAtWork
 from sharding import STAGE, TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that repeat products
@@ -37,7 +37,7 @@ def scatter_of(dims: str, width: int, platform: str) -> str:
     return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
 
 
-def exposed(c: ModelConfig, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
+def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
     """The share of a collective's bytes that no products stand beside.
 
     chip  as `hardware.CHIPS` names it, or none
@@ -62,7 +62,7 @@ def rings_hide(mesh: dict[str, int], chip: str) -> bool:
     return RINGS in HIDES.get(chip, ()) or (chip == "v5e" and mesh[STAGE] > 1)
 
 
-def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float:
+def of_positions(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:
     """A gather is needed at once. One of gradients has the products of other gradients beside it, and so has one that
     is repeated for weight gradients alone: where products are kept.
 
@@ -71,18 +71,18 @@ def of_positions(c: ModelConfig, kind: str, n: int, when: str, of: str) -> float
     half of attention's sums while it writes what is kept, when no product is left.
     """
     if kind == "all-gather":
-        return float(when == "forward" or (when == "again" and c.remat in WHOLE))
-    in_a_row = {"feed-forward": n // 2 - 1} if c.remat != "none" else {"attention's sums": n // 2}
+        return float(when == "forward" or (when == "again" and c.work.remat in WHOLE))
+    in_a_row = {"feed-forward": n // 2 - 1} if c.work.remat != "none" else {"attention's sums": n // 2}
     return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
 
 
-def of_weights(c: ModelConfig, when: str, of: str) -> float:
+def of_weights(c: ModelAtWork, when: str, of: str) -> float:
     """All-gathers run one after the other, each beside products that do not need it. Experts' three matrices are most
     of a layer, and one finds none; of wide models two do, where products are repeated.
     """
     return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
 
 
-def wide(c: ModelConfig) -> bool:
+def wide(c: ModelAtWork) -> bool:
     """Whether products are long enough to hide behind: as llama3_8b's and mixtral_8x7b's, not dense_124m's."""
     return c.d_model >= 2048

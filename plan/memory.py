@@ -1,7 +1,7 @@
 """What one training step keeps on a device at its fullest, by arithmetic on the declarations. Letters: `costs.py`."""
 
 import model
-from config import Config, ModelConfig
+from config import Config, ModelAtWork
 from kernels import grouped
 from overlap.weights import vocabulary_slices
 from pipeline import fit, schedules
@@ -10,7 +10,7 @@ from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weight
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
-def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
+def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
     """Bytes that one layer keeps of one microbatch for its backward pass. one_piece: it is the only one of the step.
 
     "full" keeps what comes in, "branches" also what comes into the second branch, "dots" what comes in and results of
@@ -18,7 +18,7 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
     what was mixed, the pieces of an activation function.
     """
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
-    ring = c.context_attention == "ring" and n_context > 1
+    ring = c.work.context_attention == "ring" and n_context > 1
     keys = N if ring else z.b * z.T
     stream, whole = z.b * z.t * c.d_model, N * c.d_model
     h = c.n_heads // z.mesh[TENSOR]
@@ -67,18 +67,18 @@ def kept(c: ModelConfig, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
-    c, z, split = cfg.model, Sizes.of(cfg, platform), fit.split_batch(cfg)
+    c, z, split = cfg.at_work, Sizes.of(cfg, platform), fit.split_batch(cfg)
     one_piece, w = sched.microbatches * sched.stages == 1, weights(cfg)
     state = sum(x.held * x.d.dtype.itemsize for x in w)
     sequences = split.device_batch * split.microbatches * split.accumulation
     there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]
-    saved = sum(many * kept(c, z, is_moe, c.remat, one_piece) for many, is_moe in there) / sched.chunks
+    saved = sum(many * kept(c, z, is_moe, c.work.remat, one_piece) for many, is_moe in there) / sched.chunks
     on_tpu = platform == "tpu"
     work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
     of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
     buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
-    whole, stream = c.gather == "step", z.b * z.t * c.d_model * z.width
+    whole, stream = c.work.gather == "step", z.b * z.t * c.d_model * z.width
     table = max(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
     each = (4 if on_tpu else 8) if not one_piece else None

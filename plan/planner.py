@@ -9,13 +9,12 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import get_args
 
 import pipeline
 import sharding
-from config import AXES, Config, MeshConfig, ModelConfig, hints, replace
+from config import AUTO, AXES, Config, MeshConfig, WorkConfig, replace
 from pipeline import fit, schedules
-from plan import compiled, costs, expected, hardware, memory
+from plan import auto, compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
 from sharding import TENSOR
 from utils import UserError
@@ -42,6 +41,7 @@ class Plan:
     sched: schedules.Schedule
     limit_bytes: int | None  # memory of a device
     bubble: float  # share of the time of the layers that a stage waits for others
+    why: str = ""  # what `auto` chose, and what else it could have been
 
     @property
     def flops(self) -> dict[str, float]:
@@ -81,6 +81,16 @@ class Plan:
         return (f"a device would need {amount(self.peak_bytes, 'bytes')}, and has {amount(self.limit_bytes, 'bytes')}: "
                 + ", ".join(f"{name} {amount(size, 'bytes')}" for name, size in parts)
                 + f"; try {compiled.advice(self.cfg)}")  # fmt: skip
+
+    def settings(self) -> str:
+        """The way of working, what `auto` chose first and with reasons."""
+        named = {name.partition("=")[0] for name in self.why.split(", ")}
+        rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in named)
+        return f"{self.why}; {rest}" if self.why else rest
+
+    @property
+    def device_batch(self) -> int:
+        return fit.split_batch(self.cfg).device_batch
 
     @property
     def wire_by_axes(self) -> dict[str, float]:
@@ -164,7 +174,7 @@ class Plan:
 
 
 def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_bytes: int | None = None) -> Plan:
-    """Predict what a step costs; no device is touched.
+    """Predict what a step costs; no device is touched. What is `auto` is chosen here, see `auto.py`.
 
     topology     the devices; None: times, and whether it fits, are not known
     limit_bytes  memory of a device, if not what the chip has
@@ -176,6 +186,12 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     fit.split_batch(cfg)  # refused before a width: it is the easier one to change
     fit.check(cfg.model, cfg.mesh)
+    one, why = auto.choose(cfg, lambda settled: of_settled(settled, topology, limit_bytes))
+    return dataclasses.replace(one, why=why)
+
+
+def of_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
+    """The plan of a step in which nothing is to be chosen."""
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     chip = topology.chip.key if topology else ""
     total, active = parameters(cfg.model)
@@ -191,37 +207,31 @@ def is_tpu(chip: hardware.Chip | None) -> bool:
     return bool(chip and chip.torus_dims)
 
 
-# Settings that decide when things move and what is kept, and change no number but by rounding.
-MEANS = ("gather", "remat", "tensor_exchange", "context_attention")
-WORTH, SPARE = 0.03, 0.1  # of the time, to be worth a word; of the memory, as a predicted peak may be exceeded
+WORTH = 0.03  # of the time, to be worth a word
 
 
 def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
-    """The settings of MEANS by which the same step takes least time on the same mesh, and its plan.
+    """The settings that `auto` would choose in place of those that were pinned, and their plan.
 
-    Of all that take 1% more at most, those that change the fewest. They leave a tenth of the memory free. None: none
-    takes 3% less than the plan does, if that fits at all, or the time is not known.
+    None: they would not take 3% less than the plan does, if that fits at all, or the time is not known.
     """
     if one.likely_s is None or one.limit_bytes is None:
         return None
-    names = [f"model.{name}" for name in MEANS]
-    now, found = [getattr(one.cfg.model, name) for name in MEANS], []
-    for values in itertools.product(*(get_args(hints(ModelConfig)[name]) for name in MEANS)):
-        changed = {name: new for name, new, old in zip(names, values, now, strict=True) if new != old}
-        other = plan(replace(one.cfg, **changed), one.topology, one.limit_bytes)
-        if changed and other.peak_bytes <= (1 - SPARE) * other.limit_bytes:
-            found.append((changed, other))
-    least = min((other.likely_s for _, other in found), default=math.inf)
-    if (least > (1 - WORTH) * one.likely_s and one.fits) or not found:
+    work = one.cfg.work
+    free = WorkConfig(loss_chunk=work.loss_chunk, microbatches=work.microbatches, device_batch=work.device_batch,
+                      schedule=work.schedule, chunks=work.chunks)  # fmt: skip
+    other = plan(dataclasses.replace(one.cfg, work=free), one.topology, one.limit_bytes)
+    if not other.fits or (one.fits and other.likely_s > (1 - WORTH) * one.likely_s):
         return None
-    return min(found, key=lambda two: (two[1].likely_s > 1.01 * least, len(two[0]), two[1].likely_s))
+    pairs = ((f.name, getattr(other.cfg.work, f.name), getattr(work, f.name)) for f in dataclasses.fields(work))
+    return {f"work.{name}": now for name, now, before in pairs if now != before}, other
 
 
 def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
     """The same of a plan that `search` found, its mesh and schedule among the settings."""
     chosen = {"mesh": str(one.cfg.mesh)}
     if one.cfg.mesh.stage > 1:
-        chosen |= {"pipeline.schedule": one.cfg.pipeline.schedule, "pipeline.chunks": one.cfg.pipeline.chunks}
+        chosen |= {"work.schedule": one.cfg.work.schedule, "work.chunks": one.cfg.work.chunks}
     better = faster(one)
     return better and (chosen | better[0], better[1])
 
@@ -290,36 +300,43 @@ def meshes(devices: int):
             yield MeshConfig(*sizes, devices // math.prod(sizes))
 
 
-def pipelines(cfg: Config, mesh: MeshConfig):
-    """The schedules to try on a mesh: without stages there is nothing to choose."""
-    if mesh.stage == 1:
-        return [{"pipeline.schedule": "gpipe", "pipeline.chunks": 1}]
-    return [{"pipeline.schedule": name, "pipeline.chunks": 2 if name == "interleaved" else 1}
-            for name in schedules.SCHEDULES]  # fmt: skip
+REFINED = 20  # of the layouts that a search finds, the first, for which all is chosen that is `auto`
 
 
 def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, say=lambda text: None):
     """Plan every mesh, and every schedule where there are stages.
 
+    What is `auto` takes least memory at first; then it is chosen for the first twenty layouts.
     Returns the plans that fit, fastest first; those that do not, smallest first; and {reason: how many are refused}.
     """
     fit, large, refused = [], [], {}
-    dense = not cfg.model.n_experts  # then an expert axis is another fsdp axis
+    autos, dense = cfg.work.autos, not cfg.model.n_experts  # dense: then an expert axis is another fsdp axis
+    least = {name: value for name, value in LEAST.items() if name in autos}
     tried = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
     for number, mesh in enumerate(tried):
         if number % 50 == 0:
             say(f"{number} of {len(tried)} meshes planned ..")
-        for settings in pipelines(cfg, mesh):
+        for schedule in [*schedules.SCHEDULES] if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
+            work = dataclasses.replace(cfg.work, **least, schedule=schedule).settled
             try:
-                one = plan(replace(cfg, mesh=mesh, **settings), topology, limit_bytes)
+                one = plan(dataclasses.replace(cfg, mesh=mesh, work=work), topology, limit_bytes)
             except UserError as error:
                 reason = str(error).split(" of ")[0].split(";")[0].split(" (")[0]
                 refused[reason] = refused.get(reason, 0) + 1
                 continue
             (large if one.fits is False else fit).append(one)
-    fit.sort(key=lambda one: one.likely_s or one.wire_bytes)
+    order = lambda one: one.likely_s or one.wire_bytes
+    fit.sort(key=order)
     large.sort(key=lambda one: one.peak_bytes)
-    return fit, large, refused
+    for place, one in enumerate(fit[:REFINED]):
+        work = one.cfg.work
+        free = dataclasses.replace(cfg.work, schedule=work.schedule, chunks=work.chunks)
+        fit[place] = plan(dataclasses.replace(one.cfg, work=free), topology, limit_bytes)
+    return sorted(fit, key=order), large, refused
+
+
+# Of each setting that is `auto`, what takes least memory, or about as little as any.
+LEAST = dict(remat="full", gather="layer", tensor_exchange="ring", context_attention="gather")
 
 
 def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None, say) -> tuple[int, int]:
@@ -328,11 +345,14 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
     Starts at what arithmetic says fits, goes on from there in growing steps, and halves what is left between.
     Raises: UserError if not even the smallest batch fits, or memory hardly grows with the batch.
     """
-    if at_once := cfg.optim.max_device_batch:
-        raise UserError(f"--max_batch: with optim.max_device_batch={at_once} a device works on {at_once} sequences at "
-                        "once, however many there are; set it to 0 to learn how many it could")  # fmt: skip
-    unit = cfg.mesh.batch_shards * max(cfg.pipeline.microbatches, 1)
-    sized = lambda units: plan(replace(cfg, **{"data.batch_size": units * unit}), topology, limit_bytes)
+    if (at_once := cfg.work.device_batch) != AUTO:
+        raise UserError(f"--max_batch: with work.device_batch={at_once} a device works on {at_once} sequences at "
+                        "once, however many there are; leave it at auto to learn how many it could")  # fmt: skip
+    unit = cfg.mesh.batch_shards * (1 if cfg.work.microbatches == AUTO else cfg.work.microbatches)
+
+    def sized(units: int) -> Plan:  # all of them at once
+        one = replace(cfg, **{"data.batch_size": units * unit, "work.device_batch": units * unit})
+        return plan(one, topology, limit_bytes)
 
     def fits(units: int) -> bool:
         found, _ = compile_plan(sized(units), lambda text: None)
@@ -358,7 +378,7 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
         at = (low + high) // 2 if low and high else low + step if low else max(high - step, 1)
         step *= 2
         if high == 1:
-            raise UserError(f"not even {unit} sequences fit; try a larger fsdp axis, or model.remat=full")
+            raise UserError(f"not even {unit} sequences fit; try a larger fsdp axis, or work.remat=full")
     return low * unit, high * unit
 
 

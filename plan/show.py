@@ -3,7 +3,7 @@
 import utils
 from pipeline import draw, fit, schedules
 from plan import compiled, costs, hardware
-from plan.planner import MEANS, STATE, Plan, amount
+from plan.planner import STATE, Plan, amount
 
 
 def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
@@ -40,7 +40,7 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of no known kind"
     console.print(f"mesh       {cfg.mesh} on {devices}")
     console.print(f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens a step")
-    console.print("settings   " + ", ".join(f"{name}={getattr(cfg.model, name)}" for name in MEANS))
+    console.print(f"settings   {one.settings()}", soft_wrap=True)
     if cfg.mesh.stage > 1:
         console.print(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
     if one.topology:

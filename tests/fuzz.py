@@ -67,21 +67,22 @@ def draw(seed: int) -> dict:
         "d_value": pick(3, 8), "d_query_latent": pick(0, wide(9, 16)), "d_kv_latent": wide(8, 22),
         "d_ff": some(tensor, 9, 16), "activation": pick("swiglu", "gelu"), "no_rope_every": pick(0, 2, 3),
         "tie_embeddings": pick(True, False), "dropout": pick(0.0, 0.3),
-        "remat": pick("none", "dots", "branches", "full"),
-        "gather": pick("layer", "step"),
-        "tensor_exchange": pick("ring", "gather"), "context_attention": pick("gather", "ring"),
-        "loss_chunk": pick(32, 1024),
     } | experts  # fmt: skip
+    work = {
+        "remat": pick("none", "dots", "branches", "full"), "gather": pick("layer", "step"),
+        "tensor_exchange": pick("ring", "gather"), "context_attention": pick("gather", "ring"),
+        "loss_chunk": pick(32, 1024), "device_batch": pick("auto", "auto", 1),
+        "schedule": schedule if mesh.stage > 1 else "gpipe", "chunks": chunks, "microbatches": microbatches or "auto",
+    }  # fmt: skip
     rest = {
         "data.seq_len": seq_len,
         "data.batch_size": some(mesh.batch_shards * max(microbatches, 1), 2, 3),  # the last row has no target
-        "data.mask_documents": pick(True, False), "optim.max_device_batch": pick(0, 0, 1), "run.seed": pick(0, 1, 2),
-        "pipeline.schedule": schedule if mesh.stage > 1 else "gpipe", "pipeline.chunks": chunks,
-        "pipeline.microbatches": microbatches,
+        "data.mask_documents": pick(True, False), "run.seed": pick(0, 1, 2),
     }  # fmt: skip
     if n_experts and n_experts > model["top_k"] * seq_len:
         model["capacity_factor"] = 0.0  # at 1.0 an expert would keep no token, which is refused
-    return {"mesh": str(mesh)} | {f"model.{name}": value for name, value in model.items()} | rest
+    dotted = lambda group, values: {f"{group}.{name}": value for name, value in values.items()}
+    return {"mesh": str(mesh)} | dotted("model", model) | dotted("work", work) | rest
 
 
 def flags(settings: dict) -> list[str]:

@@ -20,16 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import optimizer
 import sharding
 import utils
-from config import Config, command_line, replace
+from config import Config, WorkConfig, command_line, replace
 from tests import helpers, quick
 from xla import ordered
 
 STEPS, TRIES = 3, 3
 
 # How the work is done, never what comes out: one device takes a step in the plainest way.
-PLAIN = {"mesh": "data=1", "optim.max_device_batch": 0, "model.remat": "none", "model.loss_chunk": 1024,
-         "model.gather": "layer", "model.context_attention": "gather", "model.tensor_exchange": "gather",
-         "pipeline.microbatches": 0, "pipeline.schedule": "gpipe", "pipeline.chunks": 1}  # fmt: skip
+# One device, working in the plainest way; the loss in larger chunks than any preset's.
+PLAIN = {"mesh": "data=1", "work": WorkConfig(loss_chunk=1024)}
 
 # Adam divides by sqrt(v) + eps. Where v is all rounding noise, a small eps would turn noise into a whole step; clipped
 # to 0.05, most entries of the gradient lie below 1e-3, and a step is nearly proportional to them. The rate is high, so

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatc
     asked = float(re.search(r"a device would need ([\d.]+) MiB, and has 1.000 MiB: ", err)[1])
     assert status == 2 and not begun
     assert sum(map(float, numbers.values())) == pytest.approx(asked, abs=0.005) and len(numbers) > 3
-    assert "; try model.remat=full" in err and err.endswith("; --force starts it all the same\n")
+    assert "; try work.remat=full" in err and err.endswith("; --force starts it all the same\n")
     assert run(*words, "--force")[0] == 7 and begun
 
 
@@ -411,7 +411,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.step": ["--mesh stage=2,fsdp=4"],
     "-m bench.gpu": ["--rounds 5                                # dense_124m and a small MoE",
                      "--device cpu --rounds 1                   # without a GPU: does it work?",
-                     "--models moe --set model.remat=none       # settings of main.py, for both trainers"],
+                     "--models moe --set work.remat=none       # settings of main.py, for both trainers"],
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64",
                          "llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png"],
     "-m bench.options": ["--topology v5p:2x2x4 v6e:4x4"],

@@ -100,7 +100,7 @@ def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, compute, i
 # Any mesh -------------------------------------------------------------------------------------------------------------
 
 GQA = CONFIGS["gqa, softmax router, no bias, none shared"]
-OVERLAPPED = {"model.gather": "step", "model.tensor_exchange": "ring"}
+OVERLAPPED = {"work.gather": "step", "work.tensor_exchange": "ring"}
 ON_MESHES = [
     *[(preset("tiny"), mesh) for mesh in ("data=3", "stage=2", "fsdp=2", "expert=2", "context=2", "tensor=2")],
     *[(preset("tiny"), mesh) for mesh in ("stage=2,fsdp=2", "fsdp=2,expert=2", "context=2,tensor=2")],

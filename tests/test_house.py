@@ -42,7 +42,7 @@ ROOMS = {
     "overlap": "positions context weights remat",
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "sources tokenizers prepare",
-    "plan": "hardware hiding costs memory expected compiled replayed planner show __main__",
+    "plan": "hardware hiding costs memory expected compiled replayed auto planner show __main__",
     "train": "checkpoint guard tracking report processes directory interruptions start progress selfcheck",
     "weights": "gptj families convert init_from __main__",
 }

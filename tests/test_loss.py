@@ -179,7 +179,7 @@ def test_the_full_logits_never_exist():
     assert overlap_weights.vocabulary_slices(config("mla").model, B * T, V) == (8, SLICE)
     shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
     assert largest_logits(shapes_of(trace("mla"))) == B * T * SLICE
-    assert largest_logits(shapes_of(trace("mla", **{"model.loss_chunk": B * T}))) == B * T * V  # it would be seen
+    assert largest_logits(shapes_of(trace("mla", **{"work.loss_chunk": B * T}))) == B * T * V  # it would be seen
     compiled = re.findall(r"\[([\d,]+)\]", base("mla")[0].as_text())
     assert largest_logits(tuple(map(int, shape.split(","))) for shape in compiled) == B * T * SLICE
 
@@ -191,7 +191,7 @@ def test_the_full_logits_never_exist():
 def test_accumulation_changes_nothing(passes):
     """Catches a mean of the passes' means, a balance loss of each pass instead of the batch, and dropout drawn anew in
     each pass."""
-    more = {"optim.max_device_batch": B // passes}
+    more = {"work.device_batch": B // passes}
     assert fit.split_batch(config("mla", **more)).accumulation == passes
     got = host(program("mla", **more)(parameters("mla"), batch(), 3))
     assert_same(got, base("mla")[1], f"{passes} passes")
@@ -200,13 +200,13 @@ def test_accumulation_changes_nothing(passes):
 @pytest.mark.parametrize("remat", ["dots", "branches", "full"])
 def test_recomputing_changes_nothing(remat):
     """Catches dropout drawn anew when a layer is recomputed, and statistics counted twice."""
-    got = host(program("mla", **{"model.remat": remat})(parameters("mla"), batch(), 3))
+    got = host(program("mla", **{"work.remat": remat})(parameters("mla"), batch(), 3))
     assert_same(got, base("mla")[1], f"remat {remat}")
 
 
 def test_remat_recomputes_what_it_says():
     """Catches a remat setting that is read nowhere: matrix products are what is recomputed."""
-    products = {r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"model.remat": r})) for r in REMAT}
+    products = {r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"work.remat": r})) for r in REMAT}
     assert products["none"] < products["dots"] < products["branches"] < products["full"], products
 
 
@@ -352,7 +352,7 @@ def test_the_mesh_changes_where_not_what(mesh):
     ({"mesh": "stage=3"}, "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 3 devices"),
     ({"mesh": "context=2"}, "cannot split data.seq_len=18 positions into 2 chunks for each of context=2 devices "
                             "(18 % 4 = 2); nearest that do: 16 or 20"),
-    ({"mesh": "stage=2,fsdp=2", "pipeline.microbatches": 3},
+    ({"mesh": "stage=2,fsdp=2", "work.microbatches": 3},
      "cannot split data.batch_size=16 sequences over 2 batch shards * 3 microbatches (16 % 6 = 4); nearest that do: "
      "12 or 18"),
 ])  # fmt: skip

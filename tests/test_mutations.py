@@ -22,7 +22,7 @@ from tests import helpers, parity
 SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.no_rope_every": 3,
             "model.dropout": 0.25, "model.balance_loss": 0.5, "data.seq_len": 16}  # fmt: skip
 
-RING = {"model.tensor_exchange": "ring"}
+RING = {"work.tensor_exchange": "ring"}
 
 MUTATIONS = {}  # name: (mesh and other settings, what must be named, function that breaks something)
 
@@ -91,7 +91,7 @@ def keys_in_the_order_of_devices(patch):
     patch(context, "in_order", lambda x, *, dim: x)
 
 
-@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"model.context_attention": "ring"})
+@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"work.context_attention": "ring"})
 def a_ring_that_forgets_to_rescale(patch):
     true = context.merged
     patch(context, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))

@@ -28,8 +28,7 @@ ROOT = Path(__file__).parent.parent
 # Every dim has a different size, and each can be split as the cases ask: in 8 along every axis, over all cases.
 SHARED = {"data.batch_size": 24, "data.seq_len": 48, "model.vocab_size": 88, "model.d_model": 40, "model.d_ff": 64,
           "model.d_expert": 56, "model.d_head": 6, "model.d_rope": 12, "model.d_value": 10, "model.d_kv_latent": 72,
-          "model.d_query_latent": 32, "model.dense_prefix": 0, "model.moe_every": 1,
-          "model.tensor_exchange": "gather"}  # fmt: skip
+          "model.d_query_latent": 32, "model.dense_prefix": 0, "model.moe_every": 1}  # fmt: skip
 # A small one each: what takes time is compiling, and a layer of another kind is as much again.
 MODELS = {
     # Eight blocks of one layer, on latent attention without a query latent; logits from a table of their own.
@@ -50,9 +49,9 @@ MODELS = {
 }  # fmt: skip
 
 # A word of a case -> the setting it changes. None of them may change a result.
-WORK = {"remat": "model.remat", "gather": "model.gather", "attention": "model.context_attention",
-        "loss_chunk": "model.loss_chunk", "microbatches": "pipeline.microbatches", "schedule": "pipeline.schedule",
-        "chunks": "pipeline.chunks", "exchange": "model.tensor_exchange"}  # fmt: skip
+WORK = {"remat": "work.remat", "gather": "work.gather", "attention": "work.context_attention",
+        "loss_chunk": "work.loss_chunk", "microbatches": "work.microbatches", "schedule": "work.schedule",
+        "chunks": "work.chunks", "exchange": "work.tensor_exchange"}  # fmt: skip
 
 CASES = """
 data=2                      dense     accumulation=3
@@ -131,7 +130,7 @@ def settings(case: str) -> dict:
     mesh, name, *words = case.split()
     work = {word: int(value) if value.isdecimal() else value for word, value in (w.split("=") for w in words)}
     parts = MeshConfig.parse(mesh).batch_shards * work.get("microbatches", 1) * (passes := work.pop("accumulation", 1))
-    limit = {"optim.max_device_batch": SHARED["data.batch_size"] // parts} if passes > 1 else {}
+    limit = {"work.device_batch": SHARED["data.batch_size"] // parts} if passes > 1 else {}
     return {**SHARED, **MODELS[name], "mesh": mesh, **limit, **{WORK[word]: value for word, value in work.items()}}
 
 
@@ -380,4 +379,4 @@ def test_help_shows_the_flags():
     """Catches settings that the comparison cannot be given."""
     done = command("--help")
     assert done.returncode == 0
-    assert all(f"--{name} " in done.stdout for name in ("mesh", "json,", "model.n_heads", "optim.max_device_batch"))
+    assert all(f"--{name} " in done.stdout for name in ("mesh", "json,", "model.n_heads", "work.device_batch"))

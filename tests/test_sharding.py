@@ -21,9 +21,9 @@ from config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    PipelineConfig,
     Precision,
     RunConfig,
+    WorkConfig,
     command_line,
     first_difference,
     preset,
@@ -139,9 +139,10 @@ def test_a_run_from_before_a_setting_lost_a_value_goes_on(then, now):
     flag with such a value that is taken for another one."""
     old = preset("tiny").to_dict()
     old["model"]["gather"] = then
-    assert Config.from_dict(old) == preset("tiny", **{"model.gather": now})
+    del old["work"]["gather"]
+    assert Config.from_dict(old) == preset("tiny", **{"work.gather": now})
     with pytest.raises(UserError, match=rf"gather='{then}'"):
-        preset("tiny", **{"model.gather": then})
+        preset("tiny", **{"work.gather": then})
 
 
 def test_settings_change_by_dotted_name():
@@ -198,7 +199,7 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
     (lambda: OptimConfig(warmup_steps=-3), "optim.warmup_steps=-3: must be at least 0"),
     (lambda: OptimConfig(eps=0), "optim.eps=0: must be above 0, and finite"),
     (lambda: OptimConfig(decay_fraction=1.1), "optim.decay_fraction=1.1: must lie between 0 and 1"),
-    (lambda: PipelineConfig(schedule="zzz"), "pipeline.schedule='zzz': should be one of 'gpipe', '1f1b', "),
+    (lambda: WorkConfig(schedule="zzz"), "work.schedule='zzz': should be one of 'auto', 'gpipe', '1f1b', "),
     (lambda: MeshConfig(fsdp=0), "mesh.fsdp=0: must be at least 1"),
     (lambda: DataConfig(path=3), "data.path=3: should be text"),
     (lambda: RunConfig(restart="no"), "run.restart='no': should be true or false"),
@@ -305,7 +306,7 @@ def test_a_dim_that_does_not_split_is_refused():
 ])  # fmt: skip
 def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
     """Catches axes that hold the same sequences counted as batch shards, and a microbatch above the limit."""
-    sizes = {"data.batch_size": batch_size, "data.seq_len": 40, "optim.max_device_batch": limit}
+    sizes = {"data.batch_size": batch_size, "data.seq_len": 40, "work.device_batch": limit}
     found = fit.split_batch(preset("tiny", mesh=mesh, **sizes))
     assert (found.shards, found.device_batch, found.accumulation) == split
     assert found.batch_size == batch_size == found.shards * found.device_batch * found.accumulation

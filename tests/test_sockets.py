@@ -83,7 +83,7 @@ def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
 @pytest.mark.parametrize("kind", ["gather", "ring"])
 def test_positions_are_cut_as_the_model_cuts_them(kind):
     """Catches attention to chunks in another order than the ring expects, which is right on one device only."""
-    c = preset("tiny", **{"model.context_attention": kind}).model
+    c = preset("tiny", **{"work.context_attention": kind}).model
     declared = sockets.unstacked(model.declare(c).prefix.attention)
     w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
     x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)

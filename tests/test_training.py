@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 60  # a checkpoint every 20, an evaluation every 25
 SMALL = shlex.split(
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
-    "--model.gather step --model.tensor_exchange ring "
+    "--work.gather step --work.tensor_exchange ring "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 25 --run.eval_batches 1 "
     "--run.checkpoint_every 20 --run.sample_tokens 5"
 )
@@ -575,8 +575,8 @@ def test_what_does_not_decide_results_may_differ(finished, home, tmp_path):
     """Catches a run that is lost because it logs more often, its tokens moved, or it goes on on another machine."""
     argv, directory, _ = finished
     shutil.copytree(home / "easy", tmp_path / "moved")
-    more = f"--data.path {tmp_path}/moved --data.prefetch 1 --mesh fsdp=2 --optim.max_device_batch 4 --model.remat full"
-    more += " --model.loss_chunk 20 --run.log_every 7 --run.eval_every 0 --run.keep_checkpoints 5 --run.sample_prompt x"
+    more = f"--data.path {tmp_path}/moved --data.prefetch 1 --mesh fsdp=2 --work.device_batch 4 --work.remat full"
+    more += " --work.loss_chunk 20 --run.log_every 7 --run.eval_every 0 --run.keep_checkpoints 5 --run.sample_prompt x"
     status, out, err = run([*argv, *more.split()])
     assert (status, err) == (0, "") and out.startswith(f"{directory} is complete")
 

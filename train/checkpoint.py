@@ -35,7 +35,7 @@ import tyro
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
-from config import first_difference
+from config import first_difference, moved
 from sharding import map_named, named
 from utils import UserError, exit_status, is_main_process
 
@@ -375,7 +375,9 @@ def about(directory: str | os.PathLike, step: int) -> dict:
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict) -> None:
     """Raises: UserError naming the first difference between what is running and what wrote the checkpoint."""
-    if difference := first_difference(ours, about(directory, step)):
+    theirs = moved(about(directory, step))
+    theirs.pop("work", None)  # written while it was part of the model's settings
+    if difference := first_difference(ours, theirs):
         raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import dataset
 import utils
-from config import Config, first_difference
+from config import Config, first_difference, moved
 from train import checkpoint, tracking
 from train.processes import Processes
 from utils import UserError, log
@@ -29,8 +29,7 @@ LOGS = "logs"  # of each process, where there are several
 OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "report.png")
 VISIBLE_S = 5.0  # until a file of one host is seen by all, on a disk they share
 # Settings of a run that may change when it goes on: they decide where, how fast and how long, not what comes out.
-FREE = ("run", "mesh", "pipeline", "data.path", "data.prefetch", "optim.max_device_batch", "optim.decay_steps",
-        "model.remat", "model.gather", "model.context_attention", "model.loss_chunk")  # fmt: skip
+FREE = ("run", "mesh", "work", "data.path", "data.prefetch", "optim.decay_steps")
 
 
 def describe(cfg: Config) -> dict:
@@ -42,7 +41,7 @@ def describe(cfg: Config) -> dict:
 
 def decisive(about: dict) -> dict:
     """The part of `describe` that decides results: a run goes on only where it is the same."""
-    config = json.loads(json.dumps(about["config"]))
+    config = moved(json.loads(json.dumps(about["config"])))
     run = {name: config["run"][name] for name in ("seed", "init_from") if name in config["run"]}
     for name in FREE:
         part, _, setting = name.partition(".")

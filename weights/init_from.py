@@ -14,10 +14,10 @@ from utils import UserError, log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
-# Settings of the model that steer training and speed: parameters mean the same under any of them. All others decide
+# Settings of the model that steer training: parameters mean the same under any of them. All others decide
 # what the parameters are, and come with them.
 STEERING = ("balance_loss", "balance_rate", "z_loss", "label_smoothing", "capacity_factor", "dropout",
-            "remat", "gather", "tensor_exchange", "context_attention", "loss_chunk", "precision")  # fmt: skip
+            "precision")  # fmt: skip
 
 
 def start_from(start: Config, flags: list[str]) -> Config:

@@ -108,11 +108,11 @@ def test_what_is_not_known_is_not_made_up():
 def test_both_models_take_the_settings_that_are_given():
     """Catches a comparison whose settings have been renamed, a small model with more parameters a token than the other,
     and a batch that is not taken in one pass."""
-    found = gpu.settings(gpu.parse(["--batch_size", "48", "--set", "model.remat=none", "data.seq_len=512"]))
+    found = gpu.settings(gpu.parse(["--batch_size", "48", "--set", "work.remat=none", "data.seq_len=512"]))
     dense, moe = found["dense_124m"], found["moe"]
     for cfg in (dense, moe):
         assert fit.split_batch(cfg).accumulation == 1 and cfg.data.tokens_per_step == 48 * 512
-        assert cfg.model.remat == "none" and cfg.model.precision.compute == "bfloat16"
+        assert cfg.work.remat == "none" and cfg.model.precision.compute == "bfloat16"
     assert costs.parameters(dense.model)[0] == preset_parameters("dense_124m")
     router = 12 * 768 * 8
     assert costs.parameters(moe.model)[1] == costs.parameters(dense.model)[1] + router
@@ -126,8 +126,8 @@ def preset_parameters(name):
 
 REFUSED = {
     "--models mo": "--models mo: no such model; did you mean 'moe'? known: dense_124m, moe",
-    "--set model.remet=none": "no setting is called 'model.remet'; did you mean 'model.remat'?",
-    "--set model.remat": "--set model.remat: should be NAME=VALUE, like model.remat=none",
+    "--set model.remet=none": "no setting is called 'model.remet'; did you mean 'work.remat'?",
+    "--set work.remat": "--set work.remat: should be NAME=VALUE, like work.remat=none",
     "--set mesh=fsdp=2": "mesh fsdp=2: one device is measured; leave the mesh out",
     "--rounds 0": "rounds=0: must be at least 1",
 }

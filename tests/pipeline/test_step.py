@@ -93,7 +93,7 @@ def lowered(case: str, **more):
 def temporary_bytes(schedule: str, microbatches: int) -> int:
     """Of one device, at a fixed microbatch of 2 sequences; wide enough that tokens, 24 bytes each, do not count."""
     wide = {"model.d_model": 128, "model.d_expert": 96, "data.batch_size": 2 * microbatches, "model.n_layers": 4,
-            "model.remat": "full", "model.balance_loss": 0.0, "data.seq_len": 32}  # fmt: skip
+            "work.remat": "full", "model.balance_loss": 0.0, "data.seq_len": 32}  # fmt: skip
     _, _, program = lowered(f"balance stage=2 schedule={schedule} microbatches={microbatches}", **wide)
     return program.compile().memory_analysis().temp_size_in_bytes
 
@@ -115,7 +115,7 @@ def test_programs_do_not_grow_with_layers_or_microbatches(schedule):
 
     few, deep = size(**{"model.n_layers": 4}), size(**{"model.n_layers": 32})
     # Of 2 sequences each: one of another size would be another program.
-    two, many = (size(**{"model.n_layers": 4, "pipeline.microbatches": M, "data.batch_size": 2 * M}) for M in (2, 32))
+    two, many = (size(**{"model.n_layers": 4, "work.microbatches": M, "data.batch_size": 2 * M}) for M in (2, 32))
     assert deep == few
     assert many == two
 
@@ -136,7 +136,7 @@ def test_only_gradients_travel_over_data():
 @functools.cache
 def collectives(gather: str):
     cfg, mesh, program = lowered("prefix fsdp=2 schedule=1f1b microbatches=4",
-                                 **{"model.gather": gather, "model.n_layers": 3, "model.remat": "full"})  # fmt: skip
+                                 **{"work.gather": gather, "model.n_layers": 3, "work.remat": "full"})  # fmt: skip
     found = ledger.read(program.compile().as_text(), mesh).collectives
     return cfg, [one for one in found if one.axes == ("fsdp",) and one.kind in ("all-gather", "reduce-scatter")]
 
@@ -158,9 +158,9 @@ def test_weights_are_gathered_as_often_as_asked():
 
 @pytest.mark.parametrize("case, more, message", [
     ("balance stage=2 schedule=interleaved chunks=3", {},
-     r"cannot split 16 blocks of layers over stage=2 \* pipeline.chunks=3 = 6 parts \(16 % 6 = 4\)"),
+     r"cannot split 16 blocks of layers over stage=2 \* work.chunks=3 = 6 parts \(16 % 6 = 4\)"),
     ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is no multiple"),
-    ("balance stage=2 schedule=1f1b chunks=2", {}, "pipeline.chunks=2: only the schedule 'interleaved' has chunks"),
+    ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only the schedule 'interleaved' has chunks"),
 ])  # fmt: skip
 def test_what_a_schedule_cannot_do_is_refused(case, more, message):
     """Catches layers or microbatches that do not fit a schedule, and a crash instead of the numbers."""

@@ -99,9 +99,9 @@ def test_the_long_refusal_is_read():
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({}, "model.remat=full or a smaller optim.max_device_batch or a larger fsdp axis"),
-    ({"model.remat": "full", "model.gather": "step", "mesh": "stage=2", "data.batch_size": 4},
-     "model.gather=layer or pipeline.schedule=1f1b or a larger fsdp axis"),
+    ({}, "work.remat=full or a smaller work.device_batch or a larger fsdp axis"),
+    ({"work.remat": "full", "work.gather": "step", "mesh": "stage=2", "data.batch_size": 4},
+     "work.gather=layer or work.schedule=1f1b or a larger fsdp axis"),
 ])  # fmt: skip
 def test_what_would_help_is_not_yet_so(settings, words):
     """Catches advice to do what was done already."""

@@ -35,7 +35,7 @@ PLAYED = {
 def test_expected_seconds_are_those_of_the_played_step(key):
     """Catches a rule that is lost: the rooflines of these steps are 7% to 58% too short."""
     name, topology, mesh, gather, remat = key
-    settings = {"mesh": mesh, "model.gather": gather, "model.remat": remat}
+    settings = {"mesh": mesh, "work.gather": gather, "work.remat": remat}
     if name in ("llama3_8b", "mixtral_8x7b"):
         settings |= {"data.batch_size": 64, "data.seq_len": 4096}
     assert of(name, topology, **settings).likely_s == pytest.approx(PLAYED[key], rel=0.1)
@@ -56,7 +56,7 @@ WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size":
 ])  # fmt: skip
 def test_planned_peaks_are_those_of_compiled_steps(name, topology, mesh, remat, more, peak):
     """Catches what narrow models keep more than wide ones: their peak was a fifth too low."""
-    one = of(name, topology, mesh=mesh, **{"model.remat": remat} | more)
+    one = of(name, topology, mesh=mesh, **{"work.remat": remat} | more)
     assert one.peak_bytes / 2**30 == pytest.approx(peak, rel=0.06)
 
 

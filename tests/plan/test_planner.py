@@ -30,21 +30,21 @@ def config(name: str, mesh: str, **settings):
 
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
-LAYER, NONE = {"model.gather": "layer"}, {"model.remat": "none"}
-IN_TURN = {"model.tensor_exchange": "ring"}
+LAYER, NONE = {"work.gather": "layer"}, {"work.remat": "none"}
+IN_TURN = {"work.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
 CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
-    "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "optim.max_device_batch": 2}),
+    "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "work.device_batch": 2}),
     "experts, gathered by layer": ("bench", "fsdp=2,expert=2", LAYER),
     "dense, everything kept": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
-    "products kept": ("bench", "context=2,tensor=2", LAYER | {"model.remat": "dots"}),
-    "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"pipeline.schedule": "1f1b", "pipeline.microbatches": 8}),
-    "interleaved": ("bench", "stage=2,fsdp=2", {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}),
-    "zb": ("bench", "stage=2,tensor=2", {"pipeline.schedule": "zb", "model.balance_loss": 0.0}),
+    "products kept": ("bench", "context=2,tensor=2", LAYER | {"work.remat": "dots"}),
+    "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"work.schedule": "1f1b", "work.microbatches": 8}),
+    "interleaved": ("bench", "stage=2,fsdp=2", {"work.schedule": "interleaved", "work.chunks": 2}),
+    "zb": ("bench", "stage=2,tensor=2", {"work.schedule": "zb", "model.balance_loss": 0.0}),
     "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
     "ring, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {
-        "model.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
+        "work.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
         "model.activation": "swiglu", "model.tie_embeddings": True}),
     "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
     "positions in turn": ("bench", "fsdp=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 48}),
@@ -117,7 +117,7 @@ def test_the_headline_plan_stays_within_its_budget():
 
 def test_time_is_work_over_speed():
     """Catches a term of the roofline that is lost, doubled, or divided by another wire's speed."""
-    settings = {"data.batch_size": 64, "model.remat": "full", "model.tensor_exchange": "gather"}
+    settings = {"data.batch_size": 64, "work.remat": "full", "work.tensor_exchange": "gather"}
     cfg = preset("dense_124m", **{"mesh": "data=4,tensor=2,stage=4"} | settings)
     plan = planner.plan(cfg, "v4:4x4x2")
     links, seconds = hardware.layout(cfg.mesh, plan.topology), plan.seconds()
@@ -139,10 +139,10 @@ def test_time_is_work_over_speed():
 def test_hidden_wires_cost_what_they_take_longer_than_products():
     """Catches hidden bytes that cost nothing however many there are, or as much as exposed ones."""
     settings = {
-        "model.tensor_exchange": "ring",
+        "work.tensor_exchange": "ring",
         "data.batch_size": 64,
         "mesh": "fsdp=4,tensor=4",
-        "model.remat": "full",
+        "work.remat": "full",
     }
     plan = planner.plan(preset("dense_124m", **settings), "v4:4x2x2")
     over = lambda seconds: seconds["tensor"]
@@ -157,7 +157,7 @@ def test_hidden_wires_cost_what_they_take_longer_than_products():
 
 def test_few_rows_take_the_time_of_their_weights():
     """Catches a roofline in which a product of a few rows costs its FLOPs alone, not the weights that are read."""
-    settings = {"mesh": "data=4", "data.batch_size": 4, "model.gather": "step", "model.d_ff": 8192}
+    settings = {"mesh": "data=4", "data.batch_size": 4, "work.gather": "step", "model.d_ff": 8192}
     few, many = (planner.plan(preset("dense_124m", **settings, **{"data.seq_len": T}), "v4:2x2x1") for T in (8, 4096))
     ridge = 275e12 / 1.2e12  # FLOPs that a byte must serve
     wide = lambda plan: next(x for x in plan.work if x.part == "feed-forward")
@@ -197,7 +197,7 @@ def test_a_mesh_divides_the_work_and_not_the_model():
 
 def test_a_balance_loss_costs_a_forward_pass_where_passes_mix():
     """Catches a plan of 1F1B that leaves out the passes before the first backward pass."""
-    settings = {"mesh": "stage=2", "pipeline.microbatches": 4, "pipeline.schedule": "1f1b", "model.remat": "full"}
+    settings = {"mesh": "stage=2", "work.microbatches": 4, "work.schedule": "1f1b", "work.remat": "full"}
     with_loss, without = (config("bench", **settings, **{"model.balance_loss": x}) for x in (0.1, 0.0))
     counted = [costs.passes(cfg, pipeline.schedule(cfg)) for cfg in (with_loss, without)]
     assert [run.forward for run in counted] == [8, 4]
@@ -233,7 +233,7 @@ def test_search_ranks_what_fits_and_counts_what_does_not():
 @pytest.mark.parametrize("true", [4, 45, 700, 1234, 9000])
 def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
     """Catches a search that stops where arithmetic does, or a step before or after, and one that compiles for hours."""
-    cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "optim.max_device_batch": 0}), []
+    cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "work.device_batch": 0}), []
 
     def compile_plan(plan, say):
         asked.append(plan.cfg.data.batch_size)
@@ -249,10 +249,10 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
 
 def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     """Catches an endless search."""
-    cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "optim.max_device_batch": 0})
+    cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "work.device_batch": 0})
     with pytest.raises(UserError, match="needs a memory to fit"):
         planner.largest_batch(cfg, None, None, print)
-    in_passes = replace(cfg, **{"optim.max_device_batch": 16})
+    in_passes = replace(cfg, **{"work.device_batch": 16})
     with pytest.raises(UserError, match=r"optim\.max_device_batch=16 a device works on 16 .*; set it to 0"):
         planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
     with pytest.raises(UserError, match="still fit: memory does not grow"):
@@ -267,9 +267,9 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096}
 COULD_BE_FASTER = {  # and the settings to change for it
     "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2"}, {"remat"}),
-    "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2", "model.remat": "branches"}, {"gather"}),
+    "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2", "work.remat": "branches"}, {"gather"}),
     "no rules": ("llama3_8b", "h100:64", WIDE | {"mesh": "fsdp=16,tensor=4"}, {"gather", "remat"}),
-    "does not fit": ("llama3_8b", "v5e:8x8", WIDE | {"mesh": "fsdp=64", "model.remat": "none"}, {"remat"}),
+    "does not fit": ("llama3_8b", "v5e:8x8", WIDE | {"mesh": "fsdp=64", "work.remat": "none"}, {"remat"}),
 }
 
 
@@ -288,7 +288,7 @@ def test_better_settings_are_the_best_of_all_that_fit(which):
     assert not one.fits or other.likely_s < 0.97 * one.likely_s
     for gather in ("layer", "step"):
         for remat in ("full", "branches", "dots", "none"):
-            third = planned(**{"model.gather": gather, "model.remat": remat})
+            third = planned(**{"work.gather": gather, "work.remat": remat})
             assert third.likely_s >= other.likely_s / 1.01 or third.peak_bytes > 0.9 * one.limit_bytes
     for name in changed:
         without = planned(**{k: v for k, v in changed.items() if k != name})
@@ -300,7 +300,7 @@ def test_better_settings_are_told(capsys):
     """Catches advice that is in no output, or in that of a mesh for which there is none; and a larger exit status for
     it, or a smaller one for what would fit."""
     words = "llama3_8b --topology v5e:8x8 --mesh fsdp=64 --data.batch_size 64 --data.seq_len 4096".split()
-    status, out, _ = run(capsys, *words, "--model.remat", "none")
+    status, out, _ = run(capsys, *words, "--work.remat", "none")
     [line] = re.findall("^try .*", out, re.MULTILINE)
     tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, and it fits; (\S+) GiB at its fullest", line)
     assert status == 1
@@ -308,19 +308,19 @@ def test_better_settings_are_told(capsys):
     found = json.loads(out)
     assert status == 0 and "faster" not in found
     assert (f"{found['likely_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
-    status, out, _ = run(capsys, *words, "--model.remat", "none", "--json", "-")
+    status, out, _ = run(capsys, *words, "--work.remat", "none", "--json", "-")
     told = json.loads(out)["faster"]
     assert (told["step_s"], told["peak_bytes"]) == (found["likely_s"], found["peak_bytes"])
     assert " ".join(f"--{name} {value}" for name, value in told["settings"].items()) == tried[1]
-    _, out, _ = run(capsys, *"moe1b --topology v4:4x4x2 --mesh stage=2,fsdp=8,tensor=2 --model.remat branches".split())
-    assert re.search(r"^try +--model.gather step\S*: 0.\d+ s, \d+% less; ", out, re.MULTILINE)
+    _, out, _ = run(capsys, *"moe1b --topology v4:4x4x2 --mesh stage=2,fsdp=8,tensor=2 --work.remat branches".split())
+    assert re.search(r"^try +--work.gather step\S*: 0.\d+ s, \d+% less; ", out, re.MULTILINE)
     _, out, _ = run(capsys, "laptop", "--mesh", "fsdp=4")  # of no known speed
     assert "try " not in out
 
 
 @pytest.mark.parametrize("words", [
-    ["moe1b", "--topology", "v4:4x4x2", "--search", "32", "--model.gather", "step"],
-    ["llama3_8b", "--topology", "v5e:4x4", "--search", "16", "--data.batch_size", "64", "--model.remat", "none"],
+    ["moe1b", "--topology", "v4:4x4x2", "--search", "32", "--work.gather", "step"],
+    ["llama3_8b", "--topology", "v5e:4x4", "--search", "16", "--data.batch_size", "64", "--work.remat", "none"],
 ], ids=["fits", "does not fit"])  # fmt: skip
 def test_better_settings_are_told_of_the_best_layout(capsys, words):
     """Catches a search for which other settings of the model would be a better one, or the only one, and that does not
@@ -336,7 +336,7 @@ def test_better_settings_are_told_of_the_best_layout(capsys, words):
     told = json.loads(out)["faster"]["settings"]
     assert " ".join(f"--{name} {value}" for name, value in told.items()) == tried[1]
     assert status == again == (0 if "moe1b" in words else 1)
-    assert ("pipeline.schedule" in told) == ("stage" in told["mesh"]) == ("llama3_8b" in words)
+    assert ("work.schedule" in told) == ("stage" in told["mesh"]) == ("llama3_8b" in words)
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def figures(monkeypatch):
 def test_the_picture_says_what_it_shows(capsys, tmp_path, figures):
     """Catches a picture that names neither preset nor mesh, bars beside their labels, room for a bar that is not there,
     and a schedule that is not the one that runs."""
-    words = ["--mesh", "stage=2,fsdp=2,tensor=2", "--pipeline.schedule", "zb", "--plot", str(tmp_path / "a.png")]
+    words = ["--mesh", "stage=2,fsdp=2,tensor=2", "--work.schedule", "zb", "--plot", str(tmp_path / "a.png")]
     assert run(capsys, "tiny", *words)[0] == 0
     (figure,) = figures
     assert figure.get_suptitle() == "tiny: mesh stage=2,fsdp=2,tensor=2, 288 tokens a step"
@@ -403,7 +403,7 @@ def test_the_picture_says_what_it_shows(capsys, tmp_path, figures):
     middles = [bar.get_y() + bar.get_height() / 2 for bar in wires.patches]
     assert middles == pytest.approx(list(wires.get_yticks())) and wires.get_legend() is None
     assert "as run, in lock-step, after all forward passes once for the balance loss" in stages.get_title(loc="left")
-    cfg = preset("tiny", **{"mesh": words[1], "pipeline.schedule": "zb"})
+    cfg = preset("tiny", **{"mesh": words[1], "work.schedule": "zb"})
     assert stages.get_xlim()[1] == schedules.lock_step(pipeline.schedule(cfg), F=1, B=1, W=2)  # not recomputed
 
 
@@ -448,7 +448,7 @@ def test_out_of_memory_is_a_report(capsys, monkeypatch):
     """Catches a traceback, or exit status 0, where the answer is that it does not fit."""
 
     def refuse(*_):
-        raise compiled.OutOfMemory(round(40.1 * GIB), round(30.75 * GIB), [], "model.remat=full")
+        raise compiled.OutOfMemory(round(40.1 * GIB), round(30.75 * GIB), [], "work.remat=full")
 
     monkeypatch.setattr(compiled, "compile_step", refuse)
     status, out, err = run(capsys, "tiny", "--mesh", "data=2,fsdp=4", "--compile")

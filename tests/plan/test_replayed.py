@@ -24,7 +24,7 @@ SLOTS = "\n".join(f'%c = f32[] conditional(%p), metadata={{op_name="{name}/cond"
 
 def test_all_stages_wait_for_the_slowest_one():
     """Catches a bubble that costs nothing: of M + 1 ticks each way on 2 stages, one stage or the other works in all."""
-    cfg = preset("moe1b", mesh="stage=2,fsdp=8,tensor=2", **{"pipeline.schedule": "gpipe", "pipeline.microbatches": 8})
+    cfg = preset("moe1b", mesh="stage=2,fsdp=8,tensor=2", **{"work.schedule": "gpipe", "work.microbatches": 8})
     shares = replayed.waits(cfg, SLOTS)
     assert set(shares) == {"forward_slot", "backward_slot", "loss_slot"}
     assert shares["forward_slot"](9) == shares["backward_slot"](9) == 1

@@ -131,9 +131,9 @@ def test_between_slices_only_gradients_are_summed():
 # of 128 microbatches, 32 GiB; in 1F1B of the few that are on their way.
 MICROBATCHES, STAGES, LAYERS = 128, 4, 32
 WIDE = {"model.vocab_size": 512, "model.d_model": 1024, "model.n_layers": LAYERS, "model.n_heads": 8,
-        "model.n_kv_heads": 8, "model.d_head": 128, "model.d_ff": 1024, "model.remat": "full", "data.seq_len": 256,
-        "data.batch_size": 64 * MICROBATCHES, "optim.max_device_batch": 0, "mesh": f"stage={STAGES}",
-        "pipeline.microbatches": MICROBATCHES}  # fmt: skip
+        "model.n_kv_heads": 8, "model.d_head": 128, "model.d_ff": 1024, "work.remat": "full", "data.seq_len": 256,
+        "data.batch_size": 64 * MICROBATCHES, "work.device_batch": 0, "mesh": f"stage={STAGES}",
+        "work.microbatches": MICROBATCHES}  # fmt: skip
 KEPT_BYTES = LAYERS // STAGES * 64 * 256 * 1024 * 2  # of one microbatch on one stage
 
 
@@ -148,14 +148,14 @@ def test_gpipe_does_not_fit_where_1f1b_does():
     assert largest.size_bytes >= MICROBATCHES * KEPT_BYTES
     assert f"bf16[{MICROBATCHES},{LAYERS // STAGES}," in largest.shape
 
-    fits = for_slice(preset("dense_124m", **WIDE | {"pipeline.schedule": "1f1b"}), "v4:2x2x1")
+    fits = for_slice(preset("dense_124m", **WIDE | {"work.schedule": "1f1b"}), "v4:2x2x1")
     assert fits.peak_bytes < 2 * STAGES * KEPT_BYTES + 3 * GIB < V4_BYTES
     assert fits.unexpected == []
 
 
 def test_the_peak_decides_what_fits():
     """Catches a judgement by XLA's temporary bytes, which are more than is there at once."""
-    dense = DENSE | {"model.n_layers": 4, "model.remat": "none", "optim.max_device_batch": 0, "mesh": "fsdp=4"}
+    dense = DENSE | {"model.n_layers": 4, "work.remat": "none", "work.device_batch": 0, "mesh": "fsdp=4"}
     found = for_slice(preset("dense_124m", **dense | {"data.batch_size": 288}), "v4:2x2x1")
     assert found.peak_bytes < V4_BYTES < found.temp_bytes
 
@@ -193,8 +193,8 @@ def donated(found):
 def test_every_schedule_compiles(schedule, capfd):
     """Catches what the TPU compiler alone refuses, exchanges that the partitioner made up, a state that is not donated,
     and libtpu's words to its makers on our screen."""
-    chunks = {"pipeline.chunks": 2} if schedule == "interleaved" else {}
-    cfg = tiny("stage=2,tensor=2,fsdp=2", **{"pipeline.schedule": schedule, "pipeline.microbatches": 4} | chunks)
+    chunks = {"work.chunks": 2} if schedule == "interleaved" else {}
+    cfg = tiny("stage=2,tensor=2,fsdp=2", **{"work.schedule": schedule, "work.microbatches": 4} | chunks)
     found = for_slice(cfg, "v4:2x2x2")
     assert found.unexpected == []
     arrays = len(jax.tree.leaves(optimizer.state_shapes(cfg)))
@@ -278,14 +278,14 @@ def test_a_larger_slice_has_no_larger_program():
 
 # Tables are small here: for a slice of a table's narrow dim the compiler takes an all-reduce, twice the bytes.
 DENSE = {"model.vocab_size": 2048, "model.d_model": 1024, "model.n_heads": 8, "model.n_kv_heads": 8,
-         "model.d_head": 128, "model.remat": "full", "data.batch_size": 64}  # fmt: skip
+         "model.d_head": 128, "work.remat": "full", "data.batch_size": 64}  # fmt: skip
 STATE = 0.02  # slices of 96 lie in tiles of 128; slices of 24, of the headline, too
 PREDICTED = {
     "fsdp, tensor": ("v4:4x4x2", "dense_124m", DENSE | {"mesh": "fsdp=16,tensor=2", "data.batch_size": 256}),
-    "data, gathered once": ("v4:2x2x2", "dense_124m", {"mesh": "data=2,tensor=4", "model.gather": "step"} | DENSE),
-    "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "pipeline.schedule": "1f1b"} | DENSE),
+    "data, gathered once": ("v4:2x2x2", "dense_124m", {"mesh": "data=2,tensor=4", "work.gather": "step"} | DENSE),
+    "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "work.schedule": "1f1b"} | DENSE),
     "experts on three axes, gathered once": ("v4:4x4x2", "moe1b", {
-        "mesh": "stage=2,fsdp=8,tensor=2", "model.gather": "step", "model.remat": "branches"}),
+        "mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "step", "work.remat": "branches"}),
 }  # fmt: skip
 
 
@@ -299,18 +299,18 @@ def test_what_is_predicted_is_what_is_compiled(case):
     assert found["unexpected"] == []
 
 
-SIXTEEN = {"model.remat": "full", "data.batch_size": 64}  # of dense_124m on as many chips
+SIXTEEN = {"work.remat": "full", "data.batch_size": 64}  # of dense_124m on as many chips
 LARGE = {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096}
 WAITS = {
     "all chips": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16"}),
     "in turn": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4"}),
-    "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather"}),
+    "at once": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=4,tensor=4", "work.tensor_exchange": "gather"}),
     "at once, kept": (
         "v4:4x2x2",
         "dense_124m",
-        SIXTEEN | {"mesh": "fsdp=4,tensor=4", "model.tensor_exchange": "gather", "model.remat": "dots"},
+        SIXTEEN | {"mesh": "fsdp=4,tensor=4", "work.tensor_exchange": "gather", "work.remat": "dots"},
     ),
-    "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "model.remat": "none"}),
+    "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "work.remat": "none"}),
     "large": ("v4:4x4x4", "llama3_8b", LARGE),
     "large experts": ("v4:4x4x4", "mixtral_8x7b", LARGE),
 }  # fmt: skip

@@ -49,11 +49,11 @@ def in_python(point: dict):
     mesh = ",".join(f"{axis}={n}" for axis, n in point["mesh"].items())
     try:
         cfg = replace(preset(point["preset"]), mesh=mesh, **{
-            "data.batch_size": point["batch_size"], "data.seq_len": point["seq_len"], "model.remat": point["remat"],
-            "model.gather": point["gather"], "model.tensor_exchange": point["tensor_exchange"],
-            "model.context_attention": point["context_attention"],
-            "pipeline.schedule": point["schedule"],
-            "pipeline.chunks": 2 if point["schedule"] == "interleaved" and point["mesh"]["stage"] > 1 else 1,
+            "data.batch_size": point["batch_size"], "data.seq_len": point["seq_len"], "work.remat": point["remat"],
+            "work.gather": point["gather"], "work.tensor_exchange": point["tensor_exchange"],
+            "work.context_attention": point["context_attention"],
+            "work.schedule": point["schedule"],
+            "work.chunks": 2 if point["schedule"] == "interleaved" and point["mesh"]["stage"] > 1 else 1,
         })  # fmt: skip
         return planner.plan(cfg, f"{point['chip']}:{shapes[math.prod(point['mesh'].values())]}")
     except UserError:

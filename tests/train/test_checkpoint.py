@@ -325,7 +325,7 @@ def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_sta
 
 
 MOVING = preset("tiny", **{"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "data.seq_len": 24,
-                           "model.gather": "step", "model.tensor_exchange": "ring"})  # fmt: skip
+                           "work.gather": "step", "work.tensor_exchange": "ring"})  # fmt: skip
 MOVES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2")
 AFTER = 5  # steps that are compared
 
@@ -388,7 +388,7 @@ def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_p
     """Stage 0 works on blocks 0 and 2, stage 1 on 1 and 3, and each holds two that lie side by side. Catches blocks
     that are kept or saved in the order in which stages work on them: nothing but the loss elsewhere would show it."""
     plain = replace(MOVING, **{"model.n_layers": 4})
-    chunked = replace(plain, **{"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "pipeline.microbatches": 4})
+    chunked = replace(plain, **{"work.schedule": "interleaved", "work.chunks": 2, "work.microbatches": 4})
     start = lambda mesh: optimizer.init(plain, sharding.make_mesh(mesh))
     _, want = train_on("fsdp=2", start("fsdp=2"), range(5), plain)
 

@@ -376,7 +376,7 @@ def test_a_run_writes_its_noise_scale(finished):
 def test_noise_is_measured_on_pieces_of_the_batch(monkeypatch, limit, pieces):
     """Catches pieces that overlap or leave something out, a whole that is not their mean, and a number of pieces that
     is not that of the passes. The gradient here is the weighted mean of the tokens, less the parameter."""
-    cfg = preset("tiny", **{"optim.max_device_batch": limit})
+    cfg = preset("tiny", **{"work.device_batch": limit})
     batch, w = random_batch(cfg, 0), np.float32(100)
 
     def loss_and_grads(cfg, mesh):

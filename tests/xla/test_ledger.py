@@ -238,7 +238,7 @@ HEADS, KV_HEADS, HEAD, EXPERTS, CHOSEN = 4, 2, 10, 8, 3
 BLOCK = {"model.n_layers": 1, "model.dense_prefix": 0, "model.n_experts": 0, "model.attention": "gqa",
          "model.activation": "gelu", "model.n_heads": HEADS, "model.n_kv_heads": KV_HEADS, "model.d_head": HEAD,
          "model.d_model": WIDTH, "model.d_ff": HIDDEN, "model.vocab_size": VOCABULARY, "data.seq_len": POSITIONS,
-         "data.batch_size": SEQUENCES, "model.loss_chunk": 1000}  # fmt: skip
+         "data.batch_size": SEQUENCES, "work.loss_chunk": 1000}  # fmt: skip
 TOKENS = SEQUENCES * POSITIONS
 TABLE, QUERY, KEY, FEED_FORWARD = WIDTH * VOCABULARY, WIDTH * HEADS * HEAD, WIDTH * KV_HEADS * HEAD, WIDTH * HIDDEN
 
@@ -277,7 +277,7 @@ BY_HAND = {
     # Two layers, one a stage; three microbatches are three ticks and one more until the last stage is done, forward and
     # then backward. The last stage's activations are spread over both for the loss. A stage has no gradient of what the
     # other alone uses: both embeddings and the last norm, added together with the nats.
-    "stage=2": ({"model.n_layers": 2, "pipeline.microbatches": 3},
+    "stage=2": ({"model.n_layers": 2, "work.microbatches": 3},
                 {("passed", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("run_ticks", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
@@ -509,7 +509,7 @@ def test_the_bench_refuses_before_it_starts(capsys):
 
 def test_idle_ticks_are_not_counted():
     """Catches a ledger of a step that books every tick of a stage as work."""
-    cfg = replace(bench_step.DEFAULT, **{"pipeline.schedule": "interleaved", "pipeline.chunks": 2})
+    cfg = replace(bench_step.DEFAULT, **{"work.schedule": "interleaved", "work.chunks": 2})
     line = '  %c.1 = f32[] conditional(%p), metadata={op_name="jit(step)/while/body/forward_slot/cond"}\n'
     found = compiled_step.shares(cfg, line + line.replace("forward", "loss"))
     assert {scope: share(10) for scope, share in found.items()} == {"forward_slot": 0.8, "loss_slot": 0.4}

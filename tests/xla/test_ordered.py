@@ -129,7 +129,7 @@ def programs(cfg):
     mesh = sharding.make_mesh(cfg.mesh)
     state, batch = compiled.shapes(cfg, mesh)
     c, rows = cfg.model, 2 * mesh.size
-    decoding = dataclasses.replace(c, capacity_factor=0.0, gather="layer")
+    decoding = dataclasses.replace(c, capacity_factor=0.0)
     yield "step", optimizer.train_step(cfg, mesh), (state, batch)
     yield "evaluation", pipeline.evaluate(cfg, mesh), (state.params, batch)
     yield "logits", pipeline.logits(cfg, mesh), (state.params, batch)
@@ -191,9 +191,9 @@ def test_what_is_not_in_order_is_refused(monkeypatch):
 
 CASE = """--mesh stage=2,expert=2,data=2 --model.vocab_size 72 --model.d_model 56 --model.n_heads 8 --model.n_kv_heads 8
 --model.d_head 10 --model.d_rope 2 --model.d_value 3 --model.d_kv_latent 8 --model.d_query_latent 16 --model.d_ff 24
---model.tie_embeddings --model.dropout 0.3 --model.no_rope_every 0 --model.remat full --data.batch_size 48
+--model.tie_embeddings --model.dropout 0.3 --model.no_rope_every 0 --work.remat full --data.batch_size 48
 --data.seq_len 80 --model.n_experts 8 --model.top_k 3 --model.n_shared 1 --model.d_expert 8 --model.balance_loss 0.7
---model.balance_rate 0 --model.moe_every 2 --model.dense_prefix 0 --pipeline.microbatches 4 --model.n_layers 4"""
+--model.balance_rate 0 --model.moe_every 2 --model.dense_prefix 0 --work.microbatches 4 --model.n_layers 4"""
 
 
 def test_a_step_that_hung_ends_and_is_right():

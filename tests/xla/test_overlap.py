@@ -235,7 +235,7 @@ def test_lines_that_are_not_listed_are_added_up(numbers):
     rows = {f"model.py:{i} in f": {"count": i, "wire_bytes": 10**9 * i, "exposed_bytes": 0} for i in range(15)}
     said = overlap.table(numbers | {"by_source": rows}).splitlines()[-1].split()
     assert said[:5] == ["3", "others", "39", "39.000", "GB"]
-    line = overlap.asked(preset("tiny", mesh="fsdp=4", **{"model.gather": "step"}), "v4:2x2x1")
+    line = overlap.asked(preset("tiny", mesh="fsdp=4", **{"work.gather": "step"}), "v4:2x2x1")
     assert line == ("fsdp=4 on v4:2x2x1, 16 x 18 tokens, remat=none, gather=step, tensor_exchange=gather; "
                     "of one chip and step:")  # fmt: skip
 
