@@ -25,15 +25,16 @@ import dataset
 import generate
 import pipeline
 import sharding
-from config import PRESETS, Config, command_line
+from config import PRESETS, Config
 from data import tokenizers
+from flags import command_line
 from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, guard, report, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, open_run, read_rows, steps_done
-from train.interruptions import Interruptions, command
+from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join
-from train.progress import evaluate, in_words, progress_bar, to_row
+from train.progress import evaluate, in_words, progress_bar, say_complete, to_row
 from train.start import restore_or_init, state_before, trace_step
 from utils import UserError, log
 from weights import init_from
@@ -57,20 +58,21 @@ def parse(argv: list[str]) -> Config:
 # Build ----------------------------------------------------------------------------------------------------------------
 
 
-def announce(cfg: Config, mesh) -> planner.Plan:
-    """Choose what is `auto`, and say what will run before the slow parts start.
+def planned(cfg: Config, mesh) -> planner.Plan:
+    """The plan on these devices, in whose settings nothing is `auto`."""
+    return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), utils.memory_bytes(devices))
 
-    Raises: UserError if it needs more memory than there is.
-    """
-    devices = [*mesh.devices.flat]
-    plan = planner.plan(cfg, hardware.named(devices), utils.memory_bytes(devices))
+
+def announce(cfg: Config, mesh) -> planner.Plan:
+    """Say what will run before the slow parts start. Raises: UserError if it needs more memory than there is."""
+    plan = planned(cfg, mesh)
     if plan.fits is False and not cfg.run.force:
         raise UserError(f"{plan.refusal()}; --force starts it all the same")
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
     memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
-    idle = jax.device_count() - len(devices)
-    log(f"mesh       {cfg.mesh} on {mesh.size} x {devices[0].device_kind}" + f", and {idle} are left idle" * bool(idle))
+    kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
+    log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f", and {idle} are left idle" * bool(idle))
     log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
     log(f"settings   {plan.settings()}")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
@@ -201,15 +203,6 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Pa
     log(f"done       step {step} in {seconds:.0f} s, {peak}; see {directory}/report.png")
 
 
-def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
-    log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
-    more = {"run.steps": 2 * done}
-    log(f"  continue it:  {command(argv, more)}")
-    if not cfg.optim.decay_steps:
-        log(f"  at its last learning rate:  {command(argv, more | {'optim.decay_steps': done})}")
-    log(f"  start again:  {command(argv, restart=True)}    # deletes its results")
-
-
 def replay(cfg: Config) -> None:
     """Take one step of a run again, from the newest good checkpoint before it, or from the start. Writes nothing."""
     directory, step = Path(cfg.run.dir) / cfg.run.name, cfg.run.replay
@@ -219,6 +212,7 @@ def replay(cfg: Config) -> None:
         raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
     check_same(cfg, directory)
     mesh = sharding.make_mesh(cfg.mesh)
+    cfg = planned(cfg, mesh).cfg
     state = state_before(step, cfg, mesh, directory / "checkpoints", init_from.given_params)
     log(f"replaying step {step} of {directory}, from step {int(state.step)}")
     guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
@@ -226,8 +220,8 @@ def replay(cfg: Config) -> None:
 
 def compile_cache(cfg: Config, name: str = ""):
     """Meanwhile keep compiled programs, so that the next start is faster; `name`: of several processes, this one's."""
-    automatic = os.path.join(utils.cache_directory(), "xla", name)
-    directory = automatic if cfg.run.compile_cache == "auto" else cfg.run.compile_cache
+    asked = cfg.run.compile_cache
+    directory = os.path.join(utils.cache_directory(), "xla", name) if asked == "auto" else asked
     return utils.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 

@@ -15,7 +15,8 @@ import time
 from dataclasses import dataclass
 
 import utils
-from config import Config, command_line
+from config import Config
+from flags import command_line
 from plan import compiled, hardware, planner, replayed, show
 from utils import UserError
 
@@ -102,7 +103,7 @@ def read(found) -> dict:
 
 def asked(cfg: Config, topology: str) -> str:
     """What was compiled, in one line."""
-    c = cfg.model
+    c = cfg.at_work
     return (f"{cfg.mesh} on {topology}, {cfg.data.batch_size} x {cfg.data.seq_len:,} tokens, remat={c.work.remat}, "
             f"gather={c.work.gather}, tensor_exchange={c.work.tensor_exchange}; of one chip and step:")  # fmt: skip
 
@@ -149,6 +150,7 @@ def table(found: dict) -> str:
 @utils.exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
+    cfg = planner.plan(cfg, args.topology).cfg
     found = measure(cfg, args)
     print(json.dumps(found) if args.json else f"{asked(cfg, args.topology)}\n{table(found)}")
 

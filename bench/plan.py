@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 
 import utils
-from config import Config, command_line, preset
+from config import Config, preset
+from flags import command_line
 from plan import compiled, hardware, planner, replayed
 from utils import UserError
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import utils
-from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, WorkConfig, command_line
+from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, WorkConfig
+from flags import command_line
 from utils import UserError
 
 MOST_DEVICES = 64  # simulated devices are threads of one process

@@ -45,9 +45,10 @@ sizes = {
     "n_layers": 2, "n_heads": 4, "d_head": 16, "d_rope": 6, "d_value": 12,
     "d_kv_latent": 24, "d_model": 64, "d_ff": 160, "vocab_size": 257,
     "n_experts": 0, "dense_prefix": 0,  # no experts: those are for a later chapter
-    "tie_embeddings": True, "remat": "none", "loss_chunk": 192,
+    "tie_embeddings": True,
 }  # fmt: skip
 flags = {f"model.{name}": size for name, size in sizes.items()}
+flags |= {"work.remat": "none", "work.loss_chunk": 192}
 flags |= {"data.batch_size": 8, "data.seq_len": 72, "run.steps": 80, "optim.lr": 1e-2}
 cfg = config.preset("laptop", **flags)
 c, mesh = cfg.model, sharding.make_mesh("data=1")
@@ -217,7 +218,9 @@ def batch(number):
 # Now two faults, each in a working-looking function. What they change:
 
 # %%
-lesson.source(model.allowed, model.rotate)
+from kernels.scores import allowed, attend
+
+lesson.source(allowed, model.rotate)
 
 # %% [markdown]
 # `leaky` lets a position see one further than itself, which is its target. `mixed` turns with a formula from
@@ -230,14 +233,14 @@ lesson.source(model.allowed, model.rotate)
 
 # %%
 def leaky(positions_bs, positions_bS, *segments):
-    return model.allowed(positions_bs + 1, positions_bS, *segments)
+    return allowed(positions_bs + 1, positions_bS, *segments)
 
 
 def by_mask(allowed):
     def attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, *_):
         order_1T = jnp.arange(T)[None]
         mask_bsS = allowed(order_1T, order_1T, segments_bs, segments_bS)
-        return model.attend(q_bshK, k_bSgK, v_bSgU, mask_bsS), None
+        return attend(q_bshK, k_bSgK, v_bSgU, mask_bsS), None
 
     return attention
 
@@ -256,7 +259,7 @@ def mixed(x_bSHR, angles_bSr):
 # %%
 from unittest import mock
 
-import overlap
+from overlap import context, weights
 
 
 def quickly(function, *args):
@@ -266,9 +269,9 @@ def quickly(function, *args):
     return function.lower(*args).compile(compiler_options=less)
 
 
-def programs(attention=overlap.partial_attention, rotate=model.rotate):
+def programs(attention=context.partial_attention, rotate=model.rotate):
     """Compiled: a step's loss and gradients, and the logits of a row."""
-    heads = mock.patch.object(overlap, "partial_attention", attention)
+    heads = mock.patch.object(context, "partial_attention", attention)
     with heads, mock.patch.object(model, "rotate", rotate):
         step = pipeline.loss_and_grads(cfg, mesh).lower(start, batch(0), 0).compile()
         return step, quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
@@ -423,8 +426,9 @@ print(f"Llama 3 8B keeps of a token: {cache_bytes_of(llama):,} bytes")
 # key turned by its position would be turn(W c), and Wᵀ could not pass the turn to reach the query.
 #
 # Both versions stand in the project. Training makes keys and values (`keys_values`; `over_context` does the
-# softmax, over all positions S, also those of other devices; `rotary_on` is 1). `arriving`, `leaving` and the
-# like move positions between devices, and do nothing on one (05). Decoding reads latents; both lay the two
+# softmax, over all positions S, also those of other devices; `rotary_on` is 1). `gather_apply` and
+# `apply_scatter` call the function that they are given, and move positions between devices, if there are several
+# (05). Decoding reads latents; both lay the two
 # kinds of query and key side by side (X is K + R or, absorbed, C + R):
 
 # %%
@@ -593,11 +597,11 @@ assert abs(off[by_words, 256] / off[by_words, 1] - 1) < 0.01
 # the next one is computed. What does add up over slices is the gradient of `x_nD`. It is small; the model adds
 # it up in float32.
 #
-# In `model.py`, `gather` joins the next slice of the table; on one device it does nothing. The last
+# In the project, `gather` joins the next slice of the table; on one device it does nothing. The last
 # slice's logits are not made again: the backward pass begins with them. Words below 0 are padding:
 
 # %%
-lesson.source(model.logit_sums, model.slice_by_slice)
+lesson.source(model.logit_sums, weights.slice_by_slice)
 
 # %% [markdown]
 # The setting `loss_chunk` counts tokens. A slice has V · `loss_chunk` / n words, so its logits, of all n
@@ -655,7 +659,7 @@ loss, _, grads = step_in_6(right, fresh, 0)
 loss_in_3, _, grads_in_3 = steps["right"](right, fresh, 0)
 agree = lesson.same((loss, grads), (loss_in_3, grads_in_3))
 print(f"our own {V} words in 6 slices, and in 3: same loss and gradient: {agree}")
-slices = [model.vocabulary_slices(one.model, B * T, V) for one in (in_6, cfg)]
+slices = [weights.vocabulary_slices(one.at_work, B * T, V) for one in (in_6, cfg)]
 assert agree and slices == [(6, 43), (3, 86)]
 
 # %% [markdown]
@@ -993,10 +997,10 @@ def remembered(function):
 
 
 def at_a_seam(positions_bs, *others):
-    return model.allowed(positions_bs + (positions_bs == 40), *others)
+    return allowed(positions_bs + (positions_bs == 40), *others)
 
 
-with mock.patch.object(overlap, "partial_attention", by_mask(at_a_seam)):
+with mock.patch.object(context, "partial_attention", by_mask(at_a_seam)):
     readers["seam"] = quickly(pipeline.logits(cfg, mesh), start, inputs(random_BT[:1]))
 trained["seam"] = right
 

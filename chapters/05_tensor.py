@@ -226,8 +226,9 @@ assert counted == 4.5
 import sockets
 
 settings = {"attention": "gqa", "n_kv_heads": 4, "activation": "gelu", "d_ff": 96}
-settings |= {"no_rope_every": 0, "remat": "full"}  # rotary in every layer
-c = preset("tiny", **{f"model.{name}": value for name, value in settings.items()}).model
+settings |= {"no_rope_every": 0}  # rotary in every layer
+settings = {f"model.{name}": value for name, value in settings.items()}
+c = preset("tiny", **settings, **{"work.remat": "full"}).at_work
 declared = sockets.unstacked(model.declare(c).prefix)  # one dense layer
 for name, d in sharding.named(declared).items():
     cut_dims = [dim for dim, axes in zip(d.dims, d.spec, strict=True) if axes == TENSOR]
@@ -333,19 +334,18 @@ axes.legend(ncols=2)
 # ## The real thing
 #
 # The model has no other form: x_btD between blocks, a gather in front, a reduce-scatter behind. They stand in
-# `arriving` and `leaving`, of which each has a second way to do it; more of that below.
+# `gather_apply_scatter`, which has a second way to do it; more of that below.
 
 # %%
-import overlap
+from overlap import positions, remat, weights
 
 lesson.source(model.feed_forward_branch, model.hidden)
-lesson.source(overlap.arriving, overlap.leaving)
+lesson.source(positions.gather_apply_scatter)
 
 # %% [markdown]
-# Our model has `tensor_exchange="gather"`, as all presets that are made for simulated devices. So
-# `arriving` is a list of one, all the positions (p are those of a part), and `as_they_come` calls its
-# function once. Inside of a device a parameter keeps its declared name: `w_up_DF` is [D, f] there, as
-# `up_bsf` says. So the product with `w_down_FD` sums over f, and owes; `leaving` pays. With
+# On simulated devices `tensor_exchange` is `gather`, so both functions are called once, for all the positions (p
+# are those of a part). Inside of a device a parameter keeps its declared name: `w_up_DF` is [D, f] there, as
+# `up_bsf` says. So the product with `w_down_FD` sums over f, and owes; the reduce-scatter pays. With
 # `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and `model.layer` runs:
 
 # %%
@@ -357,6 +357,7 @@ w = jax.device_get(sharding.init(declared, sharding.make_mesh("tensor=1"), seed=
 def forward(w, x_btD, places_bs, c=c):
     one_document = jnp.ones_like(places_bs)
     tokens = model.Tokens(places_bs, one_document, None, None)
+    w = weights.at_use(w, c)  # slices of FSDP neighbours, joined
     return model.layer(w, c, x_btD, tokens, number=0, key=None)[0]
 
 
@@ -389,7 +390,7 @@ def training_step(c, declared):
     def step(w, x_btD, places_bs):
         own = lambda w: sharding.vary(w, TENSOR)  # so that JAX adds gradients [D]
         layer = lambda w, x_btD: forward(own(w), x_btD, places_bs, c)
-        layer = model.REMAT[c.remat](layer)
+        layer = remat.remat(c, layer)
         loss = lambda w, x_btD: jnp.sum(layer(w, x_btD) ** 2)
         return jax.grad(loss, argnums=(0, 1))(w, x_btD)
 
@@ -470,7 +471,7 @@ assert found.total.wire_bytes == at_once.total.wire_bytes
 # hand, a barrier too.)
 
 # %%
-lesson.source(overlap.as_they_come, overlap.there)
+lesson.source(positions.nearest_first, positions.not_before)
 
 # %% [markdown]
 # In the model all of this is one setting, `work.tensor_exchange`, and the layer above gives the same numbers:
@@ -489,14 +490,15 @@ def streams(c, declared, w, places_BT):
     return sum(one.count for one in moves), sent / of_one
 
 
-ring = replace(c, tensor_exchange="ring")
+working = lambda c, **how: replace(c, work=replace(c.work, **how))
+ring = working(c, tensor_exchange="ring")
 turns = lambda w, x_btD, places_bs: forward(w, x_btD, places_bs, ring)
 layer = sockets.on_mesh(turns, mesh, declared, "btD", "bs", out="btD")
 assert lesson.same(layer(w, x_BTD, places_BT), results["tensor=1"])
 for one in (c, ring):
     count, sent = streams(one, declared, w, places_BT)
-    print(f"{one.tensor_exchange:6} {count:g} exchanges send {sent:g} joined streams")
-    assert (count, sent) == ({"gather": 11, "ring": 33}[one.tensor_exchange], 11)
+    print(f"{one.work.tensor_exchange:6} {count:g} exchanges send {sent:g} joined streams")
+    assert (count, sent) == ({"gather": 11, "ring": 33}[one.work.tensor_exchange], 11)
 
 # %% [markdown]
 # Is it faster? That depends on what a compiler puts between the start of a permute and its end. Simulated
@@ -510,8 +512,8 @@ for one in (c, ring):
 #
 # Of 2.57 GB over `tensor` a device waits for 0.23, and if you put `gather` there, for 1.66: exposed are those
 # bytes beside which the schedule has no product. (libtpu 0.0.42.1. Bytes, not seconds: a product may
-# be too short for what travels beside it.) That is why `ring` is the default, of all models that are not made
-# for simulated devices.
+# be too short for what travels beside it.) That is why, left to itself, the project takes `ring` on such chips
+# wherever the plan says that it is faster.
 #
 # ## Send what is narrow
 #
@@ -521,15 +523,15 @@ for one in (c, ring):
 # and D = 768. One of its dense layers, compiled and not run:
 
 # %%
-moe1b = preset("moe1b", **{"work.tensor_exchange": "gather"}).model
+moe1b = preset("moe1b").at_work
 moe1b = replace(moe1b, precision=c.precision)  # float32, as here
 latent = sockets.unstacked(sockets.unstacked(model.declare(moe1b).blocks.dense))
 wanted = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), latent)
-for remat in ("full", "branches"):
-    count, sent = streams(replace(moe1b, remat=remat), latent, wanted, places_BT)
-    print(f"{remat:8} {count:g} exchanges send {sent:g} joined streams")
+for name in ("full", "branches"):
+    count, sent = streams(working(moe1b, remat=name), latent, wanted, places_BT)
+    print(f"{name:8} {count:g} exchanges send {sent:g} joined streams")
     wanted_of = {"full": (11, 8 + 3 / 2), "branches": (10, 7 + 3 / 2)}
-    assert (count, sent) == wanted_of[remat]
+    assert (count, sent) == wanted_of[name]
 
 # %% [markdown]
 # Side by side the latents are one array of 384 numbers a position: the attention's gather, the same once more,
@@ -571,7 +573,7 @@ def with_gathered_logits(w_Dv, x_ND, targets_N, weights_N):
 of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
 shapes = of(jnp.bfloat16, 768, 100_352), of(jnp.bfloat16, 1024, 768)
 shapes = *shapes, of(jnp.int32, 1024), of(jnp.float32, 1024)
-joined = replace(c, gather="step")  # no axis but tensor cuts the table here
+joined = working(c, gather="step")  # no axis but tensor cuts the table here
 in_slices = lambda *arrays: model.loss_sums(joined, *arrays)[0]
 sent = []
 for function in (with_gathered_logits, in_slices):
@@ -594,9 +596,9 @@ tokens_BT = jax.random.randint(jax.random.key(6), (B, T), 0, c.vocab_size)
 
 
 def nats(w, tokens_bs, targets_bs):
-    x_btD = model.embed(model.used(w, c, "embedding_VD")[0], tokens_bs)
+    x_btD = model.embed(weights.at_use(w, c, "embedding_VD")[0], tokens_bs)
     x_nD = model.leave(w, c, x_btD, dim=1).reshape(-1, c.d_model)
-    table_Dv = model.unembedding(w, c, model.cast)  # FSDP's slices: joined one by one
+    table_Dv = model.unembedding(w, c, weights.cast)  # FSDP's slices: joined one by one
     weights_n = jnp.ones(len(x_nD))
     total, _ = model.loss_sums(c, table_Dv, x_nD, targets_bs.ravel(), weights_n)
     return psum(total, (*sharding.BATCH, sharding.CONTEXT)) / (B * T)
@@ -670,7 +672,7 @@ def ruled(c, n, tokens, W):
 
 runs = {"llama3_8b": ("v4:4x4x4", (2, 4, 8)), "moe1b": ("v4:4x4x2", (2, 4))}
 ratios, batch = {}, {"data.batch_size": 256, "data.seq_len": 1024}
-batch["work.tensor_exchange"] = "gather"
+batch |= {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "gather"}
 for name, (chips, sizes) in runs.items():
     topology = hardware.Topology.parse(chips)
     for size in sizes:
@@ -704,9 +706,10 @@ axes.legend()
 # TPU's compiler puts them there. (The planner has rules of that, `plan/hiding.py`.)
 
 # %%
+SAME = {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "ring"}
 for batch in (32, 64, 256):
     for name in ("fsdp=64", "fsdp=16,tensor=4"):
-        sizing = {"data.batch_size": batch, "data.seq_len": 4096}
+        sizing = {"data.batch_size": batch, "data.seq_len": 4096, **SAME}
         print(f"B={batch:3} {name:17}", end="")
         try:
             one = planner.plan(preset("llama3_8b", mesh=name, **sizing), "v4:4x4x4")
@@ -733,7 +736,7 @@ for batch in (32, 64, 256):
 # %%
 layouts = "stage=2,fsdp=8,tensor=2", "stage=2,fsdp=16", "fsdp=16,tensor=2", "fsdp=32"
 for name in layouts:
-    one = planner.plan(preset("moe1b", mesh=name), "v4:4x4x2")
+    one = planner.plan(preset("moe1b", mesh=name, **SAME), "v4:4x4x2")
     alone = one.seconds(alone=True)
     print(f"{name:24} alone {sum(alone.values()):.3f} s,", end="")
     print(f" tensor {alone.get('tensor', 0) / sum(alone.values()):.0%} of it;", end="")
@@ -1063,6 +1066,8 @@ for answer, hint in [
 # `TENSOR`, i = I/n. Its task: repeat the vector one position back.
 
 # %%
+from kernels import scores
+
 H, K = 4, 8
 
 
@@ -1075,7 +1080,7 @@ def attention(w, x_BTD):
     places_BT = jnp.tile(jnp.arange(T), (B, 1))
     angles = model.rotary_angles(places_BT, q.shape[-1], theta=100.0, on=1.0)
     past_BTS = places_BT[:, :, None] >= places_BT[:, None, :]
-    mixed = model.attend(model.rotate(q, angles), model.rotate(k, angles), v, past_BTS)
+    mixed = scores.attend(model.rotate(q, angles), model.rotate(k, angles), v, past_BTS)
     partial_BTD = mixed.reshape(B, T, -1) @ w_out_iD
     return psum(partial_BTD, TENSOR)
 

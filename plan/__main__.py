@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 
 import utils
-from config import PRESETS, Config, command_line, preset
+from config import PRESETS, Config, preset
+from flags import command_line
 from plan import hardware, planner, show
 from plan.costs import parameters
 from utils import UserError

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import optimizer
 import sharding
 import utils
-from config import Config, WorkConfig, command_line, replace
+from config import Config, WorkConfig, replace
+from flags import command_line
 from tests import helpers, quick
 from xla import ordered
 

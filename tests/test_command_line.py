@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatc
     begun = []
     monkeypatch.setattr(utils, "memory_bytes", lambda devices: 2**20)
     monkeypatch.setattr(main, "restore_or_init", lambda *_: begun.append(True) or sys.exit(7))
-    words = ["tiny", "--data.path", tokens, "--run.dir", str(tmp_path)]
+    words = ["tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--work.remat", "none"]
     status, _, err = run(*words)
     numbers = dict(re.findall(r"(\w+) ([\d.]+) MiB", err.split(": ", 2)[2]))
     asked = float(re.search(r"a device would need ([\d.]+) MiB, and has 1.000 MiB: ", err)[1])
@@ -237,7 +237,7 @@ FILES = {  # what a file holds, None: there is none -> what is said of it
     "{'config'": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); name a run's",
     "[1]": "it should hold settings, {name: value}, and is [1]",
     '{"config": {"model": {"n_layer": 3}}}': "no setting is called model.n_layer; did you mean 'n_layers'? known: ",
-    '{"modell": {}}': "no setting is called modell; did you mean 'model'? known: model, mesh, pipeline, data, ",
+    '{"modell": {}}': "no setting is called modell; did you mean 'model'? known: model, mesh, work, data, ",
     '{"model": 3}': "model should hold settings, {name: value}, and is 3",
     '{"run": {"steps": "many"}}': "run.steps='many': should be a whole number",
     '{"run": {"steps": 2.5}}': "run.steps=2.5: should be a whole number",
@@ -376,13 +376,13 @@ def test_help_fits_two_screens():
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert len(lines) <= 120 and max(map(len, lines)) <= 120
-    for group in ("model", "model.precision", "data", "optim", "run"):
+    for group in ("model", "model.precision", "work", "data", "optim", "run"):
         assert f" {group} options " in out
     for name in PRESETS:
         assert re.search(rf"\b{name}\b", out), name
     for name, value in settings(preset("tiny").to_dict()):
         assert re.search(rf"{re.escape(name)}\b", out), name
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("work."):
             assert f"{name} {'INT' if isinstance(value, int) else 'FLOAT'} (default: {value})" in plain(out), name
     assert "--model.d_model INT (default: 128)" in plain(run("--help")[1]), "without a preset it is laptop"
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "utils": "",
     "config": "utils",
+    "flags": "utils config",
     "xla": "utils",
     "sharding": "utils config xla",
     "sockets": "utils config xla sharding",
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "optimizer": "utils config xla sharding model pipeline",
     "dataset": "utils config",
     "data": "utils config dataset",
-    "plan": "utils config xla sharding kernels overlap model pipeline optimizer",
+    "plan": "utils config flags xla sharding kernels overlap model pipeline optimizer",
     "train": "utils config sharding model pipeline optimizer dataset",
     "weights": "utils config xla sharding kernels overlap model train",
     "generate": "utils config xla sharding kernels overlap model pipeline dataset data train",

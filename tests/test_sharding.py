@@ -24,11 +24,11 @@ from config import (
     Precision,
     RunConfig,
     WorkConfig,
-    command_line,
     first_difference,
     preset,
     replace,
 )
+from flags import command_line
 from pipeline import fit
 from sharding import AXES, DATA, FSDP, TENSOR
 from utils import UserError

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -13,6 +14,7 @@ import sharding
 import utils
 from config import Config
 from train import guard
+from train.interruptions import command
 from utils import log
 
 
@@ -66,3 +68,13 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
 def in_words(result: dict) -> str:
     bits = "" if math.isnan(result["bits_per_byte"]) else f", {result['bits_per_byte']:.3f} bits/byte"
     return f"{result['loss']:.3f} nats/token{bits} over {result['tokens']:,} tokens"
+
+
+def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
+    """Say that a run has taken all its steps, and what to type to take more."""
+    log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
+    more = {"run.steps": 2 * done}
+    log(f"  continue it:  {command(argv, more)}")
+    if not cfg.optim.decay_steps:
+        log(f"  at its last learning rate:  {command(argv, more | {'optim.decay_steps': done})}")
+    log(f"  start again:  {command(argv, restart=True)}    # deletes its results")

@@ -69,7 +69,11 @@ def test_what_is_predicted_is_what_is_compiled(case, monkeypatch):
     found, step = planner.compile_plan(plan, print)
     check_prediction(plan, found)
     assert found["unexpected"] == []
-    of_logits = [x.count * x.wire_bytes for x in step.ledger.collectives if x.source.endswith(" in loss_sums")]
+    of_logits = [
+        x.count * x.wire_bytes
+        for x in step.ledger.collectives
+        if x.source.endswith(" in loss_sums") and x.kind == "all-reduce"
+    ]
     assert sum(of_logits) == sum(one.wire_bytes for one in plan.traffic if one.part == "logits")
     assert found["donated_bytes"] >= 0.99 * sum(plan.memory_bytes[part] for part in ("parameters", "optimizer"))
 
@@ -86,11 +90,14 @@ BUDGETS = {
 }
 
 
+WORK = {"tiny": {"data.seq_len": 24}, "laptop": {"work.remat": "full"},
+        "dense_124m": {"work.remat": "dots", "work.device_batch": 16, "work.tensor_exchange": "ring"}}  # fmt: skip
+
+
 @pytest.mark.parametrize("name, mesh", BUDGETS)
 def test_a_step_stays_within_its_budget(name, mesh, as_on_accelerators):
     """Catches a change that adds an exchange, a product or a buffer to the step, in every layer or once."""
-    settings = {"data.seq_len": 24} if name == "tiny" else {}
-    found, _ = planner.compile_plan(planner.plan(config(name, mesh, **settings)), print)
+    found, _ = planner.compile_plan(planner.plan(config(name, mesh, **WORK.get(name, {}))), print)
     wire, collectives, flops, temp = BUDGETS[name, mesh]
     print(found["wire_bytes"], found["collectives"], found["hardware_flops"], found["temp_bytes"])
     assert found["wire_bytes"] <= wire
@@ -117,7 +124,7 @@ def test_the_headline_plan_stays_within_its_budget():
 
 def test_time_is_work_over_speed():
     """Catches a term of the roofline that is lost, doubled, or divided by another wire's speed."""
-    settings = {"data.batch_size": 64, "work.remat": "full", "work.tensor_exchange": "gather"}
+    settings = {"data.batch_size": 64, "work.remat": "full", "work.tensor_exchange": "gather", "work.schedule": "gpipe"}
     cfg = preset("dense_124m", **{"mesh": "data=4,tensor=2,stage=4"} | settings)
     plan = planner.plan(cfg, "v4:4x4x2")
     links, seconds = hardware.layout(cfg.mesh, plan.topology), plan.seconds()
@@ -233,7 +240,7 @@ def test_search_ranks_what_fits_and_counts_what_does_not():
 @pytest.mark.parametrize("true", [4, 45, 700, 1234, 9000])
 def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
     """Catches a search that stops where arithmetic does, or a step before or after, and one that compiles for hours."""
-    cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "work.device_batch": 0}), []
+    cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8}), []
 
     def compile_plan(plan, say):
         asked.append(plan.cfg.data.batch_size)
@@ -249,11 +256,11 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
 
 def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     """Catches an endless search."""
-    cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8, "work.device_batch": 0})
+    cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8})
     with pytest.raises(UserError, match="needs a memory to fit"):
         planner.largest_batch(cfg, None, None, print)
     in_passes = replace(cfg, **{"work.device_batch": 16})
-    with pytest.raises(UserError, match=r"optim\.max_device_batch=16 a device works on 16 .*; set it to 0"):
+    with pytest.raises(UserError, match=r"work\.device_batch=16 a device works on 16 .*; leave it at auto"):
         planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
     with pytest.raises(UserError, match="still fit: memory does not grow"):
         planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), 2**60, print)
@@ -266,23 +273,27 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
 
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096}
 COULD_BE_FASTER = {  # and the settings to change for it
-    "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2"}, {"remat"}),
-    "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2", "work.remat": "branches"}, {"gather"}),
-    "no rules": ("llama3_8b", "h100:64", WIDE | {"mesh": "fsdp=16,tensor=4"}, {"gather", "remat"}),
+    "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2", "work.remat": "full"}, {"remat"}),
+    "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "layer"}, {"gather"}),
+    "no rules": (
+        "llama3_8b",
+        "h100:64",
+        WIDE | {"mesh": "fsdp=16,tensor=4", "work.remat": "full", "work.gather": "layer"},
+        {"gather", "remat"},
+    ),
     "does not fit": ("llama3_8b", "v5e:8x8", WIDE | {"mesh": "fsdp=64", "work.remat": "none"}, {"remat"}),
 }
 
 
 @pytest.mark.parametrize("which", COULD_BE_FASTER)
 def test_better_settings_are_the_best_of_all_that_fit(which):
-    """Catches settings that are slower, or fuller, than others; one that is changed for nothing; and more advice to
-    whom has taken it."""
+    """Catches settings that are slower, or fuller, than others, and more advice to whom has taken it."""
     name, topology, settings, changes = COULD_BE_FASTER[which]
     cfg = preset(name, **settings)
     one = planner.plan(cfg, topology)
     changed, other = planner.faster(one)
     planned = lambda **more: planner.plan(replace(cfg, **more), topology)
-    assert {name.removeprefix("model.") for name in changed} == changes
+    assert {name.removeprefix("work.") for name in changed} == changes
     assert planned(**changed).likely_s == other.likely_s
     assert other.peak_bytes <= 0.9 * one.limit_bytes
     assert not one.fits or other.likely_s < 0.97 * one.likely_s
@@ -290,9 +301,6 @@ def test_better_settings_are_the_best_of_all_that_fit(which):
         for remat in ("full", "branches", "dots", "none"):
             third = planned(**{"work.gather": gather, "work.remat": remat})
             assert third.likely_s >= other.likely_s / 1.01 or third.peak_bytes > 0.9 * one.limit_bytes
-    for name in changed:
-        without = planned(**{k: v for k, v in changed.items() if k != name})
-        assert without.likely_s > other.likely_s or without.peak_bytes > 0.9 * one.limit_bytes
     assert planner.faster(planned(**changed)) is None
 
 
@@ -312,7 +320,7 @@ def test_better_settings_are_told(capsys):
     told = json.loads(out)["faster"]
     assert (told["step_s"], told["peak_bytes"]) == (found["likely_s"], found["peak_bytes"])
     assert " ".join(f"--{name} {value}" for name, value in told["settings"].items()) == tried[1]
-    _, out, _ = run(capsys, *"moe1b --topology v4:4x4x2 --mesh stage=2,fsdp=8,tensor=2 --work.remat branches".split())
+    _, out, _ = run(capsys, *"moe1b --topology v4:4x4x2 --mesh stage=2,fsdp=8,tensor=2 --work.gather layer".split())
     assert re.search(r"^try +--work.gather step\S*: 0.\d+ s, \d+% less; ", out, re.MULTILINE)
     _, out, _ = run(capsys, "laptop", "--mesh", "fsdp=4")  # of no known speed
     assert "try " not in out
