@@ -9,6 +9,11 @@ EXTRAS := tpu gpu ray wandb site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
+OWN_VENV = @if [ -L .venv ]; then \
+	echo "error: .venv is a link to $$(readlink .venv), and installing would change what lies there: rm .venv," \
+		"and make installs a .venv here" >&2; \
+	exit 1; \
+fi
 ARGS ?= # passed on by train, plan, chapters, site, test and lock
 
 .PHONY: help train plan chapters site read notebooks test test-all test-tpu rehearse test-site lint format lock clean extra-browser $(EXTRAS:%=extra-%)
@@ -99,6 +104,7 @@ clean: ## remove .venv, caches and what the site is made of; runs/ and tokens/ s
 
 # The stamp is written last: an interrupted install is done again, and so is one older than the lock.
 .venv/installed: requirements.txt
+	$(OWN_VENV)
 	@for python in python3.11 python3.12 python3 none; do \
 		"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break; \
 	done; \
@@ -115,6 +121,7 @@ clean: ## remove .venv, caches and what the site is made of; runs/ and tokens/ s
 $(EXTRAS:%=extra-%): extra-%: .venv/extra-%
 
 $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
+	$(OWN_VENV)
 	@echo "Installing the packages of requirements/$*.txt into .venv"
 	@$(PIP_INSTALL) -r $<
 	@touch $@
@@ -122,6 +129,7 @@ $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
 extra-browser: .venv/extra-browser
 
 .venv/extra-browser: docs/browser/package.json docs/browser/package-lock.json .venv/extra-site
+	$(OWN_VENV)
 	@echo "Installing the packages of docs/browser/package-lock.json, a headless Chromium, into docs/_build/browser"
 	@mkdir -p docs/_build/browser
 	@cp docs/browser/package.json docs/browser/package-lock.json docs/_build/browser
