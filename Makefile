@@ -9,9 +9,14 @@ EXTRAS := tpu gpu ray wandb site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
+OWN_VENV = @if [ -L .venv ]; then \
+	echo "error: .venv is a link to $$(readlink .venv), and installing would change what lies there: rm .venv," \
+		"and make installs a .venv here" >&2; \
+	exit 1; \
+fi
 ARGS ?= # passed on by train, plan, chapters, site, test and lock
 
-.PHONY: help train plan chapters site read notebooks test test-all test-tpu rehearse test-site lint format lock clean extra-browser $(EXTRAS:%=extra-%)
+.PHONY: help train plan chapters site read notebooks test test-ci test-all test-tpu test-tpu-all rehearse test-site lint format lock clean extra-browser $(EXTRAS:%=extra-%)
 
 help: ## list every command
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-23s %s\n", $$1, $$2}' Makefile
@@ -63,19 +68,25 @@ notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks i
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
 test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
-	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not slow" $(ARGS)
+	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not slow and not repeat" $(ARGS)
 
-test-all: .venv/installed ## run all tests that need no TPU compiler
+test-ci: .venv/installed ## run the tests, and commands of the pages that take long, as .ci/run does (22 minutes)
+	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not repeat" $(ARGS)
+
+test-all: .venv/installed ## run all tests that need no TPU compiler, repeats too
 	.venv/bin/python -m pytest $(ARGS)
 
 test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (it is 700 MB; no TPU is needed)
+	.venv/bin/python -m pytest -m "tpu and not repeat" $(ARGS)
+
+test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU compiler, repeats too
 	.venv/bin/python -m pytest -m tpu $(ARGS)
 
 rehearse: .venv/installed ## rehearse launching over ssh, on hosts of this machine (11 minutes); needs openssh-server and tmux
 	.venv/bin/python -m pytest -m launch -n 0 $(ARGS)
 
-test-site: .venv/extra-browser ## build the guide, and read it in a headless browser (6 minutes)
-	.venv/bin/python -m docs.build
+test-site: .venv/extra-browser ## build the guide from chapters that are run, and read it in a headless browser (7 minutes)
+	.venv/bin/python -m docs.build --longest_s 90
 	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
 
 lint: .venv/installed ## check style: ruff, and shellcheck for shell files
@@ -99,6 +110,7 @@ clean: ## remove .venv, caches and what the site is made of; runs/ and tokens/ s
 
 # The stamp is written last: an interrupted install is done again, and so is one older than the lock.
 .venv/installed: requirements.txt
+	$(OWN_VENV)
 	@for python in python3.11 python3.12 python3 none; do \
 		"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break; \
 	done; \
@@ -115,6 +127,7 @@ clean: ## remove .venv, caches and what the site is made of; runs/ and tokens/ s
 $(EXTRAS:%=extra-%): extra-%: .venv/extra-%
 
 $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
+	$(OWN_VENV)
 	@echo "Installing the packages of requirements/$*.txt into .venv"
 	@$(PIP_INSTALL) -r $<
 	@touch $@
@@ -122,6 +135,7 @@ $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
 extra-browser: .venv/extra-browser
 
 .venv/extra-browser: docs/browser/package.json docs/browser/package-lock.json .venv/extra-site
+	$(OWN_VENV)
 	@echo "Installing the packages of docs/browser/package-lock.json, a headless Chromium, into docs/_build/browser"
 	@mkdir -p docs/_build/browser
 	@cp docs/browser/package.json docs/browser/package-lock.json docs/_build/browser

@@ -508,7 +508,6 @@ axes.legend(map(box, key.values()), key, title="W weights, M moments")
 # %%
 import model
 import pipeline
-
 from overlap import remat, weights
 
 lesson.source(weights.held_by_step, weights.at_use, weights.gathered, remat.regather)

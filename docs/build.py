@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import http.server
+import math
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from utils import UserError, exit_status
 HELP = """e.g. python -m docs.build
      python -m docs.build 00 04    # of the chapters only these: a quick look at a page while writing it
      python -m docs.build --read   # serve what is built, on this machine alone
+     python -m docs.build --longest_s 90    # a chapter that takes more is an error, as for python -m chapters
 
 Build the guide into docs/_build/html, from executed chapters.
 
@@ -79,12 +81,12 @@ Or as a notebook: <a href="../notebooks/{name}.ipynb" download>{name}.ipynb</a>,
 """
 
 
-def chapter_page(path: Path, say) -> str:
+def chapter_page(path: Path, say, longest_s: float) -> str:
     """An executed chapter as the site shows it: with how to run it, without the tests of its answers."""
     import nbformat
     from nbformat.v4 import new_markdown_cell
 
-    notebook = notebooks.executed(path, EXECUTED, say)
+    notebook = notebooks.executed(path, EXECUTED, say, longest_s)
     notebook.cells = [cell for cell in notebook.cells if notebooks.HIDDEN not in cell.metadata.get("tags", ())]
     for cell in notebook.cells:
         if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not its last value too
@@ -93,10 +95,12 @@ def chapter_page(path: Path, say) -> str:
     return nbformat.writes(notebook)
 
 
-def stage(numbers, say) -> None:
+def stage(numbers, say, longest_s: float) -> None:
     """Write everything that Sphinx reads, and remove what is no page any more."""
     wanted = pages()
-    wanted |= {f"chapters/{path.stem}.ipynb": chapter_page(path, say) for path in notebooks.chapters(numbers)}
+    wanted |= {
+        f"chapters/{path.stem}.ipynb": chapter_page(path, say, longest_s) for path in notebooks.chapters(numbers)
+    }
     for name, text in wanted.items():
         put(SOURCE / name, text)
     for picture in [*DOCS.glob("*.png"), *DOCS.glob("*.svg")]:
@@ -112,10 +116,10 @@ def stage(numbers, say) -> None:
     planner_widget.write(MADE)
 
 
-def build(numbers=(), say=print) -> None:
+def build(numbers=(), say=print, longest_s: float = math.inf) -> None:
     """Build the site. Raises: UserError if Sphinx warns, with its words above."""
     start = time.monotonic()
-    stage(numbers, say)
+    stage(numbers, say, longest_s)
     # Every page is read again: one may link to another that came, went or was renamed. It takes 15 s.
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "--fresh-env",
                "-d", str(BUILD / "doctrees"), "-c", str(DOCS), str(SOURCE), str(HTML)]  # fmt: skip
@@ -154,6 +158,7 @@ class Arguments:
     numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # how the chapters begin, such as 04; none: all
     read: bool = False  # build nothing: serve what is built, on this machine alone
     port: int = 8000  # where; another if this one is taken
+    longest_s: float = math.inf  # seconds of processor time that a chapter may take
 
 
 @exit_status
@@ -162,7 +167,7 @@ def main() -> None:
     if args.read:
         serve(args.port)
     else:
-        build(args.numbers)
+        build(args.numbers, longest_s=args.longest_s)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import os
 import sys
 import time
@@ -99,21 +100,27 @@ def state(path: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def executed(path: Path, kept: Path, say=print):
-    """A chapter with its outputs: those of the last time, if neither it nor the project has changed."""
+def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
+    """A chapter with its outputs: those of the last time, if neither it nor the project has changed.
+
+    Raises: UserError if it takes, or took, more processor time than `longest_s`; and what `execute` raises.
+    """
     import nbformat
 
     file, wanted = kept / f"{path.stem}.ipynb", state(path)
-    if file.exists():
-        found = nbformat.read(file, as_version=4)
-        if found.metadata.get("state") == wanted:
-            return found
-    start = time.monotonic()
-    found = execute(read(path, for_readers=False), ROOT)
-    found.metadata["state"] = wanted
-    kept.mkdir(parents=True, exist_ok=True)
-    nbformat.write(found, file)
-    say(f"ran {path.stem} in {time.monotonic() - start:.0f} s")
+    found = nbformat.read(file, as_version=4) if file.exists() else None
+    if not found or found.metadata.get("state") != wanted:
+        start, before = time.monotonic(), os.times()
+        found = execute(read(path, for_readers=False), ROOT)
+        seconds, after = time.monotonic() - start, os.times()
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        found.metadata |= {"state": wanted, "processor_s": used}
+        kept.mkdir(parents=True, exist_ok=True)
+        nbformat.write(found, file)
+        say(f"ran {path.stem} in {seconds:.0f} s, {used:.0f} s of processor time")
+    if found.metadata.get("processor_s", 0) > longest_s:
+        raise UserError(f"{path.stem} took {found.metadata['processor_s']:.0f} s of processor time, "
+                        f"and may take {longest_s:g}")  # fmt: skip
     return found
 
 

@@ -265,10 +265,10 @@ def covering(cases: dict[str, set]) -> list[str]:
     return chosen
 
 
-def quick_or_slow(cases: dict[str, set]) -> list:
-    """Parameters of a test: every case, those that a covering does without for `make test-all` only."""
-    quick = covering(cases)
-    return [pytest.param(case, id=case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+def with_repeats(cases, chosen=None) -> list:
+    """Parameters of a test: every case. Those that are not chosen, or that a covering does without, are repeats."""
+    chosen = covering(cases) if chosen is None else chosen
+    return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.repeat) for case in cases]
 
 
 # The planner ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import re
 import shutil
 import socket
@@ -187,6 +188,32 @@ def test_files_fit_in_the_head_and_functions_on_a_screen():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60:
                 long[f"{name}: {node.name}"] = node.end_lineno - node.lineno + 1
     assert not long
+
+
+@pytest.mark.parametrize(
+    "target, there",
+    [("train", []), ("extra-ray", ["installed"]), ("extra-browser", ["installed", "extra-site"])],
+)
+def test_what_lies_behind_a_link_stays(target, there, tmp_path):
+    """Catches an install through a .venv that is a link: it would empty, or change, that of another checkout."""
+    kept = tmp_path / "other/.venv"
+    kept.mkdir(parents=True)
+    checkout = shutil.copytree(ROOT / "requirements", tmp_path / "here/requirements").parent
+    shutil.copytree(ROOT / "docs/browser", checkout / "docs/browser")
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, checkout)
+    for name in there:  # newer than its lock: nothing is to be done for it
+        (kept / name).touch()
+    (kept / "precious").touch()
+    (checkout / ".venv").symlink_to(kept)
+    env = {name: value for name, value in os.environ.items() if "MAKE" not in name}  # these tests may be run by make
+    done = subprocess.run(["make", target], cwd=checkout, env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    told, made = done.stderr.splitlines()
+    assert told == (f"error: .venv is a link to {kept}, and installing would change what lies there: rm .venv, "
+                    "and make installs a .venv here")  # fmt: skip
+    assert made.startswith("make: ***") and not done.stdout
+    assert {path.name for path in kept.iterdir()} == {*there, "precious"}
 
 
 def test_every_extra_has_a_lock():

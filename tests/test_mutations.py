@@ -246,14 +246,12 @@ def blame(got, want) -> list[str]:
     return found + [f"gradient of {name}" for name in worst]
 
 
-# One of each kind in every run of `make test`: a sum over devices, an exchange, positions, experts, microbatches.
+# One of each kind; `make test-all` has them all: a sum over devices, an exchange, positions, experts, microbatches.
 QUICK = ("pmean_for_psum", "a_partial_sum_that_is_never_added", "keys_in_the_order_of_devices",
          "a_balance_loss_of_local_counts", "only_the_last_microbatch_counts")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MUTATIONS]
-)
+@pytest.mark.parametrize("name", helpers.with_repeats(MUTATIONS, QUICK))
 def test_a_broken_model_is_seen(name, monkeypatch):
     """Catches a comparison that cannot fail: it must be silent about the model as it is, and blame what was broken."""
     settings, named, mutate = MUTATIONS[name]

@@ -1,4 +1,6 @@
-"""Claims about which option hides what: the numbers are a table of docs/meshes.md, which `make test-tpu` runs."""
+"""Claims about which option hides what: the numbers are a table of docs/meshes.md, which `make test-tpu-all` runs."""
+
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +17,14 @@ def test_a_slice_that_does_not_do_is_refused_before_any_is_compiled(slices, said
     assert options.main(["--topology", *slices.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"error: {said}")
+
+
+@pytest.mark.tpu
+def test_the_rows_of_v4_are_those_of_the_page(capsys):
+    """Catches an option that hides another collective than it did. Rows of the other chips are compared with the page's
+    by `make test-tpu-all`; what their SparseCores hide, by tests/xla/test_sparsecore.py."""
+    assert not options.main(["--topology", "v4:2x2x4"])
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    page = (Path(__file__).parents[2] / "docs/meshes.md").read_text(encoding="utf-8").splitlines()
+    assert rows == [line for line in page if line.startswith("| `v4:2x2x4` |") and line.count("|") == 7]
+    assert len(rows) == len(options.SETS)

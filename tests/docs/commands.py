@@ -36,9 +36,11 @@ LONGEST_S = 3600.0  # of one command: the longest takes 150 s alone, and 20 time
 # Not run here, and why. A row that stands on no page is refused, so is a command that is neither here nor run.
 NOT_RUN = {
     "make test": "these are the tests",
+    "make test-ci": "these are the tests",
     "make test-all": "these are the tests",
     "make test-tpu": "these are the tests",
-    "make chapters": "these are tests too; `.ci/run` runs them",
+    "make test-tpu-all": "these are the tests",
+    "make chapters": "these are tests too; `make test-site` runs them as notebooks",
     "make test-site": "these are tests too; `.ci/run` runs them",
     "make rehearse": "these are tests too; `.ci/run` runs them",
     "./launcher.sh --hosts hosts.txt -- python -m data.prepare --tokenizer cl100k_base "
@@ -49,7 +51,17 @@ NOT_RUN = {
     "python -m data.prepare --source stdlib --tokenizer gpt2 --out tokens/stdlib-gpt2": "downloads the tokenizer",
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
 }
-# Run by `make test-tpu`: they need the TPU compiler, though no TPU.
+# Run by `make test-tpu-all` alone, and what `make test-tpu` has of the kind. A row that stands on no page is refused.
+REPEATS = {
+    "python -m bench.options": "its rows of v4, in tests/bench/test_options.py",
+    "python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64 "
+    "--data.seq_len 4096 --work.remat full": "that step, in tests/plan/test_tpu.py; the command, on docs/seconds.md",
+    "python -m plan moe1b --topology v4:4x4x8 --mesh fsdp=32,stage=2,tensor=2 --data.batch_size 1024 --compile":
+        "moe1b on 32 chips, and a larger slice that has no larger program, in tests/plan/test_tpu.py",
+    "python -m plan mixtral_8x7b --topology v4:8x8x16 --mesh fsdp=128,tensor=8 --data.batch_size 1024 --compile":
+        "mixtral_8x7b on 64 chips, and the same, there",
+}  # fmt: skip
+# Run by `make test-tpu`, or `make test-tpu-all`: they need the TPU compiler, though no TPU.
 TPU = re.compile(r"make plan\b|--topology v\S+.* --(compile|max_batch)\b|bench\.\w+ .*--topology|bench\.options")
 
 NUMBER = r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w|\.\d)"

@@ -9,7 +9,7 @@ import pytest
 
 from docs import settings
 from tests.docs import commands
-from tests.docs.commands import NOT_RUN, ROOT, Command
+from tests.docs.commands import NOT_RUN, REPEATS, ROOT, Command
 
 # Pages whose commands go on from those of the pages before them: one working directory, in this order.
 CHAINS = (("README.md", "docs/loop.md", "docs/checkpoints.md"),)
@@ -45,8 +45,14 @@ def test_every_command_of_a_page_does_what_is_shown(chain, tmp_path):
     run_all([one for page in chain for one in commands.to_run(page)], tmp_path)
 
 
+def tpu_commands():
+    """Commands for the TPU compiler, as parameters of a test."""
+    for one in (one for page in commands.pages() for one in commands.to_run(page, tpu=True)):
+        yield pytest.param(one, id=str(one), marks=pytest.mark.repeat if one.text in REPEATS else ())
+
+
 @pytest.mark.tpu
-@pytest.mark.parametrize("one", [one for page in commands.pages() for one in commands.to_run(page, tpu=True)], ids=str)
+@pytest.mark.parametrize("one", [*tpu_commands()])
 def test_a_command_for_the_tpu_compiler_does_what_is_shown(one, tmp_path):
     """Catches the same, of commands that compile for chips which are not here; none needs another before it."""
     assert importlib.util.find_spec("libtpu"), "libtpu is not installed: make extra-tpu"
@@ -68,7 +74,7 @@ def test_no_command_is_left_out():
     assert not left
     assert sum(one.tpu for one in found) >= 5, "the TPU compiler's commands are no longer found"
     assert len(run) > 30, "the pages lost their commands, or they are no longer found"
-    assert set(NOT_RUN) <= {one.text for one in found}, "a row of NOT_RUN stands on no page"
+    assert {*NOT_RUN, *REPEATS} <= {one.text for one in found}, "a row of NOT_RUN or REPEATS stands on no page"
     looks_like_one = re.compile(r"\s*(\$ |python3? |make |\.venv|pip |\./|cd |export |git )")
     for page in commands.pages():
         known = [one.text for one in found if one.page == page]

@@ -74,7 +74,7 @@ def forget_programs():
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", helpers.quick_or_slow(cases()))
+@pytest.mark.parametrize("case", helpers.with_repeats(cases()))
 def test_a_schedule_changes_when_not_what(case):
     """Catches a gradient of one microbatch lost or added twice, a buffer read too late, weights of another chunk, a
     balance loss of one microbatch's loads, and a loss that is scaled by the number of microbatches."""

@@ -7,7 +7,6 @@ from plan import expected, hardware, planner
 from plan.costs import Exchange, Product
 from sharding import TENSOR
 
-
 # Unless a claim says otherwise, so that layouts compare.
 WORK = {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "ring", "work.schedule": "gpipe"}
 

@@ -1,8 +1,9 @@
 """Claims about steps compiled for TPU slices by libtpu: which of them fit, and what is in them. No TPU is needed.
 
-`make test-tpu` runs these; `make test` leaves them out.
+`make test-tpu` runs these, `make test-tpu-all` repeats too; `make test` leaves them out.
 """
 
+import gc
 import importlib.util
 import re
 
@@ -19,7 +20,7 @@ from kernels import attention, grouped
 from overlap import context
 from plan import compiled, planner, replayed
 from sharding import CONTEXT, FSDP
-from tests.helpers import check_prediction
+from tests.helpers import check_prediction, with_repeats
 from utils import UserError
 from xla import ledger
 
@@ -29,6 +30,15 @@ pytestmark = [
 ]
 GIB = 2**30
 V4_BYTES = round(30.75 * GIB)  # of 32 GiB libtpu keeps 1.25 for itself
+repeat = pytest.mark.repeat
+
+
+@pytest.fixture(autouse=True)
+def forget_programs():
+    """Each is compiled once, and all of them would hold several GB."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def for_slice(cfg, topology):
@@ -132,14 +142,14 @@ def test_between_slices_only_gradients_are_summed():
 MICROBATCHES, STAGES, LAYERS = 128, 4, 32
 WIDE = {"model.vocab_size": 512, "model.d_model": 1024, "model.n_layers": LAYERS, "model.n_heads": 8,
         "model.n_kv_heads": 8, "model.d_head": 128, "model.d_ff": 1024, "work.remat": "full", "data.seq_len": 256,
-        "data.batch_size": 64 * MICROBATCHES, "work.device_batch": 0, "mesh": f"stage={STAGES}",
+        "data.batch_size": 64 * MICROBATCHES, "mesh": f"stage={STAGES}",
         "work.microbatches": MICROBATCHES}  # fmt: skip
 KEPT_BYTES = LAYERS // STAGES * 64 * 256 * 1024 * 2  # of one microbatch on one stage
 
 
 def test_gpipe_does_not_fit_where_1f1b_does():
     """Catches a 1F1B that keeps what GPipe keeps, and a compiler's refusal that is a traceback, or is not believed."""
-    with pytest.raises(compiled.OutOfMemory, match=r"pipeline\.schedule=1f1b") as refusal:
+    with pytest.raises(compiled.OutOfMemory, match=r"work\.schedule=1f1b") as refusal:
         for_slice(preset("dense_124m", **WIDE), "v4:2x2x1")
     assert refusal.value.limit_bytes == V4_BYTES
     assert refusal.value.used_bytes > MICROBATCHES * KEPT_BYTES
@@ -155,7 +165,7 @@ def test_gpipe_does_not_fit_where_1f1b_does():
 
 def test_the_peak_decides_what_fits():
     """Catches a judgement by XLA's temporary bytes, which are more than is there at once."""
-    dense = DENSE | {"model.n_layers": 4, "work.remat": "none", "work.device_batch": 0, "mesh": "fsdp=4"}
+    dense = DENSE | {"model.n_layers": 4, "work.remat": "none", "mesh": "fsdp=4"}
     found = for_slice(preset("dense_124m", **dense | {"data.batch_size": 288}), "v4:2x2x1")
     assert found.peak_bytes < V4_BYTES < found.temp_bytes
 
@@ -204,7 +214,7 @@ def test_every_schedule_compiles(schedule, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=repeat)])
 @pytest.mark.parametrize(
     "D, M, experts", [(768, 1536, 16), (1536, 768, 16), (4096, 14_336, 8), (7168, 2048, 8), (96, 136, 4)]
 )
@@ -224,10 +234,19 @@ def test_the_grouped_product_fits_wide_models(D, M, experts, dtype):
     assert len(re.findall("= .* custom-call.*tpu_custom_call", found.as_text())) == 3
 
 
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("T, h, g, K, U, dtype", [
-    (1024, 6, 6, 256, 128, "bfloat16"), (4096, 16, 4, 128, 128, "bfloat16"), (4096, 16, 16, 192, 128, "float32"),
-    (32_768, 4, 1, 128, 128, "bfloat16"), (36, 4, 2, 10, 7, "float32"),
+ATTENTIONS = [
+    (1024, 6, 6, 256, 128, "bfloat16"),
+    (4096, 16, 4, 128, 128, "bfloat16"),
+    (4096, 16, 16, 192, 128, "float32"),
+    (32_768, 4, 1, 128, 128, "bfloat16"),
+    (36, 4, 2, 10, 7, "float32"),
+]
+
+
+@pytest.mark.parametrize("topology, T, h, g, K, U, dtype", [
+    # Every shape on v4, and on every other chip the shortest and the longest, whose blocks are the largest.
+    pytest.param(topology, *one, marks=() if topology == "v4:2x2x1" or one[0] in (36, 32_768) else repeat)
+    for topology in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2") for one in ATTENTIONS
 ])  # fmt: skip
 def test_attention_fits_long_sequences_and_wide_heads(topology, T, h, g, K, U, dtype):
     """Catches blocks that do not fit a core's memory, kernels that one generation alone compiles, and FLOPs that the
@@ -279,27 +298,31 @@ def test_a_larger_slice_has_no_larger_program():
 # Tables are small here: for a slice of a table's narrow dim the compiler takes an all-reduce, twice the bytes.
 DENSE = {"model.vocab_size": 2048, "model.d_model": 1024, "model.n_heads": 8, "model.n_kv_heads": 8,
          "model.d_head": 128, "work.remat": "full", "data.batch_size": 64}  # fmt: skip
+PINNED = {"work.gather": "layer", "work.remat": "full", "work.tensor_exchange": "ring", "work.schedule": "gpipe"}
 STATE = 0.02  # slices of 96 lie in tiles of 128; slices of 24, of the headline, too
 PREDICTED = {
     "fsdp, tensor": ("v4:4x4x2", "dense_124m", DENSE | {"mesh": "fsdp=16,tensor=2", "data.batch_size": 256}),
-    "data, gathered once": ("v4:2x2x2", "dense_124m", {"mesh": "data=2,tensor=4", "work.gather": "step"} | DENSE),
+    "data, gathered once": ("v4:2x2x2", "dense_124m", {
+        "mesh": "data=2,tensor=4", "work.gather": "step", "data.seq_len": 256} | DENSE),
     "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "work.schedule": "1f1b"} | DENSE),
     "experts on three axes, gathered once": ("v4:4x4x2", "moe1b", {
         "mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "step", "work.remat": "branches"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PREDICTED)
+# `docs/planner.md` has a plan over fsdp and tensor compiled.
+@pytest.mark.parametrize("case", with_repeats(PREDICTED, {*PREDICTED} - {"fsdp, tensor"}))
 def test_what_is_predicted_is_what_is_compiled(case):
     """Catches a plan that is right on simulated devices alone."""
     topology, name, settings = PREDICTED[case]
-    plan = planner.plan(preset(name, **settings), topology)
+    plan = planner.plan(preset(name, **PINNED | settings), topology)
     found, _ = planner.compile_plan(plan, print)
     check_prediction(plan, found, state=STATE if name == "moe1b" else 0.01)
     assert found["unexpected"] == []
 
 
-SIXTEEN = {"work.remat": "full", "data.batch_size": 64}  # of dense_124m on as many chips
+# Of dense_124m on as many chips: short sequences, whose products the compiler places sooner, by the same rules.
+SIXTEEN = {"work.remat": "full", "data.batch_size": 64, "data.seq_len": 256}
 LARGE = {"mesh": "fsdp=32,tensor=2", "data.batch_size": 64, "data.seq_len": 4096}
 WAITS = {
     "all chips": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=16"}),
@@ -310,34 +333,35 @@ WAITS = {
         "dense_124m",
         SIXTEEN | {"mesh": "fsdp=4,tensor=4", "work.tensor_exchange": "gather", "work.remat": "dots"},
     ),
-    "nothing again": ("v4:4x2x2", "dense_124m", SIXTEEN | {"mesh": "fsdp=8,tensor=2", "work.remat": "none"}),
+    "nothing again": (
+        "v4:4x2x2",
+        "dense_124m",
+        SIXTEEN | {"mesh": "fsdp=8,tensor=2", "work.remat": "none", "data.seq_len": 1024},
+    ),
     "large": ("v4:4x4x4", "llama3_8b", LARGE),
     "large experts": ("v4:4x4x4", "mixtral_8x7b", LARGE),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WAITS)
+# The one left out has its exposed bytes shown in `docs/planner.md`.
+@pytest.mark.parametrize("case", with_repeats(WAITS, {*WAITS} - {"in turn"}))
 def test_what_waits_is_what_is_scheduled(case):
     """Catches rules of `plan/hiding.py` that are no longer those of the compiler: exposed bytes are within 10% of all
     bytes, and all bytes within 1%."""
     topology, name, settings = WAITS[case]
-    plan = planner.plan(preset(name, **settings), topology)
+    plan = planner.plan(preset(name, **PINNED | settings), topology)
     found, _ = planner.compile_plan(plan, print)
     wire_bytes, exposed_bytes = found["wire_bytes"], found["exposed_bytes"]
     assert abs(plan.wire_bytes - wire_bytes) <= 0.01 * wire_bytes
     assert abs(plan.exposed_bytes - exposed_bytes) <= 0.10 * wire_bytes
 
 
-@pytest.fixture(scope="module")
-def headline():
+def test_the_headline_step_is_as_good_as_it_is_said_to_be_and_as_predicted():
+    """Catches a change that makes the headline step move, compute or keep more, or computes experts densely; and a plan
+    of an MoE that is right on simulated devices alone. One test, because it compiles for more than a minute."""
     plan = planner.plan(preset("moe1b"), "v4:4x4x2")
     found, step = planner.compile_plan(plan, print)
-    return plan, found, step
-
-
-def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
-    """Catches a change that makes the headline step move, compute or keep more, or computes experts densely."""
-    plan, found, step = headline
+    check_prediction(plan, found, state=2 * STATE)
     assert found["fits"]
     assert found["peak_bytes"] < 2.1 * GIB
     assert found["wire_bytes"] < 7.8e9 and found["exposed_bytes"] < 4.3e9
@@ -351,12 +375,6 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be(headline):
     assert found["donated_bytes"] > 0.99 * (found["argument_bytes"] - plan.memory_bytes["batch"])
     assert "custom-call" in step.step.as_text()  # the grouped product
     assert found["unexpected"] == []
-
-
-def test_the_headline_step_is_as_predicted(headline):
-    """Catches a plan of an MoE that is right on simulated devices alone."""
-    plan, found, _ = headline
-    check_prediction(plan, found, state=2 * STATE)
 
 
 # Slices ---------------------------------------------------------------------------------------------------------------

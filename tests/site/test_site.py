@@ -10,6 +10,7 @@ import pytest
 
 from docs import build, notebooks
 from docs.notebooks import ROOT
+from utils import UserError
 
 pytestmark = pytest.mark.site
 LOOK, MODULES = ROOT / "docs/browser/look.mjs", build.BUILD / "browser"
@@ -153,6 +154,22 @@ def test_a_notebook_runs_from_where_it_lies(tmp_path):
     notebooks.execute(notebook(file), file.parent)
     with pytest.raises(Exception, match="no checkout of Axis by Axis here"):
         notebooks.execute(notebook(file), tmp_path)
+
+
+def test_a_chapter_that_takes_long_or_fails_is_no_page(tmp_path):
+    """Catches a guide that is published with a chapter nobody would wait for, or a broken one; in this build, or in one
+    before it."""
+    chapter, kept, said = tmp_path / "07_long.py", tmp_path / "kept", []
+    spin = "# %%\nimport time\nwhile time.process_time() < 3:\n    pass\n"
+    chapter.write_text(spin)
+    for _ in range(2):  # run, and read
+        with pytest.raises(UserError, match=r"07_long took \d+ s of processor time, and may take 2"):
+            notebooks.executed(chapter, kept, said.append, longest_s=2)
+        assert len(said) == 1 and re.fullmatch(r"ran 07_long in \d+ s, \d+ s of processor time", said[0])
+    assert notebooks.executed(chapter, kept, said.append).cells
+    chapter.write_text(spin + "assert 1 == 2\n")
+    with pytest.raises(Exception, match="assert 1 == 2"):
+        notebooks.executed(chapter, kept, said.append)
 
 
 def test_what_a_chapter_tests_is_not_shown():

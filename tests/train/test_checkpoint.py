@@ -423,7 +423,7 @@ def test_a_kill_and_a_resume_change_no_bit(home, straight, tmp_path):
     assert trained_steps(directory) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.repeat  # of the kill above, and of the two that `docs/checkpoints.md` shows
 def test_twenty_kills_change_no_bit(capsys):
     """Catches what a single kill does not hit: saves, steps and starts cut anywhere, one after the other."""
     status = soak.command(soak.Arguments(kills=20))
