@@ -403,7 +403,7 @@ def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
 MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
                                                       "loss_chunk")}  # fmt: skip
 MOVED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
-MOVED |= {"work.device_batch": "work.device_batch"}
+MOVED |= {"optim.max_device_batch": "work.device_batch"}
 GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
         "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
 

@@ -192,7 +192,10 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
 
 def test_a_mesh_divides_the_work_and_not_the_model():
     """Catches numbers of one device that are those of all, and the other way round."""
-    one, many = (planner.plan(preset("dense_124m", mesh=mesh), None) for mesh in ("data=1", "data=2,fsdp=2,tensor=2"))
+    passes = {"work.device_batch": 16}
+    one, many = (
+        planner.plan(preset("dense_124m", mesh=mesh, **passes), None) for mesh in ("data=1", "data=2,fsdp=2,tensor=2")
+    )
     assert one.params_total == many.params_total
     assert one.model_flops == 8 * many.model_flops
     assert one.hardware_flops == pytest.approx(8 * many.hardware_flops)
@@ -344,7 +347,7 @@ def test_better_settings_are_told_of_the_best_layout(capsys, words):
     told = json.loads(out)["faster"]["settings"]
     assert " ".join(f"--{name} {value}" for name, value in told.items()) == tried[1]
     assert status == again == (0 if "moe1b" in words else 1)
-    assert ("work.schedule" in told) == ("stage" in told["mesh"]) == ("llama3_8b" in words)
+    assert ("work.schedule" in told) == ("stage" in told["mesh"])
 
 
 # The command ----------------------------------------------------------------------------------------------------------
