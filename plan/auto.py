@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from config import Config
+from config import Config, MeshConfig
 from overlap.remat import REMAT
 from pipeline import fit, schedules
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
@@ -20,16 +20,31 @@ CLOSE = 1.01  # of ways that take so much longer at most than the fastest, the p
 
 def options(cfg: Config) -> dict[str, tuple]:
     """For each setting that is to be chosen, and that mesh and batch leave a choice, its values, the plainest first."""
-    n, whole = cfg.mesh.sizes, fit.split_batch(cfg).device_batch
+    whole = fit.split_batch(cfg).device_batch
     found = {
         "device_batch": tuple(size for size in range(whole, 0, -1) if whole % size == 0),
-        "remat": ("none", "dots", "branches", "full"),
-        "gather": ("layer", "step") if math.prod(n[axis] for axis in SLICED) > 1 else (),
-        "tensor_exchange": ("gather", "ring") if n[TENSOR] > 1 else (),
-        "context_attention": ("gather", "ring") if n[CONTEXT] > 1 else (),
-        "schedule": tuple(schedules.SCHEDULES) if n[STAGE] > 1 else (),
+        "remat": tuple(REMAT),
+        "gather": ("layer", "step"),
+        "tensor_exchange": ("gather", "ring"),
+        "context_attention": ("gather", "ring"),
+        "schedule": tuple(schedules.SCHEDULES),
     }
-    return {name: values for name, values in found.items() if len(values) > 1 and name in cfg.work.autos}
+    idle = without_effect(cfg.mesh)
+    return {name: values for name, values in found.items()
+            if len(values) > 1 and name in cfg.work.autos and name not in idle}  # fmt: skip
+
+
+def without_effect(mesh: MeshConfig) -> set[str]:
+    """Settings that do nothing on this mesh."""
+    n = mesh.sizes
+    found = {
+        "gather": math.prod(n[axis] for axis in SLICED),
+        "tensor_exchange": n[TENSOR],
+        "context_attention": n[CONTEXT],
+        "schedule": n[STAGE],
+        "chunks": n[STAGE],
+    }
+    return {name for name, devices in found.items() if devices == 1}
 
 
 def choose(cfg: Config, plan: Callable):
@@ -63,7 +78,7 @@ def choose(cfg: Config, plan: Callable):
     time = lambda one: one.likely_s or 1 + list(REMAT).index(one.cfg.work.remat)
     close = CLOSE * min(time(one) for _, one in fits)
     way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
-    return one, reasons(way, one, found)
+    return one, reasons(way, one, found) + ", the plainest that fits" * (not one.likely_s)
 
 
 def fits_well(one) -> bool:

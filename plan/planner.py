@@ -84,8 +84,8 @@ class Plan:
 
     def settings(self) -> str:
         """The way of working, what `auto` chose first and with reasons."""
-        named = {name.partition("=")[0] for name in self.why.split(", ")}
-        rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in named)
+        said = {name.partition("=")[0] for name in self.why.split(", ")} | auto.without_effect(self.cfg.mesh)
+        rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in said)
         return f"{self.why}; {rest}" if self.why else rest
 
     @property
