@@ -3,6 +3,7 @@
 `make test-tpu` runs these, `make test-tpu-all` repeats too; `make test` leaves them out.
 """
 
+import ctypes
 import gc
 import importlib.util
 import re
@@ -35,10 +36,11 @@ repeat = pytest.mark.repeat
 
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Each is compiled once, and all of them would hold several GB."""
+    """Each is compiled once, and all of them, or the heap that libtpu has let go of, would hold several GB."""
     yield
     jax.clear_caches()
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # where libtpu is, glibc is
 
 
 def for_slice(cfg, topology):
@@ -199,7 +201,8 @@ def donated(found):
     return [(int(result), int(argument)) for result, argument in re.findall(r"\{(\d+)\}: \((\d+), \{\}", header)]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb"])
+# gpipe and 1f1b are compiled above and below, too.
+@pytest.mark.parametrize("schedule", with_repeats(("gpipe", "1f1b", "interleaved", "zb"), ("interleaved", "zb")))
 def test_every_schedule_compiles(schedule, capfd):
     """Catches what the TPU compiler alone refuses, exchanges that the partitioner made up, a state that is not donated,
     and libtpu's words to its makers on our screen."""
@@ -306,7 +309,7 @@ PREDICTED = {
         "mesh": "data=2,tensor=4", "work.gather": "step", "data.seq_len": 256} | DENSE),
     "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "work.schedule": "1f1b"} | DENSE),
     "experts on three axes, gathered once": ("v4:4x4x2", "moe1b", {
-        "mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "step", "work.remat": "branches"}),
+        "mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "step", "work.remat": "branches", "data.seq_len": 512}),
 }  # fmt: skip
 
 
