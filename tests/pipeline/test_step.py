@@ -63,7 +63,7 @@ def config(case: str, **more):
     """`MODEL MESH [pipeline.SETTING=VALUE ..]` over the preset `tiny`."""
     name, mesh, *words = case.split()
     work = {word: int(value) if value.isdecimal() else value for word, value in (w.split("=") for w in words)}
-    settings = {**SHARED, **MODELS[name], "mesh": mesh, **{f"pipeline.{word}": value for word, value in work.items()}}
+    settings = {**SHARED, **MODELS[name], "mesh": mesh, **{f"work.{word}": value for word, value in work.items()}}
     return preset("tiny", **settings | more)
 
 
