@@ -92,11 +92,13 @@ test-site: .venv/extra-browser ## build the guide from chapters that are run, an
 lint: .venv/installed ## check style: ruff, and shellcheck for shell files
 	.venv/bin/python -m ruff check
 	.venv/bin/python -m ruff format --check
+	.venv/bin/python -m ruff format --check --line-length 110 model.py
 	$(if $(SHELL_FILES),.venv/bin/shellcheck --external-sources $(SHELL_FILES))
 
 format: .venv/installed ## mend style where ruff can
 	.venv/bin/python -m ruff check --fix
 	.venv/bin/python -m ruff format
+	.venv/bin/python -m ruff format --line-length 110 model.py
 
 lock: .venv/extra-lock ## write requirements.txt and requirements/ from pyproject.toml; ARGS=--upgrade for newer versions
 	$(COMPILE) $(ARGS) pyproject.toml --output-file requirements.txt

@@ -1,27 +1,28 @@
 """The transformer, as one device sees it.
 
-Every function here runs inside the one `shard_map`: its arrays are this device's slices, and every exchange between
-devices is a visible line (`all_gather`, `reduce_scatter`, `psum`, `all_to_all`). On an axis of size 1 such a line
-is the identity, so the same code is the model on a laptop and on a pod.
+Every function here runs inside the one `shard_map`: its arrays are this device's slices, and every exchange
+between devices is a visible line (`all_gather`, `reduce_scatter`, `psum`, `all_to_all`). On an axis of size 1
+such a line is the identity, so the same code is the model on a laptop and on a pod.
 
-A tensor's name ends with its shape, one letter a dim. Capital: the whole dim. Lower case: this device's slice.
+A tensor's name ends with its shape, a letter a dim. Capital: the whole dim. Lower case: this device's slice.
 
     B  sequences                     K  head: query and key        E  routed experts
     T  positions; t: this device's   R  head: rotary part          M  hidden width of an expert
        slice between blocks          U  head: value                V  vocabulary
-    S  positions as attention sees   H  heads    G  key/value      N  tokens, sequences and positions in one dim
-       them: s queries, S keys          heads    C  key/value      A  assignments of tokens to experts, N * top_k
+    S  positions as attention sees   H  heads    G  key/value      N  tokens: sequences and positions in one
+       them: s queries, S keys          heads    C  key/value      A  assignments to experts, N * top_k
     D  model width                      latent   Q  query latent   L  blocks   J  dense layers in a block
     F  feed-forward hidden width                                   X  slots an expert keeps per sequence
 
-Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it gathers the
-positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or vocabulary instead.
-Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t pays for it. Three verbs
-say so: `gather_apply`, `apply_scatter`, `gather_apply_scatter`. A function that they are given may be called once,
-or once for each neighbour's positions: p is the positions of such a part. When bytes travel, `overlap/` says.
+Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it
+gathers the positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or
+vocabulary instead. Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t
+pays for it. Three verbs say so: `gather_apply`, `apply_scatter`, `gather_apply_scatter`. A function that they
+are given may be called once, or once for each neighbour's positions: p is the positions of such a part. When
+bytes travel, `overlap/` says.
 
 Numbers: parameters and their products are in `precision.compute`; softmax, norms, router and loss in float32.
-Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 arXiv:2405.04434, Switch arXiv:2101.03961, GShard arXiv:2006.16668.
+Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 2405.04434, Switch 2101.03961, GShard 2006.16668.
 """
 
 import functools
@@ -67,18 +68,19 @@ from utils import UserError
 float32 = jnp.float32
 
 
-# Norm and rotary ------------------------------------------------------------------------------------------------------
+# Norm and rotary --------------------------------------------------------------------------------------------
 
 
 def rms_norm(x, gain, eps):
     """Scale each vector to root mean square 1, then by a learned gain. Source: arXiv:1910.07467."""
-    x32, gain = x.astype(float32), vary(gain, tuple(jax.typeof(x).mat.varying))  # so its gradient is added up at [D]
+    # The gain may differ where x does: so its gradient is added up at [D].
+    x32, gain = x.astype(float32), vary(gain, tuple(jax.typeof(x).mat.varying))
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * scale * jnp.broadcast_to(gain, x.shape)).astype(x.dtype)
 
 
 def rotary_angles(positions_bS, width: int, theta: float, on):
-    """Angle of each coordinate pair at each position, in radians; 0, which turns nothing, in a layer without rotary.
+    """Angle of each coordinate pair at each position, in radians; 0, which turns nothing, without rotary.
 
     Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
     """
@@ -87,18 +89,19 @@ def rotary_angles(positions_bS, width: int, theta: float, on):
 
 
 def rotate(x_bSHR, angles_bSr):
-    """Turn pair i, coordinates i and i + R/2, by its angle: scores then depend on the distance of positions only."""
+    """Turn pair i, coordinates i and i + R/2, by its angle: scores then depend on distances only."""
     cos, sin = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :]
     first, second = jnp.split(x_bSHR.astype(float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x_bSHR.dtype)
+    turned = first * cos - second * sin, first * sin + second * cos
+    return jnp.concatenate(turned, axis=-1).astype(x_bSHR.dtype)
 
 
-# Attention ------------------------------------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------------------
 
 
 @struct.dataclass
 class LatentAttention:
-    """Keys and values come from one narrow latent; all heads share a small rotary key (arXiv:2405.04434, 2.1)."""
+    """Keys and values come from one narrow latent; all heads share a rotary key (arXiv:2405.04434, 2.1)."""
 
     w_down_query_DQ: Any = param("DQ", fan_in="D", D=SLICED, needs=lambda c: c.d_query_latent)
     norm_query_Q: Any = param("Q", mean=1.0, decay=False, needs=lambda c: c.d_query_latent)
@@ -120,14 +123,16 @@ def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
 
 
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
-    """Each head's query, content part and turned rotary part. Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
+    """Each head's query, content part and turned rotary part.
+    Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
     return q_bshK, rotate(q_bshR, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
 
 
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
-    """All that attention needs of a position: normed latent and turned rotary key. Shapes: [b, s, C], [b, s, R]."""
+    """All that attention needs of a position: normed latent and turned rotary key.
+    Shapes: [b, s, C], [b, s, R]."""
     latent_bsC = rms_norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
     k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
     k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
@@ -135,7 +140,8 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
 
 
 def sends_latents(c: ModelConfig) -> bool:
-    """Whether TENSOR neighbours exchange latents, made where the positions are: if all are narrower than the stream."""
+    """Whether TENSOR neighbours exchange latents, made where the positions are:
+    if all are narrower than the stream."""
     return 0 < c.d_query_latent < c.d_model - c.d_kv_latent - c.d_rope
 
 
@@ -164,7 +170,8 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, se
         k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
-    # A head's query and key are its content part and its rotary part, side by side: one product gives both scores.
+    # A head's query and key are its content part and its rotary part, side by side:
+    # one product gives both scores.
     o_bshU = over_context(c, q_bshX, latent_and_key, keys_values, segments_bs)
     return apply_scatter(c, lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD), o_bshU)
 
@@ -196,7 +203,7 @@ def grouped_attention(w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, 
     return apply_scatter(c, lambda o_bphK: jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD), o_bshK)
 
 
-# Feed-forward ---------------------------------------------------------------------------------------------------------
+# Feed-forward -----------------------------------------------------------------------------------------------
 
 
 def swiglu(c: ModelConfig):
@@ -227,7 +234,7 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
     return hidden(w, x_bsD) @ w.w_down_FD
 
 
-# Mixture of experts ---------------------------------------------------------------------------------------------------
+# Mixture of experts -----------------------------------------------------------------------------------------
 
 
 @struct.dataclass
@@ -255,11 +262,12 @@ def route(w: MoE, c: ModelConfig, x_btD):
     chosen_btk = jnp.take_along_axis(scores_btE, experts_btk, axis=-1)
     if c.normalize_gates and c.top_k > 1:  # one gate alone would always be 1, and the router learn nothing
         chosen_btk /= jnp.sum(chosen_btk, axis=-1, keepdims=True) + 1e-20
-    return c.routed_scaling * chosen_btk, experts_btk, scores_btE / jnp.sum(scores_btE, axis=-1, keepdims=True)
+    probabilities_btE = scores_btE / jnp.sum(scores_btE, axis=-1, keepdims=True)
+    return c.routed_scaling * chosen_btk, experts_btk, probabilities_btE
 
 
 def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, real_bt):
-    """Sums over this device's real tokens; devices and microbatches are added before anything is multiplied."""
+    """Sums over this device's real tokens; all devices' are added before anything is multiplied."""
     count_btE = jnp.sum(jax.nn.one_hot(experts_btk, c.n_experts, dtype=float32), axis=2)
     entropy_bt = -jnp.sum(jax.scipy.special.xlogy(probabilities_btE, probabilities_btE), axis=-1)
     return {
@@ -272,7 +280,8 @@ def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, 
 
 
 def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
-    """Experts * sum of (share of assignments) * (mean probability): 1 when balanced. Takes sums over the global batch.
+    """Experts * sum of (share of assignments) * (mean probability): 1 when balanced.
+    Takes sums over the global batch.
 
     Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments a token.
     """
@@ -281,7 +290,8 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
 
 
 def experts_feed_forward(w: MoE, matmul, rows, gates):
-    """Each row through its expert, times its gate; `matmul(rows, weights)` knows which. A partial sum over TENSOR."""
+    """Each row through its expert, times its gate; `matmul(rows, weights)` knows which.
+    A partial sum over TENSOR."""
     up = matmul(rows, w.w_up_EDM)
     gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
     # Before the last product: no gradient then asks for its result, and none repeats it.
@@ -290,7 +300,8 @@ def experts_feed_forward(w: MoE, matmul, rows, gates):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def permuted(x_ND, order_A, inverse_A, copies=1):
-    """Rows in another order, with copies of each. The way back gathers by the inverse order: scatters are slow."""
+    """Rows in another order, with copies of each. The way back gathers by the inverse order:
+    scatters are slow."""
     return x_ND[order_A // copies]
 
 
@@ -298,11 +309,13 @@ def _permuted_back(copies, inverse_A, dx_AD):
     return jnp.sum(dx_AD[inverse_A].reshape(-1, copies, dx_AD.shape[-1]), axis=1), None, None
 
 
-permuted.defvjp(lambda x, order, inverse, copies: (permuted(x, order, inverse, copies), inverse), _permuted_back)
+permuted.defvjp(
+    lambda x, order, inverse, copies: (permuted(x, order, inverse, copies), inverse), _permuted_back
+)
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
-    """Every token reaches its experts: all tokens to all experts' devices, sorted by expert, one grouped product.
+    """Every token reaches its experts: all tokens to all experts' devices, sorted, one grouped product.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
     Sends over EXPERT: (n - 1)/n of the tokens of all its devices, gathered and again reduce-scattered.
@@ -344,7 +357,8 @@ def slots_per_expert(c: ModelConfig, positions: int) -> int:
 def ranks(c: ModelConfig, experts_bSk):
     """Number each sequence's assignments to each expert, 0, 1, 2, .. in order of position.
 
-    Earlier positions come first, so that no token is dropped because of a later one. Shapes: [b, S, k] -> [b, S, k].
+    Earlier positions come first, so that no token is dropped because of a later one.
+    Shapes: [b, S, k] -> [b, S, k].
     """
     b, S, k = experts_bSk.shape
     chosen_bAE = jax.nn.one_hot(experts_bSk.reshape(b, S * k), c.n_experts, dtype=jnp.int32)
@@ -359,7 +373,8 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
     Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back, and of their gates.
     """
     (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
-    place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk  # rank >= slots lies outside: not written, read as 0
+    # A rank >= slots lies outside: it is not written, and read as 0.
+    place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
     place_in = lambda zeros, values: zeros.at[place].set(values, mode="drop", unique_indices=True)
     buffer_EbXD = place_in(jnp.zeros((c.n_experts, b, slots, D), x_bsD.dtype), x_bskD)
@@ -388,7 +403,8 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
         slots = slots_per_expert(c, experts_bSk.shape[1])
         rank_btk = own_slice(own_chunks(ranks(c, experts_bSk)), TENSOR, dim=1)
         kept_btk = (rank_btk < slots).astype(float32)
-        partial_bsD = with_capacity(w, c, x_bsD, gates_bsk, experts_bsk, all_gather(rank_btk, TENSOR, dim=1), slots)
+        rank_bsk = all_gather(rank_btk, TENSOR, dim=1)
+        partial_bsD = with_capacity(w, c, x_bsD, gates_bsk, experts_bsk, rank_bsk, slots)
     else:
         partial_bsD = dropless(w, c, x_bsD, gates_bsk, experts_bsk)
 
@@ -399,7 +415,7 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     return update_btD, router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers -----------------------------------------------------------------------------------------------------
 
 
 @struct.dataclass
@@ -419,7 +435,7 @@ class Block:
 
 
 def embedding_std(c: ModelConfig) -> float:
-    """Start the stream at unit variance; a table that is the unembedding too starts the logits there instead."""
+    """Start the stream at unit variance; a table that makes logits too starts those there instead."""
     return c.d_model**-0.5 if c.tie_embeddings else 1.0
 
 
@@ -433,13 +449,16 @@ class Transformer:
 
 
 def declare(c: ModelConfig) -> Transformer:
-    """Declare every parameter: a Transformer holding `sharding.Declaration`s. Stacked layers have leading letters."""
-    sizes = dict(V=c.vocab_size, D=c.d_model, H=c.n_heads, G=c.n_kv_heads, K=c.d_head, R=c.d_rope, U=c.d_value,
-                 Q=c.d_query_latent or c.d_model, C=c.d_kv_latent, F=c.d_ff, E=c.n_experts, M=c.d_expert,
-                 P=c.dense_prefix, L=c.n_blocks, J=c.layers_per_block - bool(c.n_experts))  # fmt: skip
+    """Declare every parameter: a Transformer holding `sharding.Declaration`s.
+    Stacked layers have leading letters."""
+    sizes = dict(V=c.vocab_size, D=c.d_model, H=c.n_heads, G=c.n_kv_heads, K=c.d_head, R=c.d_rope,
+                 U=c.d_value, Q=c.d_query_latent or c.d_model, C=c.d_kv_latent, F=c.d_ff, E=c.n_experts,
+                 M=c.d_expert, P=c.dense_prefix, L=c.n_blocks,
+                 J=c.layers_per_block - bool(c.n_experts))  # fmt: skip
 
     def of(block, stacked="", resized=None, **parts):
-        return declare_block(block, sizes | (resized or {}), c, stacked=stacked, stacked_axes={"L": STAGE}, **parts)
+        resized, axes = sizes | (resized or {}), {"L": STAGE}
+        return declare_block(block, resized, c, stacked=stacked, stacked_axes=axes, **parts)
 
     def layer(stacked, is_moe):
         attention = of(LatentAttention if c.attention == "mla" else GroupedAttention, stacked)
@@ -447,7 +466,8 @@ def declare(c: ModelConfig) -> Transformer:
         feed_forward = of(MoE, stacked, shared=shared) if is_moe else of(FeedForward, stacked)
         return of(Layer, stacked, attention=attention, feed_forward=feed_forward)
 
-    block = Block(dense=layer("LJ", False) if sizes["J"] else None, moe=layer("L", True) if c.n_experts else None)
+    dense = layer("LJ", False) if sizes["J"] else None
+    block = Block(dense=dense, moe=layer("L", True) if c.n_experts else None)
     return of(Transformer, prefix=layer("P", False) if c.dense_prefix else None, blocks=block)
 
 
@@ -461,10 +481,11 @@ class Tokens(NamedTuple):
 
 
 def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
-    """Zero a share of the activations. The bits depend on (step, layer, sequence, position), never on the mesh."""
+    """Zero a share of the activations. Bits depend on (step, layer, sequence, position), not the mesh."""
     if not c.dropout or key is None:
         return x_btD
-    keep_D = lambda index: jax.random.bernoulli(jax.random.fold_in(key, index), 1 - c.dropout, x_btD.shape[-1:])
+    shape, keys_of = x_btD.shape[-1:], lambda index: jax.random.fold_in(key, index)
+    keep_D = lambda index: jax.random.bernoulli(keys_of(index), 1 - c.dropout, shape)
     keep_btD = jax.vmap(jax.vmap(keep_D))(tokens.index_bt)
     return jnp.where(keep_btD, x_btD / (1 - c.dropout), 0).astype(x_btD.dtype)
 
@@ -482,7 +503,8 @@ def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number):
 
 
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
-    """What the feed-forward or the experts add, and router statistics, if any. Shapes: [b, t, D] -> [b, t, D]."""
+    """What the feed-forward or the experts add, and router statistics, if any.
+    Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps)
     if isinstance(w.feed_forward, MoE):
         return moe(w.feed_forward, c, h_btD, real_bt)
@@ -491,11 +513,12 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
-    """Add attention, then feed-forward, to the residual stream. Returns [b, t, D] and router statistics, if any.
+    """Add attention, then feed-forward, to the residual stream.
+    Returns [b, t, D] and router statistics, if any.
 
     w  whole matrices of one layer
     """
-    key_attention, key_feed_forward = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, number))
+    key_attention, key_feed_forward = keys(key if key is None else jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
     x_btD = checkpoint_name(x_btD, BETWEEN)
     update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
@@ -503,7 +526,7 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
 
 
 def block(w: Block, c: ModelConfig, x_btD, tokens: Tokens, first_number, key):
-    """Apply one repeating block, whose first layer has the given number, each with its weights joined for it."""
+    """Apply one repeating block, whose first layer has this number; weights are joined layer by layer."""
     one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
     statistics = {}
     if w.dense is not None:
@@ -516,11 +539,13 @@ def block(w: Block, c: ModelConfig, x_btD, tokens: Tokens, first_number, key):
 def in_turn(one, w_stack: Layer, x_btD, first_number):
     """Apply stacked layers in order: one traced layer, scanned."""
     numbers = first_number + jnp.arange(len(w_stack.norm_attention_D))
-    return jax.lax.scan(lambda x, w_and_number: one(w_and_number[0], x, w_and_number[1]), x_btD, (w_stack, numbers))
+    step = lambda x_btD, w_and_number: one(w_and_number[0], x_btD, w_and_number[1])
+    return jax.lax.scan(step, x_btD, (w_stack, numbers))
 
 
 def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
-    """Apply this stage's blocks in order. Returns [b, t, D] and router statistics with a leading dim of blocks.
+    """Apply this stage's blocks in order.
+    Returns [b, t, D] and router statistics with a leading dim of blocks.
 
     chunk  how often activations have been around the stages before
     """
@@ -531,7 +556,7 @@ def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
     return jax.lax.scan(step, x_btD, (w_stack, first))
 
 
-# Vocabulary -----------------------------------------------------------------------------------------------------------
+# Vocabulary -------------------------------------------------------------------------------------------------
 
 
 def local_vocabulary(ids, v: int):
@@ -541,17 +566,19 @@ def local_vocabulary(ids, v: int):
 
 
 def embed(table_vD, tokens_bs, dtype=None):
-    """Look tokens up in the words this device holds, and add what TENSOR neighbours found: [b, s] -> [b, t, D]."""
+    """Look tokens up in the words this device holds, and add what TENSOR neighbours found:
+    [b, s] -> [b, t, D]."""
     local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
     partial_bsD = (table_vD[local_bs] * mine_bs[..., None]).astype(dtype or table_vD.dtype)
     return reduce_scatter(partial_bsD, TENSOR, dim=1)
 
 
 def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
-    """The same of a table that lies in slices of D: tokens go to the slices, where a gather brings slices to tokens.
+    """The same of a table that lies in slices of D: tokens go to the slices, not slices to the tokens.
 
     Shapes: [v, D/n], [b, s] -> [b, t, D]. Its gradient adds up all tokens of n devices, in the table's dtype.
-    Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations. Backward: the activations again.
+    Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations.
+    Backward: the activations again.
     """
     x_NtD = embed(table_vD, all_gather(tokens_bs, SLICED, dim=0), c.precision.compute)
     return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
@@ -568,12 +595,12 @@ def unembedding(w: Transformer, c: ModelConfig, form=at_use):
 
 
 def auxiliary_names(c: ModelConfig) -> list[str]:
-    """The terms beside cross-entropy that are on: the name of a term is that of the setting that weighs it."""
+    """The terms beside cross-entropy that are on, each by the name of the setting that weighs it."""
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
 
 
 def logit_sums(w_Du, x_nD, targets_n, words_u):
-    """Of some words: the log of the sum of exp(logits), the target's logit if it is among them, the sum of logits.
+    """Of some words: the log of the sum of exp(logits), the target's logit if it is one, the logits' sum.
 
     Shapes: [D, u], [n, D], [n], [u] -> three of [n]. words_u: the words' ids; below 0, it is none.
     """
@@ -586,10 +613,10 @@ def logit_sums(w_Du, x_nD, targets_n, words_u):
 
 
 def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
-    """Sums over some tokens, each times its weight: -log softmax(logits)[target], in nats, and auxiliary terms by name.
+    """Weighed sums over some tokens: -log softmax(logits)[target], in nats, and auxiliary terms by name.
 
     The logits are split over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5);
-    label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, section 7).
+    label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, 7).
     """
     x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # in which its gradients by the slices add up
     sums_of = lambda w_Du, words_u: logit_sums(w_Du, x_nD, targets_n, words_u)
@@ -606,7 +633,7 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
     return total(top_n - target_n + above_n), {name: total(auxiliary[name]()) for name in auxiliary_names(c)}
 
 
-# The whole model ------------------------------------------------------------------------------------------------------
+# The whole model --------------------------------------------------------------------------------------------
 
 
 def keys(key):
@@ -644,13 +671,15 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
 
 
 def leave(w: Transformer, c: ModelConfig, x, *, dim):
-    """Norm the last activations, and join those of the TENSOR neighbours: each then works on its words of them all."""
+    """Norm the last activations, and join those of the TENSOR neighbours:
+    each then works on its words of them all."""
     return all_gather(rms_norm(x, w.norm_D, c.norm_eps), TENSOR, dim=dim)
 
 
 @struct.dataclass
 class Sums:
-    """What the loss is made of, added up over this device's tokens. Evaluation reads cross_entropy and weight alone."""
+    """What the loss is made of, added up over this device's tokens.
+    Evaluation reads cross_entropy and weight alone."""
 
     cross_entropy: Any  # nats of target tokens
     weight: Any  # target tokens
@@ -659,12 +688,13 @@ class Sums:
 
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
-    """Cross-entropy and auxiliary terms of the N tokens of which this device and its TENSOR neighbours hold n each."""
+    """Cross-entropy and auxiliary terms of N tokens, of which this device and its neighbours hold n each."""
     return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N)
 
 
 def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
-    """The model in one piece, where nothing is cut into microbatches or stages: this device's tokens to their sums."""
+    """The model in one piece, where nothing is cut into microbatches or stages:
+    this device's tokens to their sums."""
     x_btD = enter(w, c, batch, key)
     x_btD, router = stage(w, c, x_btD, batch, key)
     x_bsD = leave(w, c, x_btD, dim=1)
@@ -675,7 +705,7 @@ def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
 
 
 def loss(c: ModelConfig, sums: Sums):
-    """The training loss, the same on every device: nats per target token of the global batch, plus auxiliary losses.
+    """The training loss, the same on every device: nats per target token of the batch, plus other losses.
 
     Returns the loss and metrics: cross_entropy, tokens, each auxiliary loss by its name and, per MoE layer,
     tokens_per_expert, drop_fraction, router_entropy (nats), balance_loss.
@@ -686,7 +716,8 @@ def loss(c: ModelConfig, sums: Sums):
     metrics = {"cross_entropy": cross_entropy, "tokens": tokens} | auxiliary
     if sums.router:
         router = jax.tree.map(lambda x: psum(x, TOKENS), sums.router)
-        balance_L = balance_loss(c, router["tokens_per_expert"], router["probability"], router["tokens"][:, None])
+        load = router["tokens_per_expert"], router["probability"], router["tokens"][:, None]
+        balance_L = balance_loss(c, *load)
         auxiliary["balance_loss"] = psum(jnp.sum(balance_L), STAGE) / c.n_blocks
         metrics |= {
             "tokens_per_expert": router["tokens_per_expert"],

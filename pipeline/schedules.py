@@ -45,6 +45,11 @@ class Schedule:
     orders: tuple[tuple[Op, ...], ...]  # of each stage
     turns: bool = False  # no backward pass begins before every stage has done all its forward passes
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether there is nothing to schedule: a step is `model.forward`, and autodiff goes back through it."""
+        return self.stages * self.microbatches == 1
+
     @functools.cached_property
     def table(self) -> list[list[tuple[Op, ...]]]:
         """Operations of each stage in each tick, [ticks][stages]; empty: idle."""

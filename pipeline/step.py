@@ -82,7 +82,7 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
 def sums(w: model.Transformer, cfg: Config, batch, key):
     """All the loss is made of, as sums over this device's tokens."""
     split = fit.split_batch(cfg)
-    if cfg.mesh.stage == split.microbatches * split.accumulation == 1:
+    if schedule(cfg).in_one_piece:
         return model.forward(w, cfg.at_work, batch, key)
     x_btD, statistics = run_stages(w, cfg.at_work, batch, key, split.microbatches * split.accumulation)
     cross_entropy, auxiliary = spread_loss(w, cfg.at_work, x_btD, batch["targets_BT"], batch["weights_BT"])
@@ -156,7 +156,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     def in_microbatches(params, batch, step):
         return scheduled(params, cfg, batch, key(step), sched)
 
-    if sched.stages * sched.microbatches > 1:
+    if not sched.in_one_piece:
         specs = (*specs, sharding.specs(model.declare(cfg.model)))
         return ordered.jit(on_mesh(cfg, mesh, in_microbatches, specs), mesh)
     loss = on_mesh(cfg, mesh, in_one_piece, specs)

@@ -81,7 +81,7 @@ def others(one, chip: hardware.Chip) -> float:
     activations = STREAM * stream * passes + KEPT * kept + ROWS * rows
     # Sums of gradients in float32, a microbatch after the other: read, written, and what is added.
     sums = sum(w.joined if c.work.gather == "step" else w.held for w in costs.weights(cfg))
-    added = ADDED * sums * sched.microbatches * (sched.microbatches * sched.stages > 1 or c.work.gather == "step")
+    added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or c.work.gather == "step")
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
     return OTHERS.get(chip.key, OTHERS["v5p"]) * activations + added + STATE * state
 

@@ -68,7 +68,7 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
     c, z, split = cfg.at_work, Sizes.of(cfg, platform), fit.split_batch(cfg)
-    one_piece, w = sched.microbatches * sched.stages == 1, weights(cfg)
+    one_piece, w = sched.in_one_piece, weights(cfg)
     state = sum(x.held * x.d.dtype.itemsize for x in w)
     sequences = split.device_batch * split.microbatches * split.accumulation
     there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]

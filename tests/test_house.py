@@ -216,6 +216,13 @@ def test_what_lies_behind_a_link_stays(target, there, tmp_path):
     assert {path.name for path in kept.iterdir()} == {*there, "precious"}
 
 
+def test_the_model_says_what_and_never_asks_how():
+    """Catches a way of working that comes into model.py, and lines of it that are too dense to read."""
+    text = (ROOT / "model.py").read_text()
+    assert not re.search(r"\bwork\.|\b(remat|gather|tensor_exchange|context_attention|loss_chunk)\s*[!=]=", text)
+    assert max(map(len, text.splitlines())) <= 110
+
+
 def test_every_extra_has_a_lock():
     """Catches an extra that is listed but was never locked, and a lock whose extra is gone."""
     assert {path.stem for path in LOCKS} == {"requirements", *EXTRAS}

@@ -52,7 +52,7 @@ def in_python(point: dict):
             "data.batch_size": point["batch_size"], "data.seq_len": point["seq_len"], "work.remat": point["remat"],
             "work.gather": point["gather"], "work.tensor_exchange": point["tensor_exchange"],
             "work.context_attention": point["context_attention"],
-            "work.schedule": point["schedule"],
+            "work.schedule": point["schedule"], "work.device_batch": point["batch_size"],
             "work.chunks": 2 if point["schedule"] == "interleaved" and point["mesh"]["stage"] > 1 else 1,
         })  # fmt: skip
         return planner.plan(cfg, f"{point['chip']}:{shapes[math.prod(point['mesh'].values())]}")
