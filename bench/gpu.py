@@ -31,8 +31,8 @@ from utils import UserError, nearest
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # steps after the first that are not timed
 
-# What a comparison needs beside a preset: one pass a step, and a constant learning rate, so that steps are alike.
-ALIKE = {"work.device_batch": 0, "optim.warmup_steps": 0, "optim.final_lr": 1.0}
+# What a comparison needs beside a preset: one way of working, and a constant learning rate, so that steps are alike.
+ALIKE = {"work.remat": "dots", "optim.warmup_steps": 0, "optim.final_lr": 1.0}
 MODELS = {
     "dense_124m": {},
     # Two of eight experts, half as wide each: a token meets as many parameters as in dense_124m, and a router.

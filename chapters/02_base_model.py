@@ -427,7 +427,7 @@ print(f"Llama 3 8B keeps of a token: {cache_bytes_of(llama):,} bytes")
 #
 # Both versions stand in the project. Training makes keys and values (`keys_values`; `over_context` does the
 # softmax, over all positions S, also those of other devices; `rotary_on` is 1). `gather_apply` and
-# `apply_scatter` call the function that they are given, and move positions between devices, if there are several
+# `apply_scatter` call the function that they are given, and move positions between devices, if there are any
 # (05). Decoding reads latents; both lay the two
 # kinds of query and key side by side (X is K + R or, absorbed, C + R):
 

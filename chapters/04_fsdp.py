@@ -513,8 +513,8 @@ from overlap import remat, weights
 lesson.source(weights.held_by_step, weights.at_use, weights.gathered, remat.regather)
 
 # %% [markdown]
-# - `held_by_step` is called once a step, `at_use` for every layer. One of the two gathers, the other only casts:
-#   `WHEN` is a table of two rows, `layer` and `step`, that says which.
+# - `held_by_step` is called once a step, `at_use` for every layer. One of the two gathers, the other only
+#   casts: `WHEN` is a table of two rows, `layer` and `step`, that says which.
 # - `gathered` joins every parameter whose declaration names `FSDP`, along the dim that it cuts, in the dtype of
 #   the products: in bfloat16 half the bytes travel. (`exact` parameters keep their own. `names`, if given, are
 #   the only ones.)
@@ -696,7 +696,7 @@ print(check_two_axes(slice_of_sum))
 # `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)`. Cut first: 16,384 bytes
 # cross the slow axis. In the other order it is 65,536, for equal sums, so that no test of numbers sees it. In
 # the model nobody chooses the order: the scatter is the backward pass of the gather, in the layer, and the sum
-# over `data` that of a `vary` in front of all loops (`pipeline.step.ready`), once a step.
+# over `data` that of a `vary` in front of all loops (`ready_for_autodiff`), once a step.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -963,8 +963,8 @@ print(f"N > {tokens:.0f} tokens a chip")
 # ## Exercise 3: choose
 #
 # `llama3_8b` on `v5p:4x4x4`, 95.74 GiB a chip; a step is 4,096 sequences of 512 tokens. Return settings for
-# which the plan fits and the step takes at most 3.55 s, with nothing hidden behind anything. To choose (what is not
-# said is the first value):
+# which the plan fits and the step takes at most 3.55 s, with nothing hidden behind anything. To choose
+# (what is not said is the first value):
 #
 # - `mesh`, of `data` and `fsdp`, which has to be said;
 # - `work.gather`: `"layer"`, `"step"`;

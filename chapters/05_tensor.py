@@ -343,7 +343,7 @@ lesson.source(model.feed_forward_branch, model.hidden)
 lesson.source(positions.gather_apply_scatter)
 
 # %% [markdown]
-# On simulated devices `tensor_exchange` is `gather`, so both functions are called once, for all the positions (p
+# On simulated devices `tensor_exchange` is `gather`, so both functions are called once, for all positions (p
 # are those of a part). Inside of a device a parameter keeps its declared name: `w_up_DF` is [D, f] there, as
 # `up_bsf` says. So the product with `w_down_FD` sums over f, and owes; the reduce-scatter pays. With
 # `sockets.on_mesh` (chapter 03) the letters cut whole arrays, and `model.layer` runs:
@@ -497,8 +497,9 @@ layer = sockets.on_mesh(turns, mesh, declared, "btD", "bs", out="btD")
 assert lesson.same(layer(w, x_BTD, places_BT), results["tensor=1"])
 for one in (c, ring):
     count, sent = streams(one, declared, w, places_BT)
-    print(f"{one.work.tensor_exchange:6} {count:g} exchanges send {sent:g} joined streams")
-    assert (count, sent) == ({"gather": 11, "ring": 33}[one.work.tensor_exchange], 11)
+    name = one.work.tensor_exchange
+    print(f"{name:6} {count:g} exchanges send {sent:g} joined streams")
+    assert (count, sent) == ({"gather": 11, "ring": 33}[name], 11)
 
 # %% [markdown]
 # Is it faster? That depends on what a compiler puts between the start of a permute and its end. Simulated
@@ -672,7 +673,7 @@ def ruled(c, n, tokens, W):
 
 runs = {"llama3_8b": ("v4:4x4x4", (2, 4, 8)), "moe1b": ("v4:4x4x2", (2, 4))}
 ratios, batch = {}, {"data.batch_size": 256, "data.seq_len": 1024}
-batch |= {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "gather"}
+batch |= {"work.remat": "full", "work.tensor_exchange": "gather"}
 for name, (chips, sizes) in runs.items():
     topology = hardware.Topology.parse(chips)
     for size in sizes:

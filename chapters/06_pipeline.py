@@ -517,7 +517,8 @@ NODES = hardware.Topology(slow, (16,), 16, hosts=2)
 
 def planned(mesh, batch=32, on=NODES, **more):
     work = {"mesh": mesh, "data.batch_size": batch, "work.device_batch": 1}
-    work |= {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "ring"}
+    work |= {"work.remat": "full", "work.gather": "layer"}
+    work |= {"work.tensor_exchange": "ring"}
     more = {"work.schedule": "1f1b"} | more
     return planner.plan(config.preset("llama3_8b", **work | more), on)
 

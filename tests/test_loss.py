@@ -38,6 +38,10 @@ def config(name, **more):
     return preset("tiny", **{f"model.{key}": value for key, value in SETTINGS[name].items()}, **more)
 
 
+def in_chunks(c, chunk):
+    return dataclasses.replace(c, work=dataclasses.replace(c.work, loss_chunk=chunk))
+
+
 @functools.cache
 def parameters(name):
     return helpers.draw(model.declare(config(name).model))
@@ -136,13 +140,13 @@ def test_the_loss_by_slices_equals_the_plain_one(words):
         280: [(28, 10), (5, 56), (4, 70), (1, 280), (1, 280)],
         283: [(21, 14), (5, 57), (3, 95), (1, 283), (1, 283)],
     }
-    D, c = 24, config("mla", **{"model.vocab_size": words}).model
+    D, c = 24, config("mla", **{"model.vocab_size": words}).at_work
     rng = np.random.default_rng(0)
     x_BTD, w_DV = rng.normal(size=(3, 7, D)).astype(np.float32), rng.normal(size=(D, words)).astype(np.float32)
     targets_BT = rng.integers(0, words, (3, 7))
     weights_BT = (rng.uniform(0.5, 2, (3, 7)) * (rng.random((3, 7)) < 0.7)).astype(np.float32)
     assert 0 < np.sum(weights_BT == 0) < 21
-    sized = [dataclasses.replace(c, loss_chunk=chunk) for chunk in chunks]
+    sized = [in_chunks(c, chunk) for chunk in chunks]
     assert [overlap_weights.vocabulary_slices(one, 21, words) for one in sized] == slices[words]
 
     def local(w_DV, x_btD, targets_bt, weights_bt):
@@ -176,7 +180,7 @@ def largest_logits(shapes):
 
 def test_the_full_logits_never_exist():
     """Catches logits of all words made in the forward pass, kept for the backward pass, or stacked over slices."""
-    assert overlap_weights.vocabulary_slices(config("mla").model, B * T, V) == (8, SLICE)
+    assert overlap_weights.vocabulary_slices(config("mla").at_work, B * T, V) == (8, SLICE)
     shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
     assert largest_logits(shapes_of(trace("mla"))) == B * T * SLICE
     assert largest_logits(shapes_of(trace("mla", **{"work.loss_chunk": B * T}))) == B * T * V  # it would be seen
@@ -294,7 +298,7 @@ def test_gradients_of_slices_are_added_up_in_float32(of):
     # Many words of one sign and about one probability: their gradients add up to 1, and the target's is near -1.
     x_BTD, w_DV = np.float32(0.1 * rng.normal(size=(2, N // 2, D))), np.float32(rng.uniform(0.5, 1.5, (D, V)))
     targets_BT, weights_BT = rng.integers(0, 3, (2, N // 2)), np.ones((2, N // 2), np.float32)
-    c = config("mla").model
+    c = config("mla").at_work
 
     def gradient(dtype, chunk):
         def local(w_DV, x_btD, targets_bt, weights_bt):
@@ -305,7 +309,7 @@ def test_gradients_of_slices_are_added_up_in_float32(of):
             d = jax.grad(loss, argnums=of)(w_DV, x_btD.reshape(-1, D))
             return d if of else sharding.all_gather(d, sharding.SLICED, dim=0)
 
-        chunked, declaration = dataclasses.replace(c, loss_chunk=chunk), model.declare(c).unembedding_DV
+        chunked, declaration = in_chunks(c, chunk), model.declare(c).unembedding_DV
         return helpers.run(local, declaration, w_DV, x_BTD, targets_BT, weights_BT)
 
     exact = gradient(jnp.float32, N)

@@ -299,7 +299,7 @@ def test_a_dim_that_does_not_split_is_refused():
 
 
 @pytest.mark.parametrize("batch_size, mesh, limit, split", [
-    (48, "data=2,fsdp=3,tensor=5", 0, (6, 8, 1)),
+    (48, "data=2,fsdp=3,tensor=5", "auto", (6, 8, 1)),
     (48, "data=2,expert=3", 3, (6, 2, 4)),  # 8 sequences a device, at most 3 at once: 2 divides 8, 3 does not
     (48, "context=4", 48, (1, 48, 1)),
     (48, "fsdp=48", 7, (48, 1, 1)),

@@ -550,7 +550,7 @@ def test_a_setting_that_is_younger_than_a_run_has_its_default(copied):
     for name in ("model.z_loss", "optim.decay_steps", "run.init_from", "data.mask_documents"):
         group, setting = name.split(".")
         del about["config"][group][setting]
-    del about["config"]["pipeline"]
+    del about["config"]["work"]
     file.write_text(json.dumps(about))
     (newest / "about.json").write_text(json.dumps(decisive(about)))
     (newest / "manifest.json").unlink()

@@ -14,8 +14,8 @@ import numpy as np
 from utils import UserError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Files of thin collectives, and of when they happen: the line that calls one of them is meant.
-WRAPPERS = ("sharding.py", "positions.py", "context.py", "weights.py")
+# Files of thin collectives, and of forms of them: the line that calls one is meant.
+WRAPPERS = ("sharding.py", "positions.py", "context.py")
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^  (ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, (.*))?$")

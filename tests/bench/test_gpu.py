@@ -126,7 +126,7 @@ def preset_parameters(name):
 
 REFUSED = {
     "--models mo": "--models mo: no such model; did you mean 'moe'? known: dense_124m, moe",
-    "--set model.remet=none": "no setting is called 'model.remet'; did you mean 'work.remat'?",
+    "--set work.remet=none": "no setting is called 'work.remet'; did you mean 'work.remat'?",
     "--set work.remat": "--set work.remat: should be NAME=VALUE, like work.remat=none",
     "--set mesh=fsdp=2": "mesh fsdp=2: one device is measured; leave the mesh out",
     "--rounds 0": "rounds=0: must be at least 1",

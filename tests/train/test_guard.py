@@ -372,7 +372,7 @@ def test_a_run_writes_its_noise_scale(finished):
             assert row["noise_scale_tokens"] == pytest.approx(row["noise_square"] / row["gradient_square"])
 
 
-@pytest.mark.parametrize("limit, pieces", [(2, 8), (0, 2)])
+@pytest.mark.parametrize("limit, pieces", [(2, 8), ("auto", 2)])
 def test_noise_is_measured_on_pieces_of_the_batch(monkeypatch, limit, pieces):
     """Catches pieces that overlap or leave something out, a whole that is not their mean, and a number of pieces that
     is not that of the passes. The gradient here is the weighted mean of the tokens, less the parameter."""

@@ -260,7 +260,7 @@ EMBEDDING = {("embed_in_slices", "all-gather"): [TOKENS],
              ("embed_in_slices", "all-to-all"): [TOKENS * WIDTH // 2] * 2}  # fmt: skip
 
 # Gains of the norms (two of the layer, one at the end) are whole on every device: their gradients are added.
-NORMS = {("ready", "all-reduce"): [3 * WIDTH]}
+NORMS = {("ready_for_autodiff", "all-reduce"): [3 * WIDTH]}
 LOSS = {("loss", "all-reduce"): [2]}  # nats and target weights
 STREAM = [TOKENS * WIDTH]  # activations of all tokens
 

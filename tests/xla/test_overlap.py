@@ -9,6 +9,7 @@ import pytest
 
 from bench import overlap
 from config import preset
+from plan import planner
 from utils import UserError
 from xla import ledger
 
@@ -247,7 +248,8 @@ def test_the_command_prints_one_line_of_json(numbers, monkeypatch, capsys):
     argv = "tiny --topology v4:2x2x1 --mesh fsdp=4 --data.batch_size 24 --json"
     assert overlap.main(argv.split()) == 0
     assert json.loads(capsys.readouterr().out) == numbers
-    assert asked == [(preset("tiny", mesh="fsdp=4", **{"data.batch_size": 24}), "v4:2x2x1")]
+    cfg = preset("tiny", mesh="fsdp=4", **{"data.batch_size": 24})
+    assert asked == [(planner.plan(cfg, "v4:2x2x1").cfg, "v4:2x2x1")]
 
 
 def test_a_topology_that_cannot_be_compiled_for_is_refused():
