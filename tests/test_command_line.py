@@ -383,7 +383,7 @@ def test_help_fits_two_screens():
     for name, value in settings(preset("tiny").to_dict()):
         assert re.search(rf"{re.escape(name)}\b", out), name
         if isinstance(value, int | float) and not isinstance(value, bool):
-            kind = "INT|{auto}" if name.startswith("work.") else "INT" if isinstance(value, int) else "FLOAT"
+            kind = "INT|{auto}" if "work." in name else "INT" if isinstance(value, int) else "FLOAT"
             assert f"{name} {kind} (default: {value})" in plain(out), name
     assert "--model.d_model INT (default: 128)" in plain(run("--help")[1]), "without a preset it is laptop"
 
