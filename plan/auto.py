@@ -78,7 +78,8 @@ def choose(cfg: Config, plan: Callable):
     time = lambda one: one.likely_s or 1 + list(REMAT).index(one.cfg.work.remat)
     close = CLOSE * min(time(one) for _, one in fits)
     way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
-    return one, reasons(way, one, found) + ", the plainest that fits" * (not one.likely_s)
+    told = reasons(way, one, found)
+    return one, f"{told}, the plainest that fits" if told and not one.likely_s else told
 
 
 def fits_well(one) -> bool:
