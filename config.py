@@ -160,7 +160,7 @@ class WorkConfig:
     `auto` is chosen from mesh, chip and memory by the planner's rules; at its start a run says what, and why.
     """
 
-    # made again in backward: nothing; all but products; all, from what came into a residual branch; or into a layer
+    # kept for the way back, where the rest is made again: all; products; what comes into a branch; into a layer
     remat: Literal["auto", "none", "dots", "branches", "full"] = AUTO
     # weights are joined for each use of a layer; or once a step, and kept
     gather: Literal["auto", "layer", "step"] = AUTO

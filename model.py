@@ -1,8 +1,8 @@
 """The transformer, as one device sees it.
 
 Every function here runs inside the one `shard_map`: its arrays are this device's slices, and every exchange
-between devices is a visible line (`all_gather`, `reduce_scatter`, `psum`, `all_to_all`). On an axis of size 1
-such a line is the identity, so the same code is the model on a laptop and on a pod.
+between devices is a visible line. On an axis of size 1 such a line is the identity, so the same code is the
+model on a laptop and on a pod.
 
 A tensor's name ends with its shape, a letter a dim. Capital: the whole dim. Lower case: this device's slice.
 
@@ -17,9 +17,14 @@ A tensor's name ends with its shape, a letter a dim. Capital: the whole dim. Low
 Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it
 gathers the positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or
 vocabulary instead. Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t
-pays for it. Three verbs say so: `gather_apply`, `apply_scatter`, `gather_apply_scatter`. A function that they
-are given may be called once, or once for each neighbour's positions: p is the positions of such a part. When
-bytes travel, `overlap/` says.
+pays for it. Three verbs say so, of which f and g work on each position by itself:
+
+    gather_apply(c, f, x_btD)             f of all neighbours' positions, in order; beside: what all have
+    apply_scatter(c, f, y_bsX)            the sum of f, which is partial, each position where it belongs
+    gather_apply_scatter(c, f, g, x_btD)  both: g(f(x)), of which nothing is put in order between
+
+They may call f once, or once for each neighbour's positions: p is the positions of such a part. How, and when
+weights are joined (`at_use`), `overlap/` says: it alone reads `c.work`, see `config.ModelAtWork`.
 
 Numbers: parameters and their products are in `precision.compute`; softmax, norms, router and loss in float32.
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 2405.04434, Switch 2101.03961, GShard 2006.16668.

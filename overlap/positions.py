@@ -2,7 +2,7 @@
 
 Each has two forms, of the same bytes. `gather`: one collective, waited for. `ring`: neighbours' positions come, or go,
 one after the other, and products of one run while the next is on its way; p is the positions of such a part.
-The functions that they are given take each position by itself. Source: arXiv:2211.05102, section 3.5; 2105.05720.
+The functions that they are given take each position by itself. Source: arXiv:2211.05102, section 3.5.
 """
 
 import itertools
