@@ -563,6 +563,35 @@ def test_a_setting_that_is_younger_than_a_run_has_its_default(copied):
     assert status == 2 and "model.z_loss is 0.1 here and 0.0 there" in err
 
 
+BEFORE_WORK = {  # groups and values as an older version wrote them
+    "model": {"remat": "full", "gather": "ahead", "tensor_exchange": "ring", "context_attention": "gather",
+              "loss_chunk": 36},
+    "pipeline": {"schedule": "gpipe", "microbatches": 0, "chunks": 1}, "optim": {"max_device_batch": 0},
+}  # fmt: skip
+
+
+def test_a_run_from_before_the_ways_of_working_were_one_group_goes_on(copied):
+    """Catches a run directory that a newer version cannot read, or takes for another run: by config.json, or by what
+    stands in the checkpoint, where one way of working was counted among the settings that decide results."""
+    argv, directory = copied
+    newest, file = directory / "checkpoints" / str(STEPS), directory / "config.json"
+    about = json.loads(file.read_text())
+    decides = decisive(about)
+    del about["config"]["work"]
+    for group, values in BEFORE_WORK.items():
+        about["config"].setdefault(group, {}).update(values)
+    decides["model"]["tensor_exchange"] = "ring"
+    file.write_text(json.dumps(about))
+    (newest / "about.json").write_text(json.dumps(decides))
+    (newest / "manifest.json").unlink()
+    checkpoint._write_manifest(str(newest), STEPS, None)
+    assert run(argv)[1].startswith(f"{directory} is complete")
+    status, out, err = run([*argv, "--run.steps", STEPS + 1])
+    assert (status, err) == (0, "") and f"resumed    at step {STEPS}" in out
+    status, _, err = run([*argv, "--run.steps", STEPS + 2, "--model.remat", "full"])
+    assert status == 2 and "--model.remat is called --work.remat now" in err
+
+
 def test_a_damaged_config_is_refused(copied):
     """Catches a traceback where a file was cut short by hand, and a run that goes on without knowing what it was."""
     argv, directory = copied
