@@ -190,8 +190,10 @@ class WorkConfig:
 
         `auto` stays for microbatches and device_batch, which `pipeline/fit.py` reads off the batch and the mesh.
         """
+        schedule = "gpipe" if self.chunks in (AUTO, 1) else "interleaved"
         chunks = 2 if self.schedule == "interleaved" else 1
-        chosen = {name: value for name, value in (PLAIN | {"chunks": chunks}).items() if name in self.autos}
+        plain = PLAIN | {"schedule": schedule, "chunks": chunks}
+        chosen = {name: value for name, value in plain.items() if name in self.autos}
         return dataclasses.replace(self, **chosen)
 
     def __str__(self) -> str:
@@ -199,8 +201,7 @@ class WorkConfig:
         return " ".join(f"{name}={value}" for name, value in values if value != AUTO) or "all auto"
 
 
-PLAIN = dict(remat="none", gather="layer", tensor_exchange="gather", context_attention="gather", loss_chunk=512,
-             schedule="gpipe")  # fmt: skip
+PLAIN = dict(remat="none", gather="layer", tensor_exchange="gather", context_attention="gather", loss_chunk=512)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from utils import UserError
 
 SPARE = 0.1  # of the memory is left free: a predicted peak may be exceeded by as much
 MATTERS = ("device_batch", "remat", "gather", "tensor_exchange", "context_attention", "schedule")  # in a plan
-CLOSE = 1.01  # of ways that take so much longer at most than the fastest, the plainest
+CLOSE = 1.01  # ways that take so much longer at most count as equally fast
 
 
 def options(cfg: Config) -> dict[str, tuple]:

@@ -145,6 +145,20 @@ def test_a_run_from_before_a_setting_lost_a_value_goes_on(then, now):
         preset("tiny", **{"work.gather": then})
 
 
+def test_what_nobody_has_chosen_is_plain():
+    """Catches a way of working that stays `auto` where it is asked, and chunks that no schedule has."""
+    settled = WorkConfig().settled
+    assert settled == WorkConfig("none", "layer", "gather", "gather", 512, "gpipe", 1)
+    assert settled.autos == ["microbatches", "device_batch"] and settled.settled == settled
+    assert (WorkConfig(chunks=3).settled.schedule, WorkConfig(schedule="interleaved").settled.chunks) == (
+        "interleaved",
+        2,
+    )
+    cfg = preset("tiny", **{"work.tensor_exchange": "ring"})
+    assert cfg.at_work.work == cfg.settled.work == WorkConfig(tensor_exchange="ring", loss_chunk=36).settled
+    assert {name: getattr(cfg.at_work, name) for name in vars(cfg.model)} == vars(cfg.model)
+
+
 def test_settings_change_by_dotted_name():
     """Catches an override that changes nothing, something else, or the preset itself."""
     cfg = preset("tiny", **{"model.n_heads": 6, "mesh": "fsdp=2", "model.precision.compute": "bfloat16"})
