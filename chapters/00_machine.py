@@ -367,8 +367,13 @@ assert abs(send / multiply - wire_ridge / (wide / 6)) < 1e-6
 
 
 # %%
+# All meshes work in one way, so that they compare.
+ALIKE = {"work.remat": "full", "work.gather": "layer", "work.schedule": "gpipe"}
+ALIKE |= {"work.tensor_exchange": "ring"}
+
+
 def step(B, mesh="fsdp=16,tensor=4", topology="v4:4x4x4"):
-    settings = {"mesh": mesh, "data.batch_size": B, "data.seq_len": 512}
+    settings = {"mesh": mesh, "data.batch_size": B, "data.seq_len": 512} | ALIKE
     return planner.plan(preset("llama3_8b", **settings), topology)
 
 
@@ -664,7 +669,7 @@ for wrong, hint in (
 
 # %%
 def priced(mesh, T):
-    settings = {"mesh": mesh, "data.batch_size": 16, "data.seq_len": T}
+    settings = {"mesh": mesh, "data.batch_size": 16, "data.seq_len": T} | ALIKE
     return planner.plan(preset("llama3_8b", **settings), "h100:16")
 
 
@@ -768,7 +773,7 @@ def mfu(cfg, topology, step_s):
 
 def run_of(mesh, topology, each=1):
     B = each * hardware.Topology.parse(topology).chips
-    settings = {"mesh": mesh, "data.batch_size": B, "data.seq_len": 2048}
+    settings = {"mesh": mesh, "data.batch_size": B, "data.seq_len": 2048} | ALIKE
     return planner.plan(preset("llama3_8b", **settings), topology)
 
 

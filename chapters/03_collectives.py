@@ -605,6 +605,7 @@ from plan import hardware, planner
 print("chips  products    wires     sent")
 for devices, shape in ((64, "4x4x4"), (128, "4x4x8"), (256, "4x8x8"), (512, "8x8x8")):
     settings = {"mesh": MeshConfig(fsdp=devices), "data.batch_size": 512}
+    settings |= {"work.remat": "full", "work.gather": "layer"}
     plan = planner.plan(preset("llama3_8b", **settings), f"v4:{shape}")
     took = plan.seconds(alone=True)  # nothing beside anything else
     work, wires = took["compute"], took["fsdp"]
