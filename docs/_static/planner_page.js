@@ -42,8 +42,8 @@
     const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, mixtral_8x7b: { fsdp: 32, tensor: 2 },
                     deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
     const size = { dense_124m: 512, llama3_8b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
-    return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", remat: work.remat,
-             gather: work.gather, tensor_exchange: work.tensor_exchange, context_attention: work.context_attention };
+    return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", remat: model.remat,
+             gather: model.gather, tensor_exchange: model.tensor_exchange, context_attention: model.context_attention };
   }
 
   const escape = (text) => text.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt(0)};`);
@@ -74,11 +74,13 @@
     const spent = Object.entries(one.seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
       .map(([what, s]) => [names[what] ?? `wires of ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / one.step_s)}`]);
     const { device_batch, microbatches, accumulation } = one.split;
-    const changed = ["remat", "gather", "tensor_exchange", "context_attention"].filter((name) => cfg[name] !== preset.model[name]);
-    const flags = changed.map((name) => ` --model.${name} ${cfg[name]}`).join("")
+    // What the page computes with: on the command line each of them is auto.
+    const pinned = ["remat", "gather", ...(cfg.mesh.tensor > 1 ? ["tensor_exchange"] : []),
+                    ...(cfg.mesh.context > 1 ? ["context_attention"] : [])];
+    const flags = pinned.map((name) => ` --work.${name} ${cfg[name]}`).join("")
       + (cfg.batch_size !== preset.batch_size ? ` --data.batch_size ${cfg.batch_size}` : "")
       + (cfg.seq_len !== preset.seq_len ? ` --data.seq_len ${cfg.seq_len}` : "")
-      + (cfg.mesh.stage > 1 && cfg.schedule !== "gpipe" ? ` --work.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --work.chunks 2" : ""}` : "");
+      + (cfg.mesh.stage > 1 ? ` --work.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --work.chunks 2" : ""}` : "");
     const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
     return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${verdict}</strong>
         <span>step ${time(one.step_s)}, MFU ${percent(one.mfu)}</span></p>
