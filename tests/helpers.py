@@ -291,6 +291,12 @@ def check_prediction(plan, found: dict, state=0.01):
             assert abs(value) <= 0.05, off
 
 
+BEFORE_WORK = {  # ways of working, in groups and with values as an older version wrote them
+    "model": {"remat": "full", "gather": "ahead", "tensor_exchange": "ring", "loss_chunk": 36},
+    "pipeline": {"schedule": "gpipe", "microbatches": 0, "chunks": 1}, "optim": {"max_device_batch": 0},
+}  # fmt: skip
+
+
 def every_form(*args, tpu, gpu, default):
     """In place of `sharding.by_platform`: trace them all, and not that of the mesh's platform alone."""
     return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
