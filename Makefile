@@ -70,7 +70,7 @@ notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks i
 test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
 	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not slow and not repeat" $(ARGS)
 
-test-ci: .venv/installed ## run the tests, and commands of the pages that take long, as .ci/run does (22 minutes)
+test-ci: .venv/installed ## run the tests, and commands of the pages that take long, as .ci/run does
 	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not repeat" $(ARGS)
 
 test-all: .venv/installed ## run all tests that need no TPU compiler, repeats too

@@ -381,11 +381,6 @@ class Config:
         """The model with `work` settled, as the functions of `model.py` take it."""
         return _at_work(self.model, self.work)
 
-    @property
-    def settled(self) -> "Config":
-        """The same with the plainest way of working wherever nobody has chosen one; see `plan/auto.py`."""
-        return dataclasses.replace(self, work=self.work.settled)
-
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
 

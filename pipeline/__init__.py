@@ -4,7 +4,7 @@ Open `schedules.py` first: a schedule is a table you can print (`python -m pipel
 follows one, and `step.py`, the one `shard_map` around the model; `check.py` proves a table, `draw.py` prints and draws
 it, `fit.py` says how models and batches split over a mesh.
 
-From outside: `work.schedule`, the one that a configuration asks for, and the compiled functions `loss_and_grads`,
+From outside: `pipeline.schedule`, the one that a configuration asks for, and the compiled functions `loss_and_grads`,
 `evaluate` and `logits`, which are read from `step.py` (and with it JAX) when they are first named.
 """
 

@@ -15,7 +15,6 @@ from sharding import CONTEXT, SLICED, STAGE, TENSOR
 from utils import UserError
 
 SPARE = 0.1  # of the memory is left free: a predicted peak may be exceeded by as much
-MATTERS = ("device_batch", "remat", "gather", "tensor_exchange", "context_attention", "schedule")  # in a plan
 CLOSE = 1.01  # ways that take so much longer at most count as equally fast
 
 
@@ -75,9 +74,8 @@ def choose(cfg: Config, plan: Callable):
         raise refused
     fits = [(way, one) for way, one in found if fits_well(one)]
     if not fits:
-        pinned = ", ".join(f"{name}={getattr(cfg.work, name)}" for name in MATTERS if name not in cfg.work.autos)
-        told = f"with {pinned} nothing fits" if pinned else "nothing fits"
-        return min((one for _, one in found), key=lambda one: one.peak_bytes), f"{told}; this takes least memory"
+        least = min((one for _, one in found), key=lambda one: one.peak_bytes)
+        return least, f"with {cfg.work} nothing fits; this takes least memory"
     time = lambda one: one.likely_s or 1 + list(REMAT).index(one.cfg.work.remat)
     close = CLOSE * min(time(one) for _, one in fits)
     way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pipeline
 import sharding
-from config import AUTO, AXES, Config, MeshConfig, WorkConfig, replace
+from config import AUTO, AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
 from plan import auto, compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
@@ -218,8 +218,7 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
     if one.likely_s is None or one.limit_bytes is None:
         return None
     work = one.cfg.work
-    free = WorkConfig(loss_chunk=work.loss_chunk, microbatches=work.microbatches, device_batch=work.device_batch,
-                      schedule=work.schedule, chunks=work.chunks)  # fmt: skip
+    free = dataclasses.replace(work, **dict.fromkeys(LEAST, AUTO))
     other = plan(dataclasses.replace(one.cfg, work=free), one.topology, one.limit_bytes)
     if not other.fits or (one.fits and other.likely_s > (1 - WORTH) * one.likely_s):
         return None

@@ -96,7 +96,7 @@ def test_nothing_fits():
     """Catches an error out of the choice itself, instead of a plan that says by how much it is too large."""
     one = planner.plan(preset("deepseek_v3", mesh="fsdp=16", **{"data.batch_size": 16}), "v5e:4x4")
     assert one.fits is False and one.cfg.work.remat == "full" and one.cfg.work.gather == "layer"
-    assert one.why == "nothing fits; this takes least memory"
+    assert one.why == "with all auto nothing fits; this takes least memory"
     pinned = planner.plan(replace(one.cfg, work=WorkConfig(remat="dots")), "v5e:4x4")
     assert pinned.why == "with remat=dots nothing fits; this takes least memory"
 
