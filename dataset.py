@@ -3,6 +3,8 @@
 A split is one stream of tokens, however many shards it is kept in: document after document, an end-of-text token before
 each. It is cut into windows, T tokens apart. Window i reads tokens i*T .. i*T+T: the first T are inputs, the last T are
 targets, so every token but the stream's first is a target exactly once. Letters: B sequences, T positions.
+
+Which window is whose is said in `reading/order.py`; a mixture shuffles several directories, each on its own.
 """
 
 import functools
@@ -13,14 +15,16 @@ import math
 import os
 import shlex
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from config import Config
-from utils import UserError
+from config import Config, DataConfig, replace
+from reading import bucket, order
+from utils import UserError, is_remote, log
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
@@ -29,13 +33,14 @@ EVALUATION_SEED = 0  # which windows a short evaluation sees: the same in every 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One stream of tokens, kept in memory-mapped shards."""
+    """One stream of tokens, kept in shards: memory-mapped, or in a bucket."""
 
-    shards: tuple[np.ndarray, ...]
+    shards: tuple[np.ndarray | bucket.Shard, ...]
     starts: np.ndarray  # position in the stream of each shard's first token, and the stream's length at the end
-    text_bytes: int | None  # UTF-8 bytes of the text the tokens stand for; None: ids of no known tokenizer
+    text_bytes: int | None  # UTF-8 bytes of the text the tokens stand for; None: not known, or not all targets count
+    weights: tuple[np.ndarray | bucket.Shard | None, ...] = ()  # of each shard's tokens as targets; None: all are 1
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         return int(self.starts[-1])
 
@@ -47,29 +52,115 @@ class Split:
         """Count the windows of `seq_len` targets; the last may be shorter."""
         return -(-self.targets // seq_len)
 
+    def pieces(self, window: int, seq_len: int, shift: int = 0) -> list["Piece"]:
+        """Where the inputs of a window lie: windows follow each other from token `shift` on, around the end."""
+        length = min(seq_len, self.targets - window * seq_len)
+        start = (window * seq_len + shift) % self.targets
+        stop = min(start + length, self.targets)
+        rest = length - (stop - start)
+        return [(self, start, stop), (self, 0, rest)] if rest else [(self, start, stop)]
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens start .. stop-1 of the stream, fewer where it ends."""
-        pieces = []
+        return np.concatenate([self.shards[shard][a:b] for shard, a, b in self._across(start, stop)])
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray | int:
+        """How much tokens start .. stop-1 count as targets: 0 or 1."""
+        if not any(one is not None for one in self.weights):
+            return 1
+        parts = ((self.weights[shard], a, b) for shard, a, b in self._across(start, stop))
+        return np.concatenate([np.ones(b - a, np.uint8) if one is None else one[a:b] for one, a, b in parts])
+
+    def _across(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where a part of the stream lies: a shard, and from which of its tokens up to which other."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         while start < min(stop, self.tokens):
-            begin, end = self.starts[shard], self.starts[shard + 1]
-            pieces.append(self.shards[shard][start - begin : stop - begin])
+            begin, end = int(self.starts[shard]), int(self.starts[shard + 1])
+            yield shard, start - begin, min(stop, end) - begin
             start, shard = end, shard + 1
-        return np.concatenate(pieces)
+
+
+Piece = tuple[Split, int, int]  # of a stream, the inputs from one token up to another
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A directory of token shards, opened."""
+    """A directory of token shards, opened; or a mixture of several, whose splits are joined here."""
 
     path: str
     manifest: dict
     splits: dict[str, Split]  # train, val
+    sources: dict[str, "Corpus"] = field(default_factory=dict)  # of a mixture, by name
 
     @property
     def eot(self) -> int:
         """The token before each document."""
         return self.manifest["tokenizer"]["eot"]
+
+
+def opened(cfg: Config) -> Corpus:
+    """The tokens of a run; of a mixture, its sources too. Raises: UserError as `load` does."""
+    limits, d = (cfg.model.vocab_size, cfg.data.seq_len), cfg.data
+    if is_remote(d.path):
+        bucket.bound(d.cache_gib)
+    if not d.mixture:
+        return load(d.path, *limits)
+    shares = order.mixture(d.mixture)[0].shares
+    return _joined(d.path, tuple(shares.items()), *(load(f"{d.path.rstrip('/')}/{name}", *limits) for name in shares))
+
+
+@functools.lru_cache(maxsize=8)
+def _joined(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corpus) -> Corpus:
+    """Several directories as one. Its entropies are those of a text whose source is known: means by first shares."""
+    first, *others = corpora
+    for other in others:
+        if other.manifest["tokenizer"] != first.manifest["tokenizer"]:
+            raise UserError(f"data.mixture: {first.path} and {other.path} hold ids of different tokenizers "
+                            f"({_words(first)}, {_words(other)}); prepare them with one")  # fmt: skip
+    names, weights = zip(*shares, strict=True)
+    entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
+                 for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
+    splits = {name: _join([c.splits[name] for c in corpora]) for name in first.splits}
+    return Corpus(path, {"tokenizer": first.manifest["tokenizer"]} | entropies, splits,
+                  dict(zip(names, corpora, strict=True)))  # fmt: skip
+
+
+def _words(corpus: Corpus) -> str:
+    tokenizer = corpus.manifest["tokenizer"]
+    return f"{tokenizer['name']}, vocabulary {tokenizer['vocabulary']}, end of text {tokenizer['eot']}"
+
+
+def _join(splits: list[Split]) -> Split:
+    shards = tuple(shard for split in splits for shard in split.shards)
+    known = all(split.text_bytes is not None for split in splits)
+    text_bytes = sum(split.text_bytes for split in splits) if known else None
+    weights = tuple(one for split in splits for one in split.weights)
+    return Split(shards, np.cumsum([0] + [len(shard) for shard in shards]), text_bytes, weights)
+
+
+def in_steps(cfg: Config, argv: Sequence[str] = ()) -> Config:
+    """The settings with run.steps for run.epochs, if those are asked for.
+
+    Raises: UserError if `argv` asks for both, or for epochs of a mixture, with the arithmetic.
+    """
+    epochs, d = cfg.run.epochs, cfg.data
+    if not epochs:
+        return cfg
+    windows = {name: one.splits["train"].windows(d.seq_len) for name, one in opened(cfg).sources.items()}
+    if windows:
+        shares = order.mixture(d.mixture)[0].shares
+        steps = {n: math.ceil(windows[n] * order.PERIOD / shares[n] / d.batch_size) for n in windows if shares[n]}
+        once = ", ".join(f"{name} in {count} steps" for name, count in steps.items())
+        raise UserError(f"run.epochs={epochs:g}: each source of data.mixture has epochs of its own (as it begins, each "
+                        f"is read once: {once}); use run.steps")  # fmt: skip
+    windows = opened(cfg).splits["train"].windows(d.seq_len)
+    steps = max(1, math.ceil(windows * epochs / d.batch_size))
+    what = f"{epochs:g} * {windows:,} windows / {d.batch_size} sequences a step = {steps:,} steps"
+    if any(word.partition("=")[0] == "--run.steps" for word in argv):
+        other = f"run.steps={cfg.run.steps} is {cfg.run.steps * d.batch_size / windows:.3g} epochs"
+        raise UserError(f"run.epochs={epochs:g} is {what}, and {other}; use one (--run.epochs 0: none)")
+    log(f"epochs     {what}")
+    return replace(cfg, **{"run.steps": steps})
 
 
 def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -> Corpus:
@@ -78,11 +169,11 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
     Raises: UserError if it is missing or damaged, if its ids do not fit into `vocab_size` rows, or if a split holds no
     whole window of `seq_len`.
     """
-    try:
-        state = os.stat(os.path.join(path, MANIFEST))
-    except OSError:
+    try:  # what lies in a bucket is opened once
+        state = () if is_remote(path) else os.stat(os.path.join(path, MANIFEST))
+        corpus = _open(path, state.st_mtime_ns, state.st_size) if state else _open(path)
+    except (FileNotFoundError, NotADirectoryError, bucket.Missing):
         raise UserError(f"no tokens at {path!r} (no {MANIFEST} there); make them with\n  {_command(path)}") from None
-    corpus = _open(path, state.st_mtime_ns, state.st_size)
     vocabulary = corpus.manifest["tokenizer"]["vocabulary"]
     if vocab_size is not None and vocabulary > vocab_size:
         raise UserError(
@@ -113,12 +204,13 @@ def _command(path: str) -> str:
     return f"python -m data.prepare --source {shlex.quote(f'{kind}:{files}')} --out {shlex.quote(out)}"
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)  # of a mixture, all
 def _open(path: str, *_state) -> Corpus:
     """Open manifest and shards; `_state` changes with the manifest, so that a rewritten one is read again."""
+    remote = bucket.Bucket(path) if is_remote(path) else None
+    contents = remote.whole(MANIFEST) if remote else Path(path, MANIFEST).read_bytes()
     try:
-        with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
-            manifest = json.load(file)
+        manifest = json.loads(contents)
     except ValueError as error:
         raise UserError(f"{path}/{MANIFEST} is not JSON ({error}); remake it with data.prepare --overwrite") from error
     if manifest.get("format") != FORMAT:
@@ -126,10 +218,21 @@ def _open(path: str, *_state) -> Corpus:
                         f"remake it with data.prepare --overwrite")  # fmt: skip
     splits = {}
     for name, split in manifest["splits"].items():
-        shards = tuple(_open_shard(path, shard, manifest["dtype"]) for shard in split["shards"])
+        one = lambda file, shard, dtype: (
+            bucket.Shard(remote, file, shard["tokens"], dtype, _damaged) if remote
+            else _open_shard(path, shard | {"file": file}, dtype))  # fmt: skip
+        shards = tuple(one(shard["file"], shard, manifest["dtype"]) for shard in split["shards"])
+        weights = tuple(shard.get("weights") and one(shard["weights"]["file"], shard, "uint8")
+                        for shard in split["shards"])  # fmt: skip
         starts = np.cumsum([0] + [len(shard) for shard in shards])
-        splits[name] = Split(shards, starts, split["text_bytes"])
+        splits[name] = Split(shards, starts, split["text_bytes"], weights)
     return Corpus(path, manifest, splits)
+
+
+def files_of(manifest: dict) -> list[dict]:
+    """The files that a manifest lists, each with name and sha256: shards, and weights beside them."""
+    rows = [row for split in manifest["splits"].values() for row in split["shards"]]
+    return [file for row in rows for file in (row, row.get("weights")) if file]
 
 
 def _open_shard(path: str, shard: dict, dtype: str) -> np.ndarray:
@@ -153,20 +256,16 @@ def _damaged(file: str, what: str) -> UserError:
 
 def verify(path: str) -> None:
     """Read every shard and compare its sha256 with the manifest. Raises: UserError naming the first that differs."""
-    for split in load(path).manifest["splits"].values():
-        for shard in split["shards"]:
-            file = os.path.join(path, shard["file"])
-            if (found := file_sha256(file)) != shard["sha256"]:
-                raise _damaged(file, f"has sha256 {found}, the manifest says {shard['sha256']}")
+    manifest, remote = load(path).manifest, bucket.Bucket(path) if is_remote(path) else None
+    for shard in files_of(manifest):
+        file = os.path.join(path, shard["file"])
+        with remote.open(shard["file"]) if remote else open(file, "rb") as opened_file:
+            found = hashlib.file_digest(opened_file, "sha256").hexdigest()
+        if found != shard["sha256"]:
+            raise _damaged(file, f"has sha256 {found}, the manifest says {shard['sha256']}")
 
 
-def file_sha256(path: str) -> str:
-    """Return the sha256 of a file in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def batch(cfg: Config, step: int, split: str = "train") -> dict[str, np.ndarray]:
+def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | None = None) -> dict[str, np.ndarray]:
     """Make the global batch of a step: windows step*B .. step*B+B-1 of an endless shuffle, a new order each epoch.
 
     A batch is a dict of arrays [B, T], B = data.batch_size sequences of T = data.seq_len positions. One that you make
@@ -176,29 +275,56 @@ def batch(cfg: Config, step: int, split: str = "train") -> dict[str, np.ndarray]
         targets_BT    int32    what it should say at each position: the token that comes next
         positions_BT  int32    place in the document, from 0: scores depend on the distance of two
         segments_BT   int32    which document of the row, from 1: a token sees it up to itself; 0 is padding
-        weights_BT    float32  how much a target counts in the loss, a mean over the global batch: 1; 0 without a target
+        weights_BT    float32  how much a target counts in the loss, a mean over the global batch: 1; 0 without a
+                               target, and where the shards say so, as on a prompt
 
-    With data.mask_documents=False positions go on through the row, and a token sees the documents before its own.
+    With data.shuffle=False each epoch is in the order of the text. With data.mask_documents=False positions go on
+    through the row, and a token sees the documents before its own. `rows` are those wanted of the B, by number, and no
+    other is read: a host makes its `sharding.own_rows`.
     """
-    corpus = load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
-    order = _shuffled(corpus.splits[split].windows(cfg.data.seq_len), cfg.data.seed)
-    first = step * cfg.data.batch_size
-    return _cut(corpus, split, [order[i] for i in range(first, first + cfg.data.batch_size)], cfg)
+    corpus, d = opened(cfg), cfg.data
+    sequence, first = functools.partial(_sequence, corpus.splits[split], d, d.seed), step * d.batch_size
+    if split == "train":
+        first = order.place(d.skip, step) * d.batch_size
+        sequence = functools.partial(_of_mixture, corpus, d) if d.mixture else sequence
+    return _cut([sequence(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
 
 
-def evaluation_batches(cfg: Config, batches: int = 0) -> Iterator[dict[str, np.ndarray]]:
+def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
+    """The window at a place of the endless order: one piece of the stream, or its end and then its beginning."""
+    count = split.windows(d.seq_len)
+    window = _shuffled(count, seed)[number] if d.shuffle else number % count
+    shift = order.offset(seed, number // count, d.seq_len) if d.shift_windows else 0
+    return split.pieces(window, d.seq_len, shift)
+
+
+def _of_mixture(corpus: Corpus, d: DataConfig, number: int) -> list[Piece]:
+    phases = order.mixture(d.mixture)
+    starts = tuple(order.place(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
+    name, own = order.turn(phases, starts, number)
+    return _sequence(corpus.sources[name].splits["train"], d, order.seed_of(name, d.seed), own)
+
+
+def _rows(cfg: Config, rows: Sequence[int] | None) -> list[int]:
+    return [*range(cfg.data.batch_size)] if rows is None else [int(row) for row in rows]
+
+
+def evaluation_batches(
+    cfg: Config, batches: int = 0, rows: Sequence[int] | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Yield the validation split in a fixed order, each target once; the last batch is filled up with padding.
 
-    With `batches` > 0, at most that many, from a shuffle that is the same in every run.
+    With `batches` > 0, at most that many, from a shuffle that is the same in every run. `rows` as for `batch`.
     """
-    corpus = load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
-    count = corpus.splits["val"].windows(cfg.data.seq_len)
-    windows = range(count)
+    corpus, T = opened(cfg), cfg.data.seq_len
+    split = corpus.splits["val"]
+    windows = range(count := split.windows(T))
     if batches:
-        order = _shuffled(count, EVALUATION_SEED)
-        windows = [order[i] for i in range(min(count, batches * cfg.data.batch_size))]
+        shuffled = _shuffled(count, EVALUATION_SEED)
+        windows = [shuffled[i] for i in range(min(count, batches * cfg.data.batch_size))]
     for first in range(0, len(windows), cfg.data.batch_size):
-        yield _cut(corpus, "val", windows[first : first + cfg.data.batch_size], cfg)
+        numbers = [first + row for row in _rows(cfg, rows)]
+        yield _cut([split.pieces(windows[n], T) if n < len(windows) else [] for n in numbers], corpus.eot, cfg)
 
 
 @functools.lru_cache(maxsize=8)
@@ -209,39 +335,55 @@ def _shuffled(count: int, seed: int):
     return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
 
 
-def _cut(corpus: Corpus, split: str, windows, cfg: Config) -> dict[str, np.ndarray]:
-    """Read windows of a split into one batch; rows beyond them are padding."""
-    B, T = cfg.data.batch_size, cfg.data.seq_len
-    read = np.full((B, T + 1), corpus.eot, np.int32)  # inputs, and one more for the last target
-    lengths_B = np.zeros(B, np.int32)  # targets in each row
-    for row, window in enumerate(windows):
-        tokens = corpus.splits[split].read(window * T, window * T + T + 1)
-        read[row, : len(tokens)] = tokens
-        lengths_B[row] = len(tokens) - 1
+def _cut(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
+    """Read pieces of streams into the rows of a batch; the rest of a row is padding."""
+    B, T = len(sequences), cfg.data.seq_len
+    tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
+    lengths_B, weights_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32)
+    all_read = _read([piece for pieces in sequences for piece in pieces])
+    for row, pieces in enumerate(sequences):
+        end = 0
+        for _, start, stop in pieces:
+            (read, weights), begin, end = next(all_read), end, end + stop - start
+            tokens_BT[row, begin:end], targets_BT[row, begin:end] = read[:-1], read[1:]
+            weights_BT[row, begin:end] = weights
+        lengths_B[row] = end
     index_T = np.arange(T, dtype=np.int32)
     real_BT = index_T < lengths_B[:, None]
-    tokens_BT = np.where(real_BT, read[:, :-1], corpus.eot)
-    starts_BT = tokens_BT == corpus.eot  # a document starts here, or goes on from the window before
+    starts_BT = tokens_BT == eot  # a document starts here, or goes on from the window before
     starts_BT[:, 0] = True
-    positions_BT = np.broadcast_to(index_T, (B, T)).copy()
-    if cfg.data.mask_documents:
-        positions_BT -= np.maximum.accumulate(index_T * starts_BT, axis=1)
+    begins_BT = index_T * starts_BT if cfg.data.mask_documents else np.zeros((B, T), np.int32)
+    np.maximum.accumulate(begins_BT, axis=1, out=begins_BT)  # where its document does
+    segments_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
+    segments_BT *= real_BT
     return {
         "tokens_BT": tokens_BT,
-        "targets_BT": read[:, 1:].copy(),
-        "positions_BT": positions_BT,
-        "segments_BT": np.cumsum(starts_BT, axis=1, dtype=np.int32) * real_BT,
-        "weights_BT": real_BT.astype(np.float32),
+        "targets_BT": targets_BT,
+        "positions_BT": np.subtract(index_T, begins_BT, out=begins_BT),
+        "segments_BT": segments_BT,
+        "weights_BT": weights_BT,
     }
 
 
-def prefetch(cfg: Config, start: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield (step, batch) from `start` on, made data.prefetch steps ahead by a thread that ends with the iterator."""
+def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
+    """The tokens of each piece, and one more for its last target; then weights of its targets. Those in a bucket are
+    asked for together."""
+    read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
+    remote = any(isinstance(split.shards[0], bucket.Shard) for split, _, _ in pieces)
+    return bucket.pool().map(read, pieces) if remote else map(read, pieces)
+
+
+def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield (step, batch) from `start` on, made data.prefetch steps ahead by a thread that ends with the iterator.
+
+    `rows` as for `batch`.
+    """
+    make = functools.partial(batch, cfg, rows=rows)
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:
-        ahead = deque(background.submit(batch, cfg, start + n) for n in range(cfg.data.prefetch))
+        ahead = deque(background.submit(make, start + n) for n in range(cfg.data.prefetch))
         for step in itertools.count(start):
-            ahead.append(background.submit(batch, cfg, step + cfg.data.prefetch))
+            ahead.append(background.submit(make, step + cfg.data.prefetch))
             yield step, ahead.popleft().result()
     finally:
         background.shutdown(cancel_futures=True)
@@ -255,9 +397,17 @@ def bytes_per_token(corpus: Corpus, split: str = "val") -> float:
 
 def fingerprint(cfg: Config) -> dict:
     """Say which tokens these are, for config.json and checkpoints."""
-    manifest = load(cfg.data.path).manifest
+    if not cfg.data.mixture:
+        return _fingerprint(load(cfg.data.path))
+    of = {name: _fingerprint(source) for name, source in opened(cfg).sources.items()}
+    parts = {part: {name: one[part] for name, one in of.items()} for part in ("source", "shards_sha256")}
+    return parts | {"tokenizer": next(iter(of.values()))["tokenizer"]}
+
+
+def _fingerprint(corpus: Corpus) -> dict:
+    manifest = corpus.manifest
     shards = {
-        name: hashlib.sha256("".join(shard["sha256"] for shard in split["shards"]).encode()).hexdigest()
+        name: hashlib.sha256("".join(one["sha256"] for one in files_of({"splits": {name: split}})).encode()).hexdigest()
         for name, split in manifest["splits"].items()
     }
     return {"source": manifest["arguments"]["source"], "tokenizer": manifest["tokenizer"], "shards_sha256": shards}

@@ -2,30 +2,32 @@
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import inspect
 import itertools
 import json
-import math
 import os
+import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import rich.console
-import rich.progress
 import tiktoken
 import tyro
 
 import dataset
 from config import first_difference
-from data import sources, tokenizers
-from utils import UserError, exit_status, log
+from data import engine, files, progress, shards, sources, tokenizers, units
+from data.shards import Folder, UnitFile
+from data.sources import Part, Unit
+from data.units import Job
+from utils import UserError, exit_status, is_remote, log
 
 COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
 UNFINISHED = ".unfinished-"  # how the folder begins that holds the work until it is done
@@ -39,72 +41,33 @@ class Arguments:
 
     If that leaves one of them without text, as with a single file, the tail of every document is held out instead.
 
-    Run again with the same arguments, it finds the work done and does nothing.
+    Run again with the same arguments, it finds the work done and does nothing; after a kill, what is left of it.
     """
 
     out: str  # directory for the shards and manifest.json
-    source: str = "stdlib"  # stdlib (this Python's own library), text:GLOB, jsonl:GLOB or parquet:GLOB, quoted
-    tokenizer: str = "bytes"  # bytes, gpt2, cl100k_base, o200k_base, or bpe:FILE, a rank file in tiktoken's format
+    source: str = "stdlib"  # stdlib (this Python's own library); text:, jsonl: or parquet: and a GLOB; hf:NAME[:CONFIG]
+    tokenizer: str = "bytes"  # bytes, gpt2, cl100k_base, o200k_base, or a file: bpe: (ranks), json: (Hugging Face), sp:
     text_field: str = "text"  # field or column that holds the text; jsonl and parquet only
     val_share: float = 0.05  # share of the documents, or of each one's bytes, held out for validation; between 0 and 1
     shard_tokens: int = 2**25  # most tokens in one shard; twice a shard is held in memory
     overwrite: bool = False  # replace the tokens that --out holds
+    workers: int = 1  # processes that tokenize; 0: one for each core; the tokens are the same
+    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster, whose hosts all see --source and --out
+    ray_address: str = "auto"  # of the cluster; auto: the one that this machine is part of
 
     def __post_init__(self):
         if not 0 < self.val_share < 1:
             raise UserError(f"val_share={self.val_share}: must lie between 0 and 1")
         if self.shard_tokens < 1:
             raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1")
+        if self.workers < 0:
+            raise UserError(f"workers={self.workers}: must be 0, for every core, or more")
 
     @property
     def recorded(self) -> dict:
         """What decides the tokens, as the manifest keeps it."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("out", "overwrite")}
-
-
-@dataclass
-class ShardWriter:
-    """Collects the documents of one split, and writes a shard whenever the next document would not fit."""
-
-    directory: str
-    split: str
-    dtype: np.dtype
-    shard_tokens: int
-    shards: list[dict] = field(default_factory=list)
-    text_bytes: int = 0
-    _held: list[np.ndarray] = field(default_factory=list)
-    _held_tokens: int = 0
-    _held_documents: int = 0
-
-    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Append a document. One longer than a shard is cut; it counts in the shard where it starts."""
-        if self._held and self._held_tokens + len(tokens) > self.shard_tokens:
-            self.close()
-        self.text_bytes += text_bytes
-        self._held_documents += 1
-        for first in range(0, len(tokens), self.shard_tokens):
-            if self._held_tokens == self.shard_tokens:
-                self.close()
-            piece = tokens[first : first + self.shard_tokens].astype(self.dtype)
-            self._held.append(piece)
-            self._held_tokens += len(piece)
-
-    def close(self) -> None:
-        """Write what is held."""
-        name = f"{self.split}-{len(self.shards):05d}.npy"
-        path = os.path.join(self.directory, name)
-        with open(path, "wb") as file:
-            np.save(file, np.concatenate(self._held))
-        self.shards.append({"file": name, "tokens": self._held_tokens, "documents": self._held_documents,
-                            "sha256": dataset.file_sha256(path)})  # fmt: skip
-        self._held, self._held_tokens, self._held_documents = [], 0, 0
-
-    def finish(self) -> dict:
-        """Write the last shard and return the split's part of the manifest."""
-        if self._held:
-            self.close()
-        total = {name: sum(shard[name] for shard in self.shards) for name in ("tokens", "documents")}
-        return total | {"text_bytes": self.text_bytes, "shards": self.shards}
+        how = ("out", "overwrite", "workers", "engine", "ray_address")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in how}
 
 
 EXAMPLES = """\
@@ -124,30 +87,26 @@ def main(argv: list[str] | None = None) -> None:
 
 def prepare(args: Arguments) -> dict:
     """Make the token shards in args.out, unless they are there, and return their manifest."""
-    if os.path.exists(os.path.join(args.out, dataset.MANIFEST)) and not args.overwrite:
+    out = Folder(args.out)
+    if out.size(dataset.MANIFEST) is not None and not args.overwrite:
         manifest = _existing(args)
+        _clear(out)  # of a run that was killed when all was in place
         log(f"{_name(args.out)} is complete: {_summary(manifest)}; --overwrite makes it again")
         return manifest
     encoding = tokenizers.load(args.tokenizer)
-    with _replacing(args.out) as folder:
-        manifest = _write_manifest(folder, {
+    with _unfinished(out) as work:
+        job = Job(work, encoding, args.text_field, args.val_share, tails=False)
+        cut = sources.units(args.source, functools.partial(_parts, work))
+        manifest = _publish(out, work, {
             "format": dataset.FORMAT,
             "arguments": args.recorded,
             "sources": [{"source": args.source, "weight": 1.0}],
-            "tokenizer": {"name": args.tokenizer, "fingerprint": tokenizers.fingerprint(encoding),
+            "tokenizer": {"name": args.tokenizer, "fingerprint": job.fingerprint,
                           "vocabulary": encoding.n_vocab, "eot": encoding.eot_token},
-            "dtype": token_dtype(encoding.n_vocab).name,
-            "splits": _write_shards(dataclasses.replace(args, out=folder), encoding),
+            "dtype": job.dtype.name,
+            **_write_shards(args, job, cut),
         })  # fmt: skip
     log(f"{_name(args.out)}: {_summary(manifest)}")
-    return manifest
-
-
-def _write_manifest(folder: str, manifest: dict) -> dict:
-    """Add what is measured on the shards, write the manifest, and return it."""
-    manifest |= entropies(_first_train_tokens(folder, manifest), manifest["tokenizer"]["vocabulary"])
-    with open(os.path.join(folder, dataset.MANIFEST), "w", encoding="utf-8") as file:
-        file.write(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -156,33 +115,59 @@ def _name(out: str) -> str:
     return os.path.basename(os.path.normpath(out)) if os.path.isabs(out) else out
 
 
-@contextlib.contextmanager
-def _replacing(directory: str) -> Iterator[str]:
-    """Give a folder to write in; at the end, its files replace what an earlier run wrote to the directory, no others.
+# What is done, and what is not ----------------------------------------------------------------------------------------
 
-    After an exception, Ctrl-C too, the directory is as before. After a kill, the next run removes what was unfinished.
+
+@contextlib.contextmanager
+def _unfinished(out: Folder) -> Iterator[Folder]:
+    """Give a folder in the directory for what is not finished.
+
+    What is done when a run fails or is killed stays there, and the next run of the same command goes on from it; if
+    nothing is, the directory is as before.
     """
-    missing = [path for path in (Path(directory), *Path(directory).parents) if not path.exists()]  # the innermost first
-    os.makedirs(directory, exist_ok=True)
+    path = Path(out.path)
+    missing = [one for one in (path, *path.parents) if not one.exists()] if out.here else []  # the innermost first
+    work = out.below(UNFINISHED + "units")
+    work.make()
     try:
-        for path in _matching(directory, UNFINISHED + "*"):
-            shutil.rmtree(path)
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as folder:
-            yield folder
-            for path in _matching(directory, dataset.MANIFEST, "train-[0-9]*.npy", "val-[0-9]*.npy"):
-                os.remove(path)
-            # The manifest last: a directory that holds one is complete.
-            for name in sorted(os.listdir(folder), key=lambda name: name == dataset.MANIFEST):
-                os.replace(os.path.join(folder, name), os.path.join(directory, name))
+        with shards.alone(work):
+            for name in work.names():
+                if name.endswith(".part"):  # of a process that was killed
+                    work.remove(name)
+            yield work
+        _clear(out)
     except BaseException:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+        kept = sum(name.startswith("unit-") for name in work.names())
+        if kept:
+            log(f"{kept} units are kept in {work.path}: the same command goes on from there")
+        else:
+            _clear(out)
+            for path in missing:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
         raise
 
 
-def _matching(directory: str, *patterns: str) -> list[str]:
-    return [path for pattern in patterns for path in glob.glob(os.path.join(glob.escape(directory), pattern))]
+def _clear(out: Folder) -> None:
+    out.below(UNFINISHED + "units").clear()
+    for path in glob.glob(os.path.join(glob.escape(out.path), UNFINISHED + "*")) if out.here else ():
+        shutil.rmtree(path)
+
+
+def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
+    """Put the shards in their place, and remove what an earlier run wrote there, no other files.
+
+    The manifest, with what is measured on the shards, comes last: a directory that holds one is complete. Returns it.
+    """
+    manifest |= entropies(_first_train_tokens(work, manifest), manifest["tokenizer"]["vocabulary"])
+    out.remove(dataset.MANIFEST)
+    for name in out.names():
+        if re.fullmatch(r"(train|val)-\d+(\.weights)?\.npy", name):
+            out.remove(name)
+    for file in dataset.files_of(manifest):
+        out.take(file["file"], work)
+    out.write(dataset.MANIFEST, lambda file: file.write((json.dumps(manifest, indent=1) + "\n").encode()))
+    return manifest
 
 
 def _existing(args: Arguments) -> dict:
@@ -190,97 +175,123 @@ def _existing(args: Arguments) -> dict:
     manifest = dataset.load(args.out).manifest
     recorded = dict(manifest["arguments"], fingerprint=manifest["tokenizer"]["fingerprint"])
     asked = dict(args.recorded, fingerprint=recorded["fingerprint"])
-    if args.tokenizer.startswith("bpe:"):  # the file behind the name may have changed
+    if tokenizers.is_file(args.tokenizer):  # the file behind the name may have changed
         asked["fingerprint"] = tokenizers.fingerprint(tokenizers.load(args.tokenizer))
     if difference := first_difference(asked, recorded):
         raise UserError(f"{args.out} holds other tokens: {difference}; choose another --out, or --overwrite them")
     return manifest
 
 
-def _write_shards(args: Arguments, encoding: tiktoken.Encoding) -> dict:
-    """Tokenize every document into the shards of its split, and return both splits' part of the manifest.
+# Text to shards -------------------------------------------------------------------------------------------------------
+
+
+def _parts(work: Folder, kind: str, file: files.File, unit_bytes: int) -> list[Part]:
+    """Cut a large file, which reads it once; remember where."""
+    name = "parts-" + hashlib.sha256(json.dumps([kind, file, unit_bytes]).encode()).hexdigest()[:20]
+    if work.size(name) is None:
+        cut = lambda: sources.parts(kind, file, unit_bytes)
+        found = [part[2:] for part in files.patiently(file.path, is_remote(file.path), cut)]
+        work.write(name, lambda out: out.write(json.dumps(found).encode()))
+    return [Part(kind, file, *rest) for rest in json.loads(work.read(name))]
+
+
+def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
+    """Tokenize every document into the shards of its split, and return what the manifest says of them.
 
     Whole documents are held out; where that leaves a split without text, the tail of each document is.
     """
-    splits, odd = _tokenize(args, encoding, lambda one: {split_of(one.name, args.val_share): one.text})
-    documents, text_bytes = (sum(split[key] for split in splits.values()) for key in ("documents", "text_bytes"))
+    tails = dataclasses.replace(job, tails=True)
+    known = {one.name(unit) for one in (job, tails) for unit in cut}
+    for name in job.folder.names():
+        if name.startswith("unit-") and name not in known:  # of another source or tokenizer
+            job.folder.remove(name)
+    made, total = _tokenize(args, job, cut)
+    text_bytes, documents = (sum(total[what].values()) for what in ("text_bytes", "documents"))
     if not text_bytes:
+        job.folder.clear()
         raise UserError(f"{args.source!r} holds no text: 0 bytes in {documents} documents")
-    if without := _without_text(splits):
+    if without := _without_text(total):
         log(f"note: by name, none of the text of {documents} documents falls into {without!r} at --val-share "
             f"{args.val_share}; the tail of each is held out instead")  # fmt: skip
-        for path in _matching(args.out, "*"):
-            os.remove(path)
-        splits, odd = _tokenize(args, encoding, lambda one: _cut(one.text, args.val_share))
-        if without := _without_text(splits):
+        job = tails
+        made, total = _tokenize(args, job, cut)
+        if without := _without_text(total):
+            job.folder.clear()
             raise UserError(f"{args.source!r} holds {text_bytes} bytes of text in {documents} documents: too few to "
                             f"leave one for {without!r} at --val-share {args.val_share}")  # fmt: skip
-    if odd:
-        log(f"note: {len(odd)} of {documents} documents are not UTF-8, first {odd[0]!r}; their bytes stay as they are")
-    return splits
+    if total["odd"]:
+        log(f"note: {total['odd']} of {documents} documents are not UTF-8, first {total['first_odd']!r}; their bytes "
+            "stay as they are")  # fmt: skip
+    return _assemble(args, job, cut, made, total["text_bytes"])
 
 
-def _tokenize(args: Arguments, encoding: tiktoken.Encoding, parts_of) -> tuple[dict, list[str]]:
-    """Write the shards of both splits. Return their part of the manifest, and the names of documents not in UTF-8.
-
-    parts_of  of a document, the text that belongs to each split
-    """
-    dtype, odd = token_dtype(encoding.n_vocab), []
-    writers = {split: ShardWriter(args.out, split, dtype, args.shard_tokens) for split in ("train", "val")}
-    for document in _with_progress(sources.documents(args.source, args.text_field)):
-        try:
-            document.text.decode()
-        except UnicodeDecodeError as error:
-            if encoding.name != "bytes":
-                raise UserError(
-                    f"{document.name}: byte {error.start + 1}, {document.text[error.start]:#04x}, is not UTF-8; "
-                    "convert the file (iconv -f latin1 -t utf-8), or use --tokenizer bytes, which takes any bytes"
-                ) from error
-            odd.append(document.name)
-        for split, text in parts_of(document).items():
-            writers[split].add(np.append(np.uint32(encoding.eot_token), tokenizers.encode(encoding, text)), len(text))
-    return {split: writer.finish() for split, writer in writers.items()}, odd
+def _without_text(total: dict) -> str | None:
+    return next((split for split, count in total["text_bytes"].items() if not count), None)
 
 
-def _without_text(splits: dict) -> str | None:
-    return next((name for name, split in splits.items() if not split["text_bytes"]), None)
+def _tokenize(args: Arguments, job: Job, cut: list[Unit]) -> tuple[list[UnitFile], dict]:
+    """Tokenize the units that are not done. Return all, in order, and sums over them."""
+    there, names = set(job.folder.names()), [job.name(unit) for unit in cut]
+    found = {name: shards.whole(job.folder, name, job.dtype) for name in names if name in there}
+    todo = [(name, unit) for name, unit in zip(names, cut, strict=True) if not found.get(name)]
+    results = _run(args, units.tokenize, job, todo, len(todo))
+    with progress.shown("tokenizing", len(cut), len(cut) - len(todo)) as advance:
+        for head in results:
+            advance(head and sum(head.tokens.values()))
+    sums = ("documents", "tokens", "text_bytes")
+    total = {what: dict.fromkeys(shards.SPLITS, 0) for what in sums} | {"odd": 0, "first_odd": ""}
+    made = [found.get(name) or UnitFile(job.folder, name, job.dtype) for name in names]
+    for one in made:
+        for what in sums:
+            for split, count in getattr(one.head, what).items():
+                total[what][split] += count
+        total["odd"] += one.head.odd
+        total["first_odd"] = total["first_odd"] or one.head.first_odd
+    return made, total
 
 
-def _with_progress(documents: Iterable[sources.Document]) -> Iterator[sources.Document]:
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("tokenizing", total=1.0)
-        for document in documents:
-            yield document
-            bar.update(task, completed=document.done)
+def _run(args: Arguments, work: Callable, job: Job, todo: list, most_workers: int) -> Iterator:
+    workers = min(args.workers or os.cpu_count() or 1, most_workers)
+    return engine.run(work, job, todo, workers, args.engine, args.ray_address)
 
 
-def split_of(name: str, val_share: float) -> str:
-    """Say whether a document is trained on: by its name alone, so that adding documents moves none."""
-    place = int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:8], "big")
-    return "val" if place < val_share * 2**64 else "train"
+def _assemble(args: Arguments, job: Job, cut: list[Unit], made: list[UnitFile], text_bytes: dict[str, int]) -> dict:
+    """Write the shards that are not done, and return what the manifest says of all."""
+    cuts, rows = {split: shards.Cut(split, args.shard_tokens) for split in shards.SPLITS}, []
+    for unit, file in zip(cut, made, strict=True):
+        for split in shards.SPLITS:
+            cuts[split].add(file.name, file.lengths(split))
+        rows.append({"first": unit[0].file.name, "start": unit[0].start, "parts": len(unit)} | file.head.tokens)
+    for one in cuts.values():
+        one.close()
+    every = [shard for one in cuts.values() for shard in one.shards]
+    done = {shard.file: found for shard in every if (found := units.written(job, shard))}
+    todo = [shard for shard in every if shard.file not in done]
+    # Starting a process takes as long as writing a few shards.
+    results = _run(args, units.assemble, job, todo, len(todo) // 4)
+    with progress.shown("shards", len(every), len(done)) as advance:
+        for one in results:
+            if one:
+                done[one.row["file"]] = one
+            advance(one and one.row["tokens"])
+    splits = {}
+    for split in shards.SPLITS:
+        own = [done[shard.file] for shard in cuts[split].shards]
+        seen = np.any([one.ids(job.encoding.n_vocab) for one in own], axis=0)
+        splits[split] = shards.totals([one.row for one in own], text_bytes[split], int(seen.sum()))
+    return {"splits": splits, "units": rows}
 
 
-def _cut(text: bytes, share: float) -> dict[str, bytes]:
-    """Cut a document into what is trained on and its tail, `share` of its bytes, but inside no character of UTF-8."""
-    cut = len(text) - math.ceil(len(text) * share)
-    for _ in range(3):  # at most so many bytes of a character follow its first, and these begin with the bits 10
-        if cut and text[cut] >> 6 == 0b10:
-            cut -= 1
-    return {split: part for split, part in (("train", text[:cut]), ("val", text[cut:])) if part}
-
-
-def token_dtype(vocabulary: int) -> np.dtype:
-    """Return the smallest type that holds ids 0 .. vocabulary - 1."""
-    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
-
-
-def _first_train_tokens(directory: str, manifest: dict) -> np.ndarray:
+def _first_train_tokens(folder: Folder, manifest: dict) -> np.ndarray:
     """Read as many tokens of the train split as `entropies` counts."""
-    tokens, left = [], COUNTED_TOKENS
+    tokens, left, dtype = [], COUNTED_TOKENS, np.dtype(manifest["dtype"])
     for shard in manifest["splits"]["train"]["shards"]:
-        tokens.append(np.load(os.path.join(directory, shard["file"]), mmap_mode="r")[:left])
-        left -= len(tokens[-1])
+        end = folder.size(shard["file"])
+        start = end - shard["tokens"] * dtype.itemsize  # after the header
+        stop = min(end, start + left * dtype.itemsize)
+        if stop > start:
+            tokens.append(np.frombuffer(folder.read(shard["file"], start, stop), dtype))
+            left -= len(tokens[-1])
     return np.concatenate(tokens)
 
 
@@ -289,7 +300,8 @@ def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
 
     Source: H(x_t | x_t-1) = H(x_t-1, x_t) - H(x_t-1), the chain rule.
     """
-    pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
+    number = np.uint32 if vocabulary**2 <= 2**32 else np.int64  # sorting the shorter takes half the time
+    pairs = tokens[:-1].astype(number) * number(vocabulary) + tokens[1:]
     return {
         "counted_tokens": len(tokens),
         "unigram_nats": _entropy_nats(tokens),
@@ -313,7 +325,8 @@ def _summary(manifest: dict) -> str:
 
 def from_ids(
     train_ids, out: str, *, vocab_size: int = 0, tokenizer: str = "", validation_ids=None, eot: int | None = None,
-    val_share: float = 0.05, shard_tokens: int = 2**25, overwrite: bool = False,
+    val_share: float = 0.05, shard_tokens: int = 2**25, overwrite: bool = False, train_weights=None,
+    validation_weights=None,
 ) -> dict:  # fmt: skip
     """Make a directory for --data.path from token ids that are already there, and return its manifest.
 
@@ -331,6 +344,8 @@ def from_ids(
                     a run draws no sample of text
     validation_ids  like train_ids; None: the last `val_share` of the tokens, a document being cut where they begin
     eot             the id between documents, wherever it stands; None: the tokenizer's, or a new one, vocab_size
+    train_weights   of documents, a list of arrays like train_ids: 1 where an id counts as a target in the loss, else 0,
+                    as on a prompt; the id between documents counts 0. None: all count. validation_weights alike
     Raises: UserError for anything else than such ids, or if `out` is there and not to be overwritten.
     """
     encoding, vocabulary, limit, end = _vocabulary(tokenizer, vocab_size, eot)
@@ -340,18 +355,19 @@ def from_ids(
         splits["val"] = _documents("validation_ids", validation_ids, end, limit)
     else:
         splits["train"], splits["val"] = _hold_out(splits["train"], val_share)
-    if os.path.lexists(out) and not (os.path.isdir(out) and (overwrite or not _matching(out, "*"))):
+    weights = _weights(splits, {"train": train_weights, "val": validation_weights})
+    if os.path.lexists(out) and not (os.path.isdir(out) and (overwrite or not os.listdir(out))):
         raise UserError(f"{out} is there already; choose another directory, or overwrite=True to replace its tokens")
-    with _replacing(out) as folder:
-        args = dataclasses.replace(args, out=folder)
-        manifest = _write_manifest(folder, {
+    place = Folder(out)
+    with _unfinished(place) as work:
+        manifest = _publish(place, work, {
             "format": dataset.FORMAT,
             "arguments": args.recorded,
             "sources": [{"source": args.source, "weight": 1.0}],
             "tokenizer": {"name": args.tokenizer, "fingerprint": encoding and tokenizers.fingerprint(encoding),
                           "vocabulary": vocabulary, "eot": end},
-            "dtype": token_dtype(vocabulary).name,
-            "splits": {name: _write_ids(args, name, documents, end, vocabulary, encoding)
+            "dtype": units.token_dtype(vocabulary).name,
+            "splits": {name: _write_ids(args, work, name, documents, end, vocabulary, encoding, weights[name])
                        for name, documents in splits.items()},
         })  # fmt: skip
     log(f"{_name(out)}: {_summary(manifest)}")
@@ -401,6 +417,25 @@ def _documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
     return documents
 
 
+def _weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str, list[np.ndarray] | None]:
+    """Weights of the targets of each split. Raises: UserError unless each is a 0 or 1 of an id, in both splits."""
+    if any(weights is None for weights in given.values()):
+        if not all(weights is None for weights in given.values()):
+            raise UserError("from_ids: train_weights and validation_weights go together, with validation_ids")
+        return given
+    found = {split: [np.asarray(one) for one in weights] for split, weights in given.items()}
+    for split, documents in splits.items():
+        lengths, others = [*map(len, documents)], [*map(len, found[split])]
+        if lengths != others:
+            differ = [n for n, (a, b) in enumerate(zip(lengths, others, strict=False)) if a != b]
+            place = min([*differ, len(lengths), len(others)])
+            raise UserError(f"from_ids: {len(lengths)} documents of {split}, {len(others)} arrays of weights: they "
+                            f"differ in length from document {place} on; give each id one")  # fmt: skip
+        if any(not np.isin(one, (0, 1)).all() for one in found[split]):
+            raise UserError(f"from_ids: a weight of {split} is neither 0 nor 1")
+    return found
+
+
 def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Split documents into the first tokens, and the last `share` of them, at least one."""
     total = sum(map(len, documents))
@@ -418,13 +453,31 @@ def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarra
     raise AssertionError("more tokens were to be kept than there are")
 
 
-def _write_ids(args: Arguments, split: str, documents: list[np.ndarray], eot: int, vocabulary: int, encoding) -> dict:
+def _write_ids(
+    args: Arguments, work: Folder, split: str, documents: list[np.ndarray], eot: int, vocabulary: int, encoding,
+    weights: list[np.ndarray] | None,
+) -> dict:  # fmt: skip
     """Write the shards of a split, and return its part of the manifest."""
-    writer = ShardWriter(args.out, split, token_dtype(vocabulary), args.shard_tokens)
-    lengths = tokenizers.text_lengths(encoding) if encoding else np.zeros(vocabulary, np.int64)
-    for document in documents:
-        writer.add(np.append(np.uint32(eot), document.astype(np.uint32)), int(lengths[document].sum()))
-    return writer.finish() | ({} if encoding else {"text_bytes": None})
+    cut, dtype, seen = shards.Cut(split, args.shard_tokens), units.token_dtype(vocabulary), np.zeros(vocabulary, bool)
+    seen[eot] = True
+    for number, document in enumerate(documents):
+        cut.add(number, np.array([1 + len(document)]))
+        seen[document] = True
+    cut.close()
+    behind = lambda first, array: np.append(np.uint32(first), array.astype(np.uint32))
+    joined = lambda first, arrays: np.concatenate([behind(first, arrays[n])[a:b] for n, a, b in shard.pieces])
+    rows = []
+    for shard in cut.shards:
+        rows.append(shards.write_shard(work, shard, joined(eot, documents).astype(dtype)))
+        if weights is not None:
+            beside = shard._replace(file=shard.file.replace(".npy", ".weights.npy"))
+            row = shards.write_shard(work, beside, joined(0, weights).astype(np.uint8))
+            rows[-1]["weights"] = {name: row[name] for name in ("file", "sha256")}
+    text_bytes = None
+    if encoding and weights is None:  # else of the targets that count nobody knows
+        lengths = tokenizers.text_lengths(encoding)
+        text_bytes = sum(int(lengths[document].sum()) for document in documents)
+    return shards.totals(rows, text_bytes, int(seen.sum()))
 
 
 if __name__ == "__main__":

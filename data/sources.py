@@ -1,118 +1,261 @@
-"""Documents one after another, in an order that never changes, from the standard library or from files of your own."""
+"""Documents in an order that never changes, from the standard library or from files, cut into units of work."""
 
-import functools
-import glob
+import contextlib
+import itertools
 import json
 import os
-import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from data import files, hub
+from data.files import File
 from utils import UserError
 
 # Directories that are not the library's own code. pydoc_data is one generated file of prose, 6% of all bytes.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+SEPARATOR = b"<|endoftext|>"  # between the documents of a text file, with the line break on each side of it
+SEPARATORS = {"text": SEPARATOR, "jsonl": b"\n"}  # after which a large file may be cut
+IN_FOLDER = {"text": "**", "jsonl": "**/*.jsonl*", "parquet": "**/*.parquet"}
+KINDS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB or hf:NAME[:CONFIG]"
+LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 2**21, 2**26, 1024  # a unit is a 1024th of the source, between these sizes
+WINDOW_BYTES = 2**16  # how much text is looked at together for a SEPARATOR
 
 
 class Document(NamedTuple):
     """One text of a source. Its name decides its split, so moving the source or adding to it changes no name."""
 
-    name: str  # POSIX path below the source's root; of a row, with :ROW, the first being 1
+    name: str  # that of the file; of one among several in a file, with :ROW, the first being 1
     text: bytes  # as found, neither checked nor normalised; of a row, UTF-8
-    done: float  # share of the source that is read once this document is, for a progress bar
+
+
+class Part(NamedTuple):
+    """A file, or of a large one some bytes (of Parquet, row groups) that follow each other."""
+
+    kind: str  # whole, text, jsonl or parquet
+    file: File
+    start: int
+    stop: int
+    rows: int  # that come before it in the file
+    cut: bool  # other parts have the rest of the file
+
+
+Unit = tuple[Part, ...]  # what is tokenized together; depends on the source alone
 
 
 def documents(source: str, text_field: str = "text") -> Iterator[Document]:
-    """Read stdlib, text:GLOB, jsonl:GLOB or parquet:GLOB: files by sorted name, a whole file or each row a document.
+    """Read a source: files by sorted name, a whole file or each row a document.
 
     Raises: UserError at once for a source that cannot be found, and while reading for a bad row, by file and row.
     """
+    found = listed(source)
+    return (document for kind, file in found for document in read(whole(kind, file), text_field))
+
+
+def listed(source: str) -> list[tuple[str, File]]:
+    """The files of a source, in order, each with how it is read."""
     kind, _, pattern = source.partition(":")
-    rows_of = {"text": _whole_file, "jsonl": functools.partial(_json_lines, field=text_field),
-               "parquet": functools.partial(_parquet, field=text_field)}  # fmt: skip
     if source == "stdlib":
-        files, rows = stdlib_files(), _whole_file
-    elif kind in rows_of and pattern:
-        files, rows = matching_files(pattern), rows_of[kind]
-    else:
-        raise UserError(f"no source is called {source!r}; use stdlib, text:GLOB, jsonl:GLOB or parquet:GLOB")
-    return (
-        Document(name + row, text, (index + share) / len(files))
-        for index, (name, path) in enumerate(files)
-        for row, text, share in rows(path)
-    )
+        return [("whole", file) for file in stdlib_files()]
+    if kind == "hf" and pattern:
+        return [(hub.kind(file), file) for file in hub.dataset_files(pattern)]
+    if kind in IN_FOLDER and pattern:
+        return [(kind, file) for file in files.matching(pattern, IN_FOLDER[kind])]
+    raise UserError(f"no source is called {source!r}; use {KINDS}")
 
 
-def stdlib_files() -> list[tuple[str, str]]:
-    """List (name, path) of the running interpreter's library sources, without tests and installed packages."""
+def stdlib_files() -> list[File]:
+    """List the running interpreter's library sources, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
-    for folder, subfolders, files in os.walk(root):
+    for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into what is left
-        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     if not paths:
         raise UserError(f"source 'stdlib': {root} holds no .py files (a stripped interpreter?); use text:GLOB")
-    return sorted((path.relative_to(root).as_posix(), str(path)) for path in paths)
+    return sorted(files.at(str(path), path.relative_to(root).as_posix()) for path in paths)
 
 
-def matching_files(pattern: str) -> list[tuple[str, str]]:
-    """List (name, path) of the files a glob matches; a name is the path below the last directory without a wildcard.
+# Units of work --------------------------------------------------------------------------------------------------------
 
-    A file that matches under several names, through links or as `**/**` does, counts once, under the first of them.
+
+def units(source: str, cuts: Callable[[str, File, int], list[Part]] | None = None) -> list[Unit]:
+    """Cut a source into units, whoever does the work: small files together, a large one in parts.
+
+    cuts  in place of `parts`, for one that remembers
     """
-    pattern = os.path.expanduser(pattern)
-    root = os.path.dirname(re.split(r"[*?\[]", pattern)[0]) or "."
-    paths = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-    if not paths and os.path.isdir(pattern):
-        raise UserError(f"{pattern!r} is a folder; {os.path.join(pattern, '*')!r} matches the files in it, and "
-                        f"{os.path.join(pattern, '**')!r} those further down too")  # fmt: skip
-    if not paths:
-        raise UserError(f"no file matches {pattern!r} (in {os.getcwd()}); quote the pattern, ** crosses directories")
-    names = sorted(((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths), reverse=True)
-    return sorted({os.path.realpath(path): (name, path) for name, path in names}.values())
+    found = listed(source)
+    unit_bytes = min(max(sum(_text_bytes(file) for _, file in found) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
+    made, held, held_bytes = [], [], 0
+    for kind, file in found:
+        large = kind != "whole" and file.size > unit_bytes and not files.compression(file.path)
+        for part in (cuts or parts)(kind, file, unit_bytes) if large else [whole(kind, file)]:
+            held.append(part)
+            held_bytes += part.stop - part.start if part.cut and kind != "parquet" else _text_bytes(file)
+            if held_bytes >= unit_bytes or part.cut:
+                made.append(tuple(held))
+                held, held_bytes = [], 0
+    return [*made, tuple(held)] if held else made
 
 
-def _whole_file(path: str):
-    """Yield (row, text, share of the file read) once: the file is the document."""
-    yield "", Path(path).read_bytes(), 1.0
+def _text_bytes(file: File) -> int:
+    return file.size * (4 if files.compression(file.path) else 1)  # text shrinks about so much
 
 
-def _json_lines(path: str, field: str):
-    """Yield (row, text, share of the file read) for each line that is not blank."""
-    size, read = os.path.getsize(path), 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            read += len(line)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: a {type(row).__name__}, not an object with fields")
-            _require_field(field, row, f"{path}:{number}")
-            yield f":{number}", _text(row[field], f"{path}:{number}", field), read / size
+def whole(kind: str, file: File) -> Part:
+    return Part(kind, file, 0, file.size, 0, False)
 
 
-def _parquet(path: str, field: str):
-    """Yield (row, text, share of the file read) for each row, holding a thousand rows at a time."""
+def parts(kind: str, file: File, unit_bytes: int) -> list[Part]:
+    """Cut a large file where documents end, at least `unit_bytes` apart. Text without a SEPARATOR stays whole."""
+    cut = _cut_parquet if kind == "parquet" else _cut_at_separators
+    starts = cut(kind, file, unit_bytes)
+    if len(starts) == 2:
+        return [whole(kind, file)]
+    return [Part(kind, file, a, b, rows, True) for (a, rows), (b, _) in itertools.pairwise(starts)]
+
+
+def _cut_at_separators(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
+    """Where parts begin, in bytes, and how many rows come before; at the end, where the file ends."""
+    separator, starts, rows, place, rest = SEPARATORS[kind], [(0, 0)], 0, 0, b""
+    with files.opened(file.path) as stream:
+        while chunk := stream.read(files.CHUNK_BYTES):
+            chunk, counted = rest + chunk, 0
+            while (least := starts[-1][0] + unit_bytes - place) <= len(chunk):
+                found = chunk.find(separator, max(least - len(separator), counted))
+                if found < 0:
+                    break
+                after = found + len(separator)
+                rows += chunk.count(separator, counted, after)
+                starts.append((place + after, rows))
+                counted = after
+            rows += chunk.count(separator, counted)
+            rest = chunk[max(len(chunk) - len(separator) + 1, 0) :]  # the next chunk may complete a separator
+            place += len(chunk) - len(rest)
+    if starts[-1][0] >= file.size:
+        starts.pop()
+    return [*starts, (file.size, rows)]
+
+
+def _cut_parquet(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
+    """The same, in row groups."""
+    starts, rows, held = [(0, 0)], 0, 0
+    with _parquet_file(file.path) as table:
+        groups = table.metadata.num_row_groups
+        for group in range(groups):
+            if held >= unit_bytes:
+                starts.append((group, rows))
+                held = 0
+            held += table.metadata.row_group(group).total_byte_size
+            rows += table.metadata.row_group(group).num_rows
+    return [*starts, (groups, rows)]
+
+
+# What is in a part ----------------------------------------------------------------------------------------------------
+
+
+def read(part: Part, text_field: str) -> Iterator[Document]:
+    """Read the documents of a part. Raises: UserError for a bad row, by file and row."""
+    kind, file = part.kind, part.file
+    if kind == "parquet":
+        return _parquet(part, text_field)
+    if kind == "whole":
+        return iter([Document(file.name, Path(file.path).read_bytes())])
+    return (_json_lines if kind == "jsonl" else _texts)(part, text_field)
+
+
+def _json_lines(part: Part, field: str) -> Iterator[Document]:
+    """A document for each line that is not blank."""
+    path, number = part.file.path, part.rows
+    for line in _lines(part):
+        number += 1
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: a {type(row).__name__}, not an object with fields")
+        _require_field(field, row, f"{path}:{number}")
+        yield Document(f"{part.file.name}:{number}", _text(row[field], f"{path}:{number}", field))
+
+
+def _lines(part: Part) -> Iterator[bytes]:
+    with files.contents(part.file.path) as stream:
+        if not part.cut:
+            yield from stream
+            return
+        stream.seek(part.start)
+        left = part.stop - part.start
+        while left > 0 and (line := stream.readline()):
+            left -= len(line)
+            yield line
+
+
+def _texts(part: Part, _field: str) -> Iterator[Document]:
+    """The whole file; or what stands between its SEPARATORs, empty documents left out."""
+    name, number, held = part.file.name, part.rows, bytearray()
+    several = part.cut
+    with files.contents(part.file.path) as stream:
+        if part.cut:
+            stream.seek(part.start)
+        left = part.stop - part.start if part.cut else float("inf")
+        while left > 0 and (chunk := stream.read(int(min(WINDOW_BYTES, left)))):
+            left -= len(chunk)
+            seen = max(len(held) - len(SEPARATOR), 0)  # up to there, it was looked for before
+            held += chunk
+            while (found := held.find(SEPARATOR, seen)) >= 0:
+                several, number, seen = True, number + 1, 0
+                if text := _between(held[:found], number > 1):
+                    yield Document(f"{name}:{number}", text)
+                del held[: found + len(SEPARATOR)]
+    if not several:
+        yield Document(name, bytes(held))
+    elif text := _between(held, number > 0, last=True):
+        yield Document(f"{name}:{number + 1}", text)
+
+
+def _between(text: bytearray, after: bool, last: bool = False) -> bytes:
+    """Text without the line breaks that belong to the SEPARATORs around it."""
+    start, stop = 0, len(text)
+    if after:
+        start = 2 if text.startswith(b"\r\n") else int(text.startswith(b"\n"))
+    if not last:
+        stop -= 2 if text.endswith(b"\r\n") else int(text.endswith(b"\n"))
+    return bytes(text[start:stop])
+
+
+@contextlib.contextmanager
+def _parquet_file(path: str) -> Iterator:
     import pyarrow  # here, because every other source works without it
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path}: not a Parquet file: {error}") from error
-    with table:
+    with files.opened(path) as file:
+        try:
+            table = pyarrow.parquet.ParquetFile(file)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise UserError(f"{path}: not a Parquet file: {error}") from error
+        with table:
+            yield table
+
+
+def _parquet(part: Part, field: str) -> Iterator[Document]:
+    """A document for each row, a thousand rows at a time being held."""
+    path, number = part.file.path, part.rows
+    with _parquet_file(path) as table:
         _require_field(field, table.schema_arrow.names, path)
-        number = 0
-        for rows in table.iter_batches(batch_size=1000, columns=[field]):
-            for value in rows.column(0).to_pylist():
-                number += 1
-                yield f":{number}", _text(value, f"{path}:{number}", field), number / table.metadata.num_rows
+        groups = range(part.start, part.stop) if part.cut else range(table.metadata.num_row_groups)
+        try:
+            for rows in table.iter_batches(batch_size=1000, columns=[field], row_groups=[*groups]):
+                for value in rows.column(0).to_pylist():
+                    number += 1
+                    yield Document(f"{part.file.name}:{number}", _text(value, f"{path}:{number}", field))
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:  # pyarrow's are among them
+            raise UserError(f"{path}: damaged after row {number}: {error}") from error
 
 
 def _require_field(field: str, names, where: str) -> None:

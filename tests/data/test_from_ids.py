@@ -11,7 +11,7 @@ import pytest
 import dataset
 import generate
 from config import preset, replace
-from data import prepare, tokenizers
+from data import prepare, tokenizers, units
 from data.prepare import from_ids
 from tests.data.test_prepare import write_ranks
 from tests.test_training import rows, run
@@ -47,12 +47,12 @@ def test_ids_of_text_are_the_text(tmp_path, tokenizer):
     want = prepare.prepare(prepare.Arguments(str(tmp_path / "text"), source, tokenizer, val_share=0.4, shard_tokens=20))
     documents, encoding = {"train": [], "val": []}, tokenizers.load(tokenizer)
     for document in prepare.sources.documents(source):
-        documents[prepare.split_of(document.name, 0.4)].append(tokenizers.encode(encoding, document.text))
+        documents[units.split_of(document.name, 0.4)].append(tokenizers.encode(encoding, document.text))
     got = from_ids(documents["train"], str(tmp_path / "ids"), tokenizer=tokenizer, validation_ids=documents["val"],
                    shard_tokens=20)  # fmt: skip
     assert got.pop("arguments")["source"] == "ids" and got.pop("sources") == [{"source": "ids", "weight": 1.0}]
-    assert got == {name: value for name, value in want.items() if name not in ("arguments", "sources")}
-    assert json.loads((tmp_path / "ids" / "manifest.json").read_text()).keys() == want.keys()
+    assert got == {name: value for name, value in want.items() if name not in ("arguments", "sources", "units")}
+    assert json.loads((tmp_path / "ids" / "manifest.json").read_text()).keys() == want.keys() - {"units"}
     dataset.verify(str(tmp_path / "ids"))
 
 
@@ -168,7 +168,7 @@ def test_a_run_on_ids_of_no_tokenizer(tmp_path):
     evaluations = rows(tmp_path / "tiny", "eval")
     assert len(evaluations) == 2 and all(row["bits_per_byte"] is None and row["loss"] > 3 for row in evaluations)
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
-        "config.json", "metrics.jsonl", "checkpoints", "report.png"}  # fmt: skip
+        "config.json", "metrics.jsonl", "checkpoints", "saved", "report.png"}  # fmt: skip
     assert run(words)[1].startswith(f"{tmp_path}/tiny is complete: 2 of 2 steps taken.")
     with pytest.raises(UserError, match="these tokens were given as ids of no known tokenizer"):
         generate.load(str(tmp_path / "tiny"))

@@ -8,7 +8,7 @@ import pytest
 
 import dataset
 from config import preset
-from data import prepare, sources, tokenizers
+from data import prepare, sources, tokenizers, units
 from tests.data.test_prepare import contents, manifest_of, stream, write_ranks
 
 LINES = "".join(f"{n} lines, née 五\n" for n in range(400))
@@ -65,7 +65,7 @@ def test_a_corpus_of_whole_documents_stays_as_it_is(tmp_path, capsys):
         (tmp_path / f"{n}.txt").write_text(f"text {n}")
     assert run(tmp_path / "out", f"text:{tmp_path}/*.txt") == 0
     names = sorted(f"{n}.txt" for n in range(40))
-    val = [name for name in names if prepare.split_of(name, 0.05) == "val"]
+    val = [name for name in names if units.split_of(name, 0.05) == "val"]
     held_out = stream(tmp_path / "out", "val").astype(np.uint8).tobytes()  # the end, 256, becomes 0
     assert val and held_out.split(b"\0")[1:] == [(tmp_path / name).read_bytes() for name in val]
     assert "note" not in capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_either_split_can_be_the_empty_one(tmp_path, folder, capsys, share, miss
     """Catches a cut for validation alone, and an empty document that counts as text to validate on."""
     (folder / "0.txt").touch()
     names = [document.name for document in sources.documents(f"text:{folder}/*")]
-    assert len(names) == 5 and len({prepare.split_of(name, float(share)) for name in names if name != "0.txt"}) == 1
+    assert len(names) == 5 and len({units.split_of(name, float(share)) for name in names if name != "0.txt"}) == 1
     assert run(tmp_path / "out", f"text:{folder}/*", "--val-share", share) == 0
     assert f"falls into {missing!r}" in capsys.readouterr().out
     splits = manifest_of(tmp_path / "out")["splits"]
@@ -122,16 +122,18 @@ def test_a_failure_loses_nothing(tmp_path, folder, monkeypatch, how):
     before = contents(out)
     source = f"text:{folder}/*"
     if how == "interrupted":
-        monkeypatch.setattr(prepare, "_write_manifest", interrupt)
+        monkeypatch.setattr(prepare, "_publish", interrupt)
     else:
         (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 99 + "broken")
         source = f"jsonl:{tmp_path}/rows.jsonl"
     assert run(out, source, "--shard-tokens", "50", "--overwrite") == (130 if how == "interrupted" else 2)
-    assert contents(out) == before
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    assert (out / ".unfinished-units").exists() == (how == "interrupted"), "what is done is kept"
     dataset.verify(str(out))
-    assert run(tmp_path / "new", source) != 0 and not (tmp_path / "new").exists()
+    assert run(tmp_path / "new", source) != 0 and (tmp_path / "new").exists() == (how == "interrupted")
     monkeypatch.undo()
-    assert run(tmp_path / "new", f"text:{folder}/*") == 0
+    assert run(tmp_path / "new", f"text:{folder}/*") == 0 == run(out, f"text:{folder}/*", "--overwrite")
+    assert contents(tmp_path / "new") == contents(out) == before
 
 
 def test_a_directory_is_named_as_it_was_given(tmp_path, folder, monkeypatch, capsys):
@@ -165,13 +167,17 @@ def test_text_that_is_not_utf8_is_not_silently_changed(tmp_path, capsys):
     assert sum(split["text_bytes"] for split in splits) == sum(p.stat().st_size for p in tmp_path.glob("*.txt"))
 
 
-def test_a_folder_says_how_its_files_are_named(tmp_path, folder, capsys):
-    """Catches a folder of text that is said to hold nothing."""
-    assert run(tmp_path / "out", f"text:{folder}") == 2
-    assert capsys.readouterr().err == (
-        f"error: '{folder}' is a folder; '{folder}/*' matches the files in it, and '{folder}/**' those further down "
-        "too\n"
-    )
+def test_a_folder_stands_for_the_files_in_it(tmp_path, folder, capsys):
+    """Catches a folder of text that is said to hold nothing, whose files have other names than by a pattern, and one
+    whose own name looks like a pattern."""
+    strange = folder.rename(tmp_path / "my [texts]*")
+    (strange / "below").mkdir()
+    (strange / "below" / "x[1].txt").write_text("x")
+    names = ["below/x[1].txt", *(f"part{n}.txt" for n in range(1, 5))]
+    assert [document.name for document in sources.documents(f"text:{strange}")] == names
+    assert [document.name for document in sources.documents(f"text:{strange}/below/x[1].txt")] == ["x[1].txt"]
+    folder = strange.rename(folder)
+    assert [document.name for document in sources.documents(f"text:{folder}/**")] == names
     assert run(tmp_path / "out", f"text:{folder}/*.md") == 2
     assert f"error: no file matches '{folder}/*.md'" in capsys.readouterr().err
 

@@ -1,0 +1,186 @@
+"""What tokens cost: to make, beside tiktoken alone, and to read, beside plain slices of a memory-mapped file.
+
+`python -m bench.data` makes random tokens and reads batches of 512 x 1,024, as `dense_124m` could; `--data.path` reads
+a directory, or a bucket, of your own. The slices are as many windows, scattered as those are, and become int32 inputs
+and targets: no order that can be computed, no segments, no positions, no weights.
+
+Batches are made ahead by a thread, so what a step waits for is another figure than what a batch takes. It is measured
+too: in a loop whose steps sleep as long as the planner says that a step takes on a chip at its peak; none is faster.
+
+Tokens are made of the standard library, several times over, by ids for its 4,000 most frequent words. Their time is the
+processor's, of all processes together, so that what else the machine does is not counted.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+import dataset
+import utils
+from config import Config, preset, replace
+from data import prepare, sources, tokenizers
+from flags import command_line
+from utils import UserError
+
+TOKENS = 20_000_000
+DEFAULT = preset("dense_124m", **{"data.path": "", "data.batch_size": 512})
+
+
+@dataclass(frozen=True)
+class Arguments(Config):
+    topology: str = "h100:1"  # the chip whose step is compared
+    batches: int = 20  # batches that are read, after one that is not timed
+    text_mib: int = 160  # of text that is tokenized; 0: none
+    json: bool = False  # print one line of JSON instead of a table
+
+
+HELP = """e.g. python -m bench.data --data.batch_size 512
+     python -m bench.data laptop --data.path tokens/stdlib-bytes
+
+What tokens cost: to read, beside plain slices of a memory-mapped file, and to make, beside tiktoken alone."""
+
+
+def parse(argv: list[str]) -> tuple[Config, Arguments]:
+    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    cfg, args = command_line(argv, "python -m bench.data", HELP, DEFAULT, Arguments)
+    if args.batches < 1:
+        raise UserError(f"batches={args.batches}: must be at least 1")
+    if args.text_mib < 0:
+        raise UserError(f"text_mib={args.text_mib}: must be at least 0")
+    return cfg, args
+
+
+def random_tokens(cfg: Config, folder: str) -> Config:
+    """Settings with a directory of random ids, documents of 500 tokens on average."""
+    vocabulary = cfg.model.vocab_size - 1
+    ids = np.random.default_rng(0).integers(vocabulary, size=TOKENS)
+    ids = np.where(np.random.default_rng(1).random(TOKENS) < 1 / 500, vocabulary - 1, ids)
+    with contextlib.redirect_stdout(sys.stderr):
+        prepare.from_ids(ids, folder, vocab_size=vocabulary, eot=vocabulary - 1, overwrite=True)
+    return replace(cfg, **{"data.path": folder})
+
+
+def tokenizing(folder: str, text_mib: int) -> dict:
+    """Processor seconds of tiktoken alone and of `data.prepare` with a process for each core, for the same text."""
+    library = b"".join(document.text for document in sources.documents("stdlib"))
+    words = [word for word, _ in Counter(library.split()).most_common(4000)]
+    prefixes = {(b" " + word)[:length] for word in words for length in range(2, len(word) + 2)}
+    ranks = [bytes([byte]) for byte in range(256)] + sorted(prefixes, key=lambda token: (len(token), token))
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks)]
+    with open(os.path.join(folder, "ranks.bpe"), "wb") as file:
+        file.writelines(lines)
+    text = (library * (1 + text_mib * 2**20 // len(library)))[: text_mib * 2**20].decode(errors="ignore").encode()
+    pieces = [text[start : start + 2**20].decode(errors="ignore").encode() for start in range(0, len(text), 2**20)]
+    os.mkdir(os.path.join(folder, "text"))
+    for number, piece in enumerate(pieces):
+        with open(os.path.join(folder, "text", f"{number:05}.txt"), "wb") as file:
+            file.write(piece)
+    encoding = tokenizers.load(f"bpe:{folder}/ranks.bpe")
+    begin = time.process_time()
+    tokens = sum(len(encoding.encode_to_numpy(piece.decode(), disallowed_special=())) for piece in pieces)
+    alone_s = time.process_time() - begin
+    before, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    command = [sys.executable, "-m", "data.prepare", "--source", f"text:{folder}/text", "--workers", "0",
+               "--tokenizer", f"bpe:{folder}/ranks.bpe", "--out", f"{folder}/tokens"]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=os.path.dirname(os.path.dirname(__file__)))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    prepare_s = sum(getattr(after, name) - getattr(before, name) for name in ("ru_utime", "ru_stime"))
+    return {"made": tokens, "alone_s": alone_s, "prepare_s": prepare_s, "prepare_wall_s": time.perf_counter() - wall}
+
+
+def seconds(work, count: int) -> float:
+    """Seconds of a call, on average. The first is not timed."""
+    work(0)
+    begin = time.perf_counter()
+    for number in range(1, count + 1):
+        work(number)
+    return (time.perf_counter() - begin) / count
+
+
+def slices(cfg: Config):
+    """fn(step): inputs and targets of the same windows by plain slices; None where no shard is mapped here."""
+    split, T, B = dataset.opened(cfg).splits["train"], cfg.data.seq_len, cfg.data.batch_size
+    flat = max(split.shards, key=len)
+    if not isinstance(flat, np.ndarray):
+        return None
+    windows = np.random.default_rng(0).permutation((len(flat) - 1) // T)
+
+    def read(step: int):
+        chosen = windows[np.arange(step * B, step * B + B) % len(windows)]
+        rows = np.stack([flat[w * T : w * T + T + 1] for w in chosen.tolist()])
+        return rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
+
+    return read
+
+
+def waited(cfg: Config, step_s: float, count: int) -> float:
+    """Seconds that a step waits for its batch, on average, where it takes step_s without."""
+    ahead, total = dataset.prefetch(cfg, 0), 0.0
+    for number in range(count + 1):
+        begin = time.perf_counter()
+        next(ahead)
+        total += (time.perf_counter() - begin) * (number > 0)
+        time.sleep(step_s)
+    ahead.close()
+    return total / count
+
+
+def measure(cfg: Config, args: Arguments) -> dict:
+    from plan import planner
+
+    step_s = planner.plan(cfg, args.topology).step_s
+    batch_s = seconds(lambda step: dataset.batch(cfg, step), args.batches)
+    plain = slices(cfg)
+    return {
+        "tokens": cfg.data.tokens_per_step,
+        "batch_s": batch_s,
+        "slices_s": seconds(plain, args.batches) if plain else None,
+        "step_s": step_s,
+        "waited_s": waited(cfg, step_s, min(args.batches, 10)),
+    }
+
+
+def made(found: dict) -> str:
+    rate = lambda s: f"{s:8.2f} s   {found['made'] / s / 1e6:8.2f} M tokens/s of a core"
+    share, cores = found["alone_s"] / found["prepare_s"], found["prepare_s"] / found["prepare_wall_s"]
+    return (
+        f"{found['made']:,} tokens made of text\n{'tiktoken alone':34} {rate(found['alone_s'])}\n"
+        f"{'data.prepare, from start to end':34} {rate(found['prepare_s'])}, {share:.2f} of that; {cores:.1f} at work"
+    )
+
+
+def table(found: dict, args: Arguments) -> str:
+    row = lambda what, s: f"{what:34} {1e3 * s:8.2f} ms  {found['tokens'] / s / 1e6:8.1f} M tokens/s"
+    lines = [f"batches of {found['tokens']:,} tokens, in one thread", row("dataset.batch", found["batch_s"])]
+    if found["slices_s"]:
+        lines += [row("plain slices of a mapped file", found["slices_s"])]
+    return "\n".join([
+        *lines, row(f"a step on {args.topology}, at its peak", found["step_s"]),
+        f"made ahead, in {found['batch_s'] / found['step_s']:.1%} of a step; a step waits "
+        f"{1e3 * found['waited_s']:.2f} ms, {found['waited_s'] / found['step_s']:.2%}"])  # fmt: skip
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
+    cfg, args = parse(sys.argv[1:] if argv is None else argv)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(cfg if cfg.data.path else random_tokens(cfg, os.path.join(folder, "random")), args)
+        found |= tokenizing(folder, args.text_mib) if args.text_mib else {}
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print(table(found, args), *([made(found)] if args.text_mib else []), sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

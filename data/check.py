@@ -1,0 +1,143 @@
+"""Verify tokens and say what they are: `python -m data.check tokens/stdlib-bytes`."""
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+import dataset
+from data import tokenizers
+from utils import UserError, check_picture, exit_status, log, new_picture
+
+BAR_LETTERS = 40
+FIRST_LETTERS = 70  # of each document that is shown
+SHOWN_TOKENS = 512  # that are looked at for it
+CHUNK_TOKENS = 2**22  # read together
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Read all shards of a directory or bucket, compare them with its manifest, and say what is in them."""
+
+    path: Annotated[str, tyro.conf.Positional]  # written by python -m data.prepare
+    documents: int = 3  # of each split, whose first line is shown
+    plot: str = ""  # draw the lengths of documents into this file, PNG or SVG; none: no picture
+
+
+EXAMPLES = """\
+e.g. python -m data.check tokens/stdlib-bytes
+     python -m data.check tokens/stdlib-bytes --plot lengths.png"""
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> None:
+    description = f"{EXAMPLES}\n\n{inspect.getdoc(Arguments)}"
+    check(tyro.cli(Arguments, args=argv, prog="python -m data.check", description=description,
+                   config=(tyro.conf.FlagCreatePairsOff,)))  # fmt: skip
+
+
+def check(args: Arguments) -> dict[str, np.ndarray]:
+    """Print the summary, and return how many documents of each split have 2**n .. 2**(n+1) - 1 tokens.
+
+    Raises: UserError naming the first shard that is not what the manifest says.
+    """
+    if args.plot:
+        check_picture(args.plot)
+    corpus = dataset.load(args.path)
+    dataset.verify(args.path)
+    manifest, vocabulary = corpus.manifest, corpus.manifest["tokenizer"]["vocabulary"]
+    log(f"{args.path}: every shard is what the manifest says")
+    log(f"of {manifest['arguments']['source']!r} by tokenizer {manifest['tokenizer']['name']!r}, vocabulary "
+        f"{vocabulary:,} ({manifest['dtype']})")  # fmt: skip
+    histograms = {}
+    for name, split in corpus.splits.items():
+        counts = np.zeros(64, np.int64)
+        seen = np.zeros(vocabulary, bool)
+        for length, count in _lengths(split, corpus.eot, seen):
+            counts[length] += count
+        histograms[name] = counts
+        said = manifest["splits"][name]
+        if counts.sum() != said["documents"]:
+            raise UserError(f"{args.path}: split {name!r} holds {counts.sum()} documents, the manifest says "
+                            f"{said['documents']}")  # fmt: skip
+        text = "" if said["text_bytes"] is None else f", {said['text_bytes'] / split.tokens:.2f} bytes of text a token"
+        log(f"\n{name}: {split.tokens:,} tokens in {counts.sum():,} documents and {len(split.shards)} shards, "
+            f"{seen.sum():,} of {vocabulary:,} ids{text}")  # fmt: skip
+        _show_histogram(counts)
+        _show_documents(split, corpus, args.documents)
+    if args.plot:
+        _draw(histograms, args.plot)
+        log(f"\n{args.plot} written")
+    return histograms
+
+
+def _lengths(split: dataset.Split, eot: int, seen: np.ndarray):
+    """Yield (n, how many documents have 2**n .. 2**(n+1) - 1 tokens, their end among them); note ids in `seen`."""
+    last = None  # where the document that is being read begins
+    for start in range(0, split.tokens, CHUNK_TOKENS):
+        tokens = split.read(start, min(start + CHUNK_TOKENS, split.tokens))
+        seen[tokens] = True
+        begins = start + np.flatnonzero(tokens == eot)
+        edges = begins if last is None else np.append(last, begins)
+        yield from _binned(np.diff(edges))
+        last = edges[-1] if len(edges) else None
+    if last is not None:
+        yield from _binned(np.array([split.tokens - last]))
+
+
+def _binned(lengths: np.ndarray):
+    if len(lengths):
+        exponents, counts = np.unique(np.frexp(lengths)[1] - 1, return_counts=True)  # length = x * 2**e, 1/2 <= x < 1
+        yield from zip(exponents.tolist(), counts.tolist(), strict=True)
+
+
+def _show_histogram(counts: np.ndarray) -> None:
+    used = np.flatnonzero(counts)
+    most = counts.max()
+    for n in range(used[0], used[-1] + 1):
+        bar = "#" * round(counts[n] / most * BAR_LETTERS) or ("." if counts[n] else "")
+        log(f"  {2**n:>11,} tokens and more {counts[n]:>11,} {bar}".rstrip())
+
+
+def _show_documents(split: dataset.Split, corpus: dataset.Corpus, count: int) -> None:
+    """The first line of each of the first documents."""
+    encoding = tokenizers.of(corpus.manifest)
+    start = 0
+    for _ in range(count):
+        if encoding is None or start >= split.tokens:
+            return
+        tokens = split.read(start + 1, min(start + 1 + SHOWN_TOKENS, split.tokens))
+        ends = np.flatnonzero(tokens == corpus.eot)
+        ids = tokens[: ends[0]] if len(ends) else tokens
+        line = encoding.decode(ids.tolist()).lstrip().partition("\n")[0][:FIRST_LETTERS]
+        log(f"  | {line}")
+        start = start + 1 + int(ends[0]) if len(ends) else _next(split, corpus.eot, start + 1)
+
+
+def _next(split: dataset.Split, eot: int, start: int) -> int:
+    """Where the next document begins."""
+    for place in range(start, split.tokens, CHUNK_TOKENS):
+        ends = np.flatnonzero(split.read(place, min(place + CHUNK_TOKENS, split.tokens)) == eot)
+        if len(ends):
+            return place + int(ends[0])
+    return split.tokens
+
+
+def _draw(histograms: dict[str, np.ndarray], path: str) -> None:
+    figure = new_picture(figsize=(6, 3))
+    axes = figure.subplots()
+    for name, counts in histograms.items():
+        used = np.flatnonzero(counts)
+        edges = np.arange(used[0], used[-1] + 2)
+        axes.stairs(counts[edges[:-1]] / counts.sum(), 2.0**edges, label=f"{name}, {counts.sum():,}")
+    axes.set(xlabel="tokens of a document", ylabel="share of documents")
+    axes.set_xscale("log", base=2)
+    axes.legend(title="documents")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""What is on disk: a directory or bucket whose files are there whole or not at all, units of tokens, and shards."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from data import files
+from utils import UserError, is_remote
+
+SPLITS = ("train", "val")
+
+
+class Folder:
+    """A directory, here or in a bucket."""
+
+    def __init__(self, path: str):
+        self.path = files.local(path)
+        self.files, self.root = files.system(self.path)
+        self.here = not is_remote(self.path)
+
+    def __getstate__(self):
+        return self.path
+
+    def __setstate__(self, path):  # in another process
+        self.__init__(path)
+
+    def below(self, name: str) -> "Folder":
+        return Folder(f"{self.path.rstrip('/')}/{name}")
+
+    def _try(self, work: Callable):
+        return files.patiently(self.path, not self.here, work)
+
+    def _at(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def make(self) -> None:
+        if self.here:  # a bucket has no directories, and S3's client would make the bucket
+            self.files.makedirs(self.root, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """The files in it, without those further down."""
+        self.files.invalidate_cache()
+        try:
+            found = self._try(lambda: self.files.ls(self.root, detail=True))
+        except FileNotFoundError:
+            return []
+        return sorted(os.path.basename(one["name"]) for one in found if one["type"] == "file")
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None if it is not there."""
+        try:
+            return self._try(lambda: self.files.info(self._at(name)))["size"]
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        return self._try(lambda: self.files.cat_file(self._at(name), start=start, end=stop))
+
+    def write(self, name: str, fill: Callable) -> None:
+        """Let `fill` write to a file; it is there when all of it is. Raises: UserError if there is no such bucket."""
+        try:
+            self._try(lambda: self._write(name, fill))
+        except FileNotFoundError as error:
+            if self.here:
+                raise
+            raise UserError(f"{self.path}: there is no such bucket ({error}); make it first") from error
+
+    def _write(self, name: str, fill: Callable) -> None:
+        if not self.here:  # what is sent to a bucket is there when all of it is
+            contents = io.BytesIO()
+            fill(contents)
+            return self.files.pipe_file(self._at(name), contents.getvalue())
+        own = self._at(f"{name}.{os.getpid()}.part")
+        try:
+            with self.files.open(own, "wb") as file:
+                fill(file)
+            os.replace(own, self._at(name))
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self.files.rm_file(own)
+            if isinstance(error, OSError) and error.filename is None:  # as of a disk that is full
+                error.filename = self._at(name)
+            raise
+
+    def take(self, name: str, other: "Folder") -> None:
+        """Move a file of another folder, of the same place, here."""
+        source, target = other._at(name), self._at(name)
+        if self.here:
+            return os.replace(source, target)
+        other._try(lambda: self.files.cp_file(source, target))  # a bucket knows no other way
+        other.remove(name)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._try(lambda: self.files.rm_file(self._at(name)))
+
+    def clear(self) -> None:
+        """Remove it with all that is in it."""
+        with contextlib.suppress(FileNotFoundError):
+            self._try(lambda: self.files.rm(self.root, recursive=True))
+
+    def sha256(self, name: str) -> str:
+        def digest() -> str:
+            with self.files.open(self._at(name), "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+
+        return self._try(digest)
+
+
+# Units ----------------------------------------------------------------------------------------------------------------
+
+
+class UnitHead(NamedTuple):
+    """What a file of tokens says of itself; the lengths of its documents follow, and their tokens."""
+
+    documents: dict[str, int]  # by split
+    tokens: dict[str, int]
+    text_bytes: dict[str, int]
+    odd: int  # documents that are not UTF-8
+    first_odd: str  # the name of the first
+
+
+def write_unit(folder: Folder, name: str, dtype: np.dtype, tokens: dict[str, list[np.ndarray]], head: UnitHead) -> None:
+    words = json.dumps(head._asdict()).encode()
+
+    def fill(file):
+        file.write(len(words).to_bytes(8, "little") + words)
+        for split in SPLITS:
+            file.write(np.array([len(one) for one in tokens[split]], "<i8").tobytes())
+        for split in SPLITS:
+            for one in tokens[split]:
+                file.write(one.astype(dtype, copy=False).tobytes())
+
+    folder.write(name, fill)
+
+
+@dataclass
+class UnitFile:
+    """A file of tokens that a worker has written; read in pieces."""
+
+    folder: Folder
+    name: str
+    dtype: np.dtype
+
+    def __post_init__(self):
+        size = int.from_bytes(self.folder.read(self.name, 0, 8), "little")
+        self.head = UnitHead(**json.loads(self.folder.read(self.name, 8, 8 + size)))
+        self.begin = 8 + size
+
+    def _place(self, split: str) -> int:
+        """Where the tokens of a split begin."""
+        before = self.head.tokens["train"] if split == "val" else 0
+        return self.begin + 8 * sum(self.head.documents.values()) + before * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._place("val") + self.head.tokens["val"] * self.dtype.itemsize
+
+    def lengths(self, split: str) -> np.ndarray:
+        start = self.begin + (8 * self.head.documents["train"] if split == "val" else 0)
+        if not (count := self.head.documents[split]):
+            return np.zeros(0, np.int64)
+        return np.frombuffer(self.folder.read(self.name, start, start + 8 * count), "<i8")
+
+    def read(self, split: str, start: int, stop: int) -> np.ndarray:
+        place = self._place(split)
+        size = self.dtype.itemsize
+        return np.frombuffer(self.folder.read(self.name, place + start * size, place + stop * size), self.dtype)
+
+
+def whole(folder: Folder, name: str, dtype: np.dtype) -> UnitFile | None:
+    """A unit that an earlier run has written; None if the machine cut its file short when it went down."""
+    try:
+        file = UnitFile(folder, name, dtype)
+    except (ValueError, TypeError):
+        return None
+    return file if file.size == folder.size(name) else None
+
+
+# Shards ---------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Tokens start .. stop-1 of a unit."""
+
+    unit: int | str
+    start: int
+    stop: int
+
+
+class Shard(NamedTuple):
+    """What goes into one shard."""
+
+    file: str
+    split: str
+    pieces: tuple[Piece, ...]
+    tokens: int
+    documents: int
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(self).encode()).hexdigest()
+
+
+@dataclass
+class Cut:
+    """Cuts the documents of one split into shards, each begun where the next document would not fit into the last.
+
+    A document longer than a shard is cut; it counts in the shard where it starts.
+    """
+
+    split: str
+    shard_tokens: int
+    shards: list[Shard] = field(default_factory=list)
+    _pieces: list[Piece] = field(default_factory=list)
+    _tokens: int = 0
+    _documents: int = 0
+
+    def add(self, unit: int | str, lengths: np.ndarray) -> None:
+        """The documents of a unit are next, each of so many tokens."""
+        ends = np.cumsum(lengths)
+        place = first = 0
+        while first < len(ends):
+            fit = int(np.searchsorted(ends, place + self.shard_tokens - self._tokens, side="right"))
+            if fit > first:
+                self._documents += fit - first
+                place, first = self._take(unit, place, int(ends[fit - 1])), fit
+            elif self._tokens:
+                self.close()
+            else:
+                self._documents += 1
+                while place < ends[first]:
+                    if self._tokens == self.shard_tokens:
+                        self.close()
+                    place = self._take(unit, place, min(place + self.shard_tokens, int(ends[first])))
+                first += 1
+
+    def _take(self, unit: int | str, start: int, stop: int) -> int:
+        self._pieces.append(Piece(unit, start, stop))
+        self._tokens += stop - start
+        return stop
+
+    def close(self) -> None:
+        if self._pieces:
+            name = f"{self.split}-{len(self.shards):05d}.npy"
+            self.shards.append(Shard(name, self.split, tuple(self._pieces), self._tokens, self._documents))
+            self._pieces, self._tokens, self._documents = [], 0, 0
+
+
+def write_shard(folder: Folder, shard: Shard, tokens: np.ndarray) -> dict:
+    """Write a shard and return its row of the manifest."""
+    folder.write(shard.file, lambda file: np.save(file, tokens))
+    return {"file": shard.file, "tokens": shard.tokens, "documents": shard.documents,
+            "sha256": folder.sha256(shard.file)}  # fmt: skip
+
+
+def totals(rows: list[dict], text_bytes: int | None, unique_tokens: int) -> dict:
+    """A split's part of the manifest."""
+    counts = {name: sum(row[name] for row in rows) for name in ("tokens", "documents")}
+    return counts | {"text_bytes": text_bytes, "unique_tokens": unique_tokens, "shards": rows}
+
+
+@contextlib.contextmanager
+def alone(folder: Folder) -> Iterator[None]:
+    """Keep other processes of this machine away from a folder. Raises: UserError if one is at work there."""
+    if not folder.here:
+        yield
+        return
+    import fcntl  # here, because not every system has it
+
+    with open(os.path.join(folder.path, "lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder.path}: another process is at work there; wait for it, or end it") from error
+        yield

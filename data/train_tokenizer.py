@@ -1,0 +1,94 @@
+"""Train a tokenizer: `python -m data.train_tokenizer --source stdlib --vocabulary 4096 --out tokens/stdlib.bpe`."""
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+
+from data import hf_json, shards, sources, tokenizers
+from utils import UserError, exit_status, log
+
+CHECKED_BYTES = 2**20  # of the text, whose tokens are compared with the library's
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a byte-level BPE on a text, with Hugging Face's tokenizers, and write it as a rank file.
+
+    `python -m data.prepare --tokenizer bpe:FILE` then uses it. The same text gives the same file.
+    """
+
+    out: str  # the rank file, in tiktoken's format
+    source: str = "stdlib"  # as for python -m data.prepare
+    vocabulary: int = 4096  # ids, the 256 bytes and the end of a text among them
+    text_field: str = "text"  # field or column that holds the text; jsonl and parquet only
+    sample_bytes: int = 2**28  # about as much of the text is read, from all over it
+
+    def __post_init__(self):
+        if not 257 <= self.vocabulary <= 2**22:
+            raise UserError(f"vocabulary={self.vocabulary}: must be at least 257, the bytes and the end of a text")
+        if self.sample_bytes < 1:
+            raise UserError(f"sample_bytes={self.sample_bytes}: must be at least 1")
+
+
+EXAMPLES = "e.g. python -m data.train_tokenizer --source stdlib --vocabulary 4096 --out tokens/stdlib.bpe"
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> None:
+    description = f"{EXAMPLES}\n\n{inspect.getdoc(Arguments)}"
+    train(tyro.cli(Arguments, args=argv, prog="python -m data.train_tokenizer", description=description,
+                   config=(tyro.conf.FlagCreatePairsOff,)))  # fmt: skip
+
+
+def train(args: Arguments) -> None:
+    """Write the rank file. Raises: UserError without the library, or for a text with too few different words."""
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers  # an extra
+    except ImportError as error:
+        raise UserError("training needs the package tokenizers: make extra-parity") from error
+    library = Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(Regex(tokenizers.GPT2_PATTERN), "isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    # The end of a text comes after the last, and is no token that text can become.
+    trainer = trainers.BpeTrainer(vocab_size=args.vocabulary - 1, special_tokens=[], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    library.train_from_iterator(_sample(args), trainer)
+    ranks = hf_json.ranks_of(json.loads(library.to_str())["model"], {})
+    if len(ranks) < args.vocabulary - 1:
+        raise UserError(f"{args.source!r} has no more than {len(ranks) + 1} tokens to learn, of {args.vocabulary}; use "
+                        f"--vocabulary {len(ranks) + 1}, or more text")  # fmt: skip
+    folder, _, name = args.out.rpartition("/")
+    place = shards.Folder(folder or ".")
+    place.make()
+    place.write(name, lambda file: tokenizers.write_ranks(file, ranks))
+    encoding, tokens, text_bytes = tokenizers.load(f"bpe:{args.out}"), 0, 0
+    for text in _sample(args):
+        ids = tokenizers.encode(encoding, text.encode())
+        tokens, text_bytes = tokens + len(ids), text_bytes + len(text.encode())
+        if not np.array_equal(ids, library.encode(text).ids):
+            place.remove(name)
+            raise AssertionError(f"tiktoken and the library differ on {text[:200]!r}: please report it")
+        if text_bytes > CHECKED_BYTES:
+            break
+    log(f"{args.out}: {encoding.n_vocab} ids, {text_bytes / max(tokens, 1):.2f} bytes a token; {tokens:,} tokens equal "
+        "those of the library")  # fmt: skip
+
+
+def _sample(args: Arguments) -> Iterator[str]:
+    """Every n-th unit of the source. What is not UTF-8 becomes U+FFFD, which is a character like any other."""
+    units = sources.units(args.source)
+    files = {part.file for unit in units for part in unit}
+    every = -(-sum(file.size for file in files) // args.sample_bytes)
+    for unit in units[::every]:
+        for part in unit:
+            for document in sources.read(part, args.text_field):
+                yield document.text.decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The work itself, in pieces that any process may do, in any order: a unit of text to tokens, units to a shard."""
+
+import base64
+import functools
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import tiktoken
+
+from data import files, shards, sources, tokenizers
+from data.shards import Folder, Shard, UnitFile, UnitHead
+from data.sources import Document, Unit
+from utils import UserError, is_remote
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all units share."""
+
+    folder: Folder  # where what is done is kept
+    encoding: tiktoken.Encoding
+    text_field: str
+    val_share: float
+    tails: bool  # the tail of each document is held out, not whole documents
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.encoding.n_vocab)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return tokenizers.fingerprint(self.encoding)
+
+    def name(self, unit: Unit) -> str:
+        """Where the tokens of a unit are kept: another name for other text, another tokenizer, another split."""
+        rule = [self.fingerprint, self.text_field, self.val_share, self.tails]
+        return "unit-" + hashlib.sha256(json.dumps([rule, unit]).encode(errors="surrogateescape")).hexdigest()[:20]
+
+
+def token_dtype(vocabulary: int) -> np.dtype:
+    """Return the smallest type that holds ids 0 .. vocabulary - 1."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+
+
+def split_of(name: str, val_share: float) -> str:
+    """Say whether a document is trained on: by its name alone, so that adding documents moves none."""
+    place = int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:8], "big")
+    return "val" if place < val_share * 2**64 else "train"
+
+
+def tokenize(job: Job, task: tuple[str, Unit]) -> UnitHead:
+    """Write the tokens of a unit, an end of text before each document."""
+    name, unit = task
+    far = not job.folder.here or any(is_remote(part.file.path) for part in unit)
+    return files.patiently(unit[0].file.path, far, lambda: _tokenize(job, name, unit))
+
+
+def _tokenize(job: Job, name: str, unit: Unit) -> UnitHead:
+    dtype, end = job.dtype, np.uint32(job.encoding.eot_token)
+    tokens, text_bytes, odd = {split: [] for split in shards.SPLITS}, dict.fromkeys(shards.SPLITS, 0), []
+    for part in unit:
+        for document in sources.read(part, job.text_field):
+            if not _is_utf8(document, job.encoding):
+                odd.append(document.name)
+            for split, text in _parts(document, job).items():
+                ids = np.append(end, tokenizers.encode(job.encoding, text))
+                tokens[split].append(ids.astype(dtype))
+                text_bytes[split] += len(text)
+    documents = {split: len(held) for split, held in tokens.items()}
+    head = UnitHead(documents, {split: sum(map(len, held)) for split, held in tokens.items()}, text_bytes,
+                    len(odd), odd[0] if odd else "")  # fmt: skip
+    shards.write_unit(job.folder, name, dtype, tokens, head)
+    return head
+
+
+def _is_utf8(document: Document, encoding: tiktoken.Encoding) -> bool:
+    """Raises: UserError if a document is not, and its tokenizer cannot take it."""
+    try:
+        document.text.decode()
+    except UnicodeDecodeError as error:
+        if encoding.name != "bytes":
+            raise UserError(
+                f"{document.name}: byte {error.start + 1}, {document.text[error.start]:#04x}, is not UTF-8; "
+                "convert the file (iconv -f latin1 -t utf-8), or use --tokenizer bytes, which takes any bytes"
+            ) from error
+        return False
+    return True
+
+
+def _parts(document: Document, job: Job) -> dict[str, bytes]:
+    if job.tails:
+        return cut(document.text, job.val_share)
+    return {split_of(document.name, job.val_share): document.text}
+
+
+def cut(text: bytes, share: float) -> dict[str, bytes]:
+    """Cut a document into what is trained on and its tail, `share` of its bytes, but inside no character of UTF-8."""
+    cut = len(text) - math.ceil(len(text) * share)
+    for _ in range(3):  # at most so many bytes of a character follow its first, and these begin with the bits 10
+        if cut and text[cut] >> 6 == 0b10:
+            cut -= 1
+    return {split: part for split, part in (("train", text[:cut]), ("val", text[cut:])) if part}
+
+
+# Units to shards ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """A shard that is done."""
+
+    key: str  # of what is in it
+    row: dict  # of the manifest
+    seen: str  # which ids are in it, a bit each, in base64
+
+    def ids(self, vocabulary: int) -> np.ndarray:
+        return np.unpackbits(np.frombuffer(base64.b64decode(self.seen), np.uint8), count=vocabulary).astype(bool)
+
+
+def seen(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Say of each id whether it is among the tokens."""
+    found = np.zeros(vocabulary, bool)
+    found[tokens] = True
+    return found
+
+
+def assemble(job: Job, shard: Shard) -> Written:
+    """Write a shard, and beside it that it is done."""
+    return files.patiently(f"{job.folder.path}/{shard.file}", not job.folder.here, lambda: _assemble(job, shard))
+
+
+def _assemble(job: Job, shard: Shard) -> Written:
+    place, tokens = 0, np.empty(shard.tokens, job.dtype)
+    for unit, start, stop in shard.pieces:
+        tokens[place : place + stop - start] = UnitFile(job.folder, unit, job.dtype).read(shard.split, start, stop)
+        place += stop - start
+    row = shards.write_shard(job.folder, shard, tokens)
+    ids = np.packbits(seen(tokens, job.encoding.n_vocab)).tobytes()
+    done = Written(shard.key, row, base64.b64encode(ids).decode())
+    job.folder.write(f"{shard.file}.json", lambda file: file.write(json.dumps(asdict(done)).encode()))
+    return done
+
+
+def written(job: Job, shard: Shard) -> Written | None:
+    """The shard, if an earlier run has written it."""
+    size, said = job.folder.size(shard.file), f"{shard.file}.json"
+    if size is None or size <= shard.tokens * job.dtype.itemsize or job.folder.size(said) is None:
+        return None
+    try:
+        done = Written(**json.loads(job.folder.read(said)))
+    except ValueError:  # cut short, when the machine went down
+        return None
+    return done if done.key == shard.key else None

@@ -1,0 +1,64 @@
+"""`python -m data.check` says what tokens are, in words and a picture, and which of them are damaged."""
+
+import numpy as np
+import pytest
+
+import dataset
+from data import check, prepare
+from utils import UserError
+
+TEXTS = [f"text {n}, 五 " * n or "\n\n  the first\nthe second" for n in range(40)]
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for n, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{n:02}").write_text(text)
+    out = tmp_path / "tokens"
+    prepare.prepare(prepare.Arguments(str(out), f"text:{tmp_path}/texts/*", val_share=0.3, shard_tokens=500))
+    return out
+
+
+@pytest.mark.parametrize("chunk", [3, 100, 10**6])
+def test_the_summary_is_that_of_the_text(tmp_path, tokens, capsys, monkeypatch, chunk):
+    """Catches documents counted twice or lost between two reads, and lengths of another unit than tokens."""
+    monkeypatch.setattr(check, "CHUNK_TOKENS", chunk)
+    capsys.readouterr()
+    found = check.check(check.Arguments(str(tokens), plot=str(tmp_path / "a.png")))
+    lengths = [1 + len(text.encode()) for text in TEXTS]
+    total = sum(found.values())
+    for n in range(12):
+        assert total[n] == sum(2**n <= length < 2 ** (n + 1) for length in lengths)
+    said = capsys.readouterr().out
+    splits = dataset.load(str(tokens)).manifest["splits"]
+    for name, split in splits.items():
+        ids = np.unique(np.concatenate([np.load(tokens / shard["file"]) for shard in split["shards"]]))
+        assert split["unique_tokens"] == len(ids)
+        assert (
+            f"{name}: {split['tokens']:,} tokens in {split['documents']} documents and {len(split['shards'])} shards, "
+            f"{len(ids)} of 257 ids, {split['text_bytes'] / split['tokens']:.2f} bytes of text a token\n"
+        ) in said
+    assert f"of 'text:{tmp_path}/texts/*' by tokenizer 'bytes', vocabulary 257 (uint16)\n" in said
+    assert "  | the first\n" in said, "the first line that is not empty"
+    assert said.count("  | ") == 6 and (tmp_path / "a.png").stat().st_size > 3000
+
+
+def test_a_damaged_shard_is_named(tokens, capsys):
+    """Catches a check that reads the manifest alone."""
+    with (tokens / "train-00001.npy").open("r+b") as file:
+        file.seek(200)
+        file.write(b"\1")
+    assert check.main([str(tokens)]) == 2
+    assert "train-00001.npy has sha256 " in capsys.readouterr().err
+    assert check.main([str(tokens.parent / "none")]) == 2
+    with pytest.raises(UserError, match="cannot write a picture ending in 'xyz'"):
+        check.check(check.Arguments(str(tokens), plot="a.xyz"))
+
+
+def test_ids_of_no_tokenizer_are_checked_too(tmp_path, capsys):
+    """Catches a check that fails for want of a tokenizer."""
+    prepare.from_ids(np.arange(1000) % 7, str(tmp_path / "ids"), vocab_size=7)
+    assert check.main([str(tmp_path / "ids")]) == 0
+    said = capsys.readouterr().out
+    assert "train: 951 tokens in 1 documents and 1 shards, 8 of 8 ids\n" in said and "  | " not in said

@@ -1,0 +1,259 @@
+"""Claims about the order: a shuffle of the whole text, mixtures in exact shares, steps passed over, epochs."""
+
+import json
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+import dataset
+from config import preset, replace
+from data import prepare
+from train import directory
+from utils import UserError
+
+B, T = 8, 5
+SIZES = {"code": 300, "prose": 700, "maths": 45}  # tokens of each source; its ids begin at a place of its own
+FIRST = {"code": 0, "prose": 1000, "maths": 2000}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Three sources side by side, each of consecutive ids: a batch says by itself what was read."""
+    home = tmp_path_factory.mktemp("tokens")
+    for name, size in SIZES.items():
+        ids = np.arange(FIRST[name], FIRST[name] + size)
+        prepare.from_ids(ids, str(home / name), vocab_size=3000, validation_ids=ids[:20], shard_tokens=128)
+    return str(home)
+
+
+def config(path, mixture="", **more):
+    return preset("tiny", **{"data.path": path, "data.mixture": mixture, "data.seq_len": T, "data.batch_size": B,
+                             "model.vocab_size": 3001, **more})  # fmt: skip
+
+
+def batches(cfg, steps):
+    return [dataset.batch(cfg, step) for step in steps]
+
+
+def sequences(cfg, steps):
+    """The targets of each row, without padding."""
+    made = batches(cfg, steps)
+    return [tuple(t[w > 0].tolist()) for b in made for t, w in zip(b["targets_BT"], b["weights_BT"], strict=True)]
+
+
+def source_of(sequence):
+    return next(name for name in reversed(FIRST) if sequence[0] >= FIRST[name])
+
+
+# The shuffle ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 141, 1000, 4096])
+def test_each_epoch_is_a_permutation(count):
+    """Catches a hash in place of a bijection: windows lost and doubled; and one order for all epochs."""
+    shuffled = dataset._shuffled(count, 7)
+    epochs = [[shuffled[epoch * count + n] for n in range(count)] for epoch in range(3)]
+    assert all(sorted(epoch) == [*range(count)] for epoch in epochs)
+    assert count < 10 or len(set(map(tuple, epochs))) == 3
+
+
+@pytest.mark.parametrize("mixture", ["", "code=0.3,prose=0.7"])
+def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
+    """Catches a shuffle that stays, a mixture's source that is shuffled still, a window lost where an epoch ends, and a
+    seed that counts."""
+    part = {} if mixture else {"data.path": f"{path}/prose"}
+    cfg = config(path, mixture, **part, **{"data.shuffle": False})
+    read = {"code": [], "prose": []}
+    for sequence in sequences(cfg, range(60)):
+        read[source_of(sequence)] += sequence
+    for name, targets in read.items():
+        text = np.arange(FIRST[name], FIRST[name] + SIZES[name])
+        assert np.array_equal(targets, np.resize(text, len(targets)))
+    assert len(read["prose"]) > 2 * SIZES["prose"], "it went through the text twice"
+    assert sequences(replace(cfg, **{"data.seed": 5}), range(60)) == sequences(cfg, range(60))
+    shifted = sequences(replace(cfg, **{"data.shift_windows": True}), range(60))
+    assert shifted != sequences(cfg, range(60)) and shifted[:9] == sequences(cfg, range(60))[:9]
+
+
+def test_a_sorted_text_comes_out_unsorted(tmp_path):
+    """Catches a buffer in place of a global shuffle: what lies together in the text stays near in the run. 5 standard
+    deviations of a rank correlation, 1 / sqrt(windows - 1), are allowed."""
+    prepare.from_ids(np.arange(20_000), str(tmp_path / "sorted"), vocab_size=20_000, shard_tokens=3000)
+    cfg = config(str(tmp_path / "sorted"), **{"model.vocab_size": 20_001})
+    first = [s[0] for s in sequences(cfg, range(450))]
+    bound = 5 / np.sqrt(len(first) - 1)
+    assert abs(spearmanr(first, range(len(first))).statistic) < bound
+    steps = np.diff(first)
+    assert abs(spearmanr(first[:-1], first[1:]).statistic) < bound and np.median(abs(steps)) > 20_000 / 8
+    buffered = [n + d for n, d in zip(range(3600), np.random.default_rng(0).integers(0, 512, 3600), strict=True)]
+    assert spearmanr(buffered, range(3600)).statistic > 10 * bound, "the claim sees a buffer of 512"
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_every_target_comes_once_an_epoch(path, shift):
+    """Catches windows cut elsewhere that leave tokens out, or read them twice, where the stream ends."""
+    cfg = config(f"{path}/code", **{"data.shift_windows": shift, "data.seq_len": 7})
+    count = dataset.opened(cfg).splits["train"].windows(7)
+    assert count % B and 300 % 7, "an epoch here must end inside a batch, and the last window be short"
+    read = sequences(cfg, range(6 * count // B + 1))
+    for epoch in range(6):
+        targets = Counter(t for s in read[epoch * count : (epoch + 1) * count] for t in s)
+        assert targets == Counter(range(300)), epoch
+    firsts = [{s[0] % 7 for s in read[epoch * count : (epoch + 1) * count] if len(s) == 7} for epoch in range(6)]
+    assert len(firsts[0]) == 1, "the first epoch is cut as ever"
+    assert (len(set().union(*firsts)) > 2) == shift
+
+
+def test_a_window_around_the_end_is_two_documents(tmp_path):
+    """Catches attention, and a target, that reach from the last token of a text to its first."""
+    prepare.from_ids(np.arange(1, 23), str(tmp_path / "own"), vocab_size=30, eot=0, validation_ids=np.arange(1, 9))
+    cfg = config(str(tmp_path / "own"), **{"data.shift_windows": True, "model.vocab_size": 30})
+    seen = 0
+    for batch in batches(cfg, range(12)):
+        for row in range(B):
+            tokens, targets = batch["tokens_BT"][row].tolist(), batch["targets_BT"][row].tolist()
+            weights, segments = batch["weights_BT"][row] > 0, batch["segments_BT"][row].tolist()
+            assert all(t == (x + 1) % 23 for x, t, w in zip(tokens, targets, weights, strict=True) if w)
+            if 0 in np.array(tokens)[weights][1:]:
+                seen += 1
+                place = 1 + tokens[1:].index(0)
+                assert segments[place] == segments[place - 1] + 1 and batch["positions_BT"][row, place] == 0
+    assert seen, "no window here lies around the end"
+
+
+# Mixtures -------------------------------------------------------------------------------------------------------------
+
+TWO = "code=0.7,prose=0.3,maths=0"
+
+
+def test_shares_hold_exactly_over_any_thousand_sequences(path):
+    """Catches shares that hold on average alone, and sources that come in blocks."""
+    found = [source_of(s) for s in sequences(config(path, "code=0.637,prose=0.338,maths=0.025"), range(400))]
+    for start in range(0, len(found) - 1000, 7):
+        assert Counter(found[start : start + 1000]) == {"code": 637, "prose": 338, "maths": 25}, start
+    for start in range(len(found) - 40):
+        assert abs(found[start : start + 40].count("code") - 40 * 0.637) <= 3
+
+
+def test_each_source_is_shuffled_on_its_own(path, tmp_path):
+    """Catches a source whose order, or whose epochs, hang on what lies beside it; and one order for all."""
+    for name in ("one", "two"):
+        shutil.copytree(f"{path}/prose", tmp_path / name)
+    twins = sequences(config(str(tmp_path), "one=0.5,two=0.5"), range(30))  # in turn
+    assert sum(one == two for one, two in zip(twins[::2], twins[1::2], strict=True)) < 10
+    alone = sequences(config(path, "code=1"), range(100))
+    assert Counter(t for s in alone[:60] for t in s) == Counter(range(300))
+    for mixture in (TWO, "prose=0.85,code=0.15"):
+        mixed = [s for s in sequences(config(path, mixture), range(100)) if source_of(s) == "code"]
+        assert mixed == alone[: len(mixed)]
+    other = [s for s in sequences(config(path, TWO, **{"data.seed": 1}), range(100)) if source_of(s) == "code"]
+    assert other[:60] != alone[:60] and sorted(other[:60]) == sorted(alone[:60])
+
+
+def test_shares_change_at_a_step_and_nothing_is_lost(path):
+    """Catches a change that begins a source anew, comes a step early or late, or changes steps before it."""
+    before = config(path, TWO)
+    changed = config(path, f"{TWO}@101:code=0.1,prose=0.5,maths=0.4")  # step 101 of the log is number 100
+    assert sequences(before, range(100)) == sequences(changed, range(100))
+    after = sequences(changed, range(100, 240))
+    assert Counter(map(source_of, after[:1000])) == {"code": 100, "prose": 500, "maths": 400}
+    alone = sequences(config(path, "code=1"), range(100))
+    of_code = [s for s in sequences(changed, range(100)) + after if source_of(s) == "code"]
+    assert of_code == alone[: len(of_code)]
+
+
+def test_a_mixture_is_a_function_of_the_step(path):
+    """Catches counters that are kept between steps, and rows that a host cannot make alone."""
+    cfg = config(path, f"{TWO}@50:code=0.1,prose=0.5,maths=0.4", **{"data.skip": "20:25"})
+    for step in (10**6, 49, 0, 50, 19):
+        whole = dataset.batch(cfg, step)
+        some = dataset.batch(cfg, step, rows=[1, 6])
+        assert all(np.array_equal(some[name], whole[name][[1, 6]]) for name in whole)
+
+
+def test_a_mixture_is_evaluated_on_all_its_sources(path):
+    """Catches a validation loss of the first source alone, and bits per byte of other bytes."""
+    cfg = config(path, TWO)
+    counted = np.concatenate([b["targets_BT"][b["weights_BT"] > 0] for b in dataset.evaluation_batches(cfg)])
+    assert {source_of([t]) for t in counted if t < 3000} == set(SIZES) and len(counted) == 3 * 21 - 1
+    manifest = dataset.opened(cfg).manifest
+    of = {name: dataset.load(f"{path}/{name}").manifest["unigram_nats"] for name in SIZES}
+    assert manifest["unigram_nats"] == pytest.approx(0.7 * of["code"] + 0.3 * of["prose"])
+    assert set(dataset.fingerprint(cfg)["source"]) == set(SIZES)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("code=0.7,prose=0.2", r"the shares 0\.7 \+ 0\.2 = 0\.9 should be 1 in all"),
+    ("code=0.3335,prose=0.6665", r"at most 3 decimals: code=0\.334"),
+    ("code", r"'code' should be NAME=SHARE, NAME a directory of tokens in data\.path"),
+    ("code=0.5,code=0.5", "'code' is given twice"),
+    ("code=1@1:code=1", "'1:code=1' should be STEP:NAME=SHARE,.. with a later step of the log"),
+    ("code=1@50:prose=1", "name the same sources from each step on; a share may be 0"),
+])  # fmt: skip
+def test_a_mixture_that_cannot_be_read_is_refused(path, text, message):
+    """Catches shares that are silently scaled, and a text that is taken for another."""
+    with pytest.raises(UserError, match=message):
+        config(path, text)
+
+
+def test_sources_of_different_tokenizers_do_not_mix(path, tmp_path):
+    """Catches ids that mean two things in one run."""
+    for name, vocab_size in (("code", 3000), ("other", 2999)):
+        prepare.from_ids(np.arange(100), str(tmp_path / name), vocab_size=vocab_size)
+    with pytest.raises(UserError, match=r"hold ids of different tokenizers .*vocabulary 3001.*vocabulary 3000"):
+        dataset.batch(config(str(tmp_path), "code=0.5,other=0.5"), 0)
+
+
+# Steps passed over ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_passed_over(path):
+    """Catches a batch too many or too few, counted from 0 where the log counts from 1, and a second entry that shifts
+    the first."""
+    plain = config(f"{path}/prose")
+    all_of_it = batches(plain, range(60))
+    skipping = lambda text: batches(replace(plain, **{"data.skip": text}), range(30))
+    tokens = lambda made: [b["tokens_BT"].tolist() for b in made]
+    assert tokens(skipping("12:22")) == tokens(all_of_it[:11] + all_of_it[21:40])
+    twice = tokens(skipping("12:22,20:21"))  # step 20 of the log, as it was under 12:22, is bad too
+    assert twice == tokens(all_of_it[:11] + all_of_it[21:29] + all_of_it[30:41])
+    assert tokens(skipping("20:21,12:22")) == twice
+
+
+def written(path, cfg, tmp_path, monkeypatch, step):
+    (tmp_path / "config.json").write_text(json.dumps(directory.describe(cfg)))
+    monkeypatch.setattr(directory.checkpoint, "latest_step", lambda *_, **__: step)
+    monkeypatch.setattr(directory.checkpoint, "check_about", lambda *_, **__: None)
+    return lambda **more: directory.check_same(replace(cfg, **{f"data.{n}": x for n, x in more.items()}), tmp_path)
+
+
+def test_what_is_still_to_come_may_change(path, tmp_path, monkeypatch):
+    """Catches a run that cannot step over a bad batch, and one that goes on although its past would be another."""
+    again = written(path, config(path, TWO), tmp_path, monkeypatch, step=100)
+    again()
+    again(skip="101:103", mixture=f"{TWO}@101:code=0,prose=0.5,maths=0.5")
+    for name, value in (("skip", "100:103"), ("mixture", f"{TWO}@100:code=0,prose=0.5,maths=0.5"),
+                        ("mixture", "code=0.6,prose=0.4,maths=0")):  # fmt: skip
+        with pytest.raises(UserError, match=rf"has taken 100 steps with data\.{name}=.*add what begins after step 100"):
+            again(**{name: value})
+
+
+# Epochs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_become_steps(path, capsys):
+    """Catches an epoch short of a window, and one of two settings that is silently ignored."""
+    cfg = config(f"{path}/prose", **{"run.epochs": 2.5, "run.steps": 7})
+    settled = dataset.in_steps(cfg)
+    assert settled.run.steps == 44  # ceil(2.5 * 140 windows / 8)
+    assert capsys.readouterr().out == "epochs     2.5 * 140 windows / 8 sequences a step = 44 steps\n"
+    assert dataset.in_steps(replace(cfg, **{"run.epochs": 0.0})).run.steps == 7
+    with pytest.raises(UserError, match=r"2\.5 \* 140 windows / 8 .* = 44 steps, and run\.steps=7 is 0\.4 epochs; use"):
+        dataset.in_steps(cfg, ["tiny", "--run.steps", "7"])
+    read = Counter(t for s in sequences(cfg, range(35)) for t in s)
+    assert read == Counter(dict.fromkeys(range(1000, 1700), 2))
+    with pytest.raises(UserError, match=r"each is read once: code in 11 steps, prose in 59 steps\); use run\.steps"):
+        dataset.in_steps(config(path, TWO, **{"run.epochs": 1.0}))

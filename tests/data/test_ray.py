@@ -1,0 +1,152 @@
+"""`--engine ray` gives the same work to a cluster; most of it is said without one."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from data import engine, prepare
+from utils import UserError
+
+
+class StandIn(types.ModuleType):
+    """As much of Ray as is used, in this process: what it is given, and in which order it answers."""
+
+    class exceptions:
+        class RayTaskError(Exception):
+            def __init__(self, cause):
+                self.cause = cause
+
+    def __init__(self):
+        self.begun, self.most = None, 0
+
+    def is_initialized(self):
+        return self.begun is not None
+
+    def init(self, **how):
+        self.begun = how
+
+    def cluster_resources(self):
+        return {"CPU": 3.0}
+
+    def put(self, held):
+        return held
+
+    def remote(self, **how):
+        return lambda work: types.SimpleNamespace(remote=lambda held, task: (work, held, task))
+
+    def wait(self, waiting, timeout):
+        self.most = max(self.most, len(waiting))
+        return [waiting[-1]], waiting[:-1]
+
+    def get(self, one):
+        work, held, task = one
+        try:
+            return work(held, task)
+        except Exception as error:
+            raise self.exceptions.RayTaskError(error) from error
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    return stand_in
+
+
+def test_a_cluster_makes_the_same_tokens(tmp_path, ray, monkeypatch):
+    """Catches results that are put together as they come, and all tasks given out at once."""
+    monkeypatch.setattr(prepare.sources, "LEAST_UNIT_BYTES", 100)
+    for n in range(40):
+        (tmp_path / f"{n}.txt").write_text(f"{n} words " * 20)
+    words = ["--source", f"text:{tmp_path}/*.txt", "--val-share", "0.3", "--shard-tokens", "400"]
+    more = {"one": [], "ray": ["--engine", "ray", "--ray_address", "10.0.0.1:6379"]}
+    for name, how in more.items():
+        assert prepare.main([*words, *how, "--out", str(tmp_path / name)]) == 0
+    contents = lambda name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    assert contents("ray") == contents("one") and len(contents("one")) > 10
+    assert ray.begun["address"] == "10.0.0.1:6379" and 1 < ray.most <= engine.AHEAD * 3
+
+
+def test_what_a_cluster_s_worker_refuses_is_said(tmp_path, ray, capsys):
+    """Catches Ray's traceback in place of the file and the row."""
+    (tmp_path / "rows.jsonl").write_text("broken")
+    words = ["--source", f"jsonl:{tmp_path}/rows.jsonl", "--engine", "ray", "--out", str(tmp_path / "out")]
+    assert prepare.main(words) == 2
+    assert "rows.jsonl:1: not JSON" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there_is_said(ray, monkeypatch):
+    """Catches a traceback, and a command that goes on alone."""
+
+    def refuse(**_):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(UserError, match=r"--ray_address auto: Could not find any running Ray instance\."):
+        next(engine.run(len, None, [1], 1, "ray", "auto"))
+
+
+def test_without_ray_it_says_what_installs_it(monkeypatch):
+    """Catches a traceback, and an import of Ray by those who do not use it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match="--engine ray needs the package ray: make extra-ray"):
+        next(engine.run(len, None, [1], 1, "ray", "auto"))
+
+
+CLUSTER = """
+import pathlib, sys, threading, time
+import ray.cluster_utils
+from data import prepare
+
+out, *words = sys.argv[1:]
+cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+other = cluster.add_node(num_cpus=1)
+
+def lose():
+    units = pathlib.Path(out, ".unfinished-units")
+    while len(done := [*units.glob("unit-*")]) < 5:
+        time.sleep(0.01)
+    cluster.remove_node(other, allow_graceful=False)
+    print("lost a node after", len(done), "units", flush=True)
+
+threading.Thread(target=lose, daemon=True).start()
+status = prepare.main([*words, "--out", out, "--engine", "ray", "--ray_address", cluster.address])
+print("nodes alive:", sum(node["Alive"] for node in ray.nodes()))
+ray.shutdown()
+cluster.shutdown()
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs make extra-ray")
+def test_a_real_cluster_that_loses_a_machine_makes_the_same_tokens(tmp_path):
+    """Catches work that is lost with a node of a Ray cluster, or done twice into the tokens."""
+    (tmp_path / "texts").mkdir()
+    for n in range(60):
+        (tmp_path / f"texts/{n}.txt").write_text(f"{n} words, and others of text {n}. " * 20_000)
+    words = ["--source", f"text:{tmp_path}/texts/*.txt", "--val-share", "0.3", "--shard-tokens", "3000000"]
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path),
+           "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # fmt: skip
+    command = [sys.executable, "-c", CLUSTER, str(tmp_path / "ray"), *words]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=said, cwd=Path(__file__).parents[2],
+                                   start_new_session=True)  # fmt: skip
+        try:
+            status = process.wait(timeout=180)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a cluster that was not shut down
+                os.killpg(process.pid, signal.SIGKILL)
+    text = (tmp_path / "said").read_text()
+    assert status == 0, text[-2000:]
+    assert "lost a node after" in text and "nodes alive: 1" in text
+    assert prepare.main([*words, "--out", str(tmp_path / "one")]) == 0
+    contents = lambda name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    assert contents("ray") == contents("one") and len(contents("one")) > 10

@@ -1,0 +1,138 @@
+"""A task is found by one name, keeps its splits apart, and says which targets count."""
+
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+
+import dataset
+from config import preset
+from data import prepare, tasks
+from data.tasks import Task
+from utils import UserError
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """own(*preprocessors, **of_task): a task of 60 small texts, registered for this test alone."""
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    texts = [
+        f"text {n}<|endoftext|>e\u0301 {n}" for n in range(60)
+    ]  # a row of jsonl is one document, whatever is in it
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def make(*preprocessors, **more):
+        return tasks.add(Task("own", "of a test", f"jsonl:{tmp_path}/own.jsonl", preprocessors, **more))
+
+    return make
+
+
+def test_a_name_is_taken_once(own):
+    """Catches a task that silently replaces another, as a run that goes on would then read other text."""
+    own()
+    with pytest.raises(UserError, match=r"called 'own' already \(registered at .*test_tasks\.py:\d+\); choose another"):
+        own()
+    with pytest.raises(UserError, match=r"no task is called 'stdlb'; .*stdlib"):
+        tasks.get("stdlb")
+    with pytest.raises(UserError, match="no metric is called 'los'"):
+        Task("x", "", "stdlib", metrics=("los",))
+
+
+def test_splits_share_no_document_and_preprocessors_run_in_turn(own):
+    """Catches pieces of one document on both sides, text that is not normalised, and a separator that stays."""
+    task = own(tasks.split_on(), tasks.normalise(), tasks.keep(lambda d: not d["text"].endswith(" 7")), val_share=0.3)
+    of = {split: [d["text"] for d in tasks.documents(task, split)] for split in tasks.SPLITS}
+    numbers = {split: {text.split()[1] for text in texts} for split, texts in of.items()}
+    assert not numbers["train"] & numbers["val"] and min(map(len, numbers.values())) > 5
+    assert len(of["train"]) + len(of["val"]) == 2 * 59
+    assert all(unicodedata.is_normalized("NFC", text) for texts in of.values() for text in texts)
+    with pytest.raises(UserError, match="no split is called 'test'; use train or val"):
+        next(tasks.documents(task, "test"))
+
+
+def test_a_prompt_is_read_and_not_learned(own):
+    """Catches weights a place too early or late, a prompt that counts, and an answer that is cut off too soon."""
+    both = lambda d: iter([{"question": "ab", "reply": "xyz"}])
+    task = own(both, tasks.rekey(prompt="question", answer="reply"))
+    tokens, weights = next(tasks.examples(task, "train"))
+    assert tokens.tolist() == [256, *b"abxyz"] and weights.tolist() == [0, 0, 0, 1, 1, 1]
+    row = next(tasks.rows(task, "train", 8))
+    counted = row["targets_BT"][row["weights_BT"] > 0]
+    assert bytes(counted.tolist()) == b"xyz" and row["segments_BT"].tolist() == [1] * 5 + [0] * 3
+    short = next(tasks.rows(task, "train", 4))
+    assert bytes(short["targets_BT"][short["weights_BT"] > 0].tolist()) == b"xy"
+    with pytest.raises(UserError, match="no field 'query'; it has question, reply"):
+        next(tasks.rekey(prompt="query")({"question": "", "reply": ""}))
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket", "mixture"])
+def test_a_run_counts_the_answers_alone(own, tmp_path, kind):
+    """Catches weights a place off, those of another shard or window, a prompt that counts, an answer that does not, and
+    weights that are forgotten in a bucket or beside a source that has none."""
+    question = lambda d: iter([{"prompt": d["text"].upper() + "?", "answer": d["text"].split("<")[0]}])
+    task = own(question, val_share=0.2)
+    manifest = tasks.write(task, str(tmp_path / "home/own"))
+    prepare.from_ids(np.full(900, 65), str(tmp_path / "home/plain"), tokenizer="bytes", shard_tokens=100)
+    assert all(row["weights"]["file"].endswith(".weights.npy") for row in manifest["splits"]["val"]["shards"])
+    where = {"disk": f"{tmp_path}/home/own", "bucket": f"file://{tmp_path}/home/own", "mixture": f"{tmp_path}/home"}
+    cfg = preset("tiny", **{"data.path": where[kind], "data.seq_len": 37, "data.batch_size": 5, "data.shuffle": False,
+                            "data.mixture": "own=0.5,plain=0.5" if kind == "mixture" else ""})  # fmt: skip
+    found, windows = b"", dataset.opened(cfg).sources.get("own", dataset.opened(cfg)).splits["train"].windows(37)
+    made = [dataset.batch(cfg, step) for step in range(-(-2 * windows // 5))]
+    for tokens_T, targets_T, weights_T in (row for b in made for row in zip(
+        *(b[f"{name}_BT"] for name in ("tokens", "targets", "weights")), strict=True)):  # fmt: skip
+        if tokens_T[1] == 65 == tokens_T[2]:  # plain: all of its targets count
+            assert set(weights_T[targets_T == 65]) == {1}
+        else:
+            found += bytes(targets_T[weights_T > 0].astype(np.uint8).tolist())
+    answers = "".join(d["answer"] for d in tasks.documents(task, "train")).encode()
+    assert len(answers) > 250 and found[: len(answers)] == answers
+    values = [dataset.batch(cfg, 0)["weights_BT"], next(dataset.evaluation_batches(cfg))["weights_BT"]]
+    assert all(set(np.unique(one)) == {0, 1} and one.dtype == np.float32 for one in values)
+
+
+def test_weights_are_part_of_the_tokens(own, tmp_path):
+    """Catches a run that goes on though other targets count, a check that passes over weights, old ones that stay."""
+    task, out = own(lambda d: iter([{"prompt": d["text"], "answer": "yes"}]), val_share=0.2), tmp_path / "own"
+    tasks.write(task, str(out))
+    cfg = preset("tiny", **{"data.path": str(out)})
+    before = dataset.fingerprint(cfg)["shards_sha256"]
+    file = out / "train-00000.weights.npy"
+    weights = np.load(file)
+    np.save(file, 1 - weights)
+    with pytest.raises(UserError, match=r"train-00000\.weights\.npy has sha256 "):
+        dataset.verify(str(out))
+    both = {split: [one.tokens[1:] for one in tasks.examples(task, split)] for split in tasks.SPLITS}
+    same = {"validation_ids": both["val"], "tokenizer": "bytes", "overwrite": True}
+    prepare.from_ids(both["train"], str(out), **same)
+    assert not list(out.glob("*.weights.npy")) and dataset.fingerprint(cfg)["shards_sha256"] != before
+    with pytest.raises(UserError, match=r"43 documents of train, 1 arrays of weights: they .* from document 1 on"):
+        prepare.from_ids(both["train"], str(out), **same, train_weights=[np.ones_like(both["train"][0])],
+                         validation_weights=[np.ones_like(ids) for ids in both["val"]])  # fmt: skip
+
+
+def test_what_looks_like_control_is_text(own):
+    """Catches `<|endoftext|>` in a document that becomes the end of it."""
+    tokens, weights = next(tasks.examples(own(), "train"))
+    assert np.count_nonzero(tokens == 256) == 1 and weights.sum() == len(tokens) - 1
+
+
+def test_a_task_without_text_is_refused(own):
+    """Catches empty examples from a preprocessor that loses its field."""
+    with pytest.raises(UserError, match="a document has title; it needs text, or prompt and answer"):
+        next(tasks.examples(own(lambda d: iter([{"title": "x"}])), "train"))
+
+
+def test_the_command_lists_tasks_and_prints_examples(capsys):
+    """Catches an example whose prompt and answer cannot be told apart, and a task that nobody finds."""
+    tasks.main([])
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["stdlib", "stdlib_functions"]
+    tasks.main(["stdlib_functions", "--examples", "4"])
+    out = capsys.readouterr().out.splitlines()
+    heads = [line for line in out if line.startswith("--- ")]
+    assert len(heads) == 4 and out[1].startswith("| def ") and not out[-1].startswith("| ")
+    tasks.main(["stdlib", "--split", "val", "--examples", "1"])
+    assert capsys.readouterr().out.startswith("--- stdlib val 0: ")
+    assert tasks.main(["nobody"]) == 2
