@@ -18,7 +18,7 @@ HELP = """e.g. python -m chapters
 
 Run the chapters of the guide, and print the seconds each takes.
 
-Each is a program, `python -m chapters.04_fsdp`, and runs in a process of its own.
+Each is a program, `python -m chapters.03_fsdp`, and runs in a process of its own.
 Exit status 1: one failed, and its last lines are printed; or it took too long."""
 
 FOLDER = Path(__file__).resolve().parent

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from docs import notebooks, planner_widget, reference
+from docs import layer_timeline, mesh_explorer, notebooks, planner_widget, reference, schedule_explorer
 from docs.notebooks import ROOT
 from utils import UserError, exit_status
 
@@ -95,6 +95,34 @@ def chapter_page(path: Path, say, longest_s: float) -> str:
     return nbformat.writes(notebook)
 
 
+# Chapters that had other names: name -> name now. Who has the address of the old page is led to the new one.
+MOVED = {
+    "01_tokens": "11_tokens",
+    "02_base_model": "10_base_model",
+    "03_collectives": "01_sharding",
+    "04_fsdp": "03_fsdp",
+    "05_tensor": "04_tensor",
+    "06_pipeline": "05_pipeline",
+}
+FORWARD = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="0; url={page}">
+<title>This chapter has moved</title>
+</head>
+<body><p>This chapter has another number now: <a href="{page}">{page}</a></p></body>
+</html>
+"""
+
+
+def forwards() -> dict[str, str]:
+    """The pages that lead on from old addresses, by their path in the site."""
+    return {f"chapters/{old}.html": FORWARD.format(page=f"{new}.html") for old, new in MOVED.items()}
+
+
 def stage(numbers, say, longest_s: float) -> None:
     """Write everything that Sphinx reads, and remove what is no page any more."""
     wanted = pages()
@@ -113,7 +141,10 @@ def stage(numbers, say, longest_s: float) -> None:
     (EXTRA / "notebooks").mkdir(parents=True)
     for file in notebooks.write(numbers):
         shutil.copyfile(file, EXTRA / "notebooks" / file.name)
-    planner_widget.write(MADE)
+    for name, text in forwards().items():
+        put(EXTRA / name, text)
+    for page in (planner_widget, mesh_explorer, schedule_explorer, layer_timeline):
+        page.write(MADE)
 
 
 def build(numbers=(), say=print, longest_s: float = math.inf) -> None:

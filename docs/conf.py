@@ -15,7 +15,9 @@ from sphinx.util.docutils import SphinxDirective
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from docs import pictures, planner_widget, reference
+from docs import layer_timeline, mesh_explorer, pictures, planner_widget, reference, schedule_explorer
+
+MAKERS = (reference, pictures, planner_widget, mesh_explorer, schedule_explorer, layer_timeline)
 
 project = "Axis by Axis"
 html_title = "Axis by Axis"
@@ -85,13 +87,13 @@ def visit_display(self, node):
 
 
 class Generated(SphinxDirective):
-    """`:::{generated} chapter_cards`: what the function of that name in reference.py or pictures.py returns."""
+    """`:::{generated} chapter_cards`: what the function of that name in one of MAKERS returns."""
 
     required_arguments = 1
 
     def run(self):
         name = self.arguments[0]
-        text = next(getattr(m, name) for m in (reference, pictures, planner_widget) if hasattr(m, name))()
+        text = next(getattr(m, name) for m in MAKERS if hasattr(m, name))()
         if text.startswith("<"):
             return [nodes.raw("", text, format="html")]
         return self.parse_text_to_nodes(text)

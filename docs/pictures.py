@@ -77,6 +77,71 @@ def axes() -> str:
     return f'<div class="axes">{"".join(axis_picture(axis) for axis in CUTS)}</div>'
 
 
+# A ring, step by step -------------------------------------------------------------------------------------------------
+
+PARTS = [COLOURS[axis] for axis in ("fsdp", "stage", "context", "tensor")]  # of an array in N parts
+CELL, ROW = 44, 34  # of the picture of a ring: a part's width, a device's height
+
+
+def arrives(device: int, part: int) -> int:
+    """The step of an all-gather around a ring in which a device gets a part; in step 0 it has its own."""
+    return (device - part) % N
+
+
+def terms(device: int, part: int) -> int:
+    """How many terms a sum of a reduce-scatter has when a device has added its own; N: it is whole."""
+    return (device - part - 1) % N + 1
+
+
+def cell(device: int, part: int, words: str, style: str, opacity: float = 1.0) -> str:
+    """A part of the array of one device. It comes from the device above; to the first, from the last."""
+    x, y, away = 62 + part * CELL, 24 + device * ROW, -ROW if device else (N - 1) * ROW
+    ground = f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" class="ground"/>'  # hides what it covers
+    box = (f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="{PARTS[part]}" '
+           f'fill-opacity="{opacity:.2f}" stroke="{PARTS[part]}"/>')  # fmt: skip
+    ink = "currentColor" if opacity < 0.7 else "#111" if part in (1, 2) else "#fff"
+    text = (f'<text x="{x + CELL / 2 - 3}" y="{y + 16.5}" font-size="12" font-weight="600" text-anchor="middle" '
+            f'fill="{ink}">{words}</text>')  # fmt: skip
+    return f'<g class="{style}" style="--from:{away}px">{ground}{box}{text}</g>'
+
+
+def ring_picture(kind: str, cells: list[str], alt: str, caption: str) -> str:
+    label = lambda x, y, text: f'<text x="{x}" y="{y}" font-size="11.5" fill="currentColor">{text}</text>'
+    devices = [label(4, 24 + d * ROW + 16, f"device {d}") for d in range(N)]
+    heads = [label(62 + p * CELL + 2, 14, f"part {p}") for p in range(N)]
+    slots = [f'<rect x="{62 + p * CELL}" y="{24 + d * ROW}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="none" '
+             'stroke="currentColor" stroke-opacity="0.3" stroke-dasharray="3 3"/>'
+             for d in range(N) for p in range(N)]  # fmt: skip
+    return (f'<figure class="ring"><svg viewBox="0 0 240 160" role="img" aria-label="{alt}">'
+            f'{"".join([*devices, *heads, *slots, *cells])}</svg>'
+            f'<figcaption><code>{kind}</code> {caption}</figcaption></figure>')  # fmt: skip
+
+
+def ring_steps() -> str:
+    """An all-gather and a reduce-scatter around a ring: they move, and are still where nobody wants that."""
+    every = [(device, part) for device in range(N) for part in range(N)]
+    gather = [cell(d, p, str(arrives(d, p)), f"comes{arrives(d, p)}") for d, p in every]
+    # Later steps are painted over earlier ones: what a device adds is covered by the sum.
+    scatter = [cell(d, p, "1", f"leaves{terms(d, p)}", 1 / N) for d, p in every]
+    scatter += [cell(d, p, str(k), f"comes{k - 1} leaves{k}", k / N) for k in range(2, N + 1) for d, p in every
+                if terms(d, p) == k]  # fmt: skip
+    gathers = ring_picture(
+        "all-gather", gather,
+        "Four devices, one part each at first. In each of three steps every device hands the part it got last to the "
+        "next device; then all have all four",
+        "Each device has one part of an array, and hands on what it got last. The number is the step in which a part "
+        f"has come: after {N - 1} steps of a quarter each, all have all.")  # fmt: skip
+    scatters = ring_picture(
+        "reduce-scatter", scatter,
+        "Four devices, each with its own term of all four parts. In each of three steps every device hands a sum to "
+        "the next, which adds its own term; then each has one part, summed over all four",
+        "Each device has its own term of every part. A sum sets out, and each device adds its term as it comes by. "
+        f"The number is how many terms it has: after {N - 1} steps of a quarter each, device p has part p with all "
+        f"{N}.")  # fmt: skip
+    toggle = '<label><input type="checkbox" checked> moving</label>'
+    return f'<div class="rings">{toggle}{gathers}{scatters}</div>'
+
+
 # The loss that falls --------------------------------------------------------------------------------------------------
 
 

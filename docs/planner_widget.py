@@ -74,7 +74,8 @@ def model_of(which: str) -> dict:
         "max_device_batch": 0 if cfg.work.device_batch == AUTO else cfg.work.device_batch,
         "model": {field: getattr(cfg.model, field) for field in MODEL} | planner.LEAST | {
             "loss_chunk": cfg.work.settled.loss_chunk,
-            "swiglu": int(cfg.model.activation == "swiglu"), "tie_embeddings": int(cfg.model.tie_embeddings),
+            "swiglu": int(cfg.model.activation == "swiglu"),
+            "parallel_residual": int(cfg.model.parallel_residual), "tie_embeddings": int(cfg.model.tie_embeddings),
             "compute": cfg.model.precision.compute},
         "declarations": [
             {"name": label, "dims": d.dims, "shape": d.shape, "spec": [as_list(entry) for entry in d.spec],
@@ -106,29 +107,34 @@ def tables() -> dict:
     }  # fmt: skip
 
 
-def state() -> str:
-    """A hash of what the tables are made from."""
-    files = ["docs/planner_widget.py", "config.py", "model.py", "sharding.py", "requirements.txt"]
+def state(page: str) -> str:
+    """A hash of what the tables of a page are made from."""
+    files = ["docs/planner_widget.py", page, "config.py", "model.py", "sharding.py", "generate/cache.py"]
     rooms = [path for room in ("kernels", "pipeline", "plan") for path in sorted((ROOT / room).glob("*.py"))]
-    text = b"".join(path.read_bytes() for path in [*(ROOT / file for file in files), *rooms])
+    text = b"".join(path.read_bytes() for path in [*(ROOT / file for file in [*files, "requirements.txt"]), *rooms])
     return hashlib.sha256(text).hexdigest()
 
 
-def write(folder: Path) -> Path:
-    """Write planner_data.js, unless what it is made from is as it was: JAX takes 20 s to lay 6,000 meshes."""
-    file, mark = folder / "planner_data.js", f"// {state()}\n"
+def write_tables(file: Path, variable: str, page: str, made) -> Path:
+    """Write what `made` returns as a script that a page reads, unless what it is made from is as it was."""
+    mark = f"// {state(page)}\n"
     if not (file.exists() and file.read_text(encoding="utf-8").startswith(mark)):
-        folder.mkdir(parents=True, exist_ok=True)
-        data = json.dumps(tables(), separators=(",", ":"))
-        file.write_text(f"{mark}globalThis.PLANNER_DATA = {data};\n", encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(made(), separators=(",", ":"))
+        file.write_text(f"{mark}globalThis.{variable} = {data};\n", encoding="utf-8")
     return file
+
+
+def write(folder: Path) -> Path:
+    """Write planner_data.js: JAX takes 20 s to lay 6,000 meshes."""
+    return write_tables(folder / "planner_data.js", "PLANNER_DATA", "docs/planner_widget.py", tables)
 
 
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def slider(axis: str, colour: str) -> str:
-    top = int(math.log2(MOST))
+def slider(axis: str, colour: str, most: int = MOST) -> str:
+    top = int(math.log2(most))
     control = f'<input type="range" name="{axis}" min="0" max="{top}" value="0" step="1">'
     return (f'<label class="axis-control" style="--axis:{colour}"><span>{axis}</span>{control}'
             f'<b data-size="{axis}">1</b></label>')  # fmt: skip
@@ -148,6 +154,7 @@ def planner_widget() -> str:
     chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward apart"),
                  ("dots", "all but products"), ("none", "nothing")]  # fmt: skip
+    keys = [("gather", "all at once"), ("ring", "in turn"), ("all_to_all", "heads for positions")]
     join = [("layer", "for each layer"), ("step", "once a step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
@@ -160,7 +167,7 @@ def planner_widget() -> str:
 {select("recompute", "remat", recompute)}
 {select("join weights", "gather", join)}
 {select("positions along tensor", "tensor_exchange", [("ring", "in turn"), ("gather", "all at once")])}
-{select("keys along context", "context_attention", [("gather", "all at once"), ("ring", "in turn")])}
+{select("keys along context", "context_attention", keys)}
 </div>
 <fieldset><legend>mesh</legend>{sliders}</fieldset>
 <output aria-live="polite"></output>

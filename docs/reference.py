@@ -11,8 +11,9 @@ from pathlib import Path
 from docs.notebooks import ROOT, chapters
 
 # Pages of the API, in the order of reading: a file at the root, or a room.
-API = ("model", "sharding", "overlap", "kernels", "optimizer", "pipeline", "plan", "xla", "config", "dataset", "data",
-       "train", "generate", "weights", "main", "sockets", "utils", "chapters")  # fmt: skip
+API = ("model", "sharding", "overlap", "kernels", "optimizer", "pipeline", "plan", "xla", "config", "dataset",
+       "reading", "data", "train", "generate", "weights", "evaluate", "ready", "main", "sockets", "utils",
+       "chapters")  # fmt: skip
 
 
 # Letters and axes -----------------------------------------------------------------------------------------------------

@@ -293,8 +293,10 @@
     return [most(0), onTpu ? most(1) : most(0), block, spans];
   }
 
-  function mixing(c, z, ring, [h, g, K, U]) {
-    const n = z.mesh.context, s = z.s, again = BATCHED;
+  function mixing(c, z, way, [h, g, K, U]) {
+    let n = z.mesh.context, s = z.s;
+    const again = BATCHED;
+    if (way === "all_to_all") [s, h, g, n] = [z.T, floordiv(h, n), floordiv(g, n), 1];
     const meeting = (s, S, starts, times) => {
       const [ahead, back, block, spans] = blocksMet(s, S, starts, K, U, z), all = times * z.b;
       const moved = h * (z.width * (ahead * block + s) * (K + U) + 4 * s);
@@ -302,7 +304,7 @@
       return { product: true, part: "attention", flops: all * 2 * h * ahead * block ** 2 * (K + U), hbm_bytes: all * moved, again,
                back: [all * 2 * h * back * block ** 2 * (3 * K + 2 * U), all * movedBack] };
     };
-    if (!ring) {
+    if (way !== "ring") {
       const starts = n === 1 ? [[0]] : range(n).map((i) => [floordiv(i * s, 2), floordiv((2 * n - 1 - i) * s, 2)]);
       const one = meeting(s, z.T, starts, 1);
       if (z.platform !== "tpu" && BATCHED.includes(c.remat) && z.T <= z.BLOCK && n === 1) one.back[0] -= 2 * h * K * s * z.T * z.b;
@@ -322,9 +324,11 @@
   const arriving = (c, z, size, more = {}) => overTensor(c, z, "all-gather", size, more);
   const leaving = (c, z, size, again = [], more = {}) => overTensor(c, z, "reduce-scatter", size, { again, ...more });
 
+  const overContext = (c, z) => (z.mesh.context > 1 ? c.context_attention : "gather");
+
   function attention(c, z) {
     const h = floordiv(c.n_heads, z.mesh.tensor), n = z.mesh.context, N = z.b * z.s, keys = z.b * z.T, rows = [];
-    const g = c.attention === "mla" ? h : floordiv(c.n_kv_heads, z.mesh.tensor), ring = c.context_attention === "ring" && n > 1;
+    const g = c.attention === "mla" ? h : floordiv(c.n_kv_heads, z.mesh.tensor), way = overContext(c, z);
     let score = c.d_head, value = c.d_head, arrives = c.d_model, parts = 2 * g * c.d_head;
     if (c.attention === "mla") {
       const Q = c.d_query_latent || c.d_model, latent = c.d_query_latent + c.d_kv_latent + c.d_rope;
@@ -334,23 +338,25 @@
       rows.push(product("attention", z, N, Q, h * score));
       if (sends) arrives = latent;
       const made = (keys) => product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value));
-      rows.push(made(ring ? N : keys));
-      if (ring) {
+      rows.push(made(way === "gather" ? keys : N));
+      if (way === "ring") {
         const others = made((n - 1) * N);
         rows.push({ ...others, again: BATCHED, back: [3 * others.flops, 3 * others.hbm_bytes] });
       }
     } else {
       rows.push(product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head));
     }
-    rows.push(product("attention", z, N, h * value, c.d_model, { again: ["full"] }), ...mixing(c, z, ring, [h, g, score, value]));
+    const needs = c.parallel_residual ? [] : ["full", "dots"];
+    rows.push(product("attention", z, N, h * value, c.d_model, { again: needs.slice(0, 1) }), ...mixing(c, z, way, [h, g, score, value]));
     rows.push(arriving(c, z, N * arrives * z.width));
-    rows.push(leaving(c, z, N * c.d_model * z.width, ["full", "dots"], { of: "attention's sums" }));
+    rows.push(leaving(c, z, N * c.d_model * z.width, needs, { of: "attention's sums" }));
     const own = N * parts * z.width;
-    if (ring) {
+    if (way === "ring") {
       rows.push(exchange("keys", "collective-permute", ["context"], own, { times: n - 1 }));
       rows.push(exchange("keys", "collective-permute", ["context"], 4 * N, { back: false, times: n - 1 }));
     } else {
-      rows.push(exchange("keys", "all-gather", ["context"], own * n));
+      if (way === "gather") rows.push(exchange("keys", "all-gather", ["context"], own * n));
+      else for (const numbers of [h * score, g * score, g * value, h * value]) rows.push(exchange("heads", "all-to-all", ["context"], N * numbers * z.width));
       rows.push(exchange("keys", "all-gather", ["context"], 4 * N * n, { back: false }));
     }
     return rows;
@@ -363,10 +369,8 @@
 
   function dense(c, z) {
     const X = z.b * z.s * c.d_model * z.width;
-    return [
-      ...attention(c, z), ...feedForward(c, z, c.d_ff, "feed-forward"),
-      arriving(c, z, X, { of: "feed-forward" }), leaving(c, z, X),
-    ];
+    const rows = [...attention(c, z), ...feedForward(c, z, c.d_ff, "feed-forward")];
+    return c.parallel_residual ? rows : [...rows, arriving(c, z, X, { of: "feed-forward" }), leaving(c, z, X)];
   }
 
   function slotsPerExpert(c, T) {
@@ -565,7 +569,7 @@
 
   function kept(c, z, isMoe, remat, onePiece = false) {
     const N = z.b * z.s, f32 = 4, stream = z.b * z.t * c.d_model, whole = N * c.d_model, contexts = z.mesh.context;
-    const ring = c.context_attention === "ring" && contexts > 1, keys = ring ? N : z.b * z.T;
+    const way = overContext(c, z), keys = way === "gather" ? z.b * z.T : N;
     const h = floordiv(c.n_heads, z.mesh.tensor), n = z.mesh.expert, m = floordiv(c.d_expert, z.mesh.tensor);
     let latent = 0, score = c.d_head, value = c.d_head, g = h, made, rows = 0, tiles = 0;
     if (c.attention === "mla") {
@@ -581,15 +585,17 @@
       tiles = z.platform === "tpu" ? 0 : paddedTiles(N * n * c.top_k, floordiv(c.n_experts, n), z.TILE)[1];
     }
     const inner = floordiv(N * (isMoe ? c.n_shared * c.d_expert : c.d_ff), z.mesh.tensor), matrices = 2 + c.swiglu;
-    if (WHOLE.includes(remat)) return (remat === "branches" ? 2 : 1) * stream * z.width;
+    const branches = c.parallel_residual ? 1 : 2;
+    if (WHOLE.includes(remat)) return (remat === "branches" ? branches : 1) * stream * z.width;
     const onTpu = z.platform === "tpu", narrow = c.d_model < 2048;
     const less = onTpu && c.attention === "gqa" && !(onePiece && narrow) ? stream + whole : 0;
     const copies = onTpu && c.attention === "mla" && onePiece ? keys * h * c.d_rope : 0;
-    if (remat === "dots") return (2 * stream + whole * (inner ? 2 : 1) - less + N * latent + N * h * score + made + copies + inner * (1 + c.swiglu)) * z.width;
+    if (remat === "dots") return (branches * stream + whole * (inner ? 2 : 1) - less + N * latent + N * h * score + made + copies + inner * (1 + c.swiglu)) * z.width;
     let attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32;
-    if (ring) attended += (contexts - 1) * N * h * (value + 1) * f32;
-    if (remat === "fused") return attended + (2 * stream + 3 * whole + N * latent + matrices * (inner + rows * m) + 3 * rows * c.d_model) * z.width;
-    return 4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width + attended
+    if (way === "all_to_all") attended += N * h * value * z.width;
+    if (way === "ring") attended += (contexts - 1) * N * h * (value + 1) * f32;
+    if (remat === "fused") return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (inner + rows * m) + 3 * rows * c.d_model) * z.width;
+    return 2 * branches * stream * f32 + (branches * stream + (2 * branches - 1) * whole + 3 * N * latent) * z.width + attended
       + (inner + rows * m) * (c.swiglu ? 5 : 6) * z.width + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width;
   }
 
@@ -681,6 +687,10 @@
     try {
       const wires = links(data, cfg), split = splitBatch(cfg), s = floordiv(cfg.seq_len, mesh.context);
       checkDivides(preset.declarations, mesh);
+      const heads = c.attention === "mla" ? c.n_heads : c.n_kv_heads, shares = mesh.tensor * mesh.context;
+      if (overContext(c, { mesh }) === "all_to_all" && heads % shares) {
+        throw new Refused(`${heads} heads that have keys do not split over tensor*context = ${shares} devices; send keys in turn`);
+      }
       const sched = schedule(cfg, split, c.n_blocks), platform = chip.torus_dims ? "tpu" : "cpu";
       const z = { b: split.device_batch, T: cfg.seq_len, s, t: floordiv(s, mesh.tensor), width: c.compute === "bfloat16" ? 2 : 4,
                   blocks: floordiv(c.n_blocks, mesh.stage), mesh, platform, chip: cfg.chip, BLOCK: data.BLOCK, VMEM_BYTES: data.VMEM_BYTES, TILE: data.TILE, PART: data.PART };

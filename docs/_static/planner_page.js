@@ -39,9 +39,9 @@
 
   function startOf(name, chip) {
     const { model, mesh, batch_size, seq_len } = data.presets[name];
-    const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, mixtral_8x7b: { fsdp: 32, tensor: 2 },
-                    deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
-    const size = { dense_124m: 512, llama3_8b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
+    const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, llama3_70b: { fsdp: 64 },
+                    mixtral_8x7b: { fsdp: 32, tensor: 2 }, deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
+    const size = { dense_124m: 512, llama3_8b: 64, llama3_70b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
     return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", remat: model.remat,
              gather: model.gather, tensor_exchange: model.tensor_exchange, context_attention: model.context_attention };
   }

@@ -123,6 +123,88 @@ async function widget(base) {
   return log;
 }
 
+// As somebody without a mouse: to the next device, to a line, and to an axis of more devices than there may be.
+async function meshExplorer(base) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(`${base}mesh_explorer.html?mesh=fsdp=2,tensor=4&device=0`, PHONE, log);
+  const read = () => page.evaluate(() => ({
+    said: document.querySelector("#mesh-explorer .said").innerText,
+    device: document.querySelector("#mesh-explorer h3").innerText,
+    marked: [...document.querySelectorAll("#mesh-explorer .marked")].map((one) => Number(one.innerText)),
+    focus: document.activeElement.innerText,
+    sizes: [...document.querySelectorAll("#mesh-explorer [data-size]")].map((one) => Number(one.innerText)),
+    pictures: document.querySelectorAll("#mesh-explorer svg .held").length,
+  }));
+  await page.focus("#mesh-explorer .devices [aria-pressed=true]");
+  for (const key of ["ArrowRight", "ArrowDown"]) await page.keyboard.press(key);
+  log.moved = await read();
+  await page.focus('#mesh-explorer [data-line="weights"]');
+  await page.keyboard.press("Enter");
+  log.line = await read();
+  await page.focus('#mesh-explorer [data-array="weights w_query_DHK"]');
+  await page.keyboard.press("Space");
+  log.array = await read();
+  await page.focus('#mesh-explorer [name="stage"]');
+  await page.keyboard.press("End");
+  log.full = await read();
+  await page.close();
+  return log;
+}
+
+// Tick by tick, then played from its start to its end, then a number of microbatches that interleaved does not take.
+async function scheduleExplorer(base) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(`${base}schedule_explorer.html?schedule=1f1b&stages=2&microbatches=3&tick=1`, PHONE, log);
+  const read = () => page.evaluate(() => ({
+    said: document.querySelector("#schedule-explorer .said").innerText,
+    at: document.querySelector("#schedule-explorer .at").innerText,
+    now: [...document.querySelectorAll("#schedule-explorer td.now")].map((one) => one.title),
+    kept: [...document.querySelectorAll("#schedule-explorer .kept b")].map((one) => Number(one.innerText)),
+    button: document.querySelector("#schedule-explorer [name=play]").innerText,
+    microbatches: document.querySelector("#schedule-explorer [name=microbatches]").value,
+  }));
+  log.start = await read();
+  await page.focus("#schedule-explorer [name=on]");
+  await page.keyboard.press("Enter");
+  log.on = await read();
+  await page.focus("#schedule-explorer [name=play]");
+  await page.keyboard.press("Enter");
+  log.playing = await read();
+  const ended = () => document.querySelector("#schedule-explorer [name=play]").innerText === "play";
+  await page.waitForFunction(ended, { timeout: 30000 }).catch(() => log.errors.push("the table is not played to its end"));
+  log.played = await read();
+  await page.select("#schedule-explorer [name=schedule]", "interleaved");
+  log.refused = await read();
+  await page.close();
+  return log;
+}
+
+// From bar to bar by keyboard, then to another case by a switch, and wider.
+async function layerTimeline(base) {
+  const log = { errors: [], foreign: [] };
+  const page = await open(`${base}layer_timeline.html?case=v5e_gather`, PHONE, log);
+  const read = () => page.evaluate(() => ({
+    said: document.querySelector("#layer-timeline .said").innerText,
+    step: document.querySelector("#layer-timeline .facts .step").innerText,
+    waiting: document.querySelector("#layer-timeline .facts .waiting").innerText,
+    bars: document.querySelectorAll("#layer-timeline [data-bar]").length,
+    red: [...document.querySelectorAll('#layer-timeline [data-way="back"] rect.waiting')].map((one) => Number(one.getAttribute("width"))).reduce((a, b) => a + b),
+    width: document.querySelector('#layer-timeline [data-way="back"] svg').clientWidth,
+    own: document.querySelector("#layer-timeline .own").innerText,
+  }));
+  log.start = await read();
+  await page.focus('#layer-timeline [data-way="back"] .time');
+  for (const key of ["Home", "ArrowRight", "ArrowDown"]) await page.keyboard.press(key);
+  log.moved = await read();
+  await page.select("#layer-timeline [name=tensor_exchange]", "ring");
+  log.ring = await read();
+  await page.focus("#layer-timeline [name=zoom]");
+  await page.keyboard.press("ArrowRight");
+  log.wider = await read();
+  await page.close();
+  return log;
+}
+
 async function picture(url, file, width, dark) {
   const log = { errors: [], foreign: [] };
   const page = await open(url, width < 600 ? { ...PHONE, width } : { ...DESK, width }, log);
@@ -140,6 +222,9 @@ if (what === "report") {
   answer.search = await search(base, "reduce-scatter");
   answer.dark = await darkMode(base, rest.find((name) => name.startsWith("chapters/")) ?? "index.html");
   answer.widget = await widget(base);
+  answer.mesh = await meshExplorer(base);
+  answer.schedule = await scheduleExplorer(base);
+  answer.layer = await layerTimeline(base);
 } else {
   answer = await picture(base + rest[0], rest[1], Number(rest[2] ?? 1280), rest.includes("dark"));
 }

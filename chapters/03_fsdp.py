@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 04 · From copies to slices
+# # 03 · From copies to slices
 #
 # **Question.** Eight devices train one model on different sequences. What must they tell each other in a
 # step, and what must each of them keep?
@@ -7,8 +7,8 @@
 # **Why it hurts not to know.** The usual mistake does not crash, and the loss it prints is *lower* than the
 # right one. And where everyone keeps everything, a thousand chips train no larger model than one chip does.
 #
-# *Before this:* 03 (`shard_map`, the six collectives). *Mesh:* `fsdp=8`, then `data=2,fsdp=4`, simulated.
-# *Runs in* 50 s on 2 cores.
+# *Before this:* 01 (`shard_map`, the collectives), 02 (who adds gradients). *Mesh:* `fsdp=8`, then
+# `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores; reading takes 30 minutes, and the exercises an hour.
 
 # %%
 import utils
@@ -29,9 +29,9 @@ from sharding import DATA, FSDP, P
 # %% [markdown]
 # ## Eight copies, and nobody adds
 #
-# A stack of L square layers of width D, `x + tanh(x @ w)`, and a mean squared error. The batch has B = 32 rows
-# (one row stands for one sequence); each of n = 8 devices gets b = B/n = 4 of them. (A name ends with its
-# array's letters, a small one for a slice: `x_bD`.)
+# A stack of L square layers of width D, `x + tanh(x @ w)`, and a mean squared error. The batch has B = 32
+# rows (one row stands for one sequence); each of n = 8 devices gets b = B/n = 4 of them. (A name ends with
+# its array's letters, a small one for a slice: `x_bD`.)
 
 # %%
 n, B = 8, 32
@@ -53,10 +53,10 @@ def share_of_loss(w, x_bD, y_bD):
 
 
 # %% [markdown]
-# The naive way: every device trains a copy of the weights on its own four rows, and the trainer prints the mean
-# of the eight losses. (`vmap` stands for eight devices that never talk.) Beside it the right way: `w` is one
-# value on all devices, and `grad` inside `shard_map` adds the eight shares of its gradient by itself
-# (chapter 03).
+# The naive way: every device trains a copy of the weights on its own four rows, and the trainer prints the
+# mean of the eight losses. (`vmap` stands for eight devices that never talk.) Beside it the right way: `w` is
+# one value on all devices, and `grad` inside `shard_map` adds the eight shares of its gradient by itself
+# (chapter 02).
 
 # %%
 w, x_BD, y_BD = problem(D=16, L=1)
@@ -82,7 +82,7 @@ for _ in range(100):
     copies, shared, losses = step_of_both(copies, shared)
     curves.append([float(x) for x in losses])
 
-# %% mystnb={"image": {"alt": "Three loss curves over 100 steps: what eight copies print lies lowest, the run that adds above it, copy 0 on all rows highest and flat."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Three loss curves over 100 steps: what eight copies print lies lowest, the run that adds above it, copy 0 on all rows highest and flat."}}
 figure, axes = plt.subplots(figsize=(6, 3.2))
 printed, first, right = np.transpose(curves)
 blue = lesson.COLOURS[FSDP]
@@ -104,15 +104,16 @@ assert lesson.same(added_gradient(w, x_BD, y_BD), d_one)
 # Every copy has learned its four rows by heart, and the printed loss, taken on those same rows, rewards it.
 # Only comparing the copies, or trying one of them on all rows, shows the fault.
 #
-# The cure is a sum, and `grad` writes it. What remains yours is that the eight things added are shares of *one*
-# mean. `share_of_loss` divides by the entries of all B rows, which it knows beforehand. Often one does not:
+# The cure is a sum, and `grad` writes it. What remains yours is that the eight things added are shares of
+# *one* mean. `share_of_loss` divides by the entries of all B rows, which it knows beforehand. Often one does
+# not:
 #
 # ## Exercise 1: whose mean?
 #
 # Sequences are padded, so devices hold unequal numbers of real ones. `error_b` has an error for each of this
 # device's rows, `real_b` is 1.0 where a row is real and 0.0 where it is padding. Return this device's share
-# of the mean error of all real rows in the batch; `grad` adds the shares. (`sharding.psum(x, FSDP)` is the sum
-# of all devices' `x`.)
+# of the mean error of all real rows in the batch; `grad` adds the shares. (`sharding.psum(x, FSDP)` is the
+# sum of all devices' `x`.)
 
 # %% tags=["hide-input"]
 REAL_B = np.float32(np.arange(B) % 4 < np.repeat([4, 4, 4, 3, 1, 1, 1, 2], 4))
@@ -162,12 +163,14 @@ SHARE_HINTS = [
     (lambda e, r: jnp.sum(e) / B, "Padding has errors too. Do they count?"),
     (lambda e, r: jnp.sum(e) / total(r), "The right count. But padding is added, too."),
     (lambda e, r: jnp.mean(e * r), "You divide by this device's rows, and by padding."),
+    (lambda e, r: jnp.mean(e),
+     "Eight means of one device's rows are added, and padding counts in each."),
+    (lambda e, r: jnp.sum(e * r) / n, "Divided by 8. How many rows are real?"),
     (lambda e, r: jnp.sum(e * r), "A sum. What is it a share of?"),
     (lambda e, r: jnp.sum(e * r) / total(r) / devices(),
      "One division too many: adding shares is no averaging."),
     (lambda e, r: jnp.sum(e * r) / jax.lax.pmean(jnp.sum(r), FSDP),
-     "You divide by the rows of an average device, not by those of all."),
-]  # fmt: skip
+     "You divide by the rows of an average device, not by those of all.")]  # fmt: skip
 
 
 # %%
@@ -200,8 +203,8 @@ for nothing in (share_of_mean, lambda e, r: None, ...):
 # %% [markdown]
 # ## What the copies cost
 #
-# With Adam, a parameter is four float32 numbers: itself, its gradient, two moments. That is 16 bytes, on every
-# device.
+# With Adam, a parameter is four float32 numbers: itself, its gradient, two moments. That is 16 bytes, on
+# every device.
 
 # %%
 import config
@@ -209,19 +212,18 @@ from plan import costs, hardware, planner
 
 total_8b, _ = costs.parameters(config.preset("llama3_8b").model)
 print(f"llama3_8b: {total_8b:,} parameters, {16 * total_8b / 2**30:.0f} GiB")
-for key in ("v4", "v5p"):
+for key in ("v4", "v5p", "h100"):
     chip = hardware.CHIPS[key]
     print(f"{chip.name}: {chip.memory_bytes / 2**30:.2f} GiB for a program")
 
 # %% [markdown]
-# It fits on neither, and a thousand chips that hold copies are no help. But who needs all of it, and when? Adam
-# works entry by entry: who updates an entry needs its moments and its gradient, and one device is enough for
-# that. The entry itself is needed by everyone, and only while its layer is at work.
-#
-# So parameters, gradients and moments may each be whole on every device, or lie in slices, or in slices of
-# which several devices hold the same one:
+# It fits on none of them, and a thousand chips that hold copies are no help. But who needs all of it, and
+# when? Adam works entry by entry: one device is enough to update an entry, and needs its moments and its
+# gradient for that. The entry itself is needed by everyone, but only while its layer is at work. So each of
+# the three kinds may be whole on every device, or lie in slices, or in slices of which several devices hold
+# the same one:
 
-# %% mystnb={"image": {"alt": "A matrix three times: one box held by devices 0 to 7; eight strips, one a device; four strips, each held by two devices."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "A matrix three times: one box held by devices 0 to 7; eight strips, one a device; four strips, each held by two devices."}}
 cases = {"P()\non fsdp=8": ("fsdp=8", P()), "P(FSDP)\non fsdp=8": ("fsdp=8", P(FSDP)),
          "P(FSDP) on\ndata=2,fsdp=4": ("data=2,fsdp=4", P(FSDP))}  # fmt: skip
 figure, panels = plt.subplots(1, 3, figsize=(6.4, 2.6))
@@ -232,9 +234,10 @@ figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # Cutting the moments, then the gradients, then the parameters is called ZeRO 1, 2 and 3
-# ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 5). Here it is three specs. `summed` makes of
-# partial sums what a spec asks for, and `moved` turns an array from one spec into another. (From chapter 03:
-# `own_slice` keeps this device's slice, and `to="invarying"` says that all devices now have one value.)
+# ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 5). Here it is three specs: how parameters
+# lie between steps, how gradients lie while they are collected, how moments lie. `summed` makes of partial
+# sums what a spec asks for, and `moved` turns an array from one spec into another. (`own_slice` keeps this
+# device's slice, and `to="invarying"` says that all devices now have one value.)
 
 # %%
 WHOLE, SLICES = P(), P(FSDP)
@@ -256,33 +259,56 @@ def moved(x, old, new):
 
 def adam(w, m, v, d):
     m, v = 0.9 * m + 0.1 * d, 0.95 * v + 0.05 * d**2
-    return w - 0.01 * m / (jnp.sqrt(v) + 1e-6), m, v  # 1e-8 makes signs of rounding
+    return w - 0.01 * m / (jnp.sqrt(v) + 1e-6), m, v
 
 
 # %% [markdown]
-# A step joins the parameters, takes this device's share of the gradient, sums the shares, updates what this
-# device has the moments of, and lays the parameters out as they were.
+# A step joins the parameters and works through this device's rows in M *passes*, one after the other, because
+# the activations of all rows may not fit at once (gradient accumulation). It sums the gradients over passes
+# and over devices, updates what this device has the moments of, and lays the parameters out as they were. The
+# two sums can be taken in either order. That is where the stages differ.
 
 
 # %%
-@cache
-def train_step(params, grads, moments):
-    """A step of Adam, for the specs of three kinds of array."""
+def updated(w, m, v, d, params, moments):
+    """Adam on what this device has moments of; the parameters as they lay before."""
+    w = [moved(one, params, moments) for one in w]
+    after = [adam(*one) for one in zip(w, m, v, d, strict=True)]
+    w, m, v = map(list, zip(*after, strict=True))
+    return [moved(one, moments, params) for one in w], m, v
 
-    def step(w, m, v, x_bD, y_bD):
-        whole = [moved(one, params, WHOLE) for one in w]
-        mine = sharding.vary(whole, FSDP)  # so that grad adds nothing: `summed` does
-        partial = jax.grad(share_of_loss)(mine, x_bD, y_bD)
-        d = [moved(summed(one, grads), grads, moments) for one in partial]
-        w = [moved(one, params, moments) for one in w]
-        after = [adam(*one) for one in zip(w, m, v, d, strict=True)]
-        w, m, v = map(list, zip(*after, strict=True))
-        return [moved(one, moments, params) for one in w], m, v
 
+# %% tags=["hide-input"]
+def on_slices(step, params, moments):
     state, rows = (params, moments, moments), (SLICES, SLICES)
     specs = dict(in_specs=(*state, *rows), out_specs=state)
     step = jax.shard_map(step, mesh=mesh, **specs)
     return jax.jit(step, donate_argnums=(0, 1, 2))  # the old state's memory is reused
+
+
+# %%
+@cache
+def train_step(params, grads, moments, M=1, added=None):
+    """A step of Adam, for the specs of three kinds of array; `added`: of their sum."""
+    added = moments if added is None else added
+
+    def step(w, m, v, x_bD, y_bD):
+        mine = sharding.vary([moved(one, params, WHOLE) for one in w], FSDP)
+
+        def one_pass(kept, rows):  # `mine` varies, so grad adds nothing: `summed` does
+            d = jax.grad(share_of_loss)(mine, *rows)
+            d = [summed(one, SLICES) for one in d] if grads == SLICES else d
+            return jax.tree.map(jnp.add, kept, d), None
+
+        parts = n if grads == SLICES else 1
+        rows = [a_bD.reshape(M, -1, a_bD.shape[1]) for a_bD in (x_bD, y_bD)]
+        kept = [jnp.zeros_like(one[: len(one) // parts]) for one in mine]
+        d, _ = jax.lax.scan(one_pass, sharding.vary(kept, FSDP), tuple(rows))
+        if grads == WHOLE:
+            d = [moved(summed(one, added), added, moments) for one in d]
+        return updated(w, m, v, d, params, moments)
+
+    return on_slices(step, params, moments)
 
 
 # %% [markdown]
@@ -295,20 +321,33 @@ args = w, zeros, zeros, x_BD, y_BD
 lesson.listed(lesson.compiled(train_step(WHOLE, WHOLE, WHOLE), mesh, *args))
 
 # %% [markdown]
-# One all-reduce of all six gradients: on a ring a device sends 2 · 7/8 of it (chapter 03). An all-gather or a
+# One all-reduce of all six gradients: on a ring a device sends 2 · 7/8 of it (chapter 01). An all-gather or a
 # reduce-scatter sends 7/8.
 #
-# > **Predict.** ZeRO 1 cuts the moments alone. A device updates its eighth of every matrix, and then has to
-# > learn the other seven from its neighbours. How many bytes does a device send in a step now? And is it more
-# > or less if the gradients are cut as well, ZeRO 2?
+# > **Predict.** ZeRO 1 cuts the moments. Of every matrix, a device updates its eighth, and then has to learn
+# > the other seven from its neighbours. How many bytes does a device send in a step of one pass now?
 
 # %%
 my_prediction = None  # bytes
 found = lesson.compiled(train_step(WHOLE, WHOLE, SLICES), mesh, *args)
 whole_bytes = sum(one.nbytes for one in w)
-assert {one.kind for one in found.collectives} == {"all-reduce", "all-gather"}
-assert sum(one.payload_bytes for one in found.collectives) == 2 * whole_bytes
+assert {one.kind for one in found.collectives} == {"reduce-scatter", "all-gather"}
 lesson.predicted("ZeRO 1 sends", my_prediction, found.total.wire_bytes, "bytes")
+naive = lesson.compiled(train_step(WHOLE, WHOLE, SLICES, added=WHOLE), mesh, *args)
+print(f"all-reduce first, then cut: {naive.total.wire_bytes:,}")
+assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
+
+# %% [markdown]
+# As many as the copies. An all-reduce *is* a reduce-scatter and then an all-gather, 344,064 bytes each.
+# Between the two halves a device holds its eighth of the summed gradient, and that is all that Adam needs. So
+# it stops there, updates, and gathers parameters in place of gradients (ZeRO paper, section 7).
+#
+# The second line is what people write first: keep the all-reduce, and cut what it returns. The numbers are
+# right, so only a count of bytes shows the gather too many. DeepSpeed's first ZeRO had it ([issue
+# 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020), and a user found it again in 2024 ([issue
+# 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)).
+#
+# Stages 1 and 2 differ when there are several passes. Four passes of one row each:
 
 # %%
 LAYOUTS = {
@@ -317,85 +356,66 @@ LAYOUTS = {
 }  # fmt: skip
 d = jax.grad(share_of_loss)(w, x_BD, y_BD)
 want = [adam(*one) for one in zip(w, zeros, zeros, d, strict=True)]  # on one device
-line = "{:6} {:>10} {:>7} {:>7} {:>9}".format
-sent, temporary, results = {}, {}, {}
-
-
-def measured(name, step, *args):
-    """Note what a device sends and needs in a step, and the state after it."""
-    found, program = lesson.compiled(step, mesh, *args), step.lower(*args).compile()
-    sent[name] = found.total.wire_bytes
-    temporary[name] = program.memory_analysis().temp_size_in_bytes
-    results[name] = step(*args)
-    of = {kind: f"{one.wire_bytes:,}" for kind, one in found.by("kind").items()}
-    kinds = "all-reduce", "reduce-scatter", "all-gather"
-    print(line(name, *(of.get(kind, "-") for kind in kinds), f"{sent[name]:,}"))
-
-
-# %%
-print(line("bytes", "all-reduce", "scatter", "gather", "sum"))
-for name, layout in LAYOUTS.items():
-    measured(name, train_step(*layout), *args)
-    assert lesson.same(list(zip(*results[name], strict=True)), want)
-
-# %% [markdown]
-# All four take the step of one device (asserted). Kinds and payloads are the compiler's word; the ring's
-# 7/8 is arithmetic, and no wire was measured.
-#
-# Cutting the moments made the step 1.5 times as dear. Cutting the gradients took that back. An all-reduce *is*
-# a reduce-scatter and then an all-gather, 344,064 bytes each. ZeRO 1 pays for both to have whole gradients,
-# throws seven eighths of them away, and pays for a gather once more, now of parameters. ZeRO 2 leaves the
-# useless gather out. ZeRO 3 moves the other one from the end of the step to its beginning. **So slices cost not
-# one byte more than copies**, as long as what was gathered is kept for the whole step.
-#
-# The numbers are right either way, so only a count of bytes shows the useless gather. DeepSpeed's first ZeRO
-# had it ([issue 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020), and a user found all-reduces
-# in its stages 1 and 2 again in 2024
-# ([issue 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)).
-#
-# ## Slices at rest, copies at work
-#
-# Now memory. At rest, between steps, a device holds parameters and moments. While a step runs, the compiled
-# program needs temporary memory besides, for gradients, activations, gathered weights. The compiler says how
-# much (`memory_analysis`).
-
-# %%
 on_first = lambda x: x.addressable_shards[0].data.nbytes
 held = lambda tree: sum(map(on_first, jax.tree.leaves(tree)))
-rest = {name: (held(w), held((m, v))) for name, (w, m, v) in results.items()}
-row = "{:6} {:>10} {:>10} {:>10}".format
-print(row("bytes", "parameters", "moments", "temporary"))
-memory_of = lambda name: [f"{x:,}" for x in (*rest[name], temporary[name])]
-for name in ("copies", "ZeRO 1", "ZeRO 2"):
-    print(row(name, *memory_of(name)))
-assert rest["copies"] == (whole_bytes, 2 * whole_bytes)
-assert rest["ZeRO 2"] == (whole_bytes, 2 * whole_bytes // n)
+line = "{:6} {:>9} {:>9} {:>9} | {:>9} {:>9} {:>9}".format
+sent, rest, temporary = {}, {}, {}
+
+
+def measured(name, step, *args, on=mesh):
+    """Note what a device sends in a step, and holds; returns the state after it."""
+    found, program = lesson.compiled(step, on, *args), step.lower(*args).compile()
+    sent[name], results = found.total.wire_bytes, step(*args)
+    temporary[name] = program.memory_analysis().temp_size_in_bytes
+    rest[name] = held(results[0]), held(results[1:])
+    kinds = found.by("kind")
+    of = [f"{kinds[k].wire_bytes:,}" if k in kinds else "-" for k in KINDS]
+    print(line(name, *of, *(f"{x:,}" for x in (*rest[name], temporary[name]))))
+    return results
+
+
+# %%
+KINDS = "all-reduce", "reduce-scatter", "all-gather"
+HEAD = line("bytes", "reduce", "scatter", "gather", "weights", "moments", "temporary")
+print(HEAD)
+for name, layout in LAYOUTS.items():
+    results = measured(name, train_step(*layout, M=4), *args)
+    assert lesson.same(list(zip(*results, strict=True)), want)
+assert sent["ZeRO 1"] == sent["copies"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
 
 # %% [markdown]
-# The copies' temporaries are twice the weights: the gradients, and what their all-reduce returns. In ZeRO 2 a
-# layer's gradient is scattered before the next layer's is made, so one matrix is whole at a time, 65,536 bytes;
-# the rest are mostly activations. (That they make an eighth of the copies' is chance: try 12 layers.)
+# All four take the step of one device (asserted). Left is what a device sends: kinds and payloads are the
+# compiler's word, the ring's 7/8 is arithmetic, and no wire was measured. Right is what it holds: weights and
+# moments between steps, and what the compiled program needs besides, for gradients, activations and gathered
+# weights (`memory_analysis`).
 #
-# > **Predict.** ZeRO 3 cuts the parameters too: 49,152 bytes at rest in place of 393,216. How many bytes of
-# > temporary memory does its step need?
+# - **ZeRO 1** keeps whole gradients over the passes and scatters once. It sends what the copies send.
+# - **ZeRO 2** scatters in every pass, so that a whole gradient exists for one matrix at a time. The price is
+#   M scatters in place of one. With M = 1 the two are the same program.
+# - **ZeRO 3** gathers at the step's beginning what the others gather at its end. **Slices at rest cost not
+#   one byte more than copies.** But look at its last column.
+
+# %% [markdown]
+# > **Predict.** ZeRO 3 holds 49,152 bytes of weights at rest in place of 393,216. With one pass in place of
+# > four, how much temporary memory does its step need? (Four passes also add gradients up.)
 
 # %%
 my_prediction = None  # bytes
+results = measured("ZeRO 3", train_step(*LAYOUTS["ZeRO 3"]), *args)
 counted = temporary["ZeRO 3"]
 lesson.predicted("ZeRO 3, temporary", my_prediction, counted, "bytes", within=0.05)
-assert whole_bytes < counted < 1.02 * whole_bytes
-assert rest["ZeRO 3"] == (whole_bytes // n, 2 * whole_bytes // n)
+print(f"all weights, and {counted - whole_bytes:,} bytes")
+assert whole_bytes < counted < 1.02 * whole_bytes, "activations are no longer small"
 
 # %% [markdown]
-# All weights, and 2,048 bytes. The step gathers them before the first layer, and the backward pass needs them,
-# so every layer's copy stays until its turn has come. (There is no room beside them even for one gradient: it
-# takes the place of a weight that is no longer needed.) What ZeRO 3 saves at rest it needs at work.
+# The step gathers all weights before the first layer, and the backward pass needs them, so every layer's copy
+# stays until its turn has come. What ZeRO 3 saves at rest it needs at work.
 #
-# To be slices at work as well, a layer's weights must be gathered right before their use, dropped after it, and
-# gathered again for the backward pass. That is what people mean by **FSDP**, and by the ZeRO 3 of the paper,
-# which gathers twice (section 7). Six layers, G a gather, S a scatter of the gradient:
+# To be slices at work as well, a layer's weights must be gathered right before their use, dropped after it,
+# and gathered again for the backward pass. That is what people mean by **FSDP**, and by the ZeRO 3 of the
+# paper, which gathers twice (section 7). Six layers, G a gather, S a scatter of the gradient:
 
-# %% mystnb={"image": {"alt": "Six layers against twelve turns of a step. Gathered once, all layers are whole from the start until their backward turn; gathered twice, each is whole in its own two turns."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Six layers against twelve turns of a step. Gathered once, all layers are whole from the start until their backward turn; gathered twice, each is whole in its own two turns."}}
 L = len(w)
 figure, panels = plt.subplots(2, 1, figsize=(5, 4.6), sharex=True)
 for axes, twice in zip(panels, (False, True), strict=True):
@@ -416,115 +436,97 @@ title = "A bar is a layer whose weights are whole"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# In code: the layers are stacked (L first) and looped over; the gather stands in the layer; and
-# `jax.checkpoint` makes the backward pass compute the layer again, its gather included, from the layer's input.
-# Nobody writes the scatter: it is the gather's backward pass. (Without a loop, the compiler for CPU sees a
-# layer's two gathers side by side, and merges them.)
+# ## FSDP by hand
+#
+# The program below can be pasted into an empty file. The layers are stacked (L first) and looped over. The
+# gather stands in the layer, and `jax.checkpoint` makes the backward pass compute the layer again from its
+# input, gather included. Nobody writes the scatter: it is the gather's backward pass (chapter 02).
+
+# %% tags=["by-hand"]
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+L, B, D = 6, 32, 128
+eight = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+rng = np.random.default_rng(0)
+w_LDD = np.float32(rng.normal(size=(L, D, D)) / D**0.5)
+x_BD, y_BD = np.float32(rng.normal(size=(2, B, D)))
 
 
-# %%
-@jax.checkpoint
+@jax.checkpoint  # keeps a layer's input alone
 def layer(x_bD, w_dD):
-    w_DD = sharding.all_gather(w_dD, FSDP, dim=0)
+    w_DD = jax.lax.all_gather(w_dD, "fsdp", axis=0, tiled=True)  # whole, for this layer
     return x_bD + jnp.tanh(x_bD @ w_DD), None  # `scan` wants a pair
 
 
+# %% tags=["by-hand"]
+def adam(w, m, v, d):
+    m, v = 0.9 * m + 0.1 * d, 0.95 * v + 0.05 * d**2
+    return w - 0.01 * m / (jnp.sqrt(v) + 1e-6), m, v
+
+
 def fsdp_step(w_LdD, m_LdD, v_LdD, x_bD, y_bD):
-    def loss(w_LdD):
+    def my_share(w_LdD):
         out_bD, _ = jax.lax.scan(layer, x_bD, w_LdD)
-        return share_of_loss([], out_bD, y_bD)
+        return jnp.sum((out_bD - y_bD) ** 2) / (B * D)  # B: the rows of all devices
 
-    return adam(w_LdD, m_LdD, v_LdD, jax.grad(loss)(w_LdD))
+    return adam(w_LdD, m_LdD, v_LdD, jax.grad(my_share)(w_LdD))
 
 
-state, rows = (P(None, FSDP),) * 3, (SLICES, SLICES)
-specs = dict(in_specs=(*state, *rows), out_specs=state)
-step = jax.jit(jax.shard_map(fsdp_step, mesh=mesh, **specs), donate_argnums=(0, 1, 2))
-w_LDD, zeros_LDD = np.stack(w), np.stack(zeros)
-stacked = w_LDD, zeros_LDD, zeros_LDD, x_BD, y_BD
+slices, rows = P(None, "fsdp"), P("fsdp")  # [L, D/8, D] and [B/8, D]
+specs = dict(in_specs=(slices,) * 3 + (rows,) * 2, out_specs=(slices,) * 3)
+step = jax.jit(jax.shard_map(fsdp_step, mesh=eight, **specs))
+
+
+# %% tags=["by-hand"]
+def on_one_device(w_LDD):
+    out_BD = x_BD
+    for w_DD in w_LDD:
+        out_BD = out_BD + jnp.tanh(out_BD @ w_DD)
+    return jnp.mean((out_BD - y_BD) ** 2)
+
+
+after = step(w_LDD, 0 * w_LDD, 0 * w_LDD, x_BD, y_BD)
+one_device = adam(w_LDD, 0.0, 0.0, jax.grad(on_one_device)(w_LDD))
+for mine, right in zip(after, one_device, strict=True):
+    np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
+print("weights and both moments are those of one device")
 
 # %%
-print(line("bytes", "all-reduce", "scatter", "gather", "sum"))
-measured("FSDP", step, *stacked)
-rest["FSDP"] = held(results["FSDP"][0]), held(results["FSDP"][1:])
-assert lesson.same(results["FSDP"], [np.stack(one) for one in zip(*want, strict=True)])
+shape = jax.ShapeDtypeStruct
+donated = jax.jit(step, donate_argnums=(0, 1, 2))
+at_rest = jax.NamedSharding(eight, slices)
+zeros_of = lambda L: jax.device_put(np.zeros((L, D, D), "float32"), at_rest)
+state = lambda L: [zeros_of(L) for _ in range(3)]
+print(HEAD)
+measured("ZeRO 3", train_step(*LAYOUTS["ZeRO 3"]), *args)
+measured("FSDP", donated, *state(6), x_BD, y_BD, on=eight)
 assert sent["FSDP"] == 1.5 * sent["ZeRO 3"]
-print("\n" + row("bytes", "parameters", "moments", "temporary"))
-for name in ("ZeRO 3", "FSDP"):
-    print(row(name, *memory_of(name)))
-state_12 = [jax.ShapeDtypeStruct((12, *w[0].shape), "float32")] * 3
-memory = step.lower(*state_12, x_BD, y_BD).compile().memory_analysis()
-print(f"12 layers: temporary {memory.temp_size_in_bytes:,}")
-
-
-# %% tags=["remove-cell"]
-def unrolled_step(w, m, v, x_bD, y_bD):
-    def loss(w):
-        out_bD = x_bD
-        for w_dD in w:
-            out_bD, _ = layer(out_bD, w_dD)
-        return share_of_loss([], out_bD, y_bD)
-
-    d = jax.grad(loss)(w)
-    return [adam(*one) for one in zip(w, m, v, d, strict=True)]
-
-
-specs = dict(in_specs=(SLICES,) * 5, out_specs=SLICES)
-unrolled = jax.jit(jax.shard_map(unrolled_step, mesh=mesh, **specs))
-assert lesson.compiled(unrolled, mesh, *args).by("kind")["all-gather"].count == L
+memory = donated.lower(*state(12), x_BD, y_BD).compile().memory_analysis()
+more = (memory.temp_size_in_bytes - temporary["FSDP"]) / 6
+print(f"a layer more: {more:,.0f} bytes, temporary; its matrix has {4 * D * D:,}")
 
 # %% [markdown]
 # The same step, half as many bytes again on the wire, a third of the temporary memory. And a layer more now
-# adds 10,240 bytes, a slice of a gradient and one activation, in place of a matrix of 65,536:
-
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Five stacked bars of megabytes a device. Copies is tallest, ZeRO 1 two thirds of it, ZeRO 2 and ZeRO 3 a third; FSDP half of those."}}
-figure, axes = plt.subplots(figsize=(6, 3.8))
-style = {
-    True: {"fc": blue, "alpha": 0.75}, False: {"fc": lesson.NEUTRAL, "alpha": 0.75},
-    None: {"fc": "none", "hatch": "///"},
-}  # fmt: skip
-for place, (name, layout) in enumerate({**LAYOUTS, "FSDP": (SLICES,) * 3}.items()):
-    cut_w, _, cut_m = (spec == SLICES for spec in layout)
-    parts, bottom = ((rest[name][0], cut_w, "W"), (rest[name][1], cut_m, "M")), 0
-    for size, sliced, letter in (*parts, (temporary[name], None, "")):
-        axes.bar(place, size / 1e6, bottom=bottom / 1e6, ec="black", **style[sliced])
-        if size > 7e4:
-            middle = (bottom + size / 2) / 1e6
-            axes.text(place, middle, letter, ha="center", va="center_baseline", size=9)
-        bottom += size
-axes.set_xticks(range(5), rest)
-axes.set(title="One gather more, and least memory", ylabel="MB a device")
-key = {"whole": False, "in slices": True, "temporary": None}
-box = lambda cut: plt.Rectangle((0, 0), 1, 1, ec="black", **style[cut])
-axes.legend(map(box, key.values()), key, title="W weights, M moments")
+# adds a slice of a gradient and one activation, in place of a matrix.
 
 # %% [markdown]
-# ## The real thing
+# ## In the model
 #
-# `model.py` can do both: `work.gather` is `layer` (gather twice) or `step` (once). PyTorch's name for it is
-# `reshard_after_forward`, true or false
-# ([fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html)).
-
-# %%
-import model
-import pipeline
-from overlap import remat, weights
-
-lesson.source(weights.held_by_step, weights.at_use, weights.gathered, remat.regather)
-
-# %% [markdown]
-# - `held_by_step` is called once a step, `at_use` for every layer. One of the two gathers, the other only
-#   casts: `WHEN` is a table of two rows, `layer` and `step`, that says which.
-# - `gathered` joins every parameter whose declaration names `FSDP`, along the dim that it cuts, in the dtype of
-#   the products: in bfloat16 half the bytes travel. (`exact` parameters keep their own. `names`, if given, are
-#   the only ones.)
-# - `regather` tells `jax.checkpoint` what to keep for the backward pass: every value but gathered weights.
-#
-# Now the smallest preset without its experts, 4 layers of 7 matrices, and two tables (embedding and output), on
-# `data=2,fsdp=4`, the third picture above: two groups of four devices, and each group holds one model in four
+# `model.py` does this for every matrix: its declaration says along which dim `FSDP` cuts it, and it is
+# gathered where it is used, in bfloat16, so that half the bytes travel. The smallest preset without experts,
+# on `data=2,fsdp=4`, the third picture above: each of two groups of four devices holds one model in four
 # slices.
 
 # %% tags=["hide-input"]
+import model
+import pipeline
+
 DENSE = {
     "model.n_experts": 0, "model.n_layers": 4, "model.dense_prefix": 0,
     "model.attention": "gqa", "model.no_rope_every": 0,
@@ -546,7 +548,7 @@ def random_batch(B, T, V):
             "weights_BT": np.float32(real_BT)}  # fmt: skip
 
 
-# %%
+# %% tags=["hide-input"]
 declared = model.declare(tiny("data=1", "layer").model)  # shapes and specs, no arrays
 weights = sharding.init(declared, sharding.make_mesh("data=1"), seed=0)
 
@@ -563,63 +565,27 @@ def train_on(name, gather="layer"):
     return float(loss), grads, lesson.compiled(step, on, *args), memory
 
 
-alone_loss, alone_grads, *_ = train_on("data=1")
-print(f"one device: loss {alone_loss:.6f}")
-
 # %%
-for gather in ("layer", "step"):
-    loss, grads, found, memory = train_on("data=2,fsdp=4", gather)
-    assert lesson.same((loss, grads), (alone_loss, alone_grads))
-    print(f"gather={gather}: loss {loss:.6f}")
-    print(f"  gradient {lesson.ratio(grads, alone_grads)}, temporary {memory:,}")
-    for kind in ("all-gather", "reduce-scatter"):
-        moves = found.by("kind")[kind]
-        print(f"  {moves.count:.0f} {kind}s send {moves.wire_bytes:,}")
-    for axes, moves in found.by("axes").items():
-        print(f"  over {axes}: {moves.wire_bytes:,}")
+alone_loss, alone_grads, *_ = train_on("data=1")
+loss, grads, found, _ = train_on("data=2,fsdp=4")
+assert lesson.same((loss, grads), (alone_loss, alone_grads))
+print(f"loss {alone_loss:.6f} and {loss:.6f}", end="; ")
+print("gradient", lesson.ratio(grads, alone_grads))
+for axes, moves in found.by("axes").items():
+    print(f"  over {axes}: {moves.wire_bytes:,} bytes")
 
 # %% [markdown]
-# Both find the one device's loss and gradient. With `gather=layer` there are 65 all-gathers: 7 matrices of 4
-# layers, forward and again backward; the embedding's table; and that of the logits once, in 8 slices of the
-# words (02), the next while one is used. The 37 reduce-scatters are one for each, gathered twice or not. With
-# `gather=step` a matrix of all 4 layers is one array, gathered whole: 7 and the tables make 9, and the third
-# transfer is saved. It is 288,000 / 218,880 here, a third more and not half, as the tables are gathered once.
-# What `step` costs stands among the temporaries: the layers' weights in one piece, and their gradients.
-# (A device with fewer tokens than V = 280 sends those to the table's slices: `model.embed_in_slices`.)
-#
-# ## When do they travel?
-#
-# With `layer`, a layer's first product needs its weights. But no activation is in a weight: the next gather can
-# be on its way during this layer's products, if whoever orders the program sees that. Simulated devices cannot
-# show it: they share one processor. The TPU's compiler can, without a TPU (`make extra-tpu`); its program is a
-# schedule, and can be played against time. Not run by this page:
-#
-# ```
-# python -m bench.overlap llama3_8b --topology v4:2x2x4 --mesh fsdp=16 --model.n_layers 8 \
-#     --data.batch_size 16 --data.seq_len 4096 --seconds
-# ```
-#
-# A device waits for 8.8 of 16.1 GB (libtpu 0.0.42.1): bytes beside which the schedule has no product. Gathers
-# are 0.25 of them; the compiler hides the others by itself. The rest are gradients. They go over all chips of
-# the slice, where the compiler makes all-reduces of the scatters, with twice the bytes, and everything waits.
-# Played, the step takes 0.429 s, of which 0.070 s pass waiting.
-#
-# Could a loop of our own do better, one that gathers the next layer's weights and scatters the last one's
-# gradients in parts? It was tried: fewer bytes wait, and most steps get slower (the page "Seconds" says by how
-# much).
-#
-# ## Two axes
-#
 # On two axes this is called hybrid sharding, HSDP. Weights are joined over `fsdp` alone. A gradient has to be
 # added over both, since all eight devices had other rows: over `fsdp` by the reduce-scatters, in every layer,
-# and over `data` by an all-reduce of the slices, only 36,480 bytes. (Over both axes at once goes what is not
+# and over `data` by an all-reduce of the slices, a quarter of the model. (Over both at once goes what is not
 # cut: the norms' gains, and the loss.)
 #
 # ## Exercise 2: which axis first?
 #
 # `partial_DD` is this device's share of a matrix's gradient, one of the shares of all devices of a mesh
 # `data=2,fsdp=4`. Return this device's slice of the sum: 1/4 of the rows, the same for the two devices along
-# `DATA` that hold it. `DATA` is the slow axis, between two buildings, say: send as little as possible over it.
+# `DATA` that hold it. `DATA` is the slow axis, between two buildings, say: send as little as possible over
+# it.
 
 # %% tags=["hide-input"]
 PARTIAL = np.random.default_rng(1).normal(size=(8, 128, 128)).astype(np.float32)
@@ -657,6 +623,8 @@ TWO_AXES_HINTS = [
     (lambda x: sharding.psum(x, FSDP), "Added over fsdp alone, and whole."),
     (own, "Your rows, and of this device's share alone. Nothing is added."),
     (lambda x: x, "This is one device's share. Nothing is added."),
+    (lambda x: sharding.psum(scatter(x), DATA) / n,
+     "An eighth of the sum. What was added are shares already."),
     (lambda x: jax.lax.pmean(scatter(x), DATA), "A mean over data: shares are added."),
 ]  # fmt: skip
 
@@ -726,7 +694,7 @@ for nothing in (slice_of_sum, lambda x: None, ...):
 # then has to find the collectives.
 
 
-# %%
+# %% tags=["hide-input"]
 def plain_step(w, m, v, x_BD, y_BD):
     d = jax.grad(share_of_loss)(w, x_BD, y_BD)
     after = [adam(*one) for one in zip(w, m, v, d, strict=True)]
@@ -745,79 +713,18 @@ for name in ("copies", "ZeRO 1", "ZeRO 3"):
 print("ZeRO 3:", {kind: int(one.count) for kind, one in found.by("kind").items()})
 
 # %% [markdown]
-# In ZeRO 3 it pays for the useless gather of ZeRO 1: gradients are made whole on every device and cut
-# afterwards. That is XLA's compiler for CPU. For GPUs it has a pass that looks for an all-reduce which is
-# then cut
-# ([ReduceScatterCreator](https://github.com/openxla/xla/blob/0e1ce76841700c606101e4c6b04ec081a446e96f/xla/service/gpu/transforms/reduce_scatter_creator.cc)),
-# and for TPUs (`v4:2x2x2`, libtpu 0.0.42, compiled and not run) this step has the same collectives as ours.
-#
-# **Flax NNX** keeps the spec with the parameter. Under a mesh, arrays are born in slices, and the optimizer's
-# moments follow:
-
-# %%
-import optax
-from flax import nnx
-
-
-class Stack(nnx.Module):
-    def __init__(self, D, L, rngs):
-        cut = nnx.with_partitioning(nnx.initializers.lecun_normal(), (FSDP, None))
-        more = dict(use_bias=False, kernel_init=cut, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(D, D, **more) for _ in range(L)])
-
-    def __call__(self, x_BD):
-        for layer in self.layers:
-            x_BD = x_BD + jnp.tanh(layer(x_BD))
-        return x_BD
-
-
-def nnx_step(stack, optimizer, x_BD, y_BD):
-    loss = lambda stack: jnp.mean((stack(x_BD) - y_BD) ** 2)
-    optimizer.update(stack, nnx.grad(loss)(stack))
-
-
-# %%
-with jax.set_mesh(mesh):
-    stack = Stack(128, 6, nnx.Rngs(0))
-    optimizer = nnx.Optimizer(stack, optax.adam(0.01), wrt=nnx.Param)
-    rows = [jax.device_put(a, at(SLICES)) for a in (x_BD, y_BD)]
-    found = lesson.compiled(nnx.jit(nnx_step), mesh, stack, optimizer, *rows)
-spec = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]["mu"]["layers"][0]
-print("a first moment:", spec["kernel"].get_value())
-for kind, one in found.by("kind").items():
-    print(f"{kind}: {one.wire_bytes:,} bytes")
-
-# %% [markdown]
-# The same collectives: NNX says where, XLA decides how. It decides by the bytes of each operation, and may
-# choose another parallelism than you meant. Cut rows times a cut matrix, and nothing said of the result:
-
-# %%
-columns = P(None, FSDP)
-product = jax.jit(jnp.matmul, in_shardings=(at(SLICES), at(columns)))
-shape = jax.ShapeDtypeStruct
-for rows in (32, 128):
-    operands = shape((rows, 128), "float32"), shape((128, 128), "float32")
-    spec = product.lower(*operands).compile().output_shardings.spec
-    [moved_array] = lesson.compiled(product, mesh, *operands).collectives
-    print(f"{rows} rows: {moved_array.kind} of {moved_array.payload_bytes:,} bytes")
-    print(f"  the result is {spec}")
-
-# %% [markdown]
-# With 128 rows it gathers the matrix, 65,536 bytes: FSDP. With 32 rows it gathers the rows, as they are
-# smaller. Every device then works on all rows for its own columns, and data parallelism has ended, by batch
-# size. Say where results lie (`out_shardings`, `jax.lax.with_sharding_constraint`).
-#
-# - **To the compiler**: what is small, or entry by entry. This project's optimizer runs under `jit`, outside
-#   the `shard_map`.
-# - **By hand**: where you owe an answer for bytes and memory. When a gathered weight is dropped, what goes over
-#   which axis, and how often: no spec says it.
+# In ZeRO 1 and 3 it pays for the useless gather: gradients are made whole on every device and cut afterwards.
+# That is XLA's compiler for CPU. For GPUs it has a pass that looks for an all-reduce which is then cut
+# ([ReduceScatterCreator](https://github.com/openxla/xla/blob/0e1ce76841700c606101e4c6b04ec081a446e96f/xla/service/gpu/transforms/reduce_scatter_creator.cc)).
+# Leave to the compiler what is small or entry by entry, such as the optimizer; write by hand where you owe an
+# answer for bytes and memory.
 #
 # ## When the wires are too slow
 #
 # FSDP sends weights, and weights do not shrink with the batch. So there is a batch below which the products
-# no longer cover the gathers. Take `llama3_8b`, 64 chips, `gather=layer`, bfloat16 on the wire, nothing
-# recomputed. The planner (`python -m plan`) adds up every product and every exchange, and divides by what the
-# chip and its wires can do:
+# no longer cover the gathers. Take `llama3_8b`, bfloat16 on the wire, nothing recomputed, gathered twice.
+# `planner.plan` adds up every product and exchange of a step, from the shapes that the model declares, and
+# divides by what a chip and its wires can do. It touches no device:
 
 
 # %%
@@ -838,23 +745,24 @@ def threshold(name, topology):
     return next(T for T in range(32, 2**14, 32) if enough(T))
 
 
-for key in ("v4", "v5p"):
-    chip, topology = hardware.CHIPS[key], hardware.Topology.parse(f"{key}:4x4x4")
-    wires = hardware.layout(config.MeshConfig(fsdp=64), topology)[FSDP].bytes_per_s
-    print(f"{key}: {chip.peak_flops_per_s / 1e12:.0f} TFLOP/s", end=", ")
-    print(f"6 links of {chip.link_bytes_per_s / 1e9:.0f}: {wires / 1e9:.0f} GB/s")
+for key in ("v4", "v5p", "h100"):
+    chip = hardware.CHIPS[key]
+    text = f"{key}: {chip.peak_flops_per_s / 1e12:.0f} TFLOP/s, a link"
+    print(f"{text} {chip.link_bytes_per_s / 1e9:.0f} GB/s")
 
 # %% [markdown]
-# (`4x4x4` is a torus, three axes closed to rings. A chip has two links along each, and a gather over all chips
-# uses all six.)
+# A TPU chip has two links along each axis of its torus. On 64 chips, `4x4x4`, three axes are closed to rings,
+# and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. A GPU has one figure for all its
+# NVLinks.
 #
 # > **Predict.** How many tokens must a v5p chip have, in one forward and backward pass, for its products to
-# > take as long as its wires? A parameter costs 2 FLOPs a token forward and 4 backward.
+# > take as long as its wires? A parameter costs 2 FLOPs a token forward and 4 backward. Weights are gathered
+# > twice, in bfloat16; over a whole slice the TPU's compiler makes an all-reduce of the gradient's scatter.
 
 # %%
 my_prediction = None  # tokens
 counted = threshold("llama3_8b", "v5p:4x4x4")
-lesson.predicted("a v5p chip needs", my_prediction, counted, "tokens", within=0.05)
+lesson.predicted("a v5p chip needs", my_prediction, counted, "tokens", within=0.1)
 assert counted == 1056
 
 # %% [markdown]
@@ -865,18 +773,19 @@ assert counted == 1056
 # | forward | gather, 2W bytes | 2WN FLOPs |
 # | backward | gather and scatter, 4W bytes | 4WN FLOPs |
 #
-# N FLOPs a byte, both ways. So products take longer if **N > peak FLOP/s / wire bytes/s**: 459e12 / 540e9 =
-# 850 tokens on v5p, 275e12 / 270e9 = 1,019 on v4. The planner asks for a quarter more: over all chips of a
-# slice the TPU's compiler makes an all-reduce of a scatter. That is 8W bytes for 6W, and 4/3 of 850 are 1,133.
-# (It is a little below that, since a gather sends 63/64 of W, and attention multiplies without weights.) In the
-# rule W has dropped out, and so has the number of chips. That is worth a test:
+# N FLOPs a byte, both ways. So products take longer if **N > peak FLOP/s / wire bytes/s**. W has dropped out,
+# and so has the number of chips. The chip has not:
 
 # %%
-models = "dense_124m", "llama3_8b", "mixtral_8x7b"
-print(f"{'tokens':9}", *(f"{name.split('_')[0]:>8}" for name in models))
-for topology in ("v4:4x4x4", "v5p:4x4x4", "v5p:4x4x8", "v4:4x4x2"):
-    row = (threshold(name, topology) for name in models)
-    print(f"{topology:9}", *(f"{T:8,}" for T in row))
+MODELS = "dense_124m", "llama3_8b", "mixtral_8x7b"
+TPUS = "v4:4x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5e:4x4"
+print(f"{'tokens':10} {'by hand':>8}", *(f"{name.split('_')[0]:>8}" for name in MODELS))
+for topology in (*TPUS, "h100:8", "h100:16", "b200:16"):
+    chips = hardware.Topology.parse(topology)
+    link = hardware.layout(config.MeshConfig(fsdp=chips.chips), chips)[FSDP]
+    by_hand = chips.chip.peak_flops_per_s / link.bytes_per_s
+    row = (by_hand, *(threshold(name, topology) for name in MODELS))
+    print(f"{topology:10}", *(f"{T:8,.0f}" for T in row))
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens a chip, both axes logarithmic: wires are flat lines, products rise and cross them at about a thousand tokens."}}
 figure, axes = plt.subplots(figsize=(6, 3.6))
@@ -897,20 +806,18 @@ axes.minorticks_off()
 axes.legend()
 
 # %% [markdown]
-# A model 65 times as large needs about the same number of tokens a chip, and so do twice as many chips. What
-# enters is the wiring: the axes of `v4:4x4x2` are not closed, and what a chip sends can go one way only. And
-# what is gathered without being used by every token: Mixtral gathers eight experts, and a token meets two.
-# (Below 256 tokens products wait for memory, chapter 00.)
+# Planner and rule differ by known factors. Over all chips of a slice the TPU's compiler makes an all-reduce
+# of a scatter: 8W bytes for 6W. On 8 GPUs a gather sends 7/8 of W. Attention multiplies without weights,
+# which lowers the threshold, most in small models. And Mixtral gathers eight experts of which a token meets
+# two: **the threshold grows by total over active parameters**, 3.6 there.
 #
-# A number of tokens a chip bounds the number of chips. A batch of 4 million tokens feeds 4e6 / 1,056 = 3,800
-# chips of v5p by FSDP alone. Beyond that, an axis is due that splits the products of a token (chapter 05).
-#
-# And the tokens are those of one *pass*. A step may take its sequences in several passes and add the gradients
-# (gradient accumulation); with `gather=layer` each pass gathers everything again. 512 sequences of 1,024 tokens
-# on `v5p:4x4x4`, in 1 and in 8 passes:
+# Tokens a chip bound the number of chips: a batch of 4 million feeds 4e6 / 1,056 = 3,800 chips of v5p by FSDP
+# alone. Beyond that, an axis is due that splits the products of a token (chapter 04). And the tokens are
+# those of one *pass*, as each pass gathers again, unless gathered weights are kept for the whole step (`step`
+# below; it takes 2 bytes a parameter, and 4 for gradients). 512 sequences of 1,024 tokens on `v5p:4x4x4`:
 
 
-# %%
+# %% tags=["hide-input"]
 def planned(mesh, gather, passes):
     changes = {"mesh": mesh, "work.gather": gather, "work.remat": "full"}
     changes |= {"work.device_batch": 8 // passes}
@@ -932,12 +839,9 @@ for case in (("data=64", "-", 1), ("fsdp=64", "layer", 1), ("fsdp=64", "step", 1
 print(note)
 
 # %% [markdown]
-# (96 GiB are there, so the copies do not fit. With `step`, 8 passes send more than 1, and hold more: gradients
-# of several passes are added in float32, whole.)
-#
-# And two axes? Over `data` goes one all-reduce of slices a step, however many passes there are. How slow may
-# its wire be? Take two slices of 64 v5p chips, joined by the network of the data centre. A chip sends its
-# slice of the gradient, 4W/64 bytes in float32 (an all-reduce of two sends 2 · 1/2 of it), for 6WN FLOPs:
+# (96 GiB are there, so the copies do not fit.) Over `data` goes one all-reduce of slices a step, however many
+# passes there are. Take two slices of 64 v5p chips, joined by the network of the data centre. A chip sends
+# its slice of the gradient, 4W/64 bytes in float32 (an all-reduce of two sends 2 · 1/2 of it), for 6WN FLOPs:
 
 # %%
 chip, fsdp = hardware.CHIPS["v5p"], 64
@@ -946,19 +850,13 @@ print(f"network: {chip.dcn_bytes_per_s / 1e9} GB/s a chip")
 print(f"N > {tokens:.0f} tokens a chip")
 
 # %% [markdown]
-# A wire 86 times slower asks for fewer tokens than the fast one: it carries 1/64 of the model. And those are
-# the tokens of a step, not of a pass.
-#
-# - **Copies** (`data`) if 16 bytes a parameter fit beside the activations. Slices are not dearer even then:
-#   here they travel in bfloat16, gradients too, and the copies' all-reduce adds in float32.
-# - **Slices** (`fsdp`), `gather=layer`, otherwise, if a pass has the tokens.
-# - **Slices, `gather=step`**, if it has not, and all weights in bfloat16 fit, with all gradients in float32.
-# - **Both axes**, where some wire is slow, or where scatters would become all-reduces (the note under the
-#   table). The price is state: twice the bytes for each doubling of `data`.
+# A wire 86 times slower asks for fewer tokens than the fast one: it carries 1/64 of the model.
 #
 # These seconds are a roofline: chip and wires at full speed, one after the other. If gathers run beside
-# products, the longer of the two counts, and the threshold is where wires stop being free. What a
-# TPU's compiler puts beside products, the flag `--compile` of `python -m plan` counts.
+# products, the longer of the two counts. Simulated devices share one processor, and cannot show that; the TPU
+# compiler's schedule can be played against time (the page "Seconds"). Latency is left out: at
+# about 1 µs a hop, and two hops along each of three axes, a gather of less than 6 µs, 3 MB at 540 GB/s, waits
+# for hops and not for bytes.
 #
 # ## Exercise 3: choose
 #
@@ -967,7 +865,7 @@ print(f"N > {tokens:.0f} tokens a chip")
 # (what is not said is the first value):
 #
 # - `mesh`, of `data` and `fsdp`, which has to be said;
-# - `work.gather`: `"layer"`, `"step"`;
+# - `work.gather`: `"layer"`, again in every pass; `"step"`, once;
 # - `work.remat`, what the backward pass computes again: `"full"` (whole layers), `"dots"` (all but products),
 #   `"none"`;
 # - `work.device_batch`, sequences a chip works on in one pass: 64 (all it has), 1, 2, 4, ..
@@ -1070,16 +968,16 @@ assert check_settings(settings) == check_settings(None) == lesson.NOTHING
 # ## A bug to find
 #
 # FSDP for one layer, with plain gradient steps, and gradients scaled down where their norm is above
-# `LARGEST`. `check_vma` is on, as always, and says nothing. A colleague reports that the model learns faster on
-# more devices.
+# `LARGEST`. `check_vma` is on, as always, and says nothing. A colleague reports that the model learns faster
+# on more devices.
 
 # %%
-LARGEST = 0.15
+LARGEST, STEPS = 0.2, 20
 START, X_BD, Y_BD = problem(D=16, L=1)
 
 
 def train(name):
-    """Weights after 8 steps on a mesh."""
+    """Weights after STEPS steps on a mesh."""
 
     def step(w, x_bD, y_bD):
         def loss(w):
@@ -1094,7 +992,7 @@ def train(name):
     specs = dict(in_specs=(SLICES, rows, rows), out_specs=SLICES)
     program = jax.jit(jax.shard_map(step, mesh=on, **specs))
     w = jax.device_put(START, jax.NamedSharding(on, SLICES))
-    for _ in range(8):
+    for _ in range(STEPS):
         w = jax.block_until_ready(program(w, X_BD, Y_BD))
     return w
 
@@ -1123,7 +1021,7 @@ def alone(scale, parts):
         return [one - by.reshape(one.shape) for one, by in zip(w, scaled, strict=True)]
 
     w = START
-    for _ in range(8):
+    for _ in range(STEPS):
         w = step(w)
     return np.asarray(w[0])
 
@@ -1135,7 +1033,7 @@ right_scale = by(lambda s_n: jnp.sqrt(jnp.sum(s_n)))
 # %% tags=["hide-input"]
 NORM_HINTS = [
     (by(jnp.sqrt),
-     "The weights are those of before. What in `step` depends on the mesh?"),
+     "The weights come out as before your change. What in `step` knows the mesh?"),
     (by(lambda s_n: jnp.sum(jnp.sqrt(s_n))),
      "Smaller steps on more devices now: norms do not add up."),
     (by(lambda s_n: jnp.sqrt(jnp.mean(s_n))),
@@ -1169,8 +1067,8 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `norm` is that of this device's slices. A slice is shorter than the whole, so more devices clip less, and each
-# slice is scaled by another number: not even the direction is right. The squares have to be added:
+# `norm` is that of this device's slices. A slice is shorter than the whole, so more devices clip less, and
+# each slice is scaled by another number: not even the direction is right. The squares have to be added:
 #
 # ```python
 # norm = jnp.sqrt(sharding.psum(sum(jnp.sum(one**2) for one in d), FSDP))
@@ -1198,7 +1096,7 @@ def with_norm(norm_of, divided=lambda: 1):
         specs = dict(in_specs=(SLICES, rows, rows), out_specs=SLICES)
         program = jax.jit(jax.shard_map(step, mesh=on, **specs))
         w = jax.device_put(START, jax.NamedSharding(on, SLICES))
-        for _ in range(8):
+        for _ in range(STEPS):
             w = jax.block_until_ready(program(w, X_BD, Y_BD))
         return w
 
@@ -1218,27 +1116,49 @@ WRONG = [
 for wrong, (_, hint) in zip(WRONG, NORM_HINTS, strict=True):
     assert check_mend(wrong) == hint, hint
 assert check_mend(train) == NORM_HINTS[0][1]
+# A gradient that is too big is not hidden by clipping: the last steps are not clipped.
+too_big = with_norm(lambda s: whole_norm(s), divided=lambda: 1 / 4)
+assert check_mend(too_big).startswith("Not yet")
 over_both = lambda s: jnp.sqrt(sharding.psum(s, (DATA, FSDP)))
 assert "It stops" in check_mend(with_norm(over_both))
 for nothing in (lambda name: ..., lambda name: None, ...):
     assert check_mend(nothing) == lesson.NOTHING
 
 # %% [markdown]
+# ## In one table
+#
+# x_bD @ w_DF, where w_DF is gathered from slices w_dF: b = B/n rows and d = D/n rows of the matrix on each of
+# n devices. W are the bytes of all weights, G of all gradients; a step has M passes. All times (n - 1)/n, n
+# being the size of the axis that the bytes go along.
+#
+# | | whole, at rest | forward | backward | once a step | who waits |
+# |---|---|---|---|---|---|
+# | copies | all | | | all-reduce, 2 G | the step's end |
+# | ZeRO 1 | weights, gradients | | | G + W | the step's end |
+# | ZeRO 2 | weights | | scatter, M G | W | layers can scatter beside products |
+# | ZeRO 3, FSDP | nothing | gather, M W | M W + M G | | each layer, if not gathered ahead |
+# | HSDP | nothing, in a group | M W | M W + M G | 2 G/n over `data` | also the slow wire, once |
+#
+# **Copies** where 16 bytes a parameter fit. **Slices** otherwise, if a pass has the tokens of the table above
+# (one v5p slice, one H100 node, two). **Both** where a wire is slow. In PyTorch: copies are
+# `DistributedDataParallel`, which *averages* gradients of local means, where here shares of one mean are
+# added; slices are [fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html), whose
+# `reshard_after_forward` says once or twice; `reduce_dtype` is the scatter's; HSDP takes a 2-D `DeviceMesh`.
+#
 # ## Three lines to keep
 #
 # 1. An all-reduce is a scatter and a gather; between the two everything may lie in slices, gradients, moments
 #    and parameters, and not one byte more travels.
-# 2. Slices at rest are not slices at work: a weight that is dropped after its layer is gathered again, in every
-#    backward pass, and this third transfer is the price of FSDP.
-# 3. A chip needs peak FLOP/s / wire bytes/s tokens a pass, about a thousand, whatever the size of the model and
-#    the number of chips.
+# 2. Slices at rest are not slices at work: a weight that is dropped after its layer is gathered again, in
+#    every backward pass, and this third transfer is the price of FSDP.
+# 3. A chip needs peak FLOP/s / wire bytes/s tokens a pass, whatever the size of the model and the number of
+#    chips: 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
 #
 # **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Slices of the
 # optimizer in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,
 # [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), section 3. Hybrid sharding: MiCS,
 # [arXiv:2205.00119](https://arxiv.org/abs/2205.00119). The compiler: GSPMD,
-# [arXiv:2105.04663](https://arxiv.org/abs/2105.04663); JAX, [Introduction to parallel
-# programming](https://docs.jax.dev/en/latest/sharded-computation.html); Flax, [Scale up on multiple
+# [arXiv:2105.04663](https://arxiv.org/abs/2105.04663). Flax, [Scale up on multiple
 # devices](https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html). The threshold, and gathers in
-# advance: scaling book, [Training](https://jax-ml.github.io/scaling-book/training), which has 2,550 tokens for
-# one axis of v5p and 850 for three.
+# advance: scaling book, [Training](https://jax-ml.github.io/scaling-book/training), which has 2,550 tokens
+# for one axis of v5p and 850 for three.

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 01 · Tokens
+# # 11 · Tokens to batches
 #
 # **Question.** A run is stopped, and goes on with another number of machines. Does it see the tokens that it
 # would have seen, each of them once?
@@ -8,7 +8,7 @@
 # falls. Below it falls *faster* than that of the correct run.
 #
 # *Before this:* 00 (what a step costs, what a mesh is). *Mesh:* `data=8`, then `data=4`, simulated.
-# *Runs in* 15 s on 2 cores.
+# *Runs in* 15 s on 2 cores; reading takes 30 minutes, trying it an hour.
 
 # %%
 import utils
@@ -86,7 +86,7 @@ def train(stops):
 
 runs = {"not stopped": train(()), "stopped three times": train(STOPPED_AT)}
 
-# %% mystnb={"image": {"alt": "Two falling curves; that of the stopped run drops at the first stop and stays lower."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two falling curves; that of the stopped run drops at the first stop and stays lower."}}
 figure, axes = plt.subplots(figsize=(6.2, 3))
 for (name, (losses, _, _)), style in zip(runs.items(), ("-", ":"), strict=True):
     axes.plot(losses, style, label=name, color="black", lw=1.5)
@@ -117,7 +117,7 @@ assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_o
 # order**. Here are 29 windows, four steps of 8 rows, and a stop in the middle, after which there are half as
 # many machines:
 
-# %% mystnb={"image": {"alt": "Four rows of eight window numbers. Two rows are cut between four hosts, two between two hosts."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight window numbers. Two rows are cut between four hosts, two between two hosts."}}
 rng = np.random.default_rng(0)
 endless = [*rng.permutation(29), *rng.permutation(29)]  # and so on
 figure, axes = plt.subplots(figsize=(6.2, 2.6))
@@ -125,7 +125,7 @@ for place, window in enumerate(endless[:32]):
     step, row = divmod(place, 8)
     hosts = 4 if step < 2 else 2
     host = row * hosts // 8
-    shade = dict(color=lesson.NEUTRAL, alpha=0.2 + 0.35 * (host % 2), lw=0)
+    shade = dict(color=lesson.NEUTRAL, alpha=0.1 + 0.6 * host / (hosts - 1), lw=0)
     axes.add_patch(plt.Rectangle((row, step), 1, 1, **shade))
     bold = "bold" if place >= 29 else "normal"
     axes.text(row + 0.5, step + 0.5, window, ha="center", va="center", weight=bold)
@@ -133,7 +133,7 @@ axes.axhline(2, color="black", lw=1.5)
 axes.set(xlim=(0, 8), ylim=(4, 0), ylabel="step", xticks=[])
 axes.set_yticks(np.arange(4) + 0.5, ["0", "1", "2", "3"])
 axes.set_title("The hosts cut a row; the row does not know them")
-axes.set_xlabel("a shade is a host: four before the stop, two behind it")
+axes.set_xlabel("a shade is a host: four before the stop, two after it")
 
 # %% [markdown]
 # A step is a slice of the order, a machine's part is a slice of the slice, and nothing else picks a row.
@@ -209,7 +209,7 @@ print("longest:  ", *sorted(ranks, key=len)[-3:])
 # > ids: 1 byte.)
 
 
-# %%
+# %% tags=["hide-input"]
 def encode(ranks, text):
     ids = []
     for word in regex.findall(tokenizers.GPT2_PATTERN, text):
@@ -254,7 +254,7 @@ assert 1.8 < counted < 3.5
 # there is, the *unigram* model, knows how often each id occurs and nothing else. Count it on our text, and
 # measure its loss on the other text, for tokenizers of eight sizes:
 
-# %%
+# %% tags=["hide-input"]
 sizes_V, table = (256, 320, 384, 512, 768, 1024, 1536, 2048), []
 for V in sizes_V:
     ids, other_ids = (tokenizers.encode(rank_file(V), x) for x in (text, held_out))
@@ -268,7 +268,7 @@ for V, *row in zip(sizes_V, bytes_a_token, nats, bits, strict=True):
     print("{:5}  {:11.2f}  {:10.2f}  {:9.2f}".format(V, *row))
 assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 
-# %% mystnb={"image": {"alt": "Left: bytes a token grow ever more slowly with the vocabulary. Right: loss a token rises, bits a byte fall."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Left: bytes a token grow ever more slowly with the vocabulary. Right: loss a token rises, bits a byte fall."}}
 figure, (left, right) = plt.subplots(1, 2, figsize=(6.6, 3.1))
 left.plot(sizes_V, own, "o-", color="black", ms=3, label="text of the merges")
 left.plot(sizes_V, bytes_a_token, "o--", color="black", ms=3, label="other text")
@@ -296,7 +296,7 @@ for axes in (left, right):
 # V` FLOPs a token in a training step, 2 forward and 4 backward. So count FLOPs a *byte*. For models of three
 # sizes, by the project's planner:
 
-# %%
+# %% tags=["hide-input"]
 from plan import costs
 
 print("FLOPs a byte, over those of 256 ids")
@@ -318,11 +318,11 @@ for row, V in enumerate(sizes_V):
 #
 # `python -m data.prepare` writes ids to disk, here called as a function. Before each document, a file, stands
 # one more id, the *end of text*: 1,024 in a tokenizer of 1,024. All documents of a split form one stream, cut
-# into files, the *shards*. (Later chapters call a device's piece of an array so, too.) Whether a document is
+# into files, the *shards*. (Of an array, a device's piece is called so, too.) Whether a document is
 # held out depends on a hash of its name alone: more documents move none from one split to the other.
 
 
-# %%
+# %% tags=["hide-input"]
 def prepared(name, shard_tokens):
     source, bpe = f"text:{library}/[a-d]*.py", f"bpe:{folder}/1024.bpe"
     out, more = str(folder / name), dict(val_share=0.15, shard_tokens=shard_tokens)
@@ -371,7 +371,7 @@ sizes = {"data.path": out, "data.seq_len": 36, "data.batch_size": 6}
 batch = dataset.batch(preset("tiny", **sizes), 0)
 print({name: batch[name].shape for name in batch})
 
-# %% mystnb={"image": {"alt": "Six rows of letters in coloured runs; below, grey wedges that start anew with each run."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Six rows of letters in coloured runs; below, grey wedges that start anew with each run."}}
 figure, panels = plt.subplots(2, 1, figsize=(6.6, 4.4), sharex=True)
 for (row, t), token in np.ndenumerate(batch["tokens_BT"]):
     segment, position = batch["segments_BT"][row, t], batch["positions_BT"][row, t]
@@ -413,11 +413,7 @@ for name, targets_N in {"shifted": ids[1:], "not shifted": ids[:-1]}.items():
     print(f"{name:11} {abs(least):.2f} nats a token")
 
 # %% [markdown]
-# A loss far below the bigram's, early, is no success: the model copies. This is where the loader shifts, and
-# numbers segments:
-
-# %%
-lesson.source(dataset._cut)
+# A loss far below the bigram's, early, is no success: the model copies.
 
 # %% [markdown]
 # ## Each token once
@@ -483,19 +479,20 @@ assert abs(never - np.exp(-1)) < 0.02
 #
 # ## A function of the step
 #
-# This is all there is in place of a generator:
-
-# %%
-lesson.source(dataset.batch, dataset._shuffled)
-
-# %% [markdown]
-# `order[i]` is the window at place i of the endless order. How can it be known without a list of all windows?
+# `order(i)` is the window at place i of the endless order. How can it be known without a list of all windows?
 # A shuffle is a function that never gives two places the same window, and such functions can be computed. Cut
 # the bits of i into two halves; xor one of them with a hash of the other; swap; repeat. Each turn can be
-# undone by the same xor, so no two places meet. A result that is no window goes through again:
+# undone by the same xor, so no two places meet. A result that is no window goes through again. With that, a
+# loader is this program, for an empty file, and its audit:
 
-# %%
+# %% tags=["by-hand"]
 import hashlib
+
+import numpy as np
+
+N, T, B = 9_000, 64, 24  # targets of the text, and of a window; rows of a batch
+stream = np.arange(N + 1)  # each token is its own serial number
+WINDOWS = -(-N // T)  # the last one is short
 
 
 def shuffled(i, count, key):
@@ -511,8 +508,25 @@ def shuffled(i, count, key):
             return i
 
 
-print("141 windows: ", *(shuffled(i, 141, key=0) for i in range(12)), "..")
-assert sorted(shuffled(i, 141, key=0) for i in range(141)) == [*range(141)]
+# %% tags=["by-hand"]
+def order(place):
+    """The endless order: another permutation in each epoch."""
+    epoch, i = divmod(place, WINDOWS)
+    return shuffled(i, WINDOWS, key=epoch)
+
+
+def batch_targets(step):
+    """The targets of a step's rows. No state: any step, at any time, on any host."""
+    windows = [order(place) for place in range(step * B, (step + 1) * B)]
+    return [stream[w * T + 1 : min((w + 1) * T, N) + 1] for w in windows]
+
+
+later = [batch_targets(step) for step in range(20, 47)]  # another process, afterwards
+first = [batch_targets(step) for step in range(20)]
+seen = np.concatenate([row for step in first + later for row in step])
+times = np.bincount(seen, minlength=N + 1)[1:]
+assert (times == 8).all(), "not each token once an epoch"
+print(f"47 steps are 8 epochs: each token a target {times.min()} times")
 print(f"a million million windows, place 7: {shuffled(7, 10**12, key=0):,}")
 
 # %% [markdown]
@@ -541,8 +555,8 @@ assert not np.array_equal(made_at[90], made_at[10**9])
 # its share of the windows, h, h + n, h + 2n and so on, and lets it shuffle them. In an epoch each window
 # comes once, on any number of hosts.
 #
-# > **Predict.** Eight hosts make the first half of an epoch, then four make the second half. What share of the
-# > windows was never seen?
+# > **Predict.** Eight hosts make the first half of an epoch, then four make the second half. What share of
+# > the windows was never seen?
 
 
 # %%
@@ -575,22 +589,19 @@ assert 0.15 < never < 0.35
 # Streaming calls the property that we want *elastic determinism*
 # ([docs](https://docs.mosaicml.com/projects/streaming)).
 #
-# `dataset.batch` has no argument that a host could change. Every host makes the *whole* global batch, and
-# `sharding.put` gives each of its devices the rows that are its own. JAX calls the `lambda` with `i`, the
-# slices of an array that a device is to hold (`BATCH_SPEC` says: cut into rows, over the axes of the mesh
-# that hold different sequences):
-
-# %%
-import sharding
-
-lesson.source(sharding.put)
+# In the endless order the rows of a batch are fixed before anyone asks who makes them. A host asks which rows
+# its devices hold (`sharding.own_rows`), and makes these and no others; `sharding.put` lays them on its
+# devices. Which rows they are is exercise 3.
 
 # %% [markdown]
-# Audit it where the tokens end up. Eight simulated devices hold the first 23 steps, four the other 24. What
+# Audit it where the tokens end up: Eight simulated devices hold the first 23 steps, four the other 24. What
 # lies on each device is counted:
 
 
 # %%
+import sharding
+
+
 def on_devices(step, devices):
     """The targets of a step, device by device, without padding."""
     mesh = sharding.make_mesh(f"data={devices}")
@@ -612,6 +623,25 @@ for second in (8, 4):
     assert np.array_equal(whole, targets(46))
 
 # %% [markdown]
+# **Mixtures.** Several corpora, each shuffled on its own, make one endless order too, if the place of a row
+# says which corpus it comes from. Two corpora of ids below and from 5,000 on, 7 rows of the first to 3 of the
+# other:
+
+# %%
+for name, low in {"code": 0, "prose": 5_000}.items():
+    ids_N = np.arange(low, low + 5_000)
+    prepare.from_ids(ids_N, str(folder / "mix" / name), **more)
+mix = {"data.path": str(folder / "mix"), "data.mixture": "code=0.7,prose=0.3"}
+mixed = preset("tiny", **SERIAL | mix)
+of_step = lambda step: dataset.batch(mixed, step)["tokens_BT"][:, 1] < 5_000
+is_code = np.concatenate([of_step(step) for step in range(125)])
+for begin in (0, 999, 2_000):
+    print(f"1,000 rows from {begin:,}: {is_code[begin : begin + 1000].sum()} of code")
+    assert is_code[begin : begin + 1000].sum() == 700
+
+# %% [markdown]
+# Exactly 700, wherever one begins. A draw for each row would miss it by (1,000 * 0.7 * 0.3)^½ = 14, usually.
+#
 # **Shards.** Their size is a matter of disks and copying, so it must not show. A loader that cuts windows
 # inside each shard drops the rest behind the last one, and its order changes with the size of the shards.
 # Above, one text was written twice:
@@ -630,18 +660,17 @@ for one in both:
     print(f"; windows inside shards would lose {lost:.1%}")
 
 # %% [markdown]
-# `dataset.Split.read` joins what lies in several shards. All that this part shows is also held by tests, in
-# `tests/test_dataset.py`.
+# All that this part shows is also held by tests, in `tests/test_dataset.py`.
 #
 # ## What it costs, and when not to
 #
-# Every host makes the whole batch, also the rows that others need. JAX's guide to [distributed data
-# loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) calls this the simpler and the more
-# expensive way, and warns of the other: rows on the wrong devices raise no error. When is it too slow?
-# Measured is this machine's processor time, for batches of the project's headline run `moe1b`, 256 sequences
-# of 1,024; planned is its step on 32 TPU v4 chips, four to a host.
+# A host makes only its own rows, so what it reads and makes does not grow with the number of hosts. (JAX's
+# guide to [distributed data loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns of
+# this way: rows on the wrong devices raise no error. Hence the audit.) Is one core of a host enough? Measured
+# is this machine's processor time, for batches of the project's headline run `moe1b`, 256 sequences of 1,024;
+# planned is its step on 32 TPU v4 chips, four to a host.
 
-# %%
+# %% tags=["hide-input"]
 from plan import planner
 
 big = preset("moe1b", **{"data.path": large})
@@ -651,26 +680,24 @@ for step in range(1, 9):
     dataset.batch(big, step)
 made = 8 * big.data.tokens_per_step / (process_time() - clock)
 planned = planner.plan(big, "v4:4x4x2")
-a_chip = planned.tokens_per_step / planned.step_s / 32  # tokens a second
-print(f"tokens a second: a core makes {made:,.0f}, a chip eats {a_chip:,.0f}", end="")
-print(f": enough for {made / a_chip:,.0f} chips")
-id_bytes = 4  # uint16 is too small for this vocabulary
+a_host = planned.tokens_per_step / planned.step_s / 8  # tokens a second, of 4 chips
+print(f"tokens a second: a core makes {made:,.0f}, a host eats {a_host:,.0f}", end="")
+print(f": {made / a_host:,.0f} times enough")
 for chips in (32, 512, 4096):
-    read, hosts = chips * a_chip * id_bytes, chips // 4
-    print(f"{chips:4} chips: a host reads {read / 1e6:4,.0f} MB/s", end="")
-    print(f", all {hosts:5,} hosts {read * hosts / 1e9:8,.2f} GB/s")
-assert made > 32 * a_chip and big.model.vocab_size > 2**16
+    read = a_host * 4  # ids of 4 bytes: uint16 is too small for this vocabulary
+    print(f"{chips:4} chips: a host reads {read / 1e6:.1f} MB/s", end="")
+    print(f", all {chips // 4:5,} hosts {read * chips / 4 / 1e9:6.2f} GB/s")
+assert made > 4 * a_host and big.model.vocab_size > 2**16, "a core no longer keeps up"
 
 # %% [markdown]
-# So the rule: the simple way works as long as tokens a second, of the *whole* machine, stay below what one
-# core makes. `dataset.prefetch` makes batches in a thread while the chips work, so below that bound they do
-# not wait for it. What all hosts read grows with the *square* of the chips: twice as many hosts read twice as
-# much each. Long before 4,096 chips a host should cut only its own rows, from the same order (exercise 3).
-# The figures say nothing about a network file system: the pages read here lay in memory.
+# If every host made the whole batch, what all hosts read would grow with
+# the *square* of the chips. `dataset.prefetch` makes batches in a thread while the chips work, so below that
+# bound they do not wait. The figures say nothing about a network file system: the pages read here lay in
+# memory.
 #
 # ## Exercise 1: the last window
 #
-# How many targets has window number `window` of a stream of `tokens` tokens?
+# How many targets has window number `window` of a stream of `tokens` tokens? The first window is number 0.
 
 # %% tags=["hide-input"]
 windows_of = {}
@@ -683,7 +710,7 @@ for T_ in (64, 100, 300):
 CASES = [(w, 1001, T_) for T_, found in windows_of.items() for w in (0, len(found) - 1)]
 is_last = lambda w, N, T: w == -(-(N - 1) // T) - 1
 WINDOW_HINTS = [
-    (lambda w, N, T: T, "Full windows only. What remains for the last one?"),
+    (lambda w, N, T: T, "Full windows only. Which is last, if the first is number 0?"),
     (lambda w, N, T: min(T, N - w * T), "Tokens. Has each of them a successor?"),
     (lambda w, N, T: N - 1 - w * T, "That is all there is from here on, however long."),
     (lambda w, N, T: N - w * T, "All tokens from here on. How many has a window?"),
@@ -976,7 +1003,7 @@ class Loader:
         self.first = state["batches"]
 
 
-# %%
+# %% tags=["hide-input"]
 def run(loader_class, stops, steps=120):
     """The windows of all steps; each stop ends the process after a checkpoint."""
     seen, state = [], None
@@ -1018,7 +1045,7 @@ place_of = dataset._shuffled(1000, 0)
 never_stopped = np.reshape([place_of[i] for i in range(960)], (120, 8))
 STOPS = [((),), ((40,),), ((40, 70, 100),), ((5, 6, 7),)]
 LOADER_HINTS = [
-    (Loader, "The windows are the old ones: right after one stop, wrong after two."),
+    (Loader, "As before your change: right after one stop, wrong after two."),
     (Again, "Every start begins where the run began."),
     (Short, "A batch comes twice at each stop."),
     (Long, "A batch is left out at each stop."),
@@ -1073,6 +1100,20 @@ for wrong, hint in LOADER_HINTS:
 assert "Nothing there" in check_loader(None)
 
 # %% [markdown]
+# ## In one table
+#
+# A batch is `tokens_BT`; a device of `data=n` holds `tokens_bT`, b = B/n of its rows.
+#
+# | what | who has it | what is read or sent | in PyTorch |
+# |---|---|---|---|
+# | the order | everyone can compute any place of it | nothing | `DistributedSampler`, whose order depends on the number of ranks |
+# | a host's rows | that host | T + 1 ids a row, from its own disk or a bucket | a rank's `DataLoader` |
+# | positions, segments, weights | made beside the ids | nothing | `document_ids`, `ignore_index` |
+# | the place | the number of the step, in the checkpoint | nothing | `StatefulDataLoader` |
+# | sum of weights | all devices | one number a step, an all-reduce | `num_items_in_batch` |
+#
+# None of it is on the critical path while a core makes tokens faster than a host's chips eat them.
+#
 # ## Three lines to keep
 #
 # 1. A batch is a function of the settings and the step, and of nothing else: no generator, no host, no file.

@@ -1,0 +1,918 @@
+# %% [markdown]
+# # 05 · Pipelines
+#
+# **Question.** A model's layers are cut into four groups, a device for each. A group needs what the group
+# before it made. How do all four devices work at once, and how much waiting is left?
+#
+# **Why it hurts not to know.** Cut without more ado, four devices are as fast as one. And a pipeline calls
+# its backward passes itself, where otherwise `jax.grad` would: the program at the end of this page prints
+# the right loss, trains, and its gradient is wrong.
+#
+# *Before this:* 01 and 02 (`shard_map`, collectives, gradients), 03, 04. *Mesh:* `stage=4`, then
+# `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores; reading takes 35 minutes, and the exercises
+# an hour.
+
+# %%
+import utils
+
+utils.simulate_devices(8)
+
+import dataclasses
+
+import matplotlib.pyplot as plt
+import optax
+
+import config
+from chapters import lesson
+from pipeline import check, draw, schedules
+from plan import hardware, planner
+from sharding import STAGE
+
+blue = "#4c78a8"  # on this page: forward passes
+
+# %% [markdown]
+# ## One at a time
+#
+# Four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width D to
+# send through them. On this page S is the number of stages. The rows come in M = 8 parts of N = 4 rows, for a
+# reason that will follow. This is the head of a program for an empty file; its other two cells stand under
+# "1F1B by hand".
+
+# %% tags=["by-hand"]
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+
+S, M, N, D = 4, 8, 4, 24
+four = jax.make_mesh((S,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:S])
+draw_normal = np.random.default_rng(0).normal
+w_SDD = np.float32(draw_normal(size=(S, D, D)) / D**0.5)
+x_MND, y_MND = np.float32(draw_normal(size=(2, M, N, D)))
+layer = lambda w_DD, x_ND: x_ND + jnp.tanh(x_ND @ w_DD)
+share = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (M * N * D)  # of the mean
+RING = [(s, (s + 1) % S) for s in range(S)], [(s, (s - 1) % S) for s in range(S)]
+pass_on = lambda x, back=0: jax.lax.ppermute(x, "stage", RING[back])
+varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by stage
+
+# %% [markdown]
+# Stage 0 works on all 32 rows and passes them on, then stage 1 works, then 2, then 3. The result is right,
+# and three of four devices wait, always. This is as slow as one device.
+#
+# ## Microbatches
+#
+# Rows do not need each other. So let a stage begin its second *microbatch*, the next N rows, while its
+# neighbour works on the first. One program runs on all devices, in *ticks*: in tick t, stage s works on
+# microbatch t - s. Then all pass on what they made, each to the next along `stage`, by one `ppermute`, and
+# the last stage adds the microbatch to the loss. Who has no microbatch in a tick computes on zeros, and
+# nobody reads it: a collective needs all its partners, idle ones too.
+
+
+# %%
+def gpipe(w_sDD, x_MND, y_MND):
+    s = jax.lax.axis_index("stage")
+
+    def tick(inbox_ND, t):
+        m = jnp.clip(t - s, 0, M - 1)
+        out_ND = layer(w_sDD[0], jnp.where(s == 0, x_MND[m], inbox_ND))
+        real = (s == S - 1) & (m == t - s)
+        loss = jnp.where(real, share(out_ND, y_MND[m]), 0.0)
+        return pass_on(out_ND), loss
+
+    empty_ND = varying(jnp.zeros((N, D)))
+    _, losses = jax.lax.scan(tick, empty_ND, jnp.arange(M + S - 1))
+    return jax.lax.psum(losses.sum(), "stage")
+
+
+def on_stages(f, out_specs):
+    specs = dict(in_specs=(P("stage"), P(), P()), out_specs=out_specs)
+    return jax.jit(jax.shard_map(f, mesh=four, **specs))
+
+
+# %% [markdown]
+# > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
+
+# %%
+my_prediction = None  # ticks
+batch = x_MND, y_MND
+forward = on_stages(gpipe, P())
+found = lesson.compiled(forward, four, w_SDD, *batch)
+(message,) = [one for one in found.collectives if one.kind == "collective-permute"]
+lesson.predicted("messages of a device, one a tick", my_prediction, int(message.count))
+through = lambda w_SDD: functools.reduce(lambda x, w: layer(w, x), w_SDD, x_MND)
+one_device = jax.value_and_grad(lambda w_SDD: share(through(w_SDD), y_MND))
+pipelined = jax.value_and_grad(forward)(w_SDD, *batch)
+assert lesson.same(pipelined, one_device(w_SDD))
+print("loss and gradient are those of one device")
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
+figure, axes = plt.subplots(2, figsize=(5, 3.6), sharex=True)
+for ax, many in zip(axes, (1, M), strict=True):
+    long, ticks = M / many, many + S - 1  # units that a microbatch takes
+    for t in range(ticks):
+        for s in range(S):
+            if 0 <= t - s < many:
+                ax.barh(s, long, left=t * long, color=blue, edgecolor="w")
+                middle = (t + 0.5) * long
+                ax.text(middle, s, t - s, ha="center", va="center", color="w")
+    title = f"{many} x {M * N // many} rows: {ticks * long:g} units"
+    ax.set(yticks=range(S), ylabel="stage", title=title)
+    ax.invert_yaxis()
+axes[1].set(xlabel=f"time, in passes of {N} rows through a stage")
+title = "In parts, the same rows take a third of the time"
+title = figure.suptitle(title, x=0.02, ha="left")
+
+# %% [markdown]
+# The picture takes 4 rows to need an eighth of the time of 32, which holds until a microbatch is too small to
+# fill a device. The last microbatch enters in tick M - 1, and S - 1 more stages follow. Each stage works in M
+# of these M + S - 1 ticks, so the share in which it waits, the *bubble*, is (S - 1)/(M + S - 1): here 3/11,
+# or 27%. With M = 4S it falls below a fifth; the authors of [GPipe](https://arxiv.org/abs/1811.06965) found
+# it negligible from there on.
+#
+# ## What has to be kept
+#
+# `jax.grad` of the loop runs its ticks backward, after all forward passes: that is GPipe. What a backward
+# pass needs of its forward pass lies in memory until then, for all M microbatches. Other orders need less
+# memory or less time. A *schedule* is no more than such an order, for each stage: F3 is the forward pass of
+# microbatch 3, B3 its backward pass. Every stage runs its list from left to right, and an entry waits until
+# its input has come.
+#
+# A backward pass makes two gradients, each about as much work as the forward pass: that of the inputs, for
+# which the stage before waits, and that of the weights, for which nobody waits. So F takes 1 unit, and B
+# takes 2. `pipeline.schedules` has four published schedules, and `simulate` plays them:
+
+# %%
+names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks of a stage
+published = {name: schedules.schedule(name, S, M, v) for name, v in names.items()}
+alone = {name: schedules.simulate(x, 1, 1, 1) for name, x in published.items()}
+for name in ("gpipe", "1f1b"):
+    print(f"{name}, stage 2: ", *published[name].orders[2])
+for name, one in alone.items():
+    keeps = [kept / names[name] for kept in one.live]
+    print(f"{name:11} {one.makespan:4g} units, idle {one.bubble:.0%}, keeps {keeps}")
+assert [one.makespan for one in alone.values()] == [33, 33, 28.5, 27]
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four timelines: GPipe and 1F1B end at 33, interleaved at 28.5, zero-bubble at 27."}}
+SAYS = {
+    "gpipe": "GPipe, all forward passes first",
+    "1f1b": "1F1B waits as long, keeps less",
+    "interleaved": "Interleaved (light: second chunk)",
+    "zb": "Zero-bubble, weight gradients fill gaps",
+}
+figure, axes = plt.subplots(4, figsize=(5, 8.2), sharex=True)
+for ax, (name, says) in zip(axes, SAYS.items(), strict=True):
+    sched = published[name]
+    draw.paint(ax, sched, 1, 1, 1, inches=4.4)
+    units = alone[name].makespan
+    ax.set(title=f"{says}: {units:g} units", xlabel="", xlim=(0, 33))
+axes[-1].set(xlabel="time, in forward passes of a stage")
+handles, _ = axes[-1].get_legend_handles_labels()
+labels = ["forward", "backward", "weights, where apart"]
+legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
+
+# %% [markdown]
+# All do 24 units of work a stage. What is beyond is waiting, and can be derived:
+#
+# - **GPipe, 1F1B.** The first microbatch reaches the last stage after S - 1 forward passes, and the last
+#   gradient comes back over S - 1 backward passes: (S - 1)(1 + 2) = 9. 1F1B, which after a few forward passes
+#   does one forward and one backward in turn, is *not* faster. It keeps 4, 3, 2 and 1 microbatches, for any
+#   M.
+# - **Interleaved.** Each stage has v thin *chunks* of layers: with v = 2, stage 0 of 4 has the first and the
+#   fifth eighth, and a microbatch goes around v times. The first passes are v times shorter: 9/v. The price
+#   is v times the messages, and more is kept.
+# - **Zero-bubble.** A stage sends the gradient of the inputs back first, and makes that of the weights where
+#   it would be idle. The way back takes 1 and not 2, and a weight gradient fills a gap: (S - 1)(1 + 1 - 1) =
+#   3.
+#
+# ## One program: everyone waits for everyone
+#
+# The published schedules assume a program for each stage, which sends and goes on. JAX compiles *one* program
+# for all devices, and there each tick ends with the messages that all take part in: nobody begins the next
+# one before its neighbours' messages are there. In a tick a stage does at most one F, then one B. What it
+# sends is there in the next tick. GPipe does not mind: 33 as before.
+#
+# > **Predict.** How many units does 1F1B take in this lock-step? (33 without.)
+
+# %%
+my_prediction = None  # units
+in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items()}
+lesson.predicted("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
+print(draw.text(published["1f1b"]), "\n")
+print("in lock-step:", in_step)
+assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
+
+# %% [markdown]
+# A column is a tick. F0 is in tick 0. Its message needs 3 ticks to the last stage, and its gradient 3 ticks
+# back: B0 is in tick 6. Until then stage 0, as published, may have 4 microbatches under way, so F4 waits
+# until tick 7. So 4 microbatches pass in 7 ticks. A tick lasts as long as its busiest stage, and in each of
+# these some stage does both F and B: 3 units. Zero-bubble loses as much. The interleaved schedule loses
+# nothing: 28.5 in lock-step too.
+#
+# The remedy follows: for a microbatch in every tick, 7 have to be under way. Let stage s do F of microbatch m
+# in tick m + s, as before, and B of it as soon as its gradient can be there, in tick m + 2(S - 1) - s:
+
+# %%
+ahead = {name: schedules.schedule(name, S, M, v, lead=2) for name, v in names.items()}
+print(draw.text(ahead["1f1b"]), "\n")
+for name, sched in ahead.items():
+    units, keeps = schedules.lock_step(sched, 1, 1, 1), schedules.live(sched)
+    print(f"{name:11} {units:4g} units, keeps {[kept / names[name] for kept in keeps]}")
+assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
+
+# %% [markdown]
+# 1F1B is as fast as GPipe again, and keeps 7 microbatches instead of 4, for any M. (`lead=2`: each stage is
+# twice as far ahead of the next as published.) Zero-bubble saves 3 units in lock-step, where alone it saves
+# 6: it fills the gaps of some stages, and a tick lasts as long as that of the stage that does most.
+# Megatron-LM and PyTorch run a program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so
+# for JAX. They do not wait in lock-step, and pay with a scheduler on the hosts.
+#
+# ## 1F1B by hand
+#
+# The two formulas are all of the schedule. A microbatch is kept from its F to its B, less than 2S - 1 ticks,
+# so slot m mod (2S - 1) of a buffer is its place. `jax.vjp` computes the stage again from the kept input, and
+# gives the backward pass. On the last stage F and B of a microbatch are in the same tick, and its gradient
+# begins with the loss:
+
+
+# %% tags=["by-hand"]
+def one_f_one_b(w_sDD, x_MND, y_MND):
+    s, last, slots = jax.lax.axis_index("stage"), S - 1, 2 * S - 1
+
+    def tick(carry, t):
+        inbox_ND, back_ND, kept, loss, dw_DD = carry
+        f, b = t - s, t - 2 * last + s  # microbatches to go forward, and back
+        x_ND = jnp.where(s == 0, x_MND[jnp.clip(f, 0, M - 1)], inbox_ND)
+        kept = kept.at[f % slots].set(x_ND)
+        out_ND, pull = jax.vjp(layer, w_sDD[0], kept[b % slots])
+        y_ND, real = y_MND[jnp.clip(b, 0, M - 1)], (b >= 0) & (b < M)
+        value, d_ND = jax.value_and_grad(share)(out_ND, y_ND)
+        dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
+        loss += jnp.where(real & (s == last), value, 0)
+        dw_DD += jnp.where(real, dw, 0)
+        messages = pass_on(layer(w_sDD[0], x_ND)), pass_on(dx_ND, back=1)
+        return (*messages, kept, loss, dw_DD), None
+
+    shapes = (N, D), (N, D), (slots, N, D), (), (D, D)
+    start = tuple(varying(jnp.zeros(shape)) for shape in shapes)
+    carry, _ = jax.lax.scan(tick, start, jnp.arange(M + 2 * last))
+    return jax.lax.psum(carry[3], "stage"), carry[4][None]
+
+
+# %% tags=["by-hand"]
+specs = dict(in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
+step = jax.jit(jax.shard_map(one_f_one_b, mesh=four, **specs))
+through = lambda w_SDD: functools.reduce(lambda x, w: layer(w, x), w_SDD, x_MND)
+right = jax.value_and_grad(lambda w_SDD: share(through(w_SDD), y_MND))(w_SDD)
+for mine, one_device in zip(step(w_SDD, x_MND, y_MND), right, strict=True):
+    np.testing.assert_allclose(mine, one_device, rtol=1e-4, atol=1e-5)
+print("loss and gradient are those of one device")
+
+# %% [markdown]
+# What is kept can be asked of the compiler. With 8 and with 32 microbatches of the same size:
+
+# %%
+gpipe_step = jax.jit(jax.grad(forward))
+for many in (8, 32):
+    rows = (jax.ShapeDtypeStruct((many, N, D), "float32"),) * 2
+    M = many  # the functions above read it when they are traced
+    jax.clear_caches()
+    for name, function in {"gpipe": gpipe_step, "1f1b": step}.items():
+        program = function.lower(w_SDD, *rows).compile()
+        temporary = program.memory_analysis().temp_size_in_bytes
+        print(f"{name:5} M = {many:2}: {temporary:7,} bytes of temporary memory")
+M = 8
+
+# %% [markdown]
+# A microbatch's rows are 384 bytes. GPipe's loop keeps about four such arrays for each microbatch, 1F1B seven
+# slots for all.
+#
+# ## In the model
+#
+# The trainer runs these tables with whole layers in place of `layer`, and with the other axes inside of a
+# stage (`work.schedule`, `work.microbatches`). The claim is that of every chapter: the mesh changes where,
+# not what. A dense model of 4 layers on three axes, 2 stages of 2 layers, each weight in 2 slices, each
+# product cut in 2, and a batch in which 30% of the targets do not count:
+
+# %% tags=["hide-input"]
+import model
+import pipeline
+import sharding
+
+DENSE = {"model.n_experts": 0, "model.dense_prefix": 0, "model.n_layers": 4,
+         "model.attention": "gqa", "model.no_rope_every": 0, "model.d_model": 64,
+         "work.remat": "full"}  # fmt: skip
+
+
+def settings(mesh="data=1", schedule="gpipe", M=1, batch=16):
+    work = {"mesh": mesh, "work.schedule": schedule, "work.microbatches": M}
+    return config.preset("tiny", **DENSE | work | {"data.batch_size": batch})
+
+
+# %% tags=["hide-input"]
+def batch_of(cfg):
+    shape, rng = (cfg.data.batch_size, cfg.data.seq_len), np.random.default_rng(1)
+    numbers = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
+    real = np.float32(rng.random(shape) < 0.7)  # 1 where a target counts
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    segments = np.ones(shape, np.int32)  # one document a row
+    return {"tokens_BT": numbers(), "targets_BT": numbers(), "weights_BT": real,
+            "positions_BT": positions, "segments_BT": segments}  # fmt: skip
+
+
+# %% tags=["hide-input"]
+declared = model.declare(settings().model)
+rng = np.random.default_rng(2)
+draw_one = lambda d: np.float32(d.mean + d.std * rng.normal(size=d.shape))
+drawn = jax.tree.map(draw_one, declared)
+
+
+def compile_step(cfg):
+    """The compiled step, and the arrays it takes, laid on its mesh."""
+    mesh = sharding.make_mesh(cfg.mesh)
+    where = jax.tree.map(lambda d: jax.NamedSharding(mesh, d.spec), declared)
+    args = jax.device_put(drawn, where), sharding.put(batch_of(cfg), mesh), 0
+    return pipeline.loss_and_grads(cfg, mesh).lower(*args).compile(), args
+
+
+def compare(cfg):
+    program, args = compile_step(cfg)
+    loss, _, grads = jax.block_until_ready(program(*args))
+    ratio = lesson.ratio(grads, GRADS)
+    print(f"{cfg.mesh}, {cfg.work.schedule}: loss {loss:.5f}, gradient {ratio}")
+    assert lesson.same((loss, grads), (LOSS, GRADS))
+    return program
+
+
+# %%
+from plan import compiled
+
+program, args = compile_step(settings())
+LOSS, _, GRADS = jax.tree.map(np.asarray, program(*args))
+cfg = settings("stage=2,fsdp=2,tensor=2", "1f1b", 4)
+text = compare(cfg).as_text()
+shares = compiled.shares(cfg, text)  # a branch counts as often as it has work
+found = lesson.ledger.read(text, sharding.make_mesh(cfg.mesh), shares)
+for axis in ("fsdp", "tensor", "stage"):
+    one = found.by("axes")[axis]
+    print(f"{axis:6} {one.count:3.0f} collectives send {one.wire_bytes:7,.0f} bytes")
+
+# %% [markdown]
+# Along `tensor` and `fsdp` every layer sends, and each microbatch gathers the weights anew. Along `stage`
+# there are 2 messages in each of 6 ticks, however many layers a stage has. The rest of its bytes is the work
+# on the loss, which all stages share (otherwise all would wait for the last one, which alone would make the
+# logits), and the gradients of the two vocabulary tables.
+#
+# ## When it pays
+#
+# A stage's messages are small and seldom, so it belongs on the slowest wire. Let two groups of g devices be
+# joined by one; P the parameters, N now the tokens of a step, D the width. What does a device send over it?
+#
+# - `data=2`: its slice of the gradients is summed with its twin's, in float32: 4P/g bytes (an all-reduce of
+#   two sends 2 · 1/2 of the array).
+# - `stage=2`: a vector of width D for each of N/g tokens, forward, and as much back. In lock-step every
+#   device sends both ways in every tick, zeros too. In bfloat16: 4 N D/g bytes. Both stages share the work on
+#   logits and loss, so the last one hands half of its outputs over, and their gradients come back: 2 N D/g
+#   more.
+#
+# So a pipeline sends less while **6 N D < 4 P**, and then it still has a bubble to pay: the time of S - 1
+# microbatches. The planner counts all of it, here for Llama 3 8B on two nodes of 8 H100s with a slow network
+# between them, 100 Gbit/s, which the 8 share. Each device takes one sequence of 8,192 tokens at a time.
+
+# %% tags=["hide-input"]
+slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
+NODES = hardware.Topology(slow, (16,), 16, hosts=2)
+
+
+def planned(mesh, batch=32, on=NODES, **more):
+    work = {"mesh": mesh, "data.batch_size": batch, "work.device_batch": 1}
+    work |= {"work.remat": "full", "work.gather": "layer"}
+    work |= {"work.tensor_exchange": "ring"}
+    more = {"work.schedule": "1f1b"} | more
+    return planner.plan(config.preset("llama3_8b", **work | more), on)
+
+
+def show(one):
+    parts = [f"{name} {s:.2f}" for name, s in one.seconds().items() if s > 0.01]
+    M_ = f" M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
+    GiB = f"{one.peak_bytes / 2**30:.0f} GiB"
+    print(f"{one.cfg.mesh!s:14} {one.step_s:.2f} s: {', '.join(parts)}; {GiB}{M_}")
+
+
+# %%
+for batch in (32, 128):
+    print(f"{batch * 8192:,} tokens a step")
+    show(planned("data=2,fsdp=8", batch))
+    show(planned("stage=2,fsdp=8", batch))
+plan = planned("stage=2,fsdp=8")
+P_, width, g = plan.params_total, plan.cfg.model.d_model, 8
+wire, each = slow.dcn_bytes_per_s, 8 * 8192  # tokens of a microbatch
+bubble = plan.seconds()["bubble"]
+tables = 8 * plan.cfg.model.vocab_size * width / g / wire  # their gradients, float32
+ends = 4 * 2 * each * width / g / wire  # the 2 ticks more than microbatches
+left = 4 * P_ / g / wire - bubble - tables - ends
+by_hand = left / (6 * width / g / wire)
+print(f"4 P/g takes {4 * P_ / g / wire:.2f} s; of it go {bubble:.2f} s for the bubble,")
+print(f"{tables:.2f} for tables, {ends:.2f} for the ends:", end=" ")
+print(f"equal at {by_hand / 1e6:.2f} million tokens")
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds a token against tokens a step: stage=2 is faster at left, data=2 at right."}}
+figure, axes = plt.subplots(figsize=(5, 3.8))
+sizes = np.array([16, 32, 48, 64, 80, 96, 128, 160, 192, 256])
+millions, seconds = sizes * 8192 / 1e6, {}
+for axis in ("data", "stage"):
+    plans = [planned(f"{axis}=2,fsdp=8", int(batch)) for batch in sizes]
+    seconds[axis] = np.array([one.step_s for one in plans])
+    colour = lesson.COLOURS[axis]
+    axes.plot(millions, seconds[axis] / millions, color=colour, label=f"{axis}=2")
+gap = seconds["stage"] - seconds["data"]
+equal = np.interp(0, gap, millions)
+print(f"equal at {equal:.2f} million tokens by the planner")
+assert abs(by_hand / 1e6 / equal - 1) < 0.05, "rule and planner part"
+axes.axvline(by_hand / 1e6, color=lesson.NEUTRAL, linewidth=0.8)
+axes.text(by_hand / 1e6 - 0.02, 1, "by hand", ha="right", color=lesson.NEUTRAL)
+axes.set(xlabel="tokens a step, millions", ylabel="seconds a million tokens", ylim=0)
+axes.set(title="Over a slow wire, a pipeline wins while the batch is small")
+legend = axes.legend(loc="upper center")
+
+# %% [markdown]
+# Line and curves agree. (Nothing is hidden behind products here: the planner knows what a TPU's compiler
+# hides, and no GPU's. Hiding would help `data` more, whose one sum can run beside the backward pass.) All
+# this is the slow wire's. Now with 400 Gbit/s for each GPU, the planner's default for H100, and inside of one
+# node:
+
+# %%
+for on, splits in {
+    "h100:16": ("data=2,fsdp=8", "stage=2,fsdp=8", "fsdp=16"),
+    "h100:8": ("fsdp=8", "stage=2,fsdp=4"),
+}.items():
+    print(on)
+    for split in splits:
+        show(planned(split, on=on))
+
+# %% [markdown]
+# Practice has two reasons for stages:
+#
+# - **A batch too small for more `fsdp`**, over a slow wire: 6 N D well below 4 P. (Measured with nodes of 8
+#   GPUs in the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook): from one
+#   node to two, a pipeline of few microbatches lost 14% of its speed, tensor parallelism about 43%.) Between
+#   TPU slices only `data` may lie: `sharding.make_mesh` refuses any other axis there.
+# - **Sparse models.** All of their parameters would be gathered for few FLOPs a token (chapter 03), and
+#   stages leave them where they are: DeepSeek-V3 has 16 stages
+#   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
+#
+# Not for memory alone: `fsdp` slices parameters, gradients and optimizer as finely. Not with few
+# microbatches: with M = S = 4 the bubble is 3/7 of the time. (A microbatch's message here is 67 MB, far from
+# where latency decides, chapter 01.)
+#
+# What simulated devices cannot show: time. They share this machine's cores, so while one waits another works.
+# Bubbles here are arithmetic on tables; ticks, messages, bytes and memory are the compiler's.
+
+# %% [markdown]
+# ## Exercise 1: the missing stage
+#
+# 1F1B as published, 4 stages and 6 microbatches; the order of stage 1 is lost. Write it down.
+
+
+# %% tags=["hide-input"]
+def outcome(order, S=4, M=6):
+    """Makespan, and what stage 1 keeps, if it does its operations in this order."""
+    published = schedules.one_f_one_b(S, M)
+    ops = tuple(schedules.Op(word[0], int(word[1:])) for word in order)
+    orders = (published.orders[0], ops, *published.orders[2:])
+    sched = dataclasses.replace(published, orders=orders)
+    check.check(sched)
+    return schedules.simulate(sched, 1, 1, 1).makespan, schedules.live(sched)[1]
+
+
+order_of = lambda s: " ".join(map(str, schedules.one_f_one_b(4, 6).orders[s]))
+
+
+# %% tags=["hide-input"]
+def deadlock(words):
+    """Why an order cannot be done."""
+    first = next(n for n, word in enumerate(words) if word[0] == "B")
+    if first == 1:
+        return "Deadlock: B0 waits for stage 2, which wants F1 before it sends any."
+    if first > 4:
+        return "Deadlock: F4 waits for stage 0, which wants B0 before it sends F4."
+    return "Deadlock: gradients come as B0, B1, B2, .., forward passes as F0, F1, .."
+
+
+# %% tags=["hide-input"]
+def check_stage(answer):
+    text = answer()
+    if not (isinstance(text, str) and text):
+        return lesson.NOTHING
+    words = text.upper().replace(",", " ").split()
+    if sorted(words) != sorted(order_of(1).split()):
+        return "Each of F0 to F5 and B0 to B5 once, apart from each other."
+    try:
+        time, keeps = outcome(words)
+    except ValueError:
+        return deadlock(words)
+    if (time, keeps) == (27, 3):
+        return "Right: 27 units of time, and 3 kept."
+    said = f"{time:g} units of time, and {keeps} kept. "
+    if keeps > 3:
+        return said + "Each F comes later than you want it. Whose order is this?"
+    return said + "Late. What fits in while a gradient is on its way?"
+
+
+# %%
+def stage_1():
+    return ...  # such as "F0 B0 F1 B1 .."
+
+
+print(check_stage(stage_1))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow, so two more forward passes begin before B0 is
+# there: S - 1 - s of them. Then one forward, one backward in turn. An order that cannot work stops in
+# `check`: a deadlock, found before any device hangs.
+# </details>
+
+# %% tags=["remove-cell"]
+said = lambda answer: check_stage(lambda: answer)
+assert said("F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5").startswith("Right: 27 units")
+assert said(order_of(0)).startswith("30 units") and "Whose order" in said(order_of(0))
+assert said(order_of(2)).startswith("39 units") and "Late" in said(order_of(2))
+assert "F1 before" in said(order_of(3))
+assert "wants B0" in said("F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5")
+assert "wants B0" in said("F0 F1 F2 F3 F4 F5 B5 B4 B3 B2 B1 B0")
+assert "gradients come" in said("F0 F1 F2 B2 F3 B1 F4 B0 F5 B3 B4 B5")
+assert "gradients come" in said("B0 F0 F1 F2 B1 F3 B2 F4 B3 F5 B4 B5")
+assert said("F0 F1 F2 B0 B1 F3 F4 B2 B3 F5 B4 B5").startswith("33 units")
+assert said("f0, f1, f2, b0, f3, b1, f4, b2, f5, b3, b4, b5").startswith("Right")
+for odd in ("F0 F1 B0", "huh", "F0,F1", "f0 f1", order_of(1) + " B5"):
+    assert "Each of F0" in said(odd)
+for nothing in (..., None, "", ["F0"]):
+    assert said(nothing) == lesson.NOTHING
+
+# %% [markdown]
+# ## Exercise 2: how many slots
+#
+# In 1F1B by hand, how many microbatches does stage s keep at most, with S stages and M microbatches? The
+# buffer has 2S - 1 slots on all stages. Which way has a microbatch of stage s to go?
+
+
+# %% tags=["hide-input"]
+def check_kept(answer):
+    cases = [(4, 8, 0), (4, 8, 2), (8, 3, 1), (2, 16, 0), (8, 64, 3), (4, 8, 3)]
+    right = lambda S, M, s: schedules.live(schedules.one_f_one_b(S, M, lead=2))[s]
+    hints = {
+        lambda S, s: S - s: "As published. In lock-step, how far is a gradient?",
+        lambda S, s: 2 * (S - 1 - s): "Too few. And the last stage?",
+        lambda S, s: 2 * (S - s): "Too many. In a tick, is F or B first?",
+        lambda S, s: 2 * S - 1: "So many slots all have. Which are used?",
+        lambda S, s: 2 * S - 1 - s: "The way begins at stage s. Where does it end?",
+    }
+    mistakes = [
+        (lambda S, M, s: M, "That is GPipe's. When is the first of them read?"),
+        (lambda S, M, s: 2 * (S - 1 - s) + 1, "Right for long batches. And M = 3?"),
+        *((lambda S, M, s, f=f: f(S, s), hint) for f, hint in hints.items()),
+        *((lambda S, M, s, f=f: min(f(S, s), M), hint) for f, hint in hints.items()),
+    ]
+    return lesson.diagnose(answer, cases, right, mistakes, "Right in all six cases.")
+
+
+# %%
+def kept(S, M, s):
+    return ...
+
+
+print(check_kept(kept))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `return min(2 * (S - 1 - s) + 1, M)`. What stage s sends needs S - 1 - s ticks to the last stage, is turned
+# into a gradient in that tick, and needs as many ticks back. In each of these the stage begins one more
+# microbatch, and there is the first one itself.
+# </details>
+
+# %% tags=["remove-cell"]
+counted = check_kept(lambda S, M, s: min(2 * (S - 1 - s) + 1, M))
+assert counted == "Right in all six cases."
+assert "GPipe" in check_kept(lambda S, M, s: M)
+assert "published" in check_kept(lambda S, M, s: min(S - s, M))
+assert "long batches" in check_kept(lambda S, M, s: 2 * (S - 1 - s) + 1)
+assert "Too few" in check_kept(lambda S, M, s: min(2 * (S - 1 - s), M))
+assert "Too many" in check_kept(lambda S, M, s: min(2 * (S - s), M))
+assert "Which are used" in check_kept(lambda S, M, s: min(2 * S - 1, M))
+assert "published" in check_kept(lambda S, M, s: S - s)
+assert "Too few" in check_kept(lambda S, M, s: 2 * (S - 1 - s))
+assert "Too many" in check_kept(lambda S, M, s: 2 * (S - s))
+assert "Which are used" in check_kept(lambda S, M, s: 2 * S - 1)
+assert "begins at stage s" in check_kept(lambda S, M, s: min(2 * S - 1 - s, M))
+assert "Not yet" in check_kept(lambda S, M, s: 5)
+assert "Nothing" in check_kept(lambda S, M, s: ...)
+
+# %% [markdown]
+# ## Exercise 3: design it
+#
+# The two nodes above with the slow wire, Llama 3 8B, 262,144 tokens a step. Both layouts of the planner's
+# first lines are too slow: find one with a step of at most 2.45 s, in 40 GiB of each GPU. To choose: the mesh
+# (16 devices), the schedule (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or
+# `step`). Count what M is: how many sequences are there for each group of devices that share one?
+
+
+# %% tags=["hide-input"]
+TOO_SLOW = {
+    "compute": "Products take {compute:.2f} s, 1.10 without zb: each half recomputes.",
+    "data": "Gradients take {data:.2f} s between the nodes. What else could go there?",
+    "fsdp": "Gathered weights take {fsdp:.2f} s. Over which wire, and how often?",
+    "tensor": "Activations take {tensor:.2f} s along tensor. Is that axis too long?",
+    "stage": "Messages of stages take {stage:.2f} s. How many stages need that wire?",
+    "bubble": "Bubble {bubble:.2f} s. What makes M larger?",
+}
+
+
+def why_slow(one):
+    """The part that takes most more than in a step that is fast enough."""
+    s, fast = one.seconds(), planned(**FAST).seconds()
+    more = {part: s.get(part, 0) - fast.get(part, 0) for part in TOO_SLOW}
+    return TOO_SLOW[max(more, key=more.get)].format(**s)
+
+
+FAST = {"mesh": "stage=2,fsdp=4,tensor=2", "work.gather": "step"}
+
+
+# %% tags=["hide-input"]
+def check_design(answer):
+    chosen = answer()
+    if chosen is None or chosen is ...:
+        return lesson.NOTHING
+    if not (isinstance(chosen, dict) and isinstance(chosen.get("mesh"), str)):
+        return "Return settings as in START: a dict with a mesh."
+    try:
+        one = planned(**chosen)
+    except (ValueError, TypeError) as error:
+        return f"The planner refuses: {error}"
+    said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
+    if one.peak_bytes > 40 * 2**30:
+        part = max(one.memory_bytes, key=one.memory_bytes.get)
+        return said + f"Too large: most of it is {part}. Which axes would divide that?"
+    return said + ("That will do." if one.step_s <= 2.45 else why_slow(one))
+
+
+# %%
+START = {"mesh": "data=2,fsdp=8", "work.schedule": "1f1b", "work.gather": "layer"}
+
+
+def design():
+    return ...  # START, changed
+
+
+print(check_design(design))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB.
+# With `fsdp=8` there are 8 groups on a stage, each with 4 of the 32 sequences, so M is 4. `tensor=2` inside a
+# node leaves 4 groups of 8 sequences: M = 8, and half the bubble. It also halves what `gather=step` keeps,
+# which was 55 GiB. `gpipe` is faster still by 0.04 s, for 33 GiB: its ticks send one message, not two, 18 in
+# all and not 20. `zb` is slower: its two halves both recompute, and lock-step takes back half of what it
+# saves.
+# </details>
+
+
+# %% tags=["remove-cell"]
+def said(mesh, schedule="1f1b", gather="layer"):
+    chosen = {"mesh": mesh, "work.schedule": schedule, "work.gather": gather}
+    return check_design(lambda: ... if mesh is ... else chosen)
+
+
+solved = said("stage=2,fsdp=4,tensor=2", gather="step")
+assert solved == "2.32 s, 31 GiB. That will do.", solved
+assert "2.27 s, 33 GiB. That" in said("stage=2,fsdp=4,tensor=2", "gpipe", "step")
+assert "That will do" in said("stage=2,fsdp=2,tensor=4", gather="step")
+assert "What else" in said("data=2,fsdp=8")
+assert "What else" in said("data=2,tensor=8")
+assert "Over which wire" in said("fsdp=16")
+assert "M larger" in said("stage=2,fsdp=8")
+assert "how often" in said("stage=2,fsdp=4,tensor=2")
+assert said("stage=2,fsdp=8", gather="step").startswith("2.45 s, 55 GiB. Too large")
+assert "need that wire" in said("stage=4,fsdp=4")
+assert "need that wire" in said("stage=16")
+assert "each half recomputes" in said("stage=2,fsdp=4,tensor=2", "zb", "step")
+assert "too long" in said("stage=2,tensor=8")
+assert "refuses" in said("tensor=16")
+assert "refuses" in said("stage=4")
+assert "refuses" in said("stages=2")
+assert "as in START" in check_design(lambda: "stage=2,fsdp=8")
+assert said(...) == lesson.NOTHING
+for one, messages in (("gpipe", 18), ("1f1b", 20)):
+    mesh_ = {"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": one}
+    moved = [t for t in planned(**mesh_).traffic if t.kind == "collective-permute"]
+    assert [t.count for t in moved if t.axes == (STAGE,)] == [messages]
+
+# %% [markdown]
+# ## A bug to find
+#
+# A colleague trains a classifier with 1F1B by hand; some rows are padding (`real_MN` is 0). The loss is
+# right, and with AdamW it trains as one device does. With SGD it does not.
+
+
+# %%
+def nats(out_ND, target_N, real_N):
+    """Sum of -log softmax over the targets that count."""
+    log_p_ND = jax.nn.log_softmax(out_ND)
+    return -jnp.sum(real_N * jnp.take_along_axis(log_p_ND, target_N[:, None], 1)[:, 0])
+
+
+# %%
+def classify(w_sDD, x_MND, target_MN, real_MN):
+    s, last, slots = jax.lax.axis_index("stage"), S - 1, 2 * S - 1
+
+    def tick(carry, t):
+        inbox_ND, back_ND, kept, loss, dw_DD = carry
+        f, b = t - s, t - 2 * last + s
+        at = jnp.clip(b, 0, M - 1)
+        x_ND = jnp.where(s == 0, x_MND[jnp.clip(f, 0, M - 1)], inbox_ND)
+        kept = kept.at[f % slots].set(x_ND)
+        out_ND, pull = jax.vjp(layer, w_sDD[0], kept[b % slots])
+        value, d_ND = jax.value_and_grad(nats)(out_ND, target_MN[at], real_MN[at])
+        dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
+        loss += jnp.where((b == at) & (s == last), value, 0)
+        dw_DD += jnp.where(b == at, dw, 0)
+        messages = pass_on(layer(w_sDD[0], x_ND)), pass_on(dx_ND, back=1)
+        return (*messages, kept, loss, dw_DD), None
+
+    shapes = (N, D), (N, D), (slots, N, D), (), (D, D)
+    start = tuple(varying(jnp.zeros(shape)) for shape in shapes)
+    carry, _ = jax.lax.scan(tick, start, jnp.arange(M + 2 * last))
+    return jax.lax.psum(carry[3], "stage") / jnp.sum(real_MN), carry[4][None]
+
+
+# %% tags=["hide-input"]
+rng = np.random.default_rng(3)
+target_MN, real_MN = rng.integers(0, D, (M, N)), np.float32(rng.random((M, N)) < 0.7)
+batch = x_MND, target_MN, real_MN
+
+
+def on_four(function):
+    specs = dict(in_specs=(P("stage"), P(), P(), P()), out_specs=(P(), P("stage")))
+    return jax.jit(jax.shard_map(function, mesh=four, **specs))
+
+
+@jax.jit
+@jax.value_and_grad
+def one_device(w_SDD):
+    rows = through(w_SDD).reshape(-1, D), target_MN.reshape(-1), real_MN.reshape(-1)
+    return nats(*rows) / jnp.sum(real_MN)
+
+
+# %%
+def trained(run, optimizer, update, steps=15):
+    w, state = w_SDD, optimizer.init(w_SDD)
+    for _ in range(steps):
+        changes, state = update(run(w)[1], state, w)
+        w = np.asarray(optax.apply_updates(w, changes))
+    return float(one_device(w)[0])
+
+
+four_stages = functools.partial(lambda f, w: f(w, *batch), on_four(classify))
+print(f"loss {one_device(w_SDD)[0]:.5f}, by the pipeline {four_stages(w_SDD)[0]:.5f}")
+for name, optimizer in {"AdamW": optax.adamw(0.01), "SGD": optax.sgd(1.0)}.items():
+    update = jax.jit(optimizer.update)
+    after = [trained(run, optimizer, update) for run in (one_device, four_stages)]
+    print(f"15 steps of {name:5}: one device {after[0]:.3f}, pipeline {after[1]:.3f}")
+
+
+# %% tags=["hide-input"]
+@jax.jit
+def sum_of_means(x_MND, target_MN, real_MN):
+    """Gradient of the sum of the microbatches' means, on one device."""
+
+    def means(w_SDD):
+        each = jax.vmap(nats)(through(w_SDD), target_MN, real_MN)
+        return jnp.sum(each / jnp.maximum(jnp.sum(real_MN, axis=1), 1))
+
+    return jax.grad(means)(w_SDD)
+
+
+(loss, right), tokens = one_device(w_SDD), real_MN.sum()
+MISTAKES = [
+    (lambda: right * tokens, "The gradient is as it was."),
+    (lambda: right * tokens / M, "Smaller, and it depends on M. Should it?"),
+    (lambda: right * tokens / S, "Does it depend on how many stages there are?"),
+    (lambda: right / S, "Too small by S. Does each device lack a part of the count?"),
+    (lambda: right * tokens / (M * N), "Nearly. Do all 32 rows count?"),
+    (lambda: sum_of_means(*batch) / M, "Has each microbatch as many targets?"),
+    (lambda: sum_of_means(*batch), "Each by its own count? And they are M."),
+]
+
+
+# %% tags=["hide-input"]
+def check_pipeline(function):
+    if function in (None, ...):
+        return lesson.NOTHING
+    found = []
+
+    def gradient():
+        found[:] = on_four(lesson.answered(function))(w_SDD, *batch)
+        return found[1]
+
+    said = lesson.diagnose(gradient, [()], lambda: right, MISTAKES, "")
+    if said.startswith("Not yet"):
+        return f"{said} It is {lesson.ratio(found[1], right)}."
+    if said or not lesson.same(found[0], loss):
+        return said or "The gradient is right. Now the loss it reports is not."
+    return "Loss and gradient are one device's."
+
+
+# %%
+print(check_pipeline(classify))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# The function returns the *loss* divided by the number of targets, when the backward passes are long over. On
+# one device `grad` sees the division. Here the schedule calls the backward passes, and they begin with the
+# gradient of a sum: 21 times too big, once for each target that counts. Mend it where they begin, `pull(d_ND
+# / tokens)` on the last stage, or at the end: `dw_DD[None] / jnp.sum(real_MN)`. Dividing each microbatch by
+# its own count would be a mean of means.
+#
+# torchtitan had the mean of means ([#2206](https://github.com/pytorch/torchtitan/pull/2206), January 2026),
+# and after that change this fault ([#2972](https://github.com/pytorch/torchtitan/issues/2972), April 2026;
+# again in another trainer of that repository, [#4194](https://github.com/pytorch/torchtitan/pull/4194),
+# August). The printed loss was right, as it is divided on its own way. Adam divides constant factors out,
+# and clipping brings any norm down to its limit. NVIDIA's Automodel lost all gradients but the last
+# microbatch's as silently ([#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)): "only the gradient
+# norm gave it away".
+# </details>
+
+
+# %% tags=["remove-cell"]
+def mended(w_sDD, x_MND, target_MN, real_MN):
+    loss, dw_sDD = classify(w_sDD, x_MND, target_MN, real_MN)
+    return loss, dw_sDD / jnp.sum(real_MN)
+
+
+def said(grad, factor=1):
+    """Of a mend whose gradient is a function of the right one and the batch."""
+
+    def mend(w_sDD, *batch):
+        value, dw_sDD = mended(w_sDD, *batch)
+        return factor * value, grad(dw_sDD, *batch)
+
+    return check_pipeline(mend)
+
+
+means = lambda g, *batch: own_part(sum_of_means(*batch))
+own_part = lambda g_SDD: g_SDD[jax.lax.axis_index("stage")][None]
+assert "as it was" in check_pipeline(classify)
+assert "one device's" in check_pipeline(mended)
+assert "depends on M" in said(lambda g, x, t, r: g * r.sum() / len(x))
+assert "32 rows" in said(lambda g, x, t, r: g * r.sum() / r.size)
+assert "as many targets" in said(lambda g, *batch: means(g, *batch) / len(batch[0]))
+assert "its own count" in said(means)
+assert "how many stages" in said(lambda g, x, t, r: g * r.sum() / 4)
+assert "lack a part" in said(lambda g, *batch: g / 4)
+assert "3 times too big" in said(lambda g, *batch: 3 * g)
+assert "loss it reports" in said(lambda g, *batch: g, 0.5)
+assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.NOTHING
+
+# %% [markdown]
+# ## In one table
+#
+# x_ND goes through `layers[s]` on stage s, as y_ND to s + 1, as dx_ND to s - 1. A stage holds 1/S of the
+# layers, their gradients and optimizer state, and runs M microbatches.
+#
+# | schedule | waits, of M + waits | keeps, first stage | sends, forward and back | in PyTorch |
+# |---|---|---|---|---|
+# | GPipe | S - 1 | M | y and dx of each microbatch | `ScheduleGPipe` |
+# | 1F1B | S - 1 | S; in lock-step 2S - 1 | as much; in lock-step both in every tick | `Schedule1F1B` |
+# | interleaved, v chunks | (S - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` |
+# | zero-bubble | (S - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` |
+#
+# All messages stand on the critical path in the first and last S - 1 ticks; between, they travel beside the
+# work on other microbatches, where the runtime lets them. **When:** 6 N D < 4 P over the slow wire, with M at
+# least 4S; with P in place of all parameters of a sparse model. That is N < 2 P/(3 D) tokens a step: 1.3
+# million for Llama 3 8B. The formula has no chip in it; the bubble has: it costs S - 1 microbatches' time, so
+# on two nodes with fast networks, 400 Gbit/s a GPU, and inside of a node, stages lose.
+#
+# ## Three lines to keep
+#
+# 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B wait for (S - 1)/(M + S - 1) of the
+#    time; they differ in what they keep.
+# 2. In one program for all devices, a tick ends for all. There 1F1B as published takes 48 instead of 33, and
+#    nearly twice the microbatches have to be under way before it is as fast as GPipe.
+# 3. A stage sends little and seldom, so it belongs on the slowest wire, while 6 N D < 4 P; and a right loss
+#    says nothing of the gradient.
+#
+# **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
+# became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
+# [arXiv:2104.04473](https://arxiv.org/abs/2104.04473), section 2.2; zero-bubble, ZB-H1 in
+# [arXiv:2401.10241](https://arxiv.org/abs/2401.10241); a program for each stage in JAX, JaxPP,
+# [arXiv:2412.14374](https://arxiv.org/abs/2412.14374); the [scaling book on
+# training](https://jax-ml.github.io/scaling-book/training); JAX on
+# [`shard_map`](https://docs.jax.dev/en/latest/notebooks/shard_map.html).

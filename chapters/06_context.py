@@ -1,0 +1,1037 @@
+# %% [markdown]
+# # 06 · Context
+#
+# **Question.** One sequence has 131,072 positions, and what a model keeps of it does not fit on one device.
+# Its positions can be cut. But in attention every position looks at all earlier ones: what has to move, and
+# which device does how much of the work?
+#
+# **Why it hurts not to know.** Cut in the order of the text, half of attention's time is spent waiting, and no
+# error says so. And the program at the end of this page trains, and learns something else.
+#
+# *Before this:* 01 (`shard_map`, the six collectives), 02 (gradients). *Mesh:* `context=4`, then 8,
+# simulated. *Runs in* 40 s on 2 cores; reading takes about 25 minutes, trying it an hour.
+
+# %%
+import utils
+
+utils.simulate_devices(8)
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from chapters import lesson
+
+# %% [markdown]
+# ## One sequence, cut
+#
+# Take Llama 3 8B and one sequence of 131,072 positions. With everything recomputed on the way back, training
+# still keeps what goes into each of the 32 layers: 131,072 positions x a width of 4,096 x 2 bytes x 32, which
+# is 34 GB. So the sequence itself is cut: each of n devices along the mesh axis `context` holds S/n of its S
+# positions.
+#
+# Norms, projections and the feed-forward work on each position by itself, so for them the cut costs nothing.
+# Attention is the exception. Here it is, whole, for one sequence. S positions are looked at, s of them ask;
+# there are H heads of queries, G heads of keys and values (H/G query heads share one), each of width K.
+# Capital letters are whole dims, small ones a device's slice. `at_s` says where in the text each query stands:
+# it sees the keys at its own place and before it.
+
+# %%
+n, S, H, G, K = 4, 64, 8, 4, 8
+at_S = jnp.arange(S)
+rng = np.random.default_rng(0)
+q_SHK, k_SGK, v_SGK = (np.float32(rng.normal(size=(S, h, K))) for h in (H, G, G))
+
+
+def attend(q_sHK, k_SGK, v_SGK, at_s, at_S):
+    shared = q_sHK.shape[1] // k_SGK.shape[1]
+    k_SHK, v_SHK = (jnp.repeat(x, shared, axis=1) for x in (k_SGK, v_SGK))
+    scores_HsS = jnp.einsum("sHK,SHK->HsS", q_sHK, k_SHK) / q_sHK.shape[-1] ** 0.5
+    seen_sS = at_s[:, None] >= at_S[None, :]
+    weights_HsS = jax.nn.softmax(jnp.where(seen_sS, scores_HsS, -jnp.inf))
+    return jnp.einsum("HsS,SHK->sHK", weights_HsS, v_SHK)
+
+
+right_SHK = attend(q_SHK, k_SGK, v_SGK, at_S, at_S)
+
+# %% [markdown]
+# Now on four devices, each with 16 positions, and the same function without any exchange:
+
+# %%
+mesh = jax.make_mesh((n,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+cut = P("context")
+
+
+def on_mesh(device):
+    four = jax.shard_map(device, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut)
+    return jax.jit(four)
+
+
+naive = on_mesh(lambda q, k, v, at_s: attend(q, k, v, at_s, at_s))
+off_S = np.abs(naive(q_SHK, k_SGK, v_SGK, at_S) - right_SHK).max(axis=(1, 2))
+for i, off_s in enumerate(np.split(off_S, n)):
+    print(f"device {i}, positions from {16 * i:2}: off by up to {off_s.max():.2f}")
+assert off_S[:16].max() < 1e-5 < 0.5 < off_S[16:].max()
+
+# %% [markdown]
+# Device 0 is right, because nothing comes before its positions. The others attend to a text that
+# begins at their first position. A model trained so learns short contexts only, and its loss falls.
+#
+# ## Three exchanges
+#
+# Queries and keys of different devices have to meet. There are three ways, drawn for device 1. A row is a
+# quarter of the positions, a column a quarter of the heads.
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four grids of positions by heads: device 1 holds one row of keys; all rows after a gather; one other row at a time in a ring; one column after an all-to-all."}}
+green = lesson.COLOURS["context"]
+PANELS = {
+    "before: its own positions": lambda row, column: 0.6 * (row == 1),
+    "gathered: all keys and values": lambda row, column: 0.6,
+    "a ring: one more row at a time": lambda row, column: {1: 0.6, 0: 0.3}.get(row, 0),
+    "all-to-all: a share of the heads": lambda row, column: 0.6 * (column == 1),
+}
+figure, axes = plt.subplots(2, 2, figsize=(5.4, 5))
+for ax, (title, shade) in zip(axes.flat, PANELS.items(), strict=True):
+    for row, column in np.ndindex(4, 4):
+        face = (*plt.matplotlib.colors.to_rgb(green), shade(row, column))
+        box = dict(facecolor=face, edgecolor=lesson.NEUTRAL, linewidth=0.5)
+        ax.add_patch(plt.Rectangle((column, row), 1, 1, **box))
+        if (column if "all-to-all" in title else row) == 1:
+            ax.text(column + 0.5, row + 0.5, "q", ha="center", va="center")
+    ax.set(xlim=(0, 4), ylim=(4, 0), xticks=[], yticks=[], ylabel="positions")
+    ax.set(xlabel="heads")
+    title = ax.set_title(title, size=9)
+says = "Keys (green) that device 1 has, and queries (q) it asks"
+title = figure.suptitle(says, size=11)
+
+# %% [markdown]
+# - **Gather the keys.** One all-gather of keys and values, then the device's queries ask them all. It is the
+#   shortest to write, and every device has all keys of a layer for a while.
+# - **A ring.** The devices pass their keys and values on, n - 1 times, and attend to what has arrived. The same
+#   bytes, but a device holds two neighbours' keys at most, and can work while the next message travels.
+# - **All-to-all over heads.** Heads do not look at each other, so devices trade: each gives away the other
+#   heads of its positions, and gets the other positions of its heads. A second exchange brings the result back.
+#
+# The first and the third, in code, with `attend` as above:
+
+
+# %%
+def join(x):
+    return jax.lax.all_gather(x, "context", tiled=True)
+
+
+def gathered(q_sHK, k_sGK, v_sGK, at_s):
+    return attend(q_sHK, join(k_sGK), join(v_sGK), at_s, join(at_s))
+
+
+def over_heads(q_sHK, k_sGK, v_sGK, at_s):
+    trade = functools.partial(jax.lax.all_to_all, axis_name="context", tiled=True)
+    give = lambda x: trade(x, split_axis=1, concat_axis=0)  # heads for positions
+    at_S = join(at_s)
+    o_ShK = attend(give(q_sHK), give(k_sGK), give(v_sGK), at_S, at_S)
+    return trade(o_ShK, split_axis=0, concat_axis=1)  # and back
+
+
+arrays = q_SHK, k_SGK, v_SGK, at_S
+for way in (gathered, over_heads):
+    assert lesson.same(on_mesh(way)(*arrays), right_SHK), f"{way.__name__} is wrong"
+print("both are equal to one device")
+
+# %% [markdown]
+# A device's keys are 16 positions x 4 heads x width 8 x 4 bytes = 2,048 bytes, and its values as many. Its
+# queries are twice that, since there are 8 heads of them, and so is what attention returns.
+#
+# > **Predict.** How many bytes does a device send in `gathered`, and how many in `over_heads`? (Of n devices,
+# > one sends (n - 1)/n of the joined array in an all-gather, and (n - 1)/n of its own in an all-to-all. Leave
+# > out the places `at_s`.)
+
+# %%
+my_prediction_gathered, my_prediction_over_heads = None, None  # bytes
+
+
+def sent(way):
+    found = lesson.compiled(on_mesh(way), mesh, *arrays).collectives
+    large = [one for one in found if one.payload_bytes > 256]  # not the places
+    return round(sum(one.count * one.wire_bytes for one in large))
+
+
+lesson.predicted("gathered", my_prediction_gathered, sent(gathered), "bytes")
+lesson.predicted("over heads", my_prediction_over_heads, sent(over_heads), "bytes")
+
+# %% tags=["remove-cell"]
+assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "other sizes, other bytes"
+
+# %% [markdown]
+# Per position and unit of width, the gather sends keys and values, 2G numbers, to each of n - 1 others. The
+# all-to-all sends queries, keys, values and results, 2H + 2G, each to *one* place, which is another device in
+# (n - 1)/n of the cases. So
+#
+# $$\frac{\text{gather}}{\text{all-to-all}} = \frac{(n-1)\,2G}{\frac{n-1}{n}(2H+2G)} = \frac{n\,G}{H+G}$$
+#
+# and the all-to-all sends less as soon as **n is more than 1 + H/G**: here 4 x 4/12 = 1.33 times less. The
+# more query heads share keys, the cheaper keys are to send, and the later it comes:
+
+
+# %% tags=["hide-input"]
+def against(name, ratio, most):
+    ratios = (f"{ratio(n):5.2f}{' ' if n <= most else '*'}" for n in (2, 4, 8, 16, 64))
+    print(f"{name:13}", *ratios)
+
+
+print("gather/all-to-all, n =    2      4      8     16     64".replace("n = ", "n ="))
+MODELS = ("GPT-3", 96, 96), ("Llama 3 8B", 32, 8), ("Llama 3 405B", 128, 8)
+for name, H_, G_ in MODELS:
+    against(name, lambda n, H=H_, G=G_: n * G / (H + G), G_)
+sides = 128 * (192 + 192 + 128 + 128)  # of 128 heads: query, key, value, result
+against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
+print("*: more devices than heads of keys, see exercise 2")
+
+# %% [markdown]
+# The stars are the other limit: **the heads have to divide**. With 8 heads of keys the trade ends at 8 devices,
+# or at 2 if `tensor=4` has split the heads already. DeepSeek's attention makes the keys of all 128 heads from
+# one latent of 576 numbers a position, so cheap to send that trading heads does not pay at these sizes.
+#
+# ## The ring, by hand
+#
+# A ring needs one more idea: two softmaxes over different keys can be merged if each says how large its sum
+# of exponentials was. The result is their mean, weighted by those sums. The program keeps the logarithm of
+# the sum, as FlashAttention does. It has no shared heads; paste it into an empty file. `at_s` travels with
+# the keys, and the program counts, by device and step, the pairs of query and key that causal attention
+# allows. That is the work: two products of width K per pair and head.
+#
+# > **Predict.** The text is cut in its order: device 0 has the first 16 positions, device 3 the last. Of all
+# > allowed pairs, 64 x 65/2 = 2,080, how many are device 3's?
+
+
+# %% tags=["by-hand"]
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+n, S, H, K = 4, 64, 8, 8
+ONWARD = [(i, (i + 1) % n) for i in range(n)]
+
+
+def meet(q_sHK, at_s, k_SHK, v_SHK, at_S):
+    """A softmax over these keys: values mixed, log of its sum, pairs allowed."""
+    seen_sS = at_s[:, None] >= at_S[None, :]
+    scores_HsS = jnp.einsum("sHK,SHK->HsS", q_sHK, k_SHK) / K**0.5
+    # Not -inf: a query may see none of these keys, and -inf less -inf is no number.
+    scores_HsS = jnp.where(seen_sS, scores_HsS, -1e30)
+    sum_Hs = jax.nn.logsumexp(scores_HsS, axis=-1)
+    weights_HsS = jnp.exp(scores_HsS - sum_Hs[..., None])
+    return jnp.einsum("HsS,SHK->HsK", weights_HsS, v_SHK), sum_Hs, jnp.sum(seen_sS)
+
+
+# %% tags=["by-hand"]
+def ring(q_sHK, k_sHK, v_sHK, at_s):
+    mixed_HsK, sum_Hs, pairs = meet(q_sHK, at_s, k_sHK, v_sHK, at_s)
+    travelling, counted = (k_sHK, v_sHK, at_s), [pairs]
+    for _ in range(1, n):
+        travelling = [jax.lax.ppermute(x, "context", ONWARD) for x in travelling]
+        new_HsK, new_Hs, pairs = meet(q_sHK, at_s, *travelling)
+        both_Hs = jnp.logaddexp(sum_Hs, new_Hs)
+        share, new_share = jnp.exp(sum_Hs - both_Hs), jnp.exp(new_Hs - both_Hs)
+        mixed_HsK = mixed_HsK * share[..., None] + new_HsK * new_share[..., None]
+        sum_Hs = both_Hs
+        counted.append(pairs)
+    return mixed_HsK.swapaxes(0, 1), jnp.stack(counted)[None]
+
+
+# %% tags=["by-hand"]
+mesh = jax.make_mesh((n,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+cut = P("context")
+run = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=(cut,) * 4, out_specs=(cut, cut)))
+q_SHK, k_SHK, v_SHK, d_SHK = jax.random.normal(jax.random.key(0), (4, S, H, K))
+in_order = jnp.arange(S)
+
+
+def one_device(q_SHK, k_SHK, v_SHK):
+    return meet(q_SHK, in_order, k_SHK, v_SHK, in_order)[0].swapaxes(0, 1)
+
+
+want, pull = jax.vjp(one_device, q_SHK, k_SHK, v_SHK)
+on_ring = lambda *qkv: run(*qkv, in_order)
+got, pull_ring, pairs = jax.vjp(on_ring, q_SHK, k_SHK, v_SHK, has_aux=True)
+for ours, theirs in zip((got, *pull_ring(d_SHK)), (want, *pull(d_SHK)), strict=True):
+    assert jnp.abs(ours - theirs).max() < 1e-4, "the ring differs from one device"
+print("result and three gradients equal one device's")
+
+# %%
+my_prediction = None  # pairs
+by_device = np.asarray(pairs).sum(axis=1)
+lesson.predicted("device 3", my_prediction, int(by_device[3]), "pairs")
+print("pairs, a row for each device, a column for each step of the ring:")
+print(pairs)
+busiest = np.asarray(pairs).max(axis=0)
+print(f"busiest device of each step: {busiest}, together {busiest.sum()}")
+print(f"evenly shared it were {pairs.sum()} / {n} = {pairs.sum() // n} pairs' time")
+
+# %% tags=["remove-cell"]
+assert by_device.tolist() == [136, 392, 648, 904] and busiest.sum() == 904
+
+# %% [markdown]
+# In step r a device meets the keys of the device r places before it, around the end of the ring. For device 0
+# these are *later* keys, of which it may see none: three of its four steps have no work. Since every step
+# waits for the slowest, the ring takes 904 pairs' time for an average of 520. With n devices the last has
+# nearly (2n - 1)/n times its fair share, close to 2: **half of attention's time is spent waiting**, however
+# long the sequence. A gather does not help, because device 3's work is the same. (A real kernel skips
+# blocks that nobody sees; this program throws them away.)
+#
+# ## Zig-zag
+#
+# The work of a position is its place in the text, so each device should get an early part and a late one. Cut
+# the text into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring needs no new line, since
+# the places travel with the keys: only the order changes in which positions are handed out.
+
+
+# %%
+def zigzag(n, S):
+    """The places of all positions, device after device."""
+    chunks = np.arange(S).reshape(2 * n, -1)
+    return np.concatenate([chunks[c] for i in range(n) for c in (i, 2 * n - 1 - i)])
+
+
+at_S = zigzag(n, S)
+out_SHK, pairs_zz = run(q_SHK[at_S], k_SHK[at_S], v_SHK[at_S], at_S)
+assert lesson.same(out_SHK, want[at_S]), "zig-zag changes the result"
+print("device 0 holds places", *at_S[:16])
+print(pairs_zz)
+assert np.ptp(np.asarray(pairs_zz), axis=0).max() == 0, "some device has more in a step"
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two triangles of queries against keys, coloured by the device that works on them: plain stripes that grow downwards, and zig-zag with an early and a late stripe each; beside them bars of the work of each device, unequal and equal."}}
+figure, axes = plt.subplots(2, 2, figsize=(5.6, 5), width_ratios=(1.3, 1))
+orders = {"cut in order": np.arange(S), "zig-zag": at_S}
+for (ax, bars), (name, order) in zip(axes, orders.items(), strict=True):
+    owner_S = np.empty(S, int)
+    owner_S[order] = np.repeat(np.arange(n), S // n)
+    picture = np.zeros((S, S, 4))
+    for place in range(S):
+        picture[place, : place + 1] = (*lesson.DEVICES[owner_S[place]], 1)
+    ax.imshow(picture, interpolation="nearest")
+    ax.set(xlabel="keys", ylabel="queries", title=name, xticks=[0, 63], yticks=[0, 63])
+    of_device = [int((np.flatnonzero(owner_S == i) + 1).sum()) for i in range(n)]
+    bars.bar(range(n), of_device, color=lesson.DEVICES[:n])
+    bars.axhline(np.mean(of_device), color=lesson.NEUTRAL, lw=0.8)
+    bars.set(xlabel="device", ylabel="allowed pairs", xticks=range(n), ylim=(0, 950))
+says = "An early and a late chunk each: the same work for all"
+title = figure.suptitle(says, size=11)
+
+# %% [markdown]
+# Each step has the same work on every device, 136 and then 128 pairs: half of what two full slices would have.
+# The balance holds in the sum *and* in each step of the ring. Llama 3 was trained so ([section
+# 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all needs none of it: each device has all positions of
+# its heads, so the work is the same for any mask.
+#
+# ## Packed documents
+#
+# Training text is packed: one sequence holds many documents, and a query sees its own document only. Then the
+# work of a position is its place *in its document*, and the argument for zig-zag is gone. Below are
+# 4,096 positions for 8 devices, in documents of drawn lengths.
+
+# %%
+N, LONG = 8, 4096
+draw = np.random.default_rng(4)
+lengths = np.int64(np.exp(draw.normal(5.0, 1.4, 200))) + 1
+last = int(np.searchsorted(np.cumsum(lengths), LONG))
+lengths = np.append(lengths[:last], LONG - lengths[:last].sum())
+document_S = np.repeat(np.arange(len(lengths)), lengths)
+work_S = np.concatenate([np.arange(1, length + 1) for length in lengths])
+print(f"{len(lengths)} documents; lengths", *lengths)
+one = LONG * (LONG + 1) / 2  # pairs of one long document
+print(f"{work_S.sum():,} allowed pairs, {work_S.sum() / one:.0%} of one document's")
+
+# %% [markdown]
+# A *layout*, `owner_S`, says for each position which device owns it; each owns equally many, because arrays
+# have equal shapes. We count allowed pairs by the device of the query and the device of the key. Where keys are
+# gathered, a device's row sum is its work. In a ring each step waits for its busiest.
+
+
+# %%
+def between(owner_S):
+    """Allowed pairs with the query on device i and the key on device j. [i, j]"""
+    place_S = np.arange(LONG)
+    seen_SS = (place_S[:, None] >= place_S) & (document_S[:, None] == document_S)
+    owned_SN = np.eye(N, dtype=np.float32)[owner_S]
+    return owned_SN.T @ (seen_SS.astype(np.float32) @ owned_SN)
+
+
+def costs(owner_S):
+    """Time with gathered keys, and in a ring; 1 is what evenly shared work takes."""
+    pairs_NN = between(owner_S)
+    step = lambda r: max(pairs_NN[i, (i - r) % N] for i in range(N))
+    fair = pairs_NN.sum() / N
+    return pairs_NN.sum(axis=1).max() / fair, sum(map(step, range(N))) / fair
+
+
+def owners(order_S):
+    owner_S = np.empty(LONG, int)
+    owner_S[order_S] = np.repeat(np.arange(N), LONG // N)
+    return owner_S
+
+
+# %% [markdown]
+# > **Predict.** With these documents and zig-zag over the whole sequence, how many times its fair share does
+# > the busiest of 8 devices have? (One document, cut in order: 15/8. A guess is enough.)
+
+# %%
+my_prediction = None  # times the fair share
+plain, zz = owners(np.arange(LONG)), owners(zigzag(N, LONG))
+times = float(costs(zz)[0])
+lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
+
+# %% [markdown]
+# Two layouts know the documents.
+#
+# - **Zig-zag in each document.** Every document is cut into 2n chunks of its own, dealt out as above. What is
+#   left over, fewer than 2n positions at the end of each, goes around in turn.
+# - **Greedy.** Blocks of 32 positions, the one of most work first, go each to the device that has least work so
+#   far and room left.
+
+
+# %%
+def by_document(lengths):
+    owner_S, start = np.full(LONG, -1), 0
+    for length in lengths:
+        size = length // (2 * N)
+        for chunk in range(2 * N):
+            here = slice(start + chunk * size, start + (chunk + 1) * size)
+            owner_S[here] = min(chunk, 2 * N - 1 - chunk)
+        start += length
+    left = np.flatnonzero(owner_S < 0)
+    owner_S[left] = np.arange(len(left)) % N
+    return owner_S
+
+
+def greedy(work_S, block=32):
+    work_B = work_S.reshape(-1, block).sum(axis=1)
+    owner_B, load = np.empty(len(work_B), int), np.zeros(N)
+    room = np.full(N, len(work_B) // N)
+    for b in np.argsort(-work_B, kind="stable"):
+        i = min(np.flatnonzero(room), key=lambda i: load[i])
+        owner_B[b], load[i], room[i] = i, load[i] + work_B[b], room[i] - 1
+    return np.repeat(owner_B, block)
+
+
+# %%
+LAYOUTS = {"cut in order": plain, "zig-zag": zz}
+LAYOUTS |= {"zig-zag in each document": by_document(lengths), "greedy": greedy(work_S)}
+print(f"{'':25} gathered    ring     (1: evenly shared)")
+for name, owner_S in LAYOUTS.items():
+    assert (np.bincount(owner_S) == LONG // N).all(), f"{name}: unequal positions"
+    print(f"{name:25} {costs(owner_S)[0]:8.2f} {costs(owner_S)[1]:7.2f}")
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight bars, the work of each device: very unequal when cut in order, unequal with zig-zag, equal with zig-zag in each document and with greedy blocks."}}
+figure, axes = plt.subplots(4, 1, figsize=(5.4, 6.2), sharex=True)
+for ax, (name, owner_S) in zip(axes, LAYOUTS.items(), strict=True):
+    pairs_NN, floor = between(owner_S), np.zeros(N)
+    fair = pairs_NN.sum() / N
+    for r in range(N):
+        step_N = np.array([pairs_NN[i, (i - r) % N] for i in range(N)]) / fair
+        ax.bar(range(N), step_N, bottom=floor, color=green, alpha=0.9 - 0.1 * r)
+        floor += step_N
+    ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
+    ax.set(title=name, ylim=(0, 2.4), ylabel="work")
+axes[-1].set(xlabel="device (1: a fair share; lighter: later steps of a ring)")
+title = figure.suptitle("Documents unbalance zig-zag, unless each has its own", size=11)
+
+# %% [markdown]
+# With zig-zag over the sequence the busiest device takes 1.36 times the fair time where keys are gathered. In
+# a ring it is 2.09 times, because there the busiest device of *every step* counts: one long document lies on
+# few devices, which meet each other's keys in a few steps while the others wait. Zig-zag in each document is
+# balanced both ways. Greedy balances the sums alone, so it suits a gather. (Llama 3 gathers, partly for this.)
+#
+# There are three prices. The layout differs from batch to batch, so the host has to reorder tokens, targets
+# and places. A kernel must skip hidden pairs by that data, not by a fixed table. And pairs are not time: a
+# chunk of 7 positions does not fill a kernel's block of 128, so short documents had better stay on one
+# device.
+#
+# ## In seconds
+#
+# Simulated devices show no seconds. This is arithmetic with the speeds in `plan/hardware.py`: one layer of
+# Llama 3 8B, one sequence of 131,072 positions, bfloat16, forward. A pair costs two products of width K in
+# each head: 4HK FLOPs. In a step of the ring, with zig-zag, half of s times s pairs meet: 2HKs² FLOPs. The
+# next step's message is the keys and values of s positions, 4GKs bytes. It is hidden if it takes less time
+# than the products:
+#
+# $$s \ge 2\,\frac{G}{H}\cdot\frac{\text{FLOP/s of a device}}{\text{bytes/s to the next device}}$$
+
+# %%
+from config import MeshConfig
+from plan import hardware
+
+T, H_, G_, K_ = 131_072, 32, 8, 128  # Llama 3 8B
+keys, pair = 2 * G_ * K_ * 2, 4 * H_ * K_  # bytes of a position, FLOPs of a pair
+
+
+# %%
+def milliseconds(chips):
+    """Products, gather, all-to-all; and of a ring's step products, message."""
+    topology = hardware.Topology.parse(chips)
+    n, peak = topology.chips, topology.chip.peak_flops_per_s
+    link = hardware.layout(MeshConfig(context=n), topology)["context"]
+    s, traded = T // n, 4 * (H_ + G_) * K_  # bytes of a position
+    least = 2 * G_ / H_ * peak / link.neighbour_bytes_per_s
+    gather = (n - 1) * s * keys / link.bytes_per_s
+    trade = (n - 1) / n * s * traded / link.all_to_all_bytes_per_s
+    step, message = pair * s * s / 2 / peak, s * keys / link.neighbour_bytes_per_s
+    return n, s, least, pair * T * T / 2 / n / peak, gather, trade, step, message
+
+
+# %%
+print("             products  gather  all-to-all   ring's step: products, message")
+for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
+    n_, s_, least, *seconds = milliseconds(chips)
+    a, b, c, d, e = (f"{1e3 * x:.2f} ms" for x in seconds)
+    print(f"{chips:9} {a:>12} {b:>8} {c:>8} {d:>18} {e:>10}")
+    print(f"          n = {n_}, s = {s_:,}; a ring hides from s = {least:,.0f}")
+
+# %% [markdown]
+# Two of the 16 messages between two H100 nodes cross through one network card of 50 GB/s, and all others wait
+# for these. The gather takes all cards at once. (An all-to-all of 16 repeats the 8 heads: a fifth more bytes
+# than the column says.) On v5p the all-to-all sends fewer bytes than the gather and takes longer, because on
+# a torus most pieces cross several links. Products here run at the chip's peak; a kernel that reaches half of
+# it hides from half of that s. The way back has 2.5 times the FLOPs and twice the bytes: keys again (the
+# program above keeps them), and their gradients.
+#
+# Inside a node the gather takes about 5% of the products' time, so hiding it saves no more. What a ring saves
+# then is memory: gathered keys and values are 4GK bytes x 131,072 = 537 MB for a layer, and a ring of 8 holds
+# two messages of 67 MB. If a message takes 1 microsecond to begin, that decides below 22 positions per
+# device on v5p (90 kB) and 110 on NVLink (450 kB).
+#
+# So, as a rule:
+#
+# - **Cut sequences only when you have fewer of them than devices.** While each device has sequences of its own
+#   (`data`, `fsdp`), attention sends nothing.
+# - **Context before tensor for long sequences.** A layer's two gathers and two scatters along `tensor` move 4D
+#   numbers a position forward; context moves 2GK, an eighth of that for Llama 3 8B (2,048 against 16,384). It
+#   slices no product, so weights are gathered for it; here `context` slices them at rest, as `fsdp` does.
+# - **All-to-all** on switched wires, if n is more than 1 + H/G and divides G. **Gather** if the keys fit in
+#   memory. **Ring** if they do not, or s is above your wire's threshold.
+#
+# ## In the project
+#
+# `work.context_attention` is `gather`, `ring` or `all_to_all`; `model.py` calls
+# `overlap.context.over_context` and does not know which. It gives queries, what it knows of its own positions
+# (`parts`), and a function that makes keys and values of that. Below, `in_order` puts joined zig-zag chunks
+# into the order of the text, `in_chunks` is its inverse, and `partial_attention` is `attend` in blocks and
+# inside documents (`segments`).
+
+# %% tags=["hide-output"]
+from config import preset
+from overlap import context
+from sharding import make_mesh
+
+lesson.source(context.over_heads)
+
+# %% tags=["hide-input"]
+six_axes, along = make_mesh("context=4"), P(None, "context")
+order = zigzag(4, S)
+qkv = [np.asarray(x)[None, order] for x in (q_SHK, k_SHK, v_SHK)]
+args = *qkv, np.ones((1, S), np.int32)  # one document
+specs = dict(mesh=six_axes, in_specs=(along,) * 4, out_specs=along)
+for way in ("gather", "ring", "all_to_all"):
+    c = preset("tiny", **{"work.context_attention": way}).at_work
+
+    def device(q, k, v, segments, c=c):
+        return context.over_context(c, q, (k, v), lambda *same: same, segments)
+
+    project = jax.jit(jax.shard_map(device, **specs))
+    assert lesson.same(project(*args)[0], want[order]), way
+    found = lesson.compiled(project, six_axes, *args).collectives
+    kinds = ", ".join(sorted({one.kind for one in found}))
+    wire = sum(one.count * one.wire_bytes for one in found)
+    print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
+
+# %% [markdown]
+# All three equal one device; each also sends 192 bytes of document numbers. (H = G here, so the all-to-all
+# sends half.) The layout is zig-zag over the whole sequence, and the kernels visit every earlier block,
+# whichever document it is of: the work is balanced, and what documents could save is not saved.
+#
+# ## Exercise 1: two softmaxes
+#
+# Write what the ring needs: merge two attention results over different keys. `a_HsK` is the mean of values over
+# some keys, weighted by their softmax, and `a_Hs` the log of the sum of their exponentials; the same for b.
+
+
+# %%
+def merged(a_HsK, a_Hs, b_HsK, b_Hs):
+    return ...  # mixed_HsK, log_sum_Hs
+
+
+# %% tags=["hide-input"]
+def ring_with(merge, times):
+    """Attention of 4 devices with `merge`, for queries so many times as large."""
+
+    def device(q_sHK, k_sHK, v_sHK, at_s):
+        travelling = (k_sHK, v_sHK, at_s)
+        so_far = meet(q_sHK, at_s, *travelling)[:2]
+        for _ in range(1, n):
+            travelling = [jax.lax.ppermute(x, "context", ONWARD) for x in travelling]
+            so_far = merge(*so_far, *meet(q_sHK, at_s, *travelling)[:2])
+        return so_far[0].swapaxes(0, 1)
+
+    return np.asarray(on_mesh(device)(times * q_SHK, k_SHK, v_SHK, in_order))
+
+
+def by_shares(share, log_sum):
+    def merge(a_HsK, a_Hs, b_HsK, b_Hs):
+        left, right = share(a_Hs, b_Hs)
+        return a_HsK * left[..., None] + b_HsK * right[..., None], log_sum(a_Hs, b_Hs)
+
+    return merge
+
+
+# %% tags=["hide-input"]
+both, ones = jnp.logaddexp, jnp.ones_like
+rescaled = lambda a, b: (jnp.exp(a - both(a, b)), jnp.exp(b - both(a, b)))
+FIRST = "The first merge is right. Then: "
+BAD_MERGES = {
+    "A mean of the two. But one may have seen 48 keys, and the other none.":
+        by_shares(lambda a, b: (ones(a) / 2, ones(b) / 2), both),
+    "A sum of the two. Each is a mean already: what do its weights add up to?":
+        by_shares(lambda a, b: (ones(a), ones(b)), both),
+    "Each has the other's share.": by_shares(lambda a, b: rescaled(b, a), both),
+    "Weighted by the logarithms of the sums, not by the sums.":
+        by_shares(lambda a, b: (a / (a + b), b / (a + b)), both),
+    FIRST + "is the log of a sum the sum of the logs?":
+        by_shares(rescaled, lambda a, b: a + b),
+    FIRST + "the larger log is that of one sum only.": by_shares(rescaled, jnp.maximum),
+    FIRST + "what came before is forgotten.": by_shares(rescaled, lambda a, b: b),
+}  # fmt: skip
+made_by = functools.cache(lambda hint, times: ring_with(BAD_MERGES[hint], times))
+
+
+# %% tags=["hide-input"]
+def check_merged(answer):
+    if answer is None or answer is ...:
+        return lesson.NOTHING
+    run = functools.cache(lambda times: ring_with(lesson.answered(answer), times))
+    mistakes = [(functools.partial(made_by, hint), hint) for hint in BAD_MERGES]
+    right = lambda times: one_device(times * q_SHK, k_SHK, v_SHK)
+    done = "Right, on four devices, with scores of hundreds too."
+    said = lesson.diagnose(run, [(1.0,), (60.0,)], right, mistakes, done, share=1e-3)
+    if said.startswith("Not yet") and lesson.same(run(1.0), right(1.0)):
+        return "Right while scores are small. Of large ones exp overflows: subtract."
+    return said
+
+
+print(check_merged(merged))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `both_Hs = jnp.logaddexp(a_Hs, b_Hs)`, and each result times `jnp.exp(its log sum - both_Hs)`: return
+# `a_HsK * jnp.exp(a_Hs - both_Hs)[..., None] + b_HsK * jnp.exp(b_Hs - both_Hs)[..., None], both_Hs`. The sums
+# themselves may be as large as e^300; their quotients are at most 1.
+# </details>
+
+# %% tags=["remove-cell"]
+assert "Right, on four" in check_merged(by_shares(rescaled, both))
+for hint, merge in BAD_MERGES.items():
+    assert check_merged(merge) == hint, (hint, check_merged(merge))
+part = lambda a, b: jnp.exp(a) / (jnp.exp(a) + jnp.exp(b))
+naive_share = lambda a, b: (part(a, b), part(b, a))
+assert "overflows" in check_merged(by_shares(naive_share, both))
+assert check_merged(merged) == lesson.NOTHING
+assert "It stops" in check_merged(lambda *_: 1 / 0)
+
+# %% [markdown]
+# ## Exercise 2: fewer heads of keys than devices
+#
+# With 8 devices and 2 heads of keys, repeat each head of keys and values until there is one for every device (n
+# is a multiple of G, or G of n). How many bytes does a device then send for one attention, forward, in float32?
+# s is its number of positions. The checker counts the compiled program.
+
+
+# %%
+def trade_bytes(n, s, H, G, K):
+    return ...
+
+
+# %% tags=["hide-input"]
+@functools.cache
+def counted_trade(n, s, H, G, K):
+    automatic = (jax.sharding.AxisType.Auto,)
+    devices = jax.make_mesh((n,), ("context",), axis_types=automatic)
+
+    def device(q_sHK, k_sGK, v_sGK, at_s):
+        k, v = (jnp.repeat(x, max(n // G, 1), axis=1) for x in (k_sGK, v_sGK))
+        return over_heads(q_sHK, k, v, at_s)
+
+    specs = dict(mesh=devices, in_specs=(cut,) * 4, out_specs=cut)
+    shapes = [jax.ShapeDtypeStruct((n * s, h, K), jnp.float32) for h in (H, G, G)]
+    shapes.append(jax.ShapeDtypeStruct((n * s,), jnp.int32))
+    found = lesson.compiled(jax.shard_map(device, **specs), devices, *shapes)
+    traded = [one for one in found.collectives if one.kind == "all-to-all"]
+    return sum(one.count * one.wire_bytes for one in traded)
+
+
+# %% tags=["hide-input"]
+def by_formula(of_heads, share=lambda n: (n - 1) / n, width=4):
+    return lambda n, s, H, G, K: share(n) * s * K * width * of_heads(n, H, G)
+
+
+ALL_FOUR = lambda n, H, G: 2 * H + 2 * max(n, G)
+BAD_TRADES = [
+    (by_formula(lambda n, H, G: 2 * H + 2 * G),
+     "Keys are repeated before they are sent: how many heads are there then?"),
+    (by_formula(lambda n, H, G: H + 2 * max(n, G)),
+     "Nothing comes back: where do the results have to be?"),
+    (by_formula(lambda n, H, G: 2 * H + max(n, G)), "Keys and values, both."),
+    (by_formula(ALL_FOUR, lambda n: 1), "One piece stays: it is not sent."),
+    (by_formula(ALL_FOUR, lambda n: n - 1),
+     "n - 1 times all of it? Each device gets another piece."),
+    (by_formula(ALL_FOUR, width=2), "Float32 has 4 bytes."),
+    (by_formula(lambda n, H, G: 2 * G, lambda n: n - 1), "That is a gather of keys."),
+]  # fmt: skip
+
+
+# %% tags=["hide-input"]
+def check_trade(answer):
+    cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8)]
+    done = "Right: what the compiler counts, in all three cases."
+    return lesson.diagnose(answer, cases, counted_trade, BAD_TRADES, done)
+
+
+print(check_trade(trade_bytes))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `(n - 1) / n * s * K * 4 * (2 * H + 2 * max(n, G))`. Queries go and results come back, H heads each; keys
+# and values go with max(n, G) heads each; of every array (n - 1)/n leaves the device. For Llama 3 405B (H =
+# 128, G = 8) at n = 16 that is 288 heads in place of 272, while gathered keys take 16 x 16 = 256 in the same
+# units: there the gather still sends less.
+# </details>
+
+# %% tags=["remove-cell"]
+assert "Right" in check_trade(by_formula(ALL_FOUR))
+for wrong, hint in BAD_TRADES:
+    assert check_trade(wrong) == hint, (hint, check_trade(wrong))
+assert check_trade(trade_bytes) == lesson.NOTHING
+assert "Not yet" in check_trade(lambda n, s, H, G, K: 1)
+
+# %% [markdown]
+# ## Exercise 3: a window
+#
+# In many models most layers look back only W positions: a query at place p sees the keys p - W + 1 to p. Here W
+# = 20, on 4 devices with 16 positions each. In which order are the places handed out, and how often are keys
+# passed on (3 is all around), so that the result is right and as little as possible is sent?
+
+# %%
+W = 20
+
+
+def windowed():
+    return ...  # (order of the 64 places, times that keys are passed on)
+
+
+# %% tags=["hide-input"]
+def window_of(steps):
+    """What a device does: attention in a window, and its pairs."""
+
+    def device(q_sHK, k_sHK, v_sHK, at_s):
+        travelling, scores, values, pairs = (k_sHK, v_sHK, at_s), [], [], 0
+        for step in range(steps + 1):
+            if step:
+                onward = lambda x: jax.lax.ppermute(x, "context", ONWARD)
+                travelling = [*map(onward, travelling)]
+            k, v, at = travelling
+            seen = (at_s[:, None] >= at) & (at_s[:, None] - at < W)
+            score = jnp.einsum("sHK,SHK->HsS", q_sHK, k) / K**0.5
+            scores.append(jnp.where(seen, score, -1e30))
+            values.append(v)
+            pairs += jnp.sum(seen)
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1))
+        mixed = jnp.einsum("HsS,SHK->sHK", weights, jnp.concatenate(values))
+        return mixed, pairs[None]
+
+    return device
+
+
+# %% tags=["hide-input"]
+@functools.cache
+def ring_window(order, steps):
+    """Results in the order of the text, pairs by device."""
+    order = np.array(order)
+    specs = dict(mesh=mesh, in_specs=(cut,) * 4, out_specs=(cut, cut))
+    four = jax.jit(jax.shard_map(window_of(steps), **specs))
+    out, pairs = four(*(x[order] for x in (q_SHK, k_SHK, v_SHK)), order)
+    return np.asarray(out)[np.argsort(order)], np.asarray(pairs)
+
+
+def why_not(order, steps):
+    whole, (got, pairs) = ring_window(order, n - 1)[0], ring_window(order, steps)
+    off = np.flatnonzero(np.abs(got - whole).max(axis=(1, 2)) > 1e-4)
+    if len(off):
+        return f"Place {off[0]} is wrong: not all of its keys reach its device."
+    if steps == 2:
+        return f"Right, with 2 messages. Pairs by device: {pairs}."
+    if np.abs(ring_window(order, steps - 1)[0] - whole).max() < 1e-4:
+        return f"Right, but the last of {steps} messages brings nothing to see."
+    return f"Right, but keys go all around. Are late places still more work? {pairs}"
+
+
+# %% tags=["hide-input"]
+def check_window(answer):
+    chosen = answer()
+    if chosen is None or chosen is ...:
+        return lesson.NOTHING
+    if not isinstance(chosen, tuple) or len(chosen) != 2 or np.ndim(chosen[1]):
+        return "Return two things: the places, device after device, and a whole number."
+    order, steps = np.asarray(chosen[0]), chosen[1]
+    if order.shape != (S,) or sorted(order.tolist()) != list(range(S)):
+        return "The order has to name each of the 64 places once."
+    if steps not in range(n):
+        return "Keys can be passed on 0 to 3 times: then all have been everywhere."
+    return why_not(tuple(order.tolist()), int(steps))
+
+
+print(check_window(windowed))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `np.arange(S), 2`. With a window every place from 19 on has the same work, so there is nothing for zig-zag
+# to balance, and it does harm: it puts far places next to each other. Cut in order, the 19 earlier keys of a
+# device's first query reach back over two neighbours, ceil((W - 1)/s) = ceil(19/16) = 2. A layer with a
+# window of 128 on slices of 16,384 needs one message, and of that only the last 127 positions.
+# </details>
+
+# %% tags=["remove-cell"]
+assert "Right, with 2" in check_window(lambda: (np.arange(S), 2))
+assert "brings nothing" in check_window(lambda: (np.arange(S), 3))
+assert "Place 16 is" in check_window(lambda: (np.arange(S), 0))
+assert "Place 32 is" in check_window(lambda: (np.arange(S), 1))
+assert "all around" in check_window(lambda: (zigzag(n, S), 3))
+assert "is wrong" in check_window(lambda: (zigzag(n, S), 2))
+assert "once" in check_window(lambda: (np.zeros(S), 2))
+assert "0 to 3" in check_window(lambda: (np.arange(S), 4))
+assert "two things" in check_window(lambda: 2)
+assert check_window(windowed) == lesson.NOTHING
+
+# %% [markdown]
+# ## A bug to find
+#
+# A colleague trains a small language model on one long sequence, cut in zig-zag. The text is easy: every word
+# has one word that always follows it. `join`, `attend` and `zigzag` are those of this page, and they are right.
+# On one device the loss goes to nothing. On more it stays higher, the higher the more devices.
+
+# %%
+V, WIDTH = 32, 32
+follows_V = np.random.default_rng(5).permutation(V)
+
+
+def text(seed):
+    """S words, of which each has one that follows it."""
+    words = [int(np.random.default_rng(seed).integers(V))]
+    for _ in range(S - 1):
+        words.append(int(follows_V[words[-1]]))
+    return np.array(words)
+
+
+# %%
+def loss_on(n):
+    """fn(w, tokens_S) -> mean nats of all words but the first, on n devices."""
+    automatic, order = (jax.sharding.AxisType.Auto,), zigzag(n, S)
+    devices = jax.make_mesh((n,), ("context",), axis_types=automatic)
+
+    def device(w, tokens_s, at_s):
+        x_sD = w["words"][tokens_s]
+        q, k, v = ((x_sD @ w[name])[:, None, :] for name in "qkv")
+        y_sD = x_sD + attend(q, join(k), join(v), at_s, join(at_s))[:, 0]
+        log_p_sV = jax.nn.log_softmax(y_sD @ w["out"])
+        target_s = jnp.roll(tokens_s, -1)
+        real_s = at_s < S - 1  # nothing follows the last word
+        nats_s = -jnp.take_along_axis(log_p_sV, target_s[:, None], axis=1)[:, 0]
+        sums = jnp.sum(nats_s * real_s), jnp.sum(real_s)
+        total, count = jax.lax.psum(sums, "context")
+        return total / count
+
+    specs = dict(mesh=devices, in_specs=(P(), cut, cut), out_specs=P())
+    return lambda w, text_S: jax.shard_map(device, **specs)(w, text_S[order], order)
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four falling loss curves over 120 steps: one device's ends near zero, those of 2, 4 and 8 devices end higher, in this order."}}
+draw_one = lambda *shape: np.float32(0.3 * rng.normal(size=shape))
+start = {name: draw_one(V, WIDTH) for name in ("words", "q", "k", "v")}
+start["out"] = draw_one(WIDTH, V)
+TEXTS = np.stack([text(seed) for seed in range(120)])
+
+
+def trained(n):
+    """The loss of each of 120 steps of SGD, a new text in each."""
+
+    def step(w, tokens_S):
+        loss, d_w = jax.value_and_grad(loss_on(n))(w, tokens_S)
+        return jax.tree.map(lambda w, d: w - 0.5 * d, w, d_w), loss
+
+    return np.asarray(jax.jit(lambda w: jax.lax.scan(step, w, TEXTS)[1])(start))
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four falling loss curves over 120 steps: one device's ends near zero, those of 2, 4 and 8 devices end higher, in this order."}}
+figure, ax = plt.subplots(figsize=(5.4, 3.4))
+curves, shades = {many: trained(many) for many in (1, 2, 4, 8)}, (1, 0.4, 0.7, 1)
+for (many, curve), shade in zip(curves.items(), shades, strict=True):
+    smooth = np.convolve(curve, np.ones(5) / 5, mode="valid")
+    colour = green if many > 1 else lesson.NEUTRAL
+    ax.plot(smooth, color=colour, alpha=shade, label=f"n = {many}")
+ax.set(title="The more devices, the less it learns", xlabel="step", ylim=0)
+ax.set_ylabel("loss, nats (mean of 5 steps)")
+legend = ax.legend()
+ends = {many: curve[-20:].mean() for many, curve in curves.items()}
+for many, end in ends.items():
+    print(f"n = {many}: mean loss of the last 20 steps {end:.2f}")
+assert sorted(ends.values()) == list(ends.values()) and ends[8] > 4 * ends[1]
+
+
+# %% tags=["hide-input"]
+def with_targets(w, target_S, real_S):
+    """Loss on one device, of given targets of which some count."""
+    x_SD, at_S = w["words"][TEXTS[0]], np.arange(S)
+    q, k, v = ((x_SD @ w[name])[:, None, :] for name in "qkv")
+    y_SD = x_SD + attend(q, k, v, at_S, at_S)[:, 0]
+    log_p_SV = jax.nn.log_softmax(y_SD @ w["out"])
+    nats_S = -jnp.take_along_axis(log_p_SV, target_S[:, None], axis=1)[:, 0]
+    return jnp.sum(nats_S * real_S) / jnp.sum(real_S)
+
+
+judged = jax.jit(jax.value_and_grad(with_targets))
+
+
+# %% tags=["hide-input"]
+@functools.cache
+def wrong_targets(n, kind):
+    """Targets and what counts, as people get them, in the order of the text."""
+    order, tokens, real = zigzag(n, S), TEXTS[0], np.arange(S) < S - 1
+    held, back = tokens[order].reshape(n, -1), np.argsort(order)
+    rolled, ends = np.roll(held, -1, axis=1), np.zeros(held.shape, bool)
+    ends[:, -1] = kind in ("mask one", "mask both")
+    ends[:, held.shape[1] // 2 - 1] = kind == "mask both"
+    rolled_S, real = rolled.reshape(-1)[back], real & ~ends.reshape(-1)[back]
+    whole_S = np.roll(tokens[order], -1)[back]
+    return {"whole": whole_S, "same": tokens}.get(kind, rolled_S), real
+
+
+# %% tags=["hide-input"]
+BAD_TARGETS = {
+    "as it was": "As it was. What follows the last word that a device holds?",
+    "whole": "Words of the next device: it has what follows if the cut is plain.",
+    "mask one": "One end is left out. But a device has two chunks.",
+    "mask both": "Nothing wrong is learned, but words at the ends never are.",
+    "same": "The target of a word is that word.",
+}
+
+
+def check_loss(answer):
+    def run(n):
+        return jax.jit(jax.value_and_grad(lesson.answered(answer)(n)))(start, TEXTS[0])
+
+    right = lambda n: judged(start, np.roll(TEXTS[0], -1), np.arange(S) < S - 1)
+    made = lambda kind: lambda n: judged(start, *wrong_targets(n, kind))
+    mistakes = [(made(kind), hint) for kind, hint in BAD_TARGETS.items()]
+    done = "Right: loss and gradient are one device's."
+    return lesson.diagnose(run, [(4,), (8,)], right, mistakes, done)
+
+
+print(check_loss(loss_on))
+
+# %% [markdown]
+# Mend `loss_on` so that the checker agrees. It compares loss and gradient with one device, on 4 and on 8.
+#
+# <details><summary>Solution</summary>
+#
+# `jnp.roll` takes as the next word what lies next *on the device*. At the end of a chunk that is the first
+# word of another one. Shift in the order of the text, then cut: `targets_S = jnp.roll(tokens_S, -1)`, a
+# fourth array `targets_S[order]` with spec `cut`, and `target_s` an argument of `device`. Of 2n chunks, 2n -
+# 2 end with a wrong target (one is followed by its own neighbour, one ends the text): 14 of 63 words here. Of
+# 8,192 words on 8 devices it would be 14 too, or 0.2%: a loss that nobody would look at twice.
+#
+# It is a common fault, because libraries for one device shift inside of the loss. Hugging Face's transformers
+# did when Ulysses was ported to it: "we lose label 5 once shifted"
+# ([#36607](https://github.com/huggingface/transformers/pull/36607), March 2025). It has taken `shift_labels`
+# since, and models that drop them are still found
+# ([#48570](https://github.com/huggingface/transformers/pull/48570), September 2026). NVIDIA's BioNeMo recipes
+# cut in zig-zag and let the loss shift, exactly as above, until February 2026
+# ([#1449](https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/1449)).
+# </details>
+
+
+# %% tags=["remove-cell"]
+def mended(n, shift=lambda tokens_S, order: jnp.roll(tokens_S, -1)[order]):
+    automatic, order = (jax.sharding.AxisType.Auto,), zigzag(n, S)
+    devices = jax.make_mesh((n,), ("context",), axis_types=automatic)
+
+    def device(w, tokens_s, at_s, target_s):
+        x_sD = w["words"][tokens_s]
+        q, k, v = ((x_sD @ w[name])[:, None, :] for name in "qkv")
+        y_sD = x_sD + attend(q, join(k), join(v), at_s, join(at_s))[:, 0]
+        log_p_sV = jax.nn.log_softmax(y_sD @ w["out"])
+        nats_s = -jnp.take_along_axis(log_p_sV, target_s[:, None], axis=1)[:, 0]
+        real_s = at_s < S - 1
+        sums = jnp.sum(nats_s * real_s), jnp.sum(real_s)
+        total, count = jax.lax.psum(sums, "context")
+        return total / count
+
+    specs = dict(mesh=devices, in_specs=(P(), cut, cut, cut), out_specs=P())
+    spread = jax.shard_map(device, **specs)
+    return lambda w, tokens_S: spread(w, tokens_S[order], order, shift(tokens_S, order))
+
+
+assert check_loss(mended).startswith("Right")
+assert check_loss(loss_on) == BAD_TARGETS["as it was"]
+whole = lambda tokens_S, order: jnp.roll(tokens_S[order], -1)
+assert check_loss(lambda n: mended(n, whole)) == BAD_TARGETS["whole"]
+same = lambda tokens_S, order: tokens_S[order]
+assert check_loss(lambda n: mended(n, same)) == BAD_TARGETS["same"]
+for kind in ("mask one", "mask both"):
+    given = lambda n, kind=kind: lambda w, _: with_targets(w, *wrong_targets(n, kind))
+    assert check_loss(given) == BAD_TARGETS[kind], (kind, check_loss(given))
+assert check_loss(lambda n: ...) == lesson.NOTHING
+for many in (2, 4, 8):
+    order, wanted = zigzag(many, S), np.roll(np.arange(S), -1)
+    rolled = np.roll(order.reshape(many, -1), -1, axis=1).reshape(-1)
+    assert (rolled[np.argsort(order)] != wanted)[: S - 1].sum() == 2 * many - 2
+
+# %% [markdown]
+# ## In one table
+#
+# | | gather the keys | ring | all-to-all over heads |
+# |---|---|---|---|
+# | in letters | `q_sHK, k_SGK -> o_sHK` | the same, `k_sGK` by `k_sGK` | `q_ShK, k_SgK -> o_ShK -> o_sHK` |
+# | a device holds | all keys of a layer | two neighbours' keys | all positions of H/n heads |
+# | forward | keys, values: all-gather | keys, values: n - 1 permutes | queries, keys, values, results: all-to-all |
+# | backward | their gradients: reduce-scatter | their gradients; keys too, if not kept | the four back: all-to-all |
+# | numbers sent | (n - 1) s 2GK | (n - 1) s 2GK | (n - 1)/n s (2H + 2G) K |
+# | critical path | waited for | hidden from some s on | waited for, twice |
+# | balance | zig-zag, or by documents | the same, in every step | any mask |
+# | Llama 3 8B: v5p | short s | s from 2,550 | documents |
+# | one H100 node (8) | n to 5 | s from 1,099 | n from 6 |
+# | two nodes (16) | s below 9,890 | s from 9,890 | inside a node |
+# | PyTorch | `context_parallel`, `allgather` | `context_parallel`, `alltoall` | Ulysses: DeepSpeed `DistributedAttention` |
+# | Megatron | `cp_comm_type` `all_gather` | `p2p` | `a2a` |
+#
+# A trap of words: the rotate method `alltoall` of PyTorch's `context_parallel` is a ring and trades no heads.
+# Zig-zag is *head-tail* there; a prototype, `_PerDocumentHeadTailLoadBalancer`, deals out each document as
+# above, if its length divides by 2n.
+#
+# ## Three lines to keep
+#
+# 1. Cutting positions concerns attention alone. Keys come to the queries, at once or around a ring, for the
+#    same bytes; or positions are traded for heads, for fewer as soon as n is more than 1 + H/G.
+# 2. A plain cut has nearly twice the work on its last device; an early and a late chunk each is balanced. With
+#    packed documents count pairs again, by device and by step of the ring.
+# 3. What depends on the next position, such as the target, is made before positions are cut.
+#
+# **Sources.** Ring attention, [arXiv:2310.01889](https://arxiv.org/abs/2310.01889); DeepSpeed-Ulysses,
+# [arXiv:2309.14509](https://arxiv.org/abs/2309.14509); Llama 3,
+# [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2; the merge of softmaxes,
+# FlashAttention-2, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691).

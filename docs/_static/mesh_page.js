@@ -1,0 +1,211 @@
+// The controls and pictures of the mesh explorer; mesh.js computes.
+"use strict";
+
+(function () {
+  const form = document.querySelector("#mesh-explorer");
+  if (!form) return;
+  const M = globalThis.AxisMesh, { AXES } = M, data = globalThis.MESH_DATA;
+  const grid = form.querySelector(".devices"), panel = form.querySelector(".device"), said = form.querySelector(".said");
+  const COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
+  let device = 0, chosen = null;  // chosen: what is shown on the grid, a line or an array
+
+  const number = (x, digits = 3) => x.toLocaleString("en", { maximumSignificantDigits: digits });
+  const bytes = (x) => x >= 2 ** 30 ? `${number(x / 2 ** 30)} GiB` : x >= 2 ** 20 ? `${number(x / 2 ** 20)} MiB` : x >= 1024 ? `${number(x / 1024)} KiB` : `${number(x)} bytes`;
+  const paintOf = (axes) => axes.length !== 1 ? ["var(--accent)", "var(--pst-color-background)"]
+    : [COLOURS[axes[0]], ["stage", "context"].includes(axes[0]) ? "#111" : "#fff"];  // ink that can be read on it
+  const model = () => data.models[form.elements.model.value];
+  const read = () => Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(form.elements[axis].value)]));
+  const range = (n) => [...Array(n).keys()];
+  const nameOf = (mesh) => AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis}=${mesh[axis]}`).join(",") || "one device";
+
+  // The mesh ----------------------------------------------------------------------------------------------------------
+
+  function fit(moved) {  // brings axes back to a mesh that is drawn, the moved one first; says why
+    const { most } = model(), why = [];
+    for (const axis of [moved, ...AXES].filter(Boolean)) {
+      const control = form.elements[axis];
+      if (most[axis] && 2 ** control.value > most[axis][0]) {
+        control.value = String(Math.log2(most[axis][0]));
+        why.push(`${axis}=${most[axis][0]} is the most: ${most[axis][1]}.`);
+      }
+      const others = M.devices(read()) / read()[axis];
+      if (others * read()[axis] > data.devices) {
+        control.value = String(Math.max(Math.floor(Math.log2(data.devices / others)), 0));
+        why.push(`Up to ${data.devices} devices are drawn: beside the other axes ${axis} has ${read()[axis]}. Take some from another axis first.`);
+      }
+    }
+    return why.join(" ");
+  }
+
+  function columns(mesh) {  // lines of inner axes are rows, where that is not too tall
+    let inner = 1;
+    for (const axis of [...AXES].reverse()) {
+      inner *= mesh[axis];
+      if (mesh[axis] > 1 && inner <= 8 && M.devices(mesh) / inner <= 4) return inner;
+    }
+    return Math.min(M.devices(mesh), 8);
+  }
+
+  function whereOf(mesh, other) {
+    const at = M.place(mesh, other);
+    return AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis} ${at[axis]}`).join(", ");
+  }
+
+  function drawGrid(mesh) {
+    grid.style.setProperty("--columns", columns(mesh));
+    grid.innerHTML = range(M.devices(mesh)).map((one) =>
+      `<button type="button" data-device="${one}" title="${whereOf(mesh, one)}">${one}</button>`).join("");
+  }
+
+  // What it exchanges -------------------------------------------------------------------------------------------------
+
+  const swatches = (axes) => axes.map((axis) => `<i style="background:${COLOURS[axis]}"></i>`).join("");
+
+  function lineCard(one, mesh) {
+    const group = M.line(mesh, one.axes, device).filter((other) => other !== device), at = M.place(mesh, device);
+    const turn = one.back_kind && one.back_kind !== one.kind ? `, back ${one.back_kind.replace(", ", " and ")}` : "";
+    const ways = [one.forward && `forward ${bytes(one.forward)}`, one.back && `back ${bytes(one.back)}`].filter(Boolean).join(", ");
+    let whom = group.length > 7 ? `${group.length} others` : group.join(", ");
+    if (one.name === "stages") {
+      const [last, next, before] = [mesh.stage - 1, 1, -1].map((x, i) => i ? neighbour(mesh, x) : x);
+      whom = [at.stage < last && `${next}, the next stage`, at.stage > 0 && `${before}, the one before`].filter(Boolean).join("; ");
+    }
+    const of = one.of.length ? ` <small>${one.of.map((name) => `<code>${name}</code>`).join(" ")}</small>` : "";
+    return `<button type="button" class="card line" data-line="${one.name}" aria-pressed="false">
+      <b>${swatches(one.axes)}${one.name.replace(/ over (tensor|expert|data.*)$/, "")}</b>
+      <span>${one.kind}${turn}, over <em>${one.axes.join("*")}</em></span>
+      <span>with ${whom}</span><span class="bytes">${ways}${one.name === "stages" ? ", once for all its layers" : ""}</span>
+      <span class="says">${one.says}.${of}</span></button>`;
+  }
+
+  const neighbour = (mesh, by) => M.line(mesh, ["stage"], device)[M.place(mesh, device).stage + by];
+
+  // What it holds -----------------------------------------------------------------------------------------------------
+
+  const whole = (x) => number(x, 9);
+  const words = (ranges, size) => M.widthOf(ranges) === size ? "all" : ranges.map(([from, to]) => to - from === 1 ? whole(from) : `${whole(from)} to ${whole(to - 1)}`).join(" and ");
+
+  function drawn(d, held, used) {  // an array as a rectangle: a strip of cells above, of a third dim
+    const W = 132, H = d.rows ? 64 : 12, top = d.strip ? 20 : 4, out = [];
+    const dim = (letter) => d.dims.indexOf(letter), size = (letter) => letter ? d.shape[dim(letter)] : 1;
+    const of = (ranges, letter, length) => (letter ? ranges[dim(letter)] : [[0, 1]]).map(([from, to]) => [from / size(letter) * length, Math.max((to - from) / size(letter) * length, 0.8)]);
+    const paint = (ranges, kind) => {
+      for (const [y, h] of of(ranges, d.rows, H)) for (const [x, w] of of(ranges, d.columns, W)) out.push(`<rect class="${kind}" x="${(2 + x).toFixed(2)}" y="${(top + y).toFixed(2)}" width="${w.toFixed(2)}" height="${h.toFixed(2)}"/>`);
+      if (d.strip) for (const [x, w] of of(ranges, d.strip, W)) out.push(`<rect class="${kind}" x="${(2 + x).toFixed(2)}" y="4" width="${w.toFixed(2)}" height="11"/>`);
+    };
+    if (used) paint(used, "used");
+    paint(held, "held");
+    out.push(`<rect class="whole" x="2" y="${top}" width="${W}" height="${H}"/>`);
+    if (d.strip) {
+      const n = size(d.strip);
+      out.push(`<rect class="whole" x="2" y="4" width="${W}" height="11"/>`, ...range(n - 1).map((i) => `<path class="cut" d="M${2 + (i + 1) * W / n} 4v11"/>`));
+    }
+    return `<svg viewBox="0 0 ${W + 4} ${top + H + 3}" aria-hidden="true">${out.join("")}</svg>`;
+  }
+
+  function arrayCard(d, mesh, what) {
+    const held = M.slices(d, mesh, device), joined = (d.joined ?? []).filter((axis) => mesh[axis] > 1);
+    const used = joined.length ? M.slices(d, mesh, device, joined) : null, letters = [...d.dims].map((letter, i) => [letter, i]).filter(([letter]) => !"LJ".includes(letter));
+    const cut = letters.filter(([, i]) => M.widthOf(held[i]) < d.shape[i]);
+    const said = cut.map(([letter, i]) => `<span><code>${letter}</code> ${words(held[i], d.shape[i])} of ${whole(d.shape[i])}</span>`);
+    const axesOf = letters.filter(([, i]) => d.spec[i].some((axis) => mesh[axis] > 1)).map(([letter, i]) => `${letter}: ${d.spec[i].filter((axis) => mesh[axis] > 1).join("*")}`).join("; ");
+    const layout = `rows ${d.rows || "none"}, columns ${d.columns}${d.strip ? `, strip ${d.strip}` : ""}`;
+    return `<button type="button" class="card array" data-array="${what} ${d.name}" aria-pressed="false" title="${layout}${axesOf ? `; split ${axesOf}` : ""}">
+      <code>${d.name}</code>${drawn(d, held, used)}
+      <span class="lie">${d.strip ? `<code>${d.strip}</code> above, ` : ""}${d.rows ? `<code>${d.rows}</code> down, ` : ""}<code>${d.columns}</code> across</span>
+      ${said.join("") || "<span>the whole</span>"}
+      <span class="bytes">${bytes(M.bytes(d, held))}${used ? `; in use ${bytes(M.bytes(d, used, d.width))}` : ""}</span>
+      ${d.says ? `<span class="says">${d.says}</span>` : ""}</button>`;
+  }
+
+  function layers(mesh) {
+    const d = model().arrays.weights[0], L = d.shape[0], [[from, to]] = M.slices(d, mesh, device)[0];
+    const cells = range(L).map((i) => `<i class="${i >= from && i < to ? "held" : ""}"></i>`).join("");
+    return `<p class="layers"><span>Layers ${words([[from, to]], L) === "all" ? `0 to ${L - 1}, all there are` : `${words([[from, to]], L)} of ${L}`}</span><span class="strip" aria-hidden="true">${cells}</span></p>`;
+  }
+
+  function show(mesh) {
+    const one = model(), [microbatches, sequences] = one.meshes[M.key(mesh)], found = M.exchanges(one, mesh);
+    const { weights, activations, cache } = one.arrays, own = weights.map((d) => M.bytes(d, M.slices(d, mesh, device)));
+    const held = own.reduce((a, b) => a + b, 0), L = weights[0].shape[0] / mesh.stage, sum = (way) => found.reduce((a, x) => a + (x.name === "stages" ? 0 : x[way]), 0);
+    const lines = found.length ? `<p>For one layer, in a step of ${data.batch_size} sequences, it sends ${bytes(sum("forward"))} on the way forward and
+      ${bytes(sum("back"))} on the way back. Choose a line: it says what it is for, and the mesh shows it.</p><div class="cards">${found.map((x) => lineCard(x, mesh)).join("")}</div>`
+      : "<p>Nothing: it is alone.</p>";
+    const arrays = (list, what) => `<div class="cards">${list.map((d) => arrayCard(d, mesh, what)).join("")}</div>`;
+    const where = whereOf(mesh, device);
+    panel.innerHTML = `<h3>Device ${device}${where ? `: ${where}` : ""}</h3>
+      <p>It works on ${sequences} sequence${sequences > 1 ? "s" : ""} at a time${microbatches > 1 ? `, ${microbatches} times a step` : ""}, of ${number(data.seq_len, 9)} positions that
+      ${mesh.context * mesh.tensor > 1 ? "it shares with others" : "it has alone"}.</p>${layers(mesh)}
+      <h4>Whom it exchanges with</h4>${lines}
+      <h4>Weights and optimizer</h4><p>Filled is what it keeps. Lighter is what is joined for use, and dropped. The optimizer's two moments are cut as the
+      weights are: of one layer ${bytes(held)} of weights and ${bytes(2 * held)} of moments; of its ${L} layer${L > 1 ? "s" : ""} ${bytes(3 * held * L)}.
+      Choose an array, and see who holds the same part.</p>${arrays(weights, "weights")}
+      <h4>Activations</h4><p>Drawn and counted are its sequences of a whole step${microbatches > 1 ? `; it works on ${sequences} of them at a time` : ""}. Of what is
+      joined for use, a microbatch's part exists at once.</p>${arrays(activations, "activations")}
+      <h4>Cache, when text is generated</h4><p>For ${data.batch_size} requests of ${whole(data.seq_len)} positions. <code>context</code> cuts it by positions, in runs: each device asks those it holds, and the shares are added.</p>${arrays(cache, "cache")}`;
+    mark(mesh);
+  }
+
+  function mark(mesh) {  // what is chosen, on the grid
+    const one = model(), line = M.exchanges(one, mesh).find((x) => `line ${x.name}` === chosen), [kind, name] = (chosen ?? "").split(" ");
+    const array = one.arrays[kind]?.find((d) => d.name === name);
+    const group = line ? M.line(mesh, line.axes, device) : array ? M.holders(array, mesh, device) : [];
+    const [paint, ink] = paintOf(line ? line.axes : []);
+    grid.style.setProperty("--mark", paint);
+    grid.style.setProperty("--mark-ink", ink);
+    for (const cell of grid.children) {
+      const here = Number(cell.dataset.device), own = here === device;
+      cell.classList.toggle("marked", group.includes(here));
+      cell.setAttribute("aria-pressed", String(own));
+      cell.setAttribute("aria-label", `device ${here}${cell.title ? `: ${cell.title}` : ""}${group.includes(here) ? ", marked" : ""}`);
+      cell.tabIndex = own ? 0 : -1;
+    }
+    for (const card of panel.querySelectorAll(".card")) card.setAttribute("aria-pressed", String(chosen !== null && chosen === (card.dataset.line ? `line ${card.dataset.line}` : card.dataset.array)));
+    return line ? `Marked: the line of device ${device} over ${line.axes.join("*")}, devices ${group.join(", ")}.`
+      : array ? (group.length > 1 ? `Marked: devices ${group.join(", ")} hold the same part of ${name}.` : `No other device holds this part of ${name}.`) : "";
+  }
+
+  function update(moved) {
+    const why = fit(moved), mesh = read();
+    for (const axis of AXES) {
+      form.querySelector(`[data-size="${axis}"]`).textContent = mesh[axis];
+      form.elements[axis].setAttribute("aria-valuetext", `${mesh[axis]}`);
+    }
+    device = Math.min(device, M.devices(mesh) - 1);
+    drawGrid(mesh);
+    show(mesh);
+    said.textContent = why || mark(mesh) || `${nameOf(mesh)}: ${M.devices(mesh)} device${M.devices(mesh) > 1 ? "s" : ""}. Choose one of them.`;
+  }
+
+  form.addEventListener("input", (event) => update(event.target.name));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  const choose = (one) => { device = one; show(read()); said.textContent = mark(read()) || `Device ${device}.`; };
+  grid.addEventListener("click", (event) => { if (event.target.dataset.device) choose(Number(event.target.dataset.device)); });
+  grid.addEventListener("keydown", (event) => {
+    const wide = columns(read()), all = M.devices(read());
+    const to = { ArrowRight: device + 1, ArrowLeft: device - 1, ArrowDown: device + wide, ArrowUp: device - wide, Home: 0, End: all - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    if (to < 0 || to >= all) return;
+    choose(to);
+    grid.children[to].focus();
+  });
+  panel.addEventListener("click", (event) => {
+    const card = event.target.closest(".card");
+    if (!card) return;
+    const it = card.dataset.line ? `line ${card.dataset.line}` : card.dataset.array;
+    chosen = chosen === it ? null : it;
+    said.textContent = mark(read()) || `Device ${device}.`;
+  });
+
+  // ?model=llama3_8b&mesh=fsdp=4,tensor=2&device=3&show=line weights, or show=weights w_query_DHK
+  const asked = new URLSearchParams(location.search);
+  if (data.models[asked.get("model")]) form.elements.model.value = asked.get("model");
+  for (const one of (asked.get("mesh") ?? "stage=2,fsdp=2,tensor=4").split(",")) {
+    const [axis, size] = one.split("=");
+    if (AXES.includes(axis) && size >= 1) form.elements[axis].value = String(Math.floor(Math.log2(size)));
+  }
+  device = Math.max(Math.floor(Number(asked.get("device") ?? 5)) || 0, 0);
+  chosen = asked.get("show");
+  update();
+})();

@@ -1,0 +1,218 @@
+"""The mesh explorer of the site: what a device holds of a layer, and what it exchanges with whom.
+
+Slices are computed in the browser, by docs/_static/mesh.js, from the declarations written here. Bytes are counted here,
+for every mesh that the page can be brought to, from the rows of `plan.costs`.
+"""
+
+import math
+from pathlib import Path
+
+from config import AXES, MeshConfig, preset, replace
+from docs import planner_widget
+
+MOST = 32  # devices
+MODELS = {"mixtral_8x7b": "with experts, as Mixtral 8x7B", "llama3_8b": "dense, as Llama 3 8B"}
+BATCH_SIZE, SEQ_LEN = 32, 4096
+# How an array is drawn: letters that lie along rows, along columns, and as a strip of cells above.
+DRAWN = {"DHK": ("D", "H", ""), "DGK": ("D", "G", ""), "HKD": ("H", "D", ""), "DF": ("D", "F", ""),
+         "FD": ("F", "D", ""), "DE": ("D", "E", ""), "EDM": ("D", "M", "E"), "EMD": ("M", "D", "E"), "D": ("", "D", ""),
+         "BTD": ("B", "T", ""), "BTHK": ("B", "T", "H"), "BSGK": ("B", "S", "G"), "BGSK": ("B", "S", "G"),
+         "BTF": ("B", "T", "F")}  # fmt: skip
+STACKED = "LJ"  # letters of layers
+
+# The rows of a layer in `costs.moe` and `costs.dense`, in their order: which line of the page each belongs to.
+ATTENTION = ["positions for attention", "sums of attention", "keys and values", "keys and values"]
+LINES = {
+    "mixtral_8x7b": [*ATTENTION, "positions for the experts", "gates over tensor", "gates over tensor",
+                     "sums of the experts", "tokens for experts", "gates over expert", "gates over expert",
+                     "tokens back from experts"],
+    "llama3_8b": [*ATTENTION, "positions for the feed-forward", "sums of the feed-forward"],
+}  # fmt: skip
+SAYS = {
+    "positions for attention": "The positions of its neighbours, joined: each device has its own heads of them all",
+    "sums of attention": "Each has a partial sum over its heads: added up, and every position goes where it belongs",
+    "keys and values": "A query looks at all positions before it: keys and values of the others, and their documents",
+    "positions for the experts": "The same before the experts: each device has its slice of their hidden width",
+    "gates over tensor": "How much of each expert a token takes, and which: the router ran where the positions are",
+    "sums of the experts": "Partial sums over the hidden width, added up; every position goes where it belongs",
+    "tokens for experts": "All tokens of the line, so that this device's experts see those that chose them",
+    "gates over expert": "How much of each expert these tokens take, and which",
+    "tokens back from experts": "What these experts made of the others' tokens, added up where the tokens belong",
+    "positions for the feed-forward": "The same before the feed-forward: each device has its slice of the hidden width",
+    "sums of the feed-forward": "Partial sums over the hidden width, added up; every position goes where it belongs",
+    "weights": "Slices joined for use, and again on the way back; there gradients are added up into slices",
+    "gradients": "These devices hold the same slice and have seen other tokens: their gradients are added, once a step",
+    "statistics": "How many tokens chose each expert, for the balance loss over the whole batch: once a step",
+    "stages": "What the layers of this stage made, to the next stage; gradients to the one before",
+}
+
+
+def meshes() -> list[MeshConfig]:
+    """All meshes of powers of two up to MOST devices."""
+    return [mesh for power in range(int(math.log2(MOST)) + 1) for mesh in planner_widget.meshes(2**power)]
+
+
+def settings(which: str, mesh: MeshConfig):
+    """What is counted: every setting that a mesh may leave open, the plainest way."""
+    cfg = preset(which)
+    plain = {"work": cfg.work.settled, "data.batch_size": BATCH_SIZE, "data.seq_len": SEQ_LEN}
+    return replace(cfg, mesh=mesh, **plain)
+
+
+def as_lists(spec) -> list[list[str]]:
+    return [[entry] if isinstance(entry, str) else list(entry or ()) for entry in spec]
+
+
+def shown(name: str, dims: str, shape, spec, itemsize: int, **more) -> dict:
+    """An array as mesh.js reads it."""
+    rows, columns, strip = DRAWN[dims.lstrip(STACKED)]
+    return {"name": name, "dims": dims, "shape": list(shape), "spec": as_lists(spec), "itemsize": itemsize,
+            "rows": rows, "columns": columns, "strip": strip} | more  # fmt: skip
+
+
+def arrays(which: str) -> dict[str, list[dict]]:
+    """Weights, activations and cache of a layer."""
+    from generate.cache import cache_spec
+    from plan import costs
+    from sharding import BATCH, CONTEXT, DATA, FSDP, TENSOR
+
+    cfg = settings(which, MeshConfig())
+    c, wide = cfg.model, 2
+    declared = [w for w in costs.weights(cfg) if w.name.startswith("blocks.")]
+    weights = [shown(w.name.split(".")[-1], w.d.dims, w.d.shape, w.d.spec, w.d.dtype.itemsize,
+                     joined=list(w.gathered_over), width=w.width) for w in declared]  # fmt: skip
+    sizes = dict(B=BATCH_SIZE, T=SEQ_LEN, S=SEQ_LEN, D=c.d_model, H=c.n_heads, K=c.d_head, G=c.n_kv_heads, F=c.d_ff,
+                 L=c.n_blocks, J=1)  # fmt: skip
+
+    def activation(name, dims, says, *spec):
+        return shown(name, dims, [sizes[d] for d in dims], spec, wide, says=says, zigzag=True)
+
+    at_work = (BATCH, CONTEXT)
+    activations = [
+        activation("x_btD", "BTD", "between blocks, and kept for the way back", BATCH, (CONTEXT, TENSOR), None),
+        activation("x_bsD", "BTD", "joined over tensor: what products of heads and hidden units take", *at_work, None),
+        activation("q_bshK", "BTHK", "queries", *at_work, TENSOR, None),
+        activation("k_bSgK", "BSGK", "keys, joined over context; values are as large", BATCH, None, TENSOR, None),
+    ]
+    if c.n_experts:
+        says = "joined over expert: the tokens its experts see"
+        activations.append(activation("x_NsD", "BTD", says, (DATA, FSDP), CONTEXT, None))
+    else:
+        activations.append(activation("hidden_bsf", "BTF", "in the middle of the feed-forward", *at_work, TENSOR))
+    dims, spec = "LBGSK", cache_spec(c)  # of all layers: each has one of its own
+    of_cache = [shown("key_bgSK", dims, [sizes[d] for d in dims], [*spec, *[None] * (len(dims) - len(spec))], wide,
+                      says="keys when text is generated; values are as large")]  # fmt: skip
+    return {"weights": weights, "activations": activations, "cache": of_cache}
+
+
+def lines(cfg, which: str) -> list[dict]:
+    """What a device exchanges for one layer in a step: whom with, in which collective, bytes sent forward and back.
+
+    Of lines with the same name bytes are added; `axes` are those that the line goes along, of one device or more.
+    """
+    from pipeline import fit, schedules
+    from plan import costs
+    from sharding import STAGE, TOKENS
+
+    c, z, split = cfg.at_work, costs.Sizes.of(cfg), fit.split_batch(cfg)
+    M, found = split.microbatches * split.accumulation, {}
+    turned = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
+
+    def add(name, kind, axes, ahead, back, back_kind="", of=()):
+        new = {"name": name, "kind": kind, "back_kind": back_kind, "axes": [axis for axis in AXES if axis in axes]}
+        line = found.setdefault(name, new | {"of": [], "bytes": [0, 0]})
+        assert line | new == line, f"{name} is two lines"
+        line["of"] += of
+        line["bytes"] = [line["bytes"][0] + ahead, line["bytes"][1] + back]
+
+    sent = lambda kind, axes, size: costs.Exchange("", kind, axes, size).wire_bytes(z.group(*axes))
+    rows = costs.layers(c, z)[bool(c.n_experts)][1]
+    declared = [w for w in costs.weights(cfg) if w.name.startswith("blocks.")]
+    short = lambda w: w.name.split(".")[-1]
+    for w in declared:
+        if w.gathered_over:
+            one = M * sent("all-gather", w.gathered_over, w.joined // w.layers * w.width)
+            experts = "E" in w.d.dims and w.d.dims[-1] != "E"
+            name = "weights of experts" if experts else "weights"
+            back = one * (1 + w.d.trainable)  # joined again, and the gradient
+            add(name, "all-gather", w.gathered_over, one, back, "all-gather, reduce-scatter", [short(w)])
+    exchanges = [row for row in rows if isinstance(row, costs.Exchange)]
+    for name, row in zip(LINES[which], exchanges, strict=True):
+        one = M * row.times * row.wire_bytes(z.group(*row.axes))
+        add(name, row.kind, row.axes, one, one * row.back, turned.get(row.kind, row.kind))
+    if c.n_experts:
+        add("statistics", "all-reduce", TOKENS, sent("all-reduce", TOKENS, 4 * (2 * c.n_experts + 3)), 0)
+    ticks = len(schedules.gpipe(z.mesh[STAGE], M).table) // 2  # gpipe turns once: as many forward as back
+    message = ticks * sent("collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width)
+    add("stages", "collective-permute", (STAGE,), message, message, "collective-permute")
+    for w in declared:
+        if w.d.trainable:
+            one = sent("all-reduce", w.replicas, w.held // w.layers * w.d.dtype.itemsize)
+            add("gradients over " + "*".join(w.replicas), "all-reduce", w.replicas, 0, one, "all-reduce", [short(w)])
+    return list(found.values())
+
+
+def says(name: str) -> str:
+    return SAYS.get(name) or SAYS[name.split()[0]]
+
+
+def limits(which: str) -> dict[str, list]:
+    """The largest size of each axis, and what forbids the next; up to MOST devices."""
+    from pipeline import fit
+    from utils import UserError
+
+    found = {}
+    for axis in AXES:
+        for size in (2**n for n in range(int(math.log2(MOST)) + 1)):
+            try:
+                fit.check(preset(which).model, MeshConfig(**{axis: size}))
+            except UserError as error:
+                found[axis] = [size // 2, str(error).split("; ")[0]]
+                break
+    return found
+
+
+def tables() -> dict:
+    """Everything that mesh.js reads. Of a mesh: microbatches, sequences of one, and each line's bytes."""
+    from pipeline import fit
+
+    models = {}
+    for which in MODELS:
+        most, found = limits(which), {}
+        for mesh in meshes():
+            if all(mesh.sizes[axis] <= size for axis, (size, _) in most.items()):
+                cfg = settings(which, mesh)
+                fit.check(cfg.model, mesh)
+                split, there = fit.split_batch(cfg), lines(cfg, which)
+                both = [[*map(round, line["bytes"])] for line in there]
+                counted = [ahead if ahead == back else [ahead, back] for ahead, back in both]
+                found[planner_widget.name(mesh)] = [split.microbatches, split.device_batch, counted]
+        fields = ("name", "kind", "back_kind", "axes", "of")
+        fixed = [{field: line[field] for field in fields} | {"says": says(line["name"])} for line in there]
+        models[which] = {"arrays": arrays(which), "lines": fixed, "meshes": found, "most": most}
+    return {"models": models, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "devices": MOST}
+
+
+def write(folder: Path) -> Path:
+    return planner_widget.write_tables(folder / "mesh_data.js", "MESH_DATA", "docs/mesh_explorer.py", tables)
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def mesh_explorer() -> str:
+    from docs.pictures import COLOURS
+
+    sliders = "".join(planner_widget.slider(axis, COLOURS[axis], MOST) for axis in AXES)
+    return f"""<form id="mesh-explorer" class="explorer" autocomplete="off">
+<div class="selects">{planner_widget.select("layer", "model", list(MODELS.items()))}</div>
+<fieldset><legend>mesh</legend>{sliders}</fieldset>
+<div class="pinned">
+<div class="devices" role="group" aria-label="devices of the mesh: arrow keys go from one to the next"></div>
+<p class="said" role="status"></p>
+</div>
+<div class="device"></div>
+</form>
+<script src="_static/mesh_data.js"></script>
+<script src="_static/mesh.js"></script>
+<script src="_static/mesh_page.js"></script>"""

