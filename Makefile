@@ -5,8 +5,8 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-EXTRAS := tpu gpu ray wandb site parity lock
-PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes
+EXTRAS := tpu gpu ray wandb s3 gcs buckets sentencepiece serve evaluate site parity lock
+PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
 OWN_VENV = @if [ -L .venv ]; then \
@@ -25,27 +25,35 @@ help: ## list every command
 	@awk -F ' *#: ' '/^# python .*#: / {printf "%-28s %s\n", substr($$1, 3), $$2}' Makefile
 
 # python main.py #: train a preset, or go on with a run; --config takes a run's settings
-# python generate.py #: sample from a run
+# python -m generate #: sample from a run
+# python -m serve #: serve a run over HTTP, as OpenAI's clients ask for it; needs extra-serve
 # python -m data.prepare #: turn a text into tokens
+# python -m data.check #: verify tokens, and say what they are
+# python -m data.train_tokenizer #: train a tokenizer on a text; needs extra-parity
+# python -m data.tasks #: named ways from a source to examples; print some of one
 # python -m train.report #: draw runs, on top of each other
 # python -m train.selfcheck #: are all hosts of a launch fit to train?
 # python -m train.checkpoint #: list or verify what a run saved
-# python -m weights #: weights to and from Hugging Face
+# python -m weights #: weights to and from Hugging Face, and those of a run alone
+# python -m evaluate #: tasks of lm-evaluation-harness, with extra-evaluate, and the loss of any tokens
 # python -m plan #: what a mesh needs, sends and takes, before you rent it; alone: the presets' sizes
 # python -m pipeline #: print, draw and compare pipeline schedules
 # python -m tests.parity #: compare a mesh with one device
 # python -m tests.fuzz #: compare drawn meshes and models with one device
 # python -m bench.step #: measure a step on simulated devices
+# python -m bench.data #: what tokens cost, beside plain slices of a file, and beside tiktoken alone
 # python -m bench.gpu #: measure our trainer and one in torch, in turn, on one GPU
 # python -m bench.overlap #: what of a step's wires is hidden behind products, by the TPU compiler; needs extra-tpu
 # python -m bench.options #: which option of the TPU compiler hides which collective, on which chip; needs extra-tpu
 # python -m bench.plan #: expected seconds of steps beside those of their compiled schedules; needs extra-tpu
 # python -m bench.schedules #: measure each pipeline schedule beside its prediction
+# python -m bench.serve #: measure our engine and transformers' generate, in turn; needs extra-parity and torch
 # python -m bench.soak #: kill a run again and again, and compare every bit
 # python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone
 # python -m docs.settings #: write docs/settings.md from config.py
 # python -m chapters #: run the chapters of the guide, and say how long each takes
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
+# python -m docs.layer_timeline #: play the schedules that the page of that name draws; needs extra-tpu
 # python -m docs.notebooks #: write the chapters as notebooks; needs extra-site
 
 train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
@@ -55,7 +63,7 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
 	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
-chapters: .venv/installed ## run the chapters of the guide, and say how long each takes (5 minutes); ARGS="03 04" runs these
+chapters: .venv/installed ## run the chapters of the guide, and say how long each takes (8 minutes); ARGS="03 04" runs these
 	.venv/bin/python -m chapters $(ARGS)
 
 site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; chapters that have changed are run
@@ -70,7 +78,7 @@ notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks i
 test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
 	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not slow and not repeat" $(ARGS)
 
-test-ci: .venv/installed ## run the tests, and commands of the pages that take long, as .ci/run does
+test-ci: .venv/installed .venv/extra-serve .venv/extra-buckets ## run the tests as .ci/run does: also what takes long, the server, buckets
 	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not repeat" $(ARGS)
 
 test-all: .venv/installed ## run all tests that need no TPU compiler, repeats too
@@ -83,7 +91,7 @@ test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU
 	.venv/bin/python -m pytest -m tpu $(ARGS)
 
 rehearse: .venv/installed ## rehearse launching over ssh, on hosts of this machine (11 minutes); needs openssh-server and tmux
-	.venv/bin/python -m pytest -m launch -n 0 $(ARGS)
+	.venv/bin/python -m pytest -m launch -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-site: .venv/extra-browser ## build the guide from chapters that are run, and read it in a headless browser (7 minutes)
 	.venv/bin/python -m docs.build --longest_s 90

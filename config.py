@@ -7,69 +7,18 @@ A setting is one field: name, type, default, one sentence with its unit. Command
 import dataclasses
 import functools
 import math
-import numbers
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from utils import UserError, nearest
+from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check
+from reading import order
+from utils import UserError, is_remote, nearest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
-
-
-# What a field may hold, besides its type.
-
-
-class Range(NamedTuple):
-    holds: Callable[[float], bool]
-    words: str
-
-
-Size = Annotated[int, Range(lambda x: x >= 1, "must be at least 1")]
-Count = Annotated[int, Range(lambda x: x >= 0, "must be at least 0")]
-Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "must be above 0, and finite")]
-NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "must be at least 0, and finite")]
-Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must lie between 0 and 1")]
-ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
-
-AUTO = "auto"  # a setting that is chosen from mesh, chip and memory, see `plan/auto.py`
-SizeOrAuto = Size | Literal["auto"]
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
-
-
-def check(config, prefix: str = "") -> None:
-    """Hold each field of a dataclass to its type and its range, however it was made: by flags, a file or Python.
-
-    Raises: UserError for the first that is not as it should be.
-    """
-    for name, hint in hints(type(config)).items():
-        value = getattr(config, name)
-        if hint == SizeOrAuto:
-            if value == AUTO:
-                continue
-            hint = Size
-        ranges = getattr(hint, "__metadata__", ())
-        kind = get_args(hint)[0] if ranges else hint
-        said = f"{prefix}{name}={value!r}"
-        if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                choices = get_args(kind)
-                raise UserError(f"{said}: should be one of {', '.join(map(repr, choices))}")
-        elif kind in KINDS:
-            numbers_are = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
-            if not isinstance(value, numbers_are) or (isinstance(value, bool) and kind is not bool):
-                raise UserError(f"{said}: should be {KINDS[kind]}")
-        elif dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-            raise UserError(f"{said}: should hold settings, as {kind.__name__} does")
-        for one in ranges:
-            if isinstance(one, Range) and not one.holds(value):
-                raise UserError(f"{said}: {one.words}")
 
 
 @dataclass(frozen=True)
@@ -166,7 +115,8 @@ class WorkConfig:
     gather: Literal["auto", "layer", "step"] = AUTO
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
     tensor_exchange: Literal["auto", "gather", "ring"] = AUTO
-    context_attention: Literal["auto", "gather", "ring"] = AUTO  # keys of other devices: all at once, or in turn
+    # keys of other devices: all at once; in turn; or all_to_all, a share of the heads for all positions, never by auto
+    context_attention: Literal["auto", "gather", "ring", "all_to_all"] = AUTO
     loss_chunk: SizeOrAuto = AUTO  # logits that exist at once, per device: as many as so many tokens have
     # who works on what when, in stages: `python -m pipeline`
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
@@ -219,10 +169,13 @@ class ModelConfig:
     d_value: Size = 32  # mla: width of a head's value
     d_query_latent: Count = 0  # mla: width of the query latent; 0 projects queries straight from the residual stream
     d_kv_latent: Size = 64  # mla: width of the key/value latent
+    rope_dims: Count = 0  # gqa: the first coordinates of a head that are rotary, as 64 of GPT-J's 256; 0: all
     rope_theta: Positive = 10_000.0  # longest rotary wavelength / 2 pi, in positions
     no_rope_every: Count = 0  # every n-th layer has no rotary; 0: all have
     d_ff: Size = 512  # hidden width of a dense feed-forward
     activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of dense, shared and routed feed-forwards
+    parallel_residual: bool = False  # attention and feed-forward read the same norm, and are added at once; gqa, dense
+    bias: bool = False  # dense and shared feed-forwards and the logits have biases; attention and experts have none
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
     top_k: Size = 2  # experts that see each token
     n_shared: Count = 0  # shared experts, which see every token
@@ -239,7 +192,8 @@ class ModelConfig:
     capacity_factor: NotNegative = 0.0  # slots an expert keeps per sequence, over top_k * T / n_experts; 0: dropless
     tie_embeddings: bool = False  # one table for embedding and unembedding
     dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
-    norm_eps: NotNegative = 1e-6  # added to the mean square in RMSNorm
+    norm: Literal["rms", "layer"] = "rms"  # of the stream: RMSNorm (arXiv:1910.07467), LayerNorm with bias (1607.06450)
+    norm_eps: NotNegative = 1e-6  # added to the mean square, or the variance, in norms
     precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
     work = WorkConfig().settled  # no setting of the model: see `ModelAtWork`
 
@@ -251,6 +205,11 @@ class ModelConfig:
         rotary, name = (self.d_rope, "d_rope") if self.attention == "mla" else (self.d_head, "d_head")
         if rotary % 2:
             self._refuse(name, "must be even: rotary turns pairs of coordinates")
+        if self.attention == "gqa" and (self.rope_dims % 2 or self.rope_dims > self.d_head):
+            self._refuse("rope_dims", f"must be even, and at most d_head={self.d_head}")
+        if self.parallel_residual and (self.attention != "gqa" or self.n_experts):
+            has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
+            self._refuse("parallel_residual", f"only with attention='gqa' and n_experts=0; here is {has}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must lie between 1 and n_experts={self.n_experts}")
         repeating = self.n_layers - self.dense_prefix
@@ -285,15 +244,25 @@ class ModelAtWork(ModelConfig):
 class DataConfig:
     """Which tokens, and how they are cut into global batches."""
 
-    path: str = "tokens/stdlib-bytes"  # directory of token shards, written by `python -m data.prepare`
+    # directory of token shards, written by `python -m data.prepare`; or a bucket's, gs://BUCKET/DIR
+    path: str = "tokens/stdlib-bytes"
+    # shares of directories in data.path, exact over any 1,000 sequences: code=0.7,prose=0.3; others from a step on:
+    # code=0.7,prose=0.3@5000:code=0.5,prose=0.5
+    mixture: str = ""
     seq_len: Size = 256  # T, positions in one sequence
     batch_size: Size = 8  # B, sequences in one step, over all devices
     seed: Count = 0  # order of the sequences
+    shuffle: bool = True  # each epoch in another order; False: every epoch in the order of the text
+    # 1200:1210,..: from step 1200 on, a step takes the batch of 10 steps later: 10 are passed over
+    skip: str = ""
+    shift_windows: bool = False  # each epoch after the first cuts the text at other places
     mask_documents: bool = True  # attention stays inside a document, and positions restart with it
     prefetch: Count = 4  # batches made ahead in the background
+    cache_gib: Positive = 20.0  # most of a bucket's shards that each host keeps in the user's cache folder, in GiB
 
     def __post_init__(self):
         check(self, "data.")
+        order.skips(self.skip), order.mixture(self.mixture)  # refuse what cannot be read
 
     @property
     def tokens_per_step(self) -> int:
@@ -327,6 +296,7 @@ class RunConfig:
     name: str = "laptop"  # the run lives in DIR/NAME
     dir: str = "runs"  # parent of all runs
     steps: Size = 320  # optimizer steps
+    epochs: NotNegative = 0.0  # times that the text is read, in place of run.steps; 0: run.steps counts
     seed: Count = 0  # initial parameters and dropout
     # directory of a run, converted or trained, whose parameters this one starts from, at step 0; empty: new ones
     init_from: Annotated[str, tyro.conf.arg(aliases=["--init_from"])] = ""
@@ -344,6 +314,8 @@ class RunConfig:
     tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
     # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
     replay: Annotated[Count, tyro.conf.arg(aliases=["--replay"])] = 0
+    # train nothing: say whether settings, tokens, mesh and this run's directory will do; no device is touched
+    check: bool = False
     # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
     # directory of compiled programs; auto: the user's cache folder, of each host; empty: none. One that you name is
@@ -358,18 +330,26 @@ class RunConfig:
     # start even if the plan says that it does not fit in memory
     force: Annotated[bool, tyro.conf.arg(aliases=["--force"])] = False
     restart: bool = False  # delete this run's results and start at step 0
+    # go on from the newest checkpoint there is, or from step 0, though a later one was saved and is gone
+    go_back: bool = False
 
     def __post_init__(self):
         check(self, "run.")
         if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", self.name):
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
+        if is_remote(self.dir):
+            raise UserError(f"run.dir={self.dir!r}: a run is kept on a disk, where it is locked, and its checkpoints "
+                            "are renamed when they are whole; tokens may lie in a bucket (--data.path)")  # fmt: skip
+
+
+ONCE = ("check", "force", "restart", "go_back")  # flags of `run` that are said once, not properties of the run
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything a run depends on."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[ModelConfig, BARE] = field(default_factory=ModelConfig)
     mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
     work: Annotated[WorkConfig, BARE] = field(default_factory=WorkConfig)  # remat, schedule, ..: changes no result
     data: Annotated[DataConfig, BARE] = field(default_factory=DataConfig)
@@ -548,11 +528,25 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "run.name": "moe1b", "run.steps": 20_000, "run.eval_every": 250, "run.eval_batches": 20,
         "run.checkpoint_every": 500,
     }),
+    "gptj_6b": ("to fine-tune: the published shape, 6,050,882,784 parameters", {
+        "model": ModelConfig(
+            vocab_size=50_400, d_model=4096, n_layers=28, n_heads=16, attention="gqa", n_kv_heads=16, d_head=256,
+            rope_dims=64, d_ff=16_384, activation="gelu", parallel_residual=True, bias=True, norm="layer",
+            norm_eps=1e-5),
+        "data.path": "tokens/stdlib-gpt2", "data.seq_len": 2048, "data.batch_size": 16,
+        "optim.lr": 2e-5, "run.name": "gptj_6b",
+    }),
     "llama3_8b": ("planner only: the published shape, 8,030,261,248 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=500_000.0, d_ff=14_336, norm_eps=1e-5),
         "data.seq_len": 8192, "run.name": "llama3_8b",
+    }),
+    "llama3_70b": ("planner only: the published shape, 70,553,706,496 parameters", {
+        "model": ModelConfig(
+            vocab_size=128_256, d_model=8192, n_layers=80, n_heads=64, attention="gqa", n_kv_heads=8, d_head=128,
+            rope_theta=500_000.0, d_ff=28_672, norm_eps=1e-5),
+        "data.seq_len": 8192, "run.name": "llama3_70b",
     }),
     "mixtral_8x7b": ("planner only: the published shape, 46,702,792,704 parameters", {
         "model": ModelConfig(

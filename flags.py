@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from config import MOVED, PRESETS, Config, ModelConfig, following, preset, replace
+from config import MOVED, ONCE, PRESETS, Config, ModelConfig, following, preset, replace
 from utils import UserError
 
 
@@ -77,7 +77,7 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
 def read_config(file: str) -> Config:
     """Read settings from a run's config.json, or from a file of settings alone; those not in it have their defaults.
 
-    What is said once, run.restart, run.force and run.replay, is not taken from there.
+    What is said once, run.replay and those in ONCE, is not taken from there.
     Raises: UserError if there is no such file, it is no JSON, or a setting in it is unknown or has no such value.
     """
     hint = "name a run's config.json, e.g. --config runs/laptop/config.json"
@@ -92,4 +92,4 @@ def read_config(file: str) -> Config:
         cfg = Config.from_dict(values)
     except UserError as error:
         raise UserError(f"--config {file}: {error}") from None
-    return replace(cfg, **{"run.restart": False, "run.force": False, "run.replay": 0})
+    return replace(cfg, **{"run.replay": 0} | {f"run.{name}": False for name in ONCE})

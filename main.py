@@ -24,14 +24,14 @@ import jax
 import dataset
 import generate
 import pipeline
+import ready
 import sharding
 from config import PRESETS, Config
 from data import tokenizers
 from flags import command_line
-from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, guard, report, tracking
-from train.directory import Metrics, check_same, decisive, describe, locked, open_run, read_rows, steps_done
+from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join
 from train.progress import evaluate, in_words, progress_bar, say_complete, to_row
@@ -55,43 +55,15 @@ def parse(argv: list[str]) -> Config:
     return command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop", change=init_from.start_from)[0]
 
 
-# Build ----------------------------------------------------------------------------------------------------------------
-
-
-def planned(cfg: Config, mesh) -> planner.Plan:
-    """The plan on these devices, in whose settings nothing is `auto`."""
-    return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), utils.memory_bytes(devices))
-
-
-def announce(cfg: Config, mesh) -> planner.Plan:
-    """Say what will run before the slow parts start. Raises: UserError if it needs more memory than there is."""
-    plan = planned(cfg, mesh)
-    if plan.fits is False and not cfg.run.force:
-        raise UserError(f"{plan.refusal()}; --force starts it all the same")
-    parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
-    memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
-    log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
-    kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
-    log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f", and {idle} are left idle" * bool(idle))
-    log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
-    log(f"settings   {plan.settings()}")
-    log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
-    return plan
-
-
 def train(cfg: Config, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
-    corpus = dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
-    if encoding := tokenizers.of(corpus.manifest):  # a prompt is refused now, not when all steps are taken
-        generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
-    directory = Path(cfg.run.dir) / cfg.run.name
+    encoding, directory = ready.tokens(cfg), Path(cfg.run.dir) / cfg.run.name
     together.same(**describe(cfg))
-    together.first("check", lambda: check_same(cfg, directory))
-    if done := together.first("done", lambda: None if cfg.run.restart else steps_done(cfg, directory)):
+    if done := together.first("done", lambda: look(cfg, directory)):
         return say_complete(cfg, directory, done, argv)
 
     mesh = sharding.make_mesh(cfg.mesh)
-    plan = announce(cfg, mesh)
+    plan = ready.announce(cfg, mesh)
     asked, cfg = cfg, plan.cfg
     if not encoding:
         log(f"sample     none at the end: {cfg.data.path} holds ids of no known tokenizer")
@@ -108,7 +80,7 @@ def train(cfg: Config, argv: list[str], interruptions: Interruptions, together: 
     log(f"start-up   import {IMPORT_S:.1f} s, {begun} {restore_s:.1f} s, compile {compile_s:.1f} s")
 
     metrics = Metrics(directory, first, cfg.run.steps)
-    manifest = dataset.load(cfg.data.path).manifest
+    manifest = dataset.opened(cfg).manifest
     metrics.write("start", first, time=time.time(), params_total=plan.params_total, params_active=plan.params_active,
                   tokens_per_step=plan.tokens_per_step, unigram_nats=manifest["unigram_nats"],
                   bigram_nats=manifest["bigram_nats"],
@@ -116,9 +88,14 @@ def train(cfg: Config, argv: list[str], interruptions: Interruptions, together: 
 
     evaluation = pipeline.evaluate(cfg, mesh)
     keep = cfg.run.keep_checkpoints, cfg.run.keep_every, cfg.run.keep_best
+
+    def saved(step: int) -> None:
+        note_saved(directory, step)
+        together.saved(step)
+
     with tracking.Tracker(cfg, directory):
-        keeper = together.keeper
-        with interruptions.saved(), checkpoint.open_directory(directory / "checkpoints", *keep, keeper) as manager:
+        places = directory / "checkpoints", *keep, together.keeper, saved
+        with interruptions.saved(), checkpoint.open_directory(*places) as manager:
             if interruptions.begins_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
@@ -139,15 +116,17 @@ def loop(
     peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # a CPU's nobody knows
     losses, mark, together = [], time.perf_counter(), interruptions.together
     skips, questions = guard.SkipWatch(cfg, metrics.write), guard.Questions(cfg, mesh, metrics.write)
+    size, rows = cfg.data.batch_size, sharding.own_rows(mesh, cfg.data.batch_size)
     with progress_bar(cfg, first) as show:
-        for step, batch in dataset.prefetch(cfg, first):
+        for step, batch in dataset.prefetch(cfg, first, rows):
             if step == run.steps:
                 return state
             manager.check()  # a save in the background that failed stops the run here, not at the next save
             taken = step + 1
             together.at(taken)
-            questions.ask(taken, state, batch, skips)
-            state, values = step_function(state, sharding.put(batch, mesh))
+            placed = sharding.put(batch, mesh, size)
+            questions.ask(taken, state, placed, skips)
+            state, values = step_function(state, placed)
             losses.append(values["cross_entropy"])
             skips.see(taken, values)
             last, stopping = taken == run.steps, interruptions.stops_after(taken)
@@ -179,7 +158,7 @@ def loop(
 
 def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Path, together: Processes) -> None:
     """Evaluate on the whole validation split, print a sample, draw the report."""
-    step, manifest = int(state.step), dataset.load(cfg.data.path).manifest
+    step, manifest = int(state.step), dataset.opened(cfg).manifest
     log("evaluating on the whole validation split ..")
     result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.moves)
     metrics.write("eval", step, **result)
@@ -212,7 +191,7 @@ def replay(cfg: Config) -> None:
         raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
     check_same(cfg, directory)
     mesh = sharding.make_mesh(cfg.mesh)
-    cfg = planned(cfg, mesh).cfg
+    cfg = ready.planned(cfg, mesh).cfg
     state = state_before(step, cfg, mesh, directory / "checkpoints", init_from.given_params)
     log(f"replaying step {step} of {directory}, from step {int(state.step)}")
     guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
@@ -233,7 +212,10 @@ def main(argv: list[str] | None = None) -> int | None:
     if cfg.run.devices > 1 == cfg.mesh.devices:
         raise UserError(f"--devices {cfg.run.devices}: say how they share the work, or one does it all, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip
+    if cfg.run.check:
+        return ready.check(dataset.in_steps(cfg, argv))
     together = join(cfg.run)
+    cfg = dataset.in_steps(cfg, argv)
     utils.use_devices(cfg.run.devices, together.count)
     with compile_cache(cfg, together.own_name), together.keep_programs(cfg.run.compile_cache):
         if cfg.run.replay:

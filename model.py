@@ -76,12 +76,24 @@ float32 = jnp.float32
 # Norm and rotary --------------------------------------------------------------------------------------------
 
 
-def rms_norm(x, gain, eps):
-    """Scale each vector to root mean square 1, then by a learned gain. Source: arXiv:1910.07467."""
-    # The gain may differ where x does: so its gradient is added up at [D].
-    x32, gain = x.astype(float32), vary(gain, tuple(jax.typeof(x).mat.varying))
+def along(x, gain):
+    """A gain or bias for each vector of x. It may differ where x does: so its gradient is added up at [D]."""
+    return jnp.broadcast_to(vary(gain, tuple(jax.typeof(x).mat.varying)), x.shape)
+
+
+def plus(x, bias, share=1.0):
+    """x and a share of a bias, where there is one."""
+    return x if bias is None else x + (share * along(x, bias)).astype(x.dtype)
+
+
+def norm(x, gain, eps, bias=None):
+    """RMSNorm (arXiv:1910.07467): scale each vector to root mean square 1, then by a learned gain.
+    With a bias it is LayerNorm (1607.06450): the mean is taken away first, and the bias added last."""
+    x32 = x.astype(float32)
+    if bias is not None:
+        x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * jnp.broadcast_to(gain, x.shape)).astype(x.dtype)
+    return plus(x32 * scale * along(x, gain), bias).astype(x.dtype)
 
 
 def rotary_angles(positions_bS, width: int, theta: float, on):
@@ -94,10 +106,10 @@ def rotary_angles(positions_bS, width: int, theta: float, on):
 
 
 def rotate(x_bSHR, angles_bSr):
-    """Turn pair i, coordinates i and i + R/2, by its angle: scores then depend on distances only."""
-    cos, sin = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :]
-    first, second = jnp.split(x_bSHR.astype(float32), 2, axis=-1)
-    turned = first * cos - second * sin, first * sin + second * cos
+    """Turn pair i, coordinates i and i + r, by its angle: scores depend on distances only. The rest stays."""
+    cos, sin, r = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :], angles_bSr.shape[-1]
+    first, second, rest = jnp.split(x_bSHR.astype(float32), (r, 2 * r), axis=-1)
+    turned = first * cos - second * sin, first * sin + second * cos, rest
     return jnp.concatenate(turned, axis=-1).astype(x_bSHR.dtype)
 
 
@@ -124,7 +136,7 @@ def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
     """What queries are made of: a normed latent, or the stream itself. Shapes: [b, s, D] -> [b, s, Q]."""
     if w.w_down_query_DQ is None:
         return x_bsD
-    return rms_norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
+    return norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
 
 
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
@@ -138,7 +150,7 @@ def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs,
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     """All that attention needs of a position: normed latent and turned rotary key.
     Shapes: [b, s, C], [b, s, R]."""
-    latent_bsC = rms_norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
+    latent_bsC = norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
     k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
     k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
     return latent_bsC, k_bs1R[:, :, 0, :]
@@ -196,16 +208,26 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
     k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
     v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
-    angles_bsr = rotary_angles(positions_bs, c.d_head, c.rope_theta, rotary_on)
+    angles_bsr = rotary_angles(positions_bs, c.rope_dims or c.d_head, c.rope_theta, rotary_on)
     return rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr), v_bsgK
 
 
-def grouped_attention(w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on):
-    """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D]."""
-    made = lambda x_bpD, positions_bp: queries_keys_values(w, c, x_bpD, positions_bp, rotary_on)
-    q_bshK, *keys_and_values = gather_apply(c, made, x_btD, beside=(positions_bs,))
+def grouped_attention(
+    w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, parallel=None
+):
+    """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D].
+
+    parallel  a FeedForward of the same x, added: TENSOR neighbours exchange x, and the sum, once for both
+    """
+    made = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
+    q_bshK, *keys_and_values, x_bsD = gather_apply(c, made, x_btD, beside=(positions_bs,))
     o_bshK = over_context(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
-    return apply_scatter(c, lambda o_bphK: jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD), o_bshK)
+
+    def out(o_bphK, x_bpD):
+        partial_bpD = jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD)
+        return partial_bpD if parallel is None else partial_bpD + feed_forward(parallel, c, x_bpD)
+
+    return apply_scatter(c, out, o_bshK, x_bsD)
 
 
 # Feed-forward -----------------------------------------------------------------------------------------------
@@ -224,19 +246,26 @@ def activate(up, gate):
 class FeedForward:
     w_gate_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR, needs=swiglu)
     w_up_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR)
+    bias_up_F: Any = param("F", decay=False, F=TENSOR, needs=lambda c: c.bias)
     w_down_FD: Any = param("FD", fan_in="F", residual=True, F=TENSOR, D=SLICED)
+    bias_down_D: Any = param("D", decay=False, needs=lambda c: c.bias)
 
 
 def hidden(w: FeedForward, x_bsD):
     """Shapes: [.., D] -> [.., f]."""
-    up_bsf = x_bsD @ w.w_up_DF
+    up_bsf = plus(x_bsD @ w.w_up_DF, w.bias_up_F)
     gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
     return activate(up_bsf, gate_bsf)
 
 
+def down(w: FeedForward, up_bsf):
+    """Returns a partial sum over TENSOR: each device adds a share of the bias. Shapes: [.., f] -> [.., D]."""
+    return plus(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
+
+
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
     """Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
-    return hidden(w, x_bsD) @ w.w_down_FD
+    return down(w, hidden(w, x_bsD))
 
 
 # Mixture of experts -----------------------------------------------------------------------------------------
@@ -426,8 +455,12 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
 @struct.dataclass
 class Layer:
     norm_attention_D: Any = param("D", mean=1.0, decay=False)
+    norm_attention_bias_D: Any = param("D", decay=False, needs=lambda c: c.norm == "layer")
     attention: LatentAttention | GroupedAttention | None = None
-    norm_feed_forward_D: Any = param("D", mean=1.0, decay=False)
+    norm_feed_forward_D: Any = param("D", mean=1.0, decay=False, needs=lambda c: not c.parallel_residual)
+    norm_feed_forward_bias_D: Any = param(
+        "D", decay=False, needs=lambda c: c.norm == "layer" and not c.parallel_residual
+    )
     feed_forward: FeedForward | MoE | None = None
 
 
@@ -450,7 +483,9 @@ class Transformer:
     prefix: Layer | None = None
     blocks: Block | None = None
     norm_D: Any = param("D", mean=1.0, decay=False)
+    norm_bias_D: Any = param("D", decay=False, needs=lambda c: c.norm == "layer")
     unembedding_DV: Any = param("DV", fan_in="D", D=SLICED, V=TENSOR, needs=lambda c: not c.tie_embeddings)
+    bias_V: Any = param("V", decay=False, V=TENSOR, needs=lambda c: c.bias)
 
 
 def declare(c: ModelConfig) -> Transformer:
@@ -501,30 +536,34 @@ def has_rotary(c: ModelConfig, number):
 
 
 def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number):
-    """What attention adds to the residual stream. Shapes: [b, t, D] -> [b, t, D]."""
-    h_btD = rms_norm(x_btD, w.norm_attention_D, c.norm_eps)
-    attention = latent_attention if c.attention == "mla" else grouped_attention
-    return attention(w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number))
+    """What attention, or it and a parallel feed-forward, adds to the stream. Shapes: [b, t, D] -> same."""
+    h_btD = norm(x_btD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
+    asked = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number)
+    if c.attention == "mla":
+        return latent_attention(*asked)
+    return grouped_attention(*asked, parallel=w.feed_forward if c.parallel_residual else None)
 
 
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     """What the feed-forward or the experts add, and router statistics, if any.
     Shapes: [b, t, D] -> [b, t, D]."""
-    h_btD = rms_norm(x_btD, w.norm_feed_forward_D, c.norm_eps)
+    h_btD = norm(x_btD, w.norm_feed_forward_D, c.norm_eps, w.norm_feed_forward_bias_D)
     if isinstance(w.feed_forward, MoE):
         return moe(w.feed_forward, c, h_btD, real_bt)
     into = lambda h_bpD: hidden(w.feed_forward, h_bpD)
-    return gather_apply_scatter(c, into, lambda up_bpf: up_bpf @ w.feed_forward.w_down_FD, h_btD), {}
+    return gather_apply_scatter(c, into, lambda up_bpf: down(w.feed_forward, up_bpf), h_btD), {}
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
-    """Add attention, then feed-forward, to the residual stream.
+    """Add attention, then feed-forward, to the residual stream, or both at once.
     Returns [b, t, D] and router statistics, if any.
 
     w  whole matrices of one layer
     """
     key_attention, key_feed_forward = keys(key if key is None else jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
+    if c.parallel_residual:
+        return x_btD, {}
     x_btD = checkpoint_name(x_btD, BETWEEN)
     update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
     return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
@@ -604,12 +643,20 @@ def auxiliary_names(c: ModelConfig) -> list[str]:
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
 
 
-def logit_sums(w_Du, x_nD, targets_n, words_u):
+def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
+    """Float32 logits of the words this device holds, of what `leave` returns. Shapes: [.., D] -> [.., v].
+
+    form  as in `unembedding`
+    """
+    return plus((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
+
+
+def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
     """Of some words: the log of the sum of exp(logits), the target's logit if it is one, the logits' sum.
 
-    Shapes: [D, u], [n, D], [n], [u] -> three of [n]. words_u: the words' ids; below 0, it is none.
+    Shapes: [D, u], [n, D], [n], [u], [u] -> three of [n]. words_u: the words' ids; below 0, it is none.
     """
-    logits_nu, words_1u = (x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), words_u[None]
+    logits_nu, words_1u = plus((x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), bias_u), words_u[None]
     logits_nu = jnp.where(words_1u < 0, -jnp.inf, logits_nu)
     top_n = jax.lax.stop_gradient(jnp.max(logits_nu, axis=-1))
     log_sum_n = top_n + jnp.log(jnp.sum(jnp.exp(logits_nu - top_n[:, None]), axis=-1))
@@ -617,15 +664,15 @@ def logit_sums(w_Du, x_nD, targets_n, words_u):
     return log_sum_n, over(words_1u == targets_n[:, None]), over(words_1u >= 0)
 
 
-def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n):
+def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
     """Weighed sums over some tokens: -log softmax(logits)[target], in nats, and auxiliary terms by name.
 
     The logits are split over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5);
     label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, 7).
     """
     x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # in which its gradients by the slices add up
-    sums_of = lambda w_Du, words_u: logit_sums(w_Du, x_nD, targets_n, words_u)
-    words_v = axis_index(TENSOR) * v + jnp.arange(v)
+    sums_of = lambda w_Du, *words_u: logit_sums(w_Du, x_nD, targets_n, *words_u)
+    words_v = axis_index(TENSOR) * v + jnp.arange(v), bias_v
     log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, sums_of, w_Dv, words_v, len(x_nD))
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(log_sums_kn, axis=0)), TENSOR)
     above_n = jnp.log(psum(jnp.sum(jnp.exp(log_sums_kn - top_n[None]), axis=0), TENSOR))
@@ -678,7 +725,7 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
 def leave(w: Transformer, c: ModelConfig, x, *, dim):
     """Norm the last activations, and join those of the TENSOR neighbours:
     each then works on its words of them all."""
-    return all_gather(rms_norm(x, w.norm_D, c.norm_eps), TENSOR, dim=dim)
+    return all_gather(norm(x, w.norm_D, c.norm_eps, w.norm_bias_D), TENSOR, dim=dim)
 
 
 @struct.dataclass
@@ -694,7 +741,7 @@ class Sums:
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
     """Cross-entropy and auxiliary terms of N tokens, of which this device and its neighbours hold n each."""
-    return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N)
+    return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N, w.bias_V)
 
 
 def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
@@ -705,7 +752,7 @@ def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
     x_bsD = leave(w, c, x_btD, dim=1)
     flat = lambda x_bsX: x_bsX.reshape(-1, *x_bsX.shape[2:])
     of_tokens = map(flat, (x_bsD, batch["targets_BT"], batch["weights_BT"]))
-    losses = loss_sums(c, unembedding(w, c, cast), *of_tokens)
+    losses = loss_sums(c, unembedding(w, c, cast), *of_tokens, w.bias_V)
     return Sums(losses[0], jnp.sum(batch["weights_BT"]), losses[1], router)
 
 

@@ -38,11 +38,7 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     devices = jax.devices() if devices is None else devices
-    if mesh.devices > len(devices):
-        factors = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
-        needs = f"{factors} = {mesh.devices}" if "*" in factors else factors
-        remedy = f"; --devices {mesh.devices} simulates them" if devices[0].platform == "cpu" else ""
-        raise UserError(f"mesh {mesh} needs {needs} devices, and there are {len(devices)}{remedy}")
+    check_enough(mesh, len(devices), devices[0].platform)
     size = min(map(len, slices := slices_of(devices)))
     count = -(-mesh.devices // size)
     if count > len(slices) or mesh.data % count:
@@ -56,6 +52,15 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     arrange = functools.partial(mesh_utils.create_device_mesh, tuple(a_slice.sizes.values()))
     blocks = [arrange(some[: a_slice.devices], allow_split_physical_axes=True) for some in slices[:count]]
     return Mesh(np.concatenate(blocks), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_enough(mesh: MeshConfig, count: int, platform: str) -> None:
+    """Raises: UserError if a mesh holds more devices than there are."""
+    if mesh.devices > count:
+        factors = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
+        needs = f"{factors} = {mesh.devices}" if "*" in factors else factors
+        remedy = f"; --devices {mesh.devices} simulates them" if platform == "cpu" else ""
+        raise UserError(f"mesh {mesh} needs {needs} devices, and there are {count}{remedy}")
 
 
 def slices_of(devices) -> list[list]:
@@ -80,6 +85,7 @@ class Declaration:
     decay: bool  # takes part in weight decay
     trainable: bool  # receives a gradient
     exact: bool  # used in its own dtype, not in the compute dtype
+    fan_in: str = ""  # letters summed over when it is used, if any
 
     @property
     def size(self) -> int:
@@ -123,7 +129,7 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
             shape=tuple(sizes[letter] for letter in dims),
             spec=P(*(axes.get(letter) for letter in dims)),
             std=deviation, mean=mean, dtype=jnp.dtype(c.precision.parameters), decay=decay, trainable=trainable,
-            exact=exact,
+            exact=exact, fan_in=fan_in,
         )  # fmt: skip
 
     return block(**{f.name: read(**f.metadata) for f in dataclasses.fields(block) if f.metadata}, **parts)
@@ -286,10 +292,34 @@ def check_divides(declarations, mesh: Mesh) -> None:
 # Batches --------------------------------------------------------------------------------------------------------------
 
 
-def put(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Place host arrays [B, T], see `dataset.batch`, on the mesh: sequences over BATCH, positions over CONTEXT."""
+def own_rows(mesh: Mesh, batch_size: int, devices=None) -> np.ndarray:
+    """Numbers, in order, of the rows of a global batch that this process's devices hold (or `devices` of the mesh)."""
+    place = NamedSharding(mesh, P(BATCH)).devices_indices_map((batch_size,))
+    numbers = [np.arange(batch_size)[place[device]] for device in (mesh.local_devices if devices is None else devices)]
+    return np.unique(np.concatenate(numbers))
+
+
+def put(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int | None = None) -> dict[str, jax.Array]:
+    """Place host arrays [B, T], see `dataset.batch`, on the mesh: sequences over BATCH, positions over CONTEXT.
+
+    batch_size  that of all processes, where `batch` holds the `own_rows` of this one alone; None: it holds all
+    Sends: nothing between processes. Each gives its devices what they hold.
+    """
     sharding = NamedSharding(mesh, BATCH_SPEC)
-    return {k: jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i]) for k, x in batch.items()}
+    (found,) = {len(x) for x in batch.values()}
+    rows = np.arange(found) if batch_size is None else own_rows(mesh, batch_size)
+    assert len(rows) == found, f"{found} rows are given, this process holds {len(rows)} of {batch_size}"
+
+    def placed(x):
+        def part(index):  # of the whole; rows that one device holds lie side by side in `x` too
+            start, stop, _ = index[0].indices(shape[0])
+            first = np.searchsorted(rows, start)
+            return x[first : first + stop - start, index[1]]
+
+        shape = (batch_size or found, *x.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: placed(x) for name, x in batch.items()}
 
 
 # A CONTEXT axis of n devices cuts a sequence into 2n chunks, and device i holds chunks i and 2n - 1 - i: one early, one

@@ -5,6 +5,7 @@ import difflib
 import functools
 import glob
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -46,7 +47,8 @@ def exit_status(main):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
             return 1
         except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # a full disk
+                print(f"error: {error}", file=sys.stderr, flush=True)
             log_to_file(f"error: {error}")
             wrapped.error = str(error)
             return 2
@@ -117,11 +119,79 @@ def log_to_file(*words) -> None:
         print(time.strftime("%F %T "), *words, file=_log_file, flush=True)
 
 
+class Patient(io.FileIO):
+    """A file of words: those that a full disk does not take are lost, and nothing ends for it."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # its reader has left
+            raise
+        except OSError:
+            return len(data)
+
+
+def patient(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
+    """Open a path, or a descriptor, for words that are written line by line. Raises: OSError if that cannot be."""
+    return io.TextIOWrapper(io.BufferedWriter(Patient(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
+
+
 def open_log(path: Path) -> None:
-    """From now on what is logged is appended to this file too."""
+    """From now on what is logged is appended to this file too, as far as there is room for it."""
     global _log_file
-    path.parent.mkdir(exist_ok=True)
-    _log_file = path.open("a", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _log_file = patient(path, "a")
+    except OSError as error:
+        log(f"note: there will be no {path}: {error.strerror}")
+
+
+def replace_file(path: str | os.PathLike, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = f"{path}.partial"
+    Path(partial).write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an address: gs://, s3://, https://, .."""
+    return "://" in path
+
+
+def file_system(address: str):
+    """The file system that fsspec has for a path or an address, and the path in it.
+
+    Of S3 and GCS, nothing is tried again by the client, which would for half a minute without a word: `tried` does.
+    """
+    import fsspec  # here, because it is slow to import
+
+    once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if address.startswith("s3") else {}
+    files, path = fsspec.core.url_to_fs(address, **once)
+    if address.startswith("s3"):
+        files.retries = 1
+    if address.startswith(("gs:", "gcs:")):
+        files._request = type(files)._request.__wrapped__.__get__(files)
+    return files, path
+
+
+def tried(what: str, work, waits_s, at_once: tuple, heading: str = ""):
+    """Return what a call returns, calling again with longer and longer waits; each reason to is printed.
+
+    at_once  what no wait mends, and is raised as it is
+    Raises: UserError with the last reason.
+    """
+    for wait_s in (*waits_s, None):
+        try:
+            return work()
+        except at_once:
+            raise
+        except Exception as error:  # each protocol has errors of its own
+            said = " ".join(str(error).split())[:300]  # a server may answer with a page
+            reason = f"{what}: {type(error).__name__}: {said}"
+            if wait_s is None:
+                raise UserError(f"{reason}; tried {len(waits_s) + 1} times. Is the network there?") from error
+        log(f"{heading}{reason}; again in {wait_s} s")
+        time.sleep(wait_s)
 
 
 def log_files() -> list:
@@ -161,6 +231,11 @@ def has_tpu_files() -> bool:
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
+def only_cpu() -> bool:
+    """Whether JAX will find nothing but this machine's CPU."""
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not (has_tpu_files() or importlib.util.find_spec("jax_plugins"))
+
+
 def skip_absent_tpu() -> None:
     """Keep JAX from looking for a TPU with libtpu, which `make plan` installs, where there is none: it prints errors.
 
@@ -180,6 +255,15 @@ def skip_absent_tpu() -> None:
 skip_absent_tpu()
 
 
+def devices_of_each(count: int, processes: int) -> int:
+    """How many of `count` devices each process has. Raises: UserError if they cannot have equally many."""
+    if count % processes:
+        fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise UserError(f"--devices {count} are those of all processes, and {count} / {processes} is no whole number; "
+                        f"start {fit} processes")  # fmt: skip
+    return count // processes
+
+
 def use_devices(count: int, processes: int = 1) -> None:
     """Make all processes together see `count` CPU devices, now that JAX is imported; 0: those there are.
 
@@ -190,13 +274,10 @@ def use_devices(count: int, processes: int = 1) -> None:
 
     if not count:
         return
-    if count % processes:
-        fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(f"--devices {count} are those of all processes, and {count} / {processes} is no whole number; "
-                        f"start {fit} processes")  # fmt: skip
+    of_each = devices_of_each(count, processes)
     prepare_collectives(count)
     with contextlib.suppress(RuntimeError):  # too late; it does not matter if the number is the same
-        jax.config.update("jax_num_cpu_devices", count // processes)
+        jax.config.update("jax_num_cpu_devices", of_each)
     devices = jax.devices()
     if devices[0].platform != "cpu":
         raise UserError(f"--devices {count} simulates CPU devices, and here are {len(devices)} x "
@@ -209,10 +290,15 @@ def memory_bytes(devices) -> int | None:
     """Memory of one of these devices; of CPU devices, an equal share of what this process may use; None: unknown."""
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
+    return share_of_memory(sum(device.process_index == devices[0].process_index for device in devices))
+
+
+def share_of_memory(devices: int) -> int:
+    """Bytes that each of so many CPU devices of this process may use."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # a container may be allowed less; "max" is no number
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits) // sum(device.process_index == devices[0].process_index for device in devices)
+    return min(limits) // devices
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Keys and values of CONTEXT neighbours: gathered at once, or passed around while their attention is computed.
+"""Keys and values of CONTEXT neighbours: gathered, passed around while their attention is computed, or heads for them.
 
-The same bytes travel either way; in a ring no device ever holds more than two neighbours' at a time.
+Gathered or in a ring the same bytes travel; in a ring no device ever holds more than two neighbours' at a time. For
+heads, a device has all positions of a share of the heads instead of its own positions of all.
 """
 
 import jax
@@ -8,7 +9,18 @@ import jax.numpy as jnp
 
 from config import ModelAtWork
 from kernels.attention import partial_attention
-from sharding import CONTEXT, all_gather, axis_index, axis_size, branches, in_order, shift, vary
+from sharding import (
+    CONTEXT,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    branches,
+    in_chunks,
+    in_order,
+    shift,
+    vary,
+)
 
 
 def merged(softmax, other):
@@ -55,20 +67,38 @@ def ring(q_bshK, parts, keys_values, segments_bs):
     return mixed_bshU.astype(q_bshK.dtype)
 
 
+def over_heads(q_bshK, parts, keys_values, segments_bs):
+    """Attend to the whole context with a share of the heads, and of the key and value heads: both divide by CONTEXT.
+
+    Keys and values are made where their positions are. Contiguous shares keep a query head with its key head.
+    Sends: (n - 1)/n of queries, keys, values and of what is mixed. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    n = axis_size(CONTEXT)
+    asked_bsh = q_bshK, *keys_values(*parts)
+    # h is now the share of the heads, and all S positions ask.
+    asked_bSh = [in_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in asked_bsh]
+    segments_bS = in_order(all_gather(segments_bs, CONTEXT, dim=1), dim=1)
+    mixed_bShU, _ = partial_attention(*asked_bSh, segments_bS, segments_bS)
+    return all_to_all(in_chunks(mixed_bShU, dim=1, n=n), CONTEXT, split_dim=1, join_dim=2)
+
+
 def chunk_starts(s: int, n: int):
     """Where the chunks begin that each of n devices along CONTEXT holds, of s positions together; see `own_chunks`."""
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
 def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context, gathered from the devices along CONTEXT or passed around them.
+    """Attend to the whole context: gathered from the devices along CONTEXT, passed around them, or exchanged for heads.
 
     parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
-    Sends over CONTEXT: (n - 1) times this device's `parts`, either way; a ring never holds more than two of them.
+    Sends over CONTEXT: (n - 1) times this device's `parts`; a ring never holds more than two of them. For heads, see
+    `over_heads`.
     """
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
     if c.work.context_attention == "ring" and n > 1:
         return ring(q_bshK, parts, keys_values, segments_bs)
+    if c.work.context_attention == "all_to_all" and n > 1:
+        return over_heads(q_bshK, parts, keys_values, segments_bs)
     *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
     asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS
     return partial_attention(*asked, chunk_starts(s, n), axis_index(CONTEXT))[0]

@@ -71,24 +71,26 @@ def vocabulary_slices(c: ModelAtWork, n: int, v: int) -> tuple[int, int]:
 
 
 def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
-    """function(w_Du, words_u) of slices of a table whose rows still lie in slices; what it returns is stacked.
+    """function(w_Du, *words_u) of slices of a table whose rows still lie in slices; what it returns is stacked.
 
     n        tokens that the function makes logits of: `loss_chunk` of them may have those of all words at once
-    words_u  the words' ids; -1, where the last slice has none
+    words_v  arrays of the words: their ids, biases; -1, where the last slice has none
     The next slice is gathered while this one is used; a gradient goes back likewise. The backward pass makes all of it
     again, but for the last slice.
-    Shapes: [D/n, v], [v] -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
+    Shapes: [D/n, v], [v] each -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
     """
     v = w_Dv.shape[-1]
     slices, u = vocabulary_slices(c, n, v)
     w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
-    words_ku = jnp.pad(words_v, (0, slices * u - v), constant_values=-1).reshape(slices, u)
+    cut = lambda x_v: jnp.pad(x_v, (0, slices * u - v), constant_values=-1).reshape(slices, u)
+    words_ku = jax.tree.map(cut, words_v)
     gather = lambda w_Du: w_Du if c.work.gather == "step" else all_gather(w_Du, SLICED, dim=0)
 
     def step(w_Du, ahead_and_words):
         ahead_Du, words_u = ahead_and_words
-        return gather(ahead_Du), jax.checkpoint(function)(w_Du, words_u)
+        return gather(ahead_Du), jax.checkpoint(function)(w_Du, *words_u)
 
-    last_Du, made_k = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], words_ku[:-1]))
-    last = function(last_Du, words_ku[-1])
+    but_last, last_u = (jax.tree.map(lambda x_ku, k=k: x_ku[k], words_ku) for k in (slice(-1), -1))
+    last_Du, made_k = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], but_last))
+    last = function(last_Du, *last_u)
     return jax.tree.map(lambda x_k, x: jnp.concatenate((x_k, x[None])), made_k, last)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import model
 import sharding
-from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, preset
+from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
 from utils import UserError, require_multiple
 
 # A letter of a parameter -> the setting that is its size; of L, the blocks, and Q, the query latent, see `remedy`.
@@ -15,14 +15,33 @@ SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_h
                 C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert")  # fmt: skip
 
 
-def check(c: ModelConfig, mesh: MeshConfig) -> None:
-    """Raises: UserError if a parameter does not split over the mesh: the arithmetic, settings and presets that do."""
+def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work) -> None:
+    """Raises: UserError if a parameter does not split over the mesh: the arithmetic, settings and presets that do.
+
+    work  how it is done: heads that positions are exchanged for have to split too
+    """
     try:
         sharding.check_divides(model.declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
         others = ", ".join(name for name in PRESETS if fits(declared(name), mesh)) or "none"
         raise UserError(f"{error.what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
                         f"presets that split over {mesh}: {others}") from None  # fmt: skip
+
+    if work.context_attention == "all_to_all":
+        check_heads(c, mesh)
+
+
+def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
+    """Raises: UserError if heads do not split over TENSOR and CONTEXT together."""
+    name, heads = ("n_heads", c.n_heads) if c.attention == "mla" else ("n_kv_heads", c.n_kv_heads)
+    left = heads % (devices := mesh.tensor * mesh.context)
+    if mesh.context > 1 and left:
+        smaller = max((n for n in range(1, mesh.context) if heads % (mesh.tensor * n) == 0), default=1)
+        raise UserError(
+            f"work.context_attention=all_to_all: model.{name}={heads} does not split over tensor*context = "
+            f"{mesh.tensor}*{mesh.context} = {devices} devices ({heads} % {devices} = {left}); use "
+            f"{name}={heads + devices - left}, mesh context={smaller}, or work.context_attention=ring, which splits no "
+            "heads")  # fmt: skip
 
 
 @functools.cache

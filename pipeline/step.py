@@ -146,7 +146,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     step   a number, which dropout draws by
     Raises: UserError if the batch or a parameter does not split over the mesh.
     """
-    fit.check(cfg.model, cfg.mesh)
+    fit.check(cfg.model, cfg.mesh, cfg.work)
     sched, key = schedule(cfg), lambda step: jax.random.fold_in(jax.random.key(cfg.run.seed), step)
     specs = (P(), model.metric_specs(cfg.model))
 
@@ -189,7 +189,7 @@ def logits(cfg: Config, mesh: Mesh):
         w = ready_for_autodiff(params, cfg.at_work)
         x_btD, _ = run_stages(w, cfg.at_work, batch, None, 1)
         x_bsD = model.leave(w, cfg.at_work, x_btD, dim=1)
-        return psum(last_stages((x_bsD @ model.unembedding(w, cfg.at_work)).astype(jnp.float32)), STAGE)
+        return psum(last_stages(model.logits(w, cfg.at_work, x_bsD)), STAGE)
 
     reads = ("tokens_BT", "positions_BT", "segments_BT")
     as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)

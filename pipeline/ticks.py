@@ -231,7 +231,8 @@ def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
 
     Sends over STAGE: a share of its activations to each stage, and of their gradient back.
     """
-    names = ("norm_D", "embedding_VD" if job.w.unembedding_DV is None else "unembedding_DV")
+    table = "embedding_VD" if job.w.unembedding_DV is None else "unembedding_DV"
+    names = ("norm_D", "norm_bias_D", table, "bias_V")
 
     def loss(weights, y_btD):
         piece, here = at(job.pieces, due), job.w.replace(**weights)

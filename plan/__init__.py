@@ -3,8 +3,8 @@
 Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `costs.py` is the arithmetic, row by row;
 `memory.py` what a device keeps; `hiding.py` what runs beside products; `hardware.py` chips and wires, with sources;
 `expected.py` how long a step takes as compiled; `auto.py` chooses what is left to it; `compiled.py` compiles for
-absent devices, and `replayed.py` plays what came out against time; `show.py` prints and draws. `python -m plan` is
-the command.
+absent devices, and `replayed.py` plays what came out against time; `inference.py` is the plan of answers, in place of
+training; `show.py` prints and draws. `python -m plan` is the command.
 
 From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, and `compiled` for who measures.
 """

@@ -6,10 +6,11 @@ import sys
 from dataclasses import dataclass
 
 import utils
-from config import PRESETS, Config, preset
+from config import AUTO, PRESETS, Config, Count, preset
 from flags import command_line
-from plan import hardware, planner, show
+from plan import hardware, inference, planner, show
 from plan.costs import parameters
+from plan.inference import DType
 from utils import UserError
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
@@ -17,8 +18,10 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
      python -m plan moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
+     python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
-Know before you rent: does a configuration fit, what moves, what waits, how fast could it be.
+Know before you rent: does a configuration fit, what moves, what waits, how fast could it be; a training step, or with
+--inference answers.
 
 A plan is arithmetic; --compile puts the compiler's own counts beside it. Exit status 1: it does not fit. Presets:"""
 
@@ -31,7 +34,15 @@ class Arguments(Config):
     max_batch: bool = False  # find the largest batch that fits, by compiling
     memory: float = 0.0  # GiB a device has; 0: what its kind has
     json: str = ""  # write the numbers to this file as JSON; -: print them, and nothing else
-    plot: str = ""  # draw memory, wires and schedule, or the layouts --search finds, into this file: png, svg or pdf
+    # draw memory, wires and schedule, the layouts --search finds, or --inference by batch: png, svg or pdf
+    plot: str = ""
+    inference: bool = False  # what answering costs, in place of training: cache, sequences that fit, tokens/s
+    prompt: Count = 0  # of --inference: tokens of a prompt; 0: three quarters of data.seq_len
+    answer: Count = 0  # of --inference: tokens of an answer; 0: a quarter of data.seq_len
+    piece: Count = 64  # of --inference: tokens of a prompt that are read at once
+    weights_dtype: DType = AUTO  # of --inference: how weights are kept; auto: as model.precision.compute
+    cache_dtype: DType = AUTO  # of --inference: how the cache is kept; auto: as model.precision.compute
+    batch: tuple[int, ...] = ()  # of --inference: sequences at once; none: powers of two up to the most that fit
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
@@ -65,6 +76,39 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         raise UserError(f"--plot: with --search it draws seconds, and the speed of {topology.chip.name} is not known")
 
 
+ANSWERING = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
+TRAINING = ("search", "max_batch", "compile", "data.batch_size", "work.", "optim.")
+
+
+def check_said(argv: list[str], answers: bool) -> None:
+    """Raises: UserError for a flag that does nothing, as it is one of training, or of --inference."""
+    said = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    for name in said:
+        if answers and name.startswith(TRAINING):
+            raise UserError(f"--{name} is of training, and --inference of answering; leave one of them out")
+        if not answers and name in ANSWERING:
+            raise UserError(f"--{name} is of answering; say --inference too")
+
+
+def answering(cfg: Config, args: Arguments, topology: hardware.Topology | None, console) -> tuple[dict, int]:
+    """Plan inference; returns the numbers, and the exit status: 1 if a batch does not fit."""
+    T = cfg.data.seq_len
+    request = inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
+                                args.cache_dtype, args.piece)  # fmt: skip
+    one = inference.plan(cfg, topology, request, round(args.memory * 2**30) or None)
+    if args.plot and not one.speed_known:
+        raise UserError("--plot: with --inference it draws seconds, and the speed of these devices is not known; name "
+                        "a --topology of chips")  # fmt: skip
+    show.inference_tables(one, args.batch, console)
+    if args.plot:
+        show.plot_inference(one, args.batch, args.plot)
+        say(f"drew {args.plot}")
+    if one.most == 0:
+        say(f"error: {one.refusal()}")
+    numbers = one.to_json(args.batch)
+    return numbers, 1 if any(found["fits"] is False for found in numbers["batches"]) else 0
+
+
 def told(better) -> dict:
     """What `planner.faster` found, for JSON."""
     if not better:
@@ -80,6 +124,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     check(args, topology)
+    if args.inference:
+        return answering(cfg, args, topology, console)
     limit = round(args.memory * 2**30) or None
     if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
         utils.use_devices(cfg.mesh.devices)
@@ -127,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         presets()
         return 0
     cfg, args = parse(argv)
+    check_said(argv, args.inference)
     numbers, status = run(cfg, args)
     if args.json == "-":
         print(json.dumps(numbers))

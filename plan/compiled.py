@@ -179,7 +179,7 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     say  called with a line of progress
     Raises: OutOfMemory; UserError for settings that do not fit the mesh.
     """
-    fit.check(cfg.model, cfg.mesh)
+    fit.check(cfg.model, cfg.mesh, cfg.work)
     begin = time.perf_counter()
     lowered = optimizer.train_step(cfg, mesh).lower(*shapes(cfg, mesh))
     lower_s, begin = time.perf_counter() - begin, time.perf_counter()

@@ -127,9 +127,12 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
-def mixing(c: ModelAtWork, z: Sizes, ring: bool, sizes: tuple[int, int, int, int]):
+def mixing(c: ModelAtWork, z: Sizes, way: str, sizes: tuple[int, int, int, int]):
     """Scores, and values mixed by them, a block of queries and keys at a time."""
     n, (h, g, score, value) = z.mesh[CONTEXT], sizes
+    s = z.s
+    if way == "all_to_all":  # all positions, with a share of the heads
+        s, h, g, n = z.T, h // n, g // n, 1
 
     def met(s: int, S: int, starts, times=1, **more):
         flops = attending.flops(s, S, starts, h, score, value, z.width, z.platform)
@@ -137,11 +140,11 @@ def mixing(c: ModelAtWork, z: Sizes, ring: bool, sizes: tuple[int, int, int, int
         ahead, back = ((times * z.b * x, times * z.b * y) for x, y in zip(flops, moved, strict=True))
         return Product("attention", *ahead, BATCHED, back)
 
-    if not ring:
-        one = met(z.s, z.T, chunk_starts(z.s, n))
+    if way != "ring":
+        one = met(s, z.T, chunk_starts(s, n))
         if z.platform != "tpu" and c.work.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
             # Of one block, scores made again are those of the backward pass.
-            one = replace(one, back=(one.back[0] - 2 * h * score * z.s * z.T * z.b, one.back[1]))
+            one = replace(one, back=(one.back[0] - 2 * h * score * s * z.T * z.b, one.back[1]))
         yield one
         return
     yield met(z.s, z.s, ((0,),))
@@ -167,12 +170,17 @@ def over_tensor(c: ModelAtWork, z: Sizes, kind: str, size: float, **more) -> Exc
     return Exchange("activations", "collective-permute", (TENSOR,), size / n, times=n - 1, **more)
 
 
+def over_context(c: ModelAtWork, z: Sizes) -> str:
+    """How keys of other devices are met: gather, ring or all_to_all."""
+    return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
+
+
 def attention(c: ModelAtWork, z: Sizes):
     """Products and exchanges of one attention."""
     h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
     g = h if c.attention == "mla" else c.n_kv_heads // z.mesh[TENSOR]
     N, keys = z.b * z.s, z.b * z.T  # tokens that ask, tokens that are looked at
-    ring = c.work.context_attention == "ring" and n > 1
+    way = over_context(c, z)
     if c.attention == "mla":
         Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
         latent = c.d_query_latent + c.d_kv_latent + c.d_rope
@@ -180,8 +188,8 @@ def attention(c: ModelAtWork, z: Sizes):
         yield product("attention", z, N, Q, h * score)
         arrives = latent if model.sends_latents(c) else c.d_model  # numbers of a position
         made = lambda keys: product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value))
-        yield made(N if ring else keys)
-        if ring:  # of everyone else's keys each step makes them, and again on the way back
+        yield made(keys if way == "gather" else N)
+        if way == "ring":  # of everyone else's keys each step makes them, and again on the way back
             others = made((n - 1) * N)
             yield replace(others, again=BATCHED, back=(3 * others.flops, 3 * others.hbm_bytes))
         parts = (c.d_kv_latent, c.d_rope)
@@ -189,17 +197,30 @@ def attention(c: ModelAtWork, z: Sizes):
         score = value = c.d_head
         yield product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head)
         arrives, parts = c.d_model, (2 * g * c.d_head,)
-    yield product("attention", z, N, h * value, c.d_model, again=("full",))
-    yield from mixing(c, z, ring, (h, g, score, value))
+    needs = () if c.parallel_residual else ("full", "dots")  # a feed-forward that follows needs the sum
+    yield product("attention", z, N, h * value, c.d_model, again=needs[:1])
+    yield from mixing(c, z, way, (h, g, score, value))
     yield arriving(c, z, N * arrives * z.width)
-    yield leaving(c, z, N * c.d_model * z.width, again=("full", "dots"), of="attention's sums")
-    own = N * sum(parts) * z.width
-    if ring:
+    yield leaving(c, z, N * c.d_model * z.width, again=needs, of="attention's sums")
+    yield from keys_met(z, way, N * sum(parts) * z.width, (h * score, g * score, g * value, h * value))
+
+
+def keys_met(z: Sizes, way: str, own: float, of_heads: tuple[int, ...]):
+    """The exchanges by which queries meet the keys of other devices.
+
+    own       bytes of what this device knows of its positions
+    of_heads  numbers of a position: queries, keys, values, and what is mixed
+    """
+    N, n = z.b * z.s, z.mesh[CONTEXT]
+    if way == "ring":
         yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
         yield Exchange("keys", "collective-permute", (CONTEXT,), 4 * N, back=False, times=n - 1)
+        return
+    if way == "all_to_all":
+        yield from (Exchange("heads", "all-to-all", (CONTEXT,), N * numbers * z.width) for numbers in of_heads)
     else:
         yield Exchange("keys", "all-gather", (CONTEXT,), own * n)
-        yield Exchange("keys", "all-gather", (CONTEXT,), 4 * N * n, back=False)  # documents
+    yield Exchange("keys", "all-gather", (CONTEXT,), 4 * N * n, back=False)  # documents
 
 
 def feed_forward(c: ModelAtWork, z: Sizes, hidden: int, part: str):
@@ -213,6 +234,8 @@ def dense(c: ModelAtWork, z: Sizes):
     """Products and exchanges of one dense layer."""
     yield from attention(c, z)
     yield from feed_forward(c, z, c.d_ff, "feed-forward")
+    if c.parallel_residual:
+        return  # attention's exchanges are for both
     X = z.b * z.s * c.d_model * z.width
     yield arriving(c, z, X, of="feed-forward")
     yield leaving(c, z, X)

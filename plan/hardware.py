@@ -1,8 +1,9 @@
 """What the planner must know of chips and of the wires between them. No device is touched.
 
 `Topology.parse("v4:2x4x4")` names devices, `layout` says on which wires each mesh axis lies and how fast they are, and
-`collective_seconds` how long a collective takes there. Latency is left out: about 1 us a hop, which counts below some
-50 kB. So is what collectives of different axes take from each other when they run at the same time.
+`collective_seconds` how long a collective takes there, bound by bytes. `latency_seconds` is what it takes besides,
+however small it is: it counts below some 50 kB, so a training step leaves it out, and decoding does not. What
+collectives of different axes take from each other when they run at the same time is left out.
 """
 
 import functools
@@ -24,6 +25,11 @@ GPU_SHARE = 0.75
 # Of what NVLink's data sheet says, collectives reach: 370 of 450 GB/s on 8 H100, in messages of 10 GB.
 # https://jax-ml.github.io/scaling-book/gpus, "Empirical measurements"
 NVLINK_MEASURED = 0.82
+# A byte from a chip to the next: https://jax-ml.github.io/scaling-book/sharding, on arrays so small that hops decide.
+HOP_S = 1e-6
+# What NCCL reckons with when it chooses a way for a few bytes, its ring of the protocol LL: to begin, for a step inside
+# a node, and to another node: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, baseLat and hwLat.
+NCCL_BEGIN_S, NVLINK_STEP_S, NETWORK_STEP_S = 6.6e-6, 0.6e-6, 2.7e-6
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class Chip:
     domain: int = 0  # GPUs that NVLink joins: a node, or a rack; 0: no NVLink
     per_host: int = 4  # chips that one host drives
 
+    @property
+    def side(self) -> int:
+        """Chips along a side of a whole pod, where it is a square."""
+        return math.isqrt(self.most)
+
 
 # FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e, tpu7x; NVIDIA's data sheets of A100, H100, H200 SXM,
 # HGX B200 and GB200 NVL72, not sparse.
@@ -54,11 +65,16 @@ class Chip:
 # HBM, links, DCN: https://jax-ml.github.io/scaling-book/tpus, "TPU Specs"; an earlier edition said 5e10 for a link of
 # v5e, and 1e11 for v5p and v6e, as Google's pages do, and as Google's page does for tpu7x (1,200 GB/s of six links).
 # Largest slices: https://cloud.google.com/tpu/docs/v5p: 6,144 chips, 16x16x24, of a pod of 8,960.
+# v3: https://cloud.google.com/tpu/docs/v3 (a device has half of a chip's 123 TFLOP/s and 900 GB/s); a pod's 340 TB/s of
+# all-reduces are 4 links of 8.3e10 on 1,024 chips; memory: 530 MB of 16 GiB are reserved. What joins a chip's two
+# devices is not published: as fast as a link, here. DCN: not known.
 # Between tpu7x's two devices: 1.2 TB/s both ways, six times a link: https://github.com/jax-ml/jax/pull/39340.
 # NVLink (18 links of 25e9, Blackwell 50e9), domains and InfiniBand (400 Gbit/s a GPU):
 # https://jax-ml.github.io/scaling-book/gpus, "Networking"; of A100 (12 links, 200 Gbit/s) NVIDIA's data sheet of DGX
 # A100.
 CHIPS = {chip.key: chip for chip in (
+    Chip("v3", "TPU v3", "TPU v3", 61.5e12, round(15.48 * GiB), 4.5e11, 2, 8.3e10, None, most=1024, devices_per_chip=2,
+         inside_bytes_per_s=8.3e10),
     Chip("v4", "TPU v4", "TPU v4", 275e12, round(30.75 * GiB), 1.2e12, 3, 4.5e10, 6.25e9, most=4096),
     Chip("v5e", "TPU v5e", "TPU v5 lite", 197e12, round(15.75 * GiB), 8.1e11, 2, 4.5e10, 3.125e9, most=256),
     Chip("v5p", "TPU v5p", "TPU v5", 459e12, round(95.74 * GiB), 2.8e12, 3, 9e10, 6.25e9, most=6144),
@@ -101,8 +117,9 @@ class Topology:
         """
         refuse = lambda why: UserError(f"topology {text!r}: {why}")
         key, _, rest = text.strip().lower().partition(":")
-        if re.fullmatch(r"(v4|v5p)-\d+", key):
-            raise refuse("slice names count cores on v4 and v5p; say the shape in chips: v4-64 is v4:2x4x4")
+        if re.fullmatch(r"(v3|v4|v5p)-\d+", key):
+            raise refuse("slice names count cores on v3, v4 and v5p; say the shape in chips: v3-8 is v3:2x2, v4-64 is "
+                         "v4:2x4x4")  # fmt: skip
         if re.fullmatch(r"(v5e|v5litepod|v6e)-\d+", key):
             raise refuse("say the shape in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
         if key not in CHIPS:
@@ -123,7 +140,7 @@ class Topology:
                 raise refuse(f"{n} is no number of whole nodes of {whole}; nearest: {less} or {more}")
             return cls(chip, shape, n, hosts=-(-n // chip.per_host) if whole else 1)
         asked = cls(chip, shape, math.prod(shape), 0).cloud.shape
-        bound, also = (16, ", and at most 16") if dims == 2 else (chip.most, "")
+        bound, also = (chip.side, f", and at most {chip.side}") if dims == 2 else (chip.most, "")
         fits = tuple(min(size + size % 2, bound) for size in asked[:2]) + asked[2:]
         if fits != asked:
             near = cls(chip, fits, 0, 0).cloud
@@ -133,7 +150,7 @@ class Topology:
             raise refuse(f"{chips:,} chips are more than the {chip.most:,} of the largest slice of {chip.name}")
         # v5e and v6e have hosts of 8 chips too, each a slice of its own: ct5lp-hightpu-8t, ct6e-standard-8t.
         # https://cloud.google.com/tpu/docs/v5e and v6e, "VM types"
-        return cls(chip, shape, chips, hosts=1 if asked == (2, 4) else chips // chip.per_host)
+        return cls(chip, shape, chips, hosts=1 if asked == (2, 4) and chip.most == 256 else chips // chip.per_host)
 
     def __str__(self) -> str:
         return f"{self.chip.key}:{'x'.join(map(str, self.shape))}"
@@ -161,12 +178,12 @@ class Topology:
         """Which torus axes are closed by a link from the last chip to the first.
 
         v4, v5p and tpu7x are closed by optical switches between cubes of 4x4x4, so all axes or none: 2x4x4 is no torus.
-        An axis of v5e and v6e is closed where it spans the pod.
+        An axis of v3, v5e and v6e is closed where it spans the pod.
         Source: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking"; https://cloud.google.com/tpu/docs/v5p
         """
         if self.chip.torus_dims == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
-        return tuple(self.chip.torus_dims == 2 and size == 16 for size in self.shape)
+        return tuple(self.chip.torus_dims == 2 and size == self.chip.side for size in self.shape)
 
     @property
     def torus(self) -> links.Torus:
@@ -228,6 +245,7 @@ class Link:
     note: str  # the line to print
     neighbour_bytes_per_s: float | None  # in collective-permute: to the next device alone
     all_to_all_bytes_per_s: float | None
+    latency_s: float = 0.0  # until the first byte of every device is everywhere
 
 
 def require_devices(mesh: MeshConfig, topology: Topology) -> None:
@@ -268,14 +286,15 @@ def _find(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:
     find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
     along = [AXES.index(axis) for axis in axes]
     lines = np.moveaxis(places, along, range(-1 - len(along), -1)).reshape(-1, n, places.shape[-1])
-    return find("*".join(axes), lines, topology)
+    latency_s = (_hops_latency if on_torus else _switched_latency)(lines, topology)
+    return replace(find("*".join(axes), lines, topology), latency_s=latency_s)
 
 
 def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     """Say in a line each what makes this mesh slower on these wires than it need be; [] if nothing does."""
     chip, found = topology.chip, []
     if chip.torus_dims and not any(topology.wraps):
-        closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else "a size of 16"
+        closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else f"a size of {chip.side}"
         found.append(f"{topology} has no wraparound links ({closed} would): an axis of it sends one way only")
     # As libtpu 0.0.42 compiles it; tests/plan/test_tpu.py holds it to that. On tpu7x, and on one host, it stays one.
     split = [axis for axis, size in mesh.sizes.items() if size > 1]
@@ -418,6 +437,23 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here))
 
 
+def _hops_latency(lines: np.ndarray, topology: Topology) -> float:
+    """Seconds from one end of a group on a torus to the other, [group, device, torus axis]: hops along each torus axis.
+
+    Two devices of a chip count as a hop apart.
+    """
+    sizes, wraps = topology.shape, topology.wraps
+    span = np.ptp(lines[..., : len(sizes)], axis=1)
+    hops = np.where(wraps, np.minimum(span, np.array(sizes) // 2), span).sum(-1).max()
+    return HOP_S * max(int(hops), 1)
+
+
+def _switched_latency(lines: np.ndarray, topology: Topology) -> float:
+    """Seconds of the smallest ring of GPUs, numbered [group, device, 1]: each but one passes a step on."""
+    between = max(len(np.unique(group // topology.chip.domain)) for group in lines) - 1
+    return NCCL_BEGIN_S + (lines.shape[1] - 1 - between) * NVLINK_STEP_S + between * NETWORK_STEP_S
+
+
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
@@ -441,3 +477,8 @@ def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> fl
     speed = speeds.get(kind, link.bytes_per_s)
     assert speed, f"the speed of this link is not known: {link.note}"
     return wire_bytes(kind, joined_bytes, n) / speed
+
+
+def latency_seconds(kind: str, link: Link) -> float:
+    """Seconds that a collective takes beside those of its bytes. An all-reduce is a scatter, then a gather."""
+    return (2 if kind == "all-reduce" else 1) * link.latency_s

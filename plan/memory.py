@@ -6,7 +6,7 @@ from kernels import grouped
 from overlap.weights import vocabulary_slices
 from pipeline import fit, schedules
 from plan import hiding
-from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, weights
+from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, over_context, weights
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
@@ -18,8 +18,8 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
     what was mixed, the pieces of an activation function.
     """
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
-    ring = c.work.context_attention == "ring" and n_context > 1
-    keys = N if ring else z.b * z.T
+    way = over_context(c, z)
+    keys = z.b * z.T if way == "gather" else N
     stream, whole = z.b * z.t * c.d_model, N * c.d_model
     h = c.n_heads // z.mesh[TENSOR]
     if c.attention == "mla":
@@ -37,8 +37,9 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
         rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
         tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
+    branches = 1 if c.parallel_residual else 2  # which norm the stream and gather it
     if remat in WHOLE:
-        return (1 + (remat == "branches")) * stream * z.width
+        return (branches if remat == "branches" else 1) * stream * z.width
     if remat == "dots":
         # A TPU keeps neither the normed stream of attention nor its result, where no latent is made of them; but in one
         # piece it does in a narrow model, and each head's copy of the rotary key too.
@@ -47,18 +48,20 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
             less = stream + whole
         if on_tpu and c.attention == "mla" and one_piece:
             made += keys * h * c.d_rope
-        return (2 * stream + whole * (2 if dense else 1) - less + N * latent + N * h * score + made
+        return (branches * stream + whole * (2 if dense else 1) - less + N * latent + N * h * score + made
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
     matrices = 2 + model.swiglu(c)
     attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
-    if ring:  # a step keeps what was mixed before it
+    if way == "all_to_all":  # in both places
+        attended += N * h * value * z.width
+    if way == "ring":  # a step keeps what was mixed before it
         attended += (n_context - 1) * N * h * (value + 1) * f32
     if remat == "fused":  # a TPU makes again what costs no product, rather than keep it
-        return attended + (2 * stream + 3 * whole + N * latent + matrices * (dense + rows * m)
+        return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (dense + rows * m)
                            + 3 * rows * c.d_model) * z.width  # fmt: skip
     activation = 5 if model.swiglu(c) else 6
     return (
-        4 * stream * f32 + (2 * stream + 3 * whole + 3 * N * latent) * z.width
+        branches * 2 * stream * f32 + (branches * stream + (2 * branches - 1) * whole + 3 * N * latent) * z.width
         + attended
         + (dense + rows * m) * activation * z.width
         + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width

@@ -185,7 +185,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     fit.split_batch(cfg)  # refused before a width: it is the easier one to change
-    fit.check(cfg.model, cfg.mesh)
+    fit.check(cfg.model, cfg.mesh, cfg.work)
     one, why = auto.choose(cfg, lambda settled: of_settled(settled, topology, limit_bytes))
     return dataclasses.replace(one, why=why)
 

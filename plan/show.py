@@ -1,8 +1,10 @@
 """A plan as tables, and as a picture."""
 
+import math
+
 import utils
 from pipeline import draw, fit, schedules
-from plan import compiled, costs, hardware
+from plan import compiled, costs, hardware, inference
 from plan.planner import STATE, Plan, amount
 
 
@@ -154,6 +156,105 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
         console.print(f"{many} refused: {reason}")
     if better:
         console.print(suggestion((fit or large)[0], *better), soft_wrap=True)
+
+
+# Inference ------------------------------------------------------------------------------------------------------------
+
+
+def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> None:
+    """Print what answering costs: the cache, what fits, both passes part by part, and batch by batch."""
+    cfg, batches, (total, active) = one.cfg, one.batches(asked), costs.parameters(one.cfg.model)
+    for line in (f"model      {total:,} parameters, {active:,} active per token",
+                 f"mesh       {cfg.mesh} on {one.topology or f'{cfg.mesh.devices} devices of no known kind'}",
+                 *inference_lines(one)):  # fmt: skip
+        console.print(line, soft_wrap=True)
+    for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values() if one.topology else ()):
+        console.print(f"{'' if number else 'wires':10} {link.note}")
+    of_chip = hardware.remarks(one.topology) if one.topology else []
+    for line in one.notes() + [line for line in of_chip if "--compile" not in line]:
+        console.print(f"note       {line}", soft_wrap=True)
+    last = batches[-1]
+    of_prompts = f"prompts of {one.request.prompt:,} tokens, {one.request.piece:,} at once; of a device"
+    part_table(one, last, "prefill", f"prefill, batch {last:,}: {of_prompts}", console)
+    part_table(one, last, "decode", f"decode, batch {last:,}: a token for each; of a device", console)
+    columns = ("batch", "memory", "first tokens", "step", "tokens/s", "of each", "with prefill", "most time for")
+    table = titled("by batch: memory of a device, tokens of all", *columns, words=0)
+    for found in map(one.answered, batches):
+        memory = amount(found["memory_bytes"], "bytes") + " too large" * (found["fits"] is False)
+        names = ("tokens_per_s", "sequence_tokens_per_s", "with_prefill_tokens_per_s")
+        rates = [f"{found[name]:,.1f}" if name in found else "-" for name in names]
+        table.add_row(f"{found['batch']:,}", memory, amount(found.get("first_token_s"), "s"),
+                      amount(found.get("step_s"), "s"), *rates, found.get("bound_by", "-"))  # fmt: skip
+    console.print(table)
+
+
+def inference_lines(one: inference.Plan) -> list[str]:
+    """What is asked, what the cache takes, how many sequences fit, and what bounds a step."""
+    request, most = one.request, one.most
+    found = [f"request    prompts of {request.prompt:,} tokens, answers of {request.answer:,}; weights in "
+             f"{request.weights_dtype}, cache in {request.cache_dtype}",
+             f"cache      {one.token_bytes:,} bytes a token, {amount(one.token_bytes * request.slots, 'bytes')} a "
+             f"sequence; {amount(one.cache_bytes(one.unit), 'bytes')} of it on a device"]  # fmt: skip
+    if most is not None:
+        found.append(f"fit        {most:,} sequences beside {amount(one.weights_bytes(), 'bytes')} of weights on each "
+                     f"device; a tenth of its {amount(one.limit_bytes, 'bytes')} stays free")  # fmt: skip
+    if one.bounds:
+        bound = {what: f"from {n:,} sequences on" if n else "at no batch" for what, n in one.bounds.items()}
+        first = min((n for n in one.bounds.values() if n), default=math.inf)
+        full = f"; memory is full before, at {most:,}" if most and most < first else ""
+        found.append(f"FLOPs      take longer than reading weights {bound['products']}, than reading weights and cache "
+                     f"{bound['step']}{full}")  # fmt: skip
+    return found
+
+
+def part_table(one: inference.Plan, batch: int, phase: str, title: str, console) -> None:
+    """Print a pass, part by part."""
+    columns = ("weights moved", "cache moved", "FLOPs", "sent", "time", "most for")
+    table, rows = titled(title, "part", *columns), one.rows(batch, phase)
+    all_of = inference.Row("all", *(sum(getattr(row, name) for row in rows) for name in (
+        "flops", "weight_bytes", "cache_bytes")), [sent for row in rows for sent in row.exchanges])  # fmt: skip
+    for row in (*rows, all_of):
+        if row is all_of:
+            table.add_section()
+        time = one.seconds(batch, phase) if row is all_of else one.speed_known and one.of_row(row)
+        moved = (row.weight_bytes, row.cache_bytes, inference.sent_bytes(row, one.cfg))
+        weights, cache, sent = (amount(size or None, "bytes") for size in moved)
+        table.add_row(row.part, weights, cache, amount(row.flops or None, "FLOPs"), sent,
+                      amount(sum(time.values()) if time else None, "s"),
+                      inference.largest(time) if time else "-")  # fmt: skip
+    console.print(table)
+
+
+def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> None:
+    """Draw tokens a second, the seconds of a step by cause, and the time to the first token, against the batch."""
+    found = [one.answered(batch) for batch in one.batches(asked)]
+    batches = [row["batch"] for row in found]
+    figure = utils.new_picture(figsize=(12, 3.9), dpi=150)
+    rate, step, first = figure.subplots(1, 3)
+    rate.loglog(batches, [row["tokens_per_s"] for row in found], "o-", label="of all")
+    rate.loglog(batches, [row["sequence_tokens_per_s"] for row in found], "s--", label="of each sequence")
+    rate.set_title("tokens/s", loc="left", size=10)
+    places, floor = range(len(found)), [0.0] * len(found)
+    for cause in inference.CAUSES:
+        times = [1e3 * row["seconds"][cause] for row in found]
+        step.bar(places, times, 0.8, bottom=floor, label=cause)
+        floor = [low + time for low, time in zip(floor, times, strict=True)]
+    step.set(xticks=places)
+    step.set_xticklabels([f"{batch:,}" for batch in batches], rotation=45, ha="right")
+    step.set_title("ms of a decode step", loc="left", size=10)
+    first.loglog(batches, [row["first_token_s"] for row in found], "o-")
+    first.set_title("s until all have their first token", loc="left", size=10)
+    for axes in (rate, first):
+        for name, batch in (("memory is full", one.most), ("products bound by FLOPs", one.bounds["products"])):
+            if batch and batch <= 2 * batches[-1]:
+                axes.axvline(batch, linewidth=1, linestyle=":" if "FLOPs" in name else "--", color="black", label=name)
+    for axes in (rate, step, first):
+        axes.set_xlabel("sequences")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{one.cfg.run.name}: mesh {one.cfg.mesh} on {one.topology}, prompts of {one.request.prompt:,} and "
+                    f"answers of {one.request.answer:,} tokens", x=0.01, ha="left")  # fmt: skip
+    figure.savefig(path)
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,13 @@ def draw(seed: int) -> dict:
     }  # fmt: skip
     if n_experts and n_experts > model["top_k"] * seq_len:
         model["capacity_factor"] = 0.0  # at 1.0 an expert would keep no token, which is refused
+    if context > 1 and rng.random() < 1 / 3:  # drawn last: what else a seed says stays
+        work["context_attention"] = "all_to_all"
+        model |= {name: context * model[name] for name in ("n_heads", "n_kv_heads")}
+    if rng.random() < 1 / 2:
+        model |= {"norm": "layer", "bias": pick(True, False)}
+        if model["attention"] == "gqa":
+            model |= {"rope_dims": 2, "parallel_residual": not n_experts}
     dotted = lambda group, values: {f"{group}.{name}": value for name, value in values.items()}
     return {"mesh": str(mesh)} | dotted("model", model) | dotted("work", work) | rest
 

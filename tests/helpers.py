@@ -111,6 +111,13 @@ def np_rms_norm(x, gain, eps):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
 
 
+def np_norm(x, gain, bias, eps):
+    """RMSNorm, or LayerNorm where there is a bias."""
+    if bias is None:
+        return np_rms_norm(x, gain, eps)
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * gain + bias
+
+
 def np_turn(x_R, position, theta):
     """Coordinates i and i + R/2 are one complex number, turned by position * theta^(-2i/R)."""
     half = len(x_R) // 2
@@ -152,7 +159,10 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
 
 
 def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
-    turn = lambda x: np_turn_all(x, positions_T * rotary, c.rope_theta)
+    def turn(x_THK):
+        turned, rest = np.split(x_THK, [c.rope_dims or c.d_head], axis=-1)
+        return np.concatenate([np_turn_all(turned, positions_T * rotary, c.rope_theta), rest], axis=-1)
+
     q_THK = turn(np.einsum("td,dhk->thk", x_TD, w.w_query_DHK))
     k_TGK = turn(np.einsum("td,dgk->tgk", x_TD, w.w_key_DGK))
     v_TGK = np.einsum("td,dgk->tgk", x_TD, w.w_value_DGK)
@@ -161,12 +171,18 @@ def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotar
     return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD)
 
 
-def np_feed_forward(x_D, w_gate_DF, w_up_DF, w_down_FD):
+def np_feed_forward(x_D, w_gate_DF, w_up_DF, w_down_FD, bias_up_F=None, bias_down_D=None):
+    up_F = x_D @ w_up_DF + (0 if bias_up_F is None else bias_up_F)
     if w_gate_DF is None:  # GELU, in the tanh form
-        up_F = x_D @ w_up_DF
-        return (0.5 * up_F * (1 + np.tanh(np.sqrt(2 / np.pi) * (up_F + 0.044715 * up_F**3)))) @ w_down_FD
-    gate_F = x_D @ w_gate_DF
-    return (gate_F / (1 + np.exp(-gate_F)) * (x_D @ w_up_DF)) @ w_down_FD
+        hidden_F = 0.5 * up_F * (1 + np.tanh(np.sqrt(2 / np.pi) * (up_F + 0.044715 * up_F**3)))
+    else:
+        gate_F = x_D @ w_gate_DF
+        hidden_F = gate_F / (1 + np.exp(-gate_F)) * up_F
+    return hidden_F @ w_down_FD + (0 if bias_down_D is None else bias_down_D)
+
+
+def np_dense(w, x_D):
+    return np_feed_forward(x_D, w.w_gate_DF, w.w_up_DF, w.w_down_FD, w.bias_up_F, w.bias_down_D)
 
 
 def np_route(w, c: ModelConfig, x_D):
@@ -192,7 +208,7 @@ def np_moe(w, c: ModelConfig, x_TD, slots=None):
             w_gate_DM = None if w.w_gate_EDM is None else w.w_gate_EDM[e]
             out_TD[t] += gate * np_feed_forward(x_D, w_gate_DM, w.w_up_EDM[e], w.w_down_EMD[e])
         if w.shared is not None:
-            out_TD[t] += np_feed_forward(x_D, w.shared.w_gate_DF, w.shared.w_up_DF, w.shared.w_down_FD)
+            out_TD[t] += np_dense(w.shared, x_D)
     return out_TD, dropped_T
 
 
@@ -215,19 +231,19 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
     for number, (layer, is_moe) in enumerate(np_layers(w, c), start=1):
         rotary = not (c.no_rope_every and number % c.no_rope_every == 0)
         attention = np_latent_attention if c.attention == "mla" else np_grouped_attention
-        h_TD = np_rms_norm(x_TD, layer.norm_attention_D, c.norm_eps)
+        h_TD = np_norm(x_TD, layer.norm_attention_D, layer.norm_attention_bias_D, c.norm_eps)
         x_TD = x_TD + attention(layer.attention, c, h_TD, positions_T, segments_T, rotary)
-        h_TD = np_rms_norm(x_TD, layer.norm_feed_forward_D, c.norm_eps)
+        if not c.parallel_residual:
+            h_TD = np_norm(x_TD, layer.norm_feed_forward_D, layer.norm_feed_forward_bias_D, c.norm_eps)
         if is_moe:
             out_TD, dropped_T = np_moe(layer.feed_forward, c, h_TD, slots)
             dropped.append(dropped_T)
         else:
-            out_TD = np_feed_forward(
-                h_TD, *(getattr(layer.feed_forward, f"w_{n}") for n in ("gate_DF", "up_DF", "down_FD"))
-            )
+            out_TD = np_dense(layer.feed_forward, h_TD)
         x_TD = x_TD + out_TD
-    x_TD = np_rms_norm(x_TD, w.norm_D, c.norm_eps)
-    return x_TD @ (w.embedding_VD.T if c.tie_embeddings else w.unembedding_DV), dropped
+    x_TD = np_norm(x_TD, w.norm_D, w.norm_bias_D, c.norm_eps)
+    logits_TV = x_TD @ (w.embedding_VD.T if c.tie_embeddings else w.unembedding_DV)
+    return logits_TV + (0 if w.bias_V is None else w.bias_V), dropped
 
 
 def np_cross_entropy(w, c: ModelConfig, batch, slots=None):

@@ -13,7 +13,7 @@ import pytest
 
 import dataset
 from config import first_difference, preset, replace
-from data import prepare
+from data import prepare, units
 from pipeline.step import BATCH_NAMES
 from utils import UserError
 
@@ -54,7 +54,7 @@ def config(path, **more):
 
 def stream(texts, split="train"):
     """The tokens of a split, straight from the files."""
-    files = [file for file in sorted(texts.iterdir()) if prepare.split_of(file.name, 0.3) == split]
+    files = [file for file in sorted(texts.iterdir()) if units.split_of(file.name, 0.3) == split]
     return [token for file in files for token in (256, *file.read_bytes())]
 
 
@@ -213,7 +213,7 @@ def test_prefetch_works_ahead_but_no_further_than_told(path, monkeypatch):
     """Catches batches made only when asked for, and a queue that grows without bound."""
     made, third = [], threading.Event()
 
-    def batch(cfg, step):
+    def batch(cfg, step, rows):
         made.append(step)
         if step == 5 + 3:
             third.set()
@@ -232,7 +232,7 @@ def test_an_error_in_the_background_reaches_the_loop(path, monkeypatch):
     threads = threading.active_count()
     real = dataset.batch
 
-    def batch(cfg, step):
+    def batch(cfg, step, rows):
         if step == 2:
             raise UserError("step 2 cannot be read")
         return real(cfg, step)

@@ -15,9 +15,9 @@ import pipeline
 import sharding
 import sockets
 from config import PRESETS, preset
-from kernels.scores import attend as attend_at_once
 from plan import planner
 from tests import helpers
+from tests.scores import attend as attend_at_once
 from xla import ledger
 
 B, T, D = 3, 18, 24  # of the blocks tested alone; the tiny preset is 24 wide
@@ -47,7 +47,14 @@ def test_rms_norm_equals_numpy():
     """Catches a mean that is subtracted, a root forgotten, an epsilon outside the root, and a gain left out."""
     x_BTD, gain_D = activations() * 1e-2, 1 + np.arange(D, dtype=float32) / D
     want = helpers.np_rms_norm(x_BTD.astype(np.float64), gain_D, 1e-4)
-    np.testing.assert_allclose(jax.jit(model.rms_norm)(x_BTD, gain_D, 1e-4), want, rtol=1e-5)  # float32 sums of 24
+    np.testing.assert_allclose(jax.jit(model.norm)(x_BTD, gain_D, 1e-4), want, rtol=1e-5)  # float32 sums of 24
+
+
+def test_layer_norm_equals_numpy():
+    """Catches a mean that stays, a bias that is scaled, and a variance of what still has its mean."""
+    x_BTD, gain_D = activations() + 3, 1 + np.arange(D, dtype=float32) / D
+    want = helpers.np_norm(x_BTD.astype(np.float64), gain_D, 2 * gain_D, 1e-4)
+    np.testing.assert_allclose(jax.jit(model.norm)(x_BTD, gain_D, 1e-4, 2 * gain_D), want, rtol=1e-5, atol=1e-5)
 
 
 def test_rotate_turns_pairs_by_position_times_frequency():
@@ -58,6 +65,9 @@ def test_rotate_turns_pairs_by_position_times_frequency():
     want = [helpers.np_turn_all(x, p, 50.0) for x, p in zip(x_BTHR, positions_BT, strict=True)]
     np.testing.assert_allclose(turn(x_BTHR, positions_BT, 1.0), want, atol=1e-5)  # float32 angles up to 17 radians
     np.testing.assert_array_equal(turn(x_BTHR, positions_BT, 0.0), x_BTHR)
+    wider = np.concatenate([x_BTHR, x_BTHR[..., :5]], axis=-1)  # coordinates past the pairs stay
+    np.testing.assert_allclose(turn(wider, positions_BT, 1.0)[..., :6], want, atol=1e-5)
+    np.testing.assert_array_equal(turn(wider, positions_BT, 1.0)[..., 6:], x_BTHR[..., :5])
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -176,7 +186,7 @@ def test_a_gain_is_added_up_before_it_is_exchanged():
     x_BTD, gain_D = activations(), np.ones(D, float32)
 
     def gradient(x_btD, gain_D):
-        return jax.grad(lambda gain_D: jnp.sum(model.rms_norm(x_btD, gain_D, 1e-6) * x_btD))(gain_D)
+        return jax.grad(lambda gain_D: jnp.sum(model.norm(x_btD, gain_D, 1e-6) * x_btD))(gain_D)
 
     program = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(None, "tensor"), P()), out_specs=P()))
     [sent] = ledger.read(program.lower(x_BTD, gain_D).compile().as_text(), mesh).collectives
@@ -189,13 +199,15 @@ def test_a_gain_is_added_up_before_it_is_exchanged():
 
 ROWS = T + 1  # one row as it is, and one for each position at which a token is changed
 
+# GPT-J's block: what it has and the family of DeepSeek-V3 has not.
+GPTJ = {"model.norm": "layer", "model.parallel_residual": True, "model.bias": True, "model.rope_dims": 6}
 MODELS = {
     # tiny: latent attention; a dense prefix layer, two blocks of a dense layer and a dropless MoE; no RoPE in layer 3
     "mla dropless": {},
     "mla capacity": {"model.capacity_factor": 1.0, "model.d_query_latent": 0, "model.dense_prefix": 0,
                      "model.n_layers": 4},
     "gqa dense": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3, "model.no_rope_every": 2,
-                  "model.activation": "gelu", "model.tie_embeddings": True},
+                  "model.activation": "gelu", "model.tie_embeddings": True, **GPTJ},
     "gqa softmax across documents": {"model.attention": "gqa", "model.router": "softmax", "model.balance_rate": 0.0,
                                      "model.n_shared": 0, "model.routed_scaling": 2.5, "model.moe_every": 1,
                                      "model.n_layers": 2, "data.mask_documents": False},
@@ -379,7 +391,8 @@ def test_parameters_of_laptop_by_hand():
     assert planner.parameters(preset("laptop").model) == (total, active)
 
 
-@pytest.mark.parametrize("name, total", [("llama3_8b", 8_030_261_248), ("mixtral_8x7b", 46_702_792_704)])
+@pytest.mark.parametrize("name, total", [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496),
+                                         ("mixtral_8x7b", 46_702_792_704)])  # fmt: skip
 def test_published_parameter_counts(name, total):
     """Catches a shape of a planner preset, or of the model, that is not the published one."""
     assert planner.parameters(preset(name).model)[0] == total

@@ -46,6 +46,10 @@ MODELS = {
     "mixed": {"model.n_layers": 9, "model.dense_prefix": 1, "model.moe_every": 2, "model.attention": "gqa",
               "model.n_heads": 32, "model.n_kv_heads": 16, "model.activation": "gelu", "model.tie_embeddings": True,
               "model.dropout": 0.1},
+    # GPT-J's block, with swiglu: attention and feed-forward in parallel, LayerNorm, biases, a part of a head rotary.
+    "parallel": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
+                 "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
+                 "model.rope_dims": 4, "model.dropout": 0.1},
 }  # fmt: skip
 
 # A word of a case -> the setting it changes. None of them may change a result.
@@ -69,9 +73,16 @@ expert=8                    moe       gather=step
 context=2                   moe       attention=ring
 context=4                   dense     attention=ring remat=full
 context=8                   capacity  attention=gather loss_chunk=40
+context=2                   capacity  attention=all_to_all remat=dots
+context=8                   moe       attention=all_to_all
 tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring gather=step
 tensor=4                    moe       accumulation=3 exchange=ring
 tensor=8                    dense     loss_chunk=40 remat=branches exchange=ring
+
+tensor=2                    parallel  exchange=ring remat=branches
+stage=2                     parallel  microbatches=2 schedule=1f1b
+expert=2,context=2          parallel  attention=ring loss_chunk=40
+data=2,fsdp=2,tensor=2      parallel  gather=step
 
 data=2,stage=2              moe       microbatches=2 gather=step
 data=4,fsdp=2               dense     remat=dots
@@ -88,6 +99,7 @@ fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40 gather=step
 expert=2,context=2          dense     attention=gather remat=full gather=step
 expert=4,tensor=2           capacity  accumulation=3 exchange=ring
 context=2,tensor=4          dense     attention=ring exchange=ring
+context=4,tensor=2          capacity  attention=all_to_all remat=full
 
 data=2,stage=2,fsdp=2       moe       microbatches=2 schedule=zb accumulation=3
 data=2,stage=2,tensor=2     dense     microbatches=4 remat=full
@@ -104,6 +116,7 @@ fsdp=2,expert=2,tensor=2    moe       accumulation=3 exchange=ring
 fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring
 expert=2,context=2,tensor=2 moe       attention=ring
 stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b exchange=ring
+stage=2,context=2,tensor=2  dense     microbatches=2 attention=all_to_all remat=full
 """
 
 # Run by the command, each in a process of its own, which simulates as many devices.

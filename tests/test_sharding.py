@@ -30,6 +30,7 @@ from config import (
 )
 from flags import command_line
 from pipeline import fit
+from plan import planner
 from sharding import AXES, DATA, FSDP, TENSOR
 from utils import UserError
 
@@ -179,6 +180,17 @@ def test_a_misspelt_name_is_refused_with_the_nearest(call, message):
     """Catches a typo that is silently ignored, and an answer that leaves the user to search."""
     with pytest.raises(UserError, match=re.escape(message)):
         call()
+
+
+def test_heads_that_do_not_split_over_context_are_refused():
+    """Catches an error of the compiler's, arithmetic with the wrong heads or without `tensor`, and a way out that is
+    refused too."""
+    settings = {"work.context_attention": "all_to_all", "mesh": "context=4,tensor=4"}
+    message = "model.n_kv_heads=8 does not split over tensor*context = 4*4 = 16 devices (8 % 16 = 8); use n_kv_heads=16"
+    with pytest.raises(UserError, match=re.escape(f"{message}, mesh context=2, or work.context_attention=ring")):
+        planner.plan(preset("llama3_8b", **settings))
+    for more in ({"model.n_kv_heads": 16}, {"mesh": "context=2,tensor=4"}, {"work.context_attention": "ring"}):
+        planner.plan(preset("llama3_8b", **settings | more))
 
 
 @pytest.mark.parametrize("setting, message", [

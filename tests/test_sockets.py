@@ -80,10 +80,10 @@ def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # float32, other order of sums
 
 
-@pytest.mark.parametrize("kind", ["gather", "ring"])
+@pytest.mark.parametrize("kind", ["gather", "ring", "all_to_all"])
 def test_positions_are_cut_as_the_model_cuts_them(kind):
     """Catches attention to chunks in another order than the ring expects, which is right on one device only."""
-    c = preset("tiny", **{"work.context_attention": kind}).model
+    c = preset("tiny", **{"work.context_attention": kind}).at_work
     declared = sockets.unstacked(model.declare(c).prefix.attention)
     w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
     x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)

@@ -27,7 +27,7 @@ from data import prepare
 from plan import hardware
 from tests.helpers import BEFORE_WORK
 from train import checkpoint, progress, report
-from train.directory import OWN_FILES, Metrics, decisive
+from train.directory import OWN_FILES, SET_ASIDE, Metrics, decisive
 from weights import __main__ as weights_command
 
 ROOT = Path(__file__).parent.parent
@@ -481,7 +481,7 @@ def test_a_run_cut_after_its_last_step_is_finished(finished, copied, monkeypatch
     assert untimed(rows(directory, "train")) == untimed(rows(finished[1], "train"))
     assert untimed(rows(directory, "eval")) == untimed(rows(finished[1], "eval"))
     assert rows(directory)[-1]["kind"] == "end"
-    assert {p.name for p in directory.iterdir()} == {*OWN_FILES}
+    assert {p.name for p in directory.iterdir()} == {*OWN_FILES, SET_ASIDE}
     assert run(argv)[1].startswith(f"{directory} is complete")
 
 

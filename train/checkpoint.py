@@ -37,9 +37,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference, moved
 from sharding import map_named, named
-from utils import UserError, exit_status, is_main_process
+from utils import UserError, exit_status, is_main_process, replace_file
 
 MANIFEST = "manifest.json"
+CHUNK_BYTES = 2**26  # most of an array that is unpacked to read any part of it
 KEEPER = "keeper"  # a file: the name of the host that keeps the checkpoints, where hosts share no disk
 REST = os.path.join("state", "rest", "")  # what a reader of parameters alone does not need
 Read = Literal["all", "params", "none"]  # whose contents are compared with the manifest; of the others, the sizes
@@ -150,8 +151,9 @@ def latest_step(
 class Saver:
     """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
 
-    def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int, keeper: str | None):
+    def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int, keeper: str | None, saved):
         self.directory, self.keeper, self.shared = os.path.abspath(directory), keeper, keeper is None
+        self.saved = saved
         kept = [policies.LatestN(keep)]
         kept += [policies.EveryNSteps(every)] if every else []
         kept += [policies.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=best,
@@ -182,7 +184,7 @@ class Saver:
 
     def __exit__(self, kind, error, traceback):
         try:
-            with contextlib.suppress(*(() if error is None else (UserError,))):  # the first error is the one to show
+            with contextlib.suppress(*(() if error is None else (Exception,))):  # the first error is the one to show
                 self.wait()
         finally:
             self.background.shutdown()
@@ -211,11 +213,13 @@ class Saver:
 
     @contextlib.contextmanager
     def explained(self, step: int) -> Iterator[None]:
-        """Turn what the file system refuses (tensorstore says it in a ValueError) into one sentence."""
+        """Turn what the file system refuses into one sentence; nothing else, as the loss of another process."""
         try:
             yield
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             self.failed = True
+            if not of_the_disk(error):  # a TimeoutError of Orbax would pass for the system's
+                raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
             if is_main_process():
                 _remove(os.path.join(self.directory, f"{step}{SAVING}"))  # frees the disk
             free_bytes = shutil.disk_usage(self.directory).free
@@ -231,17 +235,27 @@ class Saver:
         return "there is none before it" if good is None else f"that of step {good} is good, and stays"
 
 
+def of_the_disk(error: Exception) -> bool:
+    """Whether a file system says it: the system, by a number, or tensorstore, which repeats that in a ValueError.
+
+    Where another process is gone, a save meets Gloo's words in a ValueError, or a TimeoutError of no system call.
+    """
+    return getattr(error, "errno", None) is not None or "os_error_code=" in str(error)
+
+
 def open_directory(
-    directory: str | os.PathLike, keep: int = 2, every: int = 0, best: int = 0, keeper: str | None = None
-) -> Saver:
+    directory: str | os.PathLike, keep: int = 2, every: int = 0, best: int = 0, keeper: str | None = None,
+    saved: Callable[[int], None] = lambda step: None,
+) -> Saver:  # fmt: skip
     """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Left-overs are removed.
 
     keep, every, best   a good step stays while it is one of the newest `keep`, a multiple of `every`, or one of the
                         `best` with the lowest loss; the newest always stays, and nothing damaged is ever deleted
     keeper              the host of the first process, if not all processes see this directory: it is given whole
                         arrays, and writes them alone; None: each writes its part
+    saved               called in the first process with a step that is whole, from another thread
     """
-    return Saver(directory, keep, every, best, keeper)
+    return Saver(directory, keep, every, best, keeper, saved)
 
 
 def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:
@@ -260,11 +274,12 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
         arrays = named(state) if saver.shared else {name: gather(x) for name, x in named(state).items()}
         params = {name: x for name, x in arrays.items() if name.startswith("params.")}
         parts = {"params": params, "rest": {name: x for name, x in arrays.items() if name not in params}}
-        parts = {part: ocp.args.StandardSave(some) for part, some in parts.items() if some}
+        chunked = lambda some: dict.fromkeys(some, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        parts = {part: ocp.args.StandardSave(some, chunked(some)) for part, some in parts.items() if some}
         if not saver.shared:
-            os.makedirs(saver.directory, exist_ok=True)
-            with open(os.path.join(saver.directory, KEEPER), "w", encoding="utf-8") as file:
-                file.write(saver.keeper)
+            with contextlib.suppress(OSError):  # the disk may be full of a host that keeps no more than this
+                os.makedirs(saver.directory, exist_ok=True)
+                replace_file(os.path.join(saver.directory, KEEPER), saver.keeper)
         if saver.checkpointer:
             saver.checkpointer.save(os.path.join(path + SAVING, "state"), ocp.args.Composite(**parts))
     saver.pending = step, saver.background.submit(_complete, saver, step, loss)
@@ -304,6 +319,7 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, path + DELETING)  # a damaged one of this step
     os.rename(path + SAVING, path)
+    saver.saved(step)
     # Only good ones count. Later steps, if there are any, were found damaged when this run began.
     good = [entry for entry in reversed(found(saver.directory)) if entry.step <= step and entry.fault() is None]
     manifests = [_Kept(entry.step, entry.manifest()) for entry in good]
@@ -367,15 +383,15 @@ def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") 
     return step, path
 
 
-def about(directory: str | os.PathLike, step: int) -> dict:
+def about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
     """What the run that wrote a checkpoint was, as given to `save`."""
-    with open(os.path.join(_choose(directory, step)[1], "about.json"), encoding="utf-8") as file:
+    with open(os.path.join(_choose(directory, step, read)[1], "about.json"), encoding="utf-8") as file:
         return json.load(file)
 
 
-def check_about(directory: str | os.PathLike, step: int, ours: dict) -> None:
+def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
     """Raises: UserError naming the first difference between what is running and what wrote the checkpoint."""
-    theirs = moved(about(directory, step))
+    theirs = moved(about(directory, step, read))
     theirs.pop("work", None)  # written while it was part of the model's settings
     if difference := first_difference(ours, theirs):
         raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
@@ -413,16 +429,46 @@ def open_params(directory: str | os.PathLike, shapes: dict[str, jax.ShapeDtypeSt
     shapes   of every parameter, by name: what each becomes, and where it is placed
     Raises: UserError if there is no checkpoint, none that is good, or one with other parameters.
     """
-    _, path = _choose(directory, step, "params")
-    stored = ocp.PyTreeCheckpointHandler().metadata(_folder(path, "params")).tree
-    stored = {name.removeprefix("params."): x.shape for name, x in stored.items() if name.startswith("params.")}
-    check_shapes(stored, {name: x.shape for name, x in shapes.items()}, f"checkpoint {path}")
+    path = _path_of_params(directory, step, {name: x.shape for name, x in shapes.items()})
 
     def read(*names: str) -> dict[str, jax.Array]:
         arrays = _read(path, {f"params.{name}": shapes[name] for name in names}, partial=True)
         return {name: arrays[f"params.{name}"] for name in names}
 
     return read
+
+
+def _path_of_params(directory: str | os.PathLike, step: int | None, model: dict[str, tuple]) -> str:
+    """The directory of a good step that has the model's parameters."""
+    _, path = _choose(directory, step, "params")
+    stored = ocp.PyTreeCheckpointHandler().metadata(_folder(path, "params")).tree
+    stored = {name.removeprefix("params."): x.shape for name, x in stored.items() if name.startswith("params.")}
+    check_shapes(stored, model, f"checkpoint {path}")
+    return path
+
+
+def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: int | None = None) -> dict:
+    """Parameters of a checkpoint by name, as tensorstore's arrays: indexing reads a part, as they are held.
+
+    shapes   of every parameter, by name
+    Raises: UserError as `open_params`.
+    """
+    import tensorstore  # here, because only what reads by parts names it
+
+    folder = _folder(_path_of_params(directory, step, shapes), "params")
+    layout = json.loads((folder / "_METADATA").read_text())
+    # Chunks of one at a time: else as many as there are cores are unpacked together, and one may have 2 GB.
+    one_at_a_time = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
+    context = tensorstore.Context(one_at_a_time)
+
+    def opened(name: str):
+        place = {"driver": "file", "path": f"{folder}/params.{name}/"}
+        if layout.get("use_ocdbt", True):
+            place = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"params.{name}/"}
+        driver = "zarr3" if layout.get("use_zarr3") else "zarr"
+        return tensorstore.open({"driver": driver, "kvstore": place}, context=context, read=True).result()
+
+    return {name: opened(name) for name in shapes}
 
 
 def check_shapes(stored: dict[str, tuple], model: dict[str, tuple], where: str) -> None:

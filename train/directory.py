@@ -2,7 +2,9 @@
 
 runs/laptop/  config.json    every setting, and which tokens they met: what decides results must stay the same
               metrics.jsonl  a JSON object a line, in the order of the steps
+              metrics.set_aside.jsonl  rows of steps that were taken again, since a kill came before their checkpoint
               checkpoints/   `checkpoint.py`
+              saved          the newest step of which there is a checkpoint: where that is gone, a run does not go on
               samples.txt    report.png
               .lock          while a process trains there
 """
@@ -20,22 +22,26 @@ from pathlib import Path
 
 import dataset
 import utils
-from config import Config, first_difference, moved
+from config import ONCE, Config, first_difference, moved
+from reading import order
 from train import checkpoint, tracking
 from train.processes import Processes
-from utils import UserError, log
+from utils import UserError, log, replace_file
 
 LOGS = "logs"  # of each process, where there are several
-OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "report.png")
+SAVED = "saved"
+OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
+SET_ASIDE = "metrics.set_aside.jsonl"
 VISIBLE_S = 5.0  # until a file of one host is seen by all, on a disk they share
 # Settings of a run that may change when it goes on: they decide where, how fast and how long, not what comes out.
-FREE = ("run", "mesh", "work", "data.path", "data.prefetch", "optim.decay_steps")
+FREE = ("run", "mesh", "work", "data.path", "data.prefetch", "data.cache_gib", "optim.decay_steps")
+FROM_A_STEP = ("data.mixture", "data.skip")  # may change for the steps that are still to come, see `check_seen`
 
 
 def describe(cfg: Config) -> dict:
     """What config.json holds: every setting, and which tokens they met."""
     config = cfg.to_dict()
-    config["run"] |= {"restart": False, "force": False}  # said once, not properties of the run
+    config["run"] |= dict.fromkeys(ONCE, False)
     return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
@@ -43,27 +49,92 @@ def decisive(about: dict) -> dict:
     """The part of `describe` that decides results: a run goes on only where it is the same."""
     config = moved(json.loads(json.dumps(about["config"])))
     run = {name: config["run"][name] for name in ("seed", "init_from") if name in config["run"]}
-    for name in FREE:
+    for name in (*FREE, *FROM_A_STEP):
         part, _, setting = name.partition(".")
         (config[part] if setting else config).pop(setting or part, None)
     return config | {"run": run, "tokens": about["data"]}
 
 
-def check_same(cfg: Config, directory: Path) -> None:
-    """Raises: UserError if the directory holds a run with other settings, naming the first that decides results."""
+def look(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> int | None:
+    """Steps taken, if the run there is complete; None: this one may begin, or go on.
+
+    read   what of its newest checkpoint is compared with the manifest
+    Raises: UserError if it has other settings, or lacks the checkpoint it had come to.
+    """
     if cfg.run.restart:
-        return
+        return None
+    check_same(cfg, directory, read)
+    done = steps_done(cfg, directory, read)
+    if done is None and not cfg.run.go_back:
+        check_saved(directory, read)
+    return done
+
+
+def check_same(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> None:
+    """Raises: UserError if the directory holds a run with other settings, naming the first that decides results."""
     ours, file, checkpoints = decisive(describe(cfg)), directory / "config.json", directory / "checkpoints"
     try:
-        theirs = decisive(json.loads(file.read_text())) if file.exists() else ours
+        written = json.loads(file.read_text()) if file.exists() else describe(cfg)
+        theirs = decisive(written)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} cannot be read ({error!r}); choose another --run.name, or --run.restart") from None
     if difference := first_difference(ours, theirs):
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "
             "start another run with --run.name, or delete this one with --run.restart")  # fmt: skip
-    if (step := checkpoint.latest_step(checkpoints)) is not None:
-        checkpoint.check_about(checkpoints, step, ours)
+    if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
+        checkpoint.check_about(checkpoints, step, ours, read)
+    check_seen(cfg, written["config"]["data"], directory, step or 0)
+
+
+def check_seen(cfg: Config, written: dict, directory: Path, step: int) -> None:
+    """Raises: UserError if a mixture or a skip was `written` otherwise for steps that are taken."""
+    old = {name: written.get(name, "") for name in ("mixture", "skip")}
+    if order.seen(cfg.data.mixture, cfg.data.skip, step) != order.seen(old["mixture"], old["skip"], step):
+        for name, was in old.items():
+            if (ours := getattr(cfg.data, name)) != was:
+                raise UserError(
+                    f"{directory} has taken {step} steps with data.{name}={was!r}, and data.{name}={ours!r} would have "
+                    f"changed one of them; say again what was said, and add what begins after step {step}; to go back "
+                    "before that, put later checkpoints aside and say --run.go_back")  # fmt: skip
+
+
+def check_saved(directory: Path, read: checkpoint.Read = "all") -> None:
+    """Raises: UserError if the newest checkpoint is gone, so that steps which were kept would be taken again.
+
+    One that is there and damaged is no question: the one before is taken, and said.
+    """
+    path, checkpoints = directory / SAVED, directory / "checkpoints"
+    rows = [json.loads(row) for row in read_rows(directory)]
+    known = {row["step"] for row in rows if row["kind"] in ("start", "end")}  # there is a checkpoint of either
+    with suppress(OSError, ValueError):
+        known.add(int(path.read_text()))
+    newest = max(known, default=0)
+    if max((one.step for one in checkpoint.found(checkpoints) if one.whole), default=0) >= newest:
+        return
+    step, taken = checkpoint.latest_step(checkpoints, read=read), max((row["step"] for row in rows), default=newest)
+    there = "there is none" if step is None else f"the newest is that of step {step}"
+    raise UserError(
+        f"{directory} has come to step {taken}, and its checkpoint of step {newest} is gone: in {checkpoints} {there}; "
+        f"put it back, or say --run.go_back: steps {(step or 0) + 1} to {taken} are taken again, their rows kept in "
+        f"{SET_ASIDE}")  # fmt: skip
+
+
+def check_place(directory: Path, keepers: list[str | None], ours: str | None) -> None:
+    """Raises: UserError if a host says that another one keeps the checkpoints of a run, of which we have none."""
+    if elsewhere := [host for host in keepers if host not in (None, ours)]:
+        raise UserError(
+            f"the checkpoints of {directory} are on {elsewhere[0]}, and the first host is {ours}: "
+            f"name {elsewhere[0]} first, or copy {directory}/checkpoints from there, or take another --run.name"
+        )
+
+
+def check_writable(directory: Path) -> None:
+    """Raises: UserError if a run cannot be kept there, as far as one sees who writes nothing."""
+    there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        what = "may not be written" if there.is_dir() else "is no directory"
+        raise UserError(f"cannot write to {directory}: {there} {what}; choose another --run.dir")
 
 
 @contextmanager
@@ -111,7 +182,7 @@ def open_run(cfg: Config, directory: Path, together: Processes) -> None:
     """
 
     def write() -> str:
-        for name in (*OWN_FILES, LOGS, *tracking.FILES) if cfg.run.restart else ():
+        for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart else ():
             path = directory / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +193,6 @@ def open_run(cfg: Config, directory: Path, together: Processes) -> None:
     if together.count == 1:
         return
     together.share_disk = all(together.gather("disk", sees(directory / ".lock", lock)))
-    directory.mkdir(parents=True, exist_ok=True)
     utils.open_log(directory / LOGS / f"{together.own_name}.log")
     utils.log_to_file(f"{together.name(together.rank)}, id {os.getpid()}, of {together.count}")
     if not together.share_disk:
@@ -141,19 +211,17 @@ def sees(path: Path, text: str) -> bool:
     return False
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def steps_done(cfg: Config, directory: Path) -> int | None:
+def steps_done(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> int | None:
     """Steps a finished run has taken; None if some of run.steps, or the report after the last, is still to do."""
     rows = [json.loads(row) for row in read_rows(directory)]
     ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
-    reached = checkpoint.latest_step(directory / "checkpoints") or 0
+    reached = checkpoint.latest_step(directory / "checkpoints", read=read) or 0
     return max(ended, reached) if ended >= cfg.run.steps or reached > cfg.run.steps else None
+
+
+def note_saved(directory: Path, step: int) -> None:
+    """Remember the newest step of which there is a checkpoint; 0: there is none."""
+    replace_file(directory / SAVED, f"{step}\n")
 
 
 def read_rows(directory: Path) -> list[str]:
@@ -166,14 +234,26 @@ class Metrics:
     """metrics.jsonl: one JSON object a line, appended by process 0 and flushed at once."""
 
     def __init__(self, directory: Path, step: int, last_step: int):
-        """Keep the rows up to `step`; what is past it is done again, and so is an evaluation at the last step."""
+        """Keep the rows up to `step`; what is past it is done again, and so is an evaluation at the last step.
+
+        Rows of what is done again are set aside.
+        """
         self.path = directory / "metrics.jsonl"
-        if utils.is_main_process():
+        if not utils.is_main_process():
+            return
 
-            def keep(row):
-                return row["step"] <= step and (row["kind"], row["step"]) != ("eval", last_step)
+        def again(row: dict) -> bool:
+            return row["step"] > step or (row["kind"], row["step"]) == ("eval", last_step)
 
-            replace_file(self.path, "".join(row for row in read_rows(directory) if keep(json.loads(row))))
+        rows = {True: [], False: []}
+        for row in read_rows(directory):
+            rows[again(json.loads(row))].append(row)
+        if rows[True]:
+            with (directory / SET_ASIDE).open("a") as file:
+                file.write("".join(rows[True]))
+            log(f"set aside  {len(rows[True])} rows, which come again after step {step}, in {directory / SET_ASIDE}")
+        replace_file(self.path, "".join(rows[False]))
+        note_saved(directory, step)
 
     def write(self, kind: str, step: int, **values) -> None:
         if utils.is_main_process():

@@ -71,19 +71,20 @@ class Questions:
     """Rows on request about a step before it is taken: norms per layer, and the gradient noise scale."""
 
     def __init__(self, cfg: Config, mesh, write):
-        self.run, self.mesh, self.write = cfg.run, mesh, write
+        self.cfg, self.run, self.write = cfg, cfg.run, write
         self.norms = optimizer.layer_norms(cfg, mesh) if self.run.layer_norms_every else None
         self.noise = optimizer.noise_scale(cfg, mesh) if self.run.noise_scale_every else None
 
     def ask(self, taken: int, state, batch, skips: SkipWatch) -> None:
-        """Write what is due at the step that will be the `taken`-th."""
+        """Write what is due at the step that will be the `taken`-th; `batch` lies on the mesh."""
         due = lambda every: every and taken % every == 0
         if due(self.run.layer_norms_every) or due(self.run.noise_scale_every):
             skips.settle()  # rows are written in the order of their steps
         if due(self.run.layer_norms_every):
-            self.write("norms", taken, **self.norms(state, sharding.put(batch, self.mesh)))
+            self.write("norms", taken, **self.norms(state, batch))
         if due(self.run.noise_scale_every):
-            self.write("noise", taken, **self.noise(state.params, batch, state.step))
+            whole = dataset.batch(self.cfg, taken - 1)  # its pieces lie on other devices than its rows do in a step
+            self.write("noise", taken, **self.noise(state.params, whole, state.step))
 
 
 # One step again -------------------------------------------------------------------------------------------------------
@@ -94,13 +95,13 @@ def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> 
 
     A row holds the mean loss of the steps since the row before, so the steps up to the row's end are taken too.
     """
-    start, wanted = int(state.step), cfg.run.replay
+    start, wanted, size = int(state.step), cfg.run.replay, cfg.data.batch_size
     ends = [row["step"] for row in rows if row["kind"] == "train"]
     stop = min((end for end in ends if end >= wanted), default=wanted)
     begin = max((end for end in ends if end < wanted), default=0)
     step_function, losses = optimizer.train_step(cfg, mesh), {}
     for step in range(start, stop):
-        batch = sharding.put(dataset.batch(cfg, step), mesh)
+        batch = sharding.put(dataset.batch(cfg, step, rows=sharding.own_rows(mesh, size)), mesh, size)
         norms = optimizer.layer_norms(cfg, mesh)(state, batch) if step + 1 == wanted else None
         state, values = step_function(state, batch)
         losses[step + 1] = float(values["cross_entropy"])

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from train import checkpoint
@@ -14,6 +14,9 @@ from train.processes import Processes
 from utils import log
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
+
+
+ONCE = [f"__run.{no}{name}" for name in ("restart", "go_back", "check") for no in ("", "no_")]
 
 
 class Stopped(KeyboardInterrupt):
@@ -36,6 +39,8 @@ class Interruptions:
         self.asked, self.saving, self.before = 0, False, {}
 
     def __enter__(self):
+        if not self.together.rank:
+            self.together.saved(newest(self.checkpoints))
         if threading.current_thread() is threading.main_thread():
             self.reads, self.writes = os.pipe()
             os.set_blocking(self.writes, False)
@@ -72,15 +77,17 @@ class Interruptions:
             elif (own or number[0] == self.ELSEWHERE) and not told:
                 told = True
                 end = "stopping after this step, and saving it" if self.saving else "stopping"
-                print(f"\n{end}; once more stops at once", file=sys.stderr, flush=True)
                 self.together.ask()
+                with suppress(OSError):  # a full disk
+                    print(f"\n{end}; once more stops at once", file=sys.stderr, flush=True)
                 if not self.saving and self.together.count > 1:  # the main thread may wait for another process
                     self.patience.start()
         os.close(reads)
 
     def end_now(self, status: int) -> None:
         cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the progress bar hides it
-        print(f"{cursor}stopped at once; {self.outlook[1]}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk
+            print(f"{cursor}stopped at once; {self.outlook[1]}", file=sys.stderr, flush=True)
         self.together.end(status, "it was stopped at once", say=False)
 
     def lose_patience(self) -> None:
@@ -114,12 +121,19 @@ class Interruptions:
 
     @property
     def outlook(self) -> tuple[bool, str]:
-        """Whether a checkpoint is there to go on from, and the command that does, or starts."""
-        saved = [one.path for one in checkpoint.found(self.checkpoints) if one.fault("none") is None]
+        """Whether a checkpoint is there to go on from, and the command that does, or starts.
+
+        Process 0 sees its own; the others, who may share no disk with it, know what it has told them.
+        """
+        step, first = newest(self.checkpoints), self.together.lines.get(0)
+        if self.together.rank:
+            step = first and first.saved
         what = "no checkpoint was saved; this starts at step 0"
-        if saved:
-            what = f"this goes on from {os.path.relpath(saved[0])}"
-        return bool(saved), f"{what}:  {command(self.argv)}"
+        if step is None:
+            what = "process 0 knows where this goes on from"
+        elif step:
+            what = f"this goes on from {os.path.relpath(self.checkpoints / str(step))}" + self.together.on_keeper
+        return bool(step), f"{what}:  {command(self.argv)}"
 
     def end(self) -> int:
         """Say how to go on; returns the exit status: that of the signal, if there is nothing to go on from."""
@@ -130,6 +144,11 @@ class Interruptions:
         return 0 if saved else 128 + (self.asked or signal.SIGINT)
 
 
+def newest(checkpoints: Path) -> int:
+    """The newest step that seems good, by the sizes of its files; 0: there is none."""
+    return next((one.step for one in checkpoint.found(checkpoints) if one.fault("none") is None), 0)
+
+
 def command(argv: list[str], changed: dict[str, int] | None = None, restart: bool = False) -> str:
     """The user's own command, ready for a shell, with some settings changed, or starting again."""
     changed, kept, words = changed or {}, [], iter(argv)
@@ -137,7 +156,7 @@ def command(argv: list[str], changed: dict[str, int] | None = None, restart: boo
         name, equals, _ = word.partition("=")
         if name.removeprefix("--").replace("-", "_") in changed:
             _ = equals or next(words)  # its value goes with it
-        elif name not in ("--run.restart", "--run.no_restart"):
+        elif name.replace("-", "_") not in ONCE:
             kept.append(word)
     kept += [text for name, value in changed.items() for text in (f"--{name}", str(value))]
     kept += ["--run.restart"] if restart else []

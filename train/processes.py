@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import socket
@@ -32,10 +33,13 @@ import jax
 
 import utils
 from config import RunConfig, differences
-from utils import UserError
+from train import pace
+from utils import UserError, replace_file
 
 LOST = 75  # exit status where another try may go well: sysexits.h calls it EX_TEMPFAIL
 POLL_S = 0.5
+ALIVE_S = 2.0  # between two signs of life for run.sh
+SHUTDOWN_S = 60  # how long jax.distributed waits at the end until all have come to it
 LAST_WORDS_S = 10.0  # how long the others have to read why process 0 ends, and say that they do
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +54,8 @@ class Line:
     ready: bool = False  # to begin the loop, as soon as all are
     stop: bool = False  # it was asked to stop, or has seen that another was
     granted: int = -1  # the last step it may begin; fixed once `stop` is true
+    saved: int | None = None  # of process 0: the step of the newest checkpoint, 0: there is none; None: not known yet
+    products_ms: list[float] = dataclasses.field(default_factory=list)  # how fast its device is: measured twice
     stuck: bool = False  # no step was finished for hang_timeout_s
     where: str = ""  # what its main thread does, if a process is stuck
     ended: bool = False
@@ -99,25 +105,39 @@ def join(run: RunConfig) -> "Processes":
     """
     rank, count = told()
     if count > 1:
+        own_output()
         initialize(run, num_processes=count, process_id=rank)
     elif "tpu" in os.environ.get("JAX_PLATFORMS", "tpu") and utils.has_tpu_files() and initialize(run):
         rank, count = jax.process_index(), jax.process_count()
         if (started := int(os.environ.get("AXIS_PROCESSES", count))) != count:
             raise UserError(f"{started} processes were started, and the TPU has {count} hosts; name each of them once")
-    if count > 1:
-        silence_native_output()
+        own_output()
     global here
     here = Processes(rank, count, SharedBoard() if count > 1 else OwnBoard(), run)
+    here.tell()  # its name: should it die at once, the others know whom they miss
     return here
 
 
-def silence_native_output() -> None:
-    """What Python prints still comes out; what Gloo's C++ does, lines for each group of processes, goes nowhere."""
+def own_output() -> None:
+    """What Python prints still comes out, as far as the disk behind it has room; what Gloo's C++ does, lines for each
+    group of processes, goes nowhere."""
     with contextlib.suppress(OSError, ValueError):  # not where something else stands for standard output
         sys.stdout.flush()
         kept = os.dup(sys.stdout.fileno())
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stdout = os.fdopen(kept, "w", buffering=1, encoding=sys.stdout.encoding)
+        sys.stdout, sys.stderr = utils.patient(kept), utils.patient(os.dup(sys.stderr.fileno()))
+
+
+def say_alive(silent_s: float, what: str) -> None:
+    """Tell run.sh, if it is who started this, that the process is joining, or has joined, and lives.
+
+    Of the file AXIS_ALIVE the age counts; its line says how many seconds of it mean that the process is dead.
+    """
+    if path := os.environ.get("AXIS_ALIVE"):
+        with contextlib.suppress(OSError):
+            os.utime(path)  # where a full disk does not take another
+        with contextlib.suppress(OSError):
+            replace_file(path, f"{silent_s:.0f}\t{what}\n")
 
 
 def told() -> tuple[int, int]:
@@ -138,10 +158,12 @@ def initialize(run: RunConfig, **how) -> bool:
 
     def give_up() -> None:
         who = f"process {how['process_id']} of {how['num_processes']}" if how else "this host of a TPU slice"
-        print(
-            f"error: {who} has waited {run.join_timeout_s} s for the others: {missing()}", file=sys.stderr, flush=True
-        )
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"error: {who} has waited {run.join_timeout_s} s for the others: {missing()}", file=sys.stderr)
+            sys.stderr.flush()
         os._exit(LOST)
+
+    say_alive(run.join_timeout_s + 60, "joining")
 
     # JAX would abort, and say nothing of who is missing; so it would where one dies later. We look first.
     late = threading.Timer(run.join_timeout_s, give_up)
@@ -149,7 +171,7 @@ def initialize(run: RunConfig, **how) -> bool:
     late.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     try:
-        jax.distributed.initialize(initialization_timeout=run.join_timeout_s + 60, shutdown_timeout_seconds=60,
+        jax.distributed.initialize(initialization_timeout=run.join_timeout_s + 60, shutdown_timeout_seconds=SHUTDOWN_S,
                                    heartbeat_timeout_seconds=3 * run.peer_timeout_s, **how)  # fmt: skip
     except ValueError:
         if how:
@@ -187,7 +209,7 @@ def end_together(main: Callable) -> Callable:
         except Exception as error:
             if here is None or here.count == 1:
                 raise
-            if isinstance(error, jax.errors.JaxRuntimeError):  # what one sees whose peer is gone; who, the thread says
+            if isinstance(error, (RuntimeError, ValueError)):  # what one meets whose peer is gone; who, the thread says
                 utils.log_to_file(f"a device, or another process, fails: {error}")
                 time.sleep(here.peer_timeout_s + 4 * POLL_S)
             if here.line.status:  # the thread is ending this process, because of what led to this error
@@ -222,6 +244,7 @@ class Processes:
         self.gone = None  # the process that was silent too long
         self.found_stuck = None  # when a process was first seen stuck
         self.taken, self.report, self.shown = None, ("-", "-", "-"), None
+        self.pace, self.slow, self.told_alive = pace.Pace(), set(), -math.inf
         self.share_disk = True  # all see what process 0 writes to the run's directory
         self.on_stop = lambda: None
         self.thread = threading.Thread(target=self.watch, name="processes", daemon=True)
@@ -231,6 +254,11 @@ class Processes:
     def keeper(self) -> str | None:
         """The host that keeps the checkpoints of all; None: each writes its part to a disk that all share."""
         return None if self.share_disk else self.lines[0].host
+
+    @property
+    def on_keeper(self) -> str:
+        """What to add to the name of a file of the run that other hosts do not see."""
+        return "" if self.share_disk or 0 not in self.lines else f" on {self.lines[0].host}"
 
     @property
     def own_name(self) -> str:
@@ -312,6 +340,12 @@ class Processes:
     def show(self, steps: int, row: dict) -> None:
         """What `launcher.sh status` shows, beside the step that was taken last."""
         self.report = steps, f"{row['loss']:.4f}", f"{row['tokens_per_s']:.0f}"
+        if self.count > 1 and (ms := self.pace.measure()) is not None:  # the row's step is done, and no other begun
+            self.line.products_ms = [*self.line.products_ms[-1:], round(ms, 3)]
+
+    def saved(self, step: int) -> None:
+        """Process 0 has a checkpoint of a step; 0: it has none."""
+        self.line.saved = step
 
     # Stopping: all after the same step
 
@@ -364,11 +398,14 @@ class Processes:
         self.closed.set()
         if self.count > 1:
             self.thread.join()
-            jax.distributed.shutdown()
+            say_alive(self.peer_timeout_s + SHUTDOWN_S, "joined")
+            with contextlib.suppress(RuntimeError):  # all is done, whoever else is gone by now
+                jax.distributed.shutdown()
         return status
 
     def end(self, status: int, why: str, say: bool = True) -> None:
         """End this process now, from any thread; the others see why on the board."""
+        say_alive(self.peer_timeout_s + LAST_WORDS_S, "joined")
         if say:
             with contextlib.suppress(OSError):  # a full disk
                 print(f"\nerror: {why}", file=sys.stderr)
@@ -380,8 +417,9 @@ class Processes:
                 end = time.monotonic() + LAST_WORDS_S
                 while self.rank == 0 and time.monotonic() < end and self.some_still_read():
                     time.sleep(POLL_S / 5)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         self.exit(status)
 
     def some_still_read(self) -> bool:
@@ -407,15 +445,22 @@ class Processes:
     def watch(self) -> None:
         """Until `closed`: say that this process lives, see how the others do, and how long a step takes."""
         exchange = ThreadPoolExecutor(1, thread_name_prefix="board")  # what is asked of a host that hangs may hang too
+        asked, answered = None, time.monotonic()
         while not self.closed.wait(POLL_S):
+            if time.monotonic() - self.told_alive >= ALIVE_S:
+                say_alive(self.peer_timeout_s, "joined")
+                self.told_alive = time.monotonic()
+            asked = asked or exchange.submit(lambda: self.tell() or self.read())
             try:
-                lines = exchange.submit(lambda: self.tell() or self.read()).result(self.peer_timeout_s)
+                lines, asked = asked.result(POLL_S), None
             except (RuntimeError, TimeoutError) as error:
-                if isinstance(error, TimeoutError) or time.monotonic() - self.heard[0] > self.peer_timeout_s:
+                asked = asked if isinstance(error, TimeoutError) else None
+                if time.monotonic() - answered > self.peer_timeout_s:
                     self.gone = 0
                     return self.end(LOST, f"{self.name(0)}, to whom all others are connected, does not answer any more")
                 continue
-            self.judge(lines, time.monotonic())
+            answered = time.monotonic()
+            self.judge(lines, answered)
             self.write_progress()
         exchange.shutdown()
 
@@ -439,12 +484,21 @@ class Processes:
         if any(line.stop for line in lines.values()) and not self.line.stop:
             self.ask()
             self.on_stop()
+        self.name_slow(lines)
         if self.hang_timeout_s and self.moved is not None and now - self.moved > self.hang_timeout_s:
             self.line.stuck = True
         if any(line.stuck for line in [*lines.values(), self.line]):
             self.found_stuck = self.found_stuck or self.show_stacks(now)
             if now - self.found_stuck > LAST_WORDS_S / 2:
                 self.end(LOST, self.verdict([lines[rank] for rank in sorted(lines)]))
+
+    def name_slow(self, lines: dict[int, Line]) -> None:
+        """Process 0 says which host is slow, once."""
+        slow = pace.slowest({rank: line.products_ms for rank, line in lines.items()}) if self.rank == 0 else None
+        if slow and slow[0] not in self.slow:
+            self.slow.add(slow[0])
+            utils.log(f"slow       {self.name(slow[0])} takes {slow[1]:.1f} ms for products that take the median host "
+                      f"{slow[2]:.1f} ms, twice in a row: all wait for it at every step")  # fmt: skip
 
     def show_stacks(self, now: float) -> float:
         """Write what every thread of this process does, and put on its line what the main one does. Returns `now`."""
@@ -476,8 +530,7 @@ class Processes:
         if path and self.taken and now != self.shown:
             step, at = self.taken
             with contextlib.suppress(OSError):  # a full disk
-                Path(f"{path}.partial").write_text("\t".join(map(str, (step, *self.report, at))) + "\n")
-                os.replace(f"{path}.partial", path)
+                replace_file(path, "\t".join(map(str, (step, *self.report, at))) + "\n")
                 self.shown = now
 
 

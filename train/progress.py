@@ -25,11 +25,12 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[
     batch.
     """
     nats = tokens = 0.0
-    for batch in dataset.evaluation_batches(cfg, batches):
-        sums = compiled(params, sharding.put(batch, mesh))
+    size = cfg.data.batch_size
+    for batch in dataset.evaluation_batches(cfg, batches, sharding.own_rows(mesh, size)):
+        sums = compiled(params, sharding.put(batch, mesh, size))
         nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
         moves()
-    bytes_per_token = dataset.bytes_per_token(dataset.load(cfg.data.path))
+    bytes_per_token = dataset.bytes_per_token(dataset.opened(cfg))
     return {
         "loss": nats / tokens,
         "bits_per_byte": nats / tokens / math.log(2) / bytes_per_token,
@@ -73,7 +74,7 @@ def in_words(result: dict) -> str:
 def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
     """Say that a run has taken all its steps, and what to type to take more."""
     log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
-    more = {"run.steps": 2 * done}
+    more = {"run.epochs": 2 * cfg.run.epochs} if cfg.run.epochs else {"run.steps": 2 * done}
     log(f"  continue it:  {command(argv, more)}")
     if not cfg.optim.decay_steps:
         log(f"  at its last learning rate:  {command(argv, more | {'optim.decay_steps': done})}")

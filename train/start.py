@@ -12,27 +12,27 @@ import sharding
 from config import Config
 from pipeline import fit
 from train import checkpoint
-from train.directory import read_rows
+from train.directory import check_place, read_rows
 from train.processes import Processes
-from utils import UserError, log
+from utils import log
 
 
 def trace_step(cfg: Config, mesh):
     """Trace the training step, without arrays: what the settings forbid is refused here, before anything is changed."""
-    fit.check(cfg.model, cfg.mesh)
+    fit.check(cfg.model, cfg.mesh, cfg.work)
     state = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
-    return optimizer.train_step(cfg, mesh).lower(state, sharding.put(dataset.batch(cfg, 0), mesh))
+    size = cfg.data.batch_size
+    batch = dataset.batch(cfg, 0, rows=sharding.own_rows(mesh, size))
+    return optimizer.train_step(cfg, mesh).lower(state, sharding.put(batch, mesh, size))
 
 
 def restore_or_init(cfg: Config, mesh, directory: Path, given_params: Callable, together: Processes):
     """The TrainState of a run's newest checkpoint, placed on this mesh, or the one at step 0."""
     checkpoints = directory / "checkpoints"
     step = together.first("step", lambda: checkpoint.latest_step(checkpoints, log))
+    together.saved(step or 0)
     keepers = together.gather("keeper", None if together.share_disk or step else checkpoint.keeper(checkpoints))
-    if elsewhere := [host for host in keepers if host not in (None, together.keeper)]:
-        raise UserError(
-            f"the checkpoints of {directory} are on {elsewhere[0]}, and the first host is {together.keeper}: "
-            f"name {elsewhere[0]} first, or copy {checkpoints} from there, or take another --run.name")  # fmt: skip
+    check_place(directory, keepers, together.keeper)
     state = state_at(step, cfg, mesh, checkpoints, given_params, together.share_disk)
     if step is not None:
         log(f"resumed    at step {int(state.step)} from {checkpoints}")

@@ -7,18 +7,20 @@ import tyro
 
 from utils import exit_status
 from weights.convert import from_hf, to_hf
+from weights.slim import slim
 
 HELP = """e.g. python -m weights from-hf DIR --out runs/x
      python -m weights to-hf runs/x --out DIR
+     python -m weights slim runs/x DIR --dtype bfloat16
 
-Weights from Hugging Face to a run's directory, and back, bit for bit; of a training run, its newest checkpoint."""
+Weights to and from Hugging Face, bit for bit, and those of a run alone; in folders, or buckets: gs://BUCKET/DIR."""
 
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator, and should not take one
     try:
-        commands = {"from-hf": from_hf, "to-hf": to_hf}
+        commands = {"from-hf": from_hf, "to-hf": to_hf, "slim": slim}
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m weights", description=HELP, args=argv)
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was kept", file=sys.stderr)

@@ -1,36 +1,34 @@
 """Weights to and from Hugging Face, by the tables of `families.py`.
 
-Reading holds one tensor in memory at a time; writing holds one file, which is no larger than our largest parameter (or
-64 MiB, if that is smaller).
+Both directions hold one tensor of theirs at a time, and of a checkpoint beside it a few blocks (`BLOCK_BYTES`).
 """
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import runpy
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import numpy as np
-import safetensors
-import safetensors.numpy
 import tyro
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 
 import sharding
 from config import Config, ModelConfig, Precision, replace
 from train import checkpoint
-from utils import UserError, log, nearest
+from utils import UserError, is_remote, log, nearest
+from weights import card
+from weights.axis import AXIS
 from weights.families import (
     FAMILIES,
     KEPT,
     Piece,
+    check_fits,
     config_from_hf,
     config_to_hf,
     declare,
@@ -39,93 +37,9 @@ from weights.families import (
     to_ours,
     to_theirs,
 )
-from weights.gptj import GPTJConfig
+from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, reported, write_tensors
 
-# Folders --------------------------------------------------------------------------------------------------------------
-
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-SMALL_FILE_BYTES = 2**26  # files of a folder we write are at least this large, or all of it
-
-
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"there is no {path}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-
-
-@contextlib.contextmanager
-def fresh_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory that gets the name `path` once everything in it is written.
-
-    Raises: UserError if there is something of that name.
-    """
-    if path.exists():
-        raise UserError(f"{path} exists; choose another --out, or delete it")
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # there is none, unless something went wrong
-
-
-def reported(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator:
-    """Yield the items; every few seconds say how many bytes are done."""
-    total, done, last = sum(map(bytes_of, items)), 0, time.perf_counter()
-    for item in items:
-        yield item
-        done += bytes_of(item)
-        if time.perf_counter() - last > 5:
-            last = time.perf_counter()
-            log(f"{what}  {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
-
-
-class Tensors:
-    """The tensors of a safetensors folder, by name. Opening reads headers only."""
-
-    def __init__(self, directory: Path, stack: contextlib.ExitStack):
-        index = directory / "model.safetensors.index.json"
-        self.directory = directory
-        weight_map = read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
-        self.file_of = {}
-        for name in sorted(set(weight_map.values())):
-            if not (directory / name).is_file():
-                raise UserError(f"there is no {directory / name}")
-            try:
-                file = stack.enter_context(safetensors.safe_open(directory / name, framework="numpy"))
-            except safetensors.SafetensorError as error:
-                raise UserError(f"{directory / name} is damaged or not a safetensors file: {error}") from None
-            self.file_of |= dict.fromkeys(file.keys(), file)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.file_of[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        found = self.file_of[name].get_slice(name).get_dtype()
-        if found not in DTYPES:
-            raise UserError(f"{self.directory}: {name} has dtype {found}; supported are {', '.join(DTYPES)}")
-        return DTYPES[found]
-
-    def read(self, name: str) -> np.ndarray:
-        return self.file_of[name].get_tensor(name)
-
-    def check(self, expected: list[Piece]) -> None:
-        """Raises: UserError naming the tensors that are missing, not expected, or have another shape."""
-        shapes = {piece.theirs: piece.shape for piece in expected}
-        missing, extra = [n for n in shapes if n not in self.file_of], [n for n in self.file_of if n not in shapes]
-        for names, why in ((missing, "does not have"), (extra, "has, and config.json has no place for,")):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise UserError(f"{self.directory} {why} {', '.join(names[:3])}{more}")
-        for name, want in shapes.items():
-            if self.shape(name) != want:
-                raise UserError(f"{self.directory}: {name} has shape {self.shape(name)}, config.json asks for {want}")
-
+BLOCK_BYTES = 2**29  # of a parameter of a checkpoint, at most so much is read at once
 
 # A table of one's own -------------------------------------------------------------------------------------------------
 
@@ -151,31 +65,36 @@ def run_table(path: str) -> None:
 
 
 def from_hf(
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read")],
-    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="run directory to make, e.g. runs/x")],
+    directory: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read, here or in a bucket")
+    ],
+    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to make, e.g. runs/x")],
     table: Table = "",
 ) -> None:
     """Convert a Hugging Face folder (config.json, *.safetensors) into a run directory."""
     run_table(table)
-    hf = read_json(directory / "config.json")
+    if is_remote(str(out)):
+        raise UserError(f"--out {out}: a run lies on this machine, e.g. runs/x; slim and to-hf write to buckets")
+    theirs = Folder(directory)
+    hf = theirs.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
-    parts, declared = {}, sharding.named(declare(c))
-    with contextlib.ExitStack() as stack:
-        tensors = Tensors(directory, stack)
-        tensors.check(pieces(c, kind))
-        c = dataclasses.replace(c, precision=held_precision(tensors, pieces(c, kind)))
-        for piece in pieces(c, kind):
-            for part in piece.parts:
-                parts.setdefault(part.name, []).append((part.index, piece, part))
-        folder = stack.enter_context(fresh_directory(out))
-        (folder / "weights").mkdir()
+    all_pieces, parts, declared = pieces(c, kind), {}, sharding.named(declare(c))
+    tensors = Tensors(theirs)
+    tensors.check({piece.theirs: piece.shape for piece in all_pieces})
+    c = dataclasses.replace(c, precision=held_precision(tensors, all_pieces))
+    for piece in all_pieces:
+        for part in piece.parts:
+            parts.setdefault(part.name, []).append((part.index, piece, part))
+    with fresh_folder(out) as folder:
+        weights = Path(folder.root) / "weights"
+        weights.mkdir()
         size = lambda name: declared[name].size * np.dtype(tensors.dtype(parts[name][0][1].theirs)).itemsize
         index = {}
         for name in reported(list(declared), size, "from-hf"):
-            index[name] = write_leaf(folder / "weights", name, declared, sorted(parts[name]), tensors)
-        (folder / "weights" / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+            index[name] = write_leaf(weights, name, declared, sorted(parts[name]), tensors)
+        folder.write("weights/index.json", json.dumps(index, indent=1) + "\n")
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in KEPT}}
-        (folder / "config.json").write_text(json.dumps(_run_config(c, out) | about, indent=1) + "\n")
+        folder.write("config.json", json.dumps(_run_config(c, Path(out)) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(index)} arrays")
     log(f"precision  {c.precision.parameters} parameters, as the files hold them, {c.precision.compute} compute")
 
@@ -192,9 +111,7 @@ def held_precision(tensors: Tensors, all_pieces: list[Piece]) -> Precision:
     return Precision(parameters=narrow(set(dtypes.values())), compute=narrow({dtypes[embedding]}))
 
 
-def _run_config(c: ModelConfig | GPTJConfig, out: Path) -> dict:
-    if isinstance(c, GPTJConfig):
-        return {"gptj": dataclasses.asdict(c)}
+def _run_config(c: ModelConfig, out: Path) -> dict:
     settings = {"model": c, "run.name": out.resolve().name, "run.dir": str(out.parent)}
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
@@ -218,28 +135,38 @@ def write_leaf(folder: Path, name: str, declared, parts: list, tensors: Tensors)
 # Our weights ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(run: Path) -> ModelConfig | GPTJConfig:
-    """The model of a run directory, made by training or by `from_hf`."""
-    about = read_json(run / "config.json")
-    if "gptj" in about:
-        return GPTJConfig(**about["gptj"] | {"precision": Precision(**about["gptj"]["precision"])})
+def read_config(run: str | Path) -> ModelConfig:
+    """The model of a run directory, made by training, by `from_hf` or by `slim`."""
+    about = Folder(run).json("config.json")
     if "config" not in about:
-        raise UserError(f"{run / 'config.json'} describes no run of ours (a Hugging Face folder is read by from-hf)")
+        raise UserError(f"{run}/config.json describes no run of ours (a Hugging Face folder is read by from-hf)")
     return Config.from_dict(about["config"]).model
 
 
-def open_weights(run: Path) -> dict[str, np.ndarray]:
-    """What `from-hf` wrote, by name; nothing is read before it is used.
+def holds_weights_alone(run: str | Path) -> bool:
+    """Whether a directory has no checkpoints, but weights as `from_hf` and `slim` write them."""
+    folder = Folder(run)
+    return not folder.has("checkpoints") and any(map(folder.has, ("weights/index.json", *FILES)))
 
-    Raises: UserError if the directory has no converted weights.
+
+def open_weights(run: str | Path) -> dict:
+    """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed.
+
+    Raises: UserError if the directory has no such weights.
     """
-    index = read_json(run / "weights" / "index.json")
-    load = lambda name: np.load(run / "weights" / f"{name}.npy", mmap_mode="r")
+    folder = Folder(run)
+    if any(map(folder.has, FILES)):
+        tensors = Tensors(folder)
+        return {name: stored for name, stored in tensors.of.items() if tensors.dtype(name)}
+    if not folder.has("weights/index.json"):
+        raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
+    index = folder.json("weights/index.json")
+    load = lambda name: np.load(f"{folder.root}/weights/{name}.npy", mmap_mode="r")
     return {name: load(name).view(about["dtype"]) for name, about in index.items()}
 
 
-def load_weights(run: Path, declarations, mesh: Mesh):
-    """Place converted weights on a mesh as declared, in the declared dtype: each device reads its own slices.
+def load_weights(run: str | Path, declarations, mesh: Mesh):
+    """Place weights on a mesh as declared, in the declared dtype: each device reads its own slices.
 
     Raises: UserError naming the first parameter that is missing, not expected, or of another shape.
     """
@@ -248,31 +175,121 @@ def load_weights(run: Path, declarations, mesh: Mesh):
     check_fit(stored, sharding.named(declarations), run)
 
     def place(name: str, d: sharding.Declaration) -> jax.Array:
-        part = lambda index: np.asarray(stored[name][index]).astype(d.dtype)
+        array = stored[name][()] if is_remote(str(run)) else stored[name]  # by network once, not for each device
+        part = lambda index: np.asarray(array[index]).astype(d.dtype)
         return jax.make_array_from_callback(d.shape, NamedSharding(mesh, d.spec), part)
 
     return sharding.map_named(place, declarations)
 
 
-def check_fit(stored: dict[str, np.ndarray], declared: dict[str, sharding.Declaration], run: Path) -> None:
+def newest_step(run: str | Path, say: Callable) -> int | None:
+    """The step of a run's newest checkpoint; None, if it holds weights alone. Raises: UserError if it has neither."""
+    if holds_weights_alone(run):
+        return None
+    refuse_far(run)
+    return checkpoint.latest_step(f"{run}/checkpoints", say, "params")
+
+
+def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = None):
+    """Parameters of a run on a mesh: those it holds alone, or of a checkpoint, of the newest, and says which that is.
+
+    step  of the checkpoint, and nothing is said
+    Raises: UserError if they are missing, or do not fit.
+    """
+    if holds_weights_alone(run):
+        return load_weights(run, declarations, mesh)
+    refuse_far(run)
+    return checkpoint.restore_params(Path(run) / "checkpoints", sharding.shapes(declarations, mesh), step)
+
+
+def refuse_far(run: str | Path) -> None:
+    if is_remote(str(run)):
+        raise UserError(f"{run} holds no weights alone (slim writes them there); checkpoints are read on this machine")
+
+
+def check_fit(stored: dict, declared: dict[str, sharding.Declaration], run: str | Path) -> None:
     """Raises: UserError naming the first converted weight that the model lacks, has in another shape, or misses."""
     shapes = lambda named: {name: tuple(x.shape) for name, x in named.items()}
     checkpoint.check_shapes(shapes(stored), shapes(declared), f"{run}/weights")
 
 
-def open_checkpoint(run: Path, declared: dict[str, sharding.Declaration]) -> Callable[[str], np.ndarray]:
-    """A function that reads one parameter of a training run's newest checkpoint by name; the last two read are kept.
+def in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+    """All of an array, or of what lies at an index, in parts of at most BLOCK_BYTES that follow each other."""
+    shape = array.shape[len(index) :]
+    if math.prod(shape) * array.dtype.itemsize <= BLOCK_BYTES:
+        yield np.asarray(array[index])
+    elif rows := BLOCK_BYTES // (math.prod(shape[1:]) * array.dtype.itemsize):
+        for first in range(0, shape[0], rows):
+            yield np.asarray(array[(*index, slice(first, min(first + rows, shape[0])))])
+    else:
+        for i in range(shape[0]):
+            yield from in_parts(array, (*index, i))
 
-    Raises: UserError if there is no checkpoint, or naming a parameter that it or the model lacks, or of another shape.
+
+class Blocks:
+    """A parameter of a checkpoint. Asked for one of its layers it reads those beside it too, as many as a block holds:
+    a chunk on disk may hold something of every layer, and is unpacked anew for each reading.
     """
-    if (step := checkpoint.latest_step(run / "checkpoints", log, "params")) is None:
+
+    def __init__(self, stored, kept: Callable):
+        self.stored, self.kept = stored, kept
+        self.shape, self.dtype = tuple(stored.shape), stored.dtype.numpy_dtype
+
+    def __getitem__(self, index: tuple) -> np.ndarray:
+        for depth, i in enumerate(index):
+            rows = BLOCK_BYTES // (math.prod(self.shape[depth + 1 :]) * self.dtype.itemsize)
+            if rows and not isinstance(i, slice):
+                first = i // rows * rows
+                block = self.kept(self, index[:depth], first, min(first + rows, self.shape[depth]))
+                return block[(i - first, *index[depth + 1 :])]
+        return self.read(index)
+
+    def rows(self, index: tuple[int, ...], first: int, stop: int) -> np.ndarray:
+        return self.read((*index, slice(first, stop)))
+
+    def read(self, index: tuple) -> np.ndarray:
+        """Chunk after chunk: asked for all at once, they would all lie in memory, packed, beside what is made of them.
+
+        index   integers, then at most one slice
+        """
+        spans = [(i.start, i.stop) if isinstance(i, slice) else (i, i + 1) for i in index]
+        spans += [(0, size) for size in self.shape[len(index) :]]
+        found = np.empty([stop - start for start, stop in spans], self.dtype)
+        chunk = self.stored.chunk_layout.read_chunk.shape or self.shape
+        edges = [[a, *range(a - a % n + n, b, n), b] for (a, b), n in zip(spans, chunk, strict=True)]
+        for region in itertools.product(*map(itertools.pairwise, edges)):
+            here = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(region, spans, strict=True))
+            found[here] = self.stored[tuple(slice(a, b) for a, b in region)].read().result()
+        return found[tuple(0 for i in index if not isinstance(i, slice))]
+
+
+def open_checkpoint(run: str | Path, declared: dict[str, sharding.Declaration], step: int | None = None):
+    """Parameters of a step of a training run, by name, the newest if none is named; and which it is.
+
+    Raises: UserError if there is no such checkpoint, or naming a parameter that it or the model lacks, or of another
+    shape.
+    """
+    refuse_far(run)
+    directory = Path(run) / "checkpoints"
+    if step is None and (step := checkpoint.latest_step(directory, log, "params")) is None:
         raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
-    place = SingleDeviceSharding(jax.devices("cpu")[0])
-    shapes = {name: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=place) for name, d in declared.items()}
-    read = checkpoint.open_params(run / "checkpoints", shapes, step)
+    there = [entry.step for entry in reversed(checkpoint.found(directory)) if entry.whole]
+    if step not in there:
+        raise UserError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, there)) or 'none'}")
+    stored = checkpoint.open_stored(directory, {name: d.shape for name, d in declared.items()}, step)
     log(f"parameters of step {step} of {run}")
     # A tensor of theirs holds at most two parameters of ours.
-    return functools.lru_cache(maxsize=2)(lambda name: np.asarray(read(name)[name]))
+    kept = functools.lru_cache(maxsize=2)(Blocks.rows)
+    return {name: Blocks(array, kept) for name, array in stored.items()}, step
+
+
+def open_run(run: str | Path, declared: dict[str, sharding.Declaration], step: int | None = None):
+    """Parameters of a run by name, and their step: of a checkpoint, or, None, those that the run holds alone."""
+    if step is not None or not holds_weights_alone(run):
+        return open_checkpoint(run, declared, step)
+    weights = open_weights(run)
+    check_fit(weights, declared, run)
+    return weights, None
 
 
 # to-hf ----------------------------------------------------------------------------------------------------------------
@@ -280,61 +297,48 @@ def open_checkpoint(run: Path, declared: dict[str, sharding.Declaration]) -> Cal
 
 def to_hf(
     run: Annotated[
-        Path,
+        str,
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN", help="run directory: newest checkpoint, or from-hf's weights"),
+        tyro.conf.arg(metavar="RUN", help="run directory: newest checkpoint, or the weights of from-hf or slim"),
     ],
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder to make")],
+    out: Annotated[str, tyro.conf.arg(metavar="DIR", help="folder to make, here or in a bucket")],
     family: Annotated[str, tyro.conf.arg(help="table to write by; empty: the one it was read by, or that fits")] = "",
     table: Table = "",
+    scores: card.Scores = "",
 ) -> None:
-    """Convert a run directory into a Hugging Face folder: config.json and safetensors."""
+    """Convert a run directory into a Hugging Face folder: config.json, safetensors, README.md."""
     run_table(table)
-    c, about = read_config(run), read_json(run / "config.json")
-    kind = family or about.get("family") or family_of(c)
+    found = card.read_scores(scores)
+    c, about = read_config(run), Folder(run).json("config.json")
+    kind = family or about.get("family") or fitting_family(c)
     if kind not in FAMILIES:
         there = "--family" if family else f"{run}/config.json"
         raise UserError(f"{there} names the table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
+    config_to_hf(c, kind=kind)  # refuses what cannot be written, before a checkpoint is read
     declared = sharding.named(declare(c))
-    if (run / "checkpoints").exists() or not (run / "weights").exists():
-        dtypes, read = {name: np.dtype(d.dtype) for name, d in declared.items()}, open_checkpoint(run, declared)
-    else:
-        weights = open_weights(run)
-        check_fit(weights, declared, run)
-        dtypes, read = {name: weight.dtype for name, weight in weights.items()}, weights.__getitem__
-    hf = config_to_hf(c, str(dtypes["embedding_VD"]), kind) | about.get("hf", {})
-    with fresh_directory(out) as folder:
-        write_tensors(folder, pieces(c, kind), dtypes, read, declared)
-        (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+    weights, step = open_run(run, declared)
+    hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
+    with fresh_folder(out) as folder:
+        write_tensors(folder, [tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
+        for file in sorted(FAMILIES[kind].code.glob("*.py")) if FAMILIES[kind].code else ():
+            folder.write(file.name, file.read_text())
+        folder.write("README.md", card.text(run, about, declared, step, found, hf))
+        folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
 
 
-def write_tensors(folder: Path, all_pieces: list[Piece], dtypes, read, declared) -> None:
-    """Write model.safetensors, or numbered files and their index, each no larger than our largest parameter."""
-    size = lambda piece: math.prod(piece.shape) * dtypes[piece.parts[0].name].itemsize
-    limit = max(SMALL_FILE_BYTES, *(d.size * dtypes[name].itemsize for name, d in declared.items()))
-    files, room = [[]], limit
-    for piece in all_pieces:
-        if files[-1] and size(piece) > room:
-            files, room = [*files, []], limit
-        files[-1].append(piece)
-        room -= size(piece)
-
-    one = len(files) == 1
-    names = (
-        ["model.safetensors"]
-        if one
-        else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
-    )
-    for name, some in reported(list(zip(names, files, strict=True)), lambda item: sum(map(size, item[1])), "to-hf"):
-        write_file(folder / name, some, read, declared)
-    if not one:
-        weight_map = {piece.theirs: name for name, some in zip(names, files, strict=True) for piece in some}
-        index = {"metadata": {"total_size": sum(map(size, all_pieces))}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+def fitting_family(c: ModelConfig) -> str:
+    """The family that has a class in the library, or else `AXIS`, whose folder brings the code; says why."""
+    kind = family_of(c)
+    try:
+        check_fits(c, kind)
+    except UserError as error:
+        check_fits(c, AXIS)
+        log(f"note: {error}; so its folder brings code of its own: load it with trust_remote_code=True")
+        return AXIS
+    return kind
 
 
-def write_file(path: Path, some: list[Piece], read, declared) -> None:
-    """Write one file. A function of its own, so that its tensors are gone before those of the next are made."""
-    tensors = {piece.theirs: to_theirs(read, piece, declared) for piece in some}
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+def tensor(piece: Piece, weights: dict, declared) -> Tensor:
+    dtype = str(weights[piece.parts[0].name].dtype)
+    return Tensor(piece.theirs, piece.shape, dtype, lambda: [to_theirs(weights.__getitem__, piece, declared)])

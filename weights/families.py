@@ -6,6 +6,7 @@ disk, made of our letters (the legend of `model.py`; their sizes come from the d
     "HK D"        two dims on disk; the first runs over heads, and within a head over K
     "H[K|U] C"    within a head, K entries of one parameter, then U of another
     "[C|R'] D"    R' has the rotary pairs as neighbours, (0, 1), (2, 3), ..; ours are (i, i + R/2): a permutation
+    "HK8' D"      .. of the first 8 of K, of which pairs are (i, i + 4) in ours; the rest lie as they are
     {expert}      there is one tensor an expert; ours are stacked along E
 
 How ours is transposed follows from its own letters, and how it is stacked from its leading ones.
@@ -16,23 +17,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import model
 import sharding
 from config import ModelConfig
+from model import declare
 from utils import UserError, nearest
-from weights import gptj
-from weights.gptj import GPTJConfig
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
     theirs: str  # name of the tensor on disk
-    layout: str  # of that tensor, in our letters
+    layout: str  # of that tensor, in our letters; {rope_dims} is our setting
     ours: tuple[str, ...]  # the parameters it holds
     needs: Callable[[Any], Any] | None = None  # of our config; where it is false there is no such tensor
 
@@ -72,6 +72,7 @@ SWIGLU = (
     row("mlp.up_proj.weight", "F D", "feed_forward.w_up_DF"),
     row("mlp.down_proj.weight", "D F", "feed_forward.w_down_FD"),
 )
+UNGATED = SWIGLU[1:]
 MIXTRAL_MOE = (
     row("block_sparse_moe.gate.weight", "E D", "feed_forward.w_router_DE"),
     row("block_sparse_moe.experts.{expert}.w1.weight", "M D", "feed_forward.w_gate_EDM"),
@@ -90,22 +91,22 @@ DEEPSEEK_MOE = (
 )
 GPTJ_OUTSIDE = (
     row("transformer.wte.weight", "V D", "embedding_VD"),
-    row("transformer.ln_f.weight", "D", "norm_gain_D"),
+    row("transformer.ln_f.weight", "D", "norm_D"),
     row("transformer.ln_f.bias", "D", "norm_bias_D"),
     row("lm_head.weight", "V D", "unembedding_DV"),
     row("lm_head.bias", "V", "bias_V"),
 )
 GPTJ_LAYER = (
-    row("ln_1.weight", "D", "norm_gain_D"),
-    row("ln_1.bias", "D", "norm_bias_D"),
-    row("attn.q_proj.weight", "H[R'|K] D", "w_query_rotary_DHR", "w_query_DHK"),
-    row("attn.k_proj.weight", "H[R'|K] D", "w_key_rotary_DHR", "w_key_DHK"),
-    row("attn.v_proj.weight", "HU D", "w_value_DHU"),
-    row("attn.out_proj.weight", "D HU", "w_out_HUD"),
-    row("mlp.fc_in.weight", "F D", "w_up_DF"),
-    row("mlp.fc_in.bias", "F", "bias_up_F"),
-    row("mlp.fc_out.weight", "D F", "w_down_FD"),
-    row("mlp.fc_out.bias", "D", "bias_down_D"),
+    row("ln_1.weight", "D", "norm_attention_D"),
+    row("ln_1.bias", "D", "norm_attention_bias_D"),
+    row("attn.q_proj.weight", "HK{rope_dims}' D", "attention.w_query_DHK"),
+    row("attn.k_proj.weight", "GK{rope_dims}' D", "attention.w_key_DGK"),
+    row("attn.v_proj.weight", "GK D", "attention.w_value_DGK"),
+    row("attn.out_proj.weight", "D HK", "attention.w_out_HKD"),
+    row("mlp.fc_in.weight", "F D", "feed_forward.w_up_DF"),
+    row("mlp.fc_in.bias", "F", "feed_forward.bias_up_F"),
+    row("mlp.fc_out.weight", "D F", "feed_forward.w_down_FD"),
+    row("mlp.fc_out.bias", "D", "feed_forward.bias_down_D"),
 )
 
 # Tables: settings -----------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ REQUIRED = object()
 
 
 class Setting(NamedTuple):
-    theirs: str  # name in config.json
+    theirs: str  # name in config.json; "": there is none, and ours follows from others, as `absent` says
     ours: str  # field of our config
     absent: Any = REQUIRED  # what null or leaving it out means: a value, or a function of config.json
     zero_is_null: bool = False  # our 0 is their null
@@ -134,7 +135,8 @@ class Family:
     outside: tuple[Row, ...]  # tensors outside the layers
     layer: tuple[Row, ...]  # tensors of a layer; those that a layer does not have are passed over
     layer_name: str = "model.layers.{layer}."
-    config: type = ModelConfig
+    lone_gate: bool = False  # a gate that is alone stays as it is, as ours does
+    code: Path | None = None  # folder of the code that loads it, where the library has none
 
 
 # Settings that do not change the function: training, generation, bookkeeping. Kept, for the way back.
@@ -155,7 +157,8 @@ _COMMON = (
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
 _THEIRS_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
-_OURS_FIXED = {"activation": "swiglu", "no_rope_every": 0, "capacity_factor": 0.0}
+_PLAIN = {"no_rope_every": 0, "capacity_factor": 0.0}
+_OURS_FIXED = _PLAIN | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
 
 FAMILIES = {
     "llama": Family(
@@ -174,6 +177,14 @@ FAMILIES = {
                        "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0}, (), {},
         _THEIRS_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *MIXTRAL_MOE)),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_ff"), Setting("rope_theta", "rope_theta", 10_000.0),
+         Setting("num_key_value_heads", "n_kv_heads", lambda hf: hf["num_attention_heads"])),
+        _OURS_FIXED | {"attention": "gqa", "activation": "gelu", "n_experts": 0, "dense_prefix": 0}, (), {},
+        _THEIRS_FIXED | {"hidden_act": "gelu_pytorch_tanh", "attention_bias": False, "mlp_bias": False},
+        {"hidden_act": "relu2"},
+        OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *UNGATED)),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         (*_COMMON, Setting("num_key_value_heads", "n_heads"), Setting("rope_theta", "rope_theta", 10_000.0),
@@ -195,12 +206,15 @@ FAMILIES = {
     "gptj": Family(
         "GPTJForCausalLM",
         (Setting("vocab_size", "vocab_size"), Setting("n_embd", "d_model"), Setting("n_layer", "n_layers"),
-         Setting("n_head", "n_heads"), Setting("rotary_dim", "d_rope"), Setting("layer_norm_epsilon", "norm_eps", 1e-5),
-         Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
-        {}, (), {},
+         Setting("n_head", "n_heads"), Setting("", "n_kv_heads", lambda hf: hf["n_head"]),
+         Setting("", "d_head", lambda hf: hf["n_embd"] // hf["n_head"]), Setting("rotary_dim", "rope_dims"),
+         Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
+        _PLAIN | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu", "norm": "layer",
+                  "parallel_residual": True, "bias": True, "rope_theta": 10_000.0, "tie_embeddings": False},
+        ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
          "quantization_config": None}, {},
-        GPTJ_OUTSIDE, GPTJ_LAYER, "transformer.h.{layer}.", GPTJConfig),
+        GPTJ_OUTSIDE, GPTJ_LAYER, "transformer.h.{layer}."),
 }  # fmt: skip
 
 
@@ -222,23 +236,21 @@ def register(kind: str, family: Family) -> None:
     FAMILIES[kind] = family
 
 
-def family_of(c: ModelConfig | GPTJConfig) -> str:
+def family_of(c: ModelConfig) -> str:
     """The family of ours whose tables fit a config, where nothing else says which."""
-    if isinstance(c, GPTJConfig):
+    if c.parallel_residual:
         return "gptj"
     if c.attention == "mla":
         return "deepseek_v3"
-    return "mixtral" if c.n_experts else "llama"
-
-
-def declare(c: ModelConfig | GPTJConfig):
-    return gptj.declare(c) if isinstance(c, GPTJConfig) else model.declare(c)
+    if c.n_experts:
+        return "mixtral"
+    return "llama" if c.activation == "swiglu" else "arcee"
 
 
 # Settings, both ways --------------------------------------------------------------------------------------------------
 
 
-def config_from_hf(hf: dict) -> ModelConfig | GPTJConfig:
+def config_from_hf(hf: dict) -> ModelConfig:
     """Our config for a config.json.
 
     Raises: UserError naming the first setting, with its value, that our models cannot follow or do not know.
@@ -259,8 +271,8 @@ def config_from_hf(hf: dict) -> ModelConfig | GPTJConfig:
         if value != want:
             left_out = "" if name in hf else " (left out)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported: our {kind} has {name}={want!r}")
-    c = family.config(**family.ours_start | _our_values(family, hf))
-    _check_fits(c, kind)
+    c = ModelConfig(**family.ours_start | _our_values(family, hf))
+    check_fits(c, kind)
     return c
 
 
@@ -291,7 +303,7 @@ def _without_rope_parameters(hf: dict) -> dict:
     return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
 
 
-def _check_fits(c: ModelConfig | GPTJConfig, kind: str) -> None:
+def check_fits(c: ModelConfig, kind: str) -> None:
     """Raises: UserError for the first of our settings that this family cannot express."""
     family = FAMILIES[kind]
     for name, want in family.ours_fixed.items():
@@ -300,24 +312,31 @@ def _check_fits(c: ModelConfig | GPTJConfig, kind: str) -> None:
     for name in family.ours_positive:
         if not getattr(c, name):
             raise UserError(f"model.{name}={getattr(c, name)!r} cannot be written as {kind}, where it is never 0")
-    if isinstance(c, ModelConfig) and c.n_experts and c.top_k == 1 and c.normalize_gates:
+    alone = c.n_experts and c.top_k == 1 and c.normalize_gates
+    if alone and not family.lone_gate:
         raise UserError(f"model.top_k=1 cannot be written as {kind}, where a gate that is alone becomes 1, and here it "
                         "stays as it is; where theirs has the setting, normalize_gates=False does so")  # fmt: skip
 
 
-def config_to_hf(c: ModelConfig | GPTJConfig, dtype: str = "float32", kind: str = "") -> dict:
+def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict:
     """The config.json of our config, as a model of a family: of this `kind`, or of the one that fits.
 
     Raises: UserError naming the first of our settings that the family cannot express.
     """
     kind = kind or family_of(c)
     family = FAMILIES[kind]
-    _check_fits(c, kind)
+    check_fits(c, kind)
     hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.theirs_fixed
     hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library makes some up
     for s in family.settings:
         value = getattr(c, s.ours)
-        hf[s.theirs] = None if s.zero_is_null and not value else value
+        if s.theirs:
+            hf[s.theirs] = None if s.zero_is_null and not value else value
+        elif value != (want := s.absent(hf)):
+            raise UserError(f"model.{s.ours}={value!r} cannot be written as {kind}, where it would be {want!r}")
+    if family.code:
+        hf["auto_map"] = {"AutoConfig": f"configuration_{kind}.{family.architecture.removesuffix('ForCausalLM')}Config",
+                          "AutoModelForCausalLM": f"modeling_{kind}.{family.architecture}"}  # fmt: skip
     return hf
 
 
@@ -341,7 +360,7 @@ class Piece(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def pieces(c: ModelConfig | GPTJConfig, kind: str = "") -> list[Piece]:
+def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
     """Every tensor a model of this config has on disk, and where its numbers lie in ours.
 
     Raises: UserError for a parameter of ours that is not held whole and once, a tensor of theirs that has two places,
@@ -353,6 +372,7 @@ def pieces(c: ModelConfig | GPTJConfig, kind: str = "") -> list[Piece]:
     rows += [(r, f"{stack}.", family.layer_name, n) for r in family.layer for stack, n in layer_numbers(c).items()]
     found = []
     for r, ours, theirs, numbers in rows:
+        r = r._replace(layout=r.layout.format(rope_dims=c.rope_dims))
         names = [ours + name for name in r.ours]
         if (r.needs and not r.needs(c)) or not (held := [name for name in names if name in declared]):
             continue
@@ -399,10 +419,8 @@ def _check_whole(found: list[Piece], declared: dict[str, sharding.Declaration], 
             )
 
 
-def layer_numbers(c: ModelConfig | GPTJConfig) -> dict[str, np.ndarray]:
+def layer_numbers(c: ModelConfig) -> dict[str, np.ndarray]:
     """Number of each layer, from 0, in the shape that its parameters are stacked in."""
-    if isinstance(c, GPTJConfig):
-        return {"layers": np.arange(c.n_layers)}
     numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
     dense = c.layers_per_block - bool(c.n_experts)
     return {"prefix": np.arange(c.dense_prefix), "blocks.dense": numbers_LJ[:, :dense], "blocks.moe": numbers_LJ[:, -1]}
@@ -416,7 +434,7 @@ def _sizes(parts: Iterable[Part], declared: dict[str, sharding.Declaration]) -> 
 
 def _factors(word: str) -> list[list[str]]:
     """Cut a word of a layout into factors, each a list of what lies side by side: "H[K|R']" -> [["H"], ["K", "R'"]]."""
-    return [factor.strip("[]").split("|") for factor in re.findall(r"\[[^]]+\]|[A-Z]'?", word)]
+    return [factor.strip("[]").split("|") for factor in re.findall(r"\[[^]]+\]|[A-Z]\d*'?", word)]
 
 
 def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -427,24 +445,25 @@ def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
 def matching(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
     """Yield pairs of views, of a tensor on disk and of ours, that hold the same numbers in the same order.
 
-    Both directions are an assignment between them. One pair, or two where rotary pairs lie differently.
+    Both directions are an assignment between them. One pair, or three where rotary pairs lie differently.
     """
     factors = [factor for word in layout.split() for factor in _factors(word)]
     view = disk.reshape([sum(sizes[part[0]] for part in factor) for factor in factors])
-    letters, interleaved = [], None
+    letters, pairs = [], None
     for axis, factor in enumerate(factors):
         mine = next(i for i, part in enumerate(factor) if part[0] in dims)
         start, part = sum(sizes[p[0]] for p in factor[:mine]), factor[mine]
         view = view[(slice(None),) * axis + (slice(start, start + sizes[part[0]]),)]
         letters.append(part[0])
-        interleaved = part[0] if part.endswith("'") else interleaved
+        pairs = (part[0], int(part[1:-1] or sizes[part[0]])) if part.endswith("'") else pairs
     view = view.transpose([letters.index(letter) for letter in dims])
-    if interleaved is None:
+    if pairs is None:
         yield view, ours
         return
-    before, half = (slice(None),) * dims.index(interleaved), sizes[interleaved] // 2
-    yield view[(*before, slice(0, None, 2))], ours[(*before, slice(None, half))]
-    yield view[(*before, slice(1, None, 2))], ours[(*before, slice(half, None))]
+    (letter, width), rest = pairs, slice(pairs[1], None)
+    before, half = (slice(None),) * dims.index(letter), width // 2
+    for there, here in ((slice(0, width, 2), slice(half)), (slice(1, width, 2), slice(half, width)), (rest, rest)):
+        yield view[(*before, there)], ours[(*before, here)]
 
 
 def to_ours(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.ndarray:

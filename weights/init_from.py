@@ -2,15 +2,12 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 from jax.sharding import Mesh
 
 import model
-import sharding
 from config import Config, ModelConfig, differences
-from train import checkpoint
-from utils import UserError, log
+from utils import log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
@@ -24,15 +21,9 @@ def start_from(start: Config, flags: list[str]) -> Config:
     """With --init-from among the flags, their defaults are those of the run named there where parameters ask for it."""
     words = [word for flag in flags for word in flag.split("=", 1)]
     source = next((value for name, value in itertools.pairwise(words) if name in FLAGS), "")
-    return dataclasses.replace(start, model=with_shape_of(model_of(source), start.model)) if source else start
-
-
-def model_of(source: str) -> ModelConfig:
-    """The model's settings of a run. Raises: UserError if there is no run, or its model is not one of model.py."""
-    theirs = convert.read_config(Path(source))
-    if not isinstance(theirs, ModelConfig):
-        raise UserError(f"{source} holds another model ({type(theirs).__name__}); main.py trains model.py's")
-    return theirs
+    if not source:
+        return start
+    return dataclasses.replace(start, model=with_shape_of(convert.read_config(source), start.model))
 
 
 def with_shape_of(theirs: ModelConfig, ours: ModelConfig) -> ModelConfig:
@@ -51,15 +42,14 @@ def given_params(cfg: Config, mesh: Mesh):
     """
     if not cfg.run.init_from:
         return None
-    source, declarations = Path(cfg.run.init_from), model.declare(cfg.model)
-    if (source / "weights").is_dir():
-        params, which = convert.load_weights(source, declarations, mesh), "converted"
-    else:
-        step = checkpoint.latest_step(source / "checkpoints", log, "params")
-        params = checkpoint.restore_params(source / "checkpoints", sharding.shapes(declarations, mesh), step)
-        which = f"step {step}"
+    source, declarations = cfg.run.init_from, model.declare(cfg.model)
+    step = convert.newest_step(source, log)
+    params, which = (
+        convert.load_params(source, declarations, mesh, step),
+        "converted" if step is None else f"step {step}",
+    )
     log(f"parameters from {source}, {which}, and its model's settings")
-    if other := other_settings(cfg.model, model_of(cfg.run.init_from)):
+    if other := other_settings(cfg.model, convert.read_config(source)):
         log(f"           but for {other}")
     return params
 

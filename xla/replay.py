@@ -55,6 +55,8 @@ class Event(NamedTuple):
     lane: str  # core, or the mesh axes of a collective
     what: str  # products, other ops, copies, waiting, or a collective's kind
     scope: str
+    source: str = ""  # the line of ours it comes from, "model.py:123 in function"; "?" for what the compiler made up
+    wire_bytes: int = 0  # of a collective, and of who waits for it: what this device sends
 
 
 @dataclass
@@ -142,7 +144,7 @@ class Player:
                 clock.wait_copy(one.operands[0])
             elif not begins[place] or one.opcode == "fusion":
                 cause, seconds = self.time(computation, one)
-                clock.run(cause, seconds, one.scope)
+                clock.run(cause, seconds, one)
             for flight in ends[place]:
                 clock.wait(flight)
         self.played[name] = clock.result()
@@ -195,7 +197,7 @@ class Player:
         if key not in self.loads:
             self.loads[key] = self.load(*key)
         load, hops = self.loads[key]
-        return Flight("*".join(found.axes), found.kind, found.scope, key, load, hops * self.machine.latency_s)
+        return Flight("*".join(found.axes), found, key, load, hops * self.machine.latency_s)
 
     def load(self, kind: str, text: str, ring: bool | None, wire_bytes: int, payload_bytes: int):
         """Bytes on each link, and links from the first device to the last in a row."""
@@ -241,8 +243,7 @@ class Flight:
     """A collective on its way."""
 
     lane: str  # mesh axes
-    kind: str
-    scope: str
+    collective: ledger.Collective
     key: tuple  # of its load
     load: np.ndarray
     latency_s: float
@@ -279,7 +280,9 @@ class Clock:
 
     def arrived(self, flight: Flight) -> None:
         flight.done_at = self.now + flight.latency_s
-        self.events.append(Event(float(flight.begun), float(flight.done_at), flight.lane, flight.kind, flight.scope))
+        one = flight.collective
+        self.events.append(Event(float(flight.begun), float(flight.done_at), flight.lane, one.kind,
+                                 one.scope, one.source, one.wire_bytes))  # fmt: skip
 
     def begin(self, flight: Flight) -> None:
         flight.begun = self.now
@@ -289,17 +292,19 @@ class Clock:
         begin = self.now
         self.advance(math.inf, flight)
         self.advance(max(self.now, flight.done_at))
-        self.note(flight.lane, begin, "waiting for " + flight.lane, flight.scope)
+        one = flight.collective
+        self.note(flight.lane, begin, "waiting for " + flight.lane, one.scope, one.source, one.wire_bytes)
 
-    def run(self, cause: str, seconds: float, scope: str) -> None:
+    def run(self, cause: str, seconds: float, one: Instruction) -> None:
         begin = self.now
         self.advance(begin + seconds)
-        self.note(cause, begin, cause, scope)
+        if self.now > begin:
+            self.note(cause, begin, cause, one.scope, self.player.program.source(one))
 
-    def note(self, cause: str, begin: float, what: str, scope: str) -> None:
+    def note(self, cause: str, begin: float, what: str, *which) -> None:
         if self.now > begin:
             self.own[cause] += float(self.now - begin)
-            self.events.append(Event(float(begin), float(self.now), "core", what, scope))
+            self.events.append(Event(float(begin), float(self.now), "core", what, *which))
 
     def skip(self, seconds: float) -> None:
         """What another computation does in this one's place; its time is not this one's own."""

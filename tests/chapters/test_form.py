@@ -1,10 +1,14 @@
-"""Claims about how chapters are written: their parts, how wide and long they are, what they name. None is run."""
+"""Claims about how chapters are written: their parts, how wide and long they are, what they name; and that the program
+by hand, which each has, runs by itself. Nothing else of them is run here."""
 
+import ast
 import importlib
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import pytest
 
 import config
@@ -12,7 +16,9 @@ from tests.test_house import ROOT, modules
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.py"))
 CODE_COLUMNS, PROSE_COLUMNS, CODE_LINES = 88, 110, 20
-WORDS = (2000, 3500)
+WORDS = (1500, 2500)
+VISIBLE = 250  # lines of code on a page that are not folded; what they print comes on top
+BY_HAND = (20, 45)  # lines of the program that is written out in plain JAX
 FORBIDDEN = ("as you can see", "simply", "obviously", "let's", "just")
 
 
@@ -31,6 +37,14 @@ class Cell:
     @property
     def is_hidden(self) -> bool:
         return "remove-cell" in self.marker
+
+    @property
+    def is_visible(self) -> bool:
+        return not self.is_prose and not self.is_hidden and "hide-input" not in self.marker
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in self.text.splitlines() if line.strip()]
 
     @property
     def alt(self) -> str:
@@ -94,10 +108,39 @@ def sizes(found: list[Cell]) -> list[str]:
 
 
 def length(found: list[Cell]) -> list[str]:
-    words = len(prose_of(found).split())
-    return (
-        [] if WORDS[0] <= words <= WORDS[1] else [f"{words:,} words of prose; wanted are {WORDS[0]:,} to {WORDS[1]:,}"]
-    )
+    """What is folded is not counted, nor are tables and sources."""
+    shown = re.sub(r"(?s)<details>.*?</details>|\*\*Sources.*|(?m:^\|[^\n]*$)", "", prose_of(found))
+    words, visible = len(re.findall(r"\S*\w\S*", shown)), sum(len(cell.lines) for cell in found if cell.is_visible)
+    faults = [] if WORDS[0] <= words <= WORDS[1] else [f"{words:,} words of prose, not {WORDS[0]:,} to {WORDS[1]:,}"]
+    return faults if visible <= VISIBLE else [*faults, f"{visible} lines of visible code, more than {VISIBLE}"]
+
+
+def program_by_hand(found: list[Cell]) -> str:
+    return "\n\n".join(cell.text for cell in found if "by-hand" in cell.marker)
+
+
+def by_hand(found: list[Cell]) -> list[str]:
+    """It can be pasted: it imports nothing of the project, and compares itself with what it should be."""
+    program = program_by_hand(found)
+    if not program:
+        return ['no cell with tags=["by-hand"]: the idea, whole, in plain JAX']
+    count = sum(bool(line.strip()) for line in program.splitlines())
+    faults = [] if BY_HAND[0] <= count <= BY_HAND[1] else [f"{count} lines by hand, not {BY_HAND[0]} to {BY_HAND[1]}"]
+    nodes = [*ast.walk(ast.parse(program))]
+    used = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    used |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    allowed = {*sys.stdlib_module_names, "jax", "numpy"}
+    faults += [f"the program by hand imports {name}" for name in sorted(used) if name.split(".")[0] not in allowed]
+    if "jax" in used and "xla_force_host_platform_device_count" not in program.partition("import jax")[0]:
+        faults.append("the program by hand does not ask for its devices before it imports jax")
+    compared = any(isinstance(node, ast.Assert) or "assert" in str(getattr(node, "attr", "")) for node in nodes)
+    return faults if compared else [*faults, "the program by hand is compared with nothing"]
+
+
+def in_one_table(found: list[Cell]) -> list[str]:
+    text = "\n".join(cell.text for cell in sections(found).get("In one table", ()))
+    rows = re.findall(r"(?m)^\|.*\|$", text)
+    return [] if len(rows) >= 4 else ["no section `## In one table` with a table of two rows or more"]
 
 
 def predictions(found: list[Cell]) -> list[str]:
@@ -215,7 +258,7 @@ def exists(name: str) -> bool:
     return False
 
 
-FORM = (header, sizes, length, predictions, figures, exercises, end, words, names)
+FORM = (header, sizes, length, by_hand, predictions, figures, exercises, in_one_table, end, words, names)
 
 # The tests ------------------------------------------------------------------------------------------------------------
 
@@ -228,9 +271,20 @@ def test_a_chapter_has_the_form_of_all(path):
     assert not faults, "\n".join(faults)
 
 
-def test_chapters_are_numbered_without_a_gap():
-    """Catches a chapter that two share a number with, and one that is missing from the order."""
-    assert [int(path.stem[:2]) for path in CHAPTERS] == [*range(len(CHAPTERS))]
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_the_program_by_hand_runs_alone(path):
+    """Catches a program to paste that needs a name from elsewhere on the page, or is not what it is compared with."""
+    program = compile(program_by_hand(cells(path.read_text(encoding="utf-8"))), path.name, "exec")
+    with jax.numpy_rank_promotion("allow"):  # as it is where a reader pastes it
+        exec(program, {"__name__": "pasted"})
+
+
+def test_every_chapter_has_a_number_of_its_own():
+    """Catches two chapters of one number, a title that has another number than the file, and a guide without a start.
+    Numbers may be left out: chapters are to come between."""
+    numbers = [path.stem[:2] for path in CHAPTERS]
+    assert numbers[0] == "00" and len({*numbers}) == len(numbers), numbers
+    assert [path.read_text(encoding="utf-8").split("\n")[1][4:6] for path in CHAPTERS] == numbers
 
 
 EXERCISE = """\
@@ -271,6 +325,16 @@ utils.simulate_devices(8)
 
 import sharding
 
+# %% tags=["by-hand"]
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+import jax
+
+a = 2
+{("a += 1" + chr(10)) * 15}
+assert a == 17
+
 # %% mystnb={{"image": {{"alt": "Two curves, of which one falls"}}}}
 figure, axes = plt.subplots()
 
@@ -278,7 +342,7 @@ figure, axes = plt.subplots()
 figure, axes = plt.subplots()
 
 # %% [markdown]
-# {"Words of `sharding.psum` and [more](https://a.b). " * 500}
+# {"Words of `sharding.psum` and [more](https://a.b). " * 400}
 #
 # > **Predict.** How many?
 
@@ -294,14 +358,21 @@ lesson.predicted("it", None, 3)
 
 {"".join(EXERCISE.format(title=f"Exercise {n}: one") for n in (1, 2, 3))}{EXERCISE.format(title="A bug to find")}\
 # %% [markdown]
+# ## In one table
+#
+# | what | bytes |
+# |---|---|
+# | a | 1 |
+# | b | 2 |
+#
 # ## Three lines to keep
 # 1. One.
 # 2. Two.
 # 3. Three.
 #
 # **Sources.** [A](https://a.b), [B](https://c.d).
-""".replace("Words of `sharding.psum` and [more](https://a.b). " * 500,
-            "\n# ".join(["Words of `sharding.psum` and [more](https://a.b)."] * 500))  # fmt: skip
+""".replace("Words of `sharding.psum` and [more](https://a.b). " * 400,
+            "\n# ".join(["Words of `sharding.psum` and [more](https://a.b)."] * 400))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -316,6 +387,15 @@ lesson.predicted("it", None, 3)
         (sizes, "mine = None", "mine = None\n" * 21),
         (sizes, "# Do it.", "# Do it" + " again" * 20),
         (length, "# Do it.", "# Do it. " + "Again. " * 900),
+        (length, "mine = None", "mine = None\n" * 250),
+        (by_hand, ' tags=["by-hand"]', ""),
+        (by_hand, "a += 1\n" * 15, ""),
+        (by_hand, "a += 1\n" * 15, "a += 1\n" * 60),
+        (by_hand, "import jax\n", "import jax\nimport sharding\n"),
+        (by_hand, "device_count=8", "count=8"),
+        (by_hand, "assert a == 17", "print(a)"),
+        (in_one_table, "# | a | 1 |\n# | b | 2 |\n", ""),
+        (in_one_table, "## In one table", "## Much"),
         (predictions, "> **Predict.** And now?", "And now?"),
         (predictions, 'lesson.predicted("it", None, 3)', "pass"),
         (predictions, "mine = None", "mine = 3"),

@@ -7,6 +7,7 @@ What a page may hold, so that a test can read it:
 - A block whose first line begins with `$ `: such lines are commands, those below each are what it prints.
 - A block that begins with three backquotes and `python` is a program: what it prints is the block that follows it.
 - A block that begins with three backquotes and `diff` changes files; `test_recipes.py` applies it.
+- A block that begins with three backquotes and `text` is read by nobody.
 - Any other block, and a table whose paragraph says "prints this table": what a command printed that is quoted, in the
   paragraph before, between backquotes. `...` stands for any lines, and in a line for any words.
 - Between backquotes in the text, `python ...` or `make ...`: a command with arguments is run like those of a block; one
@@ -26,9 +27,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 FENCE = "```"
 HOSTS = ("./launcher.sh ", "./setup_tpu.sh ", "./debug_tpu.sh ")  # run by tests/launch, on hosts of its own
-STARTS = ("python ", "make ", "source ", "cat ", "head ", *HOSTS)  # what a line of a block of commands may begin with
+STARTS = (
+    "python ",
+    "make ",
+    "source ",
+    "cat ",
+    "head ",
+    "curl ",
+    *HOSTS,
+)  # what a line of a block of commands may begin with
 RUN, NAMED = "run", "named"
-KINDS_OF_BLOCK = {f"{FENCE}python": "program", f"{FENCE}diff": "change"}
+KINDS_OF_BLOCK = {f"{FENCE}python": "program", f"{FENCE}diff": "change", f"{FENCE}text": "text"}
 LONGEST_S = 3600.0  # of one command: the longest takes 150 s alone, and 20 times that on a crowded machine
 
 # Tables ---------------------------------------------------------------------------------------------------------------
@@ -49,7 +58,13 @@ NOT_RUN = {
     "python -m bench.plan --drawn 24": "compiles for half an hour",
     "python -m bench.plan moe1b --topology v4:2x4x4 --first 10": "compiles for a quarter of an hour",
     "python -m data.prepare --source stdlib --tokenizer gpt2 --out tokens/stdlib-gpt2": "downloads the tokenizer",
+    'python -m data.train_tokenizer --source "text:*/*.py" --vocabulary 1024 --out tokens/own.bpe': "needs `make "
+    "extra-parity`",
+    'python -m data.prepare --source "text:*/*.py" --tokenizer bpe:tokens/own.bpe --out tokens/own-1024': "goes on "
+    "from that",
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
+    "python -m evaluate runs/laptop --tasks lambada_openai,hellaswag --limit 100 "
+    "--cache runs/laptop/answers.jsonl": "needs `make extra-evaluate`, and downloads",
 }
 # Run by `make test-tpu-all` alone, and what `make test-tpu` has of the kind. A row that stands on no page is refused.
 REPEATS = {
@@ -212,6 +227,9 @@ def _and_status(line: str) -> tuple[str, str, int]:
 def of_page(page: str) -> list[Command]:
     return commands(page, (ROOT / page).read_text(encoding="utf-8"))
 
+
+SERVED = "docs/serve.md"
+NOT_RUN |= {one.text: "asks a server: tests/serve/test_page.py" for one in of_page(SERVED) if one.how == RUN}
 
 # What was printed, compared with what is shown ------------------------------------------------------------------------
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from docs import settings
+from docs import build, notebooks, settings
 from tests.docs import commands
 from tests.docs.commands import NOT_RUN, REPEATS, ROOT, Command
 
 # Pages whose commands go on from those of the pages before them: one working directory, in this order.
-CHAINS = (("README.md", "docs/loop.md", "docs/checkpoints.md"),)
+CHAINS = (("README.md", "docs/generate.md", "docs/loop.md", "docs/checkpoints.md", "docs/evaluate.md"),)
 # Pages whose commands take more than 20 s on 2 cores.
-SLOW = {"README.md", "docs/pipelines.md", "docs/meshes.md", "docs/how_to_read.md"}
+SLOW = {"README.md", "docs/pipelines.md", "docs/meshes.md", "docs/how_to_read.md", "docs/finetune.md"}
 
 
 def chains():
@@ -117,6 +117,14 @@ def test_every_link_leads_somewhere():
                 names = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
                 assert heading in names, f"{page}: {target}"
     assert reached >= set(commands.pages()), "no link leads to a page"
+
+
+def test_an_old_address_of_a_chapter_leads_to_one_that_is_there():
+    """Catches a chapter that was renamed, whose old address then leads to nothing, and a new one that an old address
+    hides."""
+    now = {path.stem for path in notebooks.chapters()}
+    assert {*build.MOVED.values()} <= now, "renamed: write the new name in docs/build.py"
+    assert not {*build.MOVED} & now, "a page, and what leads on to another, at one address"
 
 
 def test_a_loop_of_ones_own_takes_25_lines():

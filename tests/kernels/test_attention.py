@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from config import MeshConfig
-from kernels import attention, attention_gpu, blocks as blocking, scores
+from kernels import attention, attention_gpu, blocks as blocking
 from overlap import context
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
+from tests import scores
 from tests.helpers import every_form
 
 B, H, K, U = 2, 4, 24, 16

@@ -97,8 +97,8 @@ def test_each_host_has_a_pane_that_shows_it(opened):
     assert again.returncode == 2
     assert again.stderr.startswith("error: it is open: tmux -L axis-debug attach, or")
 
-    monitor = wait_until(lambda: (text := tmux("capture-pane", "-p", "-t", "axis:monitor")).count("GiB") and text, 120)
-    assert all(name in monitor for name in names)
+    monitor = lambda: tmux("capture-pane", "-p", "-t", "axis:monitor")  # may come in the middle of a table
+    wait_until(lambda: "GiB" in (text := monitor()) and all(name in text for name in names), 120)
     if count > 8:
         return
 
@@ -136,3 +136,50 @@ def test_a_dry_run_opens_nothing(tmp_path):
     done = subprocess.run(command, input=hosts, env=environment, capture_output=True, text=True, check=True)
     assert [done.stdout.count(word) for word in (" new-session ", " new-window ", " split-window ")] == [1, 3, 14]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_terminal_has_fewer_panes_in_a_window(tmp_path):
+    """Catches eight panes of two lines each in a terminal of 80 x 24, and a tmux in a tmux that is not said."""
+    keyboard, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    environment = os.environ | {"DRY_RUN": "1", "TMUX": "/tmp/outer,1,0", "TMUX_TMPDIR": str(tmp_path)}
+    names = tmp_path / "hosts.txt"
+    names.write_text("".join(f"host{i:02}\n" for i in range(7)))
+    words = ["setsid", "--ctty", "--wait", rehearsal.ROOT / "debug_tpu.sh", "--hosts", names]
+    subprocess.run(words, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, check=True)
+    os.close(terminal)
+    said = ""
+    with suppress(OSError):  # what a terminal says when all is read
+        while part := os.read(keyboard, 65536):
+            said += part.decode()
+    os.close(keyboard)
+    assert [said.count(f" {word} ") for word in ("new-window", "split-window")] == [3, 4]
+    assert "-x 80 -y 24" in said
+    assert "prefix twice: this is within another tmux" in said
+
+
+def test_a_pane_says_why_its_host_is_not_there_and_tries_again():
+    """Catches a dead pane without a word, and one that stays dead when its host is back."""
+    with rehearsal.rehearse(2) as fleet:
+        ours = {"TMUX_TMPDIR": str(fleet.folder), "TMUX": ""}
+        assert fleet.run("launcher.sh", "--", "bash", "-c", 'echo "log of $HOST_NAME"; sleep 1000').returncode == 0
+        gone = fleet.hosts[1]
+        gone.sshd.terminate()
+        gone.sshd.wait(timeout=10)
+
+        def tmux(*words):
+            command = ["tmux", "-L", "axis-debug", *words]
+            return subprocess.run(command, env=os.environ | ours, capture_output=True, text=True, check=True).stdout
+
+        try:
+            assert fleet.run("debug_tpu.sh", **ours).returncode == 0
+            pane = next(pane for pane, host in panes(tmux)["hosts-0-1"].items() if host == gone.name)
+            wait_until(
+                lambda: "host01 cannot be reached, or the connection is cut; again in 10 s" in screen(tmux, pane)
+            )
+            sshd = [rehearsal.SSHD, "-D", "-f", gone.folder / "sshd_config"]
+            gone.sshd = subprocess.Popen(sshd, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            wait_until(lambda: "log of host01" in screen(tmux, pane), 30)
+        finally:
+            with suppress(subprocess.CalledProcessError):
+                tmux("kill-server")

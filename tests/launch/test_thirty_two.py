@@ -32,7 +32,9 @@ def test_thirty_two_hosts(capsys):
         assert ids == [f"{i}\0" for i in range(32)]
         memory = fleet.memory_bytes()
         table = timed("status", "status")
-        assert [line.split()[:2] for line in table.splitlines()[1:]] == [[host.name, "running"] for host in fleet.hosts]
+        assert [line.split()[:2] for line in table.splitlines()[1:33]] == [
+            [host.name, "running"] for host in fleet.hosts
+        ]
         out = timed("launch that replaces it", "--replace", "--", *COMMAND)
         assert len(re.findall(r"host\d\d  stopped after \d+ s: exit 0; its log ends: ", out)) == 32
         out = timed("stop", "stop")

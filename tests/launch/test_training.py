@@ -138,7 +138,8 @@ def test_four_hosts_train_as_one_and_two_go_on(four, alone):
     kept = [path.name for path in (run_of(four.hosts[1]) / "checkpoints").iterdir()]
     assert kept == [checkpoint.KEEPER], "the hosts share no disk"
 
-    others = four.run("launcher.sh", "--", *words(), input=names(four.hosts[2:]))
+    unasked = words(fault="kill:no process:step:1")  # not main.py, which launcher.sh asks before it starts anything
+    others = four.run("launcher.sh", "--", *unasked, input=names(four.hosts[2:]))
     assert set(wait_for_end(four, four.hosts[2:])) == {2}, others.stdout
     for host in four.hosts[2:]:
         assert "the checkpoints of runs/r are on host00, and the first host is host02: name host00 first" in log(host)
@@ -152,26 +153,24 @@ def test_four_hosts_train_as_one_and_two_go_on(four, alone):
     assert set(column("state", four.run("launcher.sh", "status", input=names(two)).stdout)) == {"exit 0"}
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_run_goes_on_after_a_process_was_killed(four, alone, victim):
-    """Catches survivors that wait for ever or say only that something is wrong, and a run that has to be started again
-    by hand, or goes on with other losses."""
+@pytest.mark.parametrize(("victim", "moment"), [(1, "save:20"), (0, "step:17")])
+def test_a_run_goes_on_after_a_process_was_killed(four, alone, victim, moment):
+    """Catches survivors that wait for ever, say only that something is wrong, or blame the disk; and a run that has to
+    be started again by hand, or goes on with other losses."""
     two, once = four.hosts[:2], four.folder / f"killed-{victim}"
-    command = words("--run.name", f"k{victim}", fault=f"kill:{victim}:step:17", AXIS_FAULT_ONCE=once)
-    done = four.run("launcher.sh", "--restarts", "2", "--", *command, input=names(two), RESTART_WAIT="15")
+    command = words("--run.name", f"k{victim}", fault=f"kill:{victim}:{moment}", AXIS_FAULT_ONCE=once)
+    done = four.run("launcher.sh", "--restarts", "2", "--", *command, input=names(two), RESTART_WAIT="25")
     assert done.returncode == 0, done.stdout + done.stderr
     assert wait_for_end(four, two) == [0, 0]
     killed, survivor = log(two[victim]), log(two[1 - victim])
-    assert "run.sh: ended with status 137; starts again in 15 s, 1 of 2" in killed
+    assert "run.sh: ended with status 137; starts again in 25 s, 1 of 2" in killed
     if victim:
         assert re.search("error: process 1 on host01 has been silent for 10 s; it had come to step [0-9]+", survivor)
         assert "silent" in (two[0].axis / "runs/k1/logs/process-00.log").read_text()
         assert "Traceback" not in survivor
-        assert "run.sh: ended with status 75; starts again in 15 s, 1 of 2" in survivor
-    else:
-        assert re.search(
-            "run.sh: aborted, as JAX does when the process on host00 is gone|error: process 0 on host00", survivor
-        )
+        assert "run.sh: ended with status 75; starts again in 25 s, 1 of 2" in survivor
+    else:  # it names process 0, unless JAX has aborted it before
+        assert re.search("run.sh: ended with status 134; starts again in 25 s|error: process 0 on host00", survivor)
     assert f"resumed    at step {EVERY} from runs/k{victim}/checkpoints" in log(two[0])
     found = losses(two[0].axis / f"runs/k{victim}")
     assert found == pytest.approx(alone, rel=1e-5)

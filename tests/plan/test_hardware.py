@@ -54,6 +54,8 @@ def read(topology):
     ("tpu7x:4x4x8", 128, 32, (True, True, True)),
     ("v5e:2x4", 8, 1, (False, False)),  # ct5lp-hightpu-8t and ct6e-standard-8t: one host drives all 8
     ("v6e:4x2", 8, 1, (False, False)),
+    ("v3:2x4", 8, 2, (False, False)),  # no host of eight chips
+    ("v3:16x32", 512, 128, (False, True)),
     ("v5e:4x4", 16, 4, (False, False)),
     ("v5e:8x16", 128, 32, (False, True)),  # BOOK/tpus, a footnote of "TPU Networking"
     ("v6e:16x16", 256, 64, (True, True)),
@@ -67,7 +69,7 @@ def test_a_topology_is_read(text, chips, hosts, wraps):
     """Catches a size that is lost, hosts counted in cores, and rings where no wire closes them."""
     topology = Topology.parse(text)
     assert (topology.chips, topology.hosts, topology.wraps, str(topology)) == (chips, hosts, wraps, text)
-    assert topology.devices == (2 if text.startswith("tpu7x") else 1) * chips
+    assert topology.devices == (2 if text.startswith(("v3", "tpu7x")) else 1) * chips
 
 
 @pytest.mark.parametrize("ours, clouds", [
@@ -90,8 +92,9 @@ def test_a_slice_is_the_same_in_whatever_order_its_sizes_are(ours, clouds):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("v9:2x2", r"no chip is called 'v9'; did you mean .*known: v4, v5e, .*write v4:4x4x2"),
+    ("v9:2x2", r"no chip is called 'v9'; did you mean .*known: v3, v4, v5e, .*write v4:4x4x2"),
     ("v4-64", r"'v4-64': slice names count cores .*v4-64 is v4:2x4x4"),
+    ("v3-8", r"'v3-8': slice names count cores .*v3-8 is v3:2x2, "),
     ("v5litepod-16", r"'v5litepod-16': say the shape in chips: v5litepod-64 is v5e:8x8"),
     ("v4:4x4", r"TPU v4 takes 3 sizes, like v4:4x4x4"),
     ("v5e:4x4x1", r"TPU v5e takes 2 sizes, like v5e:4x4"),

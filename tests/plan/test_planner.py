@@ -34,6 +34,8 @@ def config(name: str, mesh: str, **settings):
 LAYER, NONE = {"work.gather": "layer"}, {"work.remat": "none"}
 IN_TURN = {"work.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
+GPTJ = {"model.attention": "gqa", "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
+        "model.rope_dims": 8, "model.activation": "gelu"}  # fmt: skip
 CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
     "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "work.device_batch": 2}),
@@ -47,16 +49,23 @@ CASES = {
     "ring, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {
         "work.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
         "model.activation": "swiglu", "model.tie_embeddings": True}),
+    "heads for positions": ("bench", "context=4,fsdp=2", LAYER | {"work.context_attention": "all_to_all"}),
+    "grouped heads for positions": ("bench", "context=2,tensor=2", LAYER | DENSE | NONE | {
+        "work.context_attention": "all_to_all", "model.attention": "gqa", "model.n_kv_heads": 4}),
     "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
     "positions in turn": ("bench", "fsdp=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 48}),
     "no query latent": ("bench", "context=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 0}),
     "grouped queries, in turn": ("bench", "fsdp=4,tensor=2", LAYER | IN_TURN | DENSE | {"model.attention": "gqa",
         "model.n_kv_heads": 2, "model.activation": "swiglu"}),
+    "GPT-J's block": ("bench", "fsdp=2,tensor=2", LAYER | DENSE | NONE | GPTJ),
+    "GPT-J's block, in turn": ("bench", "stage=2,tensor=2", LAYER | DENSE | IN_TURN | GPTJ | {
+        "work.remat": "branches"}),
     "a prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 
 
-QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "grouped queries, in turn")
+QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "grouped queries, in turn",
+         "GPT-J's block")  # fmt: skip
 
 
 # The laptop preset is compiled by `docs/planner.md`, too.

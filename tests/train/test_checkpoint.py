@@ -1,6 +1,7 @@
 """Faults lose nothing: a damaged step is passed over, a kill costs at most the steps since a save, a run stops well."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -29,6 +30,7 @@ from config import preset, replace
 from tests import helpers
 from tests.train.small_run import EVERY, ROOT, STEPS, flags, run, snapshot, trained_steps
 from train import checkpoint, progress
+from utils import UserError
 
 # Steps and their manifests --------------------------------------------------------------------------------------------
 
@@ -520,6 +522,20 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
     assert not list((directory / "checkpoints").glob("52*")), "what could not be written whole takes up the disk"
     assert run(argv)[::2] == (0, "")
     assert soak.differences(argv, directory, straight) == []
+
+
+@pytest.mark.parametrize("error, kind", [
+    (OSError(errno.ENOSPC, "No space left on device"), UserError),
+    (ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"), UserError),  # tensorstore
+    (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:4242"), RuntimeError),
+    (TimeoutError("Timed out after 600 seconds."), RuntimeError),  # Orbax
+    (jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"), RuntimeError),
+])  # fmt: skip
+def test_the_disk_is_blamed_for_its_own_words_alone(tmp_path, error, kind):
+    """Catches a host that is gone, called a full disk: the status of that ends the tries of run.sh."""
+    with checkpoint.open_directory(tmp_path) as saver, pytest.raises(kind) as caught, saver.explained(5):
+        raise error
+    assert type(caught.value) is kind and str(error) in str(caught.value)
 
 
 def test_what_still_writes_is_removed_too(tmp_path):

@@ -1,13 +1,19 @@
-"""A run's directory belongs to one process at a time, and says who holds it, or why it cannot be written."""
+"""A run's directory belongs to one process at a time, says who holds it, or why it cannot be written, and what it had
+come to."""
 
 import fcntl
+import json
 import os
 import re
+import shutil
 
 import pytest
 
+import main
+from bench import soak
+from config import replace
 from tests.train.small_run import STEPS, flags, run, snapshot
-from train.directory import locked
+from train.directory import SET_ASIDE, Metrics, locked, look
 
 
 def test_two_runs_in_one_directory_are_refused(straight, home):
@@ -48,3 +54,67 @@ def test_an_unwritable_place_is_named(home, tmp_path):
     assert err.startswith(f"error: cannot write to {tmp_path}/file/small: [Errno 20] Not a directory")
     assert err.endswith("; choose another --run.dir\n")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+# What it had come to --------------------------------------------------------------------------------------------------
+
+
+def rows_of(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def test_a_run_whose_checkpoints_are_gone_is_a_question(partway, straight):
+    """Catches 49 steps that are taken again without a word, and their record cut off, because a disk was not there."""
+    argv, directory = partway
+    shutil.rmtree(directory / "checkpoints")
+    before, record = snapshot(directory), rows_of(directory)
+    status, out, err = run(argv)
+    assert (status, out) == (2, "")
+    assert err == (f"error: {directory} has come to step 49, and its checkpoint of step 49 is gone: in {directory}/"
+                   "checkpoints there is none; put it back, or say --run.go_back: steps 1 to 49 are taken again, their "
+                   f"rows kept in {SET_ASIDE}\n")  # fmt: skip
+    assert snapshot(directory) == before
+
+    status, out, err = run([*argv, "--run.go_back"])
+    assert (status, err) == (0, "") and "resumed" not in out
+    assert f"set aside  {len(record) - 1} rows, which come again after step 0, in {directory}/{SET_ASIDE}\n" in out
+    assert rows_of(directory, SET_ASIDE) == record[1:]
+    assert soak.differences(argv, directory, straight) == []
+    assert json.loads((directory / "config.json").read_text())["config"]["run"]["go_back"] is False
+
+
+def test_the_newest_checkpoint_is_the_one_that_counts(partway):
+    """Catches a run that goes on from an older checkpoint, because the newest was moved away; a question where another
+    lies in its place, or it is damaged, or was never there; and a complete run that is refused for want of one."""
+    argv, directory = partway
+    cfg = main.parse(argv)
+    assert look(cfg, directory) is None
+    (directory / "checkpoints/49/manifest.json").unlink()
+    assert look(cfg, directory) is None
+    shutil.rmtree(directory / "checkpoints/49")
+    with pytest.raises(
+        ValueError, match=r"checkpoint of step 49 is gone: .* the newest is that of step 48; .* 49 to 49"
+    ):
+        look(cfg, directory)
+    assert look(replace(cfg, **{"run.go_back": True}), directory) is None
+    Metrics(directory, 48, 60)  # who goes on from there has settled it
+    assert look(cfg, directory) is None
+
+    (directory / "saved").unlink()  # of an older version
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "start", "step": 48}\n{"kind": "end", "step": 60}\n')
+    shutil.rmtree(directory / "checkpoints")
+    assert look(cfg, directory) == 60
+    with pytest.raises(ValueError, match="has come to step 60, and its checkpoint of step 60 is gone"):
+        look(replace(cfg, **{"run.steps": 99}), directory)
+
+
+def test_rows_that_are_taken_again_are_kept(tmp_path, capsys):
+    """Catches rows past the newest checkpoint that are lost, at once or the second time; and a line where none are."""
+    lines = [f'{{"kind": "train", "step": {step}}}\n' for step in range(1, 8)]
+    for step in (7, 5, 3):
+        (tmp_path / "metrics.jsonl").write_text("".join(lines[: step + 1]) + '{"kind": "tr')
+        Metrics(tmp_path, step, 20)
+        assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:step])
+    assert (tmp_path / SET_ASIDE).read_text() == lines[5] + lines[3]
+    assert capsys.readouterr().out.count("set aside  1 rows, which come again after step ") == 2

@@ -75,7 +75,11 @@ def marked(batch):
 
 def fail_at(monkeypatch, steps):
     honest = dataset.batch
-    monkeypatch.setattr(dataset, "batch", lambda cfg, n: marked(honest(cfg, n)) if n in steps else honest(cfg, n))
+
+    def batch(cfg, n, **rows):
+        return marked(honest(cfg, n, **rows)) if n in steps else honest(cfg, n, **rows)
+
+    monkeypatch.setattr(dataset, "batch", batch)
 
 
 # The rule -------------------------------------------------------------------------------------------------------------

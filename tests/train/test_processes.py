@@ -1,18 +1,25 @@
 """Several processes decide as one: on a board that threads share, in many orders, and with two real processes."""
 
+import contextlib
+import errno
 import os
 import random
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import utils
 from config import RunConfig
 from tests.train.small_run import ROOT, flags
 from train import processes
+from train.interruptions import Interruptions
 from train.processes import LOST, OwnBoard, Processes
 from utils import UserError, unreachable
 
@@ -216,6 +223,106 @@ def test_progress_is_written_whole(crew, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def alive(tmp_path, monkeypatch):
+    """alive(): the text of the file that run.sh watches, once it is younger than this call."""
+    path = tmp_path / "alive"
+    monkeypatch.setenv("AXIS_ALIVE", str(path))
+    monkeypatch.setattr(processes, "ALIVE_S", 0.1)
+
+    def fresh():
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, (0, 0))
+        end = time.monotonic() + 5
+        while not (path.exists() and path.stat().st_mtime > 1) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert path.stat().st_mtime > 1, "it is silent"
+        return path.read_text()
+
+    return fresh
+
+
+def test_one_that_lives_says_so(crew, alive, monkeypatch):
+    """Catches a frozen process that nobody ends, since its file is written once, or by another process; a healthy one
+    that is ended: while process 0 does not answer it, or since its disk is full."""
+    one, other = crew(2, peer_timeout_s=50)
+    other.closed.set()
+    assert alive() == alive() == "50\tjoined\n"
+
+    with monkeypatch.context() as full:
+        full.setattr(processes, "replace_file", lambda *_: raise_(OSError(errno.ENOSPC, "No space left on device")))
+        assert alive() == alive() == "50\tjoined\n"
+
+    stuck = threading.Event()
+    monkeypatch.setattr(one.board, "read", lambda folder: stuck.wait(20) and {})
+    time.sleep(0.3)
+    assert alive() == alive() == "50\tjoined\n"
+    stuck.set()
+    one.closed.set()
+    one.thread.join(5)
+    with pytest.raises(AssertionError, match="it is silent"):
+        alive()
+
+
+def test_the_last_words_are_not_cut_short(crew, alive):
+    """Catches a process that is ended, and started again, while it waits until the others have read why it ends."""
+    ones = crew(2, peer_timeout_s=50)
+    ones[1].closed.set()
+    together(ones[:1], lambda one: one.end(2, "a full disk"))
+    assert Path(os.environ["AXIS_ALIVE"]).read_text() == "50\tjoined\n"  # and 0.3 s of LAST_WORDS_S
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [
+    ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:4242"),
+    RuntimeError("the checkpoint of step 20 is not written: Timed out after 5 seconds."),
+])  # fmt: skip
+def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
+    """Catches a traceback in place of the name of the host that is gone, or the exit status of an error of the user's,
+    with which nothing is started again."""
+    ones = crew(2, peer_timeout_s=1)
+    time.sleep(0.1)
+    ones[1].closed.set()
+
+    @processes.end_together
+    @utils.exit_status
+    def command():
+        processes.here = ones[0]
+        raise error
+
+    with pytest.raises(Ended):
+        command()
+    assert ones[0].exits == {0: LOST}
+    err = capfd.readouterr().err
+    assert "error: process 1 on host01 has been silent for 1 s" in err.partition("Traceback")[0]
+
+
+def test_where_a_run_goes_on_from_is_told_by_the_first(crew, tmp_path):
+    """Catches a host without the checkpoints that says the run begins again at step 0."""
+    ones, place = crew(2), tmp_path / "checkpoints"
+    ones[1].share_disk = False
+    outlook = lambda one: Interruptions([], place, one).outlook[1]
+    assert outlook(ones[1]).startswith("process 0 knows where this goes on from:  ")
+    for step, said in ((40, f"this goes on from {os.path.relpath(place)}/40 on host00:  "),
+                       (0, "no checkpoint was saved; this starts at step 0:  ")):  # fmt: skip
+        ones[0].saved(step)
+        time.sleep(0.3)
+        assert outlook(ones[1]).startswith(said)
+
+
+def test_a_slow_host_is_named_once(crew, capfd):
+    """Catches a slow host that everybody waits for and nobody names, or that is named with every step."""
+    ones = crew(3)
+    for one, ms in zip((ones[0], ones[2], ones[1]), (10.0, 12.0, 24.5), strict=True):
+        one.line.products_ms = [ms, ms + 1]
+        time.sleep(0.3)  # until all have read it: the slow one comes when both others are known
+    said = "slow       process 1 on host01 takes 24.5 ms for products that take the median host 12.0 ms, twice in a row"
+    assert capfd.readouterr().out.count(said) == 1
+
+
+@pytest.fixture
 def tpu(monkeypatch):
     """A machine that looks like one of 4 hosts of a TPU slice; what `initialize` was told comes into the dict."""
     told = {}
@@ -225,7 +332,7 @@ def tpu(monkeypatch):
     monkeypatch.setattr(processes.jax, "process_count", lambda: 4)
     monkeypatch.setattr(processes.jax, "process_index", lambda: 3)
     monkeypatch.setattr(processes, "SharedBoard", OwnBoard)
-    monkeypatch.setattr(processes, "silence_native_output", lambda: None)
+    monkeypatch.setattr(processes, "own_output", lambda: None)
     return told
 
 
@@ -291,38 +398,88 @@ def test_one_that_waits_in_vain_says_for_whom(home, tmp_path, rank):
     """Catches C++ stacks in place of a sentence, and a status that ends the tries of run.sh."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
+    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
+            "AXIS_ALIVE": str(tmp_path / "alive")}  # fmt: skip
     command = [sys.executable, "main.py", *flags(home, tmp_path), "--run.join_timeout_s", "2"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | told, capture_output=True, text=True, timeout=120)
     assert done.returncode == LOST
     what = "not all have come; ./launcher.sh status shows", f"process 0 does not answer at 127.0.0.1:{port}"
     assert f"error: process {rank} of 2 has waited 2 s for the others: {what[rank]}" in done.stderr
+    assert (tmp_path / "alive").read_text() == "62\tjoining\n"
     assert "stack trace" not in done.stderr
 
 
 def test_what_native_code_prints_goes_nowhere():
-    """Catches Gloo's lines among ours, and ours lost with them."""
-    code = ("import os; from train import processes; print('before'); processes.silence_native_output(); "
-            "os.write(1, b'Gloo\\n'); print('after')")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("before\nafter\n", 0), done.stderr
+    """Catches Gloo's lines among ours, and ours lost with them; and a full disk behind either that ends the process."""
+    code = ("import os, sys; from train import processes; print('before'); processes.own_output(); "
+            "os.write(1, b'Gloo\\n'); print('after'); print('error', file=sys.stderr)")  # fmt: skip
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("before\nafter\n", "error\n", 0)
+    with open("/dev/full", "w") as full:  # every write to it fails, as on a full disk
+        code = code.replace("print('before'); ", "")
+        assert subprocess.run([*command[:2], code], cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode == 0
+
+
+def pair(*words_of_each, script="main.py", begin=lambda rank, process: None, **how):
+    """Two processes that train as one, each with its flags: for each its exit status, and what it has said.
+
+    begin   is called with the number of each and its process, as soon as that is there
+    how     an argument of Popen -> its value for each
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    begun = []
+    for rank, words in enumerate(words_of_each):
+        told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
+                "AXIS_HOST": f"host0{rank}", "AXIS_FAULT": "kill:1:save:4"}  # fmt: skip
+        command = [sys.executable, ROOT / script, *words, "--devices", "2", "--mesh", "fsdp=2"]
+        usual = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        settings = usual | {name: of_each[rank] for name, of_each in how.items()}
+        begun.append(subprocess.Popen(command, env=os.environ | told, text=True, **settings))
+        begin(rank, begun[-1])
+    said = [one.communicate(timeout=120) for one in begun]
+    return [one.returncode for one in begun], [out for out, _ in said], [err for _, err in said]
 
 
 def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
     """Catches two hosts that hang, or train on, with another learning rate each."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [*flags(home, tmp_path), "--run.name", "two", "--devices", "2", "--mesh", "fsdp=2"]
-    begun = []
-    for rank in (0, 1):
-        told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
-                "AXIS_HOST": f"host0{rank}"}  # fmt: skip
-        command = [sys.executable, "main.py", *words, "--optim.lr", f"0.0{rank + 1}"]
-        begun.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | told, stdout=subprocess.PIPE,
-                                      stderr=subprocess.PIPE, text=True))  # fmt: skip
-    said = [one.communicate(timeout=120) for one in begun]
-    assert [one.returncode for one in begun] == [2, 2], said
-    for _, err in said:
+    words = [*flags(home, tmp_path), "--run.name", "two", "--optim.lr"]
+    status, _, errors = pair([*words, "0.01"], [*words, "0.02"])
+    assert status == [2, 2], errors
+    for err in errors:
         assert "optim.lr is 0.02 for process 1 on host01, and 0.01 for process 0 on host00" in err
         assert "Traceback" not in err
     assert not (tmp_path / "two").exists()
+
+
+SHORT = ["--run.steps", "8", "--run.checkpoint_every", "4", "--run.eval_every", "4", "--run.peer_timeout_s", "8"]
+
+
+def test_one_that_dies_in_a_save_is_named(home, tmp_path):
+    """On a disk that both share, where they meet in Orbax's barriers. Catches a disk that is blamed for a host, with a
+    status that ends the tries of run.sh, and a wait of ten minutes."""
+    words = [*flags(home, tmp_path), *SHORT]
+    status, _, errors = pair(words, words, script="tests/launch/faulty.py")
+    assert status == [LOST, -signal.SIGKILL], errors
+    assert "error: process 1 on host01 has been silent for 8 s; it had come to step 4" in errors[0]
+    assert "Traceback" not in errors[0] and "cannot be written" not in errors[0]
+
+
+def test_a_full_disk_where_nothing_is_kept_ends_nothing(home, tmp_path):
+    """Process 1 can write no byte, to a file or as output. Catches a run of many hosts that ends because one of them,
+    which keeps no checkpoints, has no room for its log."""
+    words, places = [*flags(home, "runs"), *SHORT], [tmp_path / "host0", tmp_path / "host1"]
+    for place in places:
+        place.mkdir()
+
+    def fill(rank, process):
+        if rank == 1:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
+
+    with open("/dev/full", "w") as full:
+        output = subprocess.PIPE, full
+        status, _, errors = pair(words, words, begin=fill, cwd=places, stdout=output, stderr=output)
+    assert status == [0, 0], errors
+    assert (places[0] / "runs/small/report.png").exists() and "Traceback" not in errors[0]
+    assert not [path for path in places[1].rglob("*") if path.is_file() and path.stat().st_size]

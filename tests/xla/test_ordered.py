@@ -1,7 +1,6 @@
 """Collectives of simulated devices happen in one order: what is compiled says so, and what does not is refused."""
 
 import dataclasses
-import functools
 import os
 
 import jax
@@ -10,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import generate
 import model
 import optimizer
 import pipeline
 import sharding
 import utils
 from config import preset
+from generate import cache
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
 from tests import fuzz, helpers, parity
@@ -135,14 +134,9 @@ def programs(cfg):
     yield "logits", pipeline.logits(cfg, mesh), (state.params, batch)
     yield "loss and gradients", pipeline.loss_and_grads(cfg, mesh), (state.params, batch, 0)
     if c.n_blocks % mesh.shape[STAGE] == 0:
-        cache = jax.eval_shape(functools.partial(generate.empty_cache, decoding, mesh, rows, 8))
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), generate.cache_specs(decoding))
-        cache = jax.tree.map(
-            lambda place, part: jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), part), places, cache,
-            is_leaf=lambda x: isinstance(x, NamedSharding))  # fmt: skip
+        kept = cache.cache_shapes(decoding, mesh, rows, 8)
         tokens = np.zeros((rows, 3), np.int32)
-        yield "sampling", generate.extend(decoding, mesh), (state.params, cache, tokens, tokens, tokens[:, 0])
+        yield "sampling", cache.extend(decoding, mesh), (state.params, kept, tokens, tokens, tokens[:, 0])
 
 
 @pytest.mark.parametrize("number", helpers.with_repeats((22, 24, 27, 35, 38, 41), (27,)))

@@ -128,3 +128,13 @@ def test_what_cannot_be_played_is_refused_in_a_line():
         replay.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
     with pytest.raises(ValueError, match="has 2 devices, and there are places of 4"):
         replay.replay(TEXT, {"fsdp": 2}, LINE)
+
+
+def test_an_event_says_what_it_sends():
+    """Catches a picture in which nobody can tell which exchange is waited for."""
+    found = play(SEND(0, "0,1"), PRODUCT("y"), TANH, DONE(0))
+    events = {event.what: event for event in found.played["main"].events}
+    assert events["collective-permute"].wire_bytes == 400
+    assert events["products"].wire_bytes == 0
+    late = {event.what: event for event in play(SEND(0, "0,1"), DONE(0)).played["main"].events}
+    assert late["waiting for fsdp"].wire_bytes == 400

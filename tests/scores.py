@@ -1,7 +1,4 @@
-"""Attention by all scores at once: for a few queries, as when tokens are generated, and for masks of one's own.
-
-Training takes `attention.py`, which never holds a matrix of scores.
-"""
+"""Attention by all scores at once, with which `kernels/attention.py` is compared: it never holds a matrix of scores."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +8,11 @@ from kernels.blocks import HIDDEN
 float32 = jnp.float32
 
 
-def allowed(positions_bs, positions_bS, segments_bs, segments_bS):
-    """Who may look at whom: earlier positions, and itself, of the same document. Shape: [b, s, S]."""
-    causal = positions_bs[:, :, None] >= positions_bS[:, None, :]
-    return causal & (segments_bs[:, :, None] == segments_bS[:, None, :])
-
-
 def attend(q_bshK, k_bSgK, v_bSgU, mask_bsS):
     """Mix values by the softmax of scaled scores, all made at once; zeros for a query that may look at nothing.
 
-    `attention.partial_attention` is the same without a matrix of scores. Each of g key and value heads serves h / g
-    neighbours. Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
+    Each of g key and value heads serves h / g neighbours.
+    Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
     """
     (b, s, h, K), g = q_bshK.shape, k_bSgK.shape[2]
     q_bsgrK, mask_b11sS = (q_bshK * K**-0.5).reshape(b, s, g, h // g, K), mask_bsS[:, None, None]

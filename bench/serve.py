@@ -1,0 +1,151 @@
+"""Tokens a second of our engine beside transformers' `generate`, on the same weights and cores, in one process.
+
+`python -m bench.serve` makes a small Llama of random parameters, saves it as transformers does, converts it as
+`python -m weights from-hf` does, and lets both continue the same prompts greedily, in turn. Both work in float32, with
+all cores. The engine has as many slots as there are prompts, and chooses each token as it does when it serves: one step
+a token, whose tokens come to Python. Tokens are compared too; those of float32 sums in another order may differ now and
+then, and so does all that follows.
+
+Compiling is timed apart. What else the machine does disturbs both: a round has both in turn, and the ratio is the
+median of the rounds' own.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+import utils
+from config import Size, check
+from utils import UserError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    batches: tuple[int, ...] = (1, 8, 32)  # prompts that are continued at a time
+    prompt: Size = 64  # tokens of each prompt
+    answer: Size = 64  # tokens that are drawn after it
+    rounds: Size = 5  # of each, in turn
+    layers: Size = 8  # of the model
+    width: Size = 384  # of the model
+    json: bool = False  # print one line of JSON for each batch
+
+
+def make_model(args: Arguments, folder: Path):
+    """A Llama of random parameters in a folder, and as transformers has it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=args.width, intermediate_size=3 * args.width, num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64, initializer_range=0.1,
+        max_position_embeddings=args.prompt + args.answer, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        tie_word_embeddings=False)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def theirs(model, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
+    """A function that continues the prompts by transformers."""
+    import torch
+
+    ids = torch.tensor(prompts_BT, dtype=torch.int64)
+
+    def run() -> np.ndarray:
+        with torch.inference_mode():
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=answer,
+                                   min_new_tokens=answer, do_sample=False)  # fmt: skip
+        return found[:, ids.shape[1] :].numpy()
+
+    return run
+
+
+def ours(run_directory: Path, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
+    """A function that continues the prompts by an engine."""
+    import model
+    import sharding
+    from config import Config
+    from generate.engine import Engine, Job
+    from generate.sampling import Request
+    from weights import convert
+
+    cfg = Config.from_dict(json.loads((run_directory / "config.json").read_text())["config"])
+    mesh = sharding.make_mesh("")
+    params = convert.load_weights(run_directory, model.declare(cfg.model), mesh)
+    B, T = prompts_BT.shape
+    engine = Engine(cfg, params, mesh, vocabulary=cfg.model.vocab_size, end=-1, slots=B, context=T + answer, piece=T)
+
+    def run() -> np.ndarray:
+        jobs = [engine.submit(Job(prompt, Request(temperature=0), answer)) for prompt in prompts_BT.tolist()]
+        while not engine.idle:
+            engine.step()
+        return np.array([[token.id for token in job.tokens] for job in jobs])
+
+    return run
+
+
+def timed(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
+    begin = time.perf_counter()
+    found = run()
+    return time.perf_counter() - begin, found
+
+
+def measure(args: Arguments, model, run_directory: Path, batch: int) -> dict:
+    """Seconds of both in turn, after a first time that compiles."""
+    prompts_BT = np.random.default_rng(batch).integers(0, model.config.vocab_size, (batch, args.prompt))
+    mine, other = ours(run_directory, prompts_BT, args.answer), theirs(model, prompts_BT, args.answer)
+    (compile_s, got), (_, want) = timed(mine), timed(other)
+    seconds = [(timed(mine)[0], timed(other)[0]) for _ in range(args.rounds)]
+    best_s, their_s = map(min, zip(*seconds, strict=True))
+    tokens = batch * args.answer
+    return {"batch": batch, "ours_tokens_per_s": tokens / best_s, "theirs_tokens_per_s": tokens / their_s,
+            "ratio": statistics.median(b / a for a, b in seconds), "compile_s": compile_s - best_s,
+            "same_tokens": float(np.mean(got == want))}  # fmt: skip
+
+
+HELP = """e.g. python -m bench.serve --batches 1 8 --rounds 3
+
+Tokens a second of our engine beside transformers' `generate`, on the same weights; needs extra-parity and torch."""
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> None:
+    args = tyro.cli(Arguments, args=argv, prog="python -m bench.serve", description=HELP, use_underscores=True)
+    check(args)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; install it: make extra-parity, and torch as pyproject.toml says") from error
+    from weights import convert
+
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(args, Path(folder) / "hf")
+        convert.from_hf(f"{folder}/hf", f"{folder}/run")
+        if not args.json:
+            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {torch.get_num_threads()} threads; "
+                  f"prompts of {args.prompt} tokens, answers of {args.answer}")  # fmt: skip
+            print(f"{'batch':>5} {'ours':>12} {'transformers':>16} {'ratio':>6} {'compile':>8} {'same tokens':>12}")
+        for batch in args.batches:
+            row = measure(args, model, Path(folder) / "run", batch)
+            if args.json:
+                print(json.dumps(row), flush=True)
+                continue
+            print(f"{row['batch']:5} {row['ours_tokens_per_s']:8,.0f} tok/s {row['theirs_tokens_per_s']:10,.0f} tok/s "
+                  f"{row['ratio']:6.2f} {row['compile_s']:6.1f} s {row['same_tokens']:11.1%}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

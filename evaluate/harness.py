@@ -1,0 +1,137 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, asked of a run: https://github.com/EleutherAI/lm-evaluation-harness.
+
+The harness makes requests of a task's examples, and metrics of their answers; what lies between is `Answerer`.
+"""
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ |= {"TQDM_DISABLE": "1",  # its bars, beside ours
+               "DISABLE_MULTIPROC": "1"}  # its forks, of a process with JAX's threads  # fmt: skip
+
+import lm_eval
+from lm_eval.api.model import LM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from evaluate.answering import Answerer
+from utils import UserError, nearest
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # of what it returns
+TOKENS = 256  # most new ones where a task does not say
+
+
+class Adaptor(LM):
+    """A run as the harness sees a model. Each of several processes answers all requests: they hold one model."""
+
+    def __init__(self, answerer: Answerer):
+        super().__init__()
+        self.answerer = answerer
+
+    def loglikelihood(self, requests):
+        return self.answerer.loglikelihood([request.args for request in requests])
+
+    def loglikelihood_rolling(self, requests):
+        """Whole texts, in windows that do not overlap; each but the first sees one token before it."""
+        answerer, windows = self.answerer, []
+        for (text,) in (request.args for request in requests):
+            cut = get_rolling_token_windows(answerer.encode(text), answerer.prefix, answerer.most, context_len=1)
+            windows.append([make_disjoint_window(one) for one in cut])
+        pairs = [pair for of_text in windows for pair in of_text]
+        scores = iter(answerer.scored("whole texts", pairs))
+        return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+
+    def generate_until(self, requests):
+        return self.answerer.continued([(context, settings(asked)) for context, asked in (r.args for r in requests)])
+
+
+def settings(asked: dict) -> dict:
+    """How a text is continued, as `generate.Request` takes it; the words of tasks have several spellings."""
+    how = normalize_gen_kwargs(asked, TOKENS)
+    temperature = float(how.get("temperature", 1.0)) if how["do_sample"] else 0.0
+    stop = tuple(filter(None, handle_stop_sequences(how["until"], eos=None)))
+    return {"tokens": how["max_gen_toks"], "temperature": temperature, "top_k": int(how.get("top_k", 0)),
+            "top_p": float(how.get("top_p", 1.0)), "stop": stop}  # fmt: skip
+
+
+@contextlib.contextmanager
+def their_evaluate() -> Iterator[None]:
+    """Meanwhile tasks that `import evaluate` find Hugging Face's package of that name, and not this room."""
+    elsewhere = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    spec, ours = importlib.machinery.PathFinder.find_spec("evaluate", elsewhere), sys.modules["evaluate"]
+    sys.modules["evaluate"] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        yield
+    finally:
+        sys.modules["evaluate"] = ours
+
+
+def open_tasks(names: list[str], include_path: str) -> TaskManager:
+    """Tasks of a folder, and the harness's own. Raises: UserError for a name there is none of, or no folder."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if include_path and not Path(include_path).is_dir():
+        raise UserError(f"--include_path {include_path}: there is no such folder")
+    if include_path:
+        tasks = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(tasks.all_subtasks):
+            return tasks  # the harness has 14,000 names of its own, which take 10 s to read
+    tasks = TaskManager(include_path=include_path or None)
+    for name in names:
+        if name not in tasks.all_tasks and not (name.endswith(".yaml") and Path(name).is_file()):
+            raise UserError(f"--tasks {name}: no task of this name; {nearest(name, tasks.all_tasks)}")
+    return tasks
+
+
+def load(tasks: TaskManager, names: list[str]) -> list:
+    """Open tasks and their data sets. Raises: UserError for a task that cannot be opened, and why."""
+    found = []
+    for name in names:
+        try:
+            opened = tasks.load([name])
+        except Exception as error:  # of the task's own code, of its file, or of what fetches its data set
+            why = f"{type(error).__name__}: {(str(error) or 'no word why').splitlines()[0]}"
+            remedy = ""
+            if isinstance(error, ConnectionError):
+                remedy = ("; run the same where there is a network, and bring its HF_HOME here, or give a task of your "
+                          "own local files")  # fmt: skip
+            raise UserError(f"--tasks {name}: its data set or its code cannot be loaded ({why}){remedy}") from error
+        if any(getattr(task, "UNSAFE_CODE", False) for task in opened["tasks"].values()):
+            raise UserError(f"--tasks {name}: it runs code that a model has written, which this command does not")
+        found += [*opened["groups"].values()] or [*opened["tasks"].values()]
+    return found
+
+
+def ask(answerer: Answerer, tasks: list, limit: int = 0, num_fewshot: int | None = None) -> dict:
+    """Answer every request of opened tasks: the harness's own results, what of them counts."""
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result
+        found = simple_evaluate(
+            Adaptor(answerer), tasks=tasks, limit=limit or None, num_fewshot=num_fewshot, log_samples=False,
+            torch_random_seed=None, bootstrap_iters=1000)  # fmt: skip
+    return {"lm_eval": lm_eval.__version__} | {name: found[name] for name in KEPT if name in found}
+
+
+def rows(found: dict) -> list[tuple]:
+    """A row for each metric of each task: task, metric, value, standard error, shots, examples."""
+    table = []
+    for task, values in found["results"].items():
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if not kind or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{kind}", "N/A")
+            which = metric if kind == "none" else f"{metric} ({kind})"
+            examples = found["n-samples"].get(task, {}).get("effective", "")
+            table.append(
+                (task, which, value, error if isinstance(error, float) else "", found["n-shot"].get(task, ""), examples)
+            )
+    return table

@@ -1,0 +1,144 @@
+"""How likely a model finds given tokens: compiled once for each of few shapes, on any mesh.
+
+Logits of a batch are never whole anywhere. A device makes those of its own words for a few tokens at a time, and keeps
+four numbers of each token; these are joined over the devices.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+import model
+import sharding
+from config import Config, replace
+from generate.texts import bucket
+from overlap.weights import ready_for_autodiff
+from pipeline import fit
+from pipeline.step import on_mesh, run_stages
+from pipeline.ticks import last_stages
+from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, in_order, psum
+from utils import UserError
+from xla import ordered
+
+READS = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT")
+LEAST_POSITIONS = 16  # of the smallest shape that is compiled
+
+Pair = tuple[list[int], list[int]]  # tokens that are given, at least one, and those that are scored after them
+Score = tuple[float, bool]  # log-probability of a text, and whether each of its tokens is the likeliest
+
+
+# On the mesh ----------------------------------------------------------------------------------------------------------
+
+
+def of_own_words(logits_nv, targets_n):
+    """What this device's words say of each token: log of the sum of exp(logits), the target's logit if it is one of
+    them, the largest logit, and its word (of equals, the first)."""
+    words_v = axis_index(TENSOR) * logits_nv.shape[1] + jnp.arange(logits_nv.shape[1])
+    target_n = jnp.sum(jnp.where(words_v[None] == targets_n[:, None], logits_nv, 0), axis=1)
+    best_n = words_v[jnp.argmax(logits_nv, axis=1)]
+    return jax.nn.logsumexp(logits_nv, axis=1), target_n, jnp.max(logits_nv, axis=1), best_n
+
+
+def of_all_words(log_sum_n, target_n, top_n, best_n, targets_n):
+    """The target's log-probability, and whether it is the likeliest, from what the devices along TENSOR know.
+
+    Sends over TENSOR: five numbers a token.
+    """
+    most_n, above_n = (jax.lax.pmax(x_n, TENSOR) for x_n in (log_sum_n, top_n))
+    log_sum_n = most_n + jnp.log(psum(jnp.exp(log_sum_n - most_n), TENSOR))
+    first_n = jax.lax.pmin(jnp.where(top_n == above_n, best_n, np.iinfo(np.int32).max), TENSOR)
+    return psum(target_n, TENSOR) - log_sum_n, first_n == targets_n
+
+
+def scores(cfg: Config, mesh: Mesh):
+    """Compile fn(params, batch) -> (log-probability [B, T] of each of targets_BT, whether it is the likeliest [B, T]).
+
+    Every process gets all of them. Logits of work.loss_chunk tokens exist at once. Mixtures of experts are dropless,
+    whatever capacity_factor they were trained with: else a text would be scored by its neighbours in the batch.
+    Raises: UserError if a parameter does not split over the mesh.
+    """
+    cfg = replace(cfg, **{"model.capacity_factor": 0.0})
+    fit.check(cfg.model, cfg.mesh)
+    c = cfg.at_work
+
+    def local_scores(params, batch, step):
+        w = ready_for_autodiff(params, c)
+        x_btD, _ = run_stages(w, c, batch, None, 1)
+        x_bsD = model.leave(w, c, x_btD, dim=1)
+        b, s, D = x_bsD.shape
+        n = max(n for n in range(1, min(b * s, c.work.loss_chunk) + 1) if b * s % n == 0)
+        table_Dv, cut = model.unembedding(w, c), lambda x, *dims: x.reshape(-1, n, *dims)
+        logits = lambda x_nD: model.plus((x_nD @ table_Dv).astype(jnp.float32), w.bias_V)
+        of_some = lambda some: of_own_words(logits(some[0]), some[1])
+        known = jax.lax.map(of_some, (cut(x_bsD, D), cut(batch["targets_BT"])))
+        found = of_all_words(*(x.reshape(b, s) for x in known), batch["targets_BT"])
+        return jax.tree.map(whole, found)
+
+    def whole(x_bs):
+        x_bS = in_order(all_gather(psum(last_stages(x_bs), STAGE), CONTEXT, dim=1, to="invarying"), dim=1)
+        return all_gather(x_bS, BATCH, dim=0, to="invarying")
+
+    return ordered.jit(on_mesh(cfg, mesh, local_scores, (P(), P()), READS), mesh)
+
+
+# Texts of any length --------------------------------------------------------------------------------------------------
+
+
+def to_row(pair: Pair, most: int) -> tuple[list[int], list[int]]:
+    """Inputs and targets of a pair, without its first tokens where they are more than `most` positions hold."""
+    tokens = [*pair[0], *pair[1]][-(most + 1) :]
+    return tokens[:-1], tokens[1:]
+
+
+class Scorer:
+    """A model ready to score texts.
+
+    rows  texts that are scored at once, over all devices
+    """
+
+    def __init__(self, cfg: Config, params, mesh: Mesh, rows: int = 32):
+        self.params, self.mesh, self.most = params, mesh, cfg.data.seq_len
+        self.rows = -(-rows // cfg.mesh.batch_shards) * cfg.mesh.batch_shards
+        # Positions split over context * tensor devices, those of context into two chunks each.
+        self.multiple = np.lcm(cfg.mesh.position_shards, 2 * cfg.mesh.context if cfg.mesh.context > 1 else 1)
+        self.scores = scores(cfg, mesh)
+
+    def positions(self, length: int) -> int:
+        """Positions of the batch whose longest row has so many: a power of two, or all there are."""
+        T = bucket(max(length, LEAST_POSITIONS), max(self.most, LEAST_POSITIONS))
+        return int(-(-T // self.multiple) * self.multiple)
+
+    def score(self, pairs: list[Pair]) -> Iterator[tuple[int, Score]]:
+        """Yield the number of each pair and its score, the longest first; too long ones lose what comes first.
+
+        Raises: UserError if what is to be scored is longer than a text may be.
+        """
+        for context, continuation in pairs:
+            assert context, "a first token has nothing before it that could make it likely"
+            if len(continuation) > self.most:
+                raise UserError(f"{len(continuation)} tokens are to be scored at once, and a text of this model has "
+                                f"data.seq_len={self.most}; --seq_len {len(continuation)} allows more")  # fmt: skip
+        rows = [to_row(pair, self.most) for pair in pairs]
+        order = sorted(range(len(pairs)), key=lambda n: -len(rows[n][0]))
+        for first in range(0, len(order), self.rows):
+            numbers = order[first : first + self.rows]
+            found = self.of_batch([rows[n] for n in numbers])
+            for n, log_T, best_T in zip(numbers, *found, strict=False):  # a batch is filled up with empty rows
+                end = len(rows[n][0])
+                part = slice(end - len(pairs[n][1]), end)
+                yield n, (float(np.sum(log_T[part], dtype=np.float64)), bool(np.all(best_T[part])))
+
+    def of_batch(self, rows: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability of each target, and whether it is the likeliest: [B, T] of a shape that may be larger."""
+        B, T = self.rows, self.positions(max(len(inputs) for inputs, _ in rows))
+        batch = {name: np.zeros((B, T), np.int32) for name in READS}
+        batch["positions_BT"][:] = np.arange(T)
+        for row, (inputs, targets) in enumerate(rows):
+            batch["tokens_BT"][row, : len(inputs)] = inputs
+            batch["targets_BT"][row, : len(targets)] = targets
+            batch["segments_BT"][row, : len(inputs)] = 1
+        log_BT, best_BT = self.scores(self.params, sharding.put(batch, self.mesh))
+        return np.asarray(log_BT), np.asarray(best_BT)

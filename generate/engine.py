@@ -1,0 +1,195 @@
+"""Requests that share a batch: a finished one leaves, a waiting one enters, and nothing is compiled again.
+
+An engine has a fixed number of slots, each a row of one cache. A step is one token of every text that is being written
+(decode), then some pieces of prompts (prefill): two compiled functions of two shapes, whatever the lengths. What a
+request draws depends on its tokens, settings and seed, and on no other request.
+"""
+
+import dataclasses
+import math
+from collections import deque
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from config import Config
+from generate.cache import NOWHERE, empty_cache, extend, unstack
+from generate.sampling import Asked, Chosen, Settings, choose
+from sharding import BATCH, CONTEXT
+from utils import UserError
+
+
+@dataclasses.dataclass
+class Token:
+    """What was drawn: its log-probability by the model, and the likeliest tokens with theirs."""
+
+    id: int
+    logprob: float
+    alternatives: list[tuple[int, float]]
+
+    @classmethod
+    def of(cls, chosen: Chosen, row: int, alternatives: int):
+        """The token of one row, with so many of the likeliest."""
+        likely = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
+        return cls(int(chosen.token_b[row]), float(chosen.logprob_b[row]), [*likely][:alternatives])
+
+
+class Job:
+    """One request under way: its prompt, what was drawn so far, and why it ended.
+
+    ended  "" while it runs; "stop" at end of text, "length" when it has the tokens asked for, or "cancelled"
+    """
+
+    def __init__(self, prompt: list[int], settings: Settings, room: int):
+        self.prompt, self.settings, self.room = prompt, settings, room
+        self.read = 0  # tokens of the prompt that are in the cache
+        self.tokens: list[Token] = []
+        self.ended = ""
+
+    def take(self, token: Token, end: int) -> None:
+        """Add a token that was drawn; end of text is not added."""
+        if token.id == end:
+            self.ended = "stop"
+            return
+        self.tokens.append(token)
+        if len(self.tokens) == self.room:
+            self.ended = "length"
+
+
+class Engine:
+    """A model with slots for requests.
+
+    vocabulary  tokens that may be drawn, the first so many of the table
+    end         the token that ends a text
+    slots       requests at a time; rounded up to a multiple of the devices along BATCH
+    context     most tokens of a prompt and its text; rounded up to a multiple of the devices along CONTEXT
+    piece       tokens of a prompt that are read at once
+    at_once     most tokens of prompts between two steps of decoding, if not a single piece is more
+    cache       the form of its numbers, see `cache_shapes`
+    """
+
+    def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
+                 piece: int = 64, at_once: int = 512, cache: str = "compute"):  # fmt: skip
+        c = dataclasses.replace(cfg.model, capacity_factor=0.0)
+        self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
+        self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
+        self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
+        self.piece, self.pieces = min(piece, self.context), max(1, at_once // (piece * self.groups))
+        self.slots: list[Job | None] = [None] * slots
+        self.waiting: deque[Job] = deque()
+        self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
+        everywhere = NamedSharding(mesh, P())
+        self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
+        self.prefill, self.decode = extend(c, mesh, rows=True), extend(c, mesh)
+
+        def draw(logits_nV, asked: Asked, seen_bV, rows_n):
+            whole_nV = jax.lax.with_sharding_constraint(logits_nV, everywhere)
+            chosen = choose(whole_nV, asked, seen_bV[rows_n], vocabulary=vocabulary)
+            return chosen, seen_bV.at[rows_n, chosen.token_b].set(True, mode="drop")
+
+        set_row = lambda seen_bV, row, seen_V: seen_bV.at[row].set(seen_V)
+        self.draw = jax.jit(draw, out_shardings=everywhere, donate_argnums=2)
+        self.set_row = jax.jit(set_row, out_shardings=everywhere, donate_argnums=0)
+
+    def submit(self, job: Job) -> Job:
+        """Let a request wait for a slot. Raises: UserError if its prompt leaves no room."""
+        if len(job.prompt) >= self.context:
+            raise UserError(f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions")
+        job.room = min(job.room, self.context - len(job.prompt))
+        self.waiting.append(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Take a request out; its slot is free at the next step."""
+        job.ended = job.ended or "cancelled"
+
+    @property
+    def running(self) -> int:
+        return sum(job is not None for job in self.slots)
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def step(self) -> list[Job]:
+        """One step: a token for every text that is being written, then pieces of prompts. Returns who has drawn."""
+        self.let_in()
+        writing = [job is not None and job.read == len(job.prompt) for job in self.slots]
+        drawn = self.write(writing) if any(writing) else []
+        for _ in range(self.pieces):
+            reading = self.next_to_read()
+            if not any(job is not None for job in reading):
+                break
+            drawn += self.read(reading)
+        self.slots = [None if job is not None and job.ended else job for job in self.slots]
+        return drawn
+
+    def read_alone(self, job: Job) -> Job:
+        """Read a prompt into the first row, and draw one token; who called goes on from there, with the engine idle."""
+        assert self.idle, "requests are under way"
+        self.submit(job)
+        while not (job.tokens or job.ended):
+            self.step()
+        self.slots[0] = None
+        return job
+
+    def let_in(self) -> None:
+        """Free the slots of those who have ended, and give them to those who wait."""
+        for row, job in enumerate(self.slots):
+            if job is not None and job.ended:
+                self.slots[row] = job = None
+            while job is None and self.waiting:
+                if not (first := self.waiting.popleft()).ended:
+                    self.slots[row] = job = first
+                    if job.settings.repetition_penalty != 1:
+                        seen_V = np.isin(np.arange(self.vocabulary), job.prompt)
+                        self.seen_bV = self.set_row(self.seen_bV, row, seen_V)
+
+    def next_to_read(self) -> list[Job | None]:
+        """Of the rows of each device along BATCH, the first whose prompt is not all in the cache."""
+        per_group, found = len(self.slots) // self.groups, []
+        for group in range(self.groups):
+            rows = self.slots[group * per_group : (group + 1) * per_group]
+            found.append(next((job for job in rows if job is not None and job.read < len(job.prompt)), None))
+        return found
+
+    def read(self, reading: list[Job | None]) -> list[Job]:
+        """Put a piece of each prompt into the cache; where it is the last, draw the first token."""
+        n, per_group = len(reading), len(self.slots) // self.groups
+        tokens_ns = np.zeros((n, self.piece), np.int32)
+        positions_ns = np.full((n, self.piece), NOWHERE, np.int32)
+        last_n, at_n, done = np.zeros(n, np.int32), np.zeros(n, np.int32), [None] * n
+        for i, job in enumerate(reading):
+            if job is not None:
+                ids = job.prompt[job.read : job.read + self.piece]
+                tokens_ns[i, : len(ids)] = ids
+                positions_ns[i, : len(ids)] = np.arange(job.read, job.read + len(ids))
+                last_n[i], at_n[i] = len(ids) - 1, self.slots.index(job) % per_group
+                job.read += len(ids)
+                done[i] = job if job.read == len(job.prompt) else None
+        logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, last_n, at_n)
+        rows = [i * per_group + int(at_n[i]) for i in range(n)]
+        return self.give(logits_nV, done, rows) if any(job is not None for job in done) else []
+
+    def write(self, writing: list[bool]) -> list[Job]:
+        """Draw the next token of each text that is being written."""
+        jobs = [job if on else None for job, on in zip(self.slots, writing, strict=True)]
+        last = lambda job: (job.tokens[-1].id, len(job.prompt) + len(job.tokens) - 1)
+        tokens_b, positions_b = zip(*((0, NOWHERE) if job is None else last(job) for job in jobs), strict=True)
+        logits_bV, self.cache = self.decode(
+            self.params, self.cache, np.int32(tokens_b)[:, None], np.int32(positions_b)[:, None],
+            np.zeros(len(jobs), np.int32))  # fmt: skip
+        return self.give(logits_bV, jobs, range(len(jobs)))
+
+    def give(self, logits_nV, jobs: list[Job | None], rows) -> list[Job]:
+        """Choose a token for each job from its logits. rows: where in the batch they are"""
+        asked = Asked.of([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
+        rows_n = np.int32([len(self.slots) if job is None else row for job, row in zip(jobs, rows, strict=True)])
+        chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n)
+        chosen = jax.device_get(chosen)
+        for n, job in enumerate(jobs):
+            if job is not None:
+                job.take(Token.of(chosen, n, job.settings.logprobs), self.end)
+        return [job for job in jobs if job is not None]

@@ -1,0 +1,141 @@
+"""What is known of a run before it starts: its tokens, its plan, and what would be refused.
+
+`python main.py .. --run.check` says it and ends. No device is touched, nothing is written, and no other process is
+waited for, so it may be asked on every host of a run first, while another run is alive there.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+
+import dataset
+import generate
+import sharding
+import utils
+from config import Config
+from data import tokenizers
+from pipeline import fit
+from plan import hardware, planner
+from reading import order
+from train import checkpoint
+from train.directory import check_place, check_writable, look
+from utils import UserError, log
+from xla import options
+
+LATE_S = 15  # after run.peer_timeout_s: until processes that miss another have ended
+
+
+def tokens(cfg: Config):
+    """The encoding of a run's tokens, None if it has none. Raises: UserError if they, or the prompt, do not fit."""
+    corpus = dataset.opened(cfg)
+    if encoding := tokenizers.of(corpus.manifest):  # a prompt is refused now, not when all steps are taken
+        generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
+    return encoding
+
+
+def planned(cfg: Config, mesh) -> planner.Plan:
+    """The plan on these devices, in whose settings nothing is `auto`."""
+    return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), utils.memory_bytes(devices))
+
+
+def refuse_too_large(plan: planner.Plan) -> None:
+    """Raises: UserError if it needs more memory than there is."""
+    if plan.fits is False and not plan.cfg.run.force:
+        raise UserError(f"{plan.refusal()}; --force starts it all the same")
+
+
+def announce(cfg: Config, mesh) -> planner.Plan:
+    """Say what will run before the slow parts start. Raises: UserError if it needs more memory than there is."""
+    refuse_too_large(plan := planned(cfg, mesh))
+    parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
+    memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
+    log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
+    kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
+    log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f", and {idle} are left idle" * bool(idle))
+    log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
+    log(f"settings   {plan.settings()}")
+    for first, count in order.skips(cfg.data.skip):
+        log(f"skip       step {first + 1} and those after it take the batch of {count} steps later")
+    log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
+    return plan
+
+
+# Before anything is started -------------------------------------------------------------------------------------------
+
+
+def check(cfg: Config) -> None:
+    """Print one line if nothing is known that would end this run at its start.
+
+    Raises: UserError as the run would, for settings, tokens, mesh, and, where process 0 is to be, its directory; and if
+    it would be started again before the others have noticed its end.
+    """
+    tokens(cfg)
+    options.parse(cfg.run.compiler_options)
+    count, wait = told("JAX_NUM_PROCESSES", "AXIS_PROCESSES"), told("AXIS_RESTART_WAIT")
+    if wait is not None:
+        check_restarts(cfg, wait)
+    plan = check_mesh(cfg, count or 1)
+    where = "process 0 knows where it goes on from"
+    if os.environ.get("JAX_PROCESS_ID", "0") == "0":
+        where = check_directory(cfg)
+    print(f"checked    {cfg.run.name}: {plan.params_total:,} parameters on mesh {cfg.mesh}, {count or 1} "
+          f"process{'es' * ((count or 1) > 1)}; {where}")  # fmt: skip
+
+
+def told(*names: str) -> int | None:
+    """The number in the first of these environment variables that is set. Raises: UserError if it is none."""
+    for name in names:
+        if value := os.environ.get(name):
+            if not value.isdecimal() or (name != "AXIS_RESTART_WAIT" and value == "0"):
+                raise UserError(f"{name}={value}: should be a whole number")
+            return int(value)
+    return None
+
+
+def check_restarts(cfg: Config, wait: int) -> None:
+    """Raises: UserError if the start that follows a failure would come too early, or delete what the run has done."""
+    silent, most = cfg.run.peer_timeout_s, wait - LATE_S
+    if wait < (least := silent + LATE_S):
+        raise UserError(
+            f"RESTART_WAIT={wait}: the others notice after run.peer_timeout_s={silent} s that a process is gone, and "
+            f"have ended {LATE_S} s later ({silent} + {LATE_S} = {least}); set RESTART_WAIT={least}"
+            + (f", or --run.peer_timeout_s {most}" if most > 0 else ""))  # fmt: skip
+    if cfg.run.restart:
+        raise UserError("--run.restart with --restarts: each start after a failure would delete what was done before "
+                        "it; leave out one of them, or take another --run.name")  # fmt: skip
+
+
+def check_mesh(cfg: Config, processes: int) -> planner.Plan:
+    """The plan, as far as it is known without devices.
+
+    Raises: UserError if the model does not split over the mesh, there are too few devices, or too little memory.
+    """
+    on_cpu, of_each = cfg.run.devices or utils.only_cpu(), 1
+    if cfg.run.devices:
+        of_each = utils.devices_of_each(cfg.run.devices, processes)
+    elif on_cpu:
+        of_each = jax.config.jax_num_cpu_devices if jax.config.jax_num_cpu_devices > 0 else 1
+    if on_cpu:
+        sharding.check_enough(cfg.mesh, of_each * processes, "cpu")
+    here = min(of_each, cfg.mesh.devices)
+    plan = planner.plan(cfg, limit_bytes=utils.share_of_memory(here) if on_cpu else None)
+    refuse_too_large(plan)
+    return plan
+
+
+def check_directory(cfg: Config) -> str:
+    """Where a run would begin. Raises: UserError if its directory cannot be written, or is not that of this run."""
+    directory = Path(cfg.run.dir) / cfg.run.name
+    check_writable(directory)
+    if done := look(cfg, directory, "none"):
+        return f"it is complete, with {done} steps"
+    step = None if cfg.run.restart else checkpoint.latest_step(directory / "checkpoints", print, "none")
+    if step is None:
+        if ours := os.environ.get("AXIS_HOST"):  # how the launcher names this host; it may have other names
+            check_place(directory, [checkpoint.keeper(directory / "checkpoints")], ours)
+        source = cfg.run.init_from
+        if source and not os.path.isdir(f"{source}/weights") and not checkpoint.found(f"{source}/checkpoints"):
+            raise UserError(f"no checkpoint in {source}/checkpoints")
+        return "it starts at step 0"
+    return f"it goes on from step {step} of {cfg.run.steps}"

@@ -1,0 +1,51 @@
+"""A server from its first request to its last."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+
+import uvicorn
+
+from generate.engine import Engine
+from serve.app import Server
+from serve.metrics import Metrics
+from serve.protocol import Served
+from serve.worker import Worker
+
+
+class Uvicorn(uvicorn.Server):
+    capture_signals = contextlib.nullcontext  # `run` has its own
+
+
+async def run(
+    knock: socket.socket, served: Served, engine: Engine, waiting: int, api_key: str = "", timeout_s: float = 600
+) -> int:
+    """Answer who comes to a socket, until a signal; then finish what was begun. A second signal ends at once.
+
+    Returns: an exit status, 1 if the engine failed.
+    """
+    metrics, loop = Metrics(), asyncio.get_running_loop()
+    worker = Worker(engine, waiting, metrics)
+    server = Server(served, worker, metrics, api_key, timeout_s)
+    # A client that reads slowly may go on for 5 s after all texts are done.
+    http = Uvicorn(uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+
+    async def end() -> None:
+        await worker.finished()
+        http.should_exit = True
+
+    def drain() -> None:
+        if server.draining:
+            http.should_exit = http.force_exit = True
+            return
+        print(f"draining   {worker.running} texts are running and {worker.waiting} waiting", flush=True)
+        server.draining = loop.create_task(end())
+
+    worker.failed = drain
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+    address, port, *_ = knock.getsockname()
+    print(f"ready      http://{f'[{address}]' if ':' in address else address}:{port} has {served.model}", flush=True)
+    await http.serve(sockets=[knock])
+    return 0 if worker.stop() else 1

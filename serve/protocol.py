@@ -1,0 +1,359 @@
+"""OpenAI's protocol: a request's JSON to texts of ours, and their texts to its JSON.
+
+What a client may leave out has the protocol's defaults, not those of `python -m generate`: temperature 1, every token
+may be drawn, and 16 tokens of a completion, or of a chat as many as there is room for.
+"""
+
+import codecs
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import tiktoken
+
+from generate.engine import Token
+from generate.sampling import MOST_ALTERNATIVES, Request
+from serve.worker import News, Text
+from utils import UserError, nearest
+
+MOST_TEXTS = 128  # of one request
+MOST_COMPLETION_LOGPROBS = 5  # as OpenAI's own
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+        kind = "server_error" if status >= 500 else kind
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def bad(param: str, message: str, code: str | None = None) -> Refused:
+    return Refused(400, message, param, code)
+
+
+# What is asked --------------------------------------------------------------------------------------------------------
+
+# Parameters of the protocol that change nothing here.
+UNUSED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Those that we do not have, the values that ask for nothing, and what would work.
+NOT_HERE = {
+    "presence_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
+    "frequency_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
+    "logit_bias": (({},), "top_k, top_p and min_p choose among tokens"),
+    "echo": ((False,), "put the prompt in front of the text yourself"),
+    "suffix": (("",), "texts are continued at their end alone"),
+    "best_of": ((1,), "ask for n texts with logprobs, and choose"),
+    "tools": (([],), "describe them in the prompt, and read the text"),
+    "tool_choice": (("none", "auto"), "describe them in the prompt, and read the text"),
+    "functions": (([],), "describe them in the prompt, and read the text"),
+    "function_call": (("none", "auto"), "describe them in the prompt, and read the text"),
+    "parallel_tool_calls": ((True, False), "describe them in the prompt, and read the text"),
+    "response_format": (({"type": "text"},), 'leave it, or give {"type": "text"}'),
+    "modalities": ((["text"],), "leave it: texts are all there is"),
+    "reasoning_effort": (("none",), "leave it"),
+}  # fmt: skip
+SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "n", "max_tokens",
+          "stream", "stream_options", "logprobs")  # fmt: skip
+COMPLETION = (*SHARED, "prompt")
+CHAT = (*SHARED, "messages", "max_completion_tokens", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was understood.
+
+    texts  n for each prompt, in order
+    """
+
+    model: str
+    texts: list[Text]
+    n: int
+    chat: bool
+    stream: bool
+    usage: bool  # send what was used at the end of a stream
+    logprobs: bool
+
+
+@dataclass(frozen=True)
+class Served:
+    """What requests are for."""
+
+    model: str
+    encoding: tiktoken.Encoding
+    context: int
+
+    def asked(self, body: bytes, chat: bool) -> Asked:
+        """Raises: Refused."""
+        values = read_json(body)
+        known = CHAT if chat else COMPLETION
+        for name in [*values]:
+            if values[name] is None or name in UNUSED:
+                del values[name]
+            elif name in NOT_HERE:
+                nothing, instead = NOT_HERE[name]
+                if values.pop(name) not in nothing:
+                    raise bad(name, f"{name} is not supported; {instead}")
+            elif name not in known:
+                raise bad(name, f"{name!r} is not a parameter; {nearest(name, known)}")
+        self.check_model(_of(values, "model", str, None))
+        stream, n = _of(values, "stream", bool, False), _of(values, "n", int, 1)
+        options = _of(values, "stream_options", dict, {})
+        if options and not stream:
+            raise bad("stream_options", "stream_options is for a stream; give stream=true, or leave it")
+        prompts = [self.chat_prompt(values)] if chat else self.prompts(values)
+        if n < 1 or n * len(prompts) > MOST_TEXTS:
+            raise bad("n", f"n={n} texts of {len(prompts)} prompts: 1 to {MOST_TEXTS} texts can be asked for at a time")
+        settings = self.settings(values, chat)
+        seed = settings.seed
+        texts = [Text(self.encoding, dataclasses.replace(settings, seed=seed + at), prompt, self.context)
+                 for at, prompt in enumerate(prompt for prompt in prompts for _ in range(n))]  # fmt: skip
+        return Asked(self.model, texts, n, chat, stream, bool(options.get("include_usage")), _wants_logprobs(values))
+
+    def check_model(self, name: str | None) -> None:
+        if name is None:
+            raise bad("model", f"model is missing; this server has {self.model!r}")
+        if name != self.model:
+            why = f"the model {name!r} is not here; this server has {self.model!r}"
+            raise Refused(404, why, "model", "model_not_found")
+
+    def settings(self, values: dict, chat: bool) -> Request:
+        rest = self.context if chat else 16
+        tokens = _of(values, "max_completion_tokens", int, _of(values, "max_tokens", int, rest))
+        stop = values.get("stop", [])
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list):
+            raise bad("stop", f"stop={stop!r}: should be a text, or a list of texts")
+        given = {name: _number(name, values[name]) for name in ("temperature", "top_p", "min_p", "repetition_penalty")
+                 if name in values}  # fmt: skip
+        try:
+            return Request(**{
+                "tokens": tokens, "temperature": 1.0, "top_p": 1.0, "top_k": values.get("top_k", 0),
+                "stop": (*stop, *([CHAT_STOP] if chat else [])), "seed": values.get("seed", secrets.randbits(32)),
+                "logprobs": _alternatives(values, chat)} | given)  # fmt: skip
+        except UserError as error:
+            name = str(error).partition("=")[0]
+            said = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+            raise bad(said if name == "tokens" else name, str(error).replace("tokens=", f"{said}=", 1)) from error
+
+    def prompts(self, values: dict) -> list[list[int]]:
+        """Tokens of each prompt: a text, or token ids, or a list of either."""
+        prompt = _of(values, "prompt", (str, list), None)
+        if prompt is None:
+            raise bad("prompt", "prompt is missing; give a text, token ids, or a list of either")
+        is_one = isinstance(prompt, str) or (prompt and all(isinstance(x, int) for x in prompt))
+        found = [self.ids(one) for one in ([prompt] if is_one else prompt)]
+        if not found:
+            raise bad("prompt", "prompt=[]: no text to continue; an empty text is ''")
+        return found
+
+    def ids(self, prompt) -> list[int]:
+        """A text's tokens, after end of text; token ids as they are."""
+        if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise bad("prompt", f"prompt: not UTF-8 ({error.reason} at character {error.start})") from error
+            found = [self.encoding.eot_token, *self.encoding.encode_ordinary(prompt)]
+        else:
+            found = prompt
+            whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
+            if not whole or not found:
+                raise bad("prompt", "prompt: should be a text, token ids, or a list of either, none of them empty")
+            if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab]:
+                raise bad("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
+        if (excess := len(found) + 1 - self.context) > 0:
+            more = ", the end of text before it included," if isinstance(prompt, str) else ""
+            raise bad("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of {self.context} "
+                      f"tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
+        return found
+
+    def chat_prompt(self, values: dict) -> list[int]:
+        messages = _of(values, "messages", list, None)
+        if not messages:
+            raise bad("messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]')
+        return self.ids(chat_text([_message(message, f"messages[{n}]") for n, message in enumerate(messages)]))
+
+
+ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+CHAT_STOP = "\nUser:"
+
+
+def chat_text(messages: list[tuple[str, str]]) -> str:
+    """Messages as one text to continue: `Role: content`, an empty line between, and `Assistant:` at the end.
+
+    Models that were trained on plain text know such transcripts. The answer ends where the user would speak.
+    """
+    return "\n\n".join([f"{ROLES[role]}: {content}" for role, content in messages] + ["Assistant:"])
+
+
+def _message(message, name: str) -> tuple[str, str]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise bad("messages", f'{name}: should be {{"role": .., "content": ..}}, with a role of {", ".join(ROLES)}')
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str):
+        raise bad("messages", f'{name}: content should be a text, or a list of {{"type": "text", "text": ..}}')
+    return message["role"], content
+
+
+def read_json(body: bytes) -> dict:
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON: {type(error).__name__}: {error}") from error
+    if not isinstance(values, dict):
+        raise Refused(400, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}')
+    return values
+
+
+def _of(values: dict, name: str, kind: type | tuple, default):
+    value = values.get(name, default)
+    wrong_bool = isinstance(value, bool) and kind is not bool
+    if value is not default and (not isinstance(value, kind) or wrong_bool):
+        kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise bad(name, f"{name}={value!r:.60}: should be of type {kinds}")
+    return value
+
+
+def _number(name: str, value) -> float:
+    """A float of what JSON says is a number; what does not fit in one is infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise bad(name, f"{name}={value!r:.60}: should be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _wants_logprobs(values: dict) -> bool:
+    return values.get("logprobs", False) is not False
+
+
+def _alternatives(values: dict, chat: bool) -> int:
+    """How many likeliest tokens are asked for beside each that is drawn."""
+    if not chat:
+        most, found = MOST_COMPLETION_LOGPROBS, _of(values, "logprobs", int, 0) if "logprobs" in values else 0
+        name = "logprobs"
+    else:
+        wanted = _of(values, "logprobs", bool, False)
+        most, found, name = MOST_ALTERNATIVES, _of(values, "top_logprobs", int, 0), "top_logprobs"
+        if found and not wanted:
+            raise bad(name, "top_logprobs needs logprobs=true")
+    if not 0 <= found <= most:
+        raise bad(name, f"{name}={found}: must lie from 0 to {most}")
+    return found
+
+
+# What is answered -----------------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """One text on its way to the client.
+
+    pending  tokens of it that were drawn, and not sent yet
+    """
+
+    def __init__(self, asked: Asked, index: int, encoding: tiktoken.Encoding):
+        self.asked, self.index, self.text, self.encoding = asked, index, asked.texts[index], encoding
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.pending: list[Token] = []
+        self.sent, self.offset = 0, 0  # characters that were sent, and that stand before the first pending token
+        self.begun = False
+
+    def part(self, piece: str, ended: str, delta: bool) -> dict:
+        """A piece of the text as JSON, with the tokens that begin in it. delta: as a part of a stream"""
+        self.sent += len(piece)
+        logprobs = self.logprobs(ended) if self.asked.logprobs else None
+        finish = {"logprobs": logprobs, "finish_reason": ended or None}
+        if not self.asked.chat:
+            return {"index": self.index, "text": piece} | finish
+        role = {} if delta and self.begun else {"role": "assistant"}
+        content = {} if delta and self.begun and not piece else {"content": piece}
+        self.begun = True
+        return {"index": self.index, "delta" if delta else "message": role | content} | finish
+
+    def logprobs(self, ended: str) -> dict:
+        """Of tokens that are sent. One that begins behind a stop never is; a cut character's are, with the last."""
+        shown = []
+        while self.pending and (self.offset < self.sent or ended == "length"):
+            shown.append((self.pending.pop(0), self.offset))
+            self.offset += len(self.decoder.decode(self.encoding.decode_single_token_bytes(shown[-1][0].id)))
+        return self.of_chat(shown) if self.asked.chat else self.of_completion(shown)
+
+    def of_completion(self, shown: list[tuple[Token, int]]) -> dict:
+        asks = bool(self.text.settings.logprobs)
+        likeliest = lambda token: {self.word(id): _finite(logprob) for id, logprob in token.alternatives}
+        return {
+            "tokens": [self.word(token.id) for token, _ in shown],
+            "token_logprobs": [_finite(token.logprob) for token, _ in shown],
+            "top_logprobs": [likeliest(token) for token, _ in shown] if asks else None,
+            "text_offset": [offset for _, offset in shown],
+        }
+
+    def of_chat(self, shown: list[tuple[Token, int]]) -> dict:
+        raw = lambda id: [*self.encoding.decode_single_token_bytes(id)]
+        one = lambda id, logprob: {"token": self.word(id), "logprob": _finite(logprob), "bytes": raw(id)}
+        more = lambda token: {"top_logprobs": [one(*pair) for pair in token.alternatives]}
+        return {"content": [one(token.id, token.logprob) | more(token) for token, _ in shown], "refusal": None}
+
+    def word(self, id: int) -> str:
+        return self.encoding.decode_single_token_bytes(id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(-9999.0, logprob)
+
+
+class Answers:
+    """The JSON of one request's answer, whole or as a stream."""
+
+    def __init__(self, asked: Asked, encoding: tiktoken.Encoding):
+        self.asked = asked
+        self.choices = [Choice(asked, index, encoding) for index in range(len(asked.texts))]
+        kind = "chat.completion" if asked.chat else "text_completion"
+        self.kind = kind + (".chunk" if asked.stream and asked.chat else "")
+        prefix = "chatcmpl" if asked.chat else "cmpl"
+        self.about = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": self.kind, "created": int(time.time()),
+                      "model": asked.model}  # fmt: skip
+
+    def usage(self) -> dict:
+        """Prompts count once, whatever n; end of text before them counts too."""
+        prompt = sum(len(text.prompt) for text in self.asked.texts[:: self.asked.n])
+        drawn = sum(len(text.tokens) for text in self.asked.texts)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    def whole(self) -> dict:
+        choices = [choice.part(choice.text.text, choice.text.ended, delta=False) for choice in self.choices]
+        return self.about | {"choices": choices, "usage": self.usage()}
+
+    def add(self, news: News) -> bytes:
+        """What a stream sends now; nothing, while a character or a stop is not whole."""
+        choice = self.choices[news.index]
+        choice.pending += news.tokens
+        if not self.asked.stream or not (news.piece or news.ended):
+            return b""
+        part = choice.part(news.piece, news.ended, delta=True)
+        return event(self.about | {"choices": [part]} | ({"usage": None} if self.asked.usage else {}))
+
+    def last(self) -> Iterator[bytes]:
+        if self.asked.usage:
+            yield event(self.about | {"choices": [], "usage": self.usage()})
+        yield b"data: [DONE]\n\n"
+
+
+def event(value: dict) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"

@@ -1,0 +1,178 @@
+"""Claims about texts and answers: tokens are cut where the harness cuts them, and a kill loses no answer."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import model
+import sharding
+from config import preset, replace
+from data import tokenizers
+from evaluate.answering import Answerer
+from evaluate.answers import Answers
+from evaluate.runs import Run
+from generate import Request
+from tests import helpers
+from utils import UserError
+
+CFG = preset("tiny", **{"data.seq_len": 30})
+MERGES = [b"ca", b"cat", b" cat", b"at"]
+CAT, SPACE_CAT = 257, 258
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model of random weights, and a tokenizer of bytes and a few words. It never ends a text."""
+    ranks = tmp_path_factory.mktemp("answers") / "few.bpe"
+    with ranks.open("wb") as file:
+        tokens = [bytes([byte]) for byte in range(256)] + MERGES
+        tokenizers.write_ranks(file, {token: rank for rank, token in enumerate(tokens)})
+    encoding = tokenizers.load(f"bpe:{ranks}")
+    params = helpers.draw(model.declare(CFG.model), seed=1)
+    params.unembedding_DV[:, encoding.eot_token] = 0
+    mesh = sharding.make_mesh("", jax.local_devices()[:1])
+    return Run("few", CFG, jax.device_put(params), mesh, encoding, None, None, "digest")
+
+
+@pytest.fixture(scope="module")
+def answerer(run):
+    made = Answerer(run, rows=2)
+    made.rows = 4  # of texts
+    return made
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "context, continuation, want",
+    [
+        ("a", " cat", ([97], [SPACE_CAT])),
+        ("a ", "cat", ([97], [SPACE_CAT])),  # the space belongs to what follows
+        ("a\n", "\ncat", ([97], [10, 10, CAT])),  # and so does a line's end
+        ("a", "cat", ([97], [CAT])),
+        ("ca", "t at", ([256], [32, 259])),  # together it is one token: it counts as the context's
+        ("", "cat", ("end", [CAT])),
+        (" ", "cat", ("end", [SPACE_CAT])),
+        ("a<|endoftext|>", "b", ([97, *b"<|endoftext|>"], [98])),
+    ],
+)
+def test_a_pair_is_cut_as_the_harness_cuts_it(context, continuation, want, answerer):
+    """Catches a continuation that is encoded on its own, spaces left behind, and a first token after nothing.
+
+    The cut of "ca" + "t at" is the harness's: as many tokens are taken off as the context has alone.
+    """
+    end = answerer.encoding.eot_token
+    assert answerer.encode_pair(context, continuation) == ([end] if want[0] == "end" else want[0], want[1])
+
+
+def test_a_token_before_each_text(run):
+    """Catches one that is put before continuations too, or forgotten where there is no context."""
+    with_bos = Answerer(run, bos=tokenizers.END_OF_TEXT)
+    end = run.encoding.eot_token
+    assert with_bos.encode_pair("a ", "cat") == ([end, 97], [SPACE_CAT])
+    assert with_bos.encode_pair("", "cat") == ([end], [CAT])
+    with pytest.raises(UserError, match=r"--bos <s>: not a special token of 'bpe:\S+'; it has <\|endoftext\|>"):
+        Answerer(run, bos="<s>")
+
+
+def test_what_cannot_be_asked_is_refused(run, answerer):
+    """Catches a continuation without a token, whose probability would be 1, and texts without a tokenizer."""
+    with pytest.raises(UserError, match="'t' after 'ca': this tokenizer leaves it no token of its own"):
+        answerer.encode_pair("ca", "t")
+    with pytest.raises(UserError, match="few names no tokenizer, and tasks are texts; name it with --tokenizer"):
+        Answerer(dataclasses.replace(run, encoding=None))
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+ASKED = [("a cat", " cat"), ("", "at"), ("a cat", " cat"), ("abc ", "cat cat"), ("b", "c\n\n"), ("a cat, a cat", " b")]
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(answerer, batches):
+    """The process dies before its next batch."""
+    left = iter(range(batches))
+
+    def of_batch(rows, run=answerer.scorer.of_batch):
+        if next(left, None) is None:
+            raise Killed
+        return run(rows)
+
+    answerer.scorer.of_batch = of_batch
+
+
+def test_a_kill_loses_no_answer(run, answerer, tmp_path):
+    """Catches an answer that is asked twice, or taken for another's, and a row cut in two that spoils the rest."""
+    want = answerer.loglikelihood(ASKED)
+    file = tmp_path / "answers.jsonl"
+    first = Answerer(run, rows=2, cache=str(file))
+    first.scorer.scores = answerer.scorer.scores
+    killed_after(first, 1)
+    with pytest.raises(Killed):
+        first.loglikelihood(ASKED)
+    assert len(file.read_text().splitlines()) == 1 + 2
+    file.write_text(file.read_text() + '{"key": "ab')
+
+    again = Answerer(run, rows=2, cache=str(file))
+    again.scorer.scores = answerer.scorer.scores
+    killed_after(again, 2)  # of 5 different requests 3 are left
+    assert again.loglikelihood(ASKED) == want
+    rows = [json.loads(row) for row in file.read_text().splitlines()]
+    assert len(rows) == 1 + 5 == 1 + len({row.get("key") for row in rows[1:]})
+    killed_after(again, 0)
+    assert again.loglikelihood(ASKED[::-1]) == want[::-1]
+
+
+@pytest.mark.parametrize(
+    "changed, why",
+    [(dict(digest="other"), "weights"), (dict(cfg=replace(CFG, **{"data.seq_len": 18})), "seq_len")],
+)
+def test_answers_of_another_model_are_refused(changed, why, run, tmp_path):
+    """Catches a table of numbers that another checkpoint has earned."""
+    file = tmp_path / "answers.jsonl"
+    Answerer(run, cache=str(file))
+    with pytest.raises(UserError, match=rf"--cache {file} holds answers of another model \({why}"):
+        Answerer(dataclasses.replace(run, **changed), cache=str(file))
+    file.write_text('{"a": 1}\n')
+    with pytest.raises(UserError, match=rf"--cache {file} is no file of answers; name another"):
+        Answerer(run, cache=str(file))
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+CONTEXTS = ["a cat", "b", "at" * 40]  # always three together: one shape
+
+
+def test_texts_end_where_they_should(answerer):
+    """Catches a text with its prompt, one that goes past a stop, answers in the order of their batches, and a context
+    so long that nothing fits behind it."""
+    how = dict(tokens=7, temperature=0.0)
+    fitted = ["a cat", "b", "at" * (30 - 7 - 1)]
+    whole = [one.text for one in answerer.sampler.write([Request(prompt=prompt, **how) for prompt in fitted])]
+    asked = lambda **more: [(context, how | more) for context in CONTEXTS]
+    assert answerer.continued(asked()) == whole and len(set(whole)) == 3
+    first = whole[0][2]
+    assert answerer.continued(asked(stop=(whole[0][4:], first)))[0] == whole[0].partition(first)[0] != whole[0]
+    with pytest.raises(UserError, match=r"up to 29 new tokens, .* data.seq_len=30; --seq_len allows more"):
+        answerer.continued([("a", how | {"tokens": 29})])
+
+
+def test_a_draw_is_another_each_time(answerer, monkeypatch):
+    """Catches one draw that is counted as many where a task asks for several, and an order that changes them."""
+    how = {"tokens": 7, "temperature": 2.0, "top_k": 0, "top_p": 1.0}
+    _, b, long = [(context, how) for context in CONTEXTS]
+    found = asked_anew(answerer, monkeypatch, [long, b, long])
+    assert len(set(found)) == 3
+    assert asked_anew(answerer, monkeypatch, [b, long, long]) == [found[1], found[0], found[2]]
+
+
+def asked_anew(answerer, monkeypatch, requests):
+    monkeypatch.setattr(answerer, "answers", Answers("", {}))
+    return answerer.continued(requests)

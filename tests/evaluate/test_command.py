@@ -1,0 +1,162 @@
+"""Claims about `python -m evaluate`: its loss is that of training, and what cannot be done is said in one line."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from data import prepare
+from evaluate.__main__ import main
+from evaluate.runs import open_run
+from tests import test_training
+from tests.test_training import SMALL
+from weights import convert, slim
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests/weights/fixtures"
+
+
+def command(*argv):
+    """Exit status, what it printed, what it complained about."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(word) for word in argv])
+    return status, out.getvalue(), err.getvalue()
+
+
+def refused(*argv):
+    """The one line that says why."""
+    status, out, err = command(*argv)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    return err.removeprefix("error: ").removesuffix("\n")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A run of two steps, its tokens, and others: of random bytes, and of another vocabulary."""
+    home = tmp_path_factory.mktemp("evaluate")
+    (home / "texts").mkdir()
+    for n in range(9):
+        (home / "texts" / f"{n}.txt").write_text("abcd efgh. " * (23 + n))
+    prepare.prepare(prepare.Arguments(str(home / "tokens"), f"text:{home}/texts/*.txt", "bytes", val_share=0.4))
+    random = np.random.default_rng(0).integers(0, 256, 900)
+    prepare.from_ids(random, str(home / "random"), tokenizer="bytes", val_share=0.5)
+    prepare.from_ids(random, str(home / "others"), vocab_size=256, val_share=0.5)
+    flags = [*SMALL, "--data.path", home / "tokens", "--run.dir", home, "--run.steps", "2", "--run.compile_cache", ""]
+    # Experts that drop tokens: the loss depends on it.
+    status, _, err = test_training.run([*flags, "--model.capacity_factor", "1"])
+    assert (status, err) == (0, "")
+    return home
+
+
+@pytest.fixture(scope="module")
+def converted(home):
+    convert.from_hf(FIXTURES / "llama", home / "llama")
+    return home / "llama"
+
+
+# Loss -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_training(home):
+    """Catches experts that drop no token here, another split, targets counted twice, a batch that does not fit the
+    mesh, and numbers that do not follow from each other."""
+    want = test_training.rows(home / "small", "eval")[-1]
+    assert want["full"]
+    # 16 sequences do not split over 3 devices: 18 are taken, and the split is read once all the same.
+    argv = home / "small", "--perplexity", home / "tokens", "--mesh", "data=3"
+    status, out, err = command(*argv, "--json")
+    got = json.loads(out)
+    assert (status, err, got["step"], got["whole"]) == (0, "", 2, True)
+    assert got["tokens"] == want["tokens"]
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert got["bits_per_byte"] == pytest.approx(want["bits_per_byte"], rel=1e-5)
+    assert got["perplexity"] == pytest.approx(math.exp(want["loss"]), rel=1e-5)
+    header, row = command(*argv)[1].splitlines()
+    assert header.split() == ["tokens", "loss", "perplexity", "bits_per_byte"]
+    assert row.split() == [f"{got['tokens']:,}", *(f"{got[name]:.4f}" for name in header.split()[1:])]
+
+
+def test_other_tokens_are_measured_where_they_mean_the_same(home):
+    """Catches the run's own tokens read in place of those that are named, and ids of another tokenizer."""
+    status, out, _ = command(home / "small", "--perplexity", home / "random", "--json", "--batches", "1")
+    assert status == 0 and json.loads(out)["loss"] > 5 and not json.loads(out)["whole"]
+    assert refused(home / "small", "--perplexity", home / "others") == (
+        f"{home}/others holds ids of 'unknown', vocabulary 257, and {home}/small was trained on those of 'bytes', "
+        "vocabulary 257; prepare the text with the latter")  # fmt: skip
+    assert "no tokens at " in command(home / "small", "--perplexity", home / "none")[2]
+
+
+# What cannot be done --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_is_one_thing(home):
+    """Catches a flag that is ignored beside another."""
+    for more in ((), ("--tasks", "a", "--perplexity", "b")):
+        assert refused(home / "small", *more) == "say what to measure: either --tasks NAMES or --perplexity TOKENS"
+
+
+def test_a_folder_without_weights_is_refused(home, tmp_path):
+    """Catches a traceback where there is no run, or nothing in it."""
+    assert refused(tmp_path, "--perplexity", "x") == f"there is no {tmp_path}/config.json"
+    shutil.copy(home / "small" / "config.json", tmp_path)
+    assert refused(tmp_path, "--perplexity", "x") == f"no checkpoint in {tmp_path}/checkpoints"
+
+
+def test_the_harness_is_asked_for_by_its_extra(home, monkeypatch):
+    """Catches a traceback where it is not installed."""
+    found = importlib.util.find_spec
+    absent = lambda name, *more: None if name == "lm_eval" else found(name, *more)
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    want = "--tasks needs EleutherAI's lm-evaluation-harness: make extra-evaluate"
+    assert refused(home / "small", "--tasks", "hellaswag") == want
+
+
+def test_converted_weights_are_opened_with_a_tokenizer(converted, home, tmp_path):
+    """Catches texts as short as our own default where the model's are longer, a tokenizer that is guessed, that has
+    more ids than the model, or that a run knows better."""
+    run = open_run(str(converted))
+    assert (run.cfg.data.seq_len, run.encoding, run.step) == (64, None, None)
+    assert open_run(str(converted), seq_len=40).cfg.data.seq_len == 40
+    said = lambda tokenizer, run=converted: refused(run, "--perplexity", "x", "--tokenizer", tokenizer)
+    assert said(tmp_path / "none.json").startswith(f"--tokenizer {tmp_path}/none.json: there is no such file; name a ")
+    assert said("bytes") == (f"--tokenizer bytes: it has 257 ids, and {converted} a table of 98; name the tokenizer "
+                             "this model was trained with")  # fmt: skip
+    assert said("bytes", home / "small").endswith("small was trained on tokens of 'bytes'; leave it out")
+    (tmp_path / "broken.json").write_text("{}")
+    assert said(tmp_path / "broken.json").startswith(f"tokenizer 'json:{tmp_path}/broken.json': not a tokenizer.json")
+
+
+def test_weights_alone_are_a_run(home):
+    """Catches a folder of `slim` that is taken for converted weights: without a tokenizer, of no step."""
+    slim.slim(str(home / "small"), str(home / "alone"))
+    want, got = (open_run(str(home / name)) for name in ("small", "alone"))
+    assert (got.step, got.encoding.name, got.cfg.data.seq_len) == (2, "bytes", want.cfg.data.seq_len)
+    assert got.digest != want.digest
+    jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
+
+
+def test_two_processes_say_one_thing(home):
+    """Catches a process that asks for other rows than it holds, and numbers that are printed by each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
+    words = [sys.executable, "-m", "evaluate", home / "small", "--perplexity", home / "tokens", "--json",
+             "--devices", "2", "--mesh", "fsdp=2"]  # fmt: skip
+    both = [subprocess.Popen(words, cwd=ROOT, env=os.environ | told | {"JAX_PROCESS_ID": str(rank)}, text=True,
+                             stdout=subprocess.PIPE) for rank in range(2)]  # fmt: skip
+    first, second = (process.communicate(timeout=300)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0] and second == ""
+    want = test_training.rows(home / "small", "eval")[-1]
+    assert json.loads(first)["loss"] == pytest.approx(want["loss"], rel=1e-5)

@@ -1,0 +1,98 @@
+"""Claims about scores: they are those of the whole logits, on any mesh, whatever else is in the batch."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import model
+import pipeline
+import sharding
+from config import MeshConfig, preset, replace
+from evaluate.scoring import LEAST_POSITIONS, Scorer
+from tests import helpers
+from utils import UserError
+
+CFG = preset("tiny", **{"model.capacity_factor": 1.0})  # experts would drop tokens, were they trained
+T, V = CFG.data.seq_len, CFG.model.vocab_size
+RNG = np.random.default_rng(3)
+# Contexts and continuations: of one token, just as long as a text may be, longer, and of every shape between.
+SIZES = [(1, 1), (1, T), (T, 1), (9, 4), (T + 12, 5), (T, T), (2, 11), (6, 1), (3, 3)]
+PAIRS = [tuple(RNG.integers(0, V, n).tolist() for n in sizes) for sizes in SIZES]
+
+
+@functools.cache
+def weights():
+    """Every word of the upper half of the vocabulary says what one of the lower half says: equals, far apart."""
+    params = helpers.draw(model.declare(CFG.model), seed=1)
+    params.unembedding_DV[:, V // 2 :] = params.unembedding_DV[:, : V // 2]
+    return params
+
+
+def scorer(mesh="", rows=1):
+    mesh_config, declarations = MeshConfig.parse(mesh), model.declare(CFG.model)
+    mesh = sharding.make_mesh(mesh_config, None if mesh else jax.local_devices()[:1])
+    params = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), weights(), sharding.shapes(declarations, mesh))
+    return Scorer(replace(CFG, mesh=mesh_config), params, mesh, rows)
+
+
+@functools.cache
+def log_probabilities():
+    """Of each pair, float64 [T, V] after each of its last T tokens but one, from `pipeline.logits`; and the targets."""
+    cut = [(context + continuation)[-(T + 1) :] for context, continuation in PAIRS]
+    tokens_BT = np.array([row[:-1] + [0] * (T + 1 - len(row)) for row in cut], np.int32)
+    cfg = replace(CFG, **{"model.capacity_factor": 0.0})
+    logits = pipeline.logits(cfg, sharding.make_mesh("", jax.local_devices()[:1]))
+    logits_BTV = np.float64(logits(weights(), {"tokens_BT": tokens_BT}))
+    return [logits_TV - np.log(np.sum(np.exp(logits_TV), axis=-1, keepdims=True)) for logits_TV in logits_BTV], cut
+
+
+def wanted(pairs):
+    """Scores by a loop over tokens."""
+    tables, cut = log_probabilities()
+    for (_, continuation), log_TV, row in zip(pairs, tables, cut, strict=True):
+        last = len(row) - 1
+        tokens = list(zip(range(last - len(continuation), last), continuation, strict=True))
+        yield sum(log_TV[t, token] for t, token in tokens), all(np.argmax(log_TV[t]) == token for t, token in tokens)
+
+
+def check(found, pairs):
+    want = list(wanted(pairs))
+    # Float32, another order of sums.
+    np.testing.assert_allclose([found[n][0] for n in range(len(pairs))], [log for log, _ in want], rtol=1e-5, atol=2e-4)
+    assert [found[n][1] for n in range(len(pairs))] == [best for _, best in want]
+    return want
+
+
+def with_likely_ends():
+    """The same pairs; where one token is scored it is the likeliest, or the equal of it that comes later."""
+    tables, cut = log_probabilities()
+    pairs = [(context, list(continuation)) for context, continuation in PAIRS]
+    for n, shift in ((0, 0), (2, V // 2), (7, 0)):
+        pairs[n][1][-1] = int(np.argmax(tables[n][len(cut[n]) - 2])) + shift
+    return pairs
+
+
+@pytest.mark.parametrize("mesh", ["stage=2,tensor=2", "expert=2,context=2"])
+def test_scores_are_those_of_whole_logits(mesh):
+    """Catches a sum over padding or over the context, targets one place off, a cut on the right, tokens that experts
+    drop, another order of positions or rows; of words split over devices, a sum or a largest that stays partial, and
+    the later of two equals."""
+    pairs = with_likely_ends()
+    want = check(dict(scorer(mesh, len(PAIRS)).score(pairs)), pairs)
+    assert [best for _, best in want].count(True) == 2
+
+
+def test_shapes_are_few():
+    """Catches a compilation for every length, a batch whose last rows are lost, rows that see each other."""
+    one = scorer(rows=2)
+    check(dict(one.score(PAIRS)), PAIRS)
+    assert one.scores._cache_size() == len({LEAST_POSITIONS, T})
+
+
+def test_what_is_longer_than_a_text_is_refused():
+    """Catches a score of the end alone that is passed off as that of all."""
+    pairs = [([1], list(range(T + 1)))]
+    with pytest.raises(UserError, match=rf"^{T + 1} tokens .* data.seq_len={T}; --seq_len {T + 1} allows more$"):
+        next(scorer().score(pairs))

@@ -1,0 +1,145 @@
+"""A sample is drawn from what the model says: the cache changes how often a token is computed, not what comes out."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import model
+import pipeline
+import sharding
+from config import Config, preset, replace
+from generate.cache import empty_cache, extend
+from generate.engine import Engine, Job
+from generate.sampling import Request
+from tests import helpers, parity
+from tests.generate.models import CONFIGS, EOT, V, one_device, placed
+
+
+def full_forward(cfg: Config, params, tokens_BT):
+    """Logits [B, T, V] of whole rows at once, as in training."""
+    B, T = tokens_BT.shape
+    batch = {
+        "tokens_BT": tokens_BT,
+        "targets_BT": tokens_BT,
+        "positions_BT": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "segments_BT": np.ones((B, T), np.int32),
+        "weights_BT": np.ones((B, T), np.float32),
+    }
+    return np.asarray(pipeline.logits(cfg, one_device())(params, batch))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cached_logits_equal_the_full_forward(name):
+    """Catches a wrong slot, position, mask, layer number or absorbed projection; padding of a prompt that is looked at;
+    a token that depends on its neighbours in the batch."""
+    cfg = CONFIGS[name]
+    T, lengths_B = cfg.data.seq_len, np.array([1, 7, 12])
+    params = helpers.draw(model.declare(cfg.model), seed=1)
+    tokens_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (3, T), dtype=np.int32)
+    want_BTV = full_forward(cfg, params, tokens_BT)
+
+    run = extend(cfg.model, one_device())
+    s = lengths_B.max()
+    prompts_Bs = np.where(np.arange(s) < lengths_B[:, None], tokens_BT[:, :s], 3)
+    positions_Bs = np.tile(np.arange(s, dtype=np.int32), (3, 1))
+    cache = empty_cache(cfg.model, one_device(), 3, T)
+    got_BV, cache = run(params, cache, prompts_Bs, positions_Bs, lengths_B - 1)
+    rows = np.arange(3)
+    for at_B in [lengths_B + n for n in range(T)]:
+        known = at_B <= T  # a row that is full goes on, past its last slot, and is not looked at
+        # Float32, other order of sums.
+        np.testing.assert_allclose(got_BV[known], want_BTV[rows, np.minimum(at_B, T) - 1][known], rtol=1e-4, atol=1e-4)
+        tokens_B1 = tokens_BT[rows, np.minimum(at_B, T - 1)][:, None]
+        got_BV, cache = run(params, cache, tokens_B1, at_B[:, None], np.zeros(3, np.int32))
+    assert want_BTV.std() > 0.3, "logits this flat would agree whatever the cache holds"
+
+
+@pytest.mark.parametrize("n_heads, compute, itemsize", [(4, "float32", 4), (8, "bfloat16", 2)])
+def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, compute, itemsize):
+    """Catches a cache of keys and values of heads, or of another number format than activations have."""
+    c = preset("tiny", **{"model.n_heads": n_heads, "model.precision.compute": compute}).model
+    size = lambda slots: sum(x.nbytes for x in jax.tree.leaves(empty_cache(c, one_device(), 3, slots)))
+    assert size(1) == 3 * c.n_layers * (c.d_kv_latent + c.d_rope) * itemsize
+    assert size(7) == 7 * size(1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "gqa, softmax router, no bias, none shared"])
+def test_a_row_is_extended_as_if_all_were(name):
+    """Catches a prompt that is written to another sequence's row, or in pieces at other positions; logits after another
+    token than each of those wanted."""
+    cfg, mesh = CONFIGS[name], sharding.make_mesh("fsdp=2,context=2")
+    params, B, T, S = placed(cfg, mesh), 6, 7, 10
+    tokens_BT = np.random.default_rng(2).integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
+    positions_BT = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    every_BT = np.tile(np.arange(T), (B, 1))
+    whole, one = extend(cfg.model, mesh), extend(cfg.model, mesh, rows=True)
+    want_BTV, want = whole(params, empty_cache(cfg.model, mesh, B, S), tokens_BT, positions_BT, every_BT)
+    got, got_BTV = empty_cache(cfg.model, mesh, B, S), np.zeros(want_BTV.shape, np.float32)
+    for at in (2, 0, 1):  # of the three rows that each of two devices holds
+        rows = np.array([at, 3 + at])
+        for piece in (slice(0, 4), slice(4, T)):
+            logits, got = one(params, got, tokens_BT[rows, piece], positions_BT[rows, piece],
+                              every_BT[:2, : piece.stop - piece.start], np.full(2, at, np.int32))  # fmt: skip
+            got_BTV[rows, piece] = logits
+    np.testing.assert_allclose(got_BTV, want_BTV, rtol=0, atol=1e-5)  # float32, other order of sums
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), got, want)
+
+
+def test_the_cache_lies_where_its_axes_say():
+    """Catches slots, sequences, heads or layers that every device holds."""
+    cfg = CONFIGS["gqa, softmax router, no bias, none shared"]
+    for mesh, parts in (("context=2,tensor=2", 4), ("fsdp=2,expert=2", 4), ("data=2,context=4", 8), ("stage=2", 2)):
+        cache = empty_cache(cfg.model, sharding.make_mesh(mesh), 4, 12)
+        for x in jax.tree.leaves(cache):
+            assert x.nbytes == parts * x.addressable_shards[0].data.nbytes, mesh
+
+
+# Any mesh -------------------------------------------------------------------------------------------------------------
+
+GQA = CONFIGS["gqa, softmax router, no bias, none shared"]
+OVERLAPPED = {"work.gather": "step", "work.tensor_exchange": "ring"}
+ON_MESHES = [
+    *[(preset("tiny"), mesh) for mesh in ("data=3", "stage=2", "fsdp=2", "expert=2", "context=2", "tensor=2")],
+    *[(preset("tiny"), mesh) for mesh in ("stage=2,fsdp=2", "fsdp=2,expert=2", "context=2,tensor=2")],
+    *[(GQA, mesh) for mesh in ("stage=2,tensor=2", "context=2,tensor=2")],
+    (CONFIGS["gqa in parallel, LayerNorm, biases, half rotary"], "context=2,tensor=2"),
+    *[(replace(cfg, **OVERLAPPED), mesh) for cfg, mesh in ((preset("tiny"), "stage=2,tensor=2"), (GQA, "tensor=2"))],
+]
+
+
+@functools.cache
+def continued(cfg: Config, mesh: str):
+    """What three requests draw, and the logits they drew from, on a mesh."""
+    mesh = sharding.make_mesh(mesh)
+    engine = Engine(cfg, placed(cfg, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=16, piece=4)
+    jobs = {name: Job([EOT, *name.encode()], Request(temperature=t, seed=3), room)
+            for name, room, t in (("abcde", 5, 0.0), ("b", 4, 0.0), ("cdefghi", 6, 1.5))}  # fmt: skip
+    logits = {name: [] for name in jobs}
+
+    def kept(logits_nV, given, rows, give=engine.give):
+        for name, job in jobs.items():
+            if job in given:
+                logits[name].append(np.asarray(logits_nV[given.index(job)]))
+        return give(logits_nV, given, rows)
+
+    engine.give = kept
+    for job in jobs.values():
+        engine.submit(job)
+    while not engine.idle:
+        engine.step()
+    return [[token.id for token in job.tokens] for job in jobs.values()], np.concatenate([*logits.values()])
+
+
+@pytest.mark.parametrize(
+    "cfg, mesh", ON_MESHES, ids=[f"{cfg.model.attention} {cfg.model.norm} {mesh}" for cfg, mesh in ON_MESHES]
+)
+def test_the_mesh_changes_where_a_text_is_made_not_what(cfg, mesh):
+    """Catches a stage that works before its turn, on another's cache or with its layer numbers; heads or words in the
+    wrong place; a dummy token that is written to the cache; a partial sum; noise that depends on the devices; where the
+    program was compiled before, collectives of branches that hang (stage=2,fsdp=2)."""
+    (want, want_logits), (got, got_logits) = continued(replace(cfg, **parity.PLAIN), "data=1"), continued(cfg, mesh)
+    assert got == want
+    # Float32, other order of sums.
+    np.testing.assert_allclose(got_logits, want_logits, rtol=0, atol=2e-5 * np.abs(want_logits).max())

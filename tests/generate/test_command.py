@@ -1,0 +1,205 @@
+"""The command `python -m generate`: where prompts come from, what is printed, what is refused."""
+
+import contextlib
+import importlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from generate.sampling import Request
+from tests.generate.models import rule_text
+
+ROOT = Path(__file__).parent.parent.parent
+command = importlib.import_module("generate.__main__")
+
+
+def run(*argv, stdin=b""):
+    """Run the command in this process: exit status, what it printed, what it complained about."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = command.main([str(word) for word in argv])
+        except SystemExit as exit:  # from the parser
+            status = exit.code
+        finally:
+            sys.stdin = before
+    return status, out.getvalue(), err.getvalue()
+
+
+def requests_of(*argv, stdin=b"", monkeypatch):
+    """The requests a command line makes."""
+    made = []
+    monkeypatch.setattr(command.generate, "load", lambda directory, **how: directory)
+    monkeypatch.setattr(command, "show", lambda sampler, requests, as_json: made.extend(requests))
+    assert run("runs/none", *argv, stdin=stdin) == (0, "", "")
+    return made
+
+
+def test_prompts_come_from_flags_files_and_standard_input(tmp_path, monkeypatch):
+    """Catches a source that is ignored, a line that is cut at a form feed or keeps its line end, settings of flags that
+    do not reach every text, and settings of a line that do not win."""
+    ask = lambda *argv, **more: requests_of(*argv, **more, monkeypatch=monkeypatch)
+    assert ask() == [Request("")]
+    assert ask("--prompt", "") == [Request("")]
+    flags = "--tokens 5 --temperature 0.5 --top-k 7 --top_p 0.9 --seed 3".split()
+    want = dict(tokens=5, temperature=0.5, top_k=7, top_p=0.9)
+    assert ask("--prompt", "a", "b c", *flags) == [Request("a", **want, seed=3), Request("b c", **want, seed=4)]
+
+    text = 'd\x0ce\u2028 f\r\n\n{"prompt": "g\\nh", "top_k": 2, "temperature": 1}\n{"seed": 9}\n'
+    (tmp_path / "prompts").write_text(text, encoding="utf-8", newline="")
+    listed = [
+        Request("d\x0ce\u2028 f", **want, seed=4),
+        Request("g\nh", **want | {"top_k": 2, "temperature": 1}, seed=5),
+        Request("", **want, seed=9),
+    ]
+    flags = ["--prompt", "a", *flags, "--prompts"]
+    assert ask(*flags, tmp_path / "prompts") == [Request("a", **want, seed=3), *listed]
+    assert ask(*flags, "-", stdin=text.encode()) == [Request("a", **want, seed=3), *listed]
+
+
+def test_the_command_continues_a_text(run_directory):
+    """Catches a command that works in tests only: a process of its own, UTF-8 through a pipe, the text as it grows."""
+    process = subprocess.run(
+        [sys.executable, "-m", "generate", run_directory, "--prompts", "-", "--tokens", "9", "--temperature", "0"],
+        input="→!".encode(), cwd=ROOT, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert process.stderr.decode() == f"reading    step 200 of {run_directory}/checkpoints\n"
+    assert process.stdout.decode() == rule_text("→!", 9) + "\n"
+    assert process.returncode == 0
+
+
+def test_the_command_prints_what_it_is_asked_for(run_directory):
+    """Catches continuations in the wrong order, JSON that cannot be read back, and a cut text that is passed off as
+    whole."""
+    argv = [run_directory, "--prompt", "!", "b", "--temperature", "0", "--seed", "4"]
+    status, out, err = run(*argv, "--tokens", "20")
+    assert (status, err.count("\n")) == (0, 1), "which step it reads, and nothing else"
+    assert out == f"--- 0\n{rule_text('!', 20)}\n--- 1\n{rule_text('b', 20)}\n"
+    status, out, err = run(*argv, "--json")
+    assert status == 0
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"prompt": prompt, "tokens": 200, "temperature": 0, "top_k": 50, "top_p": 0.95, "min_p": 0, "stop": [],
+         "repetition_penalty": 1, "seed": seed, "logprobs": 0, "text": rule_text(prompt, 22), "ended": "length"}
+        for prompt, seed in (("!", 4), ("b", 5))]  # fmt: skip
+    assert err.splitlines()[-1] == (
+        "note: text 1 ends after 22 tokens at most: no more of 200 tokens fit behind its prompt in data.seq_len=24"
+    )
+
+
+def test_samples_and_log_probabilities(run_directory):
+    """Catches samples that are all one, and log-probabilities that are not those of the tokens beside them."""
+    argv = [run_directory, "--prompt", "!", "--tokens", "3", "--temperature", "5", "--top-k", "0", "--samples", "2"]
+    status, out, _ = run(*argv, "--logprobs", "2", "--json", "--stop", "~~")
+    first, second = map(json.loads, out.splitlines())
+    assert status == 0 and first["text"] != second["text"]
+    assert (first["seed"], second["seed"], first["stop"]) == (0, 1, ["~~"])
+    for one in (first, second):
+        assert one["text"] == "!" + "".join(token["token"] for token in one["drawn"])
+        for token in one["drawn"]:
+            (likeliest, most), (_, less) = token["likeliest"]
+            assert 0 >= most >= less and most >= token["logprob"]
+            assert token["token"] != likeliest or token["logprob"] == most
+    assert first["drawn"][0]["likeliest"][0][0] == "$" and first["drawn"][0]["likeliest"][0][1] > -0.1
+
+
+def test_the_command_works_on_a_mesh(run_directory):
+    """Catches a mesh that is read and not used, one prompt that cannot be split over it, and a traceback where a
+    parameter cannot."""
+    argv = [run_directory, "--prompt", "!", "--tokens", "9", "--temperature", "0", "--devices", "8", "--mesh"]
+    assert run(*argv, "fsdp=2,context=2")[:2] == (0, rule_text("!", 9) + "\n")
+    assert run(*argv, "tensor=2")[2].startswith("error: cannot split G=1 of ")
+    assert run(*argv, "data=16")[2] == (
+        "error: mesh data=16 needs 16 devices, and there are 8; --devices 16 simulates them\n"
+    )
+    status, _, err = run(run_directory, "--devices", "-1")
+    assert status == 2 and "devices=-1: must be at least 0" in err
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--top-p 0", "top_p=0.0: must be above 0 and at most 1; 1 keeps every token"),
+        ("--top-p 1.5", "top_p=1.5: must be above 0 and at most 1; 1 keeps every token"),
+        ("--top-p nan", "top_p=nan: must be above 0 and at most 1; 1 keeps every token"),
+        ("--top-k -1", "top_k=-1: must be at least 0"),
+        ("--temperature -0.1", "temperature=-0.1: must be at least 0, and finite"),
+        ("--temperature nan", "temperature=nan: must be at least 0, and finite"),
+        ("--min-p 1", "min_p=1.0: must be at least 0 and below 1"),
+        ("--logprobs 21", "logprobs=21: must lie from 0 to 20"),
+        ("--logprobs 2", "--logprobs are printed as JSON; add --json"),
+        ("--tokens 0", "tokens=0: must be at least 1"),
+        ("--prompts HERE/none.txt", "[Errno 2] No such file or directory: 'HERE/none.txt'"),
+        ("--prompt \udcff", r"prompt '\udcff': not UTF-8 (surrogates not allowed at character 0)"),
+        ("", "HERE/run: no config.json there; give a run's directory, e.g. runs/laptop"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(tmp_path, argv, message):
+    """Catches a traceback, an exit status of 0, a message that does not say what was asked."""
+    here = lambda text: text.replace("HERE", str(tmp_path))
+    assert run(tmp_path / "run", *here(argv).split()) == (2, "", f"error: {here(message)}\n")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b'{"prompt": "b"', "begins like JSON and is not (Expecting ',' delimiter: line 1 column 15 (char 14)): "
+         """'{"prompt": "b"'; a text goes in {"prompt": ".."}"""),
+        (b'{"topk": 3}', "'topk' is not a setting; did you mean 'top_k'? "
+         "known: tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed, logprobs, prompt"),
+        (b'{"top_k": "3"}', "top_k='3': should be a whole number"),
+        (b'{"stop": ["", "a"]}', "stop=('', 'a'): should be texts, none of them empty"),
+        (b'{"prompt": 3}', "prompt=3: should be text"),
+        (b'{"seed": true}', "seed=True: should be a whole number"),
+        (b'{"top_p": 0}', "top_p=0: must be above 0 and at most 1; 1 keeps every token"),
+        (b"caf\xe9", r"not UTF-8 (unexpected end of data at byte 3): b'caf\xe9'"),
+        (b'{"prompt": "\xe9"}', "not UTF-8 (invalid continuation byte at byte 12): b'{\"prompt\": \"\\xe9\"}'"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
+    """Catches a message that does not say where, and a line of JSON that is continued as if it were a text."""
+    file = tmp_path / "prompts"
+    file.write_bytes(b"a\n\n" + line + b"\n")
+    assert run("none", "--prompts", file) == (2, "", f"error: {file}:3: {message}\n")
+    place = "standard input"
+    assert run("none", "--prompts", "-", stdin=file.read_bytes()) == (2, "", f"error: {place}:3: {message}\n")
+
+
+def test_no_prompt_at_all_is_refused(tmp_path):
+    """Catches a file that was never filled, continued as one empty prompt."""
+    (tmp_path / "prompts").write_text("\n\n")
+    status, out, err = run("none", "--prompts", tmp_path / "prompts")
+    assert (status, out) == (2, "")
+    assert (
+        err == f'error: {tmp_path}/prompts: no prompt in it; a line is a text, or JSON {{"prompt": "..", "top_k": 5}}\n'
+    )
+
+
+def test_a_run_that_cannot_be_read_is_refused(tmp_path, run_directory):
+    """Catches a traceback where a run was not started, cut short, or has saved nothing yet."""
+    config = (run_directory / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    assert run(tmp_path) == (2, "", f"error: no checkpoint in {tmp_path}/checkpoints\n")
+    (tmp_path / "config.json").write_text(config[:80])
+    status, out, err = run(tmp_path)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {tmp_path}/config.json is not the config.json of a training run (JSONDecodeError(")
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(config)["config"], "data": None}))
+    assert f"{tmp_path} holds converted weights, which name no tokenizer" in run(tmp_path)[2]
+
+
+def test_a_prompt_longer_than_the_sequence_is_refused(run_directory):
+    """Catches a prompt that is cut silently, or printed before the command gives up."""
+    status, out, err = run(run_directory, "--prompt", "x" * 23)
+    assert (status, out) == (2, "")
+    assert err.splitlines(keepends=True)[-1] == (
+        "error: a prompt of 23 tokens and the end of text before it leave no room in data.seq_len=24 positions; "
+        "shorten it to at most 22 tokens\n"
+    )

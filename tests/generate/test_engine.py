@@ -1,0 +1,135 @@
+"""Requests that share a batch: who comes and goes changes nothing for the others, and nothing is compiled again."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from generate.engine import Engine, Job
+from generate.sampling import Request
+from tests.generate.models import CONFIGS, EOT, V, one_device, placed
+from utils import UserError
+
+MOE = CONFIGS["tiny"]
+
+
+@functools.cache
+def engine():
+    """Three slots of 24 tokens, whose prompts are read in pieces of 5."""
+    return Engine(MOE, placed(MOE, one_device()), one_device(), vocabulary=V, end=EOT, slots=3, context=24, piece=5,
+                  at_once=5)  # fmt: skip
+
+
+def job(prompt: str, room: int, **settings) -> Job:
+    return Job([EOT, *prompt.encode()], Request(**settings), room)
+
+
+def finished(*jobs: Job) -> list[Job]:
+    for one in jobs:
+        engine().submit(one)
+    while not engine().idle:
+        engine().step()
+    return [*jobs]
+
+
+def drawn(one: Job):
+    return [(token.id, token.logprob, token.alternatives) for token in one.tokens]
+
+
+ASKED = [
+    ("abcde", 12, dict(temperature=1.5, top_k=0, top_p=1.0, seed=3)),
+    ("bcdefghijklmn", 8, dict(temperature=0, seed=3, logprobs=3)),
+    ("tuv", 9, dict(temperature=2.0, top_k=4, top_p=0.9, seed=9)),
+    ("x", 3, dict(temperature=0, repetition_penalty=5.0)),
+    ("qrstuvwxy", 14, dict(temperature=1.0, min_p=0.01, seed=-1)),
+]
+
+
+def test_a_request_does_not_notice_its_batch():
+    """Catches settings of one row applied to another, noise keyed by the place in the batch, padding that is attended
+    to, what an earlier request left in a slot, pieces of a prompt cut where others leave room, and experts whose sums
+    depend on who else comes. To the bit, log-probabilities too."""
+    asked = lambda: [job(prompt, room, **settings) for prompt, room, settings in ASKED]
+    alone = [drawn(finished(one)[0]) for one in asked()]
+    assert [len(tokens) for tokens in alone] == [12, 8, 9, 3, 14]
+    assert [drawn(one) for one in finished(*asked())] == alone
+    assert [drawn(one) for one in finished(*asked()[::-1])] == alone[::-1]
+    other_seed = dataclasses.replace(Request(**ASKED[0][2]), seed=4)
+    assert drawn(finished(Job([EOT, *b"abcde"], other_seed, 12))[0]) != alone[0]
+
+
+def test_nothing_is_compiled_again():
+    """Catches a shape that depends on a prompt's length, on how many wait, or on what is asked."""
+    finished(job("a", 2))
+    sizes = lambda: [f._cache_size() for f in (engine().prefill, engine().decode, engine().draw)]
+    before = sizes()
+    assert before[:2] == [1, 1]
+    finished(*[job("x" * n, 1 + n % 5, temperature=n % 2, top_k=n, logprobs=n % 3) for n in range(1, 20)])
+    assert sizes() == before[:2] + [2]  # tokens drawn from a prompt, and from what is written
+
+
+def test_a_finished_one_leaves_and_a_waiting_one_enters():
+    """Catches a batch that waits for its longest, and a queue out of order."""
+    jobs = [job("abc", room) for room in (2, 9, 12, 4, 1)]
+    for one in jobs:
+        engine().submit(one)
+    ended = []
+    while not engine().idle:
+        assert engine().running <= 3
+        engine().step()
+        ended += [jobs.index(one) for one in jobs if one.ended and jobs.index(one) not in ended]
+    # A prompt is read a step; 0 ends at step 2, and 3 takes its slot: it draws at step 4, when 2 has drawn once.
+    assert ended == [0, 3, 4, 1, 2]
+
+
+def test_long_prompts_are_read_between_the_tokens_of_others():
+    """Catches a prompt that stops all others while it is read."""
+    first, long = job("a", 12), job("b" * 19, 2)
+    engine().submit(first)
+    engine().step()
+    engine().submit(long)
+    seen = []
+    while not long.tokens:
+        engine().step()
+        seen.append((long.read, len(first.tokens)))
+    assert seen == [(5, 2), (10, 3), (15, 4), (20, 5)]
+    engine().cancel(first), engine().cancel(long)
+    engine().step()
+    assert engine().idle
+
+
+def test_a_cancelled_request_frees_its_slot_within_a_step():
+    """Catches a client that left, and holds a slot to the end; a waiting one that is let in although it left."""
+    jobs = [job("abc", 15) for _ in range(5)]
+    for one in jobs:
+        engine().submit(one)
+    for _ in range(4):
+        engine().step()
+    before = len(jobs[0].tokens)
+    engine().cancel(jobs[0]), engine().cancel(jobs[3])
+    engine().step()
+    assert engine().slots[0] is jobs[4] and jobs[0].ended == jobs[3].ended == "cancelled"
+    assert len(jobs[0].tokens) == before and jobs[3].tokens == []
+    finished()
+    assert [len(one.tokens) for one in jobs] == [before, 15, 15, 0, 15]
+
+
+def test_what_does_not_fit_is_refused_or_cut():
+    """Catches a prompt that overwrites its own beginning, and a text that runs past the last position."""
+    with pytest.raises(UserError, match="a prompt of 24 tokens leaves no room in 24 positions"):
+        engine().submit(job("x" * 23, 1))
+    last = finished(job("x" * 22, 5, temperature=0))[0]
+    assert (len(last.tokens), last.ended) == (1, "length")
+
+
+def test_a_slot_keeps_nothing_of_the_penalty_of_another():
+    """Catches tokens of an earlier request that the next one in its slot is penalised for, and those of its own prompt
+    or text that are not."""
+    settings = dict(temperature=0, repetition_penalty=50.0)
+    alone = drawn(finished(job("abc", 6, **settings))[0])
+    ids = [id for id, *_ in alone]
+    assert len({*ids, EOT, *b"abc"}) == len(ids) + 4, "a token that was there before"
+    finished(*[job("defg", 8, **settings) for _ in range(3)])
+    assert drawn(finished(job("abc", 6, **settings))[0]) == alone
+    assert np.all(np.diff(ids) != 0)

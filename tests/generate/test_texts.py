@@ -1,0 +1,173 @@
+"""Texts in, texts out: what a trained model says, where it stops, and what is shown of it while it grows."""
+
+import jax
+import numpy as np
+import pytest
+
+import model
+import pipeline
+from config import replace
+from generate.cache import NOWHERE
+from generate.sampling import Asked, Request
+from generate.texts import Sampler
+from tests import helpers
+from tests.generate.models import BYTES, EOT, RULE, TINY, V, one_device, rule_text
+from utils import UserError
+
+# Whole samples from a real model --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A model of random weights that never ends a text: the logit of end of text is 0, that of the likeliest is not.
+
+    It was trained with a capacity that one decoded token cannot fill; sampling drops none.
+    """
+    params = helpers.draw(model.declare(TINY.model), seed=1)
+    params.unembedding_DV[:, EOT] = 0
+    return Sampler(replace(TINY, **{"model.capacity_factor": 0.01}), jax.device_put(params), BYTES)
+
+
+def drawn(sampler, *requests):
+    return [[token.id for token in one.tokens] for one in sampler.write([*requests])]
+
+
+def test_greedy_is_the_argmax_of_the_full_forward(tiny):
+    """Catches a draw from the logits of another position, and a temperature of 0 that is not the likeliest token."""
+    prompt = [EOT, *b"ac"]
+    (ids,) = drawn(tiny, Request("ac", tokens=15, temperature=0, seed=5))
+    assert len(ids) == 15 and len(set(ids)) > 3
+    row_T = np.array(prompt + ids, np.int32)
+    batch = {"tokens_BT": row_T[None, :], "positions_BT": np.arange(len(row_T), dtype=np.int32)[None, :],
+             "segments_BT": np.ones((1, len(row_T)), np.int32)}  # fmt: skip
+    logits_TV = np.asarray(pipeline.logits(TINY, one_device())(tiny.params, batch))[0]
+    assert ids == np.argmax(logits_TV[:, :V], axis=-1)[len(prompt) - 1 : -1].tolist()
+
+
+# The rule: a model that is certain ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_certain_model_reproduces_its_rule(rule, temperature):
+    """Catches tokens, positions or parameters that do not mean in sampling what they mean in training."""
+    prompts = ["!", "Nx", "abcy"]  # a letter between that breaks the rule: only the last byte counts
+    texts = rule.texts([Request(prompt, tokens=18, temperature=temperature) for prompt in prompts])
+    assert texts == [rule_text(prompt, 18) for prompt in prompts]
+
+
+def test_shapes_are_bucketed(rule):
+    """Catches an engine for every length of prompt: seconds each to compile."""
+    sampler = Sampler(replace(RULE, **{"data.seq_len": 256}), rule.params, BYTES)
+    for length in (5, 6, 7, 200, 190):
+        sampler.texts([Request("x" * length, tokens=3, seed=length)])
+    assert [*sampler.engines] == [(1, 16, 8), (1, 256, 64)]
+    assert len({id(engine.params) for engine in sampler.engines.values()}) == 1, "each holds weights of its own"
+    assert [f._cache_size() for engine in sampler.engines.values() for f in (engine.prefill, engine.decode)] == [1] * 4
+
+
+# The loop around a model that says what we like -----------------------------------------------------------------------
+
+
+class Scripted(Sampler):
+    """A sampler whose model is a function of the last token; padding rows of its table always have the largest logits.
+
+    `calls` holds the positions of every call.
+    """
+
+    def __init__(self, next_token, cfg=TINY, encoding=BYTES):
+        super().__init__(cfg, {}, encoding)
+        self.next_token, self.calls = next_token, []
+
+    def engine(self, *sizes):
+        new = super().engine(*sizes)
+
+        def extend(params, cache, tokens_bs, positions_bs, last_b, *at_b):
+            self.calls.append(positions_bs)
+            logits_bV = np.zeros((len(tokens_bs), self.cfg.model.vocab_size), np.float32)
+            logits_bV[:, self.encoding.n_vocab :] = 1e9
+            for row, last in enumerate(last_b):
+                logits_bV[row, self.next_token(int(tokens_bs[row, last]))] = 1e6
+            return logits_bV, cache
+
+        new.prefill = new.decode = extend
+        return new
+
+
+def test_a_text_ends_at_end_of_text_at_tokens_and_at_the_last_position():
+    """Catches a text that runs into the next document, shows the token between, or ends early; a step too many; a row
+    that ends with another; padding rows that are drawn."""
+    sampler = Scripted(lambda token: EOT if token == ord("d") else token + 1)
+    assert sampler.texts([Request("a", tokens=50)]) == ["abcd"]
+    assert len(sampler.calls) == 4  # a, b, c, d: the end is not looked up
+    sampler.calls.clear()
+    assert sampler.texts([Request("A", tokens=5), Request("a", tokens=7), Request("xyz", tokens=1)]) == [
+        "ABCDEF", "abcd", "xyz{"]  # fmt: skip
+    # End of text, prompt and what is drawn fill 18 positions: 1 + 1 + 16, and 1 + 16 + 1.
+    sampler.calls.clear()
+    assert sampler.texts([Request("A", tokens=99), Request("0" * 16, tokens=99)]) == [
+        "ABCDEFGHIJKLMNOPQ", "0" * 16 + "1"]  # fmt: skip
+    looked_up = np.concatenate([positions.ravel() for positions in sampler.calls])
+    assert looked_up.max(where=looked_up < NOWHERE, initial=0) == 16  # of 0 to 17: the last token drawn is not
+    with pytest.raises(UserError) as error:
+        sampler.texts([Request("0" * 17)])
+    assert str(error.value) == (
+        "a prompt of 17 tokens and the end of text before it leave no room in data.seq_len=18 positions; "
+        "shorten it to at most 16 tokens"
+    )
+
+
+def test_positions_follow_the_prompt():
+    """Catches a decoded token that is put where the padded prompt ends, or where another row is."""
+    sampler = Scripted(lambda token: token + 1)
+    sampler.texts([Request("a", tokens=3), Request("abcde", tokens=3)])
+    decoded = [positions.ravel().tolist() for positions in sampler.calls if positions.shape == (2, 1)]
+    assert decoded == [[2, 6], [3, 7]]
+    read = [positions.ravel().tolist() for positions in sampler.calls if positions.shape == (1, 8)]
+    assert read == [[0, 1] + [NOWHERE] * 6, [0, 1, 2, 3, 4, 5] + [NOWHERE] * 2]
+
+
+def test_an_empty_prompt_is_continued():
+    """Catches a prompt without end of text before it: there would be nothing to continue."""
+    assert Scripted(lambda token: ord("d") if token == EOT else token + 1).texts([Request("", tokens=3)]) == ["def"]
+
+
+def test_what_is_streamed_is_the_text():
+    """Catches a character that is cut in two because its bytes are separate tokens, a text that is printed twice, rows
+    that are mixed up, and bytes at the end that are lost."""
+    text = "né→😀"
+    after = dict(zip(text.encode(), text.encode()[1:], strict=False))
+    sampler, streamed = Scripted(lambda token: after.get(token, 0xE2)), []
+    requests = [Request("n", tokens=9), Request("n", tokens=3)]
+    texts = sampler.texts(requests, stream=lambda row, piece: streamed.append((row, piece)))
+    assert len(set(text.encode())) == len(text.encode()) == 10
+    assert texts == ["né→😀", "né\ufffd"]  # the second ends within a character
+    for row, want in enumerate(("é→😀", "é\ufffd")):
+        assert [piece for at, piece in streamed if at == row] == list(want)
+
+
+@pytest.mark.parametrize(
+    "stop, text, drawn",
+    [
+        (("f",), "bcde", 5),
+        (("efg", "ef"), "bcd", 5),  # the shorter is met first
+        (("de", "cdx"), "bc", 4),  # cd could have become cdx
+        (("xyz",), "bcdefghi", 8),
+        (("ijk",), "bcdefghi", 8),  # the text ends, and what was held back comes
+        (("b",), "", 1),
+    ],
+)
+def test_a_text_ends_before_a_stop(stop, text, drawn):
+    """Catches a stop that is shown, or found only within a token; the beginning of one that is streamed, or lost where
+    it does not go on; tokens drawn after it."""
+    sampler, streamed = Scripted(lambda token: token + 1), []
+    (one,) = sampler.write([Request("a", tokens=8, stop=stop)], stream=lambda _, piece: streamed.append(piece))
+    assert one.text == "".join(streamed) == text
+    assert one.ended == ("length" if len(text) == 8 else "stop")
+    assert len(one.tokens) == drawn
+
+
+def test_a_seed_of_any_size_is_a_seed():
+    """Catches an overflow, and two seeds that are one."""
+    asked = lambda seed: Asked.of([(Request(seed=seed), 0)], 60).seed.tolist()
+    assert asked(-1) == [2**32 - 1] != asked(2**31)
+    assert Scripted(lambda token: token + 1).texts([Request("a", tokens=1, seed=-(2**70))]) == ["ab"]

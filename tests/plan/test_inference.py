@@ -1,0 +1,324 @@
+"""Claims about plans of inference: they are what our program keeps, computes and sends, and what others have published.
+
+BOOK/inference and BOOK/applied-inference are https://jax-ml.github.io/scaling-book/inference and /applied-inference.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import model
+import sharding
+import utils
+from config import PRESETS, ModelConfig, preset, replace
+from generate.cache import cache_shapes, extend
+from generate.engine import Engine
+from plan import hardware, inference
+from plan.__main__ import main
+from utils import UserError
+from xla import ledger
+
+GROUPED = {"model.attention": "gqa", "model.n_kv_heads": 2, "model.n_experts": 0, "model.n_layers": 2,
+           "model.dense_prefix": 0}  # fmt: skip
+SHORT = {"model.n_layers": 3}  # one dense layer before one block of two
+
+
+def request(prompt=12, answer=6, **dtypes):
+    return inference.Request(prompt, answer, **dtypes)
+
+
+def lying(mesh: str):
+    return sharding.make_mesh(mesh, jax.devices()[: preset("tiny", mesh=mesh).mesh.devices])
+
+
+# As our program does it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_of", [{}, GROUPED], ids=["latents", "heads"])
+@pytest.mark.parametrize("mesh", ["data=1", "tensor=2", "stage=2", "data=2,fsdp=2,expert=2", "context=2,tensor=2"])
+def test_the_cache_is_the_one_that_is_made(mesh, model_of, compute):
+    """Catches keys without values, layers of another stage, latents that are split, and slots of the whole sequence
+    where each device has some."""
+    cfg = preset("tiny", mesh=mesh, **model_of | {"model.precision.compute": compute})
+    cache = jax.tree.leaves(cache_shapes(cfg.model, lying(mesh), 8, 18))
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in cache)
+    assert inference.plan(cfg, None, request()).cache_bytes(8) == held
+
+
+@pytest.mark.parametrize("mesh, model_of, phase", [
+    ("fsdp=2,stage=2", GROUPED, "decode"),
+    ("expert=2,tensor=2", SHORT, "decode"),
+    ("context=2,tensor=2", GROUPED | {"model.n_layers": 1}, "prefill"),
+], ids=["heads", "latents, experts", "prompts, slots over context"])  # fmt: skip
+def test_a_pass_is_the_compiled_one(mesh, model_of, phase):
+    """Catches a product or an exchange of the program that the plan does not have, or has too often: gathers of weights
+    once a text, a stage's layers once, each expert with all tokens. Of logits, `extend` itself gathers none."""
+    cfg = preset("tiny", mesh=mesh, **model_of)
+    c, devices, n = cfg.model, lying(mesh), math.prod(cfg.mesh.sizes[axis] for axis in sharding.BATCH)
+    rows, b, s = phase == "prefill", *((n, 6) if phase == "prefill" else (8, 1))
+    shapes = sharding.shapes(model.declare(c), devices), cache_shapes(c, devices, 8, 18)
+    ids, each = np.zeros((b, s), np.int32), np.zeros(b, np.int32)
+    compiled = extend(c, devices, rows=rows).lower(*shapes, ids, ids, each, *[each] * rows).compile()
+    counted = ledger.read(compiled.as_text(), devices)
+    planned = inference.plan(cfg, None, request(piece=6)).rows(8, phase)
+    times = 8 // n * 2 if rows else 1  # two pieces of each prompt
+    assert sum(row.flops for row in planned) == pytest.approx(times * counted.flops, rel=0.02)
+    exchanges = [one for row in planned if row.part != "drawing" for one in row.exchanges]
+    for axes, total in counted.by("axes").items():
+        these = [one for one in exchanges if "*".join(one.axes) == axes]
+        sent = inference.sent_bytes(inference.Row("", exchanges=these), cfg)
+        assert sent == pytest.approx(times * total.wire_bytes, rel=0.05), axes
+    assert {"*".join(one.axes) for one in exchanges} == counted.by("axes").keys()
+
+
+def test_prompts_are_read_as_the_engine_does():
+    """Catches pieces of another size than those of who does not say."""
+    assert inspect.signature(Engine).parameters["piece"].default == request().piece
+
+
+# As others have published it ------------------------------------------------------------------------------------------
+
+LLAMA2_13B = ModelConfig(vocab_size=32_000, d_model=5120, n_layers=40, n_heads=40, attention="gqa", n_kv_heads=40,
+                         d_head=128, d_ff=13_824)  # fmt: skip
+BATCHES = (1, 8, 16, 32, 64, 240)
+STEPS_MS = {40: (4.98, 12.13, 20.30, 36.65, 69.33, 249.09), 8: (4.17, 5.60, 7.23, 10.50, 17.04, 52.99)}
+
+
+@pytest.mark.parametrize("n_kv_heads", STEPS_MS)
+def test_steps_of_llama_2_13b(n_kv_heads):
+    """BOOK/inference, "Modeling throughput and latency for LLaMA 2-13B": 8 v5e, 8,192 tokens, and with fewer heads of
+    keys, but as many parameters. Catches a cache or weights that are read twice, on one device, or not at all. There
+    memory is read at 820 GB/s, here at 810; here the table of the embedding, 1% of the weights, is not read."""
+    d_ff = 13_824 + {40: 0, 8: 2728}[n_kv_heads]
+    c = dataclasses.replace(LLAMA2_13B, n_kv_heads=n_kv_heads, d_ff=d_ff)
+    one = inference.plan(replace(preset("llama3_8b"), model=c, mesh="tensor=8"), "v5e:2x4", request(8000, 192))
+    for batch, step_ms in zip(BATCHES, STEPS_MS[n_kv_heads], strict=True):
+        found = one.seconds(batch, "decode")
+        assert 1e3 * (found["weights"] + found["cache"] + found["FLOPs"]) == pytest.approx(step_ms, rel=0.02)
+    assert n_kv_heads == 8 or 8 < one.most <= 16, "it is out of memory beyond 16, with none kept free"
+
+
+def llama3_70b(weights: str, cache: str, mesh="tensor=8", topology="v5e:2x4", limit_bytes=None):
+    cfg = preset("llama3_70b", mesh=mesh)
+    return inference.plan(cfg, topology, request(7680, 512, weights_dtype=weights, cache_dtype=cache), limit_bytes)
+
+
+def test_llama_3_70b_as_the_book_serves_it():
+    """BOOK/applied-inference: 160 KiB a token in int8, 324 kB in bfloat16; 8 v5e for weights of 70 GB; FLOPs bind from
+    240 sequences on, with int8 weights from 120; 43 sequences of 8,192 tokens in 16 GB a chip; 26e12 FLOPs for 240
+    tokens in feed-forwards; 19 ms for a step of a full memory. Catches a plan that is off by a format, a layer or the
+    devices."""
+    narrow, wide = llama3_70b("int8", "int8"), llama3_70b("bfloat16", "bfloat16")
+    assert (narrow.token_bytes, wide.token_bytes) == (160 * 1024, 2 * 160 * 1024)
+    assert 8 * narrow.weights_bytes() == pytest.approx(70e9, rel=0.02)
+    assert (narrow.bounds["products"], wide.bounds["products"]) == (pytest.approx(120, 0.02), pytest.approx(240, 0.02))
+    assert wide.most == 0 and 0 < narrow.most < 43
+    whole = llama3_70b("int8", "int8", limit_bytes=round(16e9 / 0.9))
+    assert whole.most in (42, 43)
+    read = {
+        cause: time for cause, time in whole.seconds(whole.most, "decode").items() if cause not in ("wires", "hops")
+    }
+    assert 1e3 * sum(read.values()) == pytest.approx(19, rel=0.03)
+    [fed] = (row for row in wide.rows(240, "decode") if row.part == "feed-forward")
+    assert 8 * fed.flops == pytest.approx(26e12, rel=0.05)
+
+
+def test_caches_of_a_token():
+    """Insights into DeepSeek-V3, arXiv:2505.09343, table 1: 70.272 KB, and of Llama 3 405B 516.096 KB. Catches latents
+    with a value beside them, or rotary keys of every head."""
+    bytes_of = lambda name, **shape: inference.plan(preset(name, **shape), None, request()).token_bytes
+    assert bytes_of("deepseek_v3") == 70_272
+    assert bytes_of("llama3_70b", **{"model.n_layers": 126}) == 516_096  # as many heads of keys, as wide
+
+
+# Arithmetic by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_hand():
+    """Catches a term that is lost, doubled, or of another wire: Llama 3 8B, 16 sequences of 2,304 on 8 v5e."""
+    one = inference.plan(preset("llama3_8b", mesh="tensor=8"), "v5e:2x4", request(2048, 256))
+    L, D, V, b, found = 32, 4096, 128_256, 16, one.seconds(16, "decode")
+    gains = 2 * 4 * D * (2 * L + 1) * 7 / 8 - 4 * D * (2 * L + 1) * 6 / 8  # whole everywhere, and of 4 bytes
+    assert found["weights"] == pytest.approx((2 * (8_030_261_248 - V * D) / 8 + gains) / 8.1e11, rel=1e-3)
+    assert found["cache"] == pytest.approx(b * (2304 + 1) * 2 * 8 * 128 * 2 * L / 8 / 8.1e11)
+    assert found["FLOPs"] == 0
+    # Of [16, 4096] a gather and a scatter around attention and feed-forward, one of each around all layers; the logits.
+    sent = 7 / 8 * (2 * b * D * (4 * L + 2) + 4 * b * V)
+    assert found["wires"] == pytest.approx(sent / 9e10)
+    assert found["hops"] == pytest.approx((4 * L + 3) * 4e-6)  # from a corner of 2x4 to the other: 1 + 3
+    assert one.answered(16)["tokens_per_s"] == pytest.approx(16 / sum(found.values()))
+    assert one.answered(16)["first_token_s"] == pytest.approx(sum(one.seconds(16, "prefill").values()))
+
+
+@pytest.mark.parametrize("mesh, topology, seconds", [
+    ("tensor=8", "v5e:2x4", 4e-6), ("tensor=16", "v5e:4x4", 6e-6), ("tensor=64", "v4:4x4x4", 6e-6),
+    ("tensor=8", "h100:8", 6.6e-6 + 7 * 0.6e-6), ("tensor=16", "h100:16", 6.6e-6 + 14 * 0.6e-6 + 2.7e-6),
+])  # fmt: skip
+def test_hops_of_a_collective(mesh, topology, seconds):
+    """Catches a line that is closed, a ring that is open, devices in place of hops, and nodes that cost nothing."""
+    cfg = preset("llama3_8b", mesh=mesh)
+    link = hardware.link(cfg.mesh, hardware.Topology.parse(topology), ("tensor",))
+    assert hardware.latency_seconds("all-gather", link) == pytest.approx(seconds)
+    assert hardware.latency_seconds("all-reduce", link) == pytest.approx(2 * seconds)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_experts_that_are_read(tokens):
+    """Catches experts of one token times the tokens, or all of them, where some are chosen twice."""
+    cfg = preset("mixtral_8x7b", **{"model.n_experts": 32, "model.top_k": 3})
+    at = inference.Pass(cfg, request(), tokens, 1)
+    rng = np.random.default_rng(0)
+    draws = [len({e for _ in range(tokens) for e in rng.permutation(32)[:3]}) for _ in range(800)]
+    [w] = (w for w in inference.costs.weights(cfg) if w.name.endswith("w_up_EDM"))
+    assert 32 * inference.share_read(w, at) == pytest.approx(np.mean(draws), rel=0.03)
+
+
+def test_weights_in_slices_are_gathered_for_every_token():
+    """Catches fsdp as if it split what a step reads, and slices of which a device keeps all."""
+    split, sliced = (inference.plan(preset("llama3_8b", mesh=mesh), "v5e:2x4", request(2048, 256))
+                     for mesh in ("tensor=8", "fsdp=8"))  # fmt: skip
+    assert sliced.weights_bytes() == pytest.approx(split.weights_bytes())
+    sent = sum(inference.sent_bytes(row, sliced.cfg) for row in sliced.rows(8, "decode"))
+    assert sent == pytest.approx(2 * 8_030_261_248 * 7 / 8, rel=1e-3)
+    written, read = 8_030_261_248, 8_030_261_248 - 128_256 * 4096  # but for the embedding
+    moved = sum(row.weight_bytes for row in sliced.rows(8, "decode"))
+    assert moved == pytest.approx(2 * (written + read), rel=1e-3)
+    assert sliced.answered(8)["bound_by"] == "wires" and split.answered(8)["bound_by"] == "weights"
+    assert any("gathered for every token" in note for note in sliced.notes())
+    assert [note.split(" tokens")[0] for note in split.notes()] == ["prompts are read in pieces of 64"]
+
+
+ROOMS = {"llama3_8b": "tensor=8", "mixtral_8x7b": "expert=2,tensor=4", "moe1b": "stage=2,data=2,tensor=2",
+         "dense_124m": "data=8", "laptop": "fsdp=4,context=2", "llama3_70b": "tensor=8"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_most_that_fit_fit(name):
+    """Catches a batch that fills the tenth which stays free, or leaves room for another."""
+    cfg = preset(name, mesh=ROOMS[name])
+    one = inference.plan(cfg, "v5p:2x2x2", request(1000, 24))
+    held = lambda batch: sum(one.memory_bytes(batch).values())
+    assert held(one.most) <= 0.9 * one.limit_bytes < held(one.most + one.unit)
+    batches = one.batches()
+    assert batches[0] == one.unit and batches[-1] == one.most and batches == sorted(set(batches))
+    assert [one.answered(batch)["fits"] for batch in (one.most, one.most + one.unit)] == [True, False]
+
+
+@pytest.mark.parametrize("answer, bound", [(1, True), (8000, False)], ids=["short", "long"])
+def test_the_batch_from_which_flops_bind(answer, bound):
+    """Catches a step whose long cache is said to be bound by FLOPs, and a bound that is one batch off."""
+    one = inference.plan(preset("llama3_8b", mesh="data=8"), "v5e:2x4", request(1, answer))
+    first = one.bounds["step"]
+    assert (first is not None) == bound
+    assert one.bounds["products"] % 8 == 0 and (not first or first >= one.bounds["products"])
+    for batch, binds in ((first, True), (first - 8, False)) if first else ():
+        rows = one.rows(batch, "decode")
+        reading = sum(row.weight_bytes + row.cache_bytes for row in rows) / 8.1e11
+        assert (sum(row.flops for row in rows) / 197e12 >= reading) == binds
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+EIGHT = ["--inference", "--topology", "v5e:2x4", "--mesh", "tensor=8"]
+
+
+def run(capsys, *words):
+    status = main(list(words))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_table_and_the_numbers_say_the_same(capsys, tmp_path, monkeypatch):
+    """Catches a column of another batch or phase, a picture of nothing, and a memory that is full without a word."""
+    figures, new = [], utils.new_picture
+    monkeypatch.setattr(utils, "new_picture", lambda **how: figures.append(new(**how)) or figures[-1])
+    path, picture = tmp_path / "a.json", tmp_path / "a.png"
+    words = ["--prompt", "7680", "--answer", "512", "--weights_dtype", "int8", "--cache_dtype", "int8"]
+    status, out, _ = run(capsys, "llama3_70b", *EIGHT, *words, "--json", str(path), "--plot", str(picture))
+    found = json.loads(path.read_text())
+    assert status == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    assert f"{found['most']} sequences beside {found['weights_bytes'] / 2**30:.3f} GiB of weights" in out
+    assert "from 121 sequences on, than reading weights and cache at no batch; memory is full before, at 37" in out
+    last = found["batches"][-1]
+    assert last["batch"] == found["most"] and last["fits"]
+    shown = re.search(rf"│ +{last['batch']} │(.*)│", out)[1].split("│")
+    assert [float(cell.split()[0].replace(",", "")) for cell in shown[2:5]] == pytest.approx(
+        [1e3 * last["step_s"], last["tokens_per_s"], last["sequence_tokens_per_s"]], rel=1e-2)  # fmt: skip
+    for phase, whole in (("decode", last["step_s"]), ("prefill", last["first_token_s"])):
+        assert sum(sum(row["seconds"].values()) for row in found[phase]) == pytest.approx(whole)
+    rate, step, first = figures[0].axes
+    assert list(rate.lines[0].get_ydata()) == [row["tokens_per_s"] for row in found["batches"]]
+    assert max(bar.get_y() + bar.get_height() for bar in step.patches) == pytest.approx(1e3 * last["step_s"])
+    assert list(first.lines[0].get_ydata()) == [row["first_token_s"] for row in found["batches"]]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_planned(capsys, name):
+    """Catches a shape without a row: no experts, no latents of queries, tied tables; and batches that are not those
+    asked for."""
+    words = ["--inference", "--topology", "h200:8", "--prompt", "9", "--answer", "5", "--batch", "4", "2"]
+    status, out, _ = run(capsys, name, *words, "--mesh", "data=8", "--json", "-")
+    found = json.loads(out)
+    assert [row["batch"] for row in found["batches"]] == [2, 4]
+    assert status == (found["most"] == 0) == (name in ("llama3_70b", "deepseek_v3"))
+    whole = sum(row["flops"] for row in found["decode"])
+    active = inference.costs.parameters(preset(name).model)[1]
+    assert whole > active, "a token passes all that is active, but for a table"
+
+
+def test_without_a_topology_there_are_no_seconds(capsys):
+    """Catches a speed that nobody gave, and a cache that is not shown where there is none."""
+    status, out, _ = run(capsys, "tiny", "--inference", "--mesh", "stage=2,tensor=2", "--prompt", "9", "--answer", "5")
+    assert status == 0 and "360 bytes a token" in out and "tokens/s" in out and " ms " not in out
+    assert "note       stages work one after another: 1 of 2 wait" in out
+    assert "each of tensor=2 devices keeps the latents of all heads" in out
+
+
+@pytest.mark.parametrize("name, words, why", [
+    ("tiny", ["--inference", "--search", "8"], "--search is of training, and --inference of answering"),
+    ("tiny", ["--inference", "--work.remat=full"], "--work.remat is of training"),
+    ("tiny", ["--inference", "--max-batch"], "--max_batch is of training"),
+    ("tiny", ["--prompt", "9"], "--prompt is of answering; say --inference too"),
+    ("tiny", ["--inference", "--batch", "0"], "--batch 0: must be at least 1 sequence"),
+    ("tiny", ["--inference", "--plot", "a.png"], "the speed of these devices is not known"),
+    ("llama3_8b", ["--inference", "--mesh", "tensor=16"], "cannot split G=8 of"),
+    ("llama3_8b", [*EIGHT, "--topology", "v5e:4x4"], "mesh tensor=8 has 8 devices"),
+])  # fmt: skip
+def test_what_cannot_be_planned_is_refused(capsys, name, words, why):
+    """Catches a flag that does nothing, and a traceback."""
+    status, out, err = run(capsys, name, *words)
+    assert (status, out) == (2, "") and why in err
+
+
+def test_an_unknown_format_is_refused(capsys):
+    """Catches a format that is taken for another one."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["tiny", "--inference", "--cache_dtype", "int9"])
+    assert "'int8'" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_say_what_would(capsys):
+    """Catches exit status 0 for it, and advice that would not do."""
+    _, _, err = run(capsys, "llama3_70b", "--inference", "--topology", "v5e:2x2", "--mesh", "tensor=4")
+    assert "; try at least 16 devices" in err, "in int8, too, weights are larger than the chip"
+    words = [*EIGHT, "--prompt", "8000", "--answer", "500"]
+    status, out, err = run(capsys, "llama3_70b", *words)
+    assert status == 1 and "error: not even 1 x 8,500 tokens fit on tensor=8: a device would hold weights 16.4" in err
+    assert "8,500 tokens, and the model is trained on data.seq_len=8,192" in out
+    dtype, devices = re.search(r"try --weights_dtype (\w+) or at least (\d+) devices", err).groups()
+    assert run(capsys, "llama3_70b", *words, "--weights_dtype", dtype)[0] == 0
+    more = [*words[:2], "v5e:4x4", "--mesh", f"stage={int(devices) // 8},tensor=8", *words[5:]]
+    assert devices == "16" and run(capsys, "llama3_70b", *more)[0] == 0
+
+
+def test_no_token_is_no_request():
+    """Catches a division by the tokens of an answer that has none."""
+    with pytest.raises(UserError, match="--answer 0: must be at least 1 token"):
+        inference.plan(preset("tiny"), None, request(3, 0))

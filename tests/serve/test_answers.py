@@ -1,0 +1,170 @@
+"""OpenAI's own client, as it comes, asks a server on loopback."""
+
+import json
+
+import pytest
+
+from generate.sampling import Request
+from serve.protocol import chat_text
+from tests.generate.models import EOT, follow, rule_text
+
+
+def completion(server, **asked):
+    return server.client.completions.create(**{"model": "rule", "prompt": "!", "temperature": 0} | asked)
+
+
+def test_a_completion(server):
+    """Catches a prompt that is answered twice, a length that is not the one asked for, and tokens miscounted."""
+    got = completion(server, max_tokens=5)
+    assert (got.object, got.model, got.id[:5]) == ("text_completion", "rule", "cmpl-")
+    [choice] = got.choices
+    assert (choice.text, choice.finish_reason, choice.index) == (rule_text("!", 5)[1:], "length", 0)
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (2, 5, 7)
+    assert len(completion(server).choices[0].text) == 16, "the protocol's default"
+
+
+def test_prompts_and_choices_keep_their_order(server):
+    """Catches texts mixed up, samples that are all one, and a seed that gives another text the next time."""
+    got = completion(server, prompt=["!", "a", "Nx"], max_tokens=4)
+    assert [choice.text for choice in got.choices] == [rule_text(prompt, 4)[-4:] for prompt in ("!", "a", "x")]
+    ids = completion(server, prompt=[[EOT, *b"a"], [*b"!c"]], max_tokens=4)
+    assert [choice.text for choice in ids.choices] == [rule_text(prompt, 4)[1:] for prompt in "ac"]
+    assert completion(server, prompt=[EOT, *b"a"], max_tokens=4).choices[0].text == ids.choices[0].text
+    drawn = lambda **more: [one.text for one in completion(server, prompt=["!", "b"], n=3, max_tokens=6, temperature=9,
+                                                           **more).choices]  # fmt: skip
+    first = drawn(seed=4)
+    assert len({*first}) == 6 and drawn(seed=4) == first != drawn(seed=5)
+    assert drawn() != drawn(), "without a seed"
+
+
+def test_settings_are_the_engines(rule, server):
+    """Catches a setting that does not reach the engine, the protocol's and the extras."""
+    asked = dict(temperature=3.0, seed=3, top_p=0.9)
+    extras = dict(top_k=7, min_p=0.01, repetition_penalty=1.5)
+    got = completion(server, prompt="ab", max_tokens=9, **asked, extra_body=extras).choices[0].text
+    assert got == rule.write([Request("ab", tokens=9, **asked, **extras)])[0].text
+    for name in (*asked, *extras):
+        neutral = {"temperature": 0, "seed": 4, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}[name]
+        other = rule.write([Request("ab", tokens=20, **asked | extras | {name: neutral})])[0].text
+        mine = completion(server, prompt="ab", max_tokens=20, extra_body=asked | extras | {name: neutral})
+        assert mine.choices[0].text == other, name
+
+
+def test_a_stream_is_the_text(server):
+    """Catches pieces lost or sent twice, an end without its reason, and usage that nobody asked for."""
+    chunks = [*completion(server, prompt=["!", "b"], max_tokens=7, stream=True)]
+    for index, prompt in enumerate("!b"):
+        mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert [choice.text for choice in mine] == [*rule_text(prompt, 7)[1:]]
+        assert [choice.finish_reason for choice in mine] == [None] * 6 + ["length"]
+    assert {chunk.usage for chunk in chunks} == {None} and len({chunk.id for chunk in chunks}) == 1
+    *chunks, last = completion(server, max_tokens=3, stream=True, stream_options={"include_usage": True})
+    assert {chunk.usage for chunk in chunks} == {None}
+    assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (2, 3)
+    with server.client.completions.with_streaming_response.create(
+        model="rule", prompt="!", max_tokens=2, stream=True
+    ) as raw:  # fmt: skip
+        assert raw.headers["content-type"].startswith("text/event-stream")
+        assert [*raw.iter_lines()][-2:] == ["data: [DONE]", ""]
+
+
+def test_a_text_ends_before_a_stop(server):
+    """Catches a stop that is shown, whole or begun, in the text, in its stream, or among its tokens."""
+    for stop, n in (("-", 3), (["xyz", "*-0"], 2), (["-0!"], 12)):
+        whole = completion(server, max_tokens=12, stop=stop, logprobs=0).choices[0]
+        chunks = [chunk.choices[0] for chunk in completion(server, max_tokens=12, stop=stop, stream=True, logprobs=0)]
+        assert whole.text == rule_text("!", n)[1:] == "".join(chunk.text for chunk in chunks)
+        assert whole.finish_reason == chunks[-1].finish_reason == ("length" if n == 12 else "stop")
+        tokens = [token for chunk in chunks for token in chunk.logprobs.tokens]
+        assert "".join(whole.logprobs.tokens) == "".join(tokens) == whole.text
+
+
+def test_log_probabilities(rule, server):
+    """Catches those of other tokens, and offsets that do not point into the text."""
+    want = rule.write([Request("→a", tokens=6, temperature=4, top_k=0, top_p=1, seed=2, logprobs=3)])[0]
+    got = completion(server, prompt="→a", max_tokens=6, temperature=4, seed=2, logprobs=3).choices[0].logprobs
+    assert got.token_logprobs == pytest.approx([token.logprob for token in want.tokens], abs=1e-5)
+    assert [len(likeliest) for likeliest in got.top_logprobs] == [3] * 6
+    assert max(got.top_logprobs[0], key=got.top_logprobs[0].get) == chr(follow(ord("a")))
+    plain = completion(server, prompt="c", max_tokens=6, logprobs=0).choices[0]
+    assert plain.logprobs.text_offset == [*range(6)] and plain.logprobs.top_logprobs is None
+    assert completion(server, max_tokens=2).choices[0].logprobs is None
+
+    chat = dict(model="rule", messages=[{"role": "user", "content": "x"}], max_tokens=3, temperature=0)
+    [choice] = server.client.chat.completions.create(**chat, logprobs=True, top_logprobs=2).choices
+    tokens = choice.logprobs.content
+    assert "".join(token.token for token in tokens) == choice.message.content and len(tokens) == 3
+    for token in tokens:
+        assert token.bytes == [*token.token.encode()]
+        assert token.top_logprobs[0].token == token.token and token.top_logprobs[0].logprob == token.logprob
+        assert len(token.top_logprobs) == 2
+    [choice] = server.client.chat.completions.create(**chat, logprobs=True).choices
+    assert [token.top_logprobs for token in choice.logprobs.content] == [[], [], []]
+
+
+def test_a_chat(server):
+    """Catches a template that is not what the page says, roles that are lost, and a stream that is not the answer."""
+    assert chat_text([("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why?")]) == (
+        "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Why?\n\nAssistant:"
+    )
+    body = json.dumps({"model": "rule", "messages": [{"role": "user", "content": "x"}], "stop": "y"})
+    assert server.server.served.asked(body, chat=True).texts[0].settings.stop == ("y", "\nUser:")
+    prompt = "User: x\n\nAssistant:"
+    asked = dict(model="rule", temperature=0, max_completion_tokens=3)
+    parts = [{"type": "text", "text": "x"}]
+    for content in ("x", parts):
+        got = server.client.chat.completions.create(**asked, messages=[{"role": "user", "content": content}])
+        [choice] = got.choices
+        assert (got.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
+        assert choice.message.content == rule_text(":", 3)[1:]
+        assert got.usage.prompt_tokens == 1 + len(prompt)
+    asked["messages"] = [{"role": "user", "content": "x"}]
+    chunks = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
+    assert [chunk.delta.role for chunk in chunks] == ["assistant", None, None]
+    assert "".join(chunk.delta.content for chunk in chunks) == rule_text(":", 3)[1:]
+    assert chunks[-1].finish_reason == "length"
+    del asked["max_completion_tokens"]
+    rest = server.client.chat.completions.create(**asked)
+    assert rest.usage.total_tokens == 24, "to the end of the context"
+
+
+def test_models_health_and_the_page(server):
+    """Catches a page that needs network, and paths that clients and probes ask first."""
+    assert [model.id for model in server.client.models.list()] == ["rule"]
+    assert server.client.models.retrieve("rule").owned_by == "axis-by-axis"
+    get = lambda path: server.client._client.get(server.url + path)
+    assert get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    page = get("/")
+    assert page.headers["content-type"].startswith("text/html") and "<h1>rule</h1>" in page.text
+    assert "://" not in page.text and "src=" not in page.text
+
+
+def test_metrics_count_what_happened(rule, engine, serve):
+    """Catches a measure that stands still, one that counts twice, and a label that a client can invent."""
+    with serve() as server:
+        values = lambda: measures(server)
+        assert values()["axis_drawn_tokens_total"] == 0
+        completion(server, prompt=["!", "abc"], max_tokens=5)
+        [*completion(server, max_tokens=3, stream=True)]
+        for path in ("/made-up", "/v1/" + "x" * 40):
+            assert server.client._client.get(server.url + path).status_code == 404
+        got = values()
+    assert got["axis_prompt_tokens_total"] == 2 + 4 + 2 and got["axis_drawn_tokens_total"] == 5 + 5 + 3
+    assert got['axis_requests_total{path="/v1/completions",status="200"}'] == 2
+    assert got['axis_requests_total{path="other",status="404"}'] == 2
+    assert got["axis_first_token_seconds_count"] == 3 and got["axis_token_seconds_count"] == 4 + 4 + 2
+    assert got["axis_running_texts"] == got["axis_waiting_texts"] == 0
+    assert 0 < got["axis_first_token_seconds_sum"] < 60
+
+
+def measures(server) -> dict[str, float]:
+    lines = server.client._client.get(server.url + "/metrics").text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def test_json_has_no_infinity():
+    """Catches an answer that no client can read, where a model's weights are broken."""
+    from serve.protocol import _finite
+
+    values = [_finite(x) for x in (-float("inf"), float("nan"), -1.5)]
+    assert json.loads(json.dumps(values, allow_nan=False)) == [-9999.0, -9999.0, -1.5]

@@ -1,0 +1,204 @@
+"""What cannot be answered is refused in one sentence, with the protocol's status and body, and the next is answered."""
+
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from serve import app
+from tests.generate.models import rule_text
+from tests.serve.test_answers import completion, measures
+
+ASKED = {"completions": {"model": "rule", "prompt": "!"},
+         "chat/completions": {"model": "rule", "messages": [{"role": "user", "content": "x"}]}}  # fmt: skip
+COMPLETIONS = [  # what is asked besides, None: not at all; its status, the parameter that is named, the sentence
+    ({"model": None}, 400, "model", "model is missing; this server has 'rule'"),
+    ({"model": "gpt"}, 404, "model", "the model 'gpt' is not here; this server has 'rule'"),
+    ({"model": "\ud800"}, 404, "model", r"the model '\ud800' is not here; this server has 'rule'"),
+    ({"prompt": None}, 400, "prompt", "prompt is missing; give a text, token ids, or a list of either"),
+    ({"prompt": []}, 400, "prompt", "prompt=[]: no text to continue; an empty text is ''"),
+    ({"prompt": 3}, 400, "prompt", "prompt=3: should be of type str or list"),
+    ({"prompt": ["a", 3]}, 400, "prompt", "prompt: should be a text, token ids, or a list of either, none of them "),
+    ({"prompt": [[True]]}, 400, "prompt", "prompt: should be a text, token ids, or a list of either, none of them "),
+    ({"prompt": [3, 999]}, 400, "prompt", "prompt: token 999 is not one of 0..256"),
+    ({"prompt": "\ud800"}, 400, "prompt", "prompt: not UTF-8 (surrogates not allowed at character 0)"),
+    ({"prompt": "x" * 30}, 400, "prompt", "a prompt of 31 tokens, the end of text before it included, leaves no room "
+     "in a context of 24 tokens; shorten it by at least 8"),
+    ({"prompt": [1] * 24}, 400, "prompt", "a prompt of 24 tokens leaves no room in a context of 24 tokens; shorten it "
+     "by at least 1"),
+    ({"temperature": float("nan")}, 400, "temperature", "temperature=nan: must be at least 0, and finite"),
+    ({"temperature": 10**400}, 400, "temperature", "temperature=inf: must be at least 0, and finite"),
+    ({"temperature": "hot"}, 400, "temperature", "temperature='hot': should be a number"),
+    ({"top_p": 0}, 400, "top_p", "top_p=0.0: must be above 0 and at most 1; 1 keeps every token"),
+    ({"top_k": -1}, 400, "top_k", "top_k=-1: must be at least 0"),
+    ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: must be at least 1"),
+    ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: should be of type int"),
+    ({"seed": 1.5}, 400, "seed", "seed=1.5: should be a whole number"),
+    ({"stop": [""]}, 400, "stop", "stop=('',): should be texts, none of them empty"),
+    ({"stop": 3}, 400, "stop", "stop=3: should be a text, or a list of texts"),
+    ({"n": 0}, 400, "n", "n=0 texts of 1 prompts: 1 to 128 texts can be asked for at a time"),
+    ({"n": 100}, 400, "n", "100 texts at a time; this server has room for 67, running and waiting"),
+    ({"logprobs": 6}, 400, "logprobs", "logprobs=6: must lie from 0 to 5"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options",
+     "stream_options is for a stream; give stream=true, or leave it"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty",
+     "presence_penalty is not supported; repetition_penalty, above 1, makes what was there less likely"),
+    ({"echo": True}, 400, "echo", "echo is not supported; put the prompt in front of the text yourself"),
+    ({"top-k": 3}, 400, "top-k", "'top-k' is not a parameter; did you mean 'top_k'? known: top_k, "),
+    (b"[]", 400, None, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}'),
+    (b'{"model"', 400, None, "the request is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
+    (b"[" * 100_000, 400, None, "the request is not JSON: RecursionError: "),
+    (b"\xff\xff", 400, None, "the request is not JSON: UnicodeDecodeError: "),
+    (b"x" * (app.MOST_BYTES + 1), 413, None, "a request of more than 1,048,576 bytes"),
+]  # fmt: skip
+CHATS = [
+    ({"messages": None}, 400, "messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]'),
+    ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages",
+     'messages[0]: should be {"role": .., "content": ..}, with a role of system, developer, user, assistant'),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
+     'messages[0]: content should be a text, or a list of {"type": "text", "text": ..}'),
+    ({"tools": [{}]}, 400, "tools", "tools is not supported; describe them in the prompt, and read the text"),
+    ({"top_logprobs": 3}, 400, "top_logprobs", "top_logprobs needs logprobs=true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path, asked, status, param, message",
+    [("completions", *row) for row in COMPLETIONS] + [("chat/completions", *row) for row in CHATS],
+)
+def test_what_cannot_be_answered_is_refused(server, path, asked, status, param, message):
+    """Catches a traceback as an answer, a setting that is passed over, and a request that ends the engine."""
+    values = asked if isinstance(asked, bytes) else {k: v for k, v in (ASKED[path] | asked).items() if v is not None}
+    body = values if isinstance(values, bytes) else json.dumps(values)
+    got = server.client._client.post(f"{server.url}/v1/{path}", content=body)
+    error = got.json()["error"]
+    assert error["message"].startswith(message), error
+    assert (got.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert completion(server, max_tokens=2).choices[0].text == rule_text("!", 2)[1:]
+
+
+def test_what_asks_for_nothing_is_taken(server):
+    """Catches a client refused for defaults that it spells out."""
+    neutral = dict(
+        presence_penalty=0, frequency_penalty=0.0, logit_bias={}, echo=False, best_of=1, user="me", suffix=None
+    )
+    assert completion(server, max_tokens=2, **neutral).choices[0].text == rule_text("!", 2)[1:]
+
+
+def test_the_client_raises_what_it_knows(server):
+    """Catches a body that OpenAI's client cannot read, and a context that is too long without its code."""
+    with pytest.raises(openai.NotFoundError) as error:
+        completion(server, model="none")
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as error:
+        completion(server, prompt="x" * 23)
+    assert error.value.code == "context_length_exceeded" and error.value.param == "prompt"
+
+
+def test_a_stranger_is_refused(serve):
+    """Catches a path that forgets the key, half a key, and a probe that would need one."""
+    with serve(api_key="sesame") as server:
+        assert completion(server, max_tokens=1).choices[0].text == "$"
+        for key in ("sesam", "sesamee", "", "é"):
+            for path in ("/v1/models", "/v1/completions", "/metrics", "/v1/none"):
+                headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+                got = server.client._client.get(server.url + path, headers=headers)
+                assert (got.status_code, got.json()["error"]["code"]) == (401, "invalid_api_key"), (key, path)
+        assert [server.client._client.get(server.url + path).status_code for path in ("/health", "/")] == [200, 200]
+
+
+# Too much, too long, gone ---------------------------------------------------------------------------------------------
+
+
+def until(holds, longest_s=30.0):
+    end_s = time.monotonic() + longest_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def asking(server, results: list, **asked) -> threading.Thread:
+    """Ask in a thread; its text, or its error, comes into a list."""
+
+    def ask():
+        try:
+            results.append(completion(server, **asked).choices[0].text)
+        except openai.APIError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def test_a_full_queue_says_come_again(serve, gate):
+    """Catches a queue without an end, one that is shorter than it says, and places that are not given back."""
+    with serve(waiting=2) as server:
+        texts: list = []
+        threads = [asking(server, texts, max_tokens=3) for _ in range(5)]  # 3 slots, 2 wait
+        until(lambda: len(server.worker.places) == 5)
+        with pytest.raises(openai.RateLimitError, match="; at most 5 may") as error:
+            completion(server)
+        assert error.value.response.headers["retry-after"] == "1"
+        gate.set()
+        for thread in threads:
+            thread.join()
+        assert texts == [rule_text("!", 3)[1:]] * 5
+        assert completion(server, n=5, max_tokens=3).usage.completion_tokens == 15
+        got = measures(server)
+        assert got['axis_requests_total{path="/v1/completions",status="429"}'] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(serve, gate, engine, stream):
+    """Catches a text that is written for nobody: its slot is free at the engine's next step, and so are those of others
+    of its request, that wait."""
+    with serve() as server:
+        body = json.dumps(ASKED["completions"] | {"max_tokens": 22, "n": 4, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            client.sendall(head + body)
+            until(lambda: len(server.worker.places) == 4)
+        until(lambda: not server.worker.places)
+        before = engine.running
+        gate.set()
+        assert completion(server, n=3, max_tokens=2).usage.completion_tokens == 6
+        drawn = measures(server)["axis_drawn_tokens_total"]
+        assert drawn <= 6 + 3, f"a step of the {before} that ran"
+    assert not any(engine.slots) and not engine.waiting
+
+
+def test_a_request_that_takes_too_long_is_ended(serve, gate):
+    """Catches a client that waits for ever, a stream that ends as if it were whole, and slots that stay taken."""
+    with serve(timeout_s=0.3) as server:
+        with pytest.raises(openai.APIStatusError, match=r"not done within 0\.3 s") as error:
+            completion(server)
+        assert error.value.status_code == 504
+        with pytest.raises(openai.APIError, match=r"not done within 0\.3 s"):
+            [*completion(server, stream=True)]
+        assert not server.worker.places
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert slow.recv(99).startswith(b"HTTP/1.1 408 ")
+        gate.set()
+        assert completion(server, max_tokens=2).choices[0].text == rule_text("!", 2)[1:]
+
+
+def test_an_engine_that_fails_is_heard_of(serve, engine, monkeypatch):
+    """Catches clients that wait for a thread which is no more, and a server that stays up without one."""
+
+    def step():
+        raise RuntimeError("out of memory")
+
+    with serve() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", step)
+            for _ in range(2):
+                with pytest.raises(openai.InternalServerError, match="error: RuntimeError: out of memory"):
+                    completion(server)
+        assert server.worker.broken
+    while not engine.idle:  # what it left
+        engine.step()

@@ -1,0 +1,100 @@
+"""`--run.check` says before the start what would end a run there, and neither touches nor writes anything."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from data import prepare
+from tests.test_training import ROOT, run, snapshot, write_texts
+from train import checkpoint
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with tokens."""
+    home = tmp_path_factory.mktemp("ready")
+    source = write_texts(home / "texts", "abcd efgh. ")
+    prepare.prepare(prepare.Arguments(str(home / "tokens"), source, "bytes", val_share=0.3))
+    return home
+
+
+@pytest.fixture
+def asked(home, tmp_path):
+    """The flags of a run that would start, in a directory of the test's own."""
+    return ["tiny", "--data.path", home / "tokens", "--run.dir", tmp_path / "runs", "--run.check"]
+
+
+def test_it_needs_no_device_no_peer_and_no_lock(asked, tmp_path):
+    """Catches a check that waits for the other hosts, or for a device that another run has; one that leaves something
+    behind, and one that takes a minute."""
+    told = {"JAX_PLATFORMS": "nonsense", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "4"}
+    words = [sys.executable, "main.py", *map(str, asked), "--devices", "8", "--mesh", "fsdp=4,tensor=2"]
+    for rank, where in (("0", "it starts at step 0"), ("3", "process 0 knows where it goes on from")):
+        env = os.environ | told | {"JAX_PROCESS_ID": rank, "AXIS_RESTART_WAIT": "75"}
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        said = f"checked    tiny: 86,648 parameters on mesh fsdp=4,tensor=2, 4 processes; {where}\n"
+        assert (done.stdout, done.stderr, done.returncode) == (said, "", 0)
+    assert not list(tmp_path.iterdir())
+
+
+REFUSED = {
+    "no tokens": ("--data.path nowhere", {}, "no tokens at 'nowhere'"),
+    "too few rows": ("--model.vocab_size 100", {}, "holds token ids 0..256, model.vocab_size=100 has 0..99"),
+    "no room for the prompt": ("--data.seq_len 2 --run.sample_prompt abcd", {}, "leave no room in data.seq_len=2"),
+    "mesh": ("--devices 6 --mesh fsdp=2,tensor=3", {}, "cannot split .*tensor"),
+    "batch": ("--devices 8 --mesh data=8 --data.batch_size 12", {}, r"12 % 8 = 4\); nearest that do: 8 or 16"),
+    "more mesh than devices": ("--devices 4 --mesh fsdp=8", {}, "mesh fsdp=8 needs 8 devices, and there are 4; "),
+    "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, "8 / 3 is no whole number; start 1, 2, 4, 8"),
+    "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, "8 / 5 is no whole number"),
+    "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "a device would need .*; --force starts it"),
+    "options": ("--run.compiler_options nonsense", {}, "'nonsense' should be NAME=VALUE"),
+    "no way back": ("--run.init_from nowhere", {}, "nowhere"),
+    "too early": ("", {"AXIS_RESTART_WAIT": "60"}, r"RESTART_WAIT=60: .*peer_timeout_s=60 s .*\(60 \+ 15 = 75\); set "
+                  "RESTART_WAIT=75, or --run.peer_timeout_s 45"),
+    "much too early": ("--run.peer_timeout_s 4", {"AXIS_RESTART_WAIT": "9"}, r"\(4 \+ 15 = 19\); set RESTART_WAIT=19$"),
+    "again from the start": ("--run.restart", {"AXIS_RESTART_WAIT": "80"}, "each start after a failure would delete"),
+    "place": ("--run.dir /dev/null", {},
+              "cannot write to /dev/null/tiny: /dev/null is no directory; choose another --run.dir"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_end_a_run_is_said(asked, monkeypatch, what):
+    """Catches eight hosts that are started to hear of a flag, one after the other, or after minutes; and a message that
+    is not the one of the run."""
+    more, told, message = REFUSED[what]
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    status, out, err = run([*asked, *more.split()])
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and re.search(message, err.rstrip()), err
+
+
+def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path, monkeypatch):
+    """Catches settings that differ, checkpoints that are gone or another host's, and are found when all have come; and
+    a look at a directory that does not matter."""
+    begun = [*asked[:-1], "--run.steps", "4", "--run.checkpoint_every", "2"]
+    assert run(begun)[0] == 0
+    directory, before = tmp_path / "runs/tiny", snapshot(tmp_path)
+    check = lambda *more: run([*begun, "--run.check", *more])[1:]
+    assert check()[0].endswith("; it is complete, with 4 steps\n")
+    assert check("--run.steps", "9")[0].endswith("; it goes on from step 4 of 9\n")
+    assert check("--run.restart")[0].endswith("; it starts at step 0\n")
+    assert "optim.lr is 0.5 here and" in check("--optim.lr", "0.5")[1]
+    assert snapshot(tmp_path) == before
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    assert check("--optim.lr", "0.5")[0].endswith("; process 0 knows where it goes on from\n")
+    monkeypatch.delenv("JAX_PROCESS_ID")
+
+    shutil.rmtree(directory / "checkpoints")
+    assert "its checkpoint of step 4 is gone" in check("--run.steps", "9")[1]
+    shutil.rmtree(directory)
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "checkpoints" / checkpoint.KEEPER).write_text("host07")
+    assert check()[0].endswith("; it starts at step 0\n"), "how the launcher names this host is not known"
+    monkeypatch.setenv("AXIS_HOST", "host02")
+    assert "are on host07, and the first host is host02: name host07 first" in check()[1]

@@ -1,0 +1,91 @@
+"""Claims about the model card: the hub can read its header, and it says of a run what is known, and no more."""
+
+import json
+
+import pytest
+import yaml
+
+import model
+import sharding
+from config import preset
+from utils import UserError
+from weights import card
+
+CFG = preset("tiny", **{"data.path": "/home/someone/tokens", "run.dir": "/home/someone/runs"})
+TOKENS = {"source": "text:/home/someone/mine", "tokenizer": {"name": "bytes", "fingerprint": "5ha256"}}
+ABOUT = {"config": CFG.to_dict(), "data": TOKENS}
+ROWS = [{"kind": "train", "step": 4, "loss": 3.25, "tokens": 1152},
+        {"kind": "train", "step": 8, "loss": 2.5, "tokens": 2304},
+        {"kind": "eval", "step": 8, "loss": 2.75, "bits_per_byte": float("nan"), "tokens": 7}]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"kind": "tr')
+    return tmp_path / "tiny"
+
+
+def written(run, about=ABOUT, step=8, scores=None, hf=None):
+    """The header, as YAML is read, and the rest of a card."""
+    text = card.text(run, about, sharding.named(model.declare(CFG.model)), step, scores or {}, hf)
+    _, header, rest = text.split("---\n", 2)
+    return yaml.safe_load(header), rest
+
+
+def test_the_card_says_what_the_run_says(run):
+    """Catches losses of a step after the one that is written, a number that is none, and a place on someone's disk."""
+    header, text = written(run)
+    assert header == {"library_name": "jax", "pipeline_tag": "text-generation", "tags": ["axis-by-axis"]}
+    for line in ("| steps | 8 of 10 |", "| tokens seen | 2,304 |", "| training loss, step 8 | 2.5000 nats per token |",
+                 "| validation loss, step 8 | 2.7500 nats per token |", "| data | text:mine |",
+                 "| tokenizer | bytes |"):  # fmt: skip
+        assert line in text.splitlines()
+    assert "bits per byte" not in text and "/home/someone" not in text and "5ha256" not in text
+    settings = json.loads(text.split("```json\n")[1].split("```")[0])
+    assert (
+        settings["model"] == json.loads(json.dumps(CFG.to_dict()["model"])) and settings["optim"]["lr"] == CFG.optim.lr
+    )
+    header, text = written(run, step=4)
+    assert "| training loss, step 4 | 3.2500 nats per token |" in text and "validation" not in text
+
+
+def test_what_slim_keeps_is_said_of_its_folder_too(run, tmp_path):
+    """Catches a card that knows less after the second conversion than after the first: metrics.jsonl stays behind."""
+    slim = ABOUT | {"slim": {"step": 8, "rows": card.last_rows(run, ABOUT, 8)}}
+    assert written(tmp_path, about=slim, step=None) == written(run)
+
+
+def test_a_folder_for_transformers_says_how_it_is_loaded(run):
+    """Catches a card whose reader is not told that code comes with it, or is told so of a class of the library."""
+    code = {"AutoConfig": "configuration_axis.AxisConfig"}
+    for hf, tags in (({"model_type": "axis", "auto_map": code}, ["axis-by-axis", "axis", "custom_code"]),
+                     ({"model_type": "llama"}, ["axis-by-axis", "llama"])):  # fmt: skip
+        header, text = written(run, hf=hf)
+        assert (header["library_name"], header["tags"]) == ("transformers", tags)
+        assert ("trust_remote_code=True" in text) == ("auto_map" in hf)
+
+
+def test_scores_are_the_hubs_results(run, tmp_path):
+    """Catches results without the task, data set or number that the hub asks for, and a number that is not finite."""
+    (tmp_path / "s.json").write_text('{"copy": {"exact|match": 0.5, "n": 64, "ok": true}, "loss": 2.0, "bad": NaN}')
+    scores = card.read_scores(str(tmp_path / "s.json"))
+    assert scores == {("copy", "exact|match"): 0.5, ("copy", "n"): 64, ("", "loss"): 2.0}
+    header, text = written(run, scores=scores)
+    [entry] = header["model-index"]
+    assert entry["name"] == "tiny" and len(entry["results"]) == 3
+    first, _, last = entry["results"]
+    assert first == {"task": {"type": "text-generation"}, "dataset": {"name": "copy", "type": "copy"},
+                     "metrics": [{"type": "exact|match", "value": 0.5}]}  # fmt: skip
+    assert last["dataset"]["name"] == "validation" and last["metrics"] == [{"type": "loss", "value": 2.0}]
+    assert r"| copy | exact\|match | 0.5 |" in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    "text, message", [("{", "not JSON: "), ('{"a": "b", "c": [true]}', "there is no number in it")]
+)
+def test_a_file_without_scores_is_refused(text, message, tmp_path):
+    """Catches a card that is written without what was asked for."""
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        card.read_scores(str(tmp_path / "s.json"))

@@ -1,0 +1,125 @@
+"""The model card of a folder of weights: README.md, with the header that the Hugging Face hub reads."""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from utils import UserError
+from weights.folders import Folder
+
+Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON of an evaluation, for the model card")]
+SETTINGS = ("model", "data", "optim", "mesh")
+PLACES = ("path", "dir", "cache_gib", "prefetch")  # of one machine
+
+
+def read_scores(path: str) -> dict[tuple[str, str], float]:
+    """The numbers of an evaluation's JSON: {(what was measured on, measure): number}. Groups may lie in groups.
+
+    Raises: UserError if there is no such file, it is not JSON, or has no number.
+    """
+    if not path:
+        return {}
+    try:
+        values = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--scores {path}: {getattr(error, 'strerror', None) or f'not JSON: {error}'}") from error
+    found = dict(_numbers(values, ()))
+    if not found:
+        raise UserError(f'--scores {path}: there is no number in it; it should be like {{"task": {{"accuracy": 0.5}}}}')
+    return found
+
+
+def _numbers(values, at: tuple[str, ...]):
+    if isinstance(values, dict | list):
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _numbers(value, (*at, str(name)))
+    elif isinstance(values, int | float) and not isinstance(values, bool) and math.isfinite(values):
+        yield (" ".join(at[:-1]), at[-1] if at else "score"), values
+
+
+def last_rows(run: str | Path, about: dict, step: int | None) -> dict[str, dict]:
+    """The last row of each kind in a run's metrics.jsonl, of those up to a step; `slim` has copied them."""
+    rows, folder = dict(about.get("slim", {}).get("rows", {})), Folder(run)
+    if step is not None and folder.has("metrics.jsonl"):
+        for line in folder.read("metrics.jsonl").decode().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # the last line, if a kill cut it off
+            if row.get("step", math.inf) <= step:
+                rows[row["kind"]] = row
+    return rows
+
+
+def header(name: str, scores: dict, hf: dict | None) -> str:
+    """The hub's header is YAML, of which JSON is a part."""
+    values = {"library_name": "transformers" if hf else "jax", "pipeline_tag": "text-generation",
+              "tags": ["axis-by-axis", *([hf["model_type"]] if hf else []),
+                       *(["custom_code"] if hf and "auto_map" in hf else [])]}  # fmt: skip
+    if scores:
+        on = lambda data: {"name": data or "validation", "type": data or "validation"}
+        results = [{"task": {"type": "text-generation"}, "dataset": on(data),
+                    "metrics": [{"type": measure, "value": value}]}
+                   for (data, measure), value in scores.items()]  # fmt: skip
+        values["model-index"] = [{"name": name, "results": results}]
+    lines = [f"{key}: {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(["---", *lines, "---"])
+
+
+def table(head: tuple[str, ...], rows: list[tuple]) -> str:
+    line = lambda cells: "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
+
+
+def training(about: dict, rows: dict, step: int | None) -> list[tuple[str, str]]:
+    """What is known of how the parameters came about."""
+    steps, data = about.get("config", {}).get("run", {}).get("steps"), about.get("data") or {}
+    known = [("data", _words(data["source"])), ("tokenizer", _words(data["tokenizer"]))] if data else []
+    known += [("steps", f"{step:,} of {steps:,}")] if step is not None else []
+    train, evaluation = rows.get("train", {}), rows.get("eval", {})
+    known += [("tokens seen", f"{train['tokens']:,}")] if "tokens" in train else []
+    known += [(f"training loss, step {train['step']:,}", f"{train['loss']:.4f} nats per token")] if train else []
+    if evaluation:
+        known.append((f"validation loss, step {evaluation['step']:,}", f"{evaluation['loss']:.4f} nats per token"))
+        if math.isfinite(bits := evaluation.get("bits_per_byte") or math.nan):
+            known.append(("validation, bits per byte", f"{bits:.4f}"))
+    return known
+
+
+def _words(value) -> str:
+    """A source or a tokenizer as its manifest says it; of a mixture, all of them. No digests, and no folders."""
+    if isinstance(value, dict):
+        value = value.get("name") or ", ".join(f"{name}: {_words(x)}" for name, x in value.items())
+    kind, colon, place = str(value).partition(":")
+    return f"{kind}{colon}{Path(place).name}" if colon and Path(place).is_absolute() else str(value)
+
+
+USE_OURS = """```
+python -m generate DIR --prompt "def "
+python main.py --init-from DIR ..
+python -m weights to-hf DIR --out HF
+```"""
+USE_THEIRS = """```python
+transformers.AutoModelForCausalLM.from_pretrained(DIR{flag})
+```"""
+
+
+def text(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
+    """The card. hf: the config.json of a Hugging Face folder; None: the folder holds parameters as ours are."""
+    step = about.get("slim", {}).get("step") if step is None else step
+    name = about.get("config", {}).get("run", {}).get("name") or Path(str(run)).name
+    parameters = f"{sum(d.size for d in declared.values()):,} parameters"
+    use = USE_THEIRS.format(flag=", trust_remote_code=True" if "auto_map" in hf else "") if hf else USE_OURS
+    parts = [header(name, scores, hf), f"# {name}", f"A language model of {parameters}, by Axis by Axis.", use]
+    if known := training(about, last_rows(run, about, step), step):
+        parts += ["## Training", table(("", ""), known)]
+    if scores:
+        rows = [(on, measure, f"{value:g}") for (on, measure), value in scores.items()]
+        parts += ["## Scores", table(("on", "measure", ""), rows)]
+    if settings := {part: about["config"][part] for part in SETTINGS if part in about.get("config", {})}:
+        kept = {part: {n: x for n, x in values.items() if n not in PLACES} for part, values in settings.items()}
+        parts += ["## Settings", f"```json\n{json.dumps(kept, indent=1)}\n```"]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,277 @@
+"""Folders of weights, on this machine or in a bucket, and the safetensors files in them: read and written in parts.
+
+A safetensors file is the length of a header, 8 bytes; the header, JSON {name: {dtype, shape, data_offsets}}; and the
+arrays, one after the other. The library of that name wants a file on this machine to read, and all of it in memory to
+write; here a tensor is asked for by its bytes, and written as it is made.
+"""
+
+import contextlib
+import errno
+import functools
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # names bfloat16 to NumPy
+import numpy as np
+
+from data.files import patiently, system
+from utils import UserError, is_remote, log
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}
+FILE_BYTES = 2**31  # most that a file of a folder we write holds, if it holds more than one tensor
+ONE_FILE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
+PARTIAL = ".partial"  # end of the name of a folder that is not whole
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Folder:
+    """A folder by its path or address: gs://, s3://, whatever fsspec knows."""
+
+    def __init__(self, path: str | Path):
+        self.path = str(path).rstrip("/")
+        self.far = is_remote(self.path)
+        self.files, self.root = system(self.path)
+        self.written = []
+
+    def __str__(self) -> str:
+        return self.path
+
+    def _ask(self, name: str, work: Callable):
+        """Raises: UserError if the file is not there, or the network is not."""
+        try:
+            return patiently(f"{self}/{name}", self.far, work)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"there is no {self}/{name}") from None
+
+    def has(self, name: str) -> bool:
+        return self._ask(name, lambda: self.files.exists(f"{self.root}/{name}"))
+
+    def size(self, name: str) -> int:
+        return self._ask(name, lambda: self.files.size(f"{self.root}/{name}"))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._ask(name, lambda: self.files.cat_file(f"{self.root}/{name}", start=start, end=stop))
+
+    def json(self, name: str) -> dict:
+        text = self.read(name)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{self}/{name} is not JSON: {error}") from None
+
+    def open(self, name: str):
+        """A new file, to be written from its beginning to its end."""
+        self.written.append(name)
+        return self.files.open(f"{self.root}/{name}", "wb")
+
+    def write(self, name: str, text: str) -> None:
+        with self.open(name) as file:
+            file.write(text.encode())
+
+
+@contextlib.contextmanager
+def fresh_folder(path: str | Path) -> Iterator[Folder]:
+    """Yield a folder that can be used under the name `path` once everything in it is written, and not before.
+
+    On this machine it gets its name last. A bucket has no renaming: there config.json, which every reader asks for
+    first, is to be written last.
+    Raises: UserError if there is something of that name, or the disk is full; nothing is kept then.
+    """
+    whole = Folder(path)
+    if patiently(str(whole), whole.far, lambda: whole.files.exists(whole.root)):
+        raise UserError(f"{whole} exists; choose another folder, or delete it")
+    folder = whole if whole.far else Folder(f"{whole}{PARTIAL}")
+    if not whole.far:
+        shutil.rmtree(folder.root, ignore_errors=True)  # of a conversion that was killed
+        Path(folder.root).mkdir(parents=True)
+    done = False
+    try:
+        yield folder
+        if not whole.far:
+            Path(folder.root).rename(whole.root)
+        done = True
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(f"{whole} cannot be written: {error.strerror}; nothing of it is kept") from error
+    finally:
+        if not whole.far:
+            shutil.rmtree(folder.root, ignore_errors=True)  # there is none, unless something went wrong
+        elif not done:
+            _remove(whole)
+
+
+def _remove(folder: Folder) -> None:
+    for name in folder.written:
+        with contextlib.suppress(Exception):  # each protocol has errors of its own; the first one is the one to show
+            folder.files.rm_file(f"{folder.root}/{name}")
+
+
+def reported(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator:
+    """Yield the items; every few seconds say how many bytes are done."""
+    total, done, last = sum(map(bytes_of, items)), 0, time.perf_counter()
+    for item in items:
+        yield item
+        done += bytes_of(item)
+        if time.perf_counter() - last > 5:
+            last = time.perf_counter()
+            log(f"{what}  {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+class Stored:
+    """An array in a file: its bytes are read when it is indexed, and no more of them than leading indices need."""
+
+    def __init__(self, folder: Folder, file: str, dtype: str, shape: tuple[int, ...], start: int):
+        self.folder, self.file, self.start, self.shape = folder, file, start, shape
+        self.known_dtype = dtype
+
+    @property
+    def dtype(self) -> np.dtype:
+        return NUMPY[self.known_dtype]
+
+    @functools.cached_property
+    def here(self) -> np.memmap:
+        shape = self.shape or (1,)
+        found = np.memmap(f"{self.folder.root}/{self.file}", self.dtype, "r", self.start, shape)
+        return found.reshape(self.shape)
+
+    def __getitem__(self, index) -> np.ndarray:
+        if not self.folder.far:
+            return self.here[index]
+        index, shape, start = list(index if isinstance(index, tuple) else (index,)), self.shape, self.start
+        row = lambda: math.prod(shape[1:]) * self.dtype.itemsize
+        while index and not isinstance(index[0], slice):
+            start, shape = start + index.pop(0) * row(), shape[1:]
+        if index:
+            first, stop, _ = index[0].indices(shape[0])
+            start, shape, index[0] = start + first * row(), (stop - first, *shape[1:]), slice(None)
+        found = self.folder.read(self.file, start, start + math.prod(shape) * self.dtype.itemsize)
+        return np.frombuffer(found, self.dtype).reshape(shape)[tuple(index)]
+
+
+class Tensors:
+    """The tensors of a safetensors folder, by name. Opening reads headers only."""
+
+    def __init__(self, folder: Folder):
+        self.folder, self.of = folder, {}
+        index = folder.json(INDEX).get("weight_map", {}) if folder.has(INDEX) else {"": ONE_FILE}
+        for file in sorted(set(index.values())):
+            self.of |= self._header(file)
+
+    def _header(self, file: str) -> dict[str, Stored]:
+        damaged = lambda why: UserError(f"{self.folder}/{file} is damaged or not a safetensors file: {why}")
+        size = self.folder.size(file)
+        begin = 8 + int.from_bytes(self.folder.read(file, 0, 8), "little")
+        if begin > size:
+            raise damaged(f"its header would end at byte {begin} of {size}")
+        try:
+            header = json.loads(self.folder.read(file, 8, begin))
+            header.pop("__metadata__", None)
+            spans = {name: (begin + x["data_offsets"][0], begin + x["data_offsets"][1]) for name, x in header.items()}
+            shapes = {name: tuple(x["shape"]) for name, x in header.items()}
+            dtypes = {name: x["dtype"] for name, x in header.items()}
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise damaged(f"its header cannot be read ({error!r})") from error
+        if (end := max((stop for _, stop in spans.values()), default=begin)) != size:
+            raise damaged(f"it has {size} bytes, its header asks for {end}")
+        found = {}
+        for name, (start, stop) in spans.items():
+            dtype, need = DTYPES.get(dtypes[name], dtypes[name]), stop - start
+            if dtype in NUMPY and need != math.prod(shapes[name]) * NUMPY[dtype].itemsize:
+                raise damaged(f"{name} has {need} bytes, and shape {shapes[name]} of {dtype}")
+            found[name] = Stored(self.folder, file, dtype, shapes[name], start)
+        return found
+
+    def dtype(self, name: str) -> str:
+        found = self.of[name].known_dtype
+        if found not in NUMPY:
+            raise UserError(f"{self.folder}: {name} has dtype {found}; supported are {', '.join(DTYPES)}")
+        return found
+
+    def read(self, name: str) -> np.ndarray:
+        return self.of[name][()]
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises: UserError naming the tensors that are missing, not expected, or have another shape."""
+        missing, extra = [n for n in shapes if n not in self.of], [n for n in self.of if n not in shapes]
+        for names, why in ((missing, "does not have"), (extra, "has, and config.json has no place for,")):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise UserError(f"{self.folder} {why} {', '.join(names[:3])}{more}")
+        for name, want in shapes.items():
+            if self.of[name].shape != want:
+                raise UserError(f"{self.folder}: {name} has shape {self.of[name].shape}, config.json asks for {want}")
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """One to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Callable[[], Iterable[np.ndarray]]  # arrays whose bytes, one after the other, are its bytes
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * NUMPY[self.dtype].itemsize
+
+
+def write_tensors(folder: Folder, tensors: list[Tensor], what: str) -> int:
+    """Write model.safetensors, or numbered files and their index. Returns the bytes of the files with tensors."""
+    files, room = [[]], FILE_BYTES
+    for tensor in tensors:
+        if files[-1] and tensor.bytes > room:
+            files, room = [*files, []], FILE_BYTES
+        files[-1].append(tensor)
+        room -= tensor.bytes
+
+    size = lambda some: sum(tensor.bytes for tensor in some)
+    if not folder.far and (free := shutil.disk_usage(folder.root).free) < size(tensors):
+        raise UserError(f"{str(folder).removesuffix(PARTIAL)}: {size(tensors) / 1e6:,.1f} MB are to be written, and "
+                        f"{free / 1e6:,.1f} MB are free there")  # fmt: skip
+    one, n = len(files) == 1, len(files)
+    names = [ONE_FILE] if one else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+    written = 0
+    for name, some in reported(list(zip(names, files, strict=True)), lambda item: size(item[1]), what):
+        written += write_file(folder, name, some)
+    if not one:
+        weight_map = {tensor.name: name for name, some in zip(names, files, strict=True) for tensor in some}
+        index = {"metadata": {"total_size": size(tensors)}, "weight_map": weight_map}
+        folder.write(INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return written
+
+
+def write_file(folder: Folder, name: str, tensors: list[Tensor]) -> int:
+    """Write one file, a part in memory at a time. Returns its bytes: of the header, and of the numbers."""
+    codes, header, end = {dtype: code for code, dtype in DTYPES.items()}, {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        span = [end, end + tensor.bytes]
+        header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        end += tensor.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8 bytes
+    with folder.open(name) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            written = 0
+            for part in tensor.parts():
+                assert part.dtype == NUMPY[tensor.dtype], (tensor.name, part.dtype)
+                file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+                written += part.nbytes
+            assert written == tensor.bytes, f"{tensor.name}: {written} of {tensor.bytes} bytes"
+    whole = 8 + len(text) + end
+    found = folder.size(name)
+    assert found == whole, f"{folder}/{name} has {found} bytes; 8 + {len(text)} of header + {end} of numbers = {whole}"
+    return whole

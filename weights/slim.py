@@ -1,0 +1,51 @@
+"""The weights of a run alone: what a checkpoint holds beside them, to go on training, is twice as large."""
+
+import json
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+import sharding
+from fields import Count
+from utils import UserError, log, nearest
+from weights import card
+from weights.convert import in_parts, open_run, read_config
+from weights.families import declare
+from weights.folders import NUMPY, Folder, Tensor, fresh_folder, write_tensors
+
+WRITTEN = ("float32", "bfloat16")
+
+
+def slim(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="run directory, e.g. runs/x")],
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to make, here or in a bucket")],
+    dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(WRITTEN)}; empty: as they are held")] = "",
+    step: Annotated[Count | None, tyro.conf.arg(help="of which checkpoint; left out: the newest")] = None,
+    scores: card.Scores = "",
+) -> None:
+    """Write the weights of a run alone: sharded safetensors, and the config.json that our commands read."""
+    if dtype and dtype not in WRITTEN:
+        raise UserError(f"--dtype {dtype}: cannot be written; {nearest(dtype, WRITTEN)}")
+    found, about, c = card.read_scores(scores), Folder(run).json("config.json"), read_config(run)
+    declared = sharding.named(declare(c))
+    weights, taken = open_run(run, declared, step)
+    tensors = [_tensor(name, weights[name], dtype) for name in declared]
+    parameters, numbers = sum(d.size for d in declared.values()), sum(tensor.bytes for tensor in tensors)
+    with fresh_folder(out) as folder:
+        written = write_tensors(folder, tensors, "slim")
+        folder.write("README.md", card.text(run, about, declared, taken, found))
+        if taken is not None:
+            about["slim"] = {"step": taken, "rows": card.last_rows(run, about, taken)}
+        folder.write("config.json", json.dumps(about, indent=1) + "\n")
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    log(f"wrote {out}: {parameters:,} parameters in {' and '.join(dtypes)}")
+    sizes = {NUMPY[tensor.dtype].itemsize for tensor in tensors}
+    each = f"{parameters:,} x {sizes.pop()}" if len(sizes) == 1 else f"{numbers:,}"
+    log(f"bytes      {written:,} = {each} of numbers + {written - numbers:,} of headers")
+
+
+def _tensor(name: str, array, dtype: str) -> Tensor:
+    dtype = dtype or str(array.dtype)
+    parts = lambda: (np.asarray(part).astype(NUMPY[dtype], copy=False) for part in in_parts(array))
+    return Tensor(name, tuple(array.shape), dtype, parts)
