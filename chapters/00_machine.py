@@ -848,7 +848,7 @@ def check_mfu(mfu):
     return lesson.diagnose(answer, cases, over(lambda p: 1), mistakes, done)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_mfu(mfu))
 
 # %% [markdown]

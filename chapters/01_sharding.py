@@ -921,7 +921,7 @@ def check_mend(train):
     return lesson.diagnose(weights, shapes, lambda shape: on_one(), MEND_HINTS, done)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_mend(train))
 
 # %% [markdown]

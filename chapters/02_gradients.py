@@ -781,7 +781,7 @@ def check_mend(train):
     return lesson.diagnose(train, meshes, lambda n: on_one(), MEND_HINTS, done)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_mend(train))
 
 # %% [markdown]

@@ -854,7 +854,8 @@ print(f"N > {tokens:.0f} tokens a chip")
 #
 # These seconds are a roofline: chip and wires at full speed, one after the other. If gathers run beside
 # products, the longer of the two counts. Simulated devices share one processor, and cannot show that; the TPU
-# compiler's schedule can be played against time (the page "Seconds"). Latency is left out: at
+# compiler's schedule can be played against time (the pages "Seconds" and "The timeline of a layer", which
+# draws it with gathers ahead and without). Latency is left out: at
 # about 1 µs a hop, and two hops along each of three axes, a gather of less than 6 µs, 3 MB at 540 GB/s, waits
 # for hops and not for bytes.
 #
@@ -1061,7 +1062,7 @@ def check_mend(train):
     return lesson.diagnose(yours, [(name,) for name in parts], right, hints, done)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_mend(train))
 
 # %% [markdown]

@@ -578,7 +578,7 @@ assert round(hop_tokens) == 59
 # ## Products while the wires work
 #
 # A product behind a gather waits for the last byte, yet that of our own positions needs nobody. So let
-# positions come in turn, around a ring:
+# positions come in turn, around a ring (the page "The timeline of a layer" draws both against time):
 
 
 # %%
@@ -1007,7 +1007,7 @@ def check_attention(attending):
     return lesson.diagnose(run, [(1,), (2,), (4,)], right, [(as_found.get, hint)], done)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_attention(attending))
 
 # %% [markdown]

@@ -829,7 +829,7 @@ def check_pipeline(function):
     return "Loss and gradient are one device's."
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_pipeline(classify))
 
 # %% [markdown]

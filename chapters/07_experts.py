@@ -920,7 +920,7 @@ def check_loss(device_loss):
     return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_loss(device_loss))
 
 # %% [markdown]

@@ -96,7 +96,7 @@ panels[0].set(xlabel="D by fsdp and F by tensor")
 # | cut, and used as a slice (`tensor`, `stage`) | whatever | complete as it is made, in the slice |
 # | cut, and joined before use (`fsdp`) | other tokens | added by the reduce-scatter that is the way back of the join |
 # | copied | other tokens | **added along the axis** |
-# | copied | the same | complete on each device, if what comes back to it is: adding would make it n times too big |
+# | copied | the same | complete on each device, if the gradient of its output is: adding would make it n times too big |
 #
 # The third row is the one that is forgotten, since nothing in the forward pass hints at it. The gain is
 # copied along `fsdp`, where neighbours have other sequences, *and* along `tensor`, where they have other
@@ -831,7 +831,7 @@ WRONG_CLIPS = (
 )
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "hide-output"]
 @cache  # compiled once a mesh
 def clipped_on(clip, *sizes):
     return jax.jit(on_mesh(clip, *sizes))(GRADS)

@@ -760,7 +760,7 @@ def renting(tokens, need=lambda edge, total, active: edge * total / active, shar
     return rent
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "hide-output"]
 whole = lambda each, T, context: each * T
 mine = lambda each, T, context: each * T / context
 RENT_HINTS = [

@@ -943,7 +943,7 @@ def expected(tensor, differ=1, out=1.0, gates=1.0):
     return np.array(ones + [[share, spread(name)] for name in fan_in] * L)
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "hide-output"]
 def check_start(answer):
     run = lambda data, tensor: held(answer, data, tensor)
     right = lambda data, tensor: expected(tensor)

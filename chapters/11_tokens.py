@@ -1060,7 +1060,7 @@ def check_loader(answer):
     return lesson.diagnose(made(answer), STOPS, right, hints, done)
 
 
-# %%
+# %% tags=["hide-output"]
 print(check_loader(Loader))
 
 # %% [markdown]

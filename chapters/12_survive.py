@@ -859,7 +859,7 @@ def what_is_read(rows_of):
     return on
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "hide-output"]
 def check_rows(answer):
     if not callable(answer):
         return lesson.NOTHING

@@ -763,7 +763,7 @@ def source_of(function):
         return "pcast"
 
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "hide-output"]
 def check_texts(answer):
     for shape in ((2, 4), (4, 2), (8, 1)):
         try:

@@ -52,7 +52,7 @@ def predicted(what: str, prediction: float | None, counted: float, unit: str = "
     elif not isinstance(prediction, int | float):
         print(f"{said}. (A prediction is a number; yours is {prediction!r}.)")
     elif abs(prediction - counted) <= within * abs(counted):
-        print(f"{said}, as you predicted.")
+        print(f"{said}, as you predicted" + (f", within {within:.0%}." if within > 0.005 else "."))
     else:
         times = f", {prediction / counted:.3g} times as much" if counted else ""
         print(f"{said}. You predicted {number(prediction)}{times}.")

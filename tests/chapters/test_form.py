@@ -186,6 +186,11 @@ def sections(found: list[Cell]) -> dict[str, list[Cell]]:
     return parts
 
 
+def says(cell: Cell) -> bool:
+    """Whether a cell prints what a checker says."""
+    return bool(re.search(r"print\(\s*check_\w+\(", cell.text))
+
+
 def exercises(found: list[Cell]) -> list[str]:
     faults, parts = [], sections(found)
     for start in ("Exercise 1: ", "Exercise 2: ", "Exercise 3: ", "A bug to find"):
@@ -199,8 +204,10 @@ def exercises(found: list[Cell]) -> list[str]:
             faults.append(f"{start}: no folded solution")
         elif not any(cell.is_hidden and "assert" in cell.text for cell in section[order[0] :]):
             faults.append(f"{start}: no remove-cell with asserts after the solution")
-        if not re.search(r"print\(\s*check_\w+\(", text):
+        if not any(says(cell) for cell in section):
             faults.append(f"{start}: no `print(check_..(..))`")
+        if start == "A bug to find" and not any(says(cell) and "hide-output" in cell.marker for cell in section):
+            faults.append("what the checker says of the bug is not folded, and a hint is read before the bug is looked at")
         if start != "A bug to find" and not re.search(r"\breturn \.\.\.|= \.\.\.|\breturn \(?\.\.\.", text):
             faults.append(f"{start}: nothing to fill in: no `return ...`")
     return faults
@@ -297,6 +304,7 @@ def answer(n):
     return ...
 
 
+# %% tags=["hide-output"]
 print(check_answer(answer))
 
 # %% [markdown]
@@ -408,6 +416,7 @@ lesson.predicted("it", None, 3)
         (exercises, ' tags=["remove-cell"]', ""),
         (exercises, "print(check_answer(answer))", ""),
         (exercises, "return ...", "return n"),
+        (exercises, ' tags=["hide-output"]', ""),
         (end, "# 3. Three.\n", ""),
         (end, "## Three lines to keep", "## The end"),
         (end, ", [B](https://c.d)", ""),
