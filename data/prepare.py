@@ -310,7 +310,9 @@ def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
 
 
 def _entropy_nats(values: np.ndarray) -> float:
-    shares = np.unique(values, return_counts=True)[1] / len(values)
+    few = values.max() < len(values)  # then a table of all costs less than to sort them
+    counts = np.bincount(values) if few else np.unique(values, return_counts=True)[1]
+    shares = counts[counts > 0] / len(values)
     return float(-np.sum(shares * np.log(shares)))
 
 
