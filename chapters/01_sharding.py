@@ -319,10 +319,10 @@ print(f"product              {work[0]:9.0f} {work[1]:10.0f}")
 # 256 rows. Case 3 with everything sends as much as case 2 only because D is 2 B.)
 #
 # > **Predict.** A v4 does 275e12 FLOP/s in bfloat16, and on this mesh a device sends 135e9 bytes/s. With how
-# > many rows *a device* does the product of case 2 take as long as its gather?
+# > many rows *a device* does the product of case 2 take as long as its gather? (Take (n - 1)/n as 1.)
 
 # %%
-my_prediction = None  # rows; (n - 1)/n may be taken as 1
+my_prediction = None  # rows
 ridge = {name: chip[name].peak_flops_per_s / speed[name] for name in LATENCY}
 lesson.predicted("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
 

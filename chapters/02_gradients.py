@@ -230,9 +230,9 @@ for line in str(traced).splitlines():
 # once per device*: that is why even the result of `all_gather`, where all hold equal numbers, is varying.
 #
 # On a mesh of several axes the same holds for each axis by itself. **A weight's gradient owes a sum along
-# every axis that cuts what its product sums over on the way back**, which is the rows. If the axis cuts the
-# weight too, so that it was gathered, the sum is a `psum_scatter`; else a `psum`. Along an axis that cuts the
-# columns of `w`, and no rows, nothing is owed (exercise 2). So on `data=2,fsdp=4`, where both axes cut the
+# every axis that cuts the rows**, because the rows are what its product sums over on the way back. If the
+# axis cuts the weight too, so that it was gathered, the sum is a `psum_scatter`; else a `psum`. Along an axis
+# that cuts the columns of `w`, and no rows, nothing is owed (exercise 2). So on `data=2,fsdp=4`, where both axes cut the
 # rows and `fsdp` cuts `w` too, a gradient is scattered over `fsdp`, and what is left of it is added over
 # `data`.
 #

@@ -397,7 +397,7 @@ assert sent["ZeRO 1"] == sent["copies"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1
 
 # %% [markdown]
 # > **Predict.** ZeRO 3 holds 49,152 bytes of weights at rest in place of 393,216. With one pass in place of
-# > four, how much temporary memory does its step need? (Four passes also add gradients up.)
+# > four, how much temporary memory does its step need? (Which arrays are whole at once?)
 
 # %%
 my_prediction = None  # bytes
@@ -440,7 +440,9 @@ figure.suptitle(title, x=0.02, ha="left")
 #
 # The program below can be pasted into an empty file. The layers are stacked (L first) and looped over. The
 # gather stands in the layer, and `jax.checkpoint` makes the backward pass compute the layer again from its
-# input, gather included. Nobody writes the scatter: it is the gather's backward pass (chapter 02).
+# input, gather included. The loop is part of it: where layers are written out one after the other, the CPU's
+# compiler finds the two gathers of a layer alike, and keeps the first (asserted below). Nobody writes the
+# scatter: it is the gather's backward pass (chapter 02).
 
 # %% tags=["by-hand"]
 import os
@@ -510,6 +512,19 @@ assert sent["FSDP"] == 1.5 * sent["ZeRO 3"]
 memory = donated.lower(*state(12), x_BD, y_BD).compile().memory_analysis()
 more = (memory.temp_size_in_bytes - temporary["FSDP"]) / 6
 print(f"a layer more: {more:,.0f} bytes, temporary; its matrix has {4 * D * D:,}")
+
+
+# %% tags=["remove-cell"]
+def gathers(through):
+    """Gathers of the compiled gradient, for two layers."""
+    share = lambda w_LdD, x_bD: jnp.sum(through(x_bD, w_LdD) ** 2)
+    run = jax.shard_map(jax.grad(share), mesh=eight, in_specs=(slices, rows), out_specs=slices)
+    return int(lesson.compiled(run, eight, w_LDD[:2], x_BD).by("kind")["all-gather"].count)
+
+
+written_out = lambda x, w: layer(layer(x, w[0])[0], w[1])[0]
+looped = lambda x, w: jax.lax.scan(layer, x, w)[0]
+assert (gathers(written_out), gathers(looped)) == (2, 4), "the text says who gathers twice"
 
 # %% [markdown]
 # The same step, half as many bytes again on the wire, a third of the temporary memory. And a layer more now
@@ -807,8 +822,9 @@ axes.legend()
 
 # %% [markdown]
 # Planner and rule differ by known factors. Over all chips of a slice the TPU's compiler makes an all-reduce
-# of a scatter: 8W bytes for 6W. On 8 GPUs a gather sends 7/8 of W. Attention multiplies without weights,
-# which lowers the threshold, most in small models. And Mixtral gathers eight experts of which a token meets
+# of a scatter: 8W bytes for 6W, so 4/3 of the rule's 850 tokens on v5p, 1,133. On 8 GPUs a gather sends 7/8
+# of W. Attention multiplies without weights, which lowers the threshold, here to 1,056, and most in small
+# models. And Mixtral gathers eight experts of which a token meets
 # two: **the threshold grows by total over active parameters**, 3.6 there.
 #
 # Tokens a chip bound the number of chips: a batch of 4 million feeds 4e6 / 1,056 = 3,800 chips of v5p by FSDP
@@ -1137,8 +1153,9 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 # | copies | all | | | all-reduce, 2 G | the step's end |
 # | ZeRO 1 | weights, gradients | | | G + W | the step's end |
 # | ZeRO 2 | weights | | scatter, M G | W | layers can scatter beside products |
-# | ZeRO 3, FSDP | nothing | gather, M W | M W + M G | | each layer, if not gathered ahead |
-# | HSDP | nothing, in a group | M W | M W + M G | 2 G/n over `data` | also the slow wire, once |
+# | ZeRO 3, joined once | nothing | gather, W | scatter, M G | | the first layer |
+# | FSDP | nothing | gather, M W | M W + M G | | each layer, if not gathered ahead |
+# | HSDP | nothing, in a group | M W | M W + M G | over `data`: 2 x a slice of G | also the slow wire, once |
 #
 # **Copies** where 16 bytes a parameter fit. **Slices** otherwise, if a pass has the tokens of the table above
 # (one v5p slice, one H100 node, two). **Both** where a wire is slow. In PyTorch: copies are
@@ -1153,7 +1170,7 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 # 2. Slices at rest are not slices at work: a weight that is dropped after its layer is gathered again, in
 #    every backward pass, and this third transfer is the price of FSDP.
 # 3. A chip needs peak FLOP/s / wire bytes/s tokens a pass, whatever the size of the model and the number of
-#    chips: 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
+#    chips: by the rule 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
 #
 # **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Slices of the
 # optimizer in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,

@@ -477,7 +477,8 @@ def rule(chips, chips_count, n, tokens, name="llama3_8b"):
 # %%
 PLACES, thresholds = [("v5p:4x4x4", 64, 4), ("v6e:16x16", 256, 16), ("h100:8", 8, 8),
                       ("h100:16", 16, 8), ("h100:64", 64, 8)], {}  # fmt: skip
-print("tokens a chip: fsdp hides from, tensor pays below; n: wires = products")
+print("tokens a chip from which fsdp hides (first, below), below which tensor pays")
+print("(second); n at which tensor's wires take as long as products (third)")
 for chips, count, n_ in PLACES:
     products, fsdp, _ = rule(chips, count, 1, tokens=1)
     _, less, tensor = rule(chips, count, n_, tokens=1)

@@ -69,8 +69,12 @@ varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by sta
 # Rows do not need each other. So let a stage begin its second *microbatch*, the next N rows, while its
 # neighbour works on the first. One program runs on all devices, in *ticks*: in tick t, stage s works on
 # microbatch t - s. Then all pass on what they made, each to the next along `stage`, by one `ppermute`, and
-# the last stage adds the microbatch to the loss. Who has no microbatch in a tick computes on zeros, and
-# nobody reads it: a collective needs all its partners, idle ones too.
+# the last stage adds the microbatch to the loss. Who has no microbatch in a tick computes all the same, on
+# zeros or on the last one again, because a collective needs all its partners. Nobody counts the result, but
+# it has to be finite: the way back multiplies it by 0. And what a scan carries keeps its type, so it begins
+# `varying` along every axis that what is put into it varies along.
+#
+# > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
 
 
 # %%
@@ -93,9 +97,6 @@ def on_stages(f, out_specs):
     specs = dict(in_specs=(P("stage"), P(), P()), out_specs=out_specs)
     return jax.jit(jax.shard_map(f, mesh=four, **specs))
 
-
-# %% [markdown]
-# > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
 
 # %%
 my_prediction = None  # ticks
@@ -196,7 +197,8 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # one before its neighbours' messages are there. In a tick a stage does at most one F, then one B. What it
 # sends is there in the next tick. GPipe does not mind: 33 as before.
 #
-# > **Predict.** How many units does 1F1B take in this lock-step? (33 without.)
+# > **Predict.** How many units does 1F1B take in this lock-step? (33 without. Stage 0 keeps four microbatches
+# > here: in which tick is the first of them back, so that a fifth can begin?)
 
 # %%
 my_prediction = None  # units
@@ -641,6 +643,7 @@ def why_slow(one):
     return TOO_SLOW[max(more, key=more.get)].format(**s)
 
 
+# %% tags=["remove-cell"]
 FAST = {"mesh": "stage=2,fsdp=4,tensor=2", "work.gather": "step"}
 
 
@@ -897,7 +900,7 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 # All messages stand on the critical path in the first and last S - 1 ticks; between, they travel beside the
 # work on other microbatches, where the runtime lets them. **When:** 6 N D < 4 P over the slow wire, with M at
 # least 4S; with P in place of all parameters of a sparse model. That is N < 2 P/(3 D) tokens a step: 1.3
-# million for Llama 3 8B. The formula has no chip in it; the bubble has: it costs S - 1 microbatches' time, so
+# million for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula has no chip in it; the bubble has: it costs S - 1 microbatches' time, so
 # on two nodes with fast networks, 400 Gbit/s a GPU, and inside of a node, stages lose.
 #
 # ## Three lines to keep
@@ -906,8 +909,8 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 #    time; they differ in what they keep.
 # 2. In one program for all devices, a tick ends for all. There 1F1B as published takes 48 instead of 33, and
 #    nearly twice the microbatches have to be under way before it is as fast as GPipe.
-# 3. A stage sends little and seldom, so it belongs on the slowest wire, while 6 N D < 4 P; and a right loss
-#    says nothing of the gradient.
+# 3. A stage sends little and seldom, so it belongs on the slowest wire, while 6 N D and its bubble are less
+#    than 4 P; and a right loss says nothing of the gradient.
 #
 # **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
 # became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
