@@ -19,6 +19,11 @@ SHAPES = {
     0: {n: str(n) for n in (1, 2, 4, 8, 16, 32, 64, 128)},
 }  # of torus dims: chips of a slice, and its shape as Google Cloud writes it
 MOST = 128  # devices
+GROUPS = [[axis for axis in AXES if axis in group.split("*")] for group in (
+    "fsdp*expert*context", "fsdp*context", "data*stage", "data*tensor", "data*stage*tensor",
+    "fsdp*expert*context*tensor", "data*fsdp*expert*context", "data*fsdp*expert*context*tensor",
+    "data*stage*fsdp*expert*context", "*".join(AXES))
+]  # axes along which a collective may go at once: slices of weights, a table's gradients, sums of the loss  # fmt: skip
 MODEL = ("vocab_size", "d_model", "n_layers", "n_heads", "attention", "n_kv_heads", "d_head", "d_rope", "d_value",
          "d_query_latent", "d_kv_latent", "d_ff", "n_experts", "top_k", "n_shared", "d_expert", "dense_prefix",
          "balance_loss", "capacity_factor", "layers_per_block", "n_blocks")  # fmt: skip
@@ -41,8 +46,17 @@ def name(mesh: MeshConfig) -> str:
     return "".join(str(size.bit_length() - 1) for size in mesh.sizes.values())
 
 
+def groups(mesh: MeshConfig) -> list[tuple[str, ...]]:
+    """Which of a mesh's axes of more than one device a collective may go along at once, two or more."""
+    split = [tuple(axis for axis in group if mesh.sizes[axis] > 1) for group in GROUPS]
+    return [*dict.fromkeys(group for group in split if len(group) > 1)]
+
+
 def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
-    """The link of each axis of more than one device, of each mesh that JAX can lay; new links are added to `links`."""
+    """The links of each mesh that JAX can lay: of its axes of more than one device, then of its groups of axes.
+
+    New links are added to `links`.
+    """
     from plan import hardware
     from utils import UserError
 
@@ -51,10 +65,11 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
         topology = hardware.Topology.parse(f"{chip.key}:{shape}")
         for mesh in meshes(topology.devices):
             try:
-                laid = hardware.layout(mesh, topology)
+                laid = [*hardware.layout(mesh, topology).values()]
             except UserError:
                 continue
-            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s) for x in laid.values()]
+            laid += [hardware.link(mesh, topology, group) for group in groups(mesh)]
+            speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s) for x in laid]
             shares = [tuple(speed / chip.link_bytes_per_s for speed in one) for one in speeds]
             found[name(mesh)] = [links.setdefault(one, len(links)) for one in shares]
     return found
@@ -101,7 +116,8 @@ def tables() -> dict:
     moving = lambda S: sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(S, 2))
     return {
         "presets": {which: model_of(which) for which in PRESETS if which != "tiny"},
-        "chips": chips, "links": list(links), "BLOCK": attention.BLOCK, "VMEM_BYTES": attention.VMEM_BYTES,
+        "chips": chips, "links": list(links), "groups": GROUPS, "BLOCK": attention.BLOCK,
+        "VMEM_BYTES": attention.VMEM_BYTES,
         "TILE": grouped.TILE, "PART": grouped.PART,
         "rounds": {2**n: moving(2**n) for n in range(int(math.log2(MOST)) + 1)},
     }  # fmt: skip

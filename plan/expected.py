@@ -40,8 +40,7 @@ def seconds(one) -> dict[str, float] | None:
     use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
     ring, in_slots = hiding.rings_hide(one.cfg.mesh.sizes, chip.key), sum(found.values())
     for row in one.traffic:
-        link, name = hardware.link(one.cfg.mesh, one.topology, row.axes), "*".join(row.axes)
-        speed = one.speed(row, row.axes[-1], link)
+        speed, name = one.speed(row), "*".join(row.axes)
         waits = row.exposed_bytes / speed
         if row.part == "gradients" and hiding.SCATTERS in hides and {*row.axes} <= {*SLICED}:
             waits = max(waits, HELD_UP * row.wire_bytes / speed)

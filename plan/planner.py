@@ -115,9 +115,8 @@ class Plan:
         if flops is not None:
             compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
         found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: what a stage does in its slots
-        links = hardware.layout(self.cfg.mesh, self.topology)
         for one in self.traffic if exchanges is None else exchanges:
-            speed, name = min(self.speed(one, axis, links[axis]) for axis in one.axes), "*".join(one.axes)
+            speed, name = self.speed(one), "*".join(one.axes)
             exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
             found[name] = found.get(name, 0) + exposed_bytes / speed
             hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
@@ -130,13 +129,14 @@ class Plan:
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
         return found
 
-    def speed(self, one: costs.Traffic, axis: str, link: hardware.Link) -> float:
-        """Bytes per second of a collective along a mesh axis. Positions go around TENSOR both ways at once."""
+    def speed(self, one: costs.Traffic) -> float:
+        """Bytes per second of a collective along mesh axes. Positions go around TENSOR both ways at once."""
+        link = hardware.link(self.cfg.mesh, self.topology, one.axes)
         if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
         if one.kind == "collective-permute":
-            n = self.cfg.mesh.sizes[axis]
-            both_ways = (n - 1) / (n // 2) if axis == TENSOR else 1
+            n = self.cfg.mesh.tensor
+            both_ways = (n - 1) / (n // 2) if one.axes == (TENSOR,) else 1
             return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
         return link.bytes_per_s
 

@@ -624,39 +624,45 @@
 
   // plan.hardware: wires ------------------------------------------------------------------------------------------
 
-  function switchedLink(chip, mesh, axis) {  // hardware._switched_link: GPUs in nodes, all that NVLink joins, in JAX's order
-    const stride = prod(AXES.slice(AXES.indexOf(axis) + 1).map((one) => mesh[one])), n = mesh[axis];
-    let nodes = 1;
-    for (let first = 0; first < prod(AXES.map((one) => mesh[one])); first++) {
-      if (floordiv(first, stride) % n) continue;
-      nodes = Math.max(nodes, new Set(range(n).map((i) => floordiv(first + i * stride, chip.domain))).size);
+  function switchedLink(chip, mesh, axes) {  // hardware._switched_link: GPUs in nodes, in JAX's order
+    const stride = (axis) => prod(AXES.slice(AXES.indexOf(axis) + 1).map((one) => mesh[one]));
+    const n = prod(axes.map((axis) => mesh[axis])), reached = new Map();  // the first of a group: its nodes
+    for (let device = 0; device < prod(AXES.map((one) => mesh[one])); device++) {
+      const first = device - sum(axes.map((axis) => floordiv(device, stride(axis)) % mesh[axis] * stride(axis)));
+      reached.set(first, (reached.get(first) ?? new Set()).add(floordiv(device, chip.domain)));
     }
+    const nodes = Math.max(...[...reached.values()].map((one) => one.size));
     if (nodes === 1) return Array(3).fill(chip.link_bytes_per_s);
     const here = ceildiv(n, nodes), card = chip.dcn_bytes_per_s;
     return [Math.min(chip.link_bytes_per_s, here * card), card, (card * (n - 1)) / (n - here)];
   }
 
-  function links(data, cfg) {  // axis: bytes per second in collectives, to a neighbour, in an all-to-all
+  function groups(data, mesh) {  // planner_widget.groups
+    const split = data.groups.map((group) => group.filter((axis) => mesh[axis] > 1));
+    return [...new Set(split.filter((group) => group.length > 1).map((group) => group.join("*")))];
+  }
+
+  function links(data, cfg) {  // axis, or axes: bytes per second in collectives, to a neighbour, in an all-to-all
     const chip = data.chips[cfg.chip], devices = prod(AXES.map((axis) => cfg.mesh[axis])), found = {};
-    const split = AXES.filter((axis) => cfg.mesh[axis] > 1);
+    const split = [...AXES.filter((axis) => cfg.mesh[axis] > 1), ...groups(data, cfg.mesh)];
     if (!chip.torus_dims) {
       if (devices > chip.domain && devices % chip.domain) throw new Refused(`${devices} is no number of whole nodes of ${chip.domain}`);
-      for (const axis of split) found[axis] = switchedLink(chip, cfg.mesh, axis);
+      for (const axes of split) found[axes] = switchedLink(chip, cfg.mesh, axes.split("*"));
       return found;
     }
     const shape = chip.shapes[devices];
     if (!shape) throw new Refused(`this mesh has ${devices} devices; slices of ${chip.name} here have ${Object.keys(chip.shapes).join(", ")}`);
     const name = AXES.map((axis) => Math.log2(cfg.mesh[axis])).join(""), row = chip.wires[name];
     if (!row) throw new Refused(`JAX cannot lay this mesh on ${cfg.chip}:${shape}`);
-    split.forEach((axis, i) => { found[axis] = data.links[row[i]].map((share) => share * chip.link_bytes_per_s); });
+    split.forEach((axes, i) => { found[axes] = data.links[row[i]].map((share) => share * chip.link_bytes_per_s); });
     return found;
   }
 
   // plan.planner --------------------------------------------------------------------------------------------------
 
-  function speedOf({ kind }, axis, [all, neighbour, allToAll], n) {
+  function speedOf({ kind }, axes, [all, neighbour, allToAll], n) {
     if (kind !== "collective-permute") return kind === "all-to-all" ? allToAll : all;
-    return Math.min(all, neighbour * (axis === "tensor" ? (n - 1) / floordiv(n, 2) : 1));
+    return Math.min(all, neighbour * (axes === "tensor" ? (n - 1) / floordiv(n, 2) : 1));
   }
 
   function seconds(one, mesh, chip, wires) {
@@ -664,7 +670,7 @@
     const found = { compute }, hidden = {};
     let waits = compute;
     for (const sent of one.traffic) {
-      const name = sent.axes.join("*"), speed = Math.min(...sent.axes.map((axis) => speedOf(sent, axis, wires[axis], mesh[axis])));
+      const name = sent.axes.join("*"), speed = speedOf(sent, name, wires[name], mesh.tensor);
       found[name] = (found[name] ?? 0) + sent.exposed_bytes / speed;
       hidden[name] = (hidden[name] ?? 0) + (sent.wire_bytes - sent.exposed_bytes) / speed;
       if (sent.in_a_slot) waits += sent.exposed_bytes / speed;

@@ -207,7 +207,7 @@ def exercises(found: list[Cell]) -> list[str]:
         if not any(says(cell) for cell in section):
             faults.append(f"{start}: no `print(check_..(..))`")
         if start == "A bug to find" and not any(says(cell) and "hide-output" in cell.marker for cell in section):
-            faults.append("what the checker says of the bug is not folded, and a hint is read before the bug is looked at")
+            faults.append("what the checker says of the bug is not folded: a hint is read before the bug")
         if start != "A bug to find" and not re.search(r"\breturn \.\.\.|= \.\.\.|\breturn \(?\.\.\.", text):
             faults.append(f"{start}: nothing to fill in: no `return ...`")
     return faults
