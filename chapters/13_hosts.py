@@ -172,9 +172,9 @@ class Hosts:
         self.git("init", "--quiet")
         atexit.register(self.close)
 
-    def latest(self, n, file):
+    def latest(self, n, file, folder="axis-by-axis"):
         """A file of the last launch on host n."""
-        return self.at / self.names[n] / "axis-by-axis/launches/latest" / file
+        return self.at / self.names[n] / folder / "launches/latest" / file
 
 
 # %% tags=["hide-input"]
@@ -232,16 +232,16 @@ class Hosts(Hosts):
             assert time.time() < until, f"not in {limit_s} s: " + "\n".join(logs)
             time.sleep(0.05)
 
-    def wait_for_end(self, of=range(4)):
-        self.wait(lambda n: self.latest(n, "exit").exists(), of)
+    def wait_for_end(self, of=range(4), folder="axis-by-axis"):
+        self.wait(lambda n: self.latest(n, "exit", folder).exists(), of)
 
 
 # %% tags=["hide-input"]
 def launcher(words, *command, **settings):
     """Run ./launcher.sh, show what was typed and what it says, without its table."""
     words = [*shlex.split(words), *command]
-    typed = [f"{k}={v}" for k, v in settings.items()] + ["./launcher.sh", *words]
-    print("$", shlex.join(typed))
+    given = [f"{name}={value}" for name, value in settings.items()]
+    print("$", shlex.join([*given, "./launcher.sh", *words]))
     if "--" in words and "exec" not in words:
         with socket.create_server(("127.0.0.1", 0)) as free:
             settings["COORDINATOR_PORT"] = str(free.getsockname()[1])
@@ -256,11 +256,13 @@ def status(**settings):
     """What `./launcher.sh status` says of each host; some of its columns are shown."""
     asked = ("./launcher.sh", "--hosts", "../hosts.txt", "status", "--json")
     rows = json.loads(hosts.run(*asked, **settings).stdout)
-    print(f"{'$ ./launcher.sh status':34}step loss    s ago last line of the log")
+    given = "".join(f"{name}={value} " for name, value in settings.items())
+    print(f"$ {given}./launcher.sh status")
+    print(f"{'host  state':34} step loss   s ago last line of the log")
     for row in rows:
         cells = [row[k] for k in ("step", "loss", "step_s_ago", "last_line")]
         step, loss, ago, line = ("-" if cell is None else cell for cell in cells)
-        print(f"{row['host']} {row['state']:27}{step:>5} {loss:<8}{ago:>4} {line:.64}")
+        print(f"{row['host']} {row['state']:28}{step:>4} {loss:<8}{ago:>4} {line:.64}")
     return rows
 
 
@@ -331,8 +333,8 @@ if hosts:
     launcher("exec --only host2 -- bash -c", f"kill -KILL {PID}")
     killed_at = time.time()
     time.sleep(1)
+    ended = sum(hosts.latest(n, "restarts").exists() for n in (0, 1, 3))
     rows = status()
-    ended = sum(row["state"] != "running" for row in rows if row["host"] != "host2")
     lesson.predicted("ended, of the other three", my_prediction, ended)
 
 # %% tags=["remove-cell"]
@@ -514,8 +516,8 @@ if hosts:
 # > **Predict.** All run 30 steps from zeros. The weights are said to be equal copies. By what factor do those
 # > of process 2 differ from those of process 0?
 #
-# Beside it the next commit is launched. Here each process first takes the sha256 of its settings, a
-# **fingerprint** of 32 bytes, and all compare.
+# Beside it, in another folder of each host, the next commit is launched. There each process first takes the
+# sha256 of its settings, a **fingerprint** of 32 bytes, and all compare.
 
 # %%
 CHECK = """
@@ -535,15 +537,15 @@ my_prediction = None  # times
 if hosts:
     (hosts.at / "host2/.bashrc").write_text("export LR=0.2\n")
     launcher("-- python train.py second 30")
+    hosts.commit(START + STEP + TELL + CHECK + LOOP, "Compare first")
+    launcher("-- python train.py second 30", HOST_FOLDER="checked")
     hosts.wait_for_end()
     rows = status()
     ends = np.array([hosts.marks(n, "end")[0] for n in range(4)])
     factor = float((ends[2, 1:] / ends[0, 1:]).mean())
     lesson.predicted("weights of 2 / of 0", my_prediction, factor, "times", within=0.01)
-    hosts.commit(START + STEP + TELL + CHECK + LOOP, "Compare first")
-    launcher("-- python train.py second 30")
-    hosts.wait_for_end()
-    checked = status()
+    hosts.wait_for_end(folder="checked")
+    checked = status(HOST_FOLDER="checked")
 
 # %% tags=["remove-cell"]
 if hosts:
@@ -573,8 +575,9 @@ if hosts:
 
 # %%
 if hosts:
-    launcher("exec --only host2 -- sed -i", "s/(0, 1)/(0, 1, 2)/", "train.py")
-    edited = launcher("-- python train.py third 30")
+    edit = ("s/(0, 1)/(0, 1, 2)/", "train.py")
+    launcher("exec --only host2 -- sed -i", *edit, HOST_FOLDER="checked")
+    edited = launcher("-- python train.py third 30", HOST_FOLDER="checked")
 
 # %% tags=["remove-cell"]
 if hosts:
