@@ -110,14 +110,16 @@ print(f"4 processes and one: loss {alone[0]:.4f}, and the same four weights")
 #
 # ## Four hosts of this machine
 #
-# Three variables told each process who it is; that is all a launcher has to do, and the least of it.
-# `launcher.sh` of this project reaches hosts by ssh. It brings a commit to each, and starts the command there
-# under a **supervisor**, a shell that stays when ssh is gone, in a session of `tmux`.
+# A launcher tells each process who it is, as ours did with two variables. That is the least of it: it also has
+# to bring the program there, and to be there when something goes wrong. `launcher.sh` of this project reaches
+# hosts by ssh. It brings a commit to each, and starts a command in it, with the same variables, under a
+# **supervisor**: a shell in a `tmux` session, which stays when ssh is gone.
 #
-# Here are no hosts, so a stand-in for `ssh` comes first in `PATH`: it runs what it is told in a folder of this
-# machine. All else is what it is on 32: commits, supervisors, sessions, processes, signals. What a stand-in
-# cannot show is a login, a network that is slow or cut, a clock that is wrong, a machine without power.
-# (`make rehearse` does the same with real ssh servers.)
+# This page has no hosts, so a stand-in for `ssh` comes first in `PATH`: it runs what it is told in a folder of
+# this machine. All else is as on 32 hosts: commits, supervisors, sessions, processes, signals. What a stand-in
+# cannot show is a login, a network that is slow or cut, a clock that is wrong, a machine that is gone whole.
+# (`make rehearse` goes through the same with real ssh servers. These cells need Linux with git and perl;
+# elsewhere they say so, and do nothing.)
 
 # %%
 SSH = """#!/bin/bash
@@ -268,7 +270,7 @@ def status(**settings):
 
 # %% [markdown]
 # The program becomes a loop. It writes a line when it comes to a step, and another when its rows are there and
-# it enters. Process 0 saves every 20 steps, and all begin where process 0 does.
+# it enters the step. Process 0 saves every 20 steps, and at a start all begin where its save is.
 
 # %%
 LOOP = r"""
@@ -315,8 +317,8 @@ if hosts:
     hosts.wait(lambda n: hosts.last(n)[0] >= 30)
 
 # %% [markdown]
-# All hosts say that they are ready before any of them starts, because a start on 31 hosts is a wait for the
-# last one.
+# No process starts before all hosts have said that they are ready, because a start on 31 hosts of 32 is a wait
+# for the last one.
 #
 # ## One is killed
 #
@@ -345,16 +347,17 @@ if hosts:
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# None. The closed connection is an exception in a neighbour at once: a log above ends with it. But a JAX
-# process that leaves tells the coordinator, and waits there for the others. They wait in the `psum` for one
-# that never comes. Who looks at exit statuses sees one dead and three well.
+# None. The closed connection is an exception in a neighbour at once, and its log ends with it. But a JAX
+# process that leaves tells the coordinator, and waits there for the others, and these wait in the `psum` for
+# one that never comes. Who looks at exit statuses sees one dead and three well.
 # </details>
 #
 # When the coordinator has missed heartbeats for 5 s it tells all, and C++ aborts each (status 134). **No
 # `except` and no `finally` of Python runs.** Nothing can be saved then; what was saved before is what you
-# have. So the answer to "what happens" is: all die. That is the design, because half a collective has no
-# meaning. The one who starts again stands outside. Here each supervisor does, 7 s after its own process
-# ended: longer than the 5 s, because whoever starts sooner would meet the old coordinator.
+# have. (The 5 s count from the last heartbeat, which was sent before the signal.) So the answer to "what
+# happens" is: all die. That is the design, because half a collective has no meaning. The one who starts again
+# stands outside. Here each supervisor does, 7 s after its own process ended: longer than the 5 s, so that all
+# have ended before the first begins again.
 
 # %%
 if hosts:
@@ -506,12 +509,12 @@ if hosts:
 # this host fails. Somebody *on that host* has to kill it, and its supervisor did when `stop --now` asked.
 #
 # Process 0 is special, because every other one holds a connection to its coordinator. If it is killed, C++
-# aborts all others at once; and no log of theirs says who died, because the one who counts heartbeats is
+# aborts all others at once; and no message of JAX says who died, because the one who counts heartbeats is
 # gone. (Try it: `--only host0` in the cell that kills.)
 #
 # ## One is set up differently
 #
-# Once somebody wrote `export LR=0.2` into `.bashrc` of host2. `lr` is 0.1 on the others.
+# Long ago somebody wrote `export LR=0.2` into `.bashrc` of host2. On the others `lr` is 0.1.
 #
 # > **Predict.** All run 30 steps from zeros. The weights are said to be equal copies. By what factor do those
 # > of process 2 differ from those of process 0?
@@ -562,12 +565,12 @@ if hosts:
 # work, and so nobody sees a difference.
 # </details>
 #
-# Status 2 means "asked wrongly", so no supervisor would start it again: it would end so again.
-#
-# The fingerprint costs 32 bytes a process, once. At this size a network shows its latency and nothing of its
-# bandwidth: on any chip it is lost in the seconds of the start. What goes in: settings, the commit, versions
-# of packages, the tokens, the number of devices of each. What stays out: all that *must* differ, such as the
-# rank. (All are compared with process 0; if that is the odd one, the other three are named.)
+# With the check all end before the first step, with status 2. A supervisor does not start that again, because
+# it would end so again. The fingerprint costs 32 bytes a process, once. At this size a network shows its
+# latency and nothing of its bandwidth: on any chip it is lost in the seconds of the start. What goes in:
+# settings, the commit, versions of packages, the tokens, the number of devices of each. What stays out: all
+# that *must* differ, such as the rank. (All are compared with process 0; if that is the odd one, the other
+# three are named.)
 #
 # Ours does not cover the program. Now somebody mends a line on one host, by hand, and there a step takes 3
 # rows in place of 2. What the processes exchange, a gradient of four numbers, has one shape for all, so no
@@ -585,7 +588,8 @@ if hosts:
     assert edited == 1 and sum("(0, 1, 2)" in text for text in texts) == 1
 
 # %% [markdown]
-# The launcher asks each host for the checksums of what it had brought, so it stops before anything starts.
+# Before a start the launcher compares the files on each host with the checksums they had when they came, and
+# so it refuses.
 #
 # ## Exercise 1: whose rows?
 #
@@ -991,11 +995,12 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # | what happens to one host | who notices | when | what happens |
 # |---|---|---|---|
 # | it does not come at the start | the others | initialization timeout | all end; start again |
-# | its process is killed | neighbours; the coordinator | at once; heartbeat timeout | all are aborted, no `except` runs |
+# | its process is killed | neighbours; the coordinator | at once; heartbeat timeout | all are aborted, no `except` runs; supervisors start again |
 # | it loses power, or freezes | the coordinator | heartbeat timeout | the same; a frozen process must be killed on its host |
 # | process 0 is killed | all others, by a closed connection | at once | the same, and no log names it |
 # | its main thread hangs | a watchdog on progress | its limit, longer than the longest step | kill all, start again |
-# | its settings or program differ, what it exchanges has the same shape | nobody, or a fingerprint | before the first step | end with the name of what differs |
+# | its settings differ, what it exchanges has the same shape | nobody, or a fingerprint | before the first step | end with the name of what differs |
+# | a file of its program differs | nobody, or a launcher with checksums | before the start | nothing is started |
 # | it is slow | a time that each measures alone | steps | name it; change the host |
 #
 # | here | in PyTorch |
@@ -1010,7 +1015,7 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # that starts again. From hundreds on, spare hosts too, and a limit for hangs that is near the longest step.
 # It is the same for TPU hosts and for nodes of 8 H100, because it is about processes.
 #
-# ## The trainer's own eyes
+# ## What the trainer adds
 #
 # This page's program learns of a death from JAX, and of a hang from a reader. `main.py`, the trainer, has a
 # thread in each process that watches the others: they end with status 75 and a sentence that names who is
