@@ -144,7 +144,8 @@ import time
 NO_TMUX = """#!/bin/bash
 # tmux new-session .. -c FOLDER COMMAND..: start the command, in no session
 while [ "$1" != -c ]; do shift || exit 1; done
-cd "$2" && shift 2 && setsid "$@" < /dev/null > /dev/null 2>&1 &
+cd "$2" && shift 2 && exec < /dev/null > /dev/null 2>&1
+setsid "$@" &
 """
 
 
@@ -313,7 +314,7 @@ elif not hosts.tmux:
 # %%
 if hosts:
     hosts.commit(START + STEP + TELL + LOOP, "A loop")
-    launcher("--restarts 1 -- python train.py first 2000", RESTART_WAIT="7")
+    launcher("--restarts 1 -- python train.py first 20000", RESTART_WAIT="7")
     hosts.wait(lambda n: hosts.last(n)[0] >= 30)
 
 # %% [markdown]
