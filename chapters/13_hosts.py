@@ -494,8 +494,9 @@ if hosts:
     for axes, (name, zero, file) in zip(panels, cases, strict=True):
         for n in range(4):
             end = hosts.latest(n, file).stat().st_mtime - zero
-            times = [t - zero for _, t in hosts.marks(n, "step") if -2 < t - zero < 21]
-            errors = [t - zero for _, t in hosts.marks(n, "error") if -1 < t - zero < 21]
+            seen = {word: hosts.marks(n, word) for word in ("step", "error")}
+            times = [t - zero for _, t in seen["step"] if -2 < t - zero < 21]
+            errors = [t - zero for _, t in seen["error"] if -1 < t - zero < 21]
             start = max(t for t in times if t < end)
             axes.plot(times, [n] * len(times), ".", color=BLUE)
             colour = RED if n == 2 else GREY
