@@ -976,6 +976,7 @@ def check_best(answer):
     return lesson.diagnose(outcome(answer), [()], right, hints, done)
 
 
+# %% tags=["hide-output"]
 print(check_best(train))
 
 # %% [markdown]
