@@ -309,9 +309,17 @@ came() {
   [ "$(cut -f 2 "$here/alive" 2> /dev/null)" != joining ]
 }
 
-# JAX aborts whoever finds process 0 gone; other aborts have other reasons.
+# JAX aborts all when it misses one's heartbeats, which it names, and whoever finds process 0 gone; other aborts have
+# other reasons.
 why_aborted() {
-  if [ "$id" != 0 ] && tail -n 200 "$here/log" | grep -qiE 'coordination service|heartbeat|leader'; then
+  local silent
+  silent=$(tail -n 200 "$here/log" | awk '
+    /^run.sh: started again/ { silent = "" }
+    /stopped sending heartbeats/ { getline silent }
+    END { print silent }')
+  if [ -n "$silent" ]; then
+    printf ', as JAX does when process %s sends no heartbeats' "$silent"
+  elif [ "$id" != 0 ] && tail -n 200 "$here/log" | grep -qiE 'coordination service|heartbeat|leader'; then
     printf ', as JAX does when the process on %s is gone' "$first"
   fi
 }

@@ -88,13 +88,14 @@ def execute(notebook, folder: Path):
 
 
 def state(path: Path) -> str:
-    """A hash of all that decides what a chapter prints: the chapter, and every module of the project."""
+    """A hash of all that decides what a chapter prints: the chapter, every module of the project, its shell scripts."""
     rooms = [place for place in ROOT.glob("*/*.py") if place.parent.name not in ("chapters", "docs", "tests", "bench")]
     files = [
         path,
         ROOT / "chapters" / "lesson.py",
         ROOT / "requirements.txt",
         *sorted(ROOT.glob("*.py")),
+        *sorted(ROOT.glob("*.sh")),
         *sorted(rooms),
     ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

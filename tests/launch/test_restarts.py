@@ -114,3 +114,17 @@ def test_status_shows_what_the_command_reports(fleet):
     assert not (fleet.hosts[1].home / "ran").exists()
     last = wait_until(lambda: (now := rows(status(fleet).stdout)["host02"])["state"].startswith("running") and now)
     assert [last[name] for name in names] == ["-"] * 4
+
+
+@pytest.mark.parametrize(
+    "said, named",
+    [("The tasks are unhealthy (stopped sending heartbeats):\n2", "process 2 sends no heartbeats"),
+     ("Failed to reach the coordination service", "the process on host00 is gone")],
+    ids=["silent", "coordinator"],
+)  # fmt: skip
+def test_an_abort_names_whom_jax_has_missed(fleet, said, named):
+    """Catches a log that blames host00, which is well, where JAX has told which process is silent."""
+    launch(fleet, "bash", "-c", 'echo "$1"; kill -ABRT $$', "_", said)
+    one = fleet.hosts[1]
+    wait_until(file_of(one, "exit").exists)
+    assert log(one).splitlines()[-1] == f"run.sh: aborted, as JAX does when {named}"
