@@ -13,6 +13,7 @@ from config import Config
 from pipeline import fit
 from train import checkpoint
 from train.directory import check_place, read_rows
+from train.place import Far
 from train.processes import Processes
 from utils import log
 
@@ -26,7 +27,7 @@ def trace_step(cfg: Config, mesh):
     return optimizer.train_step(cfg, mesh).lower(state, sharding.put(batch, mesh, size))
 
 
-def restore_or_init(cfg: Config, mesh, directory: Path, given_params: Callable, together: Processes):
+def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Callable, together: Processes):
     """The TrainState of a run's newest checkpoint, placed on this mesh, or the one at step 0."""
     checkpoints = directory / "checkpoints"
     step = together.first("step", lambda: checkpoint.latest_step(checkpoints, log))

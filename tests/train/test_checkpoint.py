@@ -30,6 +30,7 @@ from config import preset, replace
 from tests import helpers
 from tests.train.small_run import EVERY, ROOT, STEPS, flags, run, snapshot, trained_steps
 from train import checkpoint, progress
+from train import steps as checkpoint_steps
 from utils import UserError
 
 # Steps and their manifests --------------------------------------------------------------------------------------------
@@ -130,8 +131,10 @@ def test_of_parameters_alone_nothing_else_is_read(tmp_path, monkeypatch, capsys)
     """Catches minutes spent on the moments' bytes, three times as many, before a text is written; a damaged moment in
     the way of parameters that are good; damaged parameters that are read; and a step that nobody learns."""
     state, target = save_parts(tmp_path)
-    read, sha256 = [], checkpoint._sha256
-    monkeypatch.setattr(checkpoint, "_sha256", lambda path, *of: read.append(path) or sha256(path, *of))
+    read, checksum = [], checkpoint_steps._checksum
+    monkeypatch.setattr(
+        checkpoint_steps, "_checksum", lambda kind, path, *of: read.append(path) or checksum(kind, path, *of)
+    )
     for damaged in (False, True):
         if damaged:
             flip(largest(tmp_path / "5" / "state" / "rest"))
