@@ -29,7 +29,7 @@ from config import PRESETS, Config
 from data import tokenizers
 from flags import command_line
 from plan import hardware, planner
-from train import checkpoint, guard, place, report, tracking
+from train import checkpoint, guard, report, storage, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join
@@ -87,14 +87,14 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 
     evaluation = pipeline.evaluate(cfg, mesh)
     keep = cfg.run.keep_checkpoints, cfg.run.keep_every, cfg.run.keep_best
-    send = lambda: place.send(directory)
+    send = lambda: storage.send(directory)
 
     def saved(step: int) -> None:
         note_saved(directory, step)
         send()
         together.saved(step)
 
-    with tracking.Tracker(cfg, place.here(directory)):
+    with tracking.Tracker(cfg, storage.here(directory)):
         places = directory / "checkpoints", *keep, together.keeper, send, saved
         with interruptions.saved(), checkpoint.open_directory(*places) as manager:
             if interruptions.begins_after(first):
@@ -172,7 +172,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
-        report.draw([place.here(directory)], directory / "report.png")
+        report.draw([storage.here(directory)], directory / "report.png")
     seconds = time.perf_counter() - START
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -185,7 +185,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
 
 def replay(cfg: Config) -> None:
     """Take one step of a run again, from the newest good checkpoint before it, or from the start. Writes nothing."""
-    with place.copied(place.of(cfg)) as directory:
+    with storage.copied(storage.of(cfg)) as directory:
         _replay(cfg, directory, cfg.run.replay)
 
 
@@ -225,10 +225,10 @@ def main(argv: list[str] | None = None) -> int | None:
     with compile_cache(cfg, together.own_name), together.keep_programs(cfg.run.compile_cache):
         if cfg.run.replay:
             return replay(cfg)
-        place.check(directory := place.of(cfg))
+        storage.check(directory := storage.of(cfg))
         interruptions = Interruptions(argv, directory / "checkpoints", together)
         try:
-            with interruptions, locked(directory), place.fetched(directory):
+            with interruptions, locked(directory), storage.fetched(directory):
                 train(cfg, directory, argv, interruptions, together)
         except KeyboardInterrupt:
             return interruptions.end()

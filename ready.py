@@ -17,7 +17,7 @@ from data import tokenizers
 from pipeline import fit
 from plan import hardware, planner
 from reading import order
-from train import checkpoint, place
+from train import checkpoint, storage
 from train.directory import check_place, check_writable, look
 from utils import UserError, log
 from xla import options
@@ -125,8 +125,8 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
 def check_directory(cfg: Config) -> str:
     """Where a run would begin. Raises: UserError if its directory cannot be written, or is not that of this run."""
-    check_writable(place.of(cfg))
-    with place.copied(place.of(cfg)) as directory:
+    check_writable(storage.of(cfg))
+    with storage.copied(storage.of(cfg)) as directory:
         return where(cfg, directory)
 
 

@@ -37,7 +37,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference, moved
 from sharding import map_named, named
-from train import place
+from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
 from utils import UserError, exit_status, is_main_process, is_remote, replace_file
 
@@ -58,7 +58,7 @@ class Saver:
     """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
 
     def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int, keeper: str | None, send, saved):
-        self.directory, self.keeper, self.shared = place.absolute(directory), keeper, keeper is None
+        self.directory, self.keeper, self.shared = storage.absolute(directory), keeper, keeper is None
         self.send, self.saved, self.far = send, saved, is_remote(self.directory)
         kept = [policies.LatestN(keep)]
         kept += [policies.EveryNSteps(every)] if every else []
@@ -74,7 +74,7 @@ class Saver:
                 os.makedirs(self.directory, exist_ok=True)
             for entry in found(self.directory):
                 if not entry.whole:
-                    place.clear(entry.path)
+                    storage.clear(entry.path)
         self.logger = logging.getLogger("absl")
         self.level = self.logger.level
         # Orbax logs an error with a traceback for each of its threads, and raises it as well: `wait` says it once.
@@ -125,19 +125,18 @@ class Saver:
             yield
         except UserError:
             raise
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # the clients of a bucket have errors of their own
             self.failed = True
-            if not (of_the_disk(error) or (self.far and "gs://" in str(error))):
-                # A TimeoutError of Orbax would pass for the system's.
+            if not (of_a_bucket if self.far else of_the_disk)(error):  # a TimeoutError of Orbax would pass for its
                 raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
-            free = ""
-            if not self.far:
+            if self.far:
+                said = " ".join(str(error).split())[:300]  # a server may answer with a page
+            else:
                 if is_main_process():
                     _remove(self.unfinished(step))  # frees the disk
-                free = f" ({shutil.disk_usage(self.directory).free / 2**20:,.0f} MiB free there)"
-            raise UserError(
-                f"the checkpoint of step {step} cannot be written to {self.directory}: {error}{free}; "
-                f"{self.what_stays()}") from error  # fmt: skip
+                said = f"{error} ({shutil.disk_usage(self.directory).free / 2**20:,.0f} MiB free there)"
+            raise UserError(f"the checkpoint of step {step} cannot be written to {self.directory}: {said}; "
+                            f"{self.what_stays()}") from error  # fmt: skip
 
     def unfinished(self, step: int) -> str:
         """Where a step is written until it is whole."""
@@ -148,6 +147,8 @@ class Saver:
             good = latest_step(self.directory)
         except UserError as error:
             return str(error)
+        except Exception as error:  # of a bucket's clients
+            return f"what was saved before it cannot be seen ({type(error).__name__})"
         return "there is none before it" if good is None else f"that of step {good} is good, and stays"
 
 
@@ -157,6 +158,12 @@ def of_the_disk(error: Exception) -> bool:
     Where another process is gone, a save meets Gloo's words in a ValueError, or a TimeoutError of no system call.
     """
     return getattr(error, "errno", None) is not None or "os_error_code=" in str(error)
+
+
+def of_a_bucket(error: Exception) -> bool:
+    """Whether a bucket says it, or who asks it: gcsfs, or tensorstore."""
+    by_client = type(error).__module__.startswith(("gcsfs", "aiohttp", "requests", "google"))
+    return by_client or "gs://" in str(error) or "/storage/v1/" in str(error)
 
 
 def open_directory(
@@ -187,7 +194,7 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
         if is_main_process():
             if saver.far:
                 _discard(path)  # a damaged one of this step
-                place.clear(path)
+                storage.clear(path)
             else:
                 os.makedirs(path)
             epath.Path(path, "about.json").write_text(json.dumps(about))
@@ -250,7 +257,7 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
             _discard(entry.path)
     for entry in found(saver.directory):
         if not entry.whole:
-            place.clear(entry.path)
+            storage.clear(entry.path)
 
 
 def _discard(path: str) -> None:
@@ -287,7 +294,7 @@ def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") 
         if (step := latest_step(directory, _say, read)) is None:
             raise UserError(f"no checkpoint in {directory}")
         _say(f"reading    step {step} of {directory}")
-    path = os.path.join(place.absolute(directory), str(step))
+    path = os.path.join(storage.absolute(directory), str(step))
     if not epath.Path(path).is_dir():
         raise UserError(f"no checkpoint of step {step} in {directory}")
     if fault := Found(path, step, whole=True).fault(read):
@@ -462,7 +469,7 @@ def rows(directory: str | os.PathLike, read: Read) -> list[Row]:
         fault, manifest = entry.fault(read), {}
         with contextlib.suppress(OSError, ValueError):
             manifest = entry.manifest()
-        name, size = os.path.basename(entry.path), sum(size for size, _ in place.sizes(entry.path).values())
+        name, size = os.path.basename(entry.path), sum(size for size, _ in storage.sizes(entry.path).values())
         table.append(Row(name, entry.step, manifest.get("saved"), size, manifest.get("loss"), False, fault))
     measured = [row for row in table if row.loss is not None and not row.fault]
     best = min(measured, key=lambda row: row.loss, default=None)

@@ -23,9 +23,9 @@ import dataset
 import utils
 from config import ONCE, Config, first_difference, moved
 from reading import order
-from train import checkpoint, place, tracking
-from train.place import Far
+from train import checkpoint, storage, tracking
 from train.processes import Processes
+from train.storage import Far
 from utils import UserError, log, replace_file
 
 LOGS = "logs"  # of each process, where there are several
@@ -149,7 +149,7 @@ def locked(run: Path | Far) -> Iterator[None]:
     if not utils.is_main_process():
         yield
         return
-    directory = place.here(run)
+    directory = storage.here(run)
     made, path = [one for one in (directory, *directory.parents) if not one.exists()], directory / ".lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -186,12 +186,12 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
     """
 
     def write() -> str:
-        place.here(directory).mkdir(parents=True, exist_ok=True)
-        place.take(directory)
+        storage.here(directory).mkdir(parents=True, exist_ok=True)
+        storage.take(directory)
         for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart else ():
-            place.remove(directory, name)
+            storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
-        place.send(directory)
+        storage.send(directory)
         return (directory / ".lock").read_text() if together.count > 1 else ""
 
     lock = together.first("lock", write)

@@ -86,12 +86,8 @@ def read_run(directory: str | Path) -> Run:
             f"{path}: nothing to draw yet: {len(rows['start'])} start rows and {len(rows['train'])} train rows, "
             "at least one of each is needed"
         )
-    return Run(
-        (directory if is_remote(str(directory)) else directory.resolve()).name,
-        rows["start"][-1],
-        rows["train"],
-        rows["eval"],
-    )
+    name = (directory if is_remote(str(directory)) else directory.resolve()).name
+    return Run(name, rows["start"][-1], rows["train"], rows["eval"])
 
 
 def _is_json(line: str) -> bool:

@@ -13,8 +13,8 @@ from config import Config
 from pipeline import fit
 from train import checkpoint
 from train.directory import check_place, read_rows
-from train.place import Far
 from train.processes import Processes
+from train.storage import Far
 from utils import log
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from etils import epath
 
-from train import place
+from train import storage
 from utils import UserError, is_remote
 
 MANIFEST = "manifest.json"
@@ -41,7 +41,7 @@ class Found:
         if not self.whole:
             return "left over from a save or a deletion that was cut off"
         try:
-            if not (there := place.sizes(self.path)):
+            if not (there := storage.sizes(self.path)):
                 return "the directory is empty"
             manifest = self.manifest()
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class Found:
 
 @functools.lru_cache(maxsize=4096)  # a start asks three times which step is the newest
 def _checksum(kind: str, path: str, size: int, mark: str) -> str:
-    """Of a file that has this size and mark, as `place.sizes` says."""
+    """Of a file that has this size and mark, as `storage.sizes` says."""
     if kind == "md5" and is_remote(path) and mark:
         return mark
     with epath.Path(path).open("rb") as file:
@@ -80,7 +80,7 @@ def _digest(values: dict) -> str:
 
 def found(directory: str | os.PathLike) -> list[Found]:
     """All steps in a directory, and left-overs of steps, newest first; other files are passed over."""
-    directory, entries = epath.Path(place.absolute(directory)), []
+    directory, entries = epath.Path(storage.absolute(directory)), []
     for name in (one.name for one in directory.iterdir()) if directory.is_dir() else ():
         step, _, rest = name.partition(".")
         if step.isdecimal() and (not rest or "." + rest in (SAVING, DELETING) or "orbax-checkpoint-tmp" in rest):
@@ -117,7 +117,7 @@ def latest_step(
 def write_manifest(path: str, step: int, loss: float | None) -> None:
     """List every file in a directory with its size and checksum."""
     files, kind = {}, "md5" if is_remote(path) else "sha256"
-    for name, (size, mark) in place.sizes(path).items():
+    for name, (size, mark) in storage.sizes(path).items():
         files[name] = {"bytes": size, kind: _checksum(kind, os.path.join(path, name), size, mark)}
     saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     loss = loss if loss is not None and math.isfinite(loss) else None

@@ -25,12 +25,12 @@ import main
 import optimizer
 import pipeline
 import sharding
+import train.steps
 from bench import soak
 from config import preset, replace
 from tests import helpers
 from tests.train.small_run import EVERY, ROOT, STEPS, flags, run, snapshot, trained_steps
 from train import checkpoint, progress
-from train import steps as checkpoint_steps
 from utils import UserError
 
 # Steps and their manifests --------------------------------------------------------------------------------------------
@@ -131,10 +131,8 @@ def test_of_parameters_alone_nothing_else_is_read(tmp_path, monkeypatch, capsys)
     """Catches minutes spent on the moments' bytes, three times as many, before a text is written; a damaged moment in
     the way of parameters that are good; damaged parameters that are read; and a step that nobody learns."""
     state, target = save_parts(tmp_path)
-    read, checksum = [], checkpoint_steps._checksum
-    monkeypatch.setattr(
-        checkpoint_steps, "_checksum", lambda kind, path, *of: read.append(path) or checksum(kind, path, *of)
-    )
+    read, checksum = [], train.steps._checksum
+    monkeypatch.setattr("train.steps._checksum", lambda *of: read.append(of[1]) or checksum(*of))
     for damaged in (False, True):
         if damaged:
             flip(largest(tmp_path / "5" / "state" / "rest"))
