@@ -294,7 +294,7 @@ class RunConfig:
     """One training run: how long, where it is kept, what is written when."""
 
     name: str = "laptop"  # the run lives in DIR/NAME
-    dir: str = "runs"  # parent of all runs
+    dir: str = "runs"  # parent of all runs: a directory of a disk, or a bucket's, gs://BUCKET/DIR
     steps: Size = 320  # optimizer steps
     epochs: NotNegative = 0.0  # times that the text is read, in place of run.steps; 0: run.steps counts
     seed: Count = 0  # initial parameters and dropout

@@ -1,7 +1,8 @@
 """The training command: parse, build, loop, finish.
 
 `python main.py laptop` trains a preset; `python main.py laptop --model.n_experts 4 --run.steps 100` changes settings of
-it. Everything a run leaves lies in runs/NAME: config.json, metrics.jsonl, checkpoints/, samples.txt, report.png.
+it. Everything a run leaves lies in runs/NAME, or gs://BUCKET/DIR/NAME: config.json, metrics.jsonl, checkpoints/,
+samples.txt, report.png.
 """
 
 import time

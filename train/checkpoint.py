@@ -377,8 +377,6 @@ def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: in
     layout = json.loads((folder / "_METADATA").read_text())
     # Chunks of one at a time: else as many as there are cores are unpacked together, and one may have 2 GB.
     one_at_a_time = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
-    context = tensorstore.Context(one_at_a_time)
-
     base = str(folder) if is_remote(str(folder)) else f"file://{folder}"
 
     def opened(name: str):
@@ -387,7 +385,7 @@ def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: in
             store = {"driver": "ocdbt", "base": f"{base}/", "path": f"params.{name}/"}
         what = {"driver": "zarr3" if layout.get("use_zarr3") else "zarr", "kvstore": store}
         what["recheck_cached_data"] = False  # nobody writes there any more
-        return tensorstore.open(what, context=context, read=True).result()
+        return tensorstore.open(what, context=tensorstore.Context(one_at_a_time), read=True).result()
 
     return {name: opened(name) for name in shapes}
 

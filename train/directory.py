@@ -7,6 +7,8 @@ runs/laptop/  config.json    every setting, and which tokens they met: what deci
               saved          the newest step of which there is a checkpoint: where that is gone, a run does not go on
               samples.txt    report.png
               .lock          while a process trains there
+
+Of a run at gs://BUCKET/DIR, `storage.py` says where these lie.
 """
 
 import fcntl

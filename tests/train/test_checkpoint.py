@@ -168,7 +168,7 @@ def test_a_step_of_an_earlier_version_is_read(tmp_path):
     (tmp_path / "5" / "about.json").write_text("{}")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "5" / "state", sharding.named(state))
-    checkpoint._write_manifest(str(tmp_path / "5"), 5, None)
+    checkpoint.write_manifest(str(tmp_path / "5"), 5, None)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore(tmp_path, state), state)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore_params(tmp_path, target), state["params"])
     flip(largest(tmp_path / "5" / "state"))
@@ -179,7 +179,7 @@ def test_a_step_of_an_earlier_version_is_read(tmp_path):
 def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
     """Catches a directory that is taken for a checkpoint while it is written, or before its manifest is."""
     waits, goes_on = threading.Event(), threading.Event()
-    write = checkpoint._write_manifest
+    write = checkpoint.write_manifest
 
     def write_late(*args):
         waits.set()
@@ -187,7 +187,7 @@ def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
         write(*args)
 
     save(tmp_path, [1])
-    monkeypatch.setattr(checkpoint, "_write_manifest", write_late)
+    monkeypatch.setattr(checkpoint, "write_manifest", write_late)
     with checkpoint.open_directory(tmp_path, keep=1) as saver:
         checkpoint.save(saver, 2, {"x": jax.numpy.asarray(array(2))}, {})
         assert waits.wait(60)
