@@ -294,7 +294,7 @@ class RunConfig:
     """One training run: how long, where it is kept, what is written when."""
 
     name: str = "laptop"  # the run lives in DIR/NAME
-    dir: str = "runs"  # parent of all runs
+    dir: str = "runs"  # parent of all runs: a directory of a disk, or a bucket's, gs://BUCKET/DIR
     steps: Size = 320  # optimizer steps
     epochs: NotNegative = 0.0  # times that the text is read, in place of run.steps; 0: run.steps counts
     seed: Count = 0  # initial parameters and dropout
@@ -337,9 +337,9 @@ class RunConfig:
         check(self, "run.")
         if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", self.name):
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
-        if is_remote(self.dir):
-            raise UserError(f"run.dir={self.dir!r}: a run is kept on a disk, where it is locked, and its checkpoints "
-                            "are renamed when they are whole; tokens may lie in a bucket (--data.path)")  # fmt: skip
+        if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
+            raise UserError(f"run.dir={self.dir!r}: a run is kept on a disk, or at gs://BUCKET/DIR: Orbax writes "
+                            "checkpoints to no other address; tokens may lie at any (--data.path)")  # fmt: skip
 
 
 ONCE = ("check", "force", "restart", "go_back")  # flags of `run` that are said once, not properties of the run

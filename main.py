@@ -1,7 +1,8 @@
 """The training command: parse, build, loop, finish.
 
 `python main.py laptop` trains a preset; `python main.py laptop --model.n_experts 4 --run.steps 100` changes settings of
-it. Everything a run leaves lies in runs/NAME: config.json, metrics.jsonl, checkpoints/, samples.txt, report.png.
+it. Everything a run leaves lies in runs/NAME, or gs://BUCKET/DIR/NAME: config.json, metrics.jsonl, checkpoints/,
+samples.txt, report.png.
 """
 
 import time
@@ -17,7 +18,6 @@ import json
 import os
 import resource
 import sys
-from pathlib import Path
 
 import jax
 
@@ -30,7 +30,7 @@ from config import PRESETS, Config
 from data import tokenizers
 from flags import command_line
 from plan import hardware, planner
-from train import checkpoint, guard, report, tracking
+from train import checkpoint, guard, report, storage, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join
@@ -55,9 +55,9 @@ def parse(argv: list[str]) -> Config:
     return command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop", change=init_from.start_from)[0]
 
 
-def train(cfg: Config, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
+def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
-    encoding, directory = ready.tokens(cfg), Path(cfg.run.dir) / cfg.run.name
+    encoding = ready.tokens(cfg)
     together.same(**describe(cfg))
     if done := together.first("done", lambda: look(cfg, directory)):
         return say_complete(cfg, directory, done, argv)
@@ -88,13 +88,15 @@ def train(cfg: Config, argv: list[str], interruptions: Interruptions, together: 
 
     evaluation = pipeline.evaluate(cfg, mesh)
     keep = cfg.run.keep_checkpoints, cfg.run.keep_every, cfg.run.keep_best
+    send = lambda: storage.send(directory)
 
     def saved(step: int) -> None:
         note_saved(directory, step)
+        send()
         together.saved(step)
 
-    with tracking.Tracker(cfg, directory):
-        places = directory / "checkpoints", *keep, together.keeper, saved
+    with tracking.Tracker(cfg, storage.here(directory)):
+        places = directory / "checkpoints", *keep, together.keeper, send, saved
         with interruptions.saved(), checkpoint.open_directory(*places) as manager:
             if interruptions.begins_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
@@ -156,7 +158,7 @@ def loop(
                 mark = time.perf_counter()
 
 
-def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Path, together: Processes) -> None:
+def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, together: Processes) -> None:
     """Evaluate on the whole validation split, print a sample, draw the report."""
     step, manifest = int(state.step), dataset.opened(cfg).manifest
     log("evaluating on the whole validation split ..")
@@ -171,7 +173,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Pa
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
-        report.draw([directory], directory / "report.png")
+        report.draw([storage.here(directory)], directory / "report.png")
     seconds = time.perf_counter() - START
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -184,7 +186,11 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory: Pa
 
 def replay(cfg: Config) -> None:
     """Take one step of a run again, from the newest good checkpoint before it, or from the start. Writes nothing."""
-    directory, step = Path(cfg.run.dir) / cfg.run.name, cfg.run.replay
+    with storage.copied(storage.of(cfg)) as directory:
+        _replay(cfg, directory, cfg.run.replay)
+
+
+def _replay(cfg: Config, directory, step: int) -> None:
     if not (directory / "config.json").exists():
         raise UserError(f"{directory}: no run there, so there is no step {step} to replay; name one with --run.name")
     if step > cfg.run.steps:
@@ -220,10 +226,11 @@ def main(argv: list[str] | None = None) -> int | None:
     with compile_cache(cfg, together.own_name), together.keep_programs(cfg.run.compile_cache):
         if cfg.run.replay:
             return replay(cfg)
-        interruptions = Interruptions(argv, (directory := Path(cfg.run.dir) / cfg.run.name) / "checkpoints", together)
+        storage.check(directory := storage.of(cfg))
+        interruptions = Interruptions(argv, directory / "checkpoints", together)
         try:
-            with interruptions, locked(directory):
-                train(cfg, argv, interruptions, together)
+            with interruptions, locked(directory), storage.fetched(directory):
+                train(cfg, directory, argv, interruptions, together)
         except KeyboardInterrupt:
             return interruptions.end()
 

@@ -5,7 +5,6 @@ waited for, so it may be asked on every host of a run first, while another run i
 """
 
 import os
-from pathlib import Path
 
 import jax
 
@@ -18,7 +17,7 @@ from data import tokenizers
 from pipeline import fit
 from plan import hardware, planner
 from reading import order
-from train import checkpoint
+from train import checkpoint, storage
 from train.directory import check_place, check_writable, look
 from utils import UserError, log
 from xla import options
@@ -126,8 +125,12 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
 def check_directory(cfg: Config) -> str:
     """Where a run would begin. Raises: UserError if its directory cannot be written, or is not that of this run."""
-    directory = Path(cfg.run.dir) / cfg.run.name
-    check_writable(directory)
+    check_writable(storage.of(cfg))
+    with storage.copied(storage.of(cfg)) as directory:
+        return where(cfg, directory)
+
+
+def where(cfg: Config, directory) -> str:
     if done := look(cfg, directory, "none"):
         return f"it is complete, with {done} steps"
     step = None if cfg.run.restart else checkpoint.latest_step(directory / "checkpoints", print, "none")

@@ -81,7 +81,7 @@ def digest(run: str, step: int | None) -> str:
     Of a bucket, its config.json has to do.
     """
     if step is not None:
-        return hashlib.sha256(Path(run, "checkpoints", str(step), checkpoint.MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256(Folder(run).read(f"checkpoints/{step}/{checkpoint.MANIFEST}")).hexdigest()
     files = sorted([*Path(run).glob("weights/*"), *Path(run).glob("*.safetensors")])
     about = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([Folder(run).json("config.json"), about]).encode()).hexdigest()

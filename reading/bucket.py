@@ -29,14 +29,23 @@ class Missing(UserError):
     """What was asked for is not there."""
 
 
-def tried(what: str, work: Callable):
+def tried(what: str, work: Callable, heading: str = "data       "):
     """Call until it works, with longer and longer waits; each reason to try again is printed.
 
     Raises: UserError with the last reason; at once for what is not there or not allowed, or a protocol that is not.
     """
     at_once = (FileNotFoundError, PermissionError, ImportError, ValueError)
+
+    def ask():
+        try:
+            return work()
+        except OSError as error:
+            if str(error).startswith("Forbidden"):  # as GCS's client says it, with a page
+                raise PermissionError(" ".join(str(error).split())[:300]) from error
+            raise
+
     try:
-        return utils.tried(what, work, WAITS_S, at_once, heading="data       ")
+        return utils.tried(what, ask, WAITS_S, at_once, heading)
     except UserError:
         raise
     except FileNotFoundError:

@@ -52,7 +52,8 @@ ROOMS = {
     "data": "files hub sources hf_json sp_model tokenizers shards units engine progress prepare check "
     "train_tokenizer tasks",
     "plan": "hardware hiding costs memory expected compiled replayed auto planner inference show __main__",
-    "train": "checkpoint guard tracking report pace processes directory interruptions start progress selfcheck",
+    "train": "storage steps checkpoint guard tracking report pace processes directory interruptions start progress "
+    "selfcheck",
     "weights": "folders families axis card convert slim init_from __main__",
     "generate": "quantised cache sampling engine beam speculative texts __main__",
     "evaluate": "runs show answers scoring answering harness perplexity __main__",

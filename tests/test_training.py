@@ -559,7 +559,7 @@ def test_a_run_from_an_older_version_goes_on(copied):
     file.write_text(json.dumps(about))
     (newest / "about.json").write_text(json.dumps(decides))
     (newest / "manifest.json").unlink()
-    checkpoint._write_manifest(str(newest), STEPS, None)
+    checkpoint.write_manifest(str(newest), STEPS, None)
     assert run(argv)[1].startswith(f"{directory} is complete")
     assert f"resumed    at step {STEPS}" in run([*argv, "--run.steps", STEPS + 1])[1]
     file.write_text(json.dumps(about))

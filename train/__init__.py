@@ -1,7 +1,8 @@
 """A run's life: where it is kept, what is saved and when, what interrupts it, who watches.
 
-Open `directory.py` first: what lies in a run's directory, and who may write there. `start.py` says what a run starts
-from, `checkpoint.py` what is saved of it, and how it goes on from there; `progress.py` measures how far it is.
+Open `directory.py` first: what lies in a run's directory, and who may write there; `storage.py` has it in a bucket too.
+`start.py` says what a run starts from, `checkpoint.py` what is saved of it, and how it goes on from there, `steps.py`
+whether what was saved is good; `progress.py` measures how far it is.
 `interruptions.py` ends it early, with nothing lost; `processes.py` makes one run of the processes of several hosts, and
 `pace.py` says which of them is slow. `guard.py` watches for steps that are not finite; `tracking.py` tells wandb;
 `report.py` draws; `selfcheck.py` looks at the hosts. Three are commands too: `python -m train.checkpoint`,

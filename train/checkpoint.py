@@ -6,6 +6,9 @@
                      manifest.json  bytes and sha256 of every other file
     checkpoints/60.saving/          not finished: it gets its number last, so what has a number was once whole
 
+In a bucket, which renames nothing, a step has its number at once, and its manifest last; that names the md5 which the
+bucket itself keeps of each file, so that nothing is fetched to write or to check one.
+
 A step is read only if what is read of it still agrees with its manifest: Orbax restores flipped bits without a word.
 Where the newest does not, the one before is taken, and the reason said. `python -m train.checkpoint ls DIR` lists the
 steps of a run, `python -m train.checkpoint verify DIR` reads every byte of them.
@@ -13,11 +16,8 @@ steps of a run, `python -m train.checkpoint verify DIR` reads every byte of them
 
 import contextlib
 import datetime
-import functools
-import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -25,94 +25,24 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tyro
+from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference, moved
 from sharding import map_named, named
-from utils import UserError, exit_status, is_main_process, replace_file
+from train import storage
+from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
+from utils import UserError, exit_status, is_main_process, is_remote, replace_file
 
-MANIFEST = "manifest.json"
 CHUNK_BYTES = 2**26  # most of an array that is unpacked to read any part of it
 KEEPER = "keeper"  # a file: the name of the host that keeps the checkpoints, where hosts share no disk
-REST = os.path.join("state", "rest", "")  # what a reader of parameters alone does not need
-Read = Literal["all", "params", "none"]  # whose contents are compared with the manifest; of the others, the sizes
-SAVING, DELETING = ".saving", ".deleting"  # ends of the names of directories that are no checkpoints, yet or any more
-
-
-# What lies in a directory of checkpoints ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """A step's directory, or what an interrupted save or deletion left of one."""
-
-    path: str
-    step: int
-    whole: bool  # its name is a number; False: a left-over
-
-    def manifest(self) -> dict:
-        """Raises: OSError or ValueError if there is none, or it is not what was written."""
-        with open(os.path.join(self.path, MANIFEST), encoding="utf-8") as file:
-            manifest = json.load(file)
-        if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
-            raise ValueError("it does not have the sha256 it names")
-        return manifest
-
-    def fault(self, read: Read = "all") -> str | None:
-        """Say why this is no good checkpoint, None if it is, as far as one sees who reads so much."""
-        if not self.whole:
-            return "left over from a save or a deletion that was cut off"
-        try:
-            if not os.listdir(self.path):
-                return "the directory is empty"
-            manifest = self.manifest()
-        except FileNotFoundError:
-            return f"it has no {MANIFEST}"
-        except (OSError, ValueError) as error:
-            return f"its {MANIFEST} cannot be read: {error}"
-        for name, want in manifest["files"].items():
-            file = os.path.join(self.path, name)
-            try:
-                status = os.stat(file)
-                if status.st_size != want["bytes"]:
-                    truncated = "truncated: " if status.st_size < want["bytes"] else ""
-                    return f"{name} is {truncated}{status.st_size} bytes, the manifest says {want['bytes']}"
-                wanted = read == "all" or (read == "params" and not name.startswith(REST))
-                if wanted and _sha256(file, status.st_size, status.st_mtime_ns) != want["sha256"]:
-                    return f"{name} is damaged: its sha256 is not the manifest's"
-            except FileNotFoundError:
-                return f"{name} is missing"
-            except OSError as error:
-                return f"{name} cannot be read: {error.strerror}"
-        return None
-
-
-@functools.lru_cache(maxsize=4096)  # a start asks three times which step is the newest
-def _sha256(path: str, size: int, mtime_ns: int) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(values: dict) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def found(directory: str | os.PathLike) -> list[Found]:
-    """All steps in a directory, and left-overs of steps, newest first; other files are passed over."""
-    entries = []
-    for name in os.listdir(directory) if os.path.isdir(directory) else ():
-        step, _, rest = name.partition(".")
-        if step.isdecimal() and (not rest or "." + rest in (SAVING, DELETING) or "orbax-checkpoint-tmp" in rest):
-            entries.append(Found(os.path.join(os.path.abspath(directory), name), int(step), whole=not rest))
-    return sorted(entries, key=lambda entry: (entry.step, entry.whole), reverse=True)
 
 
 def keeper(directory: str | os.PathLike) -> str | None:
@@ -121,39 +51,15 @@ def keeper(directory: str | os.PathLike) -> str | None:
         return file.read()
 
 
-def latest_step(
-    directory: str | os.PathLike, say: Callable[[str], None] | None = None, read: Read = "all"
-) -> int | None:
-    """The newest step that agrees with its manifest; None if there are no steps at all.
-
-    say   called with a sentence for everything newer that is passed over
-    Raises: UserError naming each step's fault if there are steps, and none is good.
-    """
-    faults = []
-    for entry in found(directory):
-        if (fault := entry.fault(read)) is None:
-            return entry.step
-        if entry.whole and not os.path.isdir(entry.path):
-            continue  # deleted while we looked
-        faults.append((entry, f"{entry.path}: {fault}"))
-        if say:
-            say(f"skipped    {faults[-1][1]}")
-    if not any(entry.whole for entry, _ in faults):
-        return None
-    raise UserError(
-        f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.whole)
-        + "; to begin at step 0 move them away, or use --run.restart")  # fmt: skip
-
-
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
 class Saver:
     """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
 
-    def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int, keeper: str | None, saved):
-        self.directory, self.keeper, self.shared = os.path.abspath(directory), keeper, keeper is None
-        self.saved = saved
+    def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int, keeper: str | None, send, saved):
+        self.directory, self.keeper, self.shared = storage.absolute(directory), keeper, keeper is None
+        self.send, self.saved, self.far = send, saved, is_remote(self.directory)
         kept = [policies.LatestN(keep)]
         kept += [policies.EveryNSteps(every)] if every else []
         kept += [policies.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=best,
@@ -164,10 +70,11 @@ class Saver:
 
     def __enter__(self):
         if is_main_process():
-            os.makedirs(self.directory, exist_ok=True)
+            if not self.far:
+                os.makedirs(self.directory, exist_ok=True)
             for entry in found(self.directory):
                 if not entry.whole:
-                    shutil.rmtree(entry.path)
+                    storage.clear(entry.path)
         self.logger = logging.getLogger("absl")
         self.level = self.logger.level
         # Orbax logs an error with a traceback for each of its threads, and raises it as well: `wait` says it once.
@@ -216,22 +123,32 @@ class Saver:
         """Turn what the file system refuses into one sentence; nothing else, as the loss of another process."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # the clients of a bucket have errors of their own
             self.failed = True
-            if not of_the_disk(error):  # a TimeoutError of Orbax would pass for the system's
+            if not (of_a_bucket if self.far else of_the_disk)(error):  # a TimeoutError of Orbax would pass for its
                 raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
-            if is_main_process():
-                _remove(os.path.join(self.directory, f"{step}{SAVING}"))  # frees the disk
-            free_bytes = shutil.disk_usage(self.directory).free
-            raise UserError(
-                f"the checkpoint of step {step} cannot be written to {self.directory}: {error} "
-                f"({free_bytes / 2**20:,.0f} MiB free there); {self.what_stays()}") from error  # fmt: skip
+            if self.far:
+                said = " ".join(str(error).split())[:300]  # a server may answer with a page
+            else:
+                if is_main_process():
+                    _remove(self.unfinished(step))  # frees the disk
+                said = f"{error} ({shutil.disk_usage(self.directory).free / 2**20:,.0f} MiB free there)"
+            raise UserError(f"the checkpoint of step {step} cannot be written to {self.directory}: {said}; "
+                            f"{self.what_stays()}") from error  # fmt: skip
+
+    def unfinished(self, step: int) -> str:
+        """Where a step is written until it is whole."""
+        return os.path.join(self.directory, str(step) + ("" if self.far else SAVING))
 
     def what_stays(self) -> str:
         try:
             good = latest_step(self.directory)
         except UserError as error:
             return str(error)
+        except Exception as error:  # of a bucket's clients
+            return f"what was saved before it cannot be seen ({type(error).__name__})"
         return "there is none before it" if good is None else f"that of step {good} is good, and stays"
 
 
@@ -243,9 +160,15 @@ def of_the_disk(error: Exception) -> bool:
     return getattr(error, "errno", None) is not None or "os_error_code=" in str(error)
 
 
+def of_a_bucket(error: Exception) -> bool:
+    """Whether a bucket says it, or who asks it: gcsfs, or tensorstore."""
+    by_client = type(error).__module__.startswith(("gcsfs", "aiohttp", "requests", "google"))
+    return by_client or "gs://" in str(error) or "/storage/v1/" in str(error)
+
+
 def open_directory(
     directory: str | os.PathLike, keep: int = 2, every: int = 0, best: int = 0, keeper: str | None = None,
-    saved: Callable[[int], None] = lambda step: None,
+    send: Callable[[], None] = lambda: None, saved: Callable[[int], None] = lambda step: None,
 ) -> Saver:  # fmt: skip
     """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Left-overs are removed.
 
@@ -253,9 +176,10 @@ def open_directory(
                         `best` with the lowest loss; the newest always stays, and nothing damaged is ever deleted
     keeper              the host of the first process, if not all processes see this directory: it is given whole
                         arrays, and writes them alone; None: each writes its part
-    saved               called in the first process with a step that is whole, from another thread
+    send, saved         called in the first process, from another thread: before a step is made whole, and with one
+                        that is
     """
-    return Saver(directory, keep, every, best, keeper, saved)
+    return Saver(directory, keep, every, best, keeper, send, saved)
 
 
 def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:
@@ -265,12 +189,15 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
     Raises: UserError if this save cannot begin, or the one before has failed.
     """
     saver.wait()
-    path = os.path.join(saver.directory, str(step))
+    path = saver.unfinished(step)
     with saver.explained(step):
         if is_main_process():
-            os.makedirs(path + SAVING)
-            with open(os.path.join(path + SAVING, "about.json"), "w", encoding="utf-8") as file:
-                json.dump(about, file)
+            if saver.far:
+                _discard(path)  # a damaged one of this step
+                storage.clear(path)
+            else:
+                os.makedirs(path)
+            epath.Path(path, "about.json").write_text(json.dumps(about))
         arrays = named(state) if saver.shared else {name: gather(x) for name, x in named(state).items()}
         params = {name: x for name, x in arrays.items() if name.startswith("params.")}
         parts = {"params": params, "rest": {name: x for name, x in arrays.items() if name not in params}}
@@ -281,7 +208,7 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
                 os.makedirs(saver.directory, exist_ok=True)
                 replace_file(os.path.join(saver.directory, KEEPER), saver.keeper)
         if saver.checkpointer:
-            saver.checkpointer.save(os.path.join(path + SAVING, "state"), ocp.args.Composite(**parts))
+            saver.checkpointer.save(os.path.join(path, "state"), ocp.args.Composite(**parts))
     saver.pending = step, saver.background.submit(_complete, saver, step, loss)
 
 
@@ -314,11 +241,12 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
         saver.checkpointer.wait_until_finished()
     if not is_main_process():
         return
+    saver.send()
     path = os.path.join(saver.directory, str(step))
-    _write_manifest(path + SAVING, step, loss)
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, path + DELETING)  # a damaged one of this step
-    os.rename(path + SAVING, path)
+    write_manifest(saver.unfinished(step), step, loss)
+    if not saver.far:
+        _discard(path)  # a damaged one of this step
+        os.rename(path + SAVING, path)
     saver.saved(step)
     # Only good ones count. Later steps, if there are any, were found damaged when this run began.
     good = [entry for entry in reversed(found(saver.directory)) if entry.step <= step and entry.fault() is None]
@@ -326,10 +254,19 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
     preserve = saver.policy.should_preserve(manifests, context=policies.PreservationContext())
     for entry, stays in zip(good, preserve, strict=True):
         if not stays:
-            os.rename(entry.path, entry.path + DELETING)
+            _discard(entry.path)
     for entry in found(saver.directory):
-        if entry.path.endswith(DELETING):
-            shutil.rmtree(entry.path)
+        if not entry.whole:
+            storage.clear(entry.path)
+
+
+def _discard(path: str) -> None:
+    """Have a step, if it is there, be a left-over, at once."""
+    if is_remote(path):
+        epath.Path(path, MANIFEST).unlink(missing_ok=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, path + DELETING)
 
 
 class _Kept:
@@ -338,24 +275,6 @@ class _Kept:
     def __init__(self, step: int, manifest: dict):
         self.step, self.time = step, datetime.datetime.fromisoformat(manifest["saved"])
         self.metrics = None if manifest["loss"] is None else {"loss": manifest["loss"]}
-
-
-def _write_manifest(path: str, step: int, loss: float | None) -> None:
-    """List every file in a directory with its size and sha256."""
-    files = {}
-    for folder, _, names in sorted(os.walk(path)):
-        for name in sorted(names):
-            file = os.path.join(folder, name)
-            status = os.stat(file)
-            digest = _sha256(file, status.st_size, status.st_mtime_ns)
-            files[os.path.relpath(file, path)] = {"bytes": status.st_size, "sha256": digest}
-    saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    loss = loss if loss is not None and math.isfinite(loss) else None
-    manifest = {"step": step, "saved": saved, "loss": loss, "files": files}
-    with open(os.path.join(path, MANIFEST), "w", encoding="utf-8") as file:
-        json.dump(manifest | {"sha256": _digest(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -375,8 +294,8 @@ def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") 
         if (step := latest_step(directory, _say, read)) is None:
             raise UserError(f"no checkpoint in {directory}")
         _say(f"reading    step {step} of {directory}")
-    path = os.path.join(os.path.abspath(directory), str(step))
-    if not os.path.isdir(path):
+    path = os.path.join(storage.absolute(directory), str(step))
+    if not epath.Path(path).is_dir():
         raise UserError(f"no checkpoint of step {step} in {directory}")
     if fault := Found(path, step, whole=True).fault(read):
         raise UserError(f"{path}: {fault}")
@@ -385,8 +304,7 @@ def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") 
 
 def about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
     """What the run that wrote a checkpoint was, as given to `save`."""
-    with open(os.path.join(_choose(directory, step, read)[1], "about.json"), encoding="utf-8") as file:
-        return json.load(file)
+    return json.loads(epath.Path(_choose(directory, step, read)[1], "about.json").read_text())
 
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
@@ -459,14 +377,15 @@ def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: in
     layout = json.loads((folder / "_METADATA").read_text())
     # Chunks of one at a time: else as many as there are cores are unpacked together, and one may have 2 GB.
     one_at_a_time = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
-    context = tensorstore.Context(one_at_a_time)
+    base = str(folder) if is_remote(str(folder)) else f"file://{folder}"
 
     def opened(name: str):
-        place = {"driver": "file", "path": f"{folder}/params.{name}/"}
+        store = f"{base}/params.{name}/"
         if layout.get("use_ocdbt", True):
-            place = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"params.{name}/"}
-        driver = "zarr3" if layout.get("use_zarr3") else "zarr"
-        return tensorstore.open({"driver": driver, "kvstore": place}, context=context, read=True).result()
+            store = {"driver": "ocdbt", "base": f"{base}/", "path": f"params.{name}/"}
+        what = {"driver": "zarr3" if layout.get("use_zarr3") else "zarr", "kvstore": store}
+        what["recheck_cached_data"] = False  # nobody writes there any more
+        return tensorstore.open(what, context=tensorstore.Context(one_at_a_time), read=True).result()
 
     return {name: opened(name) for name in shapes}
 
@@ -483,9 +402,9 @@ def check_shapes(stored: dict[str, tuple], model: dict[str, tuple], where: str) 
             raise UserError(f"{name} has shape {tuple(stored[name])} in {where}, {model[name]} in the model; {advice}")
 
 
-def _folder(path: str, part: str) -> Path:
+def _folder(path: str, part: str) -> epath.Path:
     """Where a part of the state lies. Earlier versions kept both in one."""
-    state = Path(path) / "state"
+    state = epath.Path(path, "state")
     return state / part if (state / part).is_dir() else state
 
 
@@ -548,10 +467,8 @@ def rows(directory: str | os.PathLike, read: Read) -> list[Row]:
         fault, manifest = entry.fault(read), {}
         with contextlib.suppress(OSError, ValueError):
             manifest = entry.manifest()
-        sizes = [os.path.getsize(os.path.join(folder, name))
-                 for folder, _, names in os.walk(entry.path) for name in names]  # fmt: skip
-        name = os.path.basename(entry.path)
-        table.append(Row(name, entry.step, manifest.get("saved"), sum(sizes), manifest.get("loss"), False, fault))
+        name, size = os.path.basename(entry.path), sum(size for size, _ in storage.sizes(entry.path).values())
+        table.append(Row(name, entry.step, manifest.get("saved"), size, manifest.get("loss"), False, fault))
     measured = [row for row in table if row.loss is not None and not row.fault]
     best = min(measured, key=lambda row: row.loss, default=None)
     return [replace(row, best=row is best) for row in table]
@@ -570,7 +487,7 @@ def main(argv: list[str] | None = None) -> int:
         {"ls": List, "verify": Verify}, args=argv, prog="python -m train.checkpoint", description=HELP
     )
     inside = os.path.join(args.directory, "checkpoints")
-    directory, read = inside if os.path.isdir(inside) else args.directory, isinstance(args, Verify)
+    directory, read = inside if epath.Path(inside).is_dir() else args.directory, isinstance(args, Verify)
     table = rows(directory, "all" if read else "none")
     if not table:
         raise UserError(f"no checkpoint in {directory}")

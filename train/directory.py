@@ -7,13 +7,14 @@ runs/laptop/  config.json    every setting, and which tokens they met: what deci
               saved          the newest step of which there is a checkpoint: where that is gone, a run does not go on
               samples.txt    report.png
               .lock          while a process trains there
+
+Of a run at gs://BUCKET/DIR, `storage.py` says where these lie.
 """
 
 import fcntl
 import json
 import math
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ import dataset
 import utils
 from config import ONCE, Config, first_difference, moved
 from reading import order
-from train import checkpoint, tracking
+from train import checkpoint, storage, tracking
 from train.processes import Processes
+from train.storage import Far
 from utils import UserError, log, replace_file
 
 LOGS = "logs"  # of each process, where there are several
@@ -55,7 +57,7 @@ def decisive(about: dict) -> dict:
     return config | {"run": run, "tokens": about["data"]}
 
 
-def look(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> int | None:
+def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
     """Steps taken, if the run there is complete; None: this one may begin, or go on.
 
     read   what of its newest checkpoint is compared with the manifest
@@ -70,7 +72,7 @@ def look(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> int | N
     return done
 
 
-def check_same(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> None:
+def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> None:
     """Raises: UserError if the directory holds a run with other settings, naming the first that decides results."""
     ours, file, checkpoints = decisive(describe(cfg)), directory / "config.json", directory / "checkpoints"
     try:
@@ -87,7 +89,7 @@ def check_same(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> N
     check_seen(cfg, written["config"]["data"], directory, step or 0)
 
 
-def check_seen(cfg: Config, written: dict, directory: Path, step: int) -> None:
+def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> None:
     """Raises: UserError if a mixture or a skip was `written` otherwise for steps that are taken."""
     old = {name: written.get(name, "") for name in ("mixture", "skip")}
     if order.seen(cfg.data.mixture, cfg.data.skip, step) != order.seen(old["mixture"], old["skip"], step):
@@ -99,7 +101,7 @@ def check_seen(cfg: Config, written: dict, directory: Path, step: int) -> None:
                     "before that, put later checkpoints aside and say --run.go_back")  # fmt: skip
 
 
-def check_saved(directory: Path, read: checkpoint.Read = "all") -> None:
+def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
     """Raises: UserError if the newest checkpoint is gone, so that steps which were kept would be taken again.
 
     One that is there and damaged is no question: the one before is taken, and said.
@@ -129,8 +131,10 @@ def check_place(directory: Path, keepers: list[str | None], ours: str | None) ->
         )
 
 
-def check_writable(directory: Path) -> None:
+def check_writable(directory: Path | Far) -> None:
     """Raises: UserError if a run cannot be kept there, as far as one sees who writes nothing."""
+    if isinstance(directory, Far):
+        return directory.check()
     there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         what = "may not be written" if there.is_dir() else "is no directory"
@@ -138,14 +142,16 @@ def check_writable(directory: Path) -> None:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes out of a run's directory. The kernel lets go when this one dies, however it dies.
+def locked(run: Path | Far) -> Iterator[None]:
+    """Keep other processes of this machine out of a run's directory, or that of all where they share the disk.
 
+    The kernel lets go when this one dies, however it dies.
     Raises: UserError naming who is in there, or why nothing can be written.
     """
     if not utils.is_main_process():
         yield
         return
+    directory = storage.here(run)
     made, path = [one for one in (directory, *directory.parents) if not one.exists()], directory / ".lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -161,7 +167,7 @@ def locked(directory: Path) -> Iterator[None]:
             file.seek(0)
             who = file.read().strip() or "another process"
             raise UserError(
-                f"{directory} is in use by {who}; wait until that ends, or start another run with --run.name"
+                f"{run} is in use by {who}; wait until that ends, or start another run with --run.name"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}\n")
@@ -175,24 +181,26 @@ def locked(directory: Path) -> Iterator[None]:
                     one.rmdir()
 
 
-def open_run(cfg: Config, directory: Path, together: Processes) -> None:
+def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
     """Make the run's directory and write its config.json; under run.restart delete what an earlier run wrote there.
 
     Process 0 does. Each of several then sees whether the hosts share this disk, and opens a log of its own there.
     """
 
     def write() -> str:
+        storage.here(directory).mkdir(parents=True, exist_ok=True)
+        storage.take(directory)
         for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart else ():
-            path = directory / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        directory.mkdir(parents=True, exist_ok=True)
+            storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
+        storage.send(directory)
         return (directory / ".lock").read_text() if together.count > 1 else ""
 
     lock = together.first("lock", write)
     if together.count == 1:
         return
-    together.share_disk = all(together.gather("disk", sees(directory / ".lock", lock)))
+    far = isinstance(directory, Far)
+    together.share_disk = all(together.gather("disk", far or sees(directory / ".lock", lock)))
     utils.open_log(directory / LOGS / f"{together.own_name}.log")
     utils.log_to_file(f"{together.name(together.rank)}, id {os.getpid()}, of {together.count}")
     if not together.share_disk:
@@ -211,7 +219,7 @@ def sees(path: Path, text: str) -> bool:
     return False
 
 
-def steps_done(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> int | None:
+def steps_done(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
     """Steps a finished run has taken; None if some of run.steps, or the report after the last, is still to do."""
     rows = [json.loads(row) for row in read_rows(directory)]
     ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
@@ -219,12 +227,12 @@ def steps_done(cfg: Config, directory: Path, read: checkpoint.Read = "all") -> i
     return max(ended, reached) if ended >= cfg.run.steps or reached > cfg.run.steps else None
 
 
-def note_saved(directory: Path, step: int) -> None:
+def note_saved(directory: Path | Far, step: int) -> None:
     """Remember the newest step of which there is a checkpoint; 0: there is none."""
     replace_file(directory / SAVED, f"{step}\n")
 
 
-def read_rows(directory: Path) -> list[str]:
+def read_rows(directory: Path | Far) -> list[str]:
     """Lines of metrics.jsonl, without a last one that is half written."""
     path = directory / "metrics.jsonl"
     return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
@@ -233,7 +241,7 @@ def read_rows(directory: Path) -> list[str]:
 class Metrics:
     """metrics.jsonl: one JSON object a line, appended by process 0 and flushed at once."""
 
-    def __init__(self, directory: Path, step: int, last_step: int):
+    def __init__(self, directory: Path | Far, step: int, last_step: int):
         """Keep the rows up to `step`; what is past it is done again, and so is an evaluation at the last step.
 
         Rows of what is done again are set aside.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from train import checkpoint
 from train.processes import Processes
-from utils import log
+from utils import is_remote, log
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
 
@@ -123,16 +123,16 @@ class Interruptions:
     def outlook(self) -> tuple[bool, str]:
         """Whether a checkpoint is there to go on from, and the command that does, or starts.
 
-        Process 0 sees its own; the others, who may share no disk with it, know what it has told them.
+        Process 0 knows; the others, who may share no disk with it, what it has told them.
         """
-        step, first = newest(self.checkpoints), self.together.lines.get(0)
-        if self.together.rank:
-            step = first and first.saved
+        first = self.together.lines.get(0) if self.together.rank else self.together.line
+        step = first and first.saved
         what = "no checkpoint was saved; this starts at step 0"
         if step is None:
             what = "process 0 knows where this goes on from"
         elif step:
-            what = f"this goes on from {os.path.relpath(self.checkpoints / str(step))}" + self.together.on_keeper
+            path = str(self.checkpoints / str(step))
+            what = f"this goes on from {path if is_remote(path) else os.path.relpath(path)}" + self.together.on_keeper
         return bool(step), f"{what}:  {command(self.argv)}"
 
     def end(self) -> int:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from etils import epath
 
 import utils
-from utils import UserError
+from utils import UserError, is_remote
 
 # kind -> the fields that the picture needs; a row may hold more.
 FIELDS = {
@@ -67,7 +68,7 @@ def read_run(directory: str | Path) -> Run:
 
     Raises: UserError naming the directory, or the file and line, that cannot be drawn.
     """
-    directory = Path(directory)
+    directory = epath.Path(directory)
     path = directory / "metrics.jsonl"
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a run's directory, e.g. runs/laptop")
@@ -85,7 +86,8 @@ def read_run(directory: str | Path) -> Run:
             f"{path}: nothing to draw yet: {len(rows['start'])} start rows and {len(rows['train'])} train rows, "
             "at least one of each is needed"
         )
-    return Run(directory.resolve().name, rows["start"][-1], rows["train"], rows["eval"])
+    name = (directory if is_remote(str(directory)) else directory.resolve()).name
+    return Run(name, rows["start"][-1], rows["train"], rows["eval"])
 
 
 def _is_json(line: str) -> bool:
@@ -308,7 +310,7 @@ class Arguments:
     runs: tyro.conf.Positional[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
     ]
-    # picture to write; by default report.png, in the run's directory if it is one run, else here
+    # picture to write; by default report.png, in the run's directory if it is one run on a disk, else here
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ""
 
 
@@ -322,7 +324,8 @@ def main() -> None:
     args = tyro.cli(Arguments, prog="python -m train.report", description=f"{EXAMPLES}\n\n{Arguments.__doc__}")
     if not args.runs:
         raise UserError("no run given; give a run's directory, e.g. runs/laptop")
-    default = os.path.join(args.runs[0] if len(args.runs) == 1 else "", "report.png")
+    alone = len(args.runs) == 1 and not is_remote(args.runs[0])
+    default = os.path.join(args.runs[0] if alone else "", "report.png")
     utils.log(f"wrote {draw(args.runs, args.out or default)}")
 
 

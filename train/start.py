@@ -14,6 +14,7 @@ from pipeline import fit
 from train import checkpoint
 from train.directory import check_place, read_rows
 from train.processes import Processes
+from train.storage import Far
 from utils import log
 
 
@@ -26,7 +27,7 @@ def trace_step(cfg: Config, mesh):
     return optimizer.train_step(cfg, mesh).lower(state, sharding.put(batch, mesh, size))
 
 
-def restore_or_init(cfg: Config, mesh, directory: Path, given_params: Callable, together: Processes):
+def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Callable, together: Processes):
     """The TrainState of a run's newest checkpoint, placed on this mesh, or the one at step 0."""
     checkpoints = directory / "checkpoints"
     step = together.first("step", lambda: checkpoint.latest_step(checkpoints, log))

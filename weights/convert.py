@@ -186,7 +186,6 @@ def newest_step(run: str | Path, say: Callable) -> int | None:
     """The step of a run's newest checkpoint; None, if it holds weights alone. Raises: UserError if it has neither."""
     if holds_weights_alone(run):
         return None
-    refuse_far(run)
     return checkpoint.latest_step(f"{run}/checkpoints", say, "params")
 
 
@@ -198,13 +197,7 @@ def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = No
     """
     if holds_weights_alone(run):
         return load_weights(run, declarations, mesh)
-    refuse_far(run)
-    return checkpoint.restore_params(Path(run) / "checkpoints", sharding.shapes(declarations, mesh), step)
-
-
-def refuse_far(run: str | Path) -> None:
-    if is_remote(str(run)):
-        raise UserError(f"{run} holds no weights alone (slim writes them there); checkpoints are read on this machine")
+    return checkpoint.restore_params(f"{run}/checkpoints", sharding.shapes(declarations, mesh), step)
 
 
 def check_fit(stored: dict, declared: dict[str, sharding.Declaration], run: str | Path) -> None:
@@ -269,8 +262,7 @@ def open_checkpoint(run: str | Path, declared: dict[str, sharding.Declaration], 
     Raises: UserError if there is no such checkpoint, or naming a parameter that it or the model lacks, or of another
     shape.
     """
-    refuse_far(run)
-    directory = Path(run) / "checkpoints"
+    directory = f"{run}/checkpoints"
     if step is None and (step := checkpoint.latest_step(directory, log, "params")) is None:
         raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
     there = [entry.step for entry in reversed(checkpoint.found(directory)) if entry.whole]

@@ -5,28 +5,35 @@ import importlib.util
 import json
 import os
 import re
+import socketserver
 import threading
 import time
 import uuid
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import dataset
+import sharding
 import utils
 from config import preset
 from data import check, files, prepare
+from generate import load
 from reading import bucket
-from tests.test_training import STEPS, flags, run
+from tests.test_training import STEPS, flags, restored, rows, run, untimed
+from train import checkpoint, report, storage
+from train.directory import Metrics
 from utils import UserError
+from weights import __main__ as weights_command
 
 PACKAGES = ("moto", "s3fs", "gcp_storage_emulator", "gcsfs")
 pytestmark = pytest.mark.skipif(not all(map(importlib.util.find_spec, PACKAGES)), reason="needs make extra-buckets")
 KINDS = ("s3", "gs")
 ALIKE = {  # the clients look for keys on this machine alone
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
-    "NO_GCE_CHECK": "true", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    "NO_GCE_CHECK": "true", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
 }  # fmt: skip
 HANDLER = http.server.BaseHTTPRequestHandler  # of both servers
 
@@ -41,10 +48,12 @@ def servers():
         from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
         patch.setattr(HANDLER, "log_message", lambda *_: None)
+        patch.setattr(socketserver.BaseServer, "handle_error", lambda *_: None)  # a client that hangs up early
         s3, gcs = ThreadedMotoServer("127.0.0.1", 0, verbose=False), create_server("127.0.0.1", 0, in_memory=True)
         s3.start(), gcs.start()
+        at_gcs = f"http://127.0.0.1:{gcs._api._httpd.server_port}"
         where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3.get_host_and_port()[1]}",
-                 "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{gcs._api._httpd.server_port}"}  # fmt: skip
+                 "STORAGE_EMULATOR_HOST": at_gcs, "TENSORSTORE_GCS_HTTP_URL": at_gcs}  # fmt: skip
         for name, value in where.items():
             patch.setenv(name, value)
         for kind in KINDS:
@@ -203,7 +212,149 @@ def test_a_run_trains_and_goes_on_from_tokens_in_a_bucket(servers, source, tmp_p
     assert losses["b"] == losses["a"] and len(losses["a"]) == 8
 
 
-def test_a_run_is_kept_on_a_disk(servers, tmp_path):
-    """Catches a folder called gs: that a run makes where it is started."""
-    status, _, complaint = run(flags(tmp_path, "gs://own/runs"))
-    assert status == 2 and "run.dir='gs://own/runs': a run is kept on a disk" in complaint
+# A run in a bucket ----------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing more is done in this process."""
+
+
+@pytest.fixture
+def home(servers, source, tmp_path, monkeypatch):
+    """Flags of a short run that saves every second step; a later --run.dir counts."""
+    prepared(source, tmp_path / "tokens")
+    monkeypatch.setattr(bucket, "WAITS_S", (0, 0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    more = f"--run.checkpoint_every 2 --run.keep_best 0 --optim.decay_steps {STEPS} --run.steps 6".split()
+    return [*flags(tmp_path / "tokens", "-"), *more]
+
+
+def die_at(monkeypatch, step):
+    """Have a process end at a row, and send nothing any more."""
+    write = Metrics.write
+
+    def write_or_die(self, kind, row_step, **values):
+        if (kind, row_step) == ("train", step):
+            monkeypatch.setattr(storage.Far, "send", lambda self: None)
+            raise Killed
+        write(self, kind, row_step, **values)
+
+    monkeypatch.setattr(Metrics, "write", write_or_die)
+
+
+def rows_at(address):
+    text = utils.file_system(address)[0].cat_file(f"{address}/metrics.jsonl").decode()
+    return untimed([row for row in map(json.loads, text.splitlines()) if row["kind"] in ("train", "eval", "end")])
+
+
+def test_a_run_in_a_bucket_is_that_on_a_disk(home, tmp_path, monkeypatch, capsys):
+    """Catches other numbers than on a disk, after a kill, on another machine; and a reader that wants a disk."""
+    address, disk = f"gs://own/{uuid.uuid4().hex}/small", tmp_path / "runs" / "small"
+    there, here = ([*home, "--run.dir", str(place)[: -len("/small")]] for place in (address, disk))
+    assert run(here)[0] == 0
+    with monkeypatch.context() as patch:
+        die_at(patch, 5)
+        with pytest.raises(Killed):
+            run(there)
+    assert checkpoint.latest_step(f"{address}/checkpoints") == 4
+    assert [row["step"] for row in rows_at(address)] == [1, 2, 3, 4]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
+    assert run([*there, "--run.check"])[1].endswith("it goes on from step 4 of 6\n")
+    status, out, complaint = run(there)
+    assert (status, complaint) == (0, "") and f"resumed    at step 4 from {address}/checkpoints" in out
+    assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
+    assert f"{address} is complete: 6 of 6 steps taken" in run(there)[1]
+    files = {Path(name).name for name in utils.file_system(address)[0].ls(address, detail=False)}
+    assert {"config.json", "metrics.jsonl", "saved", "samples.txt", "report.png", "checkpoints"} <= files
+    for mesh in ("data=1", "fsdp=2,tensor=2"):
+        ours, theirs = (sharding.named(restored(home, place, mesh)) for place in (disk, Address(address)))
+        for name, x in ours.items():
+            np.testing.assert_array_equal(theirs[name], x, err_msg=name)
+    ours, theirs = (sharding.named(load(str(place)).params) for place in (disk, address))
+    for name, x in ours.items():
+        np.testing.assert_array_equal(theirs[name], x, err_msg=name)
+    folders = [tmp_path / "slim-disk", tmp_path / "slim-bucket"]
+    for place, folder in zip((disk, address), folders, strict=True):
+        assert weights_command.main(["slim", str(place), str(folder)]) == 0
+    numbers = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert numbers[0] == numbers[1]
+    assert report.read_run(address).name == "small" and checkpoint.main(["verify", address]) == 0
+    assert re.search(r"(?m)^ +6 .* good$", capsys.readouterr().out)
+
+
+class Address(str):
+    """`/` as a Path has it."""
+
+    def __truediv__(self, name):
+        return f"{self}/{name}"
+
+
+def save(address, steps, send=lambda: None):
+    """Save a small array at each step."""
+    with checkpoint.open_directory(address, keep=9, send=send) as saver:
+        for step in steps:
+            checkpoint.save(saver, step, {"params": {"x": jax.numpy.full(1000, step)}}, {"by": "us"})
+
+
+def test_only_a_step_with_a_manifest_counts_and_only_as_it_was_written(servers, asked):
+    """Catches a half-written step that is trained on, or stays; an object that was changed; and a check by fetching."""
+    address = f"gs://own/{uuid.uuid4().hex}/checkpoints"
+    save(address, [1, 2, 3, 4])
+    system = utils.file_system(address)[0]
+    system.rm_file(f"{address}/4/manifest.json")
+    damaged = max(system.find(f"{address}/3/state/params"), key=system.size)
+    system.pipe_file(damaged, system.cat_file(damaged)[:-1] + b"?")
+    asked.clear()
+    said = []
+    assert checkpoint.latest_step(address, said.append) == 2
+    assert said[0] == f"skipped    {address}/4: left over from a save or a deletion that was cut off"
+    assert re.fullmatch(rf"skipped    {address}/3: state/params/\S+ is damaged: its md5 is not the manifest's", said[1])
+    assert not [path for _, path, _ in asked if "state" in path and "alt=media" in path]
+    save(address, [3])
+    assert checkpoint.latest_step(address) == 3 and not system.exists(f"{address}/4")
+
+
+def test_who_starts_last_has_the_run(servers, tmp_path):
+    """Catches two runs at one address that both go on, and a step of the one that the other takes for its own."""
+    address = f"gs://own/{uuid.uuid4().hex}/small"
+    first, second = (storage.Far(address, tmp_path / name) for name in "ab")
+    for run_there in (first, second):
+        run_there.fetch()
+        (run_there.here / "config.json").write_text(run_there.here.name)
+        run_there.take()
+        run_there.send()
+    with pytest.raises(UserError, match=rf"{address} is now that of process \d+ on .*; this process was process \d+"):
+        save(f"{address}/checkpoints", [1], first.send)
+    assert checkpoint.latest_step(f"{address}/checkpoints") is None
+    save(f"{address}/checkpoints", [1], second.send)
+    first.fetch()
+    assert checkpoint.latest_step(f"{address}/checkpoints") == 1 and (first / "config.json").read_text() == "b"
+
+
+def test_what_a_bucket_refuses_is_said(home, tmp_path, monkeypatch):
+    """Catches a bucket that a typing error makes, a traceback where a right is missing, and a step that then counts."""
+    status, _, complaint = run([*home, "--run.dir", "s3://own/runs"])
+    assert status == 2 and "run.dir='s3://own/runs': a run is kept on a disk, or" in complaint
+    for more in ([], ["--run.check"]):
+        status, _, complaint = run([*home, "--run.dir", "gs://gone/runs", *more])
+        assert status == 2 and "error: gs://gone/runs/small: there is no bucket gs://gone; make it" in complaint
+    assert not utils.file_system("gs://gone")[0].exists("gone")
+    address, honest, denied_of = f"gs://own/{uuid.uuid4().hex}", HANDLER.parse_request, "/upload/"
+
+    def parse(self):
+        if understood := honest(self):
+            if denied := self.command == "POST" and denied_of in self.path.replace("%2F", "/"):
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.send_error(403)
+            return not denied
+        return understood
+
+    monkeypatch.setattr(HANDLER, "parse_request", parse)
+    with pytest.raises(UserError, match=rf"^{address}/small/owner: PermissionError: Forbidden: [^\n]*$"):
+        storage.Far(f"{address}/small", tmp_path / "here").take()
+    denied_of = "/4/"
+    status, _, complaint = run([*home, "--run.dir", address])
+    assert status == 2 and "Traceback" not in complaint, complaint
+    assert f"error: the checkpoint of step 4 cannot be written to {address}/small/checkpoints: " in complaint
+    assert "that of step 2 is good, and stays" in complaint and "403" in complaint
+    assert checkpoint.latest_step(f"{address}/small/checkpoints") == 2

@@ -25,6 +25,7 @@ import main
 import optimizer
 import pipeline
 import sharding
+import train.steps
 from bench import soak
 from config import preset, replace
 from tests import helpers
@@ -130,8 +131,8 @@ def test_of_parameters_alone_nothing_else_is_read(tmp_path, monkeypatch, capsys)
     """Catches minutes spent on the moments' bytes, three times as many, before a text is written; a damaged moment in
     the way of parameters that are good; damaged parameters that are read; and a step that nobody learns."""
     state, target = save_parts(tmp_path)
-    read, sha256 = [], checkpoint._sha256
-    monkeypatch.setattr(checkpoint, "_sha256", lambda path, *of: read.append(path) or sha256(path, *of))
+    read, checksum = [], train.steps._checksum
+    monkeypatch.setattr("train.steps._checksum", lambda *of: read.append(of[1]) or checksum(*of))
     for damaged in (False, True):
         if damaged:
             flip(largest(tmp_path / "5" / "state" / "rest"))
@@ -167,7 +168,7 @@ def test_a_step_of_an_earlier_version_is_read(tmp_path):
     (tmp_path / "5" / "about.json").write_text("{}")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "5" / "state", sharding.named(state))
-    checkpoint._write_manifest(str(tmp_path / "5"), 5, None)
+    checkpoint.write_manifest(str(tmp_path / "5"), 5, None)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore(tmp_path, state), state)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore_params(tmp_path, target), state["params"])
     flip(largest(tmp_path / "5" / "state"))
@@ -178,7 +179,7 @@ def test_a_step_of_an_earlier_version_is_read(tmp_path):
 def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
     """Catches a directory that is taken for a checkpoint while it is written, or before its manifest is."""
     waits, goes_on = threading.Event(), threading.Event()
-    write = checkpoint._write_manifest
+    write = checkpoint.write_manifest
 
     def write_late(*args):
         waits.set()
@@ -186,7 +187,7 @@ def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
         write(*args)
 
     save(tmp_path, [1])
-    monkeypatch.setattr(checkpoint, "_write_manifest", write_late)
+    monkeypatch.setattr(checkpoint, "write_manifest", write_late)
     with checkpoint.open_directory(tmp_path, keep=1) as saver:
         checkpoint.save(saver, 2, {"x": jax.numpy.asarray(array(2))}, {})
         assert waits.wait(60)

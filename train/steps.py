@@ -1,0 +1,129 @@
+"""The steps in a directory of checkpoints: which there are, what is written of each, and whether it still is that."""
+
+import datetime
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from etils import epath
+
+from train import storage
+from utils import UserError, is_remote
+
+MANIFEST = "manifest.json"
+REST = os.path.join("state", "rest", "")  # what a reader of parameters alone does not need
+Read = Literal["all", "params", "none"]  # whose contents are compared with the manifest; of the others, the sizes
+SAVING, DELETING = ".saving", ".deleting"  # ends of the names of directories that are no checkpoints, yet or any more
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step's directory, or what an interrupted save or deletion left of one."""
+
+    path: str
+    step: int
+    whole: bool  # its name is a number; False: a left-over
+
+    def manifest(self) -> dict:
+        """Raises: OSError or ValueError if there is none, or it is not what was written."""
+        manifest = json.loads(epath.Path(self.path, MANIFEST).read_text())
+        if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+            raise ValueError("it does not have the sha256 it names")
+        return manifest
+
+    def fault(self, read: Read = "all") -> str | None:
+        """Say why this is no good checkpoint, None if it is, as far as one sees who reads so much."""
+        if not self.whole:
+            return "left over from a save or a deletion that was cut off"
+        try:
+            if not (there := storage.sizes(self.path)):
+                return "the directory is empty"
+            manifest = self.manifest()
+        except FileNotFoundError:
+            return f"it has no {MANIFEST}"
+        except (OSError, ValueError) as error:
+            return f"its {MANIFEST} cannot be read: {error}"
+        for name, want in manifest["files"].items():
+            if name not in there:
+                return f"{name} is missing"
+            size, mark = there[name]
+            if size != want["bytes"]:
+                truncated = "truncated: " if size < want["bytes"] else ""
+                return f"{name} is {truncated}{size} bytes, the manifest says {want['bytes']}"
+            kind = "md5" if "md5" in want else "sha256"
+            try:
+                wanted = read == "all" or (read == "params" and not name.startswith(REST))
+                if wanted and _checksum(kind, os.path.join(self.path, name), size, mark) != want[kind]:
+                    return f"{name} is damaged: its {kind} is not the manifest's"
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror or error}"
+        return None
+
+
+@functools.lru_cache(maxsize=4096)  # a start asks three times which step is the newest
+def _checksum(kind: str, path: str, size: int, mark: str) -> str:
+    """Of a file that has this size and mark, as `storage.sizes` says."""
+    if kind == "md5" and is_remote(path) and mark:
+        return mark
+    with epath.Path(path).open("rb") as file:
+        return hashlib.file_digest(file, kind).hexdigest()
+
+
+def _digest(values: dict) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def found(directory: str | os.PathLike) -> list[Found]:
+    """All steps in a directory, and left-overs of steps, newest first; other files are passed over."""
+    directory, entries = epath.Path(storage.absolute(directory)), []
+    for name in (one.name for one in directory.iterdir()) if directory.is_dir() else ():
+        step, _, rest = name.partition(".")
+        if step.isdecimal() and (not rest or "." + rest in (SAVING, DELETING) or "orbax-checkpoint-tmp" in rest):
+            path = directory / name
+            whole = not rest and (not is_remote(str(path)) or (path / MANIFEST).exists())
+            entries.append(Found(str(path), int(step), whole))
+    return sorted(entries, key=lambda entry: (entry.step, entry.whole), reverse=True)
+
+
+def latest_step(
+    directory: str | os.PathLike, say: Callable[[str], None] | None = None, read: Read = "all"
+) -> int | None:
+    """The newest step that agrees with its manifest; None if there are no steps at all.
+
+    say   called with a sentence for everything newer that is passed over
+    Raises: UserError naming each step's fault if there are steps, and none is good.
+    """
+    faults = []
+    for entry in found(directory):
+        if (fault := entry.fault(read)) is None:
+            return entry.step
+        if entry.whole and not epath.Path(entry.path).is_dir():
+            continue  # deleted while we looked
+        faults.append((entry, f"{entry.path}: {fault}"))
+        if say:
+            say(f"skipped    {faults[-1][1]}")
+    if not any(entry.whole for entry, _ in faults):
+        return None
+    raise UserError(
+        f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.whole)
+        + "; to begin at step 0 move them away, or use --run.restart")  # fmt: skip
+
+
+def write_manifest(path: str, step: int, loss: float | None) -> None:
+    """List every file in a directory with its size and checksum."""
+    files, kind = {}, "md5" if is_remote(path) else "sha256"
+    for name, (size, mark) in storage.sizes(path).items():
+        files[name] = {"bytes": size, kind: _checksum(kind, os.path.join(path, name), size, mark)}
+    saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    loss = loss if loss is not None and math.isfinite(loss) else None
+    manifest = {"step": step, "saved": saved, "loss": loss, "files": files}
+    with epath.Path(path, MANIFEST).open("w") as file:
+        file.write(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
+        if kind == "sha256":
+            file.flush()
+            os.fsync(file.fileno())
