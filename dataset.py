@@ -48,6 +48,16 @@ class Split:
         return int(self.starts[-1])
 
     @property
+    def far(self) -> bool:
+        """Are they in a bucket?"""
+        return isinstance(self.shards[0], bucket.Shard)
+
+    @property
+    def marked(self) -> bool:
+        """Do files say where documents begin?"""
+        return all(one is not None for one in self.begins)
+
+    @property
     def targets(self) -> int:
         return self.tokens - 1
 
@@ -68,18 +78,15 @@ class Split:
 
         Raises: UserError if all tokens of a bucket would have to be read for it.
         """
-        work = bucket.pool().map if isinstance(self.shards[0], bucket.Shard) else map
-        found = np.concatenate([*work(self._begins, range(len(self.shards)))])
-        return np.concatenate([[0], found[(found > 0) & (found < self.targets)], [self.targets]])
-
-    def _begins(self, number: int) -> np.ndarray:
-        tokens, known = self.shards[number], self.begins[number]
-        if known is None and isinstance(tokens, bucket.Shard):
+        if self.far and not self.marked:
             raise UserError(
-                f"{tokens.bucket.path}: an earlier version wrote these tokens, without files that say where documents "
-                "begin, and data.packing='documents' would read all of them for it; make them again with data.prepare "
-                "--overwrite, copy them to a disk, or use --data.packing windows")  # fmt: skip
-        return self.starts[number] + (np.flatnonzero(tokens == self.eot) if known is None else known[:])
+                f"{self.shards[0].bucket.path}: an earlier version wrote these tokens, without files that say where "
+                "documents begin, and data.packing='documents' would read all of them for it; make them again with "
+                "data.prepare --overwrite, copy them to a disk, or use --data.packing windows")  # fmt: skip
+        scanned = lambda shard, known: np.flatnonzero(shard == self.eot) if known is None else known[:]
+        parts = (bucket.pool().map if self.far else map)(scanned, self.shards, self.begins)
+        found = np.concatenate([start + part for start, part in zip(self.starts[:-1], parts, strict=True)])
+        return np.concatenate([[0], found[(found > 0) & (found < self.targets)], [self.targets]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens start .. stop-1 of the stream, fewer where it ends."""
@@ -335,15 +342,16 @@ def packed(split: Split, seq_len: int) -> packing.Packed:
 
 
 def in_words(split: Split, d: DataConfig) -> str:
-    """Say what the rows of an epoch hold, and how many documents are cut, unless that is dear to know."""
-    T, count = d.seq_len, rows_of(split, d)
-    words = f"{count:,} of {T:,} tokens an epoch, {d.packing}: {1 - split.targets / (count * T):.2%} padding"
-    if d.packing == "windows" and not all(isinstance(one, np.ndarray) for one in split.begins):
-        return words  # in a bucket, or in no file
+    """Say what an epoch has: rows, the share of documents that they cut, unless that is dear to know, and padding."""
+    T, count, windows = d.seq_len, rows_of(split, d), d.packing == "windows"
+    rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
+    if windows and (split.far or not split.marked):
+        return f"documents {rows}"
     edges = split.edges()
     first, last = edges[:-1], edges[1:] - 1
-    cut = first // T != last // T if d.packing == "windows" else last - first >= T
-    return f"{words}, {cut.mean():.1%} of {len(cut):,} documents are cut"
+    cut = first // T != last // T if windows else last - first >= T
+    padding = "" if windows else f", {1 - split.targets / (count * T):.2%} padding"
+    return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
 
 
 def _of_mixture(corpus: Corpus, d: DataConfig, number: int) -> list[Piece]:
@@ -416,8 +424,7 @@ def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
     """The tokens of each piece, and one more for its last target; then weights of its targets. Those in a bucket are
     asked for together."""
     read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
-    remote = any(isinstance(split.shards[0], bucket.Shard) for split, _, _ in pieces)
-    return bucket.pool().map(read, pieces) if remote else map(read, pieces)
+    return (bucket.pool().map if any(split.far for split, _, _ in pieces) else map)(read, pieces)
 
 
 def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

@@ -397,10 +397,18 @@ panels[1].set_xlabel("place in the window")
 # `weights_BT`. Who drops that window loses text; who lets the padding count measures the wrong loss.
 #
 # A document that is cut goes on in another row, begins there at position 0, and has lost what stood before:
-# the price of windows. It can be avoided at another price. nanochat lets every row begin with a document, and
-# crops about 35% of the tokens to make the rows full
-# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)).
-#
+# the price of windows. There are others. nanochat lets every row begin with a document, and crops about 35% of
+# the tokens to make the rows full
+# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)). Best fit
+# (`--data.packing documents`) takes the longest first, puts each into the row with the least room that holds
+# it, and pads:
+
+# %% tags=["hide-input"]
+for packing in ("windows", "documents"):
+    d = preset("tiny", **sizes, **{"data.packing": packing}).data
+    print(dataset.in_words(dataset.load(out).splits["train"], d))
+
+# %% [markdown]
 # One rule must not be forgotten: **targets are shifted by one**. Without the shift, each token is its own
 # answer. The least loss of a model that sees one token, on the text of before:
 

@@ -70,7 +70,7 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
             f"{seen.sum():,} of {vocabulary:,} ids{text}")  # fmt: skip
         _show_histogram(counts)
         for packing in ("windows", "documents") if args.seq_len else ():
-            log(f"  rows: {dataset.in_words(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
+            log(f"  {dataset.in_words(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
         _show_documents(split, corpus, args.documents)
     if args.plot:
         _draw(histograms, args.plot)
@@ -84,7 +84,7 @@ def _lengths(split: dataset.Split, where: str, seen: np.ndarray):
     Raises: UserError if documents begin elsewhere than the files beside the shards say.
     """
     last = None  # where the document that is being read begins
-    said = split.edges()[1:-1] if all(one is not None for one in split.begins) else None
+    said = split.edges()[1:-1] if split.marked else None
     for start in range(0, split.tokens, CHUNK_TOKENS):
         tokens = split.read(start, min(start + CHUNK_TOKENS, split.tokens))
         seen[tokens] = True

@@ -83,7 +83,7 @@ def test_rows_are_told_before_a_run(tokens, capsys):
         of_split = said.partition(f"\n{name}: ")[2].partition("\n\n")[0]
         for packing in ("windows", "documents"):
             words = dataset.in_words(split, DataConfig(seq_len=60, packing=packing))
-            assert f"  rows: {words}\n" in of_split and f" {packing}: " in words
+            assert f"  {words}\n" in of_split and (" windows of " in words) == (packing == "windows")
 
 
 def test_ids_of_no_tokenizer_are_checked_too(tmp_path, capsys):

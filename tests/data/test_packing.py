@@ -264,14 +264,17 @@ def test_what_rows_hold_is_said(path):
     stream, rows = sum(lengths), len(packing.pack(split.edges(), T))
     ends = np.cumsum(lengths)
     longer, over_an_edge = np.greater(lengths, T).sum(), np.sum((ends - lengths) // T != (ends - 1) // T)
-    for kind, count, cut in (("documents", rows, longer), ("windows", -(-stream // T), over_an_edge)):
-        cfg = config(path, **{"data.packing": kind})
-        assert dataset.in_words(split, cfg.data) == (
-            f"{count} of 14 tokens an epoch, {kind}: {1 - stream / count / T:.2%} padding, {cut / 120:.1%} of 120 "
-            "documents are cut")  # fmt: skip
+    padding = f", {1 - stream / rows / T:.2%} padding"
+    for kind, count, cut, more in (
+        ("documents", rows, longer, padding),
+        ("windows", -(-stream // T), over_an_edge, ""),
+    ):
+        cfg, noun = config(path, **{"data.packing": kind}), "rows" if more else "windows"
+        said = f"120 documents in {count} {noun} of 14 tokens, {cut / 120:.1%} of them cut{more}"
+        assert dataset.in_words(split, cfg.data) == said
         assert dataset.in_steps(replace(cfg, **{"run.epochs": 2.0})).run.steps == -(-2 * count // B)
     far = dataset.load(f"file://{path}").splits["train"]
-    assert dataset.in_words(far, cfg.data).endswith(" padding"), "of a bucket, no file is read to say it"
+    assert dataset.in_words(far, cfg.data) == f"documents in {count} windows of 14 tokens", "no file is read for it"
 
 
 @pytest.mark.parametrize("other, why", [
