@@ -255,6 +255,9 @@ class DataConfig:
     shuffle: bool = True  # each epoch in another order; False: every epoch in the order of the text
     # 1200:1210,..: from step 1200 on, a step takes the batch of 10 steps later: 10 are passed over
     skip: str = ""
+    # what a row holds. windows: data.seq_len tokens that follow each other, wherever a document ends; documents: whole
+    # ones, by best fit (arXiv:2404.10830), and padding; only those longer than a row are cut
+    packing: Literal["windows", "documents"] = "windows"
     shift_windows: bool = False  # each epoch after the first cuts the text at other places
     mask_documents: bool = True  # attention stays inside a document, and positions restart with it
     prefetch: Count = 4  # batches made ahead in the background
@@ -263,6 +266,11 @@ class DataConfig:
     def __post_init__(self):
         check(self, "data.")
         order.skips(self.skip), order.mixture(self.mixture)  # refuse what cannot be read
+        if self.packing == "documents" and (self.shift_windows or not self.shuffle):
+            name, why = "shuffle=False", "it puts documents together by their lengths, not in the order of the text"
+            if self.shift_windows:
+                name, why = "shift_windows=True", "it has no windows"
+            raise UserError(f"data.packing='documents' and data.{name}: {why}; leave out one of them")
 
     @property
     def tokens_per_step(self) -> int:

@@ -2,9 +2,10 @@
 
 A split is one stream of tokens, however many shards it is kept in: document after document, an end-of-text token before
 each. It is cut into windows, T tokens apart. Window i reads tokens i*T .. i*T+T: the first T are inputs, the last T are
-targets, so every token but the stream's first is a target exactly once. Letters: B sequences, T positions.
+targets, so every token but the stream's first is a target exactly once. So it is if rows hold whole documents, which
+`reading/packing.py` puts there. Letters: B sequences, T positions.
 
-Which window is whose is said in `reading/order.py`; a mixture shuffles several directories, each on its own.
+Which row is whose is said in `reading/order.py`; a mixture shuffles several directories, each on its own.
 """
 
 import functools
@@ -23,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, DataConfig, replace
-from reading import bucket, order
+from reading import bucket, order, packing
 from utils import UserError, is_remote, log
 
 FORMAT = 1  # version of manifest.json
@@ -38,11 +39,23 @@ class Split:
     shards: tuple[np.ndarray | bucket.Shard, ...]
     starts: np.ndarray  # position in the stream of each shard's first token, and the stream's length at the end
     text_bytes: int | None  # UTF-8 bytes of the text the tokens stand for; None: not known, or not all targets count
-    weights: tuple[np.ndarray | bucket.Shard | None, ...] = ()  # of each shard's tokens as targets; None: all are 1
+    weights: tuple[np.ndarray | bucket.Shard | None, ...]  # of each shard's tokens as targets; None: all are 1
+    begins: tuple[np.ndarray | bucket.Shard | None, ...]  # where in each shard documents begin; None: not written
+    eot: int  # the token that begins them
 
     @functools.cached_property
     def tokens(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def far(self) -> bool:
+        """Are they in a bucket?"""
+        return isinstance(self.shards[0], bucket.Shard)
+
+    @property
+    def marked(self) -> bool:
+        """Do files say where documents begin?"""
+        return all(one is not None for one in self.begins)
 
     @property
     def targets(self) -> int:
@@ -59,6 +72,21 @@ class Split:
         stop = min(start + length, self.targets)
         rest = length - (stop - start)
         return [(self, start, stop), (self, 0, rest)] if rest else [(self, start, stop)]
+
+    def edges(self) -> np.ndarray:
+        """Where in the stream each document begins, and where the inputs of the last one end.
+
+        Raises: UserError if all tokens of a bucket would have to be read for it.
+        """
+        if self.far and not self.marked:
+            raise UserError(
+                f"{self.shards[0].bucket.path}: an earlier version wrote these tokens, without files that say where "
+                "documents begin, and data.packing='documents' would read all of them for it; make them again with "
+                "data.prepare --overwrite, copy them to a disk, or use --data.packing windows")  # fmt: skip
+        scanned = lambda shard, known: np.flatnonzero(shard == self.eot) if known is None else known[:]
+        parts = (bucket.pool().map if self.far else map)(scanned, self.shards, self.begins)
+        found = np.concatenate([start + part for start, part in zip(self.starts[:-1], parts, strict=True)])
+        return np.concatenate([[0], found[(found > 0) & (found < self.targets)], [self.targets]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens start .. stop-1 of the stream, fewer where it ends."""
@@ -120,7 +148,7 @@ def _joined(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corpus) ->
     names, weights = zip(*shares, strict=True)
     entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
                  for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
-    splits = {name: _join([c.splits[name] for c in corpora]) for name in first.splits}
+    splits = {name: _join([c.splits[name] for c in corpora], first.eot) for name in first.splits}
     return Corpus(path, {"tokenizer": first.manifest["tokenizer"]} | entropies, splits,
                   dict(zip(names, corpora, strict=True)))  # fmt: skip
 
@@ -130,12 +158,13 @@ def _words(corpus: Corpus) -> str:
     return f"{tokenizer['name']}, vocabulary {tokenizer['vocabulary']}, end of text {tokenizer['eot']}"
 
 
-def _join(splits: list[Split]) -> Split:
-    shards = tuple(shard for split in splits for shard in split.shards)
+def _join(splits: list[Split], eot: int) -> Split:
+    shards, weights, begins = (
+        tuple(one for split in splits for one in getattr(split, what)) for what in ("shards", "weights", "begins")
+    )
     known = all(split.text_bytes is not None for split in splits)
     text_bytes = sum(split.text_bytes for split in splits) if known else None
-    weights = tuple(one for split in splits for one in split.weights)
-    return Split(shards, np.cumsum([0] + [len(shard) for shard in shards]), text_bytes, weights)
+    return Split(shards, np.cumsum([0] + [len(shard) for shard in shards]), text_bytes, weights, begins, eot)
 
 
 def in_steps(cfg: Config, argv: Sequence[str] = ()) -> Config:
@@ -146,18 +175,18 @@ def in_steps(cfg: Config, argv: Sequence[str] = ()) -> Config:
     epochs, d = cfg.run.epochs, cfg.data
     if not epochs:
         return cfg
-    windows = {name: one.splits["train"].windows(d.seq_len) for name, one in opened(cfg).sources.items()}
-    if windows:
+    rows = {name: rows_of(one.splits["train"], d) for name, one in opened(cfg).sources.items()}
+    if rows:
         shares = order.mixture(d.mixture)[0].shares
-        steps = {n: math.ceil(windows[n] * order.PERIOD / shares[n] / d.batch_size) for n in windows if shares[n]}
+        steps = {n: math.ceil(rows[n] * order.PERIOD / shares[n] / d.batch_size) for n in rows if shares[n]}
         once = ", ".join(f"{name} in {count} steps" for name, count in steps.items())
         raise UserError(f"run.epochs={epochs:g}: each source of data.mixture has epochs of its own (as it begins, each "
                         f"is read once: {once}); use run.steps")  # fmt: skip
-    windows = opened(cfg).splits["train"].windows(d.seq_len)
-    steps = max(1, math.ceil(windows * epochs / d.batch_size))
-    what = f"{epochs:g} * {windows:,} windows / {d.batch_size} sequences a step = {steps:,} steps"
+    count, kind = rows_of(opened(cfg).splits["train"], d), "windows" if d.packing == "windows" else "rows"
+    steps = max(1, math.ceil(count * epochs / d.batch_size))
+    what = f"{epochs:g} * {count:,} {kind} / {d.batch_size} sequences a step = {steps:,} steps"
     if any(word.partition("=")[0] == "--run.steps" for word in argv):
-        other = f"run.steps={cfg.run.steps} is {cfg.run.steps * d.batch_size / windows:.3g} epochs"
+        other = f"run.steps={cfg.run.steps} is {cfg.run.steps * d.batch_size / count:.3g} epochs"
         raise UserError(f"run.epochs={epochs:g} is {what}, and {other}; use one (--run.epochs 0: none)")
     log(f"epochs     {what}")
     return replace(cfg, **{"run.steps": steps})
@@ -218,32 +247,33 @@ def _open(path: str, *_state) -> Corpus:
                         f"remake it with data.prepare --overwrite")  # fmt: skip
     splits = {}
     for name, split in manifest["splits"].items():
-        one = lambda file, shard, dtype: (
-            bucket.Shard(remote, file, shard["tokens"], dtype, _damaged) if remote
-            else _open_shard(path, shard | {"file": file}, dtype))  # fmt: skip
-        shards = tuple(one(shard["file"], shard, manifest["dtype"]) for shard in split["shards"])
-        weights = tuple(shard.get("weights") and one(shard["weights"]["file"], shard, "uint8")
-                        for shard in split["shards"])  # fmt: skip
+        one = lambda row, count, dtype: row and (
+            bucket.Shard(remote, row["file"], count, dtype, _damaged) if remote
+            else _open_shard(path, row["file"], count, dtype))  # fmt: skip
+        rows = split["shards"]
+        shards = tuple(one(row, row["tokens"], manifest["dtype"]) for row in rows)
+        weights = tuple(one(row.get("weights"), row["tokens"], "uint8") for row in rows)
+        begins = tuple(one(row.get("begins"), row["documents"], "uint32") for row in rows)
         starts = np.cumsum([0] + [len(shard) for shard in shards])
-        splits[name] = Split(shards, starts, split["text_bytes"], weights)
+        splits[name] = Split(shards, starts, split["text_bytes"], weights, begins, manifest["tokenizer"]["eot"])
     return Corpus(path, manifest, splits)
 
 
-def files_of(manifest: dict) -> list[dict]:
-    """The files that a manifest lists, each with name and sha256: shards, and weights beside them."""
+def files_of(manifest: dict, beside: Sequence[str] = ("weights", "begins")) -> list[dict]:
+    """The files that a manifest lists, each with name and sha256: shards, and what lies beside them."""
     rows = [row for split in manifest["splits"].values() for row in split["shards"]]
-    return [file for row in rows for file in (row, row.get("weights")) if file]
+    return [file for row in rows for file in (row, *map(row.get, beside)) if file]
 
 
-def _open_shard(path: str, shard: dict, dtype: str) -> np.ndarray:
-    """Memory-map a shard whose header and size are what the manifest says; its contents are not read."""
-    file = os.path.join(path, shard["file"])
+def _open_shard(path: str, name: str, count: int, dtype: str) -> np.ndarray:
+    """Memory-map a file whose header and size are what the manifest says; its contents are not read."""
+    file = os.path.join(path, name)
     try:
         tokens = np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise _damaged(file, f"cannot be opened: {error}") from error
-    if (tokens.dtype, tokens.shape) != (np.dtype(dtype), (shard["tokens"],)):
-        raise _damaged(file, f"holds {tokens.dtype} {tokens.shape}, the manifest says {dtype} ({shard['tokens']},)")
+    if (tokens.dtype, tokens.shape) != (np.dtype(dtype), (count,)):
+        raise _damaged(file, f"holds {tokens.dtype} {tokens.shape}, the manifest says {dtype} ({count},)")
     size, expected_bytes = os.path.getsize(file), tokens.offset + tokens.nbytes
     if size != expected_bytes:
         raise _damaged(file, f"has {size} bytes, header and tokens make {expected_bytes}")
@@ -266,7 +296,7 @@ def verify(path: str) -> None:
 
 
 def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | None = None) -> dict[str, np.ndarray]:
-    """Make the global batch of a step: windows step*B .. step*B+B-1 of an endless shuffle, a new order each epoch.
+    """Make the global batch of a step: rows step*B .. step*B+B-1 of an endless shuffle, a new order each epoch.
 
     A batch is a dict of arrays [B, T], B = data.batch_size sequences of T = data.seq_len positions. One that you make
     yourself trains as well: `sharding.put` places it on a mesh.
@@ -291,11 +321,37 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
 
 
 def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
-    """The window at a place of the endless order: one piece of the stream, or its end and then its beginning."""
-    count = split.windows(d.seq_len)
-    window = _shuffled(count, seed)[number] if d.shuffle else number % count
+    """The row at a place of the endless order: documents; or a window, the end and beginning of the stream at most."""
+    count = rows_of(split, d)
+    row = _shuffled(count, seed)[number] if d.shuffle else number % count
+    if d.packing == "documents":
+        return [(split, *piece) for piece in packed(split, d.seq_len).pieces(row)]
     shift = order.offset(seed, number // count, d.seq_len) if d.shift_windows else 0
-    return split.pieces(window, d.seq_len, shift)
+    return split.pieces(row, d.seq_len, shift)
+
+
+def rows_of(split: Split, d: DataConfig) -> int:
+    """Count the rows of an epoch."""
+    return len(packed(split, d.seq_len)) if d.packing == "documents" else split.windows(d.seq_len)
+
+
+@functools.lru_cache(maxsize=64)  # of a mixture, all
+def packed(split: Split, seq_len: int) -> packing.Packed:
+    """The documents of a split in rows, the same in each epoch and on each host. Raises: UserError as `Split.edges`."""
+    return packing.pack(split.edges(), seq_len)
+
+
+def in_words(split: Split, d: DataConfig) -> str:
+    """Say what an epoch has: rows, the share of documents that they cut, unless that is dear to know, and padding."""
+    T, count, windows = d.seq_len, rows_of(split, d), d.packing == "windows"
+    rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
+    if windows and (split.far or not split.marked):
+        return f"documents {rows}"
+    edges = split.edges()
+    first, last = edges[:-1], edges[1:] - 1
+    cut = first // T != last // T if windows else last - first >= T
+    padding = "" if windows else f", {1 - split.targets / (count * T):.2%} padding"
+    return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
 
 
 def _of_mixture(corpus: Corpus, d: DataConfig, number: int) -> list[Piece]:
@@ -329,7 +385,7 @@ def evaluation_batches(
 
 @functools.lru_cache(maxsize=8)
 def _shuffled(count: int, seed: int):
-    """An endless sequence of window numbers, each epoch a different permutation of 0..count-1; nothing is stored."""
+    """An endless sequence of row numbers, each epoch a different permutation of 0..count-1; nothing is stored."""
     import grain  # here, because it imports JAX and is absent on some machines
 
     return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
@@ -339,19 +395,18 @@ def _cut(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.nd
     """Read pieces of streams into the rows of a batch; the rest of a row is padding."""
     B, T = len(sequences), cfg.data.seq_len
     tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
-    lengths_B, weights_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32)
+    lengths_B, weights_BT, starts_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32), np.zeros((B, T), bool)
     all_read = _read([piece for pieces in sequences for piece in pieces])
     for row, pieces in enumerate(sequences):
         end = 0
         for _, start, stop in pieces:
             (read, weights), begin, end = next(all_read), end, end + stop - start
             tokens_BT[row, begin:end], targets_BT[row, begin:end] = read[:-1], read[1:]
-            weights_BT[row, begin:end] = weights
+            weights_BT[row, begin:end], starts_BT[row, begin] = weights, True
         lengths_B[row] = end
     index_T = np.arange(T, dtype=np.int32)
     real_BT = index_T < lengths_B[:, None]
-    starts_BT = tokens_BT == eot  # a document starts here, or goes on from the window before
-    starts_BT[:, 0] = True
+    starts_BT |= tokens_BT == eot  # a document starts here, or goes on from another row
     begins_BT = index_T * starts_BT if cfg.data.mask_documents else np.zeros((B, T), np.int32)
     np.maximum.accumulate(begins_BT, axis=1, out=begins_BT)  # where its document does
     segments_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
@@ -369,8 +424,7 @@ def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
     """The tokens of each piece, and one more for its last target; then weights of its targets. Those in a bucket are
     asked for together."""
     read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
-    remote = any(isinstance(split.shards[0], bucket.Shard) for split, _, _ in pieces)
-    return bucket.pool().map(read, pieces) if remote else map(read, pieces)
+    return (bucket.pool().map if any(split.far for split, _, _ in pieces) else map)(read, pieces)
 
 
 def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -406,8 +460,6 @@ def fingerprint(cfg: Config) -> dict:
 
 def _fingerprint(corpus: Corpus) -> dict:
     manifest = corpus.manifest
-    shards = {
-        name: hashlib.sha256("".join(one["sha256"] for one in files_of({"splits": {name: split}})).encode()).hexdigest()
-        for name, split in manifest["splits"].items()
-    }
+    decide = lambda split: "".join(one["sha256"] for one in files_of({"splits": {"": split}}, ("weights",)))
+    shards = {name: hashlib.sha256(decide(split).encode()).hexdigest() for name, split in manifest["splits"].items()}
     return {"source": manifest["arguments"]["source"], "tokenizer": manifest["tokenizer"], "shards_sha256": shards}

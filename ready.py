@@ -53,6 +53,9 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
     log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f", and {idle} are left idle" * bool(idle))
     log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
+    corpus = dataset.opened(cfg)
+    for name, one in (corpus.sources or {"": corpus}).items():
+        log(f"rows       {dataset.in_words(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name))
     log(f"settings   {plan.settings()}")
     for first, count in order.skips(cfg.data.skip):
         log(f"skip       step {first + 1} and those after it take the batch of {count} steps later")

@@ -7,6 +7,9 @@ and targets: no order that can be computed, no segments, no positions, no weight
 Batches are made ahead by a thread, so what a step waits for is another figure than what a batch takes. It is measured
 too: in a loop whose steps sleep as long as the planner says that a step takes on a chip at its peak; none is faster.
 
+Whole documents are packed into rows (`--data.packing documents`) when a run starts: a million, as long as the random
+ones are.
+
 Tokens are made of the standard library, several times over, by ids for its 4,000 most frequent words. Their time is the
 processor's, of all processes together, so that what else the machine does is not counted.
 """
@@ -30,9 +33,12 @@ import utils
 from config import Config, preset, replace
 from data import prepare, sources, tokenizers
 from flags import command_line
+from reading import packing
 from utils import UserError
 
 TOKENS = 20_000_000
+DOCUMENTS = 1_000_000  # that are packed
+DOCUMENT_TOKENS = 500  # of one, on average
 DEFAULT = preset("dense_124m", **{"data.path": "", "data.batch_size": 512})
 
 
@@ -61,10 +67,10 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
 
 
 def random_tokens(cfg: Config, folder: str) -> Config:
-    """Settings with a directory of random ids, documents of 500 tokens on average."""
+    """Settings with a directory of random ids, documents of DOCUMENT_TOKENS on average."""
     vocabulary = cfg.model.vocab_size - 1
     ids = np.random.default_rng(0).integers(vocabulary, size=TOKENS)
-    ids = np.where(np.random.default_rng(1).random(TOKENS) < 1 / 500, vocabulary - 1, ids)
+    ids = np.where(np.random.default_rng(1).random(TOKENS) < 1 / DOCUMENT_TOKENS, vocabulary - 1, ids)
     with contextlib.redirect_stdout(sys.stderr):
         prepare.from_ids(ids, folder, vocab_size=vocabulary, eot=vocabulary - 1, overwrite=True)
     return replace(cfg, **{"data.path": folder})
@@ -141,11 +147,13 @@ def measure(cfg: Config, args: Arguments) -> dict:
     step_s = planner.plan(cfg, args.topology).step_s
     batch_s = seconds(lambda step: dataset.batch(cfg, step), args.batches)
     plain = slices(cfg)
+    edges = np.append(0, np.cumsum(np.random.default_rng(2).geometric(1 / DOCUMENT_TOKENS, DOCUMENTS)))
     return {
         "tokens": cfg.data.tokens_per_step,
         "batch_s": batch_s,
         "slices_s": seconds(plain, args.batches) if plain else None,
         "step_s": step_s,
+        "packed_s": seconds(lambda _: packing.pack(edges, cfg.data.seq_len), 3),
         "waited_s": waited(cfg, step_s, min(args.batches, 10)),
     }
 
@@ -167,7 +175,8 @@ def table(found: dict, args: Arguments) -> str:
     return "\n".join([
         *lines, row(f"a step on {args.topology}, at its peak", found["step_s"]),
         f"made ahead, in {found['batch_s'] / found['step_s']:.1%} of a step; a step waits "
-        f"{1e3 * found['waited_s']:.2f} ms, {found['waited_s'] / found['step_s']:.2%}"])  # fmt: skip
+        f"{1e3 * found['waited_s']:.2f} ms, {found['waited_s'] / found['step_s']:.2%}",
+        f"{DOCUMENTS:,} documents packed in {found['packed_s']:.2f} s, once, when a run starts"])  # fmt: skip
 
 
 @utils.exit_status

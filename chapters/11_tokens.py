@@ -345,8 +345,9 @@ print(f", unigram {m['unigram_nats']:.2f}, bigram {m['bigram_nats']:.2f}")
 # A `memmap` is a file that looks like an array. Opening it reads a header; taking a slice reads the pages it
 # lies on. So a corpus may be larger than memory, and all processes of a machine share what has been read.
 #
-# The manifest holds each shard's size and sha256. A shard of another size is refused at once;
-# `dataset.verify` reads all and finds a single wrong byte. It also holds what a loss is to be compared with.
+# `begins` says where in a shard documents begin. The manifest holds each file's size and sha256. A shard of
+# another size is refused; `dataset.verify` reads all and finds a single wrong byte. It also holds what a loss
+# is to be compared with.
 # A new model starts near *uniform*, where every id is as likely as all others. When it passes *unigram*, it
 # knows which ids are common; below *bigram*, it has used more than the token before. (Many pairs occur once,
 # and the bigram is counted on the very pairs it describes: that flatters it.)
@@ -397,10 +398,18 @@ panels[1].set_xlabel("place in the window")
 # `weights_BT`. Who drops that window loses text; who lets the padding count measures the wrong loss.
 #
 # A document that is cut goes on in another row, begins there at position 0, and has lost what stood before:
-# the price of windows. It can be avoided at another price. nanochat lets every row begin with a document, and
-# crops about 35% of the tokens to make the rows full
-# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)).
-#
+# the price of windows. In nanochat every row begins with a document, and about 35% of the tokens are cropped
+# to make the rows full
+# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)). Best fit
+# (`--data.packing documents`) takes the longest first, puts each into the row with the least room that holds
+# it, and pads. The same lines in rows of 128:
+
+# %% tags=["hide-input"]
+for packing in ("windows", "documents"):
+    d = preset("tiny", **{"data.seq_len": 128, "data.packing": packing}).data
+    print(dataset.in_words(dataset.load(out).splits["train"], d))
+
+# %% [markdown]
 # One rule must not be forgotten: **targets are shifted by one**. Without the shift, each token is its own
 # answer. The least loss of a model that sees one token, on the text of before:
 

@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 
 import dataset
+from config import DataConfig
 from data import tokenizers
 from utils import UserError, check_picture, exit_status, log, new_picture
 
@@ -24,6 +25,7 @@ class Arguments:
 
     path: Annotated[str, tyro.conf.Positional]  # written by python -m data.prepare
     documents: int = 3  # of each split, whose first line is shown
+    seq_len: int = 0  # say what rows of so many tokens hold, by either --data.packing of a run; 0: nothing
     plot: str = ""  # draw the lengths of documents into this file, PNG or SVG; none: no picture
 
 
@@ -56,7 +58,7 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
     for name, split in corpus.splits.items():
         counts = np.zeros(64, np.int64)
         seen = np.zeros(vocabulary, bool)
-        for length, count in _lengths(split, corpus.eot, seen):
+        for length, count in _lengths(split, f"{args.path}: split {name!r}", seen):
             counts[length] += count
         histograms[name] = counts
         said = manifest["splits"][name]
@@ -67,6 +69,8 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
         log(f"\n{name}: {split.tokens:,} tokens in {counts.sum():,} documents and {len(split.shards)} shards, "
             f"{seen.sum():,} of {vocabulary:,} ids{text}")  # fmt: skip
         _show_histogram(counts)
+        for packing in ("windows", "documents") if args.seq_len else ():
+            log(f"  {dataset.in_words(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
         _show_documents(split, corpus, args.documents)
     if args.plot:
         _draw(histograms, args.plot)
@@ -74,13 +78,24 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
     return histograms
 
 
-def _lengths(split: dataset.Split, eot: int, seen: np.ndarray):
-    """Yield (n, how many documents have 2**n .. 2**(n+1) - 1 tokens, their end among them); note ids in `seen`."""
+def _lengths(split: dataset.Split, where: str, seen: np.ndarray):
+    """Yield (n, how many documents have 2**n .. 2**(n+1) - 1 tokens, their end among them); note ids in `seen`.
+
+    Raises: UserError if documents begin elsewhere than the files beside the shards say.
+    """
     last = None  # where the document that is being read begins
+    said = split.edges()[1:-1] if split.marked else None
     for start in range(0, split.tokens, CHUNK_TOKENS):
         tokens = split.read(start, min(start + CHUNK_TOKENS, split.tokens))
         seen[tokens] = True
-        begins = start + np.flatnonzero(tokens == eot)
+        begins = start + np.flatnonzero(tokens == split.eot)
+        inside = begins[(begins > 0) & (begins < split.targets)]
+        if said is not None:
+            same = said[slice(*np.searchsorted(said, (start, start + len(tokens))))]
+            if not np.array_equal(inside, same):
+                raise UserError(f"{where} begins {len(inside)} documents in its tokens from {start} on, and not where "
+                                f"files beside its shards name {len(same)}; remake all with data.prepare --overwrite"
+                                )  # fmt: skip
         edges = begins if last is None else np.append(last, begins)
         yield from _binned(np.diff(edges))
         last = edges[-1] if len(edges) else None

@@ -58,8 +58,8 @@ class Arguments:
     def __post_init__(self):
         if not 0 < self.val_share < 1:
             raise UserError(f"val_share={self.val_share}: must lie between 0 and 1")
-        if self.shard_tokens < 1:
-            raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1")
+        if not 1 <= self.shard_tokens <= 2**32:  # places in a shard are kept in 32 bits
+            raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1, and at most 2**32")
         if self.workers < 0:
             raise UserError(f"workers={self.workers}: must be 0, for every core, or more")
 
@@ -162,7 +162,7 @@ def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
     manifest |= entropies(_first_train_tokens(work, manifest), manifest["tokenizer"]["vocabulary"])
     out.remove(dataset.MANIFEST)
     for name in out.names():
-        if re.fullmatch(r"(train|val)-\d+(\.weights)?\.npy", name):
+        if re.fullmatch(r"(train|val)-\d+(\.(weights|begins))?\.npy", name):
             out.remove(name)
     for file in dataset.files_of(manifest):
         out.take(file["file"], work)
@@ -470,11 +470,8 @@ def _write_ids(
     joined = lambda first, arrays: np.concatenate([behind(first, arrays[n])[a:b] for n, a, b in shard.pieces])
     rows = []
     for shard in cut.shards:
-        rows.append(shards.write_shard(work, shard, joined(eot, documents).astype(dtype)))
-        if weights is not None:
-            beside = shard._replace(file=shard.file.replace(".npy", ".weights.npy"))
-            row = shards.write_shard(work, beside, joined(0, weights).astype(np.uint8))
-            rows[-1]["weights"] = {name: row[name] for name in ("file", "sha256")}
+        beside = {} if weights is None else {"weights": joined(0, weights).astype(np.uint8)}
+        rows.append(shards.write_shard(work, shard, joined(eot, documents).astype(dtype), eot, **beside))
     text_bytes = None
     if encoding and weights is None:  # else of the targets that count nobody knows
         lengths = tokenizers.text_lengths(encoding)

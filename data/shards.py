@@ -255,11 +255,23 @@ class Cut:
             self._pieces, self._tokens, self._documents = [], 0, 0
 
 
-def write_shard(folder: Folder, shard: Shard, tokens: np.ndarray) -> dict:
-    """Write a shard and return its row of the manifest."""
-    folder.write(shard.file, lambda file: np.save(file, tokens))
-    return {"file": shard.file, "tokens": shard.tokens, "documents": shard.documents,
-            "sha256": folder.sha256(shard.file)}  # fmt: skip
+def write_shard(folder: Folder, shard: Shard, tokens: np.ndarray, eot: int, **beside: np.ndarray) -> dict:
+    """Write a shard, and beside it where its documents begin. Return its row of the manifest.
+
+    beside   more arrays for files of their own, by name
+    """
+
+    def write(name: str, array: np.ndarray) -> dict:
+        folder.write(name, lambda file: np.save(file, array))
+        return {"file": name, "sha256": folder.sha256(name)}
+
+    row = {"file": shard.file, "tokens": shard.tokens, "documents": shard.documents} | write(shard.file, tokens)
+    beside |= {"begins": np.flatnonzero(tokens == eot).astype(np.uint32)}
+    return row | {what: write(name_beside(shard.file, what), array) for what, array in beside.items()}
+
+
+def name_beside(file: str, what: str) -> str:
+    return file.replace(".npy", f".{what}.npy")
 
 
 def totals(rows: list[dict], text_bytes: int | None, unique_tokens: int) -> dict:

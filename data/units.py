@@ -137,7 +137,7 @@ def _assemble(job: Job, shard: Shard) -> Written:
     for unit, start, stop in shard.pieces:
         tokens[place : place + stop - start] = UnitFile(job.folder, unit, job.dtype).read(shard.split, start, stop)
         place += stop - start
-    row = shards.write_shard(job.folder, shard, tokens)
+    row = shards.write_shard(job.folder, shard, tokens, job.encoding.eot_token)
     ids = np.packbits(seen(tokens, job.encoding.n_vocab)).tobytes()
     done = Written(shard.key, row, base64.b64encode(ids).decode())
     job.folder.write(f"{shard.file}.json", lambda file: file.write(json.dumps(asdict(done)).encode()))
@@ -146,8 +146,9 @@ def _assemble(job: Job, shard: Shard) -> Written:
 
 def written(job: Job, shard: Shard) -> Written | None:
     """The shard, if an earlier run has written it."""
-    size, said = job.folder.size(shard.file), f"{shard.file}.json"
-    if size is None or size <= shard.tokens * job.dtype.itemsize or job.folder.size(said) is None:
+    begins, said = shards.name_beside(shard.file, "begins"), f"{shard.file}.json"
+    least = {shard.file: shard.tokens * job.dtype.itemsize, begins: shard.documents * 4, said: 0}  # and a header
+    if any((job.folder.size(name) or 0) <= size for name, size in least.items()):
         return None
     try:
         done = Written(**json.loads(job.folder.read(said)))

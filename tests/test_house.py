@@ -44,7 +44,7 @@ MAY_IMPORT = {
 }
 # The files of a room: each may import those before it.
 ROOMS = {
-    "reading": "order bucket",
+    "reading": "order packing bucket",
     "xla": "hlo ledger options ordered links moved replay",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "overlap": "positions context weights remat",

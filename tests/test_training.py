@@ -548,7 +548,7 @@ def test_a_run_from_an_older_version_goes_on(copied):
     ways of working from before they were a group, one of which counted among the settings that decide results."""
     argv, directory = copied
     newest, file = directory / "checkpoints" / str(STEPS), directory / "config.json"
-    about, younger = json.loads(file.read_text()), {"model": "z_loss", "optim": "decay_steps", "run": "init_from"}
+    about, younger = json.loads(file.read_text()), {"model": "z_loss", "data": "packing", "run": "init_from"}
     for group, setting in younger.items():
         del about["config"][group][setting]
     del about["config"]["work"]

@@ -1,9 +1,13 @@
 """`python -m data.check` says what tokens are, in words and a picture, and which of them are damaged."""
 
+import hashlib
+import json
+
 import numpy as np
 import pytest
 
 import dataset
+from config import DataConfig
 from data import check, prepare
 from utils import UserError
 
@@ -54,6 +58,32 @@ def test_a_damaged_shard_is_named(tokens, capsys):
     assert check.main([str(tokens.parent / "none")]) == 2
     with pytest.raises(UserError, match="cannot write a picture ending in 'xyz'"):
         check.check(check.Arguments(str(tokens), plot="a.xyz"))
+
+
+def test_where_documents_begin_is_checked(tokens, monkeypatch):
+    """Catches places of documents that are as they were written, and wrong, or in another shard than their tokens."""
+    monkeypatch.setattr(check, "CHUNK_TOKENS", 70)
+    file, manifest = tokens / "train-00001.begins.npy", tokens / "manifest.json"
+    places = np.load(file)
+    np.save(file, places + np.uint32(1))
+    with pytest.raises(UserError, match=r"train-00001\.begins\.npy has sha256 "):
+        check.check(check.Arguments(str(tokens)))
+    about = json.loads(manifest.read_text())
+    about["splits"]["train"]["shards"][1]["begins"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"split 'train' begins \d documents in its tokens from \d+ on, and not where"):
+        check.check(check.Arguments(str(tokens)))
+
+
+def test_rows_are_told_before_a_run(tokens, capsys):
+    """Catches a comparison of both ways to fill rows that a run does not make."""
+    check.check(check.Arguments(str(tokens), seq_len=60))
+    said = capsys.readouterr().out
+    for name, split in dataset.load(str(tokens)).splits.items():
+        of_split = said.partition(f"\n{name}: ")[2].partition("\n\n")[0]
+        for packing in ("windows", "documents"):
+            words = dataset.in_words(split, DataConfig(seq_len=60, packing=packing))
+            assert f"  {words}\n" in of_split and (" windows of " in words) == (packing == "windows")
 
 
 def test_ids_of_no_tokenizer_are_checked_too(tmp_path, capsys):

@@ -144,7 +144,9 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path):
     assert sorted(path.name for path in out.iterdir()) == [
         "manifest.json",
         "notes.txt",
+        "train-00000.begins.npy",
         "train-00000.npy",
+        "val-00000.begins.npy",
         "val-00000.npy",
     ]
     with pytest.raises(UserError, match="holds other tokens: source is 'stdlib' here and 'ids' there"):

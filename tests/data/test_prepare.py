@@ -376,13 +376,16 @@ def test_the_manifest_is_the_sum_of_the_files(tmp_path, texts):
     run(tmp_path / "out", texts, "--shard-tokens", "30")
     manifest = manifest_of(tmp_path / "out")
     written = {path.name for path in (tmp_path / "out").iterdir()} - {"manifest.json"}
-    assert written == {shard["file"] for split in manifest["splits"].values() for shard in split["shards"]}
+    assert written == {file["file"] for file in dataset.files_of(manifest)}
     for split in manifest["splits"].values():
         for shard in split["shards"]:
             tokens = np.load(tmp_path / "out" / shard["file"])
             assert shard["tokens"] == len(tokens) and tokens.dtype == manifest["dtype"]
             assert shard["documents"] == np.sum(tokens == 256)
-            assert shard["sha256"] == hashlib.sha256((tmp_path / "out" / shard["file"]).read_bytes()).hexdigest()
+            begins = np.load(tmp_path / "out" / shard["begins"]["file"])
+            assert np.array_equal(begins, np.flatnonzero(tokens == 256)) and begins.dtype == np.uint32
+            for file in (shard, shard["begins"]):
+                assert file["sha256"] == hashlib.sha256((tmp_path / "out" / file["file"]).read_bytes()).hexdigest()
         for count in ("tokens", "documents"):
             assert split[count] == sum(shard[count] for shard in split["shards"])
     total_bytes = sum(split["text_bytes"] for split in manifest["splits"].values())
@@ -525,7 +528,8 @@ def test_unfinished_work_is_not_taken_for_complete(tmp_path, capsys):
         (out / cut_off).write_text("cut off")
     rows.write_text(good)
     assert run(out, f"jsonl:{rows}") == 0
-    assert sorted(contents(out)) == ["manifest.json", "train-00000.npy", "train-notes.txt", "val-00000.npy"]
+    shards = [f"{split}-00000{what}.npy" for split in ("train", "val") for what in ("", ".begins")]
+    assert sorted(contents(out)) == sorted(["manifest.json", "train-notes.txt", *shards])
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path, texts, monkeypatch, capsys):
