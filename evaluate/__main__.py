@@ -14,7 +14,7 @@ from config import Count, MeshConfig, MeshFlag, RunConfig, check
 from evaluate import show
 from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
-from evaluate.runs import Run, open_run
+from generate.runs import Run, open_run
 from train.directory import to_json
 from train.processes import end_together, join
 from utils import UserError
@@ -77,7 +77,7 @@ def of_tokens(args: Arguments) -> dict:
 def opened(args: Arguments) -> Run:
     """The run, on the devices of all processes: each answers the same requests."""
     utils.use_devices(args.devices, join(RunConfig()).count)
-    return open_run(args.run, args.mesh, args.tokenizer, args.seq_len)
+    return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, texts=bool(args.tasks))
 
 
 @end_together

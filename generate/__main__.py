@@ -23,6 +23,7 @@ class Arguments(Settings):
     """Continue texts with a trained model."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
+    tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
     prompt: tuple[str, ...] = ()  # texts to continue, one continuation each
     prompts: str = ""  # file of prompts, or - for standard input: a line is a text, or JSON {"prompt": .., "top_k": ..}
     beams: Count = 0  # search the likeliest text with so many beams, and draw nothing; --json prints what all found
@@ -166,7 +167,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--logprobs are printed as JSON; add --json")
     check_one_way(args, requests)
     utils.use_devices(args.devices)
-    load = functools.partial(generate.load, mesh=args.mesh, weights=args.weights, cache=args.cache)
+    load = functools.partial(generate.load, mesh=args.mesh, weights=args.weights, cache=args.cache,
+                             tokenizer=args.tokenizer)  # fmt: skip
     sampler = load(args.run)
     one_by_one = functools.partial(show_beams, sampler)
     if args.draft:

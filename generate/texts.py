@@ -2,7 +2,6 @@
 
 import codecs
 import functools
-import json
 import math
 from collections.abc import Callable
 
@@ -10,20 +9,16 @@ import jax
 import tiktoken
 from jax.sharding import Mesh
 
-import model
 import sharding
 from config import Config, MeshConfig
 from data import tokenizers
 from generate.beam import Beam, search
 from generate.cache import unstack
 from generate.engine import Engine, Job, Token
-from generate.quantised import quantised
+from generate.runs import Form, open_run
 from generate.sampling import Request
 from generate.speculative import Rounds, write as speculate
-from overlap.weights import cast
 from utils import UserError
-from weights import convert
-from weights.folders import Folder
 
 MOST_AT_A_TIME = 16  # requests of one call that share a batch; others wait
 
@@ -162,32 +157,11 @@ def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt:
     return Sampler(cfg, params, encoding, mesh).texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
 
 
-def load(directory: str, mesh: MeshConfig | str = "", weights: str = "compute", cache: str = "compute") -> Sampler:
-    """Open a run's newest checkpoint, or the weights alone that `slim` has written, which may lie in a bucket.
+def load(directory: str, mesh: MeshConfig | str = "", weights: Form = "compute", cache: str = "compute",
+         tokenizer: str = "") -> Sampler:  # fmt: skip
+    """Open a run that knows its tokenizer, or is told: see `open_run`, where `weights` is called form.
 
-    weights, cache  the form of their numbers: "compute", the compute dtype; "int8"; a cache also "bfloat16"
-    Raises: UserError if there is no run, no checkpoint yet, or no such mesh.
+    cache  the form of its numbers: "compute", the compute dtype; "bfloat16"; "int8"
     """
-    folder = Folder(directory)
-    if not folder.has("config.json"):
-        raise UserError(f"{directory}: no config.json there; give a run's directory, e.g. runs/laptop")
-    try:
-        about = json.loads(folder.read("config.json"))
-        config, tokens = about["config"], about["data"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}/config.json is not the config.json of a training run ({error!r})") from error
-    if tokens is None:
-        raise UserError(
-            f"{directory} holds converted weights, which name no tokenizer; begin a run from them with "
-            f"python main.py --init-from {directory}, and sample that"
-        )
-    cfg, devices = Config.from_dict(config), sharding.make_mesh(mesh)
-    declarations = model.declare(cfg.model)
-    sharding.check_divides(declarations, devices)
-    params = convert.load_params(directory, declarations, devices)
-    if weights == "int8":
-        params = quantised(params, cfg.model, devices)
-    else:
-        params = jax.jit(lambda w: cast(w, cfg.model), donate_argnums=0)(params)  # as each step would, once
-    encoding = tokenizers.of(tokens) or tokenizers.load(tokenizers.UNKNOWN)  # which says why there is none
-    return Sampler(cfg, unstack(params, cfg.model, devices), encoding, devices, cache)  # the stacks go
+    run = open_run(directory, mesh, tokenizer, texts=True, form=weights)
+    return Sampler(run.cfg, run.params, run.encoding, run.mesh, cache)

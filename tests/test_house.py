@@ -54,8 +54,8 @@ ROOMS = {
     "plan": "hardware hiding costs memory expected compiled replayed auto planner inference show __main__",
     "train": "checkpoint guard tracking report pace processes directory interruptions start progress selfcheck",
     "weights": "folders families axis card convert slim init_from __main__",
-    "generate": "quantised cache sampling engine beam speculative texts __main__",
-    "evaluate": "runs show answers scoring answering harness perplexity __main__",
+    "generate": "quantised cache sampling engine beam speculative runs texts __main__",
+    "evaluate": "show answers scoring answering harness perplexity __main__",
     "serve": "metrics worker protocol app lifetime __main__",
 }
 AROUND = {"tests", "chapters", "bench", "docs"}  # what uses the rooms, and is not imported by them

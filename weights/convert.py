@@ -135,12 +135,21 @@ def write_leaf(folder: Path, name: str, declared, parts: list, tensors: Tensors)
 # Our weights ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(run: str | Path) -> ModelConfig:
-    """The model of a run directory, made by training, by `from_hf` or by `slim`."""
-    about = Folder(run).json("config.json")
-    if "config" not in about:
+def read_about(run: str | Path) -> dict:
+    """The config.json of a run directory, made by training, by `from_hf` or by `slim`.
+
+    Raises: UserError if there is none, or it is another's.
+    """
+    if not (folder := Folder(run)).has("config.json"):
+        raise UserError(f"{run}: no config.json there; give a run's directory, e.g. runs/laptop")
+    about = folder.json("config.json")
+    if not isinstance(about, dict) or "config" not in about:
         raise UserError(f"{run}/config.json describes no run of ours (a Hugging Face folder is read by from-hf)")
-    return Config.from_dict(about["config"]).model
+    return about | {"data": about.get("data")}
+
+
+def read_config(run: str | Path) -> ModelConfig:
+    return Config.from_dict(read_about(run)["config"]).model
 
 
 def holds_weights_alone(run: str | Path) -> bool:
@@ -182,7 +191,7 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     return sharding.map_named(place, declarations)
 
 
-def newest_step(run: str | Path, say: Callable) -> int | None:
+def newest_step(run: str | Path, say: Callable = checkpoint.say_aside) -> int | None:
     """The step of a run's newest checkpoint; None, if it holds weights alone. Raises: UserError if it has neither."""
     if holds_weights_alone(run):
         return None
@@ -309,7 +318,8 @@ def to_hf(
     """Convert a run directory into a Hugging Face folder: config.json, safetensors, README.md."""
     run_table(table)
     found = card.read_scores(scores)
-    c, about = read_config(run), Folder(run).json("config.json")
+    about = read_about(run)
+    c = Config.from_dict(about["config"]).model
     kind = family or about.get("family") or fitting_family(c)
     if kind not in FAMILIES:
         there = "--family" if family else f"{run}/config.json"

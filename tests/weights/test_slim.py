@@ -204,7 +204,7 @@ def test_what_makes_a_folder_load_comes_last(words, run, bucket, monkeypatch):
 MISTAKES = {
     "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run holds no weights alone"),
     "no weights": (["slim", "EMPTY", "OUT"], "neither converted weights (weights/index.json) nor a comp"),
-    "no folder": (["slim", "nowhere", "OUT"], "there is no nowhere/config.json"),
+    "no folder": (["slim", "nowhere", "OUT"], "nowhere: no config.json there; give a run's directory"),
     "theirs": (["slim", LLAMA, "OUT"], "describes no run of ours (a Hugging Face folder is read by from-hf)"),
     "another dtype": (["slim", "RUN", "OUT", "--dtype", "int8"], "--dtype int8: cannot be written; known: float32"),
     "near": (["slim", "RUN", "OUT", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
