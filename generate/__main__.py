@@ -23,6 +23,7 @@ class Arguments(Settings):
     """Continue texts with a trained model."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
+    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
     tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
     prompt: tuple[str, ...] = ()  # texts to continue, one continuation each
     prompts: str = ""  # file of prompts, or - for standard input: a line is a text, or JSON {"prompt": .., "top_k": ..}
@@ -167,9 +168,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--logprobs are printed as JSON; add --json")
     check_one_way(args, requests)
     utils.use_devices(args.devices)
-    load = functools.partial(generate.load, mesh=args.mesh, weights=args.weights, cache=args.cache,
+    load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,
                              tokenizer=args.tokenizer)  # fmt: skip
-    sampler = load(args.run)
+    sampler = load(args.run, step=args.step)
     one_by_one = functools.partial(show_beams, sampler)
     if args.draft:
         one_by_one = functools.partial(show_drafted, sampler, draft=load(args.draft))

@@ -39,11 +39,12 @@ class Run:
 
 
 def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", seq_len: int = 0,
-             texts: bool = False, form: Form = "stored") -> Run:  # fmt: skip
-    """Read a run's newest checkpoint, or weights as `from_hf` and `slim` write them, which may lie in a bucket.
+             step: str = "", texts: bool = False, form: Form = "stored") -> Run:  # fmt: skip
+    """Read a run's checkpoint, or weights as `from_hf` and `slim` write them, which may lie in a bucket.
 
     tokenizer  a name as for `tokenizers.load`, or a file, for a run that does not know its own
     seq_len    most positions of a text; 0: those it was trained with, or its config.json of Hugging Face names
+    step       of the checkpoint, see `convert.step_of`; empty: the newest
     texts      a tokenizer is needed
     form       of parameters: as stored, in stacks; or, layers on their own, in the compute dtype, or int8 with scales
     Raises: UserError if there is no run, no weights, no such mesh or tokenizer, or two tokenizers.
@@ -63,12 +64,12 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
                         f"{cfg.model.vocab_size}; name the tokenizer this model was trained with")  # fmt: skip
     devices, declarations = sharding.make_mesh(mesh), model.declare(cfg.model)
     sharding.check_divides(declarations, devices)
-    if (newest := convert.newest_step(directory)) is not None:
-        checkpoint.say_aside(f"reading    step {newest} of {directory}/checkpoints")
-    params = in_form(convert.load_params(directory, declarations, devices, newest), cfg, devices, form)
-    step = about.get("slim", {}).get("step") if newest is None else newest
-    return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], step,
-               digest(directory, about, newest))  # fmt: skip
+    if (taken := convert.step_of(directory, step)) is not None:
+        checkpoint.say_aside(f"reading    step {taken} of {directory}/checkpoints")
+    params = in_form(convert.load_params(directory, declarations, devices, taken), cfg, devices, form)
+    known_step = about.get("slim", {}).get("step") if taken is None else taken
+    return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], known_step,
+               digest(directory, about, taken))  # fmt: skip
 
 
 def in_form(params, cfg: Config, mesh: Mesh, form: Form):

@@ -157,11 +157,10 @@ def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt:
     return Sampler(cfg, params, encoding, mesh).texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
 
 
-def load(directory: str, mesh: MeshConfig | str = "", weights: Form = "compute", cache: str = "compute",
-         tokenizer: str = "") -> Sampler:  # fmt: skip
-    """Open a run that knows its tokenizer, or is told: see `open_run`, where `weights` is called form.
+def load(directory: str, mesh: MeshConfig | str = "", cache: str = "compute", form: Form = "compute", **how) -> Sampler:
+    """Open a run that knows its tokenizer, or is told: see `open_run`.
 
     cache  the form of its numbers: "compute", the compute dtype; "bfloat16"; "int8"
     """
-    run = open_run(directory, mesh, tokenizer, texts=True, form=weights)
+    run = open_run(directory, mesh, texts=True, form=form, **how)
     return Sampler(run.cfg, run.params, run.encoding, run.mesh, cache)

@@ -24,6 +24,7 @@ class Arguments:
     """Serve a trained model over HTTP."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
+    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
     tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
     host: str = "127.0.0.1"  # address to listen at; one that others reach needs --api_key_file
     port: Count = 8000  # port to listen at; 0: any that is free
@@ -68,7 +69,7 @@ def load(args: Arguments):
     """The model, and an engine that is compiled. Raises: UserError."""
     from serve import worker
 
-    sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer)
+    sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer, step=args.step)
     seq_len = sampler.cfg.data.seq_len
     if args.context > seq_len:
         raise UserError(f"context={args.context}: the model was trained with data.seq_len={seq_len}; give at most that")

@@ -43,6 +43,7 @@ BLOCK_BYTES = 2**29  # of a parameter of a checkpoint, at most so much is read a
 
 # A table of one's own -------------------------------------------------------------------------------------------------
 
+Step = Annotated[str, tyro.conf.arg(metavar="N", help="of which checkpoint, or best; empty: the newest")]
 Table = Annotated[str, tyro.conf.arg(metavar="FILE.py", help="run this file first; see weights.families.register")]
 
 
@@ -159,16 +160,11 @@ def holds_weights_alone(run: str | Path) -> bool:
 
 
 def open_weights(run: str | Path) -> dict:
-    """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed.
-
-    Raises: UserError if the directory has no such weights.
-    """
+    """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed."""
     folder = Folder(run)
     if any(map(folder.has, FILES)):
         tensors = Tensors(folder)
         return {name: stored for name, stored in tensors.of.items() if tensors.dtype(name)}
-    if not folder.has("weights/index.json"):
-        raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
     index = folder.json("weights/index.json")
     load = lambda name: np.load(f"{folder.root}/weights/{name}.npy", mmap_mode="r")
     return {name: load(name).view(about["dtype"]) for name, about in index.items()}
@@ -191,12 +187,26 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     return sharding.map_named(place, declarations)
 
 
-def newest_step(run: str | Path, say: Callable = checkpoint.say_aside) -> int | None:
-    """The step of a run's newest checkpoint; None, if it holds weights alone. Raises: UserError if it has neither."""
+def step_of(run: str | Path, asked: str = "", say: Callable = checkpoint.say_aside) -> int | None:
+    """The step of a run's checkpoint: one by its number, "best", as `train.checkpoint ls` marks it, or "", the newest.
+
+    None: it holds weights alone. Raises: UserError if it has neither, or naming the steps there are.
+    """
     if holds_weights_alone(run):
+        if asked:
+            raise UserError(f"--step {asked}: {run} holds weights alone, and no checkpoints; leave it out")
         return None
     refuse_far(run)
-    return checkpoint.latest_step(f"{run}/checkpoints", say, "params")
+    directory = Path(run) / "checkpoints"
+    if not asked and (newest := checkpoint.latest_step(directory, say, "params")) is not None:
+        return newest
+    there = [row for row in reversed(checkpoint.rows(directory, "none")) if row.name.isdecimal()]
+    if not there:
+        raise UserError(f"no checkpoint in {directory}")
+    steps = {name: row.step for row in there for name in (row.name, "best") if name != "best" or row.best}
+    if asked not in steps:
+        raise UserError(f"{run} has no checkpoint of step {asked}; it has {', '.join(steps)}")
+    return steps[asked]
 
 
 def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = None):
@@ -272,33 +282,21 @@ class Blocks:
         return found[tuple(0 for i in index if not isinstance(i, slice))]
 
 
-def open_checkpoint(run: str | Path, declared: dict[str, sharding.Declaration], step: int | None = None):
-    """Parameters of a step of a training run, by name, the newest if none is named; and which it is.
+def open_run(run: str | Path, declared: dict[str, sharding.Declaration], asked: str = ""):
+    """Parameters of a run by name, and their step: of a checkpoint, as `step_of`, or, None, those it holds alone.
 
-    Raises: UserError if there is no such checkpoint, or naming a parameter that it or the model lacks, or of another
-    shape.
+    Raises: UserError if there are none, or naming a parameter that they or the model lack, or of another shape.
     """
-    refuse_far(run)
-    directory = Path(run) / "checkpoints"
-    if step is None and (step := checkpoint.latest_step(directory, log, "params")) is None:
-        raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
-    there = [entry.step for entry in reversed(checkpoint.found(directory)) if entry.whole]
-    if step not in there:
-        raise UserError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, there)) or 'none'}")
-    stored = checkpoint.open_stored(directory, {name: d.shape for name, d in declared.items()}, step)
+    if (step := step_of(run, asked, log)) is None:
+        weights = open_weights(run)
+        check_fit(weights, declared, run)
+        return weights, None
+    shapes = {name: d.shape for name, d in declared.items()}
+    stored = checkpoint.open_stored(Path(run) / "checkpoints", shapes, step)
     log(f"parameters of step {step} of {run}")
     # A tensor of theirs holds at most two parameters of ours.
     kept = functools.lru_cache(maxsize=2)(Blocks.rows)
     return {name: Blocks(array, kept) for name, array in stored.items()}, step
-
-
-def open_run(run: str | Path, declared: dict[str, sharding.Declaration], step: int | None = None):
-    """Parameters of a run by name, and their step: of a checkpoint, or, None, those that the run holds alone."""
-    if step is not None or not holds_weights_alone(run):
-        return open_checkpoint(run, declared, step)
-    weights = open_weights(run)
-    check_fit(weights, declared, run)
-    return weights, None
 
 
 # to-hf ----------------------------------------------------------------------------------------------------------------
@@ -308,10 +306,11 @@ def to_hf(
     run: Annotated[
         str,
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN", help="run directory: newest checkpoint, or the weights of from-hf or slim"),
+        tyro.conf.arg(metavar="RUN", help="run directory of checkpoints, or of weights by from-hf or slim"),
     ],
     out: Annotated[str, tyro.conf.arg(metavar="DIR", help="folder to make, here or in a bucket")],
     family: Annotated[str, tyro.conf.arg(help="table to write by; empty: the one it was read by, or that fits")] = "",
+    step: Step = "",
     table: Table = "",
     scores: card.Scores = "",
 ) -> None:
@@ -326,13 +325,13 @@ def to_hf(
         raise UserError(f"{there} names the table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
     config_to_hf(c, kind=kind)  # refuses what cannot be written, before a checkpoint is read
     declared = sharding.named(declare(c))
-    weights, step = open_run(run, declared)
+    weights, taken = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
     with fresh_folder(out) as folder:
         write_tensors(folder, [tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
         for file in sorted(FAMILIES[kind].code.glob("*.py")) if FAMILIES[kind].code else ():
             folder.write(file.name, file.read_text())
-        folder.write("README.md", card.text(run, about, declared, step, found, hf))
+        folder.write("README.md", card.text(run, about, declared, taken, found, hf))
         folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
 

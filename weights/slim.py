@@ -8,10 +8,9 @@ import tyro
 
 import sharding
 from config import Config
-from fields import Count
 from utils import UserError, log, nearest
 from weights import card
-from weights.convert import in_parts, open_run, read_about
+from weights.convert import Step, in_parts, open_run, read_about
 from weights.families import declare
 from weights.folders import NUMPY, Tensor, fresh_folder, write_tensors
 
@@ -22,7 +21,7 @@ def slim(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="run directory, e.g. runs/x")],
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to make, here or in a bucket")],
     dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(WRITTEN)}; empty: as they are held")] = "",
-    step: Annotated[Count | None, tyro.conf.arg(help="of which checkpoint; left out: the newest")] = None,
+    step: Step = "",
     scores: card.Scores = "",
 ) -> None:
     """Write the weights of a run alone: sharded safetensors, and the config.json that our commands read."""

@@ -453,7 +453,7 @@ def test_runs_that_cannot_be_read_are_refused(runs, tmp_path, capsys):
     theirs, empty = FIXTURES / "llama", tmp_path / "empty"
     write_run(OTHERS["tiny"], empty)
     shutil.rmtree(empty / "weights")
-    for run, out, message in ((theirs, "out", "describes no run of ours"), (empty, "out", "neither converted weights"),
+    for run, out, message in ((theirs, "out", "describes no run of ours"), (empty, "out", "no checkpoint in "),
                               (runs["llama"], "empty", "exists; choose another folder")):  # fmt: skip
         status, _, said = command("to-hf", run, "--out", tmp_path / out, capsys=capsys)
         assert status == 2 and message in said and not (tmp_path / "out").exists()
