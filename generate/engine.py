@@ -8,6 +8,7 @@ request draws depends on its tokens, settings and seed, and on no other request.
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
 from generate.cache import NOWHERE, empty_cache, extend, unstack
-from generate.sampling import Asked, Chosen, Settings, choose
+from generate.sampling import Asked, Chosen, Settings, choose, drawable
 from sharding import BATCH, CONTEXT
 from utils import UserError
 
@@ -32,8 +33,9 @@ class Token:
     @classmethod
     def of(cls, chosen: Chosen, row: int, alternatives: int):
         """The token of one row, with so many of the likeliest."""
-        likely = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
-        return cls(int(chosen.token_b[row]), float(chosen.logprob_b[row]), [*likely][:alternatives])
+        pairs = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
+        likely = [(id, logprob) for id, logprob in pairs if logprob != -math.inf]  # of ids of no token
+        return cls(int(chosen.token_b[row]), float(chosen.logprob_b[row]), likely[:alternatives])
 
 
 class Job:
@@ -61,7 +63,8 @@ class Job:
 class Engine:
     """A model with slots for requests.
 
-    vocabulary  tokens that may be drawn, the first so many of the table
+    vocabulary  ids that may be drawn, the first so many of the table
+    absent      those of them that are no token's, and never drawn
     end         the token that ends a text
     slots       requests at a time; rounded up to a multiple of the devices along BATCH
     context     most tokens of a prompt and its text; rounded up to a multiple of the devices along CONTEXT
@@ -71,7 +74,7 @@ class Engine:
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
-                 piece: int = 64, at_once: int = 512, cache: str = "compute"):  # fmt: skip
+                 piece: int = 64, at_once: int = 512, cache: str = "compute", absent: Sequence[int] = ()):  # fmt: skip
         c = dataclasses.replace(cfg.model, capacity_factor=0.0)
         self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
@@ -82,11 +85,12 @@ class Engine:
         self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
+        self.drawable_V = jax.device_put(drawable(vocabulary, absent), everywhere)
         self.prefill, self.decode = extend(c, mesh, rows=True), extend(c, mesh)
 
-        def draw(logits_nV, asked: Asked, seen_bV, rows_n):
+        def draw(logits_nV, asked: Asked, seen_bV, rows_n, drawable_V):
             whole_nV = jax.lax.with_sharding_constraint(logits_nV, everywhere)
-            chosen = choose(whole_nV, asked, seen_bV[rows_n], vocabulary=vocabulary)
+            chosen = choose(whole_nV, asked, seen_bV[rows_n], drawable_V)
             return chosen, seen_bV.at[rows_n, chosen.token_b].set(True, mode="drop")
 
         set_row = lambda seen_bV, row, seen_V: seen_bV.at[row].set(seen_V)
@@ -187,7 +191,7 @@ class Engine:
         """Choose a token for each job from its logits. rows: where in the batch they are"""
         asked = Asked.of([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
         rows_n = np.int32([len(self.slots) if job is None else row for job, row in zip(jobs, rows, strict=True)])
-        chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n)
+        chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n, self.drawable_V)
         chosen = jax.device_get(chosen)
         for n, job in enumerate(jobs):
             if job is not None:

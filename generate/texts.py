@@ -94,7 +94,8 @@ class Sampler:
         if (key := (slots, context, piece)) not in self.engines:
             self.engines[key] = Engine(
                 self.cfg, self.unstacked, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
-                slots=slots, context=context, piece=piece, cache=self.cache)  # fmt: skip
+                slots=slots, context=context, piece=piece, cache=self.cache,
+                absent=tokenizers.absent(self.encoding))  # fmt: skip
         return self.engines[key]
 
     def engine_for(self, writings: list[Writing], slots: int) -> Engine:

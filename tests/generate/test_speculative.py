@@ -11,7 +11,7 @@ import tiktoken
 
 from config import replace
 from generate.engine import Engine, Job
-from generate.sampling import Asked, Request, filtered
+from generate.sampling import Asked, Request, drawable, filtered
 from generate.speculative import judge, propose, write
 from generate.texts import Sampler
 from sharding import make_mesh
@@ -32,7 +32,7 @@ def tables():
 def one_round(seed, settings):
     """K proposals after token 0, and what is made of them, where a token depends on the one before it alone."""
     model_VV, draft_VV = tables()
-    common = dict(mesh=one_device(), vocabulary=V)
+    common = dict(drawable_V=drawable(V), mesh=one_device())
     asked = jax.tree.map(np.asarray, Asked.of([(settings, 0)], V))
     asked = [asked.replace(seed=seed[None], count=np.int32([n])) for n in range(K)]
     seen_1V = seen = np.arange(V)[None] == 0
