@@ -14,7 +14,7 @@ import generate
 import utils
 from config import Count, MeshConfig, MeshFlag, Size, check
 from generate.sampling import Request, Settings
-from generate.texts import Sampler, Writing
+from generate.texts import Sampler, Writing, word
 from utils import UserError
 
 
@@ -82,7 +82,7 @@ def _settings(line: bytes, place: str) -> dict:
 
 def tokens_of(sampler: Sampler, one: Writing) -> list[dict]:
     """Each token of a text with its log-probability, and the likeliest ones with theirs."""
-    text = lambda token: sampler.encoding.decode_single_token_bytes(token).decode(errors="replace")
+    text = functools.partial(word, sampler.encoding)
     likeliest = lambda token: [(text(id), logprob) for id, logprob in token.alternatives]
     drawn = lambda token: {"token": text(token.id), "logprob": token.logprob, "likeliest": likeliest(token)}
     return [drawn(token) for token in one.tokens]

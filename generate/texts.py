@@ -64,6 +64,15 @@ class Writing(Job):
         self.text += self.piece
 
 
+def word(encoding: tiktoken.Encoding, id: int) -> str:
+    r"""The text of a token; bytes:\xe2\x82 where it is a part of a character, as OpenAI writes it."""
+    raw = encoding.decode_single_token_bytes(id)
+    try:
+        return raw.decode() or f"token_id:{id}"  # of SentencePiece's control tokens: two of them would be one
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
 def _begun(text: str, stop: str) -> int:
     """How many characters at the end of a text are the beginning of a stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

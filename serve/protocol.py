@@ -16,6 +16,7 @@ import tiktoken
 
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
+from generate.texts import word
 from serve.worker import News, Text
 from utils import UserError, nearest
 
@@ -295,9 +296,9 @@ class Choice:
 
     def of_completion(self, shown: list[tuple[Token, int]]) -> dict:
         asks = bool(self.text.settings.logprobs)
-        likeliest = lambda token: {self.word(id): _finite(logprob) for id, logprob in token.alternatives}
+        likeliest = lambda token: {word(self.encoding, id): _finite(logprob) for id, logprob in token.alternatives}
         return {
-            "tokens": [self.word(token.id) for token, _ in shown],
+            "tokens": [word(self.encoding, token.id) for token, _ in shown],
             "token_logprobs": [_finite(token.logprob) for token, _ in shown],
             "top_logprobs": [likeliest(token) for token, _ in shown] if asks else None,
             "text_offset": [offset for _, offset in shown],
@@ -305,12 +306,9 @@ class Choice:
 
     def of_chat(self, shown: list[tuple[Token, int]]) -> dict:
         raw = lambda id: [*self.encoding.decode_single_token_bytes(id)]
-        one = lambda id, logprob: {"token": self.word(id), "logprob": _finite(logprob), "bytes": raw(id)}
+        one = lambda id, logprob: {"token": word(self.encoding, id), "logprob": _finite(logprob), "bytes": raw(id)}
         more = lambda token: {"top_logprobs": [one(*pair) for pair in token.alternatives]}
         return {"content": [one(token.id, token.logprob) | more(token) for token, _ in shown], "refusal": None}
-
-    def word(self, id: int) -> str:
-        return self.encoding.decode_single_token_bytes(id).decode(errors="replace")
 
 
 def _finite(logprob: float) -> float:

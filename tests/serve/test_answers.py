@@ -1,12 +1,15 @@
 """OpenAI's own client, as it comes, asks a server on loopback."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from generate.engine import Token
 from generate.sampling import Request
-from serve.protocol import chat_text
-from tests.generate.models import EOT, follow, rule_text
+from generate.texts import word
+from serve.protocol import Choice, chat_text
+from tests.generate.models import BYTES, EOT, follow, rule_text
 
 
 def completion(server, **asked):
@@ -100,6 +103,22 @@ def test_log_probabilities(rule, server):
         assert len(token.top_logprobs) == 2
     [choice] = server.client.chat.completions.create(**chat, logprobs=True).choices
     assert [token.top_logprobs for token in choice.logprobs.content] == [[], [], []]
+
+
+def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
+    """Catches two tokens of one spelling: of the likeliest, by their names, one would be lost."""
+    names = [word(BYTES, byte) for byte in range(256)]
+    assert len({*names}) == 256 and (names[0xE2], names[0x7F]) == (r"bytes:\xe2", "\x7f")
+    likely = [(0xE2, -0.5), (0x97, -1.0), (ord("a"), -2.0)]
+    text = SimpleNamespace(settings=Request(logprobs=3))
+    asked = SimpleNamespace(texts=[text], chat=False, logprobs=True)
+    choice = Choice(asked, 0, BYTES)
+    choice.pending = [Token(0xE2, -0.5, likely), Token(ord("a"), -2.0, likely)]
+    got = choice.part("\ufffda", "length", delta=False)["logprobs"]
+    assert got["tokens"] == [r"bytes:\xe2", "a"] and got["text_offset"] == [0, 0]
+    assert got["top_logprobs"] == [{r"bytes:\xe2": -0.5, r"bytes:\x97": -1.0, "a": -2.0}] * 2
+    assert [one["bytes"] for one in choice.of_chat([(Token(0xE2, -0.5, likely), 0)])["content"][0]["top_logprobs"]] == [
+        [0xE2], [0x97], [97]]  # fmt: skip
 
 
 def test_a_chat(server):
