@@ -37,7 +37,7 @@ from weights.families import (
     to_ours,
     to_theirs,
 )
-from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, reported, write_tensors
+from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
 
 BLOCK_BYTES = 2**29  # of a parameter of a checkpoint, at most so much is read at once
 
@@ -69,13 +69,11 @@ def from_hf(
     directory: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read, here or in a bucket")
     ],
-    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to make, e.g. runs/x")],
+    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to make, here or in a bucket")],
     table: Table = "",
 ) -> None:
     """Convert a Hugging Face folder (config.json, *.safetensors) into a run directory."""
     run_table(table)
-    if is_remote(str(out)):
-        raise UserError(f"--out {out}: a run lies on this machine, e.g. runs/x; slim and to-hf write to buckets")
     theirs = Folder(directory)
     hf = theirs.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
@@ -86,17 +84,12 @@ def from_hf(
     for piece in all_pieces:
         for part in piece.parts:
             parts.setdefault(part.name, []).append((part.index, piece, part))
+    leaves = [leaf(name, sorted(parts[name]), declared, tensors) for name in declared]
     with fresh_folder(out) as folder:
-        weights = Path(folder.root) / "weights"
-        weights.mkdir()
-        size = lambda name: declared[name].size * np.dtype(tensors.dtype(parts[name][0][1].theirs)).itemsize
-        index = {}
-        for name in reported(list(declared), size, "from-hf"):
-            index[name] = write_leaf(weights, name, declared, sorted(parts[name]), tensors)
-        folder.write("weights/index.json", json.dumps(index, indent=1) + "\n")
+        write_tensors(folder, leaves, "from-hf")
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in KEPT}}
-        folder.write("config.json", json.dumps(_run_config(c, Path(out)) | about, indent=1) + "\n")
-    log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(index)} arrays")
+        folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
+    log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
     log(f"precision  {c.precision.parameters} parameters, as the files hold them, {c.precision.compute} compute")
 
 
@@ -112,25 +105,21 @@ def held_precision(tensors: Tensors, all_pieces: list[Piece]) -> Precision:
     return Precision(parameters=narrow(set(dtypes.values())), compute=narrow({dtypes[embedding]}))
 
 
-def _run_config(c: ModelConfig, out: Path) -> dict:
-    settings = {"model": c, "run.name": out.resolve().name, "run.dir": str(out.parent)}
+def _run_config(c: ModelConfig, out: str) -> dict:
+    path, here = Path(str(out)), {} if is_remote(str(out)) else {"run.dir": str(Path(out).parent)}
+    settings = {"model": c, "run.name": path.resolve().name} | here
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
 
-def write_leaf(folder: Path, name: str, declared, parts: list, tensors: Tensors) -> dict:
-    """Write one parameter, one tensor of theirs after the other: stacking letters lead, so theirs follow each other."""
-    d = declared[name]
-    dtype = tensors.dtype(parts[0][1].theirs)
-    stored = "uint16" if dtype == "bfloat16" else dtype  # .npy knows no bfloat16
-    with (folder / f"{name}.npy").open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(stored)), "fortran_order": False, "shape": d.shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for _, piece, part in parts:
-            if tensors.dtype(piece.theirs) != dtype:
-                raise UserError(f"{piece.theirs} is {tensors.dtype(piece.theirs)}, {parts[0][1].theirs} is {dtype}; "
-                                f"both belong to {name}, which has one dtype")  # fmt: skip
-            file.write(to_ours(tensors.read(piece.theirs), piece, part, declared).view(stored).data)
-    return {"shape": d.shape, "dtype": dtype}
+def leaf(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
+    """One parameter, of one tensor of theirs after the other: stacking letters lead, so theirs follow each other."""
+    dtype = tensors.dtype(first := parts[0][1].theirs)
+    for _, piece, _ in parts:
+        if tensors.dtype(piece.theirs) != dtype:
+            raise UserError(f"{piece.theirs} is {tensors.dtype(piece.theirs)}, {first} is {dtype}; both belong to "
+                            f"{name}, which has one dtype")  # fmt: skip
+    ours = lambda: (to_ours(tensors.read(piece.theirs), piece, part, declared) for _, piece, part in parts)
+    return Tensor(name, declared[name].shape, dtype, ours)
 
 
 # Our weights ----------------------------------------------------------------------------------------------------------
@@ -160,7 +149,10 @@ def holds_weights_alone(run: str | Path) -> bool:
 
 
 def open_weights(run: str | Path) -> dict:
-    """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed."""
+    """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed.
+
+    `from_hf` wrote .npy files before 26 November 2026.
+    """
     folder = Folder(run)
     if any(map(folder.has, FILES)):
         tensors = Tensors(folder)

@@ -17,7 +17,7 @@ import safetensors.numpy
 import generate
 import model
 import sharding
-from config import preset, replace
+from config import Config, preset, replace
 from generate import cache
 from generate.runs import open_run
 from tests.helpers import draw
@@ -157,8 +157,10 @@ def test_a_bucket_serves_as_a_folder_does(run, bucket, tmp_path):
     assert served(f"{bucket}/slim")
 
     fsspec.filesystem("memory").put(f"{LLAMA}/", "/bucket/llama/", recursive=True)
-    assert command("from-hf", f"{bucket}/llama", "--out", tmp_path / "llama") == 0
-    assert command("to-hf", tmp_path / "llama", "--out", f"{bucket}/hf") == 0
+    assert command("from-hf", f"{bucket}/llama", "--out", f"{bucket}/ours") == 0
+    about = json.loads(fsspec.filesystem("memory").cat("/bucket/ours/config.json"))
+    assert (about["config"]["run"]["name"], about["config"]["run"]["dir"]) == ("ours", Config().run.dir)
+    assert command("to-hf", f"{bucket}/ours", "--out", f"{bucket}/hf") == 0
     fsspec.filesystem("memory").get("/bucket/hf/", f"{tmp_path}/hf/", recursive=True)
     assert equal(tensors_of(tmp_path / "hf"), tensors_of(LLAMA))
 
@@ -196,13 +198,14 @@ class Full:
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("words", [["slim"], ["to-hf", "--out"]])
+@pytest.mark.parametrize("words", [["slim"], ["to-hf", "--out"], ["from-hf", "--out"]])
 def test_what_is_cut_off_is_not_there(words, error, far, run, bucket, tmp_path, monkeypatch, capsys):
     """Catches half a folder that loads, a full disk that ends in a traceback, and one that is left full."""
     opened = folders.Folder.open
     monkeypatch.setattr(folders.Folder, "open", lambda folder, name: Full(opened(folder, name), 60_000, error))
     out = f"{bucket}/out" if far else tmp_path / "out"
-    status, said = command(words[0], run, *words[1:], out), capsys.readouterr().err
+    source = LLAMA if words[0] == "from-hf" else run
+    status, said = command(words[0], source, *words[1:], out), capsys.readouterr().err
     if isinstance(error, OSError):
         assert status == 2 and said.startswith(f"error: {out} cannot be written: No space left on device")
         assert said.count("\n") == 1 and said.endswith("; nothing of it is kept\n")
@@ -241,7 +244,6 @@ MISTAKES = {
     "no step": (["slim", "RUN", "OUT", "--step", "7"], "has no checkpoint of step 7; it has 3, 12"),
     "there": (["slim", "RUN", "RUN"], "exists; choose another folder, or delete it"),
     "there, far": (["slim", "RUN", "memory://bucket"], "memory://bucket exists; choose another folder, or delete it"),
-    "a far run": (["from-hf", LLAMA, "--out", "memory://bucket/x"], "a run lies on this machine, e.g. runs/x"),
     "no scores": (["slim", "RUN", "OUT", "--scores", "nowhere.json"], "--scores nowhere.json: No such file or di"),
     "another family": (["to-hf", "RUN", "--out", "OUT", "--family", "llama"], "cannot be written as llama"),
     "no protocol": (["slim", "RUN", "nosuch://x/y"], "nosuch"),
