@@ -3,6 +3,9 @@
 An engine has a fixed number of slots, each a row of one cache. A step is one token of every text that is being written
 (decode), then some pieces of prompts (prefill): two compiled functions of two shapes, whatever the lengths. What a
 request draws depends on its tokens, settings and seed, and on no other request.
+
+A row keeps a prompt until another is read into it. Of a prompt that begins like one of them, whole pieces are copied:
+the n samples of one prompt read it once. They are bit for bit what would be read, since pieces are cut in one way.
 """
 
 import dataclasses
@@ -16,10 +19,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
-from generate.cache import NOWHERE, empty_cache, extend, unstack
+from generate.cache import NOWHERE, copier, empty_cache, extend, unstack
 from generate.sampling import Asked, Chosen, Settings, choose, drawable
 from sharding import BATCH, CONTEXT
 from utils import UserError
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens two begin with alike."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
+    return int(differ[0]) if len(differ) else n
 
 
 @dataclasses.dataclass
@@ -83,10 +93,11 @@ class Engine:
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
+        self.kept: list[list[int]] = [[]] * slots  # tokens of prompts that each row of the cache holds
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
         self.drawable_V = jax.device_put(drawable(vocabulary, absent), everywhere)
-        self.prefill, self.decode = extend(c, mesh, rows=True), extend(c, mesh)
+        self.prefill, self.decode, self.copy = extend(c, mesh, rows=True), extend(c, mesh), copier(c, mesh)
 
         def draw(logits_nV, asked: Asked, seen_bV, rows_n, drawable_V):
             whole_nV = jax.lax.with_sharding_constraint(logits_nV, everywhere)
@@ -136,7 +147,7 @@ class Engine:
         self.submit(job)
         while not (job.tokens or job.ended):
             self.step()
-        self.slots[0] = None
+        self.slots[0], self.kept = None, [[]] * len(self.slots)
         return job
 
     def let_in(self) -> None:
@@ -159,8 +170,24 @@ class Engine:
             found.append(next((job for job in rows if job is not None and job.read < len(job.prompt)), None))
         return found
 
+    def take_over(self, reading: list[Job | None]) -> None:
+        """Let prompts that are begun copy what a row of the same device along BATCH holds of them."""
+        n, per_group = len(reading), len(self.slots) // self.groups
+        from_n, to_n = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        for i, job in enumerate(reading):
+            if job is not None and not job.read:
+                mine = range(i * per_group, (i + 1) * per_group)
+                begun = lambda at, prompt=job.prompt: common(prompt[:-1], self.kept[at]) // self.piece * self.piece
+                best = max(mine, key=begun)
+                job.read = begun(best)
+                if job.read:
+                    from_n[i], to_n[i] = best % per_group, self.slots.index(job) % per_group
+        if np.any(from_n != to_n):
+            self.cache = self.copy(self.cache, from_n, to_n)
+
     def read(self, reading: list[Job | None]) -> list[Job]:
         """Put a piece of each prompt into the cache; where it is the last, draw the first token."""
+        self.take_over(reading)
         n, per_group = len(reading), len(self.slots) // self.groups
         tokens_ns = np.zeros((n, self.piece), np.int32)
         positions_ns = np.full((n, self.piece), NOWHERE, np.int32)
@@ -172,6 +199,7 @@ class Engine:
                 positions_ns[i, : len(ids)] = np.arange(job.read, job.read + len(ids))
                 last_n[i], at_n[i] = len(ids) - 1, self.slots.index(job) % per_group
                 job.read += len(ids)
+                self.kept[self.slots.index(job)] = job.prompt[: job.read]
                 done[i] = job if job.read == len(job.prompt) else None
         logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, last_n, at_n)
         rows = [i * per_group + int(at_n[i]) for i in range(n)]

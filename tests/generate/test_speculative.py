@@ -141,6 +141,7 @@ def test_a_draft_that_is_the_model_is_always_right():
     model, k = engine(), 4
     twin = copy.copy(model)  # which compiles nothing of its own
     twin.cache, twin.seen_bV, twin.slots = jax.tree.map(jax.numpy.copy, model.cache), model.seen_bV.copy(), [None]
+    twin.kept = [[]]
     for settings in (dict(), dict(temperature=0.7, seed=5), dict(temperature=1.3, top_p=0.8, repetition_penalty=1.5)):
         one = job("abc", 1 + 3 * (k + 1), **settings)
         rounds = write(model, twin, one, k)
