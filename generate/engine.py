@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
 from generate.cache import NOWHERE, copier, empty_cache, extend, unstack
-from generate.sampling import Asked, Chosen, Settings, choose, drawable
+from generate.sampling import Asked, Chosen, Settings, choose, drawable, of_given
 from sharding import BATCH, CONTEXT
 from utils import UserError
 
@@ -58,6 +58,7 @@ class Job:
         self.prompt, self.settings, self.room = prompt, settings, room
         self.read = 0  # tokens of the prompt that are in the cache
         self.tokens: list[Token] = []
+        self.given: list[Token] | None = None  # a list: the tokens of the prompt are to come into it, but the first
         self.ended = ""
 
     def take(self, token: Token, end: int) -> None:
@@ -104,6 +105,11 @@ class Engine:
             chosen = choose(whole_nV, asked, seen_bV[rows_n], drawable_V)
             return chosen, seen_bV.at[rows_n, chosen.token_b].set(True, mode="drop")
 
+        def score(logits_nmV, targets_nm, drawable_V):
+            whole_nmV = jax.lax.with_sharding_constraint(logits_nmV, everywhere)
+            return of_given(whole_nmV.reshape(-1, whole_nmV.shape[-1]), targets_nm.reshape(-1), drawable_V)
+
+        self.score = jax.jit(score, out_shardings=everywhere)
         set_row = lambda seen_bV, row, seen_V: seen_bV.at[row].set(seen_V)
         self.draw = jax.jit(draw, out_shardings=everywhere, donate_argnums=2)
         self.set_row = jax.jit(set_row, out_shardings=everywhere, donate_argnums=0)
@@ -168,14 +174,16 @@ class Engine:
         for group in range(self.groups):
             rows = self.slots[group * per_group : (group + 1) * per_group]
             found.append(next((job for job in rows if job is not None and job.read < len(job.prompt)), None))
-        return found
+        # What is compiled to score whole pieces may round differently: who is not scored does not share it.
+        kinds = [job.given is None for job in found if job is not None]
+        return [job if job is not None and (job.given is None) == kinds[0] else None for job in found]
 
     def take_over(self, reading: list[Job | None]) -> None:
         """Let prompts that are begun copy what a row of the same device along BATCH holds of them."""
         n, per_group = len(reading), len(self.slots) // self.groups
         from_n, to_n = np.zeros(n, np.int32), np.zeros(n, np.int32)
         for i, job in enumerate(reading):
-            if job is not None and not job.read:
+            if job is not None and not job.read and job.given is None:
                 mine = range(i * per_group, (i + 1) * per_group)
                 begun = lambda at, prompt=job.prompt: common(prompt[:-1], self.kept[at]) // self.piece * self.piece
                 best = max(mine, key=begun)
@@ -201,9 +209,26 @@ class Engine:
                 job.read += len(ids)
                 self.kept[self.slots.index(job)] = job.prompt[: job.read]
                 done[i] = job if job.read == len(job.prompt) else None
-        logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, last_n, at_n)
+        scored = any(job is not None and job.given is not None for job in reading)
+        wanted = np.tile(np.arange(self.piece, dtype=np.int32), (n, 1)) if scored else last_n
+        logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, wanted, at_n)
+        if scored:
+            self.add_given(reading, logits_nV)
+            logits_nV = logits_nV[np.arange(n), last_n]
         rows = [i * per_group + int(at_n[i]) for i in range(n)]
         return self.give(logits_nV, done, rows) if any(job is not None for job in done) else []
+
+    def add_given(self, reading: list[Job | None], logits_nmV) -> None:
+        """Score what follows each token of the pieces that were just read."""
+        m, targets_nm, after = self.piece, np.zeros(logits_nmV.shape[:2], np.int32), []
+        for i, job in enumerate(reading):
+            begin = (job.read - 1) // m * m if job is not None else 0
+            after.append(job.prompt[begin + 1 : begin + m + 1] if job is not None else [])
+            targets_nm[i, : len(after[-1])] = after[-1]
+        chosen = jax.device_get(self.score(logits_nmV, targets_nm, self.drawable_V))
+        for i, job in enumerate(reading):
+            for j in range(len(after[i])):
+                job.given.append(Token.of(chosen, i * m + j, job.settings.logprobs))
 
     def write(self, writing: list[bool]) -> list[Job]:
         """Draw the next token of each text that is being written."""
@@ -222,6 +247,8 @@ class Engine:
         chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n, self.drawable_V)
         chosen = jax.device_get(chosen)
         for n, job in enumerate(jobs):
-            if job is not None:
+            if job is not None and job.room:
                 job.take(Token.of(chosen, n, job.settings.logprobs), self.end)
+            elif job is not None:  # who asks for no token asked for its prompt's
+                job.ended = job.ended or "length"
         return [job for job in jobs if job is not None]

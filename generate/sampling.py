@@ -152,6 +152,15 @@ def of_tokens(logits_bV, drawable_V):
 
 
 @jax.jit
+def of_given(logits_nV, token_n, drawable_V) -> Chosen:
+    """What `choose` says of tokens, for tokens that were there before."""
+    logprobs_nV = jax.nn.log_softmax(of_tokens(logits_nV, drawable_V))
+    logprob_n = jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0]
+    logprobs_nA, likeliest_nA = jax.lax.top_k(logprobs_nV, min(MOST_ALTERNATIVES, len(drawable_V)))
+    return Chosen(token_n, logprob_n, likeliest_nA, logprobs_nA)
+
+
+@jax.jit
 def choose(logits_bV, asked: Asked, seen_bV, drawable_V) -> Chosen:
     """Draw one token a row.
 

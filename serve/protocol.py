@@ -5,6 +5,7 @@ may be drawn, and 16 tokens of a completion, or of a chat as many as there is ro
 """
 
 import codecs
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -50,7 +51,7 @@ NOT_HERE = {
     "presence_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
     "frequency_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
     "logit_bias": (({},), "top_k, top_p and min_p choose among tokens"),
-    "echo": ((False,), "put the prompt in front of the text yourself"),
+    "echo": ((False,), "ask for a completion, whose prompt may be a chat's text"),
     "suffix": (("",), "texts are continued at their end alone"),
     "best_of": ((1,), "ask for n texts with logprobs, and choose"),
     "tools": (([],), "describe them in the prompt, and read the text"),
@@ -64,7 +65,7 @@ NOT_HERE = {
 }  # fmt: skip
 SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "n", "max_tokens",
           "stream", "stream_options", "logprobs")  # fmt: skip
-COMPLETION = (*SHARED, "prompt")
+COMPLETION = (*SHARED, "prompt", "echo")
 CHAT = (*SHARED, "messages", "max_completion_tokens", "top_logprobs")
 
 
@@ -82,6 +83,7 @@ class Asked:
     stream: bool
     usage: bool  # send what was used at the end of a stream
     logprobs: bool
+    echo: list[bool]  # answer the prompts too: of each text, whether the end of text before it is ours; empty: do not
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Served:
         for name in [*values]:
             if values[name] is None or name in UNUSED:
                 del values[name]
-            elif name in NOT_HERE:
+            elif name in NOT_HERE and name not in known:
                 nothing, instead = NOT_HERE[name]
                 if values.pop(name) not in nothing:
                     raise bad(name, f"{name} is not supported; {instead}")
@@ -113,11 +115,20 @@ class Served:
         prompts = [self.chat_prompt(values)] if chat else self.prompts(values)
         if n < 1 or n * len(prompts) > MOST_TEXTS:
             raise bad("n", f"n={n} texts of {len(prompts)} prompts: 1 to {MOST_TEXTS} texts can be asked for at a time")
-        settings = self.settings(values, chat)
+        echo, logprobs = _of(values, "echo", bool, False), _wants_logprobs(values)
+        if echo and stream:
+            raise bad("echo", "echo is not for a stream: it has the prompt's tokens once all are read")
+        nothing = not chat and _of(values, "max_tokens", int, 1) == 0  # but what is said of the prompt
+        settings = self.settings(values | {"max_tokens": 1} if nothing else values, chat)
         seed = settings.seed
         texts = [Text(self.encoding, dataclasses.replace(settings, seed=seed + at), prompt, self.context)
                  for at, prompt in enumerate(prompt for prompt in prompts for _ in range(n))]  # fmt: skip
-        return Asked(self.model, texts, n, chat, stream, bool(options.get("include_usage")), _wants_logprobs(values))
+        for text in texts:
+            text.room = 0 if nothing else text.room
+            text.given = [] if echo and logprobs else None
+        given = values["prompt"] if echo else []
+        ours = [isinstance(one, str) for one in ([given] if given and _is_one(given) else given) for _ in range(n)]
+        return Asked(self.model, texts, n, chat, stream, bool(options.get("include_usage")), logprobs, ours)
 
     def check_model(self, name: str | None) -> None:
         if name is None:
@@ -150,8 +161,7 @@ class Served:
         prompt = _of(values, "prompt", (str, list), None)
         if prompt is None:
             raise bad("prompt", "prompt is missing; give a text, token ids, or a list of either")
-        is_one = isinstance(prompt, str) or (prompt and all(isinstance(x, int) for x in prompt))
-        found = [self.ids(one) for one in ([prompt] if is_one else prompt)]
+        found = [self.ids(one) for one in ([prompt] if _is_one(prompt) else prompt)]
         if not found:
             raise bad("prompt", "prompt=[]: no text to continue; an empty text is ''")
         return found
@@ -169,13 +179,18 @@ class Served:
             whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
             if not whole or not found:
                 raise bad("prompt", "prompt: should be a text, token ids, or a list of either, none of them empty")
-            if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab]:
+            if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
                 raise bad("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if (excess := len(found) + 1 - self.context) > 0:
             more = ", the end of text before it included," if isinstance(prompt, str) else ""
             raise bad("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of {self.context} "
                       f"tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
         return found
+
+    def is_token(self, id: int) -> bool:
+        with contextlib.suppress(KeyError):
+            return self.encoding.decode_single_token_bytes(id) is not None
+        return False
 
     def chat_prompt(self, values: dict) -> list[int]:
         messages = _of(values, "messages", list, None)
@@ -218,6 +233,10 @@ def read_json(body: bytes) -> dict:
     if not isinstance(values, dict):
         raise Refused(400, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}')
     return values
+
+
+def _is_one(prompt: str | list) -> bool:
+    return isinstance(prompt, str) or (bool(prompt) and all(isinstance(x, int) for x in prompt))
 
 
 def _of(values: dict, name: str, kind: type | tuple, default):
@@ -272,7 +291,13 @@ class Choice:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending: list[Token] = []
         self.sent, self.offset = 0, 0  # characters that were sent, and that stand before the first pending token
-        self.begun = False
+        self.begun, self.echoed = False, ""
+
+    def begin_with_prompt(self) -> None:
+        """Put the prompt before the text, and its tokens, without the end of text that is ours."""
+        ours, ids = self.asked.echo[self.index], self.text.prompt
+        self.echoed = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
+        self.pending = [Token(ids[0], None, []), *(self.text.given or [])][ours:] + self.pending
 
     def part(self, piece: str, ended: str, delta: bool) -> dict:
         """A piece of the text as JSON, with the tokens that begin in it. delta: as a part of a stream"""
@@ -296,7 +321,8 @@ class Choice:
 
     def of_completion(self, shown: list[tuple[Token, int]]) -> dict:
         asks = bool(self.text.settings.logprobs)
-        likeliest = lambda token: {word(self.encoding, id): _finite(logprob) for id, logprob in token.alternatives}
+        named = lambda token: {word(self.encoding, id): _finite(logprob) for id, logprob in token.alternatives}
+        likeliest = lambda token: None if token.logprob is None else named(token)
         return {
             "tokens": [word(self.encoding, token.id) for token, _ in shown],
             "token_logprobs": [_finite(token.logprob) for token, _ in shown],
@@ -311,9 +337,9 @@ class Choice:
         return {"content": [one(token.id, token.logprob) | more(token) for token, _ in shown], "refusal": None}
 
 
-def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
-    return max(-9999.0, logprob)
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity. None: of a first token, which nothing stands before."""
+    return None if logprob is None else max(-9999.0, logprob)
 
 
 class Answers:
@@ -335,7 +361,9 @@ class Answers:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def whole(self) -> dict:
-        choices = [choice.part(choice.text.text, choice.text.ended, delta=False) for choice in self.choices]
+        for choice in self.choices if self.asked.echo else ():
+            choice.begin_with_prompt()
+        choices = [choice.part(choice.echoed + choice.text.text, choice.text.ended, False) for choice in self.choices]
         return self.about | {"choices": choices, "usage": self.usage()}
 
     def add(self, news: News) -> bytes:

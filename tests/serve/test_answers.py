@@ -105,6 +105,29 @@ def test_log_probabilities(rule, server):
     assert [token.top_logprobs for token in choice.logprobs.content] == [[], [], []]
 
 
+def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
+    """What lm-evaluation-harness asks of a server. Catches scores a token off, those of another piece of the prompt
+    than it lies in, a first token that is scored by nothing, and a token drawn where none is asked for."""
+    [want] = rule.write([Request("ab", tokens=15, temperature=9, top_k=0, top_p=1, seed=2, logprobs=2)])
+    ids = [EOT, *b"ab", *(token.id for token in want.tokens)]
+    assert len(want.tokens) == 15 and len({*ids}) > 12
+    asked = dict(prompt=[ids, "!$'"], echo=True, logprobs=2)
+    scored, text = (choice.logprobs for choice in completion(server, **asked, max_tokens=0).choices)
+    assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None and len(scored.tokens) == len(ids)
+    # Float32: a whole piece at once, another order of sums.
+    assert scored.token_logprobs[3:] == pytest.approx([token.logprob for token in want.tokens], abs=1e-3)
+    for got, token in zip(scored.top_logprobs[3:], want.tokens, strict=True):
+        assert [*got.values()] == pytest.approx([logprob for _, logprob in token.alternatives], abs=1e-3)
+    assert text.tokens == ["!", "$", "'"] and text.text_offset == [0, 1, 2] and None not in text.token_logprobs
+    assert text.token_logprobs[1:] == [max(likeliest.values()) for likeliest in text.top_logprobs[1:]], "it is the rule"
+    got = completion(server, prompt="!$'", echo=True, logprobs=1, max_tokens=2)
+    assert got.choices[0].text == rule_text("!", 4) == "".join(got.choices[0].logprobs.tokens)
+    assert completion(server, prompt="!$", echo=True, max_tokens=2).choices[0].text == rule_text("!", 3)
+    nothing = completion(server, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == ("", "length")
+    assert nothing.usage.completion_tokens == 0
+
+
 def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
     """Catches two tokens of one spelling: of the likeliest, by their names, one would be lost."""
     names = [word(BYTES, byte) for byte in range(256)]
