@@ -94,13 +94,15 @@ def main(argv: list[str] | None = None) -> int:
     check(args)
     api_key = read_key(args)
     try:
-        from serve import lifetime
+        from serve import lifetime, template
     except ModuleNotFoundError as error:
         raise UserError(f"{error}; install it with: make extra-serve") from error
     utils.use_devices(args.devices)
     with listen(args.host, args.port) as knock:
         sampler, engine = load(args)
-        served = lifetime.Served(Path(args.run).resolve().name, sampler.encoding, engine.context)
+        beside = [str(Path(args.tokenizer).parent)] if Path(args.tokenizer).is_file() else []
+        found = template.find(args.run, *beside) if hasattr(sampler.encoding, "encode") else None  # not SentencePiece
+        served = lifetime.Served(Path(args.run).resolve().name, sampler.encoding, engine.context, found)
         return asyncio.run(lifetime.run(knock, served, engine, args.queue, api_key, args.timeout_s))
 
 

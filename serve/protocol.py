@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jinja2
 import tiktoken
 
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
 from generate.texts import word
+from serve.template import Template
 from serve.worker import News, Text
 from utils import UserError, nearest
 
@@ -93,6 +95,7 @@ class Served:
     model: str
     encoding: tiktoken.Encoding
     context: int
+    template: Template | None = None  # None: a chat is a transcript, see `chat_text`
 
     def asked(self, body: bytes, chat: bool) -> Asked:
         """Raises: Refused."""
@@ -149,7 +152,7 @@ class Served:
         try:
             return Request(**{
                 "tokens": tokens, "temperature": 1.0, "top_p": 1.0, "top_k": values.get("top_k", 0),
-                "stop": (*stop, *([CHAT_STOP] if chat else [])), "seed": values.get("seed", secrets.randbits(32)),
+                "stop": (*stop, *(self.chat_stop() if chat else [])), "seed": values.get("seed", secrets.randbits(32)),
                 "logprobs": _alternatives(values, chat)} | given)  # fmt: skip
         except UserError as error:
             name = str(error).partition("=")[0]
@@ -192,11 +195,20 @@ class Served:
             return self.encoding.decode_single_token_bytes(id) is not None
         return False
 
+    def chat_stop(self) -> list[str]:
+        return [CHAT_STOP] if not self.template else [self.template.end] if self.template.end else []
+
     def chat_prompt(self, values: dict) -> list[int]:
         messages = _of(values, "messages", list, None)
         if not messages:
             raise bad("messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]')
-        return self.ids(chat_text([_message(message, f"messages[{n}]") for n, message in enumerate(messages)]))
+        said = [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+        if not self.template:
+            return self.ids(chat_text(said))
+        try:
+            return self.ids(self.encoding.encode(self.template.text(said), allowed_special="all"))
+        except jinja2.TemplateError as error:
+            raise bad("messages", f"messages: the model's chat template refuses them: {error}") from error
 
 
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}

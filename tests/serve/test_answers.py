@@ -4,12 +4,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import tiktoken
 
 from generate.engine import Token
 from generate.sampling import Request
 from generate.texts import word
-from serve.protocol import Choice, chat_text
+from serve import template
+from serve.protocol import Choice, Refused, Served, chat_text
 from tests.generate.models import BYTES, EOT, follow, rule_text
+from utils import UserError
 
 
 def completion(server, **asked):
@@ -168,6 +171,39 @@ def test_a_chat(server):
     del asked["max_completion_tokens"]
     rest = server.client.chat.completions.create(**asked)
     assert rest.usage.total_tokens == 24, "to the end of the context"
+
+
+QWEN = """{%- for m in messages %}
+    {%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content | trim + eos_token + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_a_chat_has_the_form_of_its_model(tmp_path):
+    """Catches a template that is passed over, special tokens read as their letters, an answer that goes on past its
+    end, and a template that reaches into this process."""
+    assert template.find(str(tmp_path)) is None
+    config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": QWEN}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    start, end = 257, 258
+    encoding = tiktoken.Encoding("q", pat_str="(?s:.+)", mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+                                 special_tokens={"<|endoftext|>": EOT, "<|im_start|>": start, "<|im_end|>": end}
+                                 )  # fmt: skip
+    served = Served("q", encoding, 99, template.find(str(tmp_path / "none"), str(tmp_path)))
+    ask = lambda *messages: served.asked(json.dumps({"model": "q", "messages": messages}).encode(), chat=True).texts[0]
+    one = ask({"role": "developer", "content": "Be brief. "}, {"role": "user", "content": "Hi <b>"})
+    turn = lambda role, text: [start, *f"{role}\n{text}".encode(), end, *b"\n"]
+    assert one.prompt == [*turn("system", "Be brief."), *turn("user", "Hi <b>"), start, *b"assistant\n"]
+    assert one.settings.stop == ("<|im_end|>",)
+    for source, why in (("{{ raise_exception('no') }}", "no$"), ("{{ ''.__class__.mro() }}", "is unsafe|is undefined")):
+        (tmp_path / "chat_template.jinja").write_text(source)
+        served = Served("q", encoding, 99, template.find(str(tmp_path)))
+        with pytest.raises(Refused, match=f"messages: the model's chat template refuses them: .*{why}"):
+            ask({"role": "user", "content": "x"})
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match="its chat template cannot be read: TemplateSyntaxError"):
+        template.find(str(tmp_path))
 
 
 def test_models_health_and_the_page(server):
