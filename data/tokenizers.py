@@ -78,6 +78,14 @@ def text_lengths(encoding: Encoding) -> np.ndarray:
     return lengths
 
 
+def absent(encoding: Encoding) -> list[int]:
+    """Ids below n_vocab that are no token's, as 100256 and fifteen others of cl100k_base: nothing decodes them."""
+    if isinstance(encoding, sp_model.SentencePiece):
+        return []  # it decodes what it does not use to nothing
+    there = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
+    return [id for id in range(encoding.n_vocab) if id not in there]
+
+
 def encode(encoding: Encoding, text: bytes) -> np.ndarray:
     """Turn UTF-8 into token ids; END_OF_TEXT inside the text is text like any other.
 

@@ -14,7 +14,7 @@ from config import Count, MeshConfig, MeshFlag, RunConfig, check
 from evaluate import show
 from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
-from evaluate.runs import Run, open_run
+from generate.runs import Run, open_run
 from train.directory import to_json
 from train.processes import end_together, join
 from utils import UserError
@@ -25,6 +25,7 @@ class Arguments:
     """What a run is worth: in tasks of lm-evaluation-harness, or in nats on the validation split of any tokens."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # training's, or made by weights from-hf
+    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
     tasks: str = ""  # names with commas between, of the harness's own or of files in include_path
     perplexity: str = ""  # directory of tokens, written by python -m data.prepare
     include_path: str = ""  # folder of task files, YAML, beside the harness's own
@@ -77,7 +78,7 @@ def of_tokens(args: Arguments) -> dict:
 def opened(args: Arguments) -> Run:
     """The run, on the devices of all processes: each answers the same requests."""
     utils.use_devices(args.devices, join(RunConfig()).count)
-    return open_run(args.run, args.mesh, args.tokenizer, args.seq_len)
+    return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks))
 
 
 @end_together

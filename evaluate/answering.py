@@ -10,8 +10,8 @@ import generate
 from data import tokenizers
 from evaluate import show
 from evaluate.answers import Answers, key_of
-from evaluate.runs import Run
 from evaluate.scoring import Pair, Score, Scorer
+from generate.runs import Run
 from utils import UserError
 
 
@@ -23,9 +23,6 @@ class Answerer:
     """
 
     def __init__(self, run: Run, rows: int = 32, bos: str = "", cache: str = ""):
-        if run.encoding is None:
-            raise UserError(f"{run.name} names no tokenizer, and tasks are texts; name it with --tokenizer, a "
-                            "tokenizer.json, a file of ranks, or bytes")  # fmt: skip
         self.run, self.encoding, self.rows, self.most = run, run.encoding, rows, run.cfg.data.seq_len
         self.bos = [special(run.encoding, bos)] if bos else []
         self.prefix = (*self.bos, run.encoding.eot_token)[0]  # what stands before a text that has nothing before it

@@ -6,7 +6,7 @@ import dataset
 import pipeline
 from config import replace
 from evaluate import show
-from evaluate.runs import Run
+from generate.runs import Run
 from train import progress
 from utils import UserError
 

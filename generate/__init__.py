@@ -2,11 +2,11 @@
 
 Open `engine.py` first: requests that share a batch. `cache.py` is the model a few tokens at a time, `sampling.py` how a
 token is chosen, `beam.py` how the likeliest text is searched, `speculative.py` how a small model hurries a large one,
-`quantised.py` how weights and cache become int8; `texts.py` is what most want: texts in, texts out. A command too:
-`python -m generate`.
+`quantised.py` how weights and cache become int8; `runs.py` opens the folder of a run; `texts.py` is what most want:
+texts in, texts out. A command too: `python -m generate`.
 
 From outside: `load`, `sample`, `Sampler` and `Request`, which are read from `texts.py` (and with it JAX) when they are
-first named; `engine` and `texts` by `serve/` and `evaluate/`; `cache` by who looks at it.
+first named; `runs.open_run`; `engine` and `texts` by `serve/` and `evaluate/`; `cache` by who looks at it.
 """
 
 NAMES = ("load", "sample", "prompt_ids", "Sampler", "Request")

@@ -14,7 +14,7 @@ import generate
 import utils
 from config import Count, MeshConfig, MeshFlag, Size, check
 from generate.sampling import Request, Settings
-from generate.texts import Sampler, Writing
+from generate.texts import Sampler, Writing, word
 from utils import UserError
 
 
@@ -23,6 +23,8 @@ class Arguments(Settings):
     """Continue texts with a trained model."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
+    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
+    tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
     prompt: tuple[str, ...] = ()  # texts to continue, one continuation each
     prompts: str = ""  # file of prompts, or - for standard input: a line is a text, or JSON {"prompt": .., "top_k": ..}
     beams: Count = 0  # search the likeliest text with so many beams, and draw nothing; --json prints what all found
@@ -80,7 +82,7 @@ def _settings(line: bytes, place: str) -> dict:
 
 def tokens_of(sampler: Sampler, one: Writing) -> list[dict]:
     """Each token of a text with its log-probability, and the likeliest ones with theirs."""
-    text = lambda token: sampler.encoding.decode_single_token_bytes(token).decode(errors="replace")
+    text = functools.partial(word, sampler.encoding)
     likeliest = lambda token: [(text(id), logprob) for id, logprob in token.alternatives]
     drawn = lambda token: {"token": text(token.id), "logprob": token.logprob, "likeliest": likeliest(token)}
     return [drawn(token) for token in one.tokens]
@@ -166,8 +168,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--logprobs are printed as JSON; add --json")
     check_one_way(args, requests)
     utils.use_devices(args.devices)
-    load = functools.partial(generate.load, mesh=args.mesh, weights=args.weights, cache=args.cache)
-    sampler = load(args.run)
+    load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,
+                             tokenizer=args.tokenizer)  # fmt: skip
+    sampler = load(args.run, step=args.step)
     one_by_one = functools.partial(show_beams, sampler)
     if args.draft:
         one_by_one = functools.partial(show_drafted, sampler, draft=load(args.draft))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from config import ModelConfig
 from generate.cache import NOWHERE, ROWS_DIM, cache_spec
 from generate.engine import Engine, Job
-from generate.sampling import Settings
+from generate.sampling import Settings, of_tokens
 from sharding import BATCH, all_gather
 from xla import ordered
 
@@ -54,11 +54,11 @@ def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
     return ordered.jit(local, mesh, out_shardings=NamedSharding(mesh, spec))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "count", "vocabulary"))
-def likeliest(logits_bV, logprob_b, *, mesh: Mesh, count: int, vocabulary: int):
+@functools.partial(jax.jit, static_argnames=("mesh", "count"))
+def likeliest(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: int):
     """Of all beams, each continued by all tokens, the likeliest: log-probabilities, parents and tokens, best first."""
-    everywhere = NamedSharding(mesh, P())
-    logits_bV = jax.lax.with_sharding_constraint(logits_bV, everywhere)[:, :vocabulary]
+    everywhere, vocabulary = NamedSharding(mesh, P()), len(drawable_V)
+    logits_bV = of_tokens(jax.lax.with_sharding_constraint(logits_bV, everywhere), drawable_V)
     logprobs_bV = logprob_b[:, None] + jax.nn.log_softmax(logits_bV)
     logprob_n, at_n = jax.lax.top_k(logprobs_bV.reshape(-1), min(count, logprobs_bV.size))
     return jax.lax.with_sharding_constraint((logprob_n, at_n // vocabulary, at_n % vocabulary), everywhere)
@@ -85,8 +85,7 @@ def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty:
             engine.params, engine.cache, np.int32(last_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(rows, np.int32))  # fmt: skip
         # Each beam has one continuation that ends: of the 2 * width likeliest, `width` do not.
-        found = jax.device_get(likeliest(logits_bV, logprob_b, mesh=engine.mesh, count=2 * width,
-                                         vocabulary=engine.vocabulary))  # fmt: skip
+        found = jax.device_get(likeliest(logits_bV, logprob_b, engine.drawable_V, mesh=engine.mesh, count=2 * width))
         made = [(Beam((*live[parent].tokens, int(token)), float(logprob), bool(token == engine.end)), int(parent))
                 for logprob, parent, token in zip(*found, strict=True) if logprob > -np.inf]  # fmt: skip
         ended += [beam for beam, _ in made[:width] if beam.ended]

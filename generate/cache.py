@@ -10,6 +10,7 @@ TENSOR as in training, the cache's slots over CONTEXT, layers and their cache ov
 the other. Between blocks the new tokens of all sequences, n = b * s, are split over CONTEXT and TENSOR.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -260,6 +261,21 @@ def row_of(cache, at_1, then):
     result, row = then(row)
     put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at_1[0], ROWS_DIM)
     return result, jax.tree.map(put, cache, row)
+
+
+@functools.cache
+def copier(c: ModelConfig, mesh: Mesh) -> Callable:
+    """Compile fn(cache, from_b, to_b) -> the cache in which each device along BATCH has copied a row of its own onto
+    another, or onto itself. The old cache's memory is reused. Sends nothing."""
+
+    def shards(cache, from_1, to_1):
+        row = lambda x: jax.lax.dynamic_slice_in_dim(x, from_1[0], 1, ROWS_DIM)
+        put = lambda x: jax.lax.dynamic_update_slice_in_dim(x, row(x), to_1[0], ROWS_DIM)
+        return jax.tree.map(put, cache)
+
+    spec = cache_spec(c)
+    local = jax.shard_map(shards, mesh=mesh, in_specs=(spec, P(BATCH), P(BATCH)), out_specs=spec)
+    return ordered.jit(local, mesh, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
 
 
 # Layers on their own --------------------------------------------------------------------------------------------------

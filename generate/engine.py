@@ -3,11 +3,15 @@
 An engine has a fixed number of slots, each a row of one cache. A step is one token of every text that is being written
 (decode), then some pieces of prompts (prefill): two compiled functions of two shapes, whatever the lengths. What a
 request draws depends on its tokens, settings and seed, and on no other request.
+
+A row keeps a prompt until another is read into it. Of a prompt that begins like one of them, whole pieces are copied:
+the n samples of one prompt read it once. They are bit for bit what would be read, since pieces are cut in one way.
 """
 
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +19,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
-from generate.cache import NOWHERE, empty_cache, extend, unstack
-from generate.sampling import Asked, Chosen, Settings, choose
+from generate.cache import NOWHERE, copier, empty_cache, extend, unstack
+from generate.sampling import Asked, Chosen, Settings, choose, drawable, of_given
 from sharding import BATCH, CONTEXT
 from utils import UserError
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens two begin with alike."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
+    return int(differ[0]) if len(differ) else n
 
 
 @dataclasses.dataclass
@@ -32,8 +43,9 @@ class Token:
     @classmethod
     def of(cls, chosen: Chosen, row: int, alternatives: int):
         """The token of one row, with so many of the likeliest."""
-        likely = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
-        return cls(int(chosen.token_b[row]), float(chosen.logprob_b[row]), [*likely][:alternatives])
+        pairs = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
+        likely = [(id, logprob) for id, logprob in pairs if logprob != -math.inf]  # of ids of no token
+        return cls(int(chosen.token_b[row]), float(chosen.logprob_b[row]), likely[:alternatives])
 
 
 class Job:
@@ -46,6 +58,7 @@ class Job:
         self.prompt, self.settings, self.room = prompt, settings, room
         self.read = 0  # tokens of the prompt that are in the cache
         self.tokens: list[Token] = []
+        self.given: list[Token] | None = None  # a list: the tokens of the prompt are to come into it, but the first
         self.ended = ""
 
     def take(self, token: Token, end: int) -> None:
@@ -61,7 +74,8 @@ class Job:
 class Engine:
     """A model with slots for requests.
 
-    vocabulary  tokens that may be drawn, the first so many of the table
+    vocabulary  ids that may be drawn, the first so many of the table
+    absent      those of them that are no token's, and never drawn
     end         the token that ends a text
     slots       requests at a time; rounded up to a multiple of the devices along BATCH
     context     most tokens of a prompt and its text; rounded up to a multiple of the devices along CONTEXT
@@ -71,7 +85,7 @@ class Engine:
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
-                 piece: int = 64, at_once: int = 512, cache: str = "compute"):  # fmt: skip
+                 piece: int = 64, at_once: int = 512, cache: str = "compute", absent: Sequence[int] = ()):  # fmt: skip
         c = dataclasses.replace(cfg.model, capacity_factor=0.0)
         self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
@@ -80,15 +94,22 @@ class Engine:
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
+        self.kept: list[list[int]] = [[]] * slots  # tokens of prompts that each row of the cache holds
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
-        self.prefill, self.decode = extend(c, mesh, rows=True), extend(c, mesh)
+        self.drawable_V = jax.device_put(drawable(vocabulary, absent), everywhere)
+        self.prefill, self.decode, self.copy = extend(c, mesh, rows=True), extend(c, mesh), copier(c, mesh)
 
-        def draw(logits_nV, asked: Asked, seen_bV, rows_n):
+        def draw(logits_nV, asked: Asked, seen_bV, rows_n, drawable_V):
             whole_nV = jax.lax.with_sharding_constraint(logits_nV, everywhere)
-            chosen = choose(whole_nV, asked, seen_bV[rows_n], vocabulary=vocabulary)
+            chosen = choose(whole_nV, asked, seen_bV[rows_n], drawable_V)
             return chosen, seen_bV.at[rows_n, chosen.token_b].set(True, mode="drop")
 
+        def score(logits_nmV, targets_nm, drawable_V):
+            whole_nmV = jax.lax.with_sharding_constraint(logits_nmV, everywhere)
+            return of_given(whole_nmV.reshape(-1, whole_nmV.shape[-1]), targets_nm.reshape(-1), drawable_V)
+
+        self.score = jax.jit(score, out_shardings=everywhere)
         set_row = lambda seen_bV, row, seen_V: seen_bV.at[row].set(seen_V)
         self.draw = jax.jit(draw, out_shardings=everywhere, donate_argnums=2)
         self.set_row = jax.jit(set_row, out_shardings=everywhere, donate_argnums=0)
@@ -132,7 +153,7 @@ class Engine:
         self.submit(job)
         while not (job.tokens or job.ended):
             self.step()
-        self.slots[0] = None
+        self.slots[0], self.kept = None, [[]] * len(self.slots)
         return job
 
     def let_in(self) -> None:
@@ -153,10 +174,28 @@ class Engine:
         for group in range(self.groups):
             rows = self.slots[group * per_group : (group + 1) * per_group]
             found.append(next((job for job in rows if job is not None and job.read < len(job.prompt)), None))
-        return found
+        # What is compiled to score whole pieces may round differently: who is not scored does not share it.
+        kinds = [job.given is None for job in found if job is not None]
+        return [job if job is not None and (job.given is None) == kinds[0] else None for job in found]
+
+    def take_over(self, reading: list[Job | None]) -> None:
+        """Let prompts that are begun copy what a row of the same device along BATCH holds of them."""
+        n, per_group = len(reading), len(self.slots) // self.groups
+        from_n, to_n = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        for i, job in enumerate(reading):
+            if job is not None and not job.read and job.given is None:
+                mine = range(i * per_group, (i + 1) * per_group)
+                begun = lambda at, prompt=job.prompt: common(prompt[:-1], self.kept[at]) // self.piece * self.piece
+                best = max(mine, key=begun)
+                job.read = begun(best)
+                if job.read:
+                    from_n[i], to_n[i] = best % per_group, self.slots.index(job) % per_group
+        if np.any(from_n != to_n):
+            self.cache = self.copy(self.cache, from_n, to_n)
 
     def read(self, reading: list[Job | None]) -> list[Job]:
         """Put a piece of each prompt into the cache; where it is the last, draw the first token."""
+        self.take_over(reading)
         n, per_group = len(reading), len(self.slots) // self.groups
         tokens_ns = np.zeros((n, self.piece), np.int32)
         positions_ns = np.full((n, self.piece), NOWHERE, np.int32)
@@ -168,10 +207,28 @@ class Engine:
                 positions_ns[i, : len(ids)] = np.arange(job.read, job.read + len(ids))
                 last_n[i], at_n[i] = len(ids) - 1, self.slots.index(job) % per_group
                 job.read += len(ids)
+                self.kept[self.slots.index(job)] = job.prompt[: job.read]
                 done[i] = job if job.read == len(job.prompt) else None
-        logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, last_n, at_n)
+        scored = any(job is not None and job.given is not None for job in reading)
+        wanted = np.tile(np.arange(self.piece, dtype=np.int32), (n, 1)) if scored else last_n
+        logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, wanted, at_n)
+        if scored:
+            self.add_given(reading, logits_nV)
+            logits_nV = logits_nV[np.arange(n), last_n]
         rows = [i * per_group + int(at_n[i]) for i in range(n)]
         return self.give(logits_nV, done, rows) if any(job is not None for job in done) else []
+
+    def add_given(self, reading: list[Job | None], logits_nmV) -> None:
+        """Score what follows each token of the pieces that were just read."""
+        m, targets_nm, after = self.piece, np.zeros(logits_nmV.shape[:2], np.int32), []
+        for i, job in enumerate(reading):
+            begin = (job.read - 1) // m * m if job is not None else 0
+            after.append(job.prompt[begin + 1 : begin + m + 1] if job is not None else [])
+            targets_nm[i, : len(after[-1])] = after[-1]
+        chosen = jax.device_get(self.score(logits_nmV, targets_nm, self.drawable_V))
+        for i, job in enumerate(reading):
+            for j in range(len(after[i])):
+                job.given.append(Token.of(chosen, i * m + j, job.settings.logprobs))
 
     def write(self, writing: list[bool]) -> list[Job]:
         """Draw the next token of each text that is being written."""
@@ -187,9 +244,11 @@ class Engine:
         """Choose a token for each job from its logits. rows: where in the batch they are"""
         asked = Asked.of([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
         rows_n = np.int32([len(self.slots) if job is None else row for job, row in zip(jobs, rows, strict=True)])
-        chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n)
+        chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n, self.drawable_V)
         chosen = jax.device_get(chosen)
         for n, job in enumerate(jobs):
-            if job is not None:
+            if job is not None and job.room:
                 job.take(Token.of(chosen, n, job.settings.logprobs), self.end)
+            elif job is not None:  # who asks for no token asked for its prompt's
+                job.ended = job.ended or "length"
         return [job for job in jobs if job is not None]

@@ -1,6 +1,5 @@
 """How a token is chosen from logits, and what may be asked of a request."""
 
-import functools
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -142,13 +141,33 @@ def noise(seed_b, count_b, vocabulary: int):
     return jax.vmap(one)(seed_b, count_b)
 
 
-@functools.partial(jax.jit, static_argnames="vocabulary")
-def choose(logits_bV, asked: Asked, seen_bV, *, vocabulary: int) -> Chosen:
-    """Draw one token a row. Rows of the table past the tokenizer's vocabulary are never drawn.
+def drawable(vocabulary: int, absent=()):
+    """Which of the tokenizer's ids are a token's. absent: those that are none"""
+    return np.isin(np.arange(vocabulary), absent, invert=True)
 
-    seen_bV  the tokens that repetition_penalty counts
+
+def of_tokens(logits_bV, drawable_V):
+    """Logits without the rows of the table past the tokenizer's vocabulary, and -inf for ids of no token."""
+    return jnp.where(drawable_V, logits_bV[..., : len(drawable_V)], -jnp.inf)
+
+
+@jax.jit
+def of_given(logits_nV, token_n, drawable_V) -> Chosen:
+    """What `choose` says of tokens, for tokens that were there before."""
+    logprobs_nV = jax.nn.log_softmax(of_tokens(logits_nV, drawable_V))
+    logprob_n = jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0]
+    logprobs_nA, likeliest_nA = jax.lax.top_k(logprobs_nV, min(MOST_ALTERNATIVES, len(drawable_V)))
+    return Chosen(token_n, logprob_n, likeliest_nA, logprobs_nA)
+
+
+@jax.jit
+def choose(logits_bV, asked: Asked, seen_bV, drawable_V) -> Chosen:
+    """Draw one token a row.
+
+    seen_bV     the tokens that repetition_penalty counts
+    drawable_V  ids that are a token's: no other is drawn, and the table may be longer
     """
-    logits_bV = logits_bV[:, :vocabulary]
+    vocabulary, logits_bV = len(drawable_V), of_tokens(logits_bV, drawable_V)
     less_bV = penalised(logits_bV, asked.repetition_penalty, seen_bV)
     draws = lambda: filtered(less_bV, asked) + noise(asked.seed, asked.count, vocabulary)
     noisy_bV = jax.lax.cond(jnp.any(asked.temperature > 0), draws, lambda: less_bV)

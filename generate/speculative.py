@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from generate.cache import NOWHERE
 from generate.engine import Engine, Job, Token
-from generate.sampling import Asked, Chosen, Settings, alternatives, filtered, penalised
+from generate.sampling import Asked, Chosen, Settings, alternatives, filtered, of_tokens, penalised
 
 PROPOSED, KEPT, REPLACED = range(3)  # what randomness is for: none of it may serve twice
 
@@ -39,27 +39,27 @@ def drawn(key, probability_V):
     return jnp.argmax(jnp.log(probability_V) + jax.random.gumbel(key, probability_V.shape))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "vocabulary"))
-def propose(logits_bV, asked: Asked, seen_1V, *, mesh: Mesh, vocabulary: int):
+@functools.partial(jax.jit, static_argnames="mesh")
+def propose(logits_bV, asked: Asked, seen_1V, drawable_V, *, mesh: Mesh):
     """Draw a token from the draft's logits: the token, in every row; what it was drawn from; and seen_1V with it."""
     everywhere = NamedSharding(mesh, P())
-    logits_1V = jax.lax.with_sharding_constraint(logits_bV, everywhere)[:1, :vocabulary]
+    logits_1V = of_tokens(jax.lax.with_sharding_constraint(logits_bV, everywhere)[:1], drawable_V)
     q_V = probabilities(logits_1V, asked, seen_1V)[0]
     token = drawn(key(asked, PROPOSED), q_V)
     made = jnp.full((len(logits_bV), 1), token, jnp.int32), q_V, seen_1V.at[0, token].set(True)
     return jax.lax.with_sharding_constraint(made, everywhere)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "vocabulary"))
-def judge(logits_bmV, proposed_k, q_kV, asked: Asked, seen_1V, *, mesh: Mesh, vocabulary: int):
+@functools.partial(jax.jit, static_argnames="mesh")
+def judge(logits_bmV, proposed_k, q_kV, asked: Asked, seen_1V, drawable_V, *, mesh: Mesh):
     """Decide how many of k proposed tokens are kept, and draw one more.
 
     logits_bmV  the model's, before each proposed token and after the last: m = k + 1
     Returns how many tokens there are, 1 to m; m, of which those are the first; and seen_1V with them.
     """
     everywhere, k = NamedSharding(mesh, P()), len(proposed_k)
-    logits_mV = jax.lax.with_sharding_constraint(logits_bmV, everywhere)[0, :, :vocabulary]
-    seen_kV = jnp.cumsum(jax.nn.one_hot(proposed_k, vocabulary, dtype=jnp.int32), axis=0) > 0
+    logits_mV = of_tokens(jax.lax.with_sharding_constraint(logits_bmV, everywhere)[0], drawable_V)
+    seen_kV = jnp.cumsum(jax.nn.one_hot(proposed_k, len(drawable_V), dtype=jnp.int32), axis=0) > 0
     seen_mV = seen_1V | jnp.pad(seen_kV, ((1, 0), (0, 0)))
     of_rows = jax.tree.map(lambda x_1: jnp.repeat(x_1, k + 1), asked)
     p_mV = probabilities(logits_mV, of_rows, seen_mV)
@@ -109,7 +109,7 @@ def write(engine: Engine, draft: Engine, job: Job, k: int, took: Callable[[], No
     engine.read_alone(job), draft.read_alone(Job(job.prompt, Settings(temperature=0), 1))
     took()
     rounds, seen_1V = Rounds(), engine.seen_bV[:1]
-    common = dict(mesh=engine.mesh, vocabulary=engine.vocabulary)
+    common = dict(drawable_V=engine.drawable_V, mesh=engine.mesh)
     rows = lambda engine, ids: np.tile(np.int32(ids), (len(engine.slots), 1))
     while not job.ended:
         text, count = [*job.prompt, *(token.id for token in job.tokens)], len(job.tokens)

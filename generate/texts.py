@@ -2,7 +2,6 @@
 
 import codecs
 import functools
-import json
 import math
 from collections.abc import Callable
 
@@ -10,20 +9,16 @@ import jax
 import tiktoken
 from jax.sharding import Mesh
 
-import model
 import sharding
 from config import Config, MeshConfig
 from data import tokenizers
 from generate.beam import Beam, search
 from generate.cache import unstack
 from generate.engine import Engine, Job, Token
-from generate.quantised import quantised
+from generate.runs import Form, open_run
 from generate.sampling import Request
 from generate.speculative import Rounds, write as speculate
-from overlap.weights import cast
 from utils import UserError
-from weights import convert
-from weights.folders import Folder
 
 MOST_AT_A_TIME = 16  # requests of one call that share a batch; others wait
 
@@ -69,6 +64,15 @@ class Writing(Job):
         self.text += self.piece
 
 
+def word(encoding: tiktoken.Encoding, id: int) -> str:
+    r"""The text of a token; bytes:\xe2\x82 where it is a part of a character, as OpenAI writes it."""
+    raw = encoding.decode_single_token_bytes(id)
+    try:
+        return raw.decode() or f"token_id:{id}"  # of SentencePiece's control tokens: two of them would be one
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
 def _begun(text: str, stop: str) -> int:
     """How many characters at the end of a text are the beginning of a stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
@@ -99,7 +103,8 @@ class Sampler:
         if (key := (slots, context, piece)) not in self.engines:
             self.engines[key] = Engine(
                 self.cfg, self.unstacked, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
-                slots=slots, context=context, piece=piece, cache=self.cache)  # fmt: skip
+                slots=slots, context=context, piece=piece, cache=self.cache,
+                absent=tokenizers.absent(self.encoding))  # fmt: skip
         return self.engines[key]
 
     def engine_for(self, writings: list[Writing], slots: int) -> Engine:
@@ -162,32 +167,10 @@ def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt:
     return Sampler(cfg, params, encoding, mesh).texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
 
 
-def load(directory: str, mesh: MeshConfig | str = "", weights: str = "compute", cache: str = "compute") -> Sampler:
-    """Open a run's newest checkpoint, or the weights alone that `slim` has written, which may lie in a bucket.
+def load(directory: str, mesh: MeshConfig | str = "", cache: str = "compute", form: Form = "compute", **how) -> Sampler:
+    """Open a run that knows its tokenizer, or is told: see `open_run`.
 
-    weights, cache  the form of their numbers: "compute", the compute dtype; "int8"; a cache also "bfloat16"
-    Raises: UserError if there is no run, no checkpoint yet, or no such mesh.
+    cache  the form of its numbers: "compute", the compute dtype; "bfloat16"; "int8"
     """
-    folder = Folder(directory)
-    if not folder.has("config.json"):
-        raise UserError(f"{directory}: no config.json there; give a run's directory, e.g. runs/laptop")
-    try:
-        about = json.loads(folder.read("config.json"))
-        config, tokens = about["config"], about["data"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}/config.json is not the config.json of a training run ({error!r})") from error
-    if tokens is None:
-        raise UserError(
-            f"{directory} holds converted weights, which name no tokenizer; begin a run from them with "
-            f"python main.py --init-from {directory}, and sample that"
-        )
-    cfg, devices = Config.from_dict(config), sharding.make_mesh(mesh)
-    declarations = model.declare(cfg.model)
-    sharding.check_divides(declarations, devices)
-    params = convert.load_params(directory, declarations, devices)
-    if weights == "int8":
-        params = quantised(params, cfg.model, devices)
-    else:
-        params = jax.jit(lambda w: cast(w, cfg.model), donate_argnums=0)(params)  # as each step would, once
-    encoding = tokenizers.of(tokens) or tokenizers.load(tokenizers.UNKNOWN)  # which says why there is none
-    return Sampler(cfg, unstack(params, cfg.model, devices), encoding, devices, cache)  # the stacks go
+    run = open_run(directory, mesh, texts=True, form=form, **how)
+    return Sampler(run.cfg, run.params, run.encoding, run.mesh, cache)

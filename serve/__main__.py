@@ -24,6 +24,8 @@ class Arguments:
     """Serve a trained model over HTTP."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
+    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
+    tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
     host: str = "127.0.0.1"  # address to listen at; one that others reach needs --api_key_file
     port: Count = 8000  # port to listen at; 0: any that is free
     api_key_file: str = ""  # file of the key that clients send as `Authorization: Bearer KEY`; empty: no key
@@ -67,7 +69,7 @@ def load(args: Arguments):
     """The model, and an engine that is compiled. Raises: UserError."""
     from serve import worker
 
-    sampler = generate.load(args.run, args.mesh)
+    sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer, step=args.step)
     seq_len = sampler.cfg.data.seq_len
     if args.context > seq_len:
         raise UserError(f"context={args.context}: the model was trained with data.seq_len={seq_len}; give at most that")
@@ -92,13 +94,15 @@ def main(argv: list[str] | None = None) -> int:
     check(args)
     api_key = read_key(args)
     try:
-        from serve import lifetime
+        from serve import lifetime, template
     except ModuleNotFoundError as error:
         raise UserError(f"{error}; install it with: make extra-serve") from error
     utils.use_devices(args.devices)
     with listen(args.host, args.port) as knock:
         sampler, engine = load(args)
-        served = lifetime.Served(Path(args.run).resolve().name, sampler.encoding, engine.context)
+        beside = [str(Path(args.tokenizer).parent)] if Path(args.tokenizer).is_file() else []
+        found = template.find(args.run, *beside) if hasattr(sampler.encoding, "encode") else None  # not SentencePiece
+        served = lifetime.Served(Path(args.run).resolve().name, sampler.encoding, engine.context, found)
         return asyncio.run(lifetime.run(knock, served, engine, args.queue, api_key, args.timeout_s))
 
 

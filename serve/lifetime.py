@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 
@@ -21,7 +22,7 @@ class Uvicorn(uvicorn.Server):
 async def run(
     knock: socket.socket, served: Served, engine: Engine, waiting: int, api_key: str = "", timeout_s: float = 600
 ) -> int:
-    """Answer who comes to a socket, until a signal; then finish what was begun. A second signal ends at once.
+    """Answer who comes to a socket, until a signal; then finish what was begun. A second signal ends the process.
 
     Returns: an exit status, 1 if the engine failed.
     """
@@ -37,14 +38,19 @@ async def run(
 
     def drain() -> None:
         if server.draining:
-            http.should_exit = http.force_exit = True
             return
         print(f"draining   {worker.running} texts are running and {worker.waiting} waiting", flush=True)
         server.draining = loop.create_task(end())
 
+    def signalled(number: int) -> None:
+        if server.draining:
+            print(f"ended      by a second signal: {worker.running} texts were running", flush=True)
+            os._exit(128 + number)  # the engine's thread may be in a step, and would be waited for
+        drain()
+
     worker.failed = drain
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain)
+        loop.add_signal_handler(number, signalled, number)
     address, port, *_ = knock.getsockname()
     print(f"ready      http://{f'[{address}]' if ':' in address else address}:{port} has {served.model}", flush=True)
     await http.serve(sockets=[knock])

@@ -5,6 +5,7 @@ may be drawn, and 16 tokens of a completion, or of a chat as many as there is ro
 """
 
 import codecs
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -12,10 +13,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jinja2
 import tiktoken
 
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
+from generate.texts import word
+from serve.template import Template
 from serve.worker import News, Text
 from utils import UserError, nearest
 
@@ -49,7 +53,7 @@ NOT_HERE = {
     "presence_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
     "frequency_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
     "logit_bias": (({},), "top_k, top_p and min_p choose among tokens"),
-    "echo": ((False,), "put the prompt in front of the text yourself"),
+    "echo": ((False,), "ask for a completion, whose prompt may be a chat's text"),
     "suffix": (("",), "texts are continued at their end alone"),
     "best_of": ((1,), "ask for n texts with logprobs, and choose"),
     "tools": (([],), "describe them in the prompt, and read the text"),
@@ -63,7 +67,7 @@ NOT_HERE = {
 }  # fmt: skip
 SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "n", "max_tokens",
           "stream", "stream_options", "logprobs")  # fmt: skip
-COMPLETION = (*SHARED, "prompt")
+COMPLETION = (*SHARED, "prompt", "echo")
 CHAT = (*SHARED, "messages", "max_completion_tokens", "top_logprobs")
 
 
@@ -81,6 +85,7 @@ class Asked:
     stream: bool
     usage: bool  # send what was used at the end of a stream
     logprobs: bool
+    echo: list[bool]  # answer the prompts too: of each text, whether the end of text before it is ours; empty: do not
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class Served:
     model: str
     encoding: tiktoken.Encoding
     context: int
+    template: Template | None = None  # None: a chat is a transcript, see `chat_text`
 
     def asked(self, body: bytes, chat: bool) -> Asked:
         """Raises: Refused."""
@@ -98,7 +104,7 @@ class Served:
         for name in [*values]:
             if values[name] is None or name in UNUSED:
                 del values[name]
-            elif name in NOT_HERE:
+            elif name in NOT_HERE and name not in known:
                 nothing, instead = NOT_HERE[name]
                 if values.pop(name) not in nothing:
                     raise bad(name, f"{name} is not supported; {instead}")
@@ -112,11 +118,20 @@ class Served:
         prompts = [self.chat_prompt(values)] if chat else self.prompts(values)
         if n < 1 or n * len(prompts) > MOST_TEXTS:
             raise bad("n", f"n={n} texts of {len(prompts)} prompts: 1 to {MOST_TEXTS} texts can be asked for at a time")
-        settings = self.settings(values, chat)
+        echo, logprobs = _of(values, "echo", bool, False), _wants_logprobs(values)
+        if echo and stream:
+            raise bad("echo", "echo is not for a stream: it has the prompt's tokens once all are read")
+        nothing = not chat and _of(values, "max_tokens", int, 1) == 0  # but what is said of the prompt
+        settings = self.settings(values | {"max_tokens": 1} if nothing else values, chat)
         seed = settings.seed
         texts = [Text(self.encoding, dataclasses.replace(settings, seed=seed + at), prompt, self.context)
                  for at, prompt in enumerate(prompt for prompt in prompts for _ in range(n))]  # fmt: skip
-        return Asked(self.model, texts, n, chat, stream, bool(options.get("include_usage")), _wants_logprobs(values))
+        for text in texts:
+            text.room = 0 if nothing else text.room
+            text.given = [] if echo and logprobs else None
+        given = values["prompt"] if echo else []
+        ours = [isinstance(one, str) for one in ([given] if given and _is_one(given) else given) for _ in range(n)]
+        return Asked(self.model, texts, n, chat, stream, bool(options.get("include_usage")), logprobs, ours)
 
     def check_model(self, name: str | None) -> None:
         if name is None:
@@ -137,7 +152,7 @@ class Served:
         try:
             return Request(**{
                 "tokens": tokens, "temperature": 1.0, "top_p": 1.0, "top_k": values.get("top_k", 0),
-                "stop": (*stop, *([CHAT_STOP] if chat else [])), "seed": values.get("seed", secrets.randbits(32)),
+                "stop": (*stop, *(self.chat_stop() if chat else [])), "seed": values.get("seed", secrets.randbits(32)),
                 "logprobs": _alternatives(values, chat)} | given)  # fmt: skip
         except UserError as error:
             name = str(error).partition("=")[0]
@@ -149,8 +164,7 @@ class Served:
         prompt = _of(values, "prompt", (str, list), None)
         if prompt is None:
             raise bad("prompt", "prompt is missing; give a text, token ids, or a list of either")
-        is_one = isinstance(prompt, str) or (prompt and all(isinstance(x, int) for x in prompt))
-        found = [self.ids(one) for one in ([prompt] if is_one else prompt)]
+        found = [self.ids(one) for one in ([prompt] if _is_one(prompt) else prompt)]
         if not found:
             raise bad("prompt", "prompt=[]: no text to continue; an empty text is ''")
         return found
@@ -168,7 +182,7 @@ class Served:
             whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
             if not whole or not found:
                 raise bad("prompt", "prompt: should be a text, token ids, or a list of either, none of them empty")
-            if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab]:
+            if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
                 raise bad("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if (excess := len(found) + 1 - self.context) > 0:
             more = ", the end of text before it included," if isinstance(prompt, str) else ""
@@ -176,11 +190,25 @@ class Served:
                       f"tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
         return found
 
+    def is_token(self, id: int) -> bool:
+        with contextlib.suppress(KeyError):
+            return self.encoding.decode_single_token_bytes(id) is not None
+        return False
+
+    def chat_stop(self) -> list[str]:
+        return [CHAT_STOP] if not self.template else [self.template.end] if self.template.end else []
+
     def chat_prompt(self, values: dict) -> list[int]:
         messages = _of(values, "messages", list, None)
         if not messages:
             raise bad("messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]')
-        return self.ids(chat_text([_message(message, f"messages[{n}]") for n, message in enumerate(messages)]))
+        said = [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+        if not self.template:
+            return self.ids(chat_text(said))
+        try:
+            return self.ids(self.encoding.encode(self.template.text(said), allowed_special="all"))
+        except jinja2.TemplateError as error:
+            raise bad("messages", f"messages: the model's chat template refuses them: {error}") from error
 
 
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -217,6 +245,10 @@ def read_json(body: bytes) -> dict:
     if not isinstance(values, dict):
         raise Refused(400, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}')
     return values
+
+
+def _is_one(prompt: str | list) -> bool:
+    return isinstance(prompt, str) or (bool(prompt) and all(isinstance(x, int) for x in prompt))
 
 
 def _of(values: dict, name: str, kind: type | tuple, default):
@@ -271,7 +303,13 @@ class Choice:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending: list[Token] = []
         self.sent, self.offset = 0, 0  # characters that were sent, and that stand before the first pending token
-        self.begun = False
+        self.begun, self.echoed = False, ""
+
+    def begin_with_prompt(self) -> None:
+        """Put the prompt before the text, and its tokens, without the end of text that is ours."""
+        ours, ids = self.asked.echo[self.index], self.text.prompt
+        self.echoed = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
+        self.pending = [Token(ids[0], None, []), *(self.text.given or [])][ours:] + self.pending
 
     def part(self, piece: str, ended: str, delta: bool) -> dict:
         """A piece of the text as JSON, with the tokens that begin in it. delta: as a part of a stream"""
@@ -295,9 +333,10 @@ class Choice:
 
     def of_completion(self, shown: list[tuple[Token, int]]) -> dict:
         asks = bool(self.text.settings.logprobs)
-        likeliest = lambda token: {self.word(id): _finite(logprob) for id, logprob in token.alternatives}
+        named = lambda token: {word(self.encoding, id): _finite(logprob) for id, logprob in token.alternatives}
+        likeliest = lambda token: None if token.logprob is None else named(token)
         return {
-            "tokens": [self.word(token.id) for token, _ in shown],
+            "tokens": [word(self.encoding, token.id) for token, _ in shown],
             "token_logprobs": [_finite(token.logprob) for token, _ in shown],
             "top_logprobs": [likeliest(token) for token, _ in shown] if asks else None,
             "text_offset": [offset for _, offset in shown],
@@ -305,17 +344,14 @@ class Choice:
 
     def of_chat(self, shown: list[tuple[Token, int]]) -> dict:
         raw = lambda id: [*self.encoding.decode_single_token_bytes(id)]
-        one = lambda id, logprob: {"token": self.word(id), "logprob": _finite(logprob), "bytes": raw(id)}
+        one = lambda id, logprob: {"token": word(self.encoding, id), "logprob": _finite(logprob), "bytes": raw(id)}
         more = lambda token: {"top_logprobs": [one(*pair) for pair in token.alternatives]}
         return {"content": [one(token.id, token.logprob) | more(token) for token, _ in shown], "refusal": None}
 
-    def word(self, id: int) -> str:
-        return self.encoding.decode_single_token_bytes(id).decode(errors="replace")
 
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
-    return max(-9999.0, logprob)
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity. None: of a first token, which nothing stands before."""
+    return None if logprob is None else max(-9999.0, logprob)
 
 
 class Answers:
@@ -337,7 +373,9 @@ class Answers:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def whole(self) -> dict:
-        choices = [choice.part(choice.text.text, choice.text.ended, delta=False) for choice in self.choices]
+        for choice in self.choices if self.asked.echo else ():
+            choice.begin_with_prompt()
+        choices = [choice.part(choice.echoed + choice.text.text, choice.text.ended, False) for choice in self.choices]
         return self.about | {"choices": choices, "usage": self.usage()}
 
     def add(self, news: News) -> bytes:

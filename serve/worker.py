@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from generate.engine import Engine, Token
 from generate.sampling import Request
 from generate.texts import Sampler, Writing
@@ -171,3 +173,5 @@ def compile(sampler: Sampler, engine: Engine) -> None:
         engine.submit(Writing(sampler.encoding, request, [end], engine.context))
         while not engine.idle:
             engine.step()
+    same_row = np.zeros(engine.groups, np.int32)
+    engine.cache = engine.copy(engine.cache, same_row, same_row)

@@ -55,9 +55,9 @@ ROOMS = {
     "train": "storage steps checkpoint guard tracking report pace processes directory interruptions start progress "
     "selfcheck",
     "weights": "folders families axis card convert slim init_from __main__",
-    "generate": "quantised cache sampling engine beam speculative texts __main__",
-    "evaluate": "runs show answers scoring answering harness perplexity __main__",
-    "serve": "metrics worker protocol app lifetime __main__",
+    "generate": "quantised cache sampling engine beam speculative runs texts __main__",
+    "evaluate": "show answers scoring answering harness perplexity __main__",
+    "serve": "metrics template worker protocol app lifetime __main__",
 }
 AROUND = {"tests", "chapters", "bench", "docs"}  # what uses the rooms, and is not imported by them
 NOT_OURS = {".git", ".venv", "runs", "tokens", "notebooks", "docs/_build"}

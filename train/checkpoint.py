@@ -280,7 +280,7 @@ class _Kept:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def _say(sentence: str) -> None:
+def say_aside(sentence: str) -> None:
     if is_main_process():
         print(sentence, file=sys.stderr, flush=True)
 
@@ -291,9 +291,9 @@ def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") 
     Raises: UserError if the step asked for, or every step, is missing or damaged.
     """
     if step is None:
-        if (step := latest_step(directory, _say, read)) is None:
+        if (step := latest_step(directory, say_aside, read)) is None:
             raise UserError(f"no checkpoint in {directory}")
-        _say(f"reading    step {step} of {directory}")
+        say_aside(f"reading    step {step} of {directory}")
     path = os.path.join(storage.absolute(directory), str(step))
     if not epath.Path(path).is_dir():
         raise UserError(f"no checkpoint of step {step} in {directory}")

@@ -37,12 +37,13 @@ from weights.families import (
     to_ours,
     to_theirs,
 )
-from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, reported, write_tensors
+from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
 
 BLOCK_BYTES = 2**29  # of a parameter of a checkpoint, at most so much is read at once
 
 # A table of one's own -------------------------------------------------------------------------------------------------
 
+Step = Annotated[str, tyro.conf.arg(metavar="N", help="of which checkpoint, or best; empty: the newest")]
 Table = Annotated[str, tyro.conf.arg(metavar="FILE.py", help="run this file first; see weights.families.register")]
 
 
@@ -68,13 +69,11 @@ def from_hf(
     directory: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read, here or in a bucket")
     ],
-    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to make, e.g. runs/x")],
+    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to make, here or in a bucket")],
     table: Table = "",
 ) -> None:
     """Convert a Hugging Face folder (config.json, *.safetensors) into a run directory."""
     run_table(table)
-    if is_remote(str(out)):
-        raise UserError(f"--out {out}: a run lies on this machine, e.g. runs/x; slim and to-hf write to buckets")
     theirs = Folder(directory)
     hf = theirs.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
@@ -85,17 +84,12 @@ def from_hf(
     for piece in all_pieces:
         for part in piece.parts:
             parts.setdefault(part.name, []).append((part.index, piece, part))
+    leaves = [leaf(name, sorted(parts[name]), declared, tensors) for name in declared]
     with fresh_folder(out) as folder:
-        weights = Path(folder.root) / "weights"
-        weights.mkdir()
-        size = lambda name: declared[name].size * np.dtype(tensors.dtype(parts[name][0][1].theirs)).itemsize
-        index = {}
-        for name in reported(list(declared), size, "from-hf"):
-            index[name] = write_leaf(weights, name, declared, sorted(parts[name]), tensors)
-        folder.write("weights/index.json", json.dumps(index, indent=1) + "\n")
+        write_tensors(folder, leaves, "from-hf")
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in KEPT}}
-        folder.write("config.json", json.dumps(_run_config(c, Path(out)) | about, indent=1) + "\n")
-    log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(index)} arrays")
+        folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
+    log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
     log(f"precision  {c.precision.parameters} parameters, as the files hold them, {c.precision.compute} compute")
 
 
@@ -111,36 +105,41 @@ def held_precision(tensors: Tensors, all_pieces: list[Piece]) -> Precision:
     return Precision(parameters=narrow(set(dtypes.values())), compute=narrow({dtypes[embedding]}))
 
 
-def _run_config(c: ModelConfig, out: Path) -> dict:
-    settings = {"model": c, "run.name": out.resolve().name, "run.dir": str(out.parent)}
+def _run_config(c: ModelConfig, out: str) -> dict:
+    path, here = Path(str(out)), {} if is_remote(str(out)) else {"run.dir": str(Path(out).parent)}
+    settings = {"model": c, "run.name": path.resolve().name} | here
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
 
-def write_leaf(folder: Path, name: str, declared, parts: list, tensors: Tensors) -> dict:
-    """Write one parameter, one tensor of theirs after the other: stacking letters lead, so theirs follow each other."""
-    d = declared[name]
-    dtype = tensors.dtype(parts[0][1].theirs)
-    stored = "uint16" if dtype == "bfloat16" else dtype  # .npy knows no bfloat16
-    with (folder / f"{name}.npy").open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(stored)), "fortran_order": False, "shape": d.shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for _, piece, part in parts:
-            if tensors.dtype(piece.theirs) != dtype:
-                raise UserError(f"{piece.theirs} is {tensors.dtype(piece.theirs)}, {parts[0][1].theirs} is {dtype}; "
-                                f"both belong to {name}, which has one dtype")  # fmt: skip
-            file.write(to_ours(tensors.read(piece.theirs), piece, part, declared).view(stored).data)
-    return {"shape": d.shape, "dtype": dtype}
+def leaf(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
+    """One parameter, of one tensor of theirs after the other: stacking letters lead, so theirs follow each other."""
+    dtype = tensors.dtype(first := parts[0][1].theirs)
+    for _, piece, _ in parts:
+        if tensors.dtype(piece.theirs) != dtype:
+            raise UserError(f"{piece.theirs} is {tensors.dtype(piece.theirs)}, {first} is {dtype}; both belong to "
+                            f"{name}, which has one dtype")  # fmt: skip
+    ours = lambda: (to_ours(tensors.read(piece.theirs), piece, part, declared) for _, piece, part in parts)
+    return Tensor(name, declared[name].shape, dtype, ours)
 
 
 # Our weights ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(run: str | Path) -> ModelConfig:
-    """The model of a run directory, made by training, by `from_hf` or by `slim`."""
-    about = Folder(run).json("config.json")
-    if "config" not in about:
+def read_about(run: str | Path) -> dict:
+    """The config.json of a run directory, made by training, by `from_hf` or by `slim`.
+
+    Raises: UserError if there is none, or it is another's.
+    """
+    if not (folder := Folder(run)).has("config.json"):
+        raise UserError(f"{run}: no config.json there; give a run's directory, e.g. runs/laptop")
+    about = folder.json("config.json")
+    if not isinstance(about, dict) or "config" not in about:
         raise UserError(f"{run}/config.json describes no run of ours (a Hugging Face folder is read by from-hf)")
-    return Config.from_dict(about["config"]).model
+    return about | {"data": about.get("data")}
+
+
+def read_config(run: str | Path) -> ModelConfig:
+    return Config.from_dict(read_about(run)["config"]).model
 
 
 def holds_weights_alone(run: str | Path) -> bool:
@@ -152,14 +151,12 @@ def holds_weights_alone(run: str | Path) -> bool:
 def open_weights(run: str | Path) -> dict:
     """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed.
 
-    Raises: UserError if the directory has no such weights.
+    `from_hf` of earlier versions wrote .npy files.
     """
     folder = Folder(run)
     if any(map(folder.has, FILES)):
         tensors = Tensors(folder)
         return {name: stored for name, stored in tensors.of.items() if tensors.dtype(name)}
-    if not folder.has("weights/index.json"):
-        raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
     index = folder.json("weights/index.json")
     load = lambda name: np.load(f"{folder.root}/weights/{name}.npy", mmap_mode="r")
     return {name: load(name).view(about["dtype"]) for name, about in index.items()}
@@ -182,11 +179,25 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     return sharding.map_named(place, declarations)
 
 
-def newest_step(run: str | Path, say: Callable) -> int | None:
-    """The step of a run's newest checkpoint; None, if it holds weights alone. Raises: UserError if it has neither."""
+def step_of(run: str | Path, asked: str = "", say: Callable = checkpoint.say_aside) -> int | None:
+    """The step of a run's checkpoint: one by its number, "best", as `train.checkpoint ls` marks it, or "", the newest.
+
+    None: it holds weights alone. Raises: UserError if it has neither, or naming the steps there are.
+    """
     if holds_weights_alone(run):
+        if asked:
+            raise UserError(f"--step {asked}: {run} holds weights alone, and no checkpoints; leave it out")
         return None
-    return checkpoint.latest_step(f"{run}/checkpoints", say, "params")
+    directory = f"{run}/checkpoints"
+    if not asked and (newest := checkpoint.latest_step(directory, say, "params")) is not None:
+        return newest
+    there = [row for row in reversed(checkpoint.rows(directory, "none")) if row.name.isdecimal()]
+    if not there:
+        raise UserError(f"no checkpoint in {directory}")
+    steps = {name: row.step for row in there for name in (row.name, "best") if name != "best" or row.best}
+    if asked not in steps:
+        raise UserError(f"{run} has no checkpoint of step {asked}; it has {', '.join(steps)}")
+    return steps[asked]
 
 
 def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = None):
@@ -256,32 +267,21 @@ class Blocks:
         return found[tuple(0 for i in index if not isinstance(i, slice))]
 
 
-def open_checkpoint(run: str | Path, declared: dict[str, sharding.Declaration], step: int | None = None):
-    """Parameters of a step of a training run, by name, the newest if none is named; and which it is.
+def open_run(run: str | Path, declared: dict[str, sharding.Declaration], asked: str = ""):
+    """Parameters of a run by name, and their step: of a checkpoint, as `step_of`, or, None, those it holds alone.
 
-    Raises: UserError if there is no such checkpoint, or naming a parameter that it or the model lacks, or of another
-    shape.
+    Raises: UserError if there are none, or naming a parameter that they or the model lack, or of another shape.
     """
-    directory = f"{run}/checkpoints"
-    if step is None and (step := checkpoint.latest_step(directory, log, "params")) is None:
-        raise UserError(f"{run} holds neither converted weights (weights/index.json) nor a complete checkpoint")
-    there = [entry.step for entry in reversed(checkpoint.found(directory)) if entry.whole]
-    if step not in there:
-        raise UserError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, there)) or 'none'}")
-    stored = checkpoint.open_stored(directory, {name: d.shape for name, d in declared.items()}, step)
+    if (step := step_of(run, asked, log)) is None:
+        weights = open_weights(run)
+        check_fit(weights, declared, run)
+        return weights, None
+    shapes = {name: d.shape for name, d in declared.items()}
+    stored = checkpoint.open_stored(f"{run}/checkpoints", shapes, step)
     log(f"parameters of step {step} of {run}")
     # A tensor of theirs holds at most two parameters of ours.
     kept = functools.lru_cache(maxsize=2)(Blocks.rows)
     return {name: Blocks(array, kept) for name, array in stored.items()}, step
-
-
-def open_run(run: str | Path, declared: dict[str, sharding.Declaration], step: int | None = None):
-    """Parameters of a run by name, and their step: of a checkpoint, or, None, those that the run holds alone."""
-    if step is not None or not holds_weights_alone(run):
-        return open_checkpoint(run, declared, step)
-    weights = open_weights(run)
-    check_fit(weights, declared, run)
-    return weights, None
 
 
 # to-hf ----------------------------------------------------------------------------------------------------------------
@@ -291,30 +291,32 @@ def to_hf(
     run: Annotated[
         str,
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN", help="run directory: newest checkpoint, or the weights of from-hf or slim"),
+        tyro.conf.arg(metavar="RUN", help="run directory of checkpoints, or of weights by from-hf or slim"),
     ],
     out: Annotated[str, tyro.conf.arg(metavar="DIR", help="folder to make, here or in a bucket")],
     family: Annotated[str, tyro.conf.arg(help="table to write by; empty: the one it was read by, or that fits")] = "",
+    step: Step = "",
     table: Table = "",
     scores: card.Scores = "",
 ) -> None:
     """Convert a run directory into a Hugging Face folder: config.json, safetensors, README.md."""
     run_table(table)
     found = card.read_scores(scores)
-    c, about = read_config(run), Folder(run).json("config.json")
+    about = read_about(run)
+    c = Config.from_dict(about["config"]).model
     kind = family or about.get("family") or fitting_family(c)
     if kind not in FAMILIES:
         there = "--family" if family else f"{run}/config.json"
         raise UserError(f"{there} names the table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
     config_to_hf(c, kind=kind)  # refuses what cannot be written, before a checkpoint is read
     declared = sharding.named(declare(c))
-    weights, step = open_run(run, declared)
+    weights, taken = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
     with fresh_folder(out) as folder:
         write_tensors(folder, [tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
         for file in sorted(FAMILIES[kind].code.glob("*.py")) if FAMILIES[kind].code else ():
             folder.write(file.name, file.read_text())
-        folder.write("README.md", card.text(run, about, declared, step, found, hf))
+        folder.write("README.md", card.text(run, about, declared, taken, found, hf))
         folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
 

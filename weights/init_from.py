@@ -43,7 +43,7 @@ def given_params(cfg: Config, mesh: Mesh):
     if not cfg.run.init_from:
         return None
     source, declarations = cfg.run.init_from, model.declare(cfg.model)
-    step = convert.newest_step(source, log)
+    step = convert.step_of(source, say=log)
     params, which = (
         convert.load_params(source, declarations, mesh, step),
         "converted" if step is None else f"step {step}",

@@ -7,12 +7,12 @@ import numpy as np
 import tyro
 
 import sharding
-from fields import Count
+from config import Config
 from utils import UserError, log, nearest
 from weights import card
-from weights.convert import in_parts, open_run, read_config
+from weights.convert import Step, in_parts, open_run, read_about
 from weights.families import declare
-from weights.folders import NUMPY, Folder, Tensor, fresh_folder, write_tensors
+from weights.folders import NUMPY, Tensor, fresh_folder, write_tensors
 
 WRITTEN = ("float32", "bfloat16")
 
@@ -21,14 +21,14 @@ def slim(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="run directory, e.g. runs/x")],
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to make, here or in a bucket")],
     dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(WRITTEN)}; empty: as they are held")] = "",
-    step: Annotated[Count | None, tyro.conf.arg(help="of which checkpoint; left out: the newest")] = None,
+    step: Step = "",
     scores: card.Scores = "",
 ) -> None:
     """Write the weights of a run alone: sharded safetensors, and the config.json that our commands read."""
     if dtype and dtype not in WRITTEN:
         raise UserError(f"--dtype {dtype}: cannot be written; {nearest(dtype, WRITTEN)}")
-    found, about, c = card.read_scores(scores), Folder(run).json("config.json"), read_config(run)
-    declared = sharding.named(declare(c))
+    found, about = card.read_scores(scores), read_about(run)
+    declared = sharding.named(declare(Config.from_dict(about["config"]).model))
     weights, taken = open_run(run, declared, step)
     tensors = [_tensor(name, weights[name], dtype) for name in declared]
     parameters, numbers = sum(d.size for d in declared.values()), sum(tensor.bytes for tensor in tensors)

@@ -12,8 +12,8 @@ from config import preset, replace
 from data import tokenizers
 from evaluate.answering import Answerer
 from evaluate.answers import Answers
-from evaluate.runs import Run
 from generate import Request
+from generate.runs import Run
 from tests import helpers
 from utils import UserError
 
@@ -78,12 +78,10 @@ def test_a_token_before_each_text(run):
         Answerer(run, bos="<s>")
 
 
-def test_what_cannot_be_asked_is_refused(run, answerer):
-    """Catches a continuation without a token, whose probability would be 1, and texts without a tokenizer."""
+def test_what_cannot_be_asked_is_refused(answerer):
+    """Catches a continuation without a token, whose probability would be 1."""
     with pytest.raises(UserError, match="'t' after 'ca': this tokenizer leaves it no token of its own"):
         answerer.encode_pair("ca", "t")
-    with pytest.raises(UserError, match="few names no tokenizer, and tasks are texts; name it with --tokenizer"):
-        Answerer(dataclasses.replace(run, encoding=None))
 
 
 # Answers --------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
-from data import prepare
+from data import prepare, tokenizers
 from evaluate.__main__ import main
-from evaluate.runs import open_run
+from generate.runs import open_run
 from tests import test_training
 from tests.test_training import SMALL
 from weights import convert, slim
@@ -38,8 +38,9 @@ def command(*argv):
 def refused(*argv):
     """The one line that says why."""
     status, out, err = command(*argv)
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    return err.removeprefix("error: ").removesuffix("\n")
+    *before, last = err.splitlines()
+    assert (status, out) == (2, "") and all(line.startswith("reading    step ") for line in before), err
+    return last.removeprefix("error: ")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,8 @@ def test_the_loss_is_that_of_training(home):
     argv = home / "small", "--perplexity", home / "tokens", "--mesh", "data=3"
     status, out, err = command(*argv, "--json")
     got = json.loads(out)
-    assert (status, err, got["step"], got["whole"]) == (0, "", 2, True)
+    read = f"reading    step 2 of {home}/small/checkpoints\n"
+    assert (status, err, got["step"], got["whole"]) == (0, read, 2, True)
     assert got["tokens"] == want["tokens"]
     assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert got["bits_per_byte"] == pytest.approx(want["bits_per_byte"], rel=1e-5)
@@ -109,7 +111,7 @@ def test_what_is_asked_is_one_thing(home):
 
 def test_a_folder_without_weights_is_refused(home, tmp_path):
     """Catches a traceback where there is no run, or nothing in it."""
-    assert refused(tmp_path, "--perplexity", "x") == f"there is no {tmp_path}/config.json"
+    assert refused(tmp_path, "--perplexity", "x").startswith(f"{tmp_path}: no config.json there")
     shutil.copy(home / "small" / "config.json", tmp_path)
     assert refused(tmp_path, "--perplexity", "x") == f"no checkpoint in {tmp_path}/checkpoints"
 
@@ -125,7 +127,7 @@ def test_the_harness_is_asked_for_by_its_extra(home, monkeypatch):
 
 def test_converted_weights_are_opened_with_a_tokenizer(converted, home, tmp_path):
     """Catches texts as short as our own default where the model's are longer, a tokenizer that is guessed, that has
-    more ids than the model, or that a run knows better."""
+    more ids than the model, or that a run knows better; and one refused though the run knows the same."""
     run = open_run(str(converted))
     assert (run.cfg.data.seq_len, run.encoding, run.step) == (64, None, None)
     assert open_run(str(converted), seq_len=40).cfg.data.seq_len == 40
@@ -133,7 +135,11 @@ def test_converted_weights_are_opened_with_a_tokenizer(converted, home, tmp_path
     assert said(tmp_path / "none.json").startswith(f"--tokenizer {tmp_path}/none.json: there is no such file; name a ")
     assert said("bytes") == (f"--tokenizer bytes: it has 257 ids, and {converted} a table of 98; name the tokenizer "
                              "this model was trained with")  # fmt: skip
-    assert said("bytes", home / "small").endswith("small was trained on tokens of 'bytes'; leave it out")
+    with (tmp_path / "other").open("wb") as ranks:
+        tokenizers.write_ranks(ranks, {bytes([255 - byte]): byte for byte in range(256)})
+    other = tmp_path / "other"
+    assert said(other, home / "small").endswith("small was trained on tokens of 'bytes'; leave it out")
+    assert open_run(str(home / "small"), tokenizer="bytes").step == 2
     (tmp_path / "broken.json").write_text("{}")
     assert said(tmp_path / "broken.json").startswith(f"tokenizer 'json:{tmp_path}/broken.json': not a tokenizer.json")
 

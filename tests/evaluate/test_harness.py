@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from evaluate import harness
 from evaluate.answering import Answerer
-from evaluate.runs import open_run
+from generate.runs import open_run
 from tests.evaluate.test_command import command, refused
 from weights import convert
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_asked_is_said(home, monkeypatch):
     """Catches a name that is refused without its nearest, a data set that ends in a traceback, and texts without a
     tokenizer."""
     tasks = "--include_path", home / "tasks"
-    assert refused(home / "run", *tasks, "--tasks", "own").startswith(f"{home}/run names no tokenizer, and tasks are ")
+    assert refused(home / "run", *tasks, "--tasks", "own").startswith(f"{home}/run names no tokenizer, and texts need ")
     assert refused(home / "run", "--tasks", "own", "--include_path", home / "none").endswith("there is no such folder")
     local = functools.partial(TaskManager, include_defaults=False)  # reading the harness's own takes 10 s
     monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: local(include_path=include_path))

@@ -183,16 +183,20 @@ def test_no_prompt_at_all_is_refused(tmp_path):
 
 
 def test_a_run_that_cannot_be_read_is_refused(tmp_path, run_directory):
-    """Catches a traceback where a run was not started, cut short, or has saved nothing yet."""
+    """Catches a traceback where a run was not started, cut short, or has saved nothing yet; a tokenizer that is named
+    for converted weights, and not used."""
     config = (run_directory / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     assert run(tmp_path) == (2, "", f"error: no checkpoint in {tmp_path}/checkpoints\n")
     (tmp_path / "config.json").write_text(config[:80])
     status, out, err = run(tmp_path)
     assert (status, out) == (2, "")
-    assert err.startswith(f"error: {tmp_path}/config.json is not the config.json of a training run (JSONDecodeError(")
+    assert err.startswith(f"error: {tmp_path}/config.json is not JSON: ")
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(config)["config"], "data": None}))
-    assert f"{tmp_path} holds converted weights, which name no tokenizer" in run(tmp_path)[2]
+    assert f"{tmp_path} names no tokenizer, and texts need one" in run(tmp_path)[2]
+    (tmp_path / "checkpoints").symlink_to(run_directory / "checkpoints")
+    argv = ["--tokenizer", "bytes", "--prompt", "!", "--tokens", "9", "--temperature", "0"]
+    assert run(tmp_path, *argv)[:2] == (0, rule_text("!", 9) + "\n")
 
 
 def test_a_prompt_longer_than_the_sequence_is_refused(run_directory):

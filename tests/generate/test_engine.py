@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 
+import sharding
 from generate.engine import Engine, Job
 from generate.sampling import Request
 from tests.generate.models import CONFIGS, EOT, V, one_device, placed
@@ -15,21 +16,22 @@ MOE = CONFIGS["tiny"]
 
 
 @functools.cache
-def engine():
-    """Three slots of 24 tokens, whose prompts are read in pieces of 5."""
-    return Engine(MOE, placed(MOE, one_device()), one_device(), vocabulary=V, end=EOT, slots=3, context=24, piece=5,
-                  at_once=5)  # fmt: skip
+def engine(mesh=""):
+    """Three slots of 24 tokens, of two devices four, whose prompts are read in pieces of 5."""
+    mesh = sharding.make_mesh(mesh) if mesh else one_device()
+    return Engine(MOE, placed(MOE, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=24, piece=5, at_once=5)
 
 
 def job(prompt: str, room: int, **settings) -> Job:
     return Job([EOT, *prompt.encode()], Request(**settings), room)
 
 
-def finished(*jobs: Job) -> list[Job]:
+def finished(*jobs: Job, of=None) -> list[Job]:
+    of = of or engine()
     for one in jobs:
-        engine().submit(one)
-    while not engine().idle:
-        engine().step()
+        of.submit(one)
+    while not of.idle:
+        of.step()
     return [*jobs]
 
 
@@ -57,6 +59,28 @@ def test_a_request_does_not_notice_its_batch():
     assert [drawn(one) for one in finished(*asked()[::-1])] == alone[::-1]
     other_seed = dataclasses.replace(Request(**ASKED[0][2]), seed=4)
     assert drawn(finished(Job([EOT, *b"abcde"], other_seed, 12))[0]) != alone[0]
+
+
+@pytest.mark.parametrize("mesh, pieces", [("", 3 + 4 * 1), ("data=2", 3 + 1 + 1)])
+def test_samples_of_a_prompt_read_it_once(mesh, pieces, monkeypatch):
+    """Catches a prompt of 15 tokens that is read anew for each of 5 samples, in 15 pieces; a row that is copied from
+    another device's, or while it holds less than it should; the last token, without which there is nothing to draw; and
+    anything of another prompt, or of what was drawn. To the bit."""
+    one, calls = engine(mesh), []
+    samples = lambda: [job("abcdefghijklmn", 4, temperature=2.0, top_k=0, seed=seed) for seed in range(5)]
+    others = lambda: [job("abcdefghijk", 6), job("abcdexghijklmn", 5, temperature=0), job("abcd", 3)]
+    alone = []
+    for asked in (*samples(), *others()):
+        one.kept = [[]] * len(one.slots)
+        alone.append(drawn(finished(asked, of=one)[0]))
+    one.kept = [[]] * len(one.slots)
+    prefill = one.prefill
+    monkeypatch.setattr(one, "prefill", lambda *of: calls.append(1) or prefill(*of))
+    assert [drawn(asked) for asked in finished(*samples(), of=one)] == alone[:5]
+    assert len(calls) == pieces, "a piece on each device at a time"
+    assert len({tuple(id for id, *_ in tokens) for tokens in alone[:5]}) == 5
+    assert [drawn(asked) for asked in finished(*others(), of=one)] == alone[5:]
+    assert [drawn(asked) for asked in finished(*others()[::-1], *samples(), of=one)] == alone[:4:-1] + alone[:5]
 
 
 def test_nothing_is_compiled_again():

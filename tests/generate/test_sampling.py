@@ -83,7 +83,7 @@ def choose(logits_BV, *, count=0, vocabulary=None, seen=(), **settings):
     asked = Asked.of([*zip(rows, np.broadcast_to(count, B).tolist(), strict=True)], vocabulary)
     seen_BV = np.zeros((B, vocabulary), bool)
     seen_BV[:, [*seen]] = True
-    return jax.device_get(sampling.choose(logits_BV, asked, seen_BV, vocabulary=vocabulary))
+    return jax.device_get(sampling.choose(logits_BV, asked, seen_BV, sampling.drawable(vocabulary)))
 
 
 N = 5000

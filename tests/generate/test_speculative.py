@@ -11,7 +11,7 @@ import tiktoken
 
 from config import replace
 from generate.engine import Engine, Job
-from generate.sampling import Asked, Request, filtered
+from generate.sampling import Asked, Request, drawable, filtered
 from generate.speculative import judge, propose, write
 from generate.texts import Sampler
 from sharding import make_mesh
@@ -32,7 +32,7 @@ def tables():
 def one_round(seed, settings):
     """K proposals after token 0, and what is made of them, where a token depends on the one before it alone."""
     model_VV, draft_VV = tables()
-    common = dict(mesh=one_device(), vocabulary=V)
+    common = dict(drawable_V=drawable(V), mesh=one_device())
     asked = jax.tree.map(np.asarray, Asked.of([(settings, 0)], V))
     asked = [asked.replace(seed=seed[None], count=np.int32([n])) for n in range(K)]
     seen_1V = seen = np.arange(V)[None] == 0
@@ -141,6 +141,7 @@ def test_a_draft_that_is_the_model_is_always_right():
     model, k = engine(), 4
     twin = copy.copy(model)  # which compiles nothing of its own
     twin.cache, twin.seen_bV, twin.slots = jax.tree.map(jax.numpy.copy, model.cache), model.seen_bV.copy(), [None]
+    twin.kept = [[]]
     for settings in (dict(), dict(temperature=0.7, seed=5), dict(temperature=1.3, top_p=0.8, repetition_penalty=1.5)):
         one = job("abc", 1 + 3 * (k + 1), **settings)
         rounds = write(model, twin, one, k)

@@ -3,12 +3,15 @@
 import jax
 import numpy as np
 import pytest
+import tiktoken
 
 import model
 import pipeline
 from config import replace
+from data import tokenizers
 from generate.cache import NOWHERE
-from generate.sampling import Asked, Request
+from generate.engine import Token
+from generate.sampling import Asked, Chosen, Request
 from generate.texts import Sampler
 from tests import helpers
 from tests.generate.models import BYTES, EOT, RULE, TINY, V, one_device, rule_text
@@ -42,6 +45,28 @@ def test_greedy_is_the_argmax_of_the_full_forward(tiny):
              "segments_BT": np.ones((1, len(row_T)), np.int32)}  # fmt: skip
     logits_TV = np.asarray(pipeline.logits(TINY, one_device())(tiny.params, batch))[0]
     assert ids == np.argmax(logits_TV[:, :V], axis=-1)[len(prompt) - 1 : -1].tolist()
+
+
+def test_an_id_of_no_token_is_not_drawn():
+    """A tokenizer may leave ids out, as cl100k_base does sixteen. Catches one that is drawn, by any of three ways: its
+    text is nothing that can be looked up; and one among the likeliest."""
+    ranks, end = {bytes([byte]): byte for byte in range(256)}, 262
+    gaps = tiktoken.Encoding("gaps", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end})
+    assert tokenizers.absent(gaps) == [256, 257, 258, 259, 260, 261] and tokenizers.absent(BYTES) == []
+    params = helpers.draw(model.declare(TINY.model), seed=1)
+    params.unembedding_DV[:, end] = 0
+    params.unembedding_DV[:, 256:end] = 9 * params.unembedding_DV[:, 97:103]  # the likeliest, if not the least
+    sampler = Sampler(TINY, jax.device_put(params), gaps)
+    for settings in (dict(temperature=0), dict(temperature=3.0, top_k=0, top_p=1.0, repetition_penalty=1.5)):
+        asked = Request("ab", tokens=9, logprobs=20, **settings)
+        (one,), (drafted, _) = sampler.write([asked]), sampler.speculate(asked, sampler, 3)
+        tokens = [*one.tokens, *drafted.tokens]
+        assert max(id for token in tokens for id in (token.id, *dict(token.alternatives))) <= 255
+        assert len(tokens) == 18 and all(np.isfinite(token.logprob) for token in tokens)
+    found = sampler.search(Request("ab", tokens=9), width=4)
+    assert max(id for _, beam in found for id in beam.tokens) <= 255
+    row = Chosen(np.int32([97]), np.float32([-0.5]), np.int32([[97, 256]]), np.float32([[-0.5, -np.inf]]))
+    assert Token.of(row, 0, 2).alternatives == [(97, -0.5)]
 
 
 # The rule: a model that is certain ------------------------------------------------------------------------------------

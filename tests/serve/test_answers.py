@@ -1,12 +1,18 @@
 """OpenAI's own client, as it comes, asks a server on loopback."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import tiktoken
 
+from generate.engine import Token
 from generate.sampling import Request
-from serve.protocol import chat_text
-from tests.generate.models import EOT, follow, rule_text
+from generate.texts import word
+from serve import template
+from serve.protocol import Choice, Refused, Served, chat_text
+from tests.generate.models import BYTES, EOT, follow, rule_text
+from utils import UserError
 
 
 def completion(server, **asked):
@@ -102,6 +108,45 @@ def test_log_probabilities(rule, server):
     assert [token.top_logprobs for token in choice.logprobs.content] == [[], [], []]
 
 
+def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
+    """What lm-evaluation-harness asks of a server. Catches scores a token off, those of another piece of the prompt
+    than it lies in, a first token that is scored by nothing, and a token drawn where none is asked for."""
+    [want] = rule.write([Request("ab", tokens=15, temperature=9, top_k=0, top_p=1, seed=2, logprobs=2)])
+    ids = [EOT, *b"ab", *(token.id for token in want.tokens)]
+    assert len(want.tokens) == 15 and len({*ids}) > 12
+    asked = dict(prompt=[ids, "!$'"], echo=True, logprobs=2)
+    scored, text = (choice.logprobs for choice in completion(server, **asked, max_tokens=0).choices)
+    assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None and len(scored.tokens) == len(ids)
+    # Float32: a whole piece at once, another order of sums.
+    assert scored.token_logprobs[3:] == pytest.approx([token.logprob for token in want.tokens], abs=1e-3)
+    for got, token in zip(scored.top_logprobs[3:], want.tokens, strict=True):
+        assert [*got.values()] == pytest.approx([logprob for _, logprob in token.alternatives], abs=1e-3)
+    assert text.tokens == ["!", "$", "'"] and text.text_offset == [0, 1, 2] and None not in text.token_logprobs
+    assert text.token_logprobs[1:] == [max(likeliest.values()) for likeliest in text.top_logprobs[1:]], "it is the rule"
+    got = completion(server, prompt="!$'", echo=True, logprobs=1, max_tokens=2)
+    assert got.choices[0].text == rule_text("!", 4) == "".join(got.choices[0].logprobs.tokens)
+    assert completion(server, prompt="!$", echo=True, max_tokens=2).choices[0].text == rule_text("!", 3)
+    nothing = completion(server, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == ("", "length")
+    assert nothing.usage.completion_tokens == 0
+
+
+def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
+    """Catches two tokens of one spelling: of the likeliest, by their names, one would be lost."""
+    names = [word(BYTES, byte) for byte in range(256)]
+    assert len({*names}) == 256 and (names[0xE2], names[0x7F]) == (r"bytes:\xe2", "\x7f")
+    likely = [(0xE2, -0.5), (0x97, -1.0), (ord("a"), -2.0)]
+    text = SimpleNamespace(settings=Request(logprobs=3))
+    asked = SimpleNamespace(texts=[text], chat=False, logprobs=True)
+    choice = Choice(asked, 0, BYTES)
+    choice.pending = [Token(0xE2, -0.5, likely), Token(ord("a"), -2.0, likely)]
+    got = choice.part("\ufffda", "length", delta=False)["logprobs"]
+    assert got["tokens"] == [r"bytes:\xe2", "a"] and got["text_offset"] == [0, 0]
+    assert got["top_logprobs"] == [{r"bytes:\xe2": -0.5, r"bytes:\x97": -1.0, "a": -2.0}] * 2
+    assert [one["bytes"] for one in choice.of_chat([(Token(0xE2, -0.5, likely), 0)])["content"][0]["top_logprobs"]] == [
+        [0xE2], [0x97], [97]]  # fmt: skip
+
+
 def test_a_chat(server):
     """Catches a template that is not what the page says, roles that are lost, and a stream that is not the answer."""
     assert chat_text([("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why?")]) == (
@@ -126,6 +171,39 @@ def test_a_chat(server):
     del asked["max_completion_tokens"]
     rest = server.client.chat.completions.create(**asked)
     assert rest.usage.total_tokens == 24, "to the end of the context"
+
+
+QWEN = """{%- for m in messages %}
+    {%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content | trim + eos_token + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_a_chat_has_the_form_of_its_model(tmp_path):
+    """Catches a template that is passed over, special tokens read as their letters, an answer that goes on past its
+    end, and a template that reaches into this process."""
+    assert template.find(str(tmp_path)) is None
+    config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": QWEN}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    start, end = 257, 258
+    encoding = tiktoken.Encoding("q", pat_str="(?s:.+)", mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+                                 special_tokens={"<|endoftext|>": EOT, "<|im_start|>": start, "<|im_end|>": end}
+                                 )  # fmt: skip
+    served = Served("q", encoding, 99, template.find(str(tmp_path / "none"), str(tmp_path)))
+    ask = lambda *messages: served.asked(json.dumps({"model": "q", "messages": messages}).encode(), chat=True).texts[0]
+    one = ask({"role": "developer", "content": "Be brief. "}, {"role": "user", "content": "Hi <b>"})
+    turn = lambda role, text: [start, *f"{role}\n{text}".encode(), end, *b"\n"]
+    assert one.prompt == [*turn("system", "Be brief."), *turn("user", "Hi <b>"), start, *b"assistant\n"]
+    assert one.settings.stop == ("<|im_end|>",)
+    for source, why in (("{{ raise_exception('no') }}", "no$"), ("{{ ''.__class__.mro() }}", "is unsafe|is undefined")):
+        (tmp_path / "chat_template.jinja").write_text(source)
+        served = Served("q", encoding, 99, template.find(str(tmp_path)))
+        with pytest.raises(Refused, match=f"messages: the model's chat template refuses them: .*{why}"):
+            ask({"role": "user", "content": "x"})
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match="its chat template cannot be read: TemplateSyntaxError"):
+        template.find(str(tmp_path))
 
 
 def test_models_health_and_the_page(server):

@@ -59,6 +59,20 @@ def test_a_signal_lets_those_who_run_finish(run_directory):
         assert (server.wait(30), server.stdout.read()) == (0, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(run_directory, number):
+    """Catches texts that are written to their end all the same, a traceback, and a status of success."""
+    with process(run_directory, "--slots", "2", "--queue", "900") as (server, client):
+        long = client.completions.create(model="rule", prompt="!", max_tokens=22, n=120, stream=True)
+        next(long)
+        server.send_signal(signal.SIGTERM)
+        assert server.stdout.readline().startswith("draining   2 texts are running and 1")
+        server.send_signal(number)
+        assert server.wait(10) == 128 + number
+        assert server.stdout.read() == "ended      by a second signal: 2 texts were running\n"
+        long.close()
+
+
 def run(*argv):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -34,7 +34,7 @@ COMPLETIONS = [  # what is asked besides, None: not at all; its status, the para
     ({"temperature": "hot"}, 400, "temperature", "temperature='hot': should be a number"),
     ({"top_p": 0}, 400, "top_p", "top_p=0.0: must be above 0 and at most 1; 1 keeps every token"),
     ({"top_k": -1}, 400, "top_k", "top_k=-1: must be at least 0"),
-    ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: must be at least 1"),
+    ({"max_tokens": -1}, 400, "max_tokens", "max_tokens=-1: must be at least 1"),
     ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: should be of type int"),
     ({"seed": 1.5}, 400, "seed", "seed=1.5: should be a whole number"),
     ({"stop": [""]}, 400, "stop", "stop=('',): should be texts, none of them empty"),
@@ -46,7 +46,7 @@ COMPLETIONS = [  # what is asked besides, None: not at all; its status, the para
      "stream_options is for a stream; give stream=true, or leave it"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty",
      "presence_penalty is not supported; repetition_penalty, above 1, makes what was there less likely"),
-    ({"echo": True}, 400, "echo", "echo is not supported; put the prompt in front of the text yourself"),
+    ({"echo": True, "stream": True}, 400, "echo", "echo is not for a stream: it has the prompt's tokens once all are "),
     ({"top-k": 3}, 400, "top-k", "'top-k' is not a parameter; did you mean 'top_k'? known: top_k, "),
     (b"[]", 400, None, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}'),
     (b'{"model"', 400, None, "the request is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
@@ -61,6 +61,7 @@ CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
      'messages[0]: content should be a text, or a list of {"type": "text", "text": ..}'),
     ({"tools": [{}]}, 400, "tools", "tools is not supported; describe them in the prompt, and read the text"),
+    ({"echo": True}, 400, "echo", "echo is not supported; ask for a completion, whose prompt may be a chat's text"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "top_logprobs needs logprobs=true"),
 ]  # fmt: skip
 

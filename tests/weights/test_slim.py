@@ -1,6 +1,7 @@
 """Claims about a run's weights alone: they are those of its checkpoint, our commands read them, and nothing that is
 half-written is ever read. In a folder here, and in a bucket."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,8 +17,9 @@ import safetensors.numpy
 import generate
 import model
 import sharding
-from config import preset, replace
+from config import Config, preset, replace
 from generate import cache
+from generate.runs import open_run
 from tests.helpers import draw
 from train import checkpoint
 from weights import convert, folders, init_from
@@ -116,6 +118,34 @@ def test_our_commands_read_it(run, tmp_path):
     assert again[0] == again[1] and equal(tensors_of(tmp_path / "again"), want)
 
 
+def test_a_step_is_taken_by_its_number_or_as_the_best(run, tmp_path, capsys):
+    """Catches a flag that is passed over by one of the commands, the newest taken for the best, and a wrong one refused
+    without those there are."""
+    measured = tmp_path / "run"
+    with checkpoint.open_directory(measured / "checkpoints", keep=3) as saver:
+        for step, loss in ((3, 2.0), (12, 1.5), (15, 1.75)):
+            tree = jax.tree.map(jax.numpy.asarray, draw(model.declare(CFG.model), step))
+            checkpoint.save(saver, step, {"params": tree}, about={}, loss=loss)
+    (measured / "config.json").write_text((run / "config.json").read_text())
+    opened = lambda step: open_run(str(measured), step=step)
+    assert [opened(step).step for step in ("3", "best", "")] == [3, 12, 15]
+    assert equal(sharding.named(opened("3").params), params(3)) and opened("3").digest != opened("best").digest
+    for words in (["slim", measured, tmp_path / "slim"], ["to-hf", measured, "--out", tmp_path / "hf"]):
+        assert command(*words, "--step", "best") == 0
+    assert equal(tensors_of(tmp_path / "slim"), params(12))
+    assert "| steps | 12 of " in (tmp_path / "hf/README.md").read_text()
+    assert command("to-hf", measured, "--out", tmp_path / "x", "--step", "last") == 2
+    said = f"error: {measured} has no checkpoint of step 7; it has 3, 12, best, 15\n"
+    assert capsys.readouterr().err.endswith(said.replace("step 7", "step last"))
+    rooms = {"generate": [], "evaluate": ["--perplexity", "x"]}
+    rooms |= {"serve": ["--port", "0"]} if importlib.util.find_spec("uvicorn") else {}
+    for room, flags in rooms.items():
+        assert importlib.import_module(f"{room}.__main__").main([str(measured), "--step", "7", *flags]) == 2
+        assert capsys.readouterr().err.endswith(said), room
+    assert command("slim", tmp_path / "slim", tmp_path / "x", "--step", "12") == 2
+    assert "slim holds weights alone, and no checkpoints; leave it out" in capsys.readouterr().err
+
+
 def test_a_bucket_serves_as_a_folder_does(run, bucket, tmp_path):
     """Catches a path that is taken for one of this machine (gs:/bucket), and bytes of the wrong place in a file."""
     for source, out in ((run, f"{bucket}/slim"), (f"{bucket}/slim", f"{bucket}/again")):
@@ -127,8 +157,10 @@ def test_a_bucket_serves_as_a_folder_does(run, bucket, tmp_path):
     assert served(f"{bucket}/slim")
 
     fsspec.filesystem("memory").put(f"{LLAMA}/", "/bucket/llama/", recursive=True)
-    assert command("from-hf", f"{bucket}/llama", "--out", tmp_path / "llama") == 0
-    assert command("to-hf", tmp_path / "llama", "--out", f"{bucket}/hf") == 0
+    assert command("from-hf", f"{bucket}/llama", "--out", f"{bucket}/ours") == 0
+    about = json.loads(fsspec.filesystem("memory").cat("/bucket/ours/config.json"))
+    assert (about["config"]["run"]["name"], about["config"]["run"]["dir"]) == ("ours", Config().run.dir)
+    assert command("to-hf", f"{bucket}/ours", "--out", f"{bucket}/hf") == 0
     fsspec.filesystem("memory").get("/bucket/hf/", f"{tmp_path}/hf/", recursive=True)
     assert equal(tensors_of(tmp_path / "hf"), tensors_of(LLAMA))
 
@@ -166,13 +198,14 @@ class Full:
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("words", [["slim"], ["to-hf", "--out"]])
+@pytest.mark.parametrize("words", [["slim"], ["to-hf", "--out"], ["from-hf", "--out"]])
 def test_what_is_cut_off_is_not_there(words, error, far, run, bucket, tmp_path, monkeypatch, capsys):
     """Catches half a folder that loads, a full disk that ends in a traceback, and one that is left full."""
     opened = folders.Folder.open
     monkeypatch.setattr(folders.Folder, "open", lambda folder, name: Full(opened(folder, name), 60_000, error))
     out = f"{bucket}/out" if far else tmp_path / "out"
-    status, said = command(words[0], run, *words[1:], out), capsys.readouterr().err
+    source = LLAMA if words[0] == "from-hf" else run
+    status, said = command(words[0], source, *words[1:], out), capsys.readouterr().err
     if isinstance(error, OSError):
         assert status == 2 and said.startswith(f"error: {out} cannot be written: No space left on device")
         assert said.count("\n") == 1 and said.endswith("; nothing of it is kept\n")
@@ -203,15 +236,14 @@ def test_what_makes_a_folder_load_comes_last(words, run, bucket, monkeypatch):
 
 MISTAKES = {
     "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run holds no weights alone"),
-    "no weights": (["slim", "EMPTY", "OUT"], "neither converted weights (weights/index.json) nor a comp"),
-    "no folder": (["slim", "nowhere", "OUT"], "there is no nowhere/config.json"),
+    "no weights": (["slim", "EMPTY", "OUT"], "error: no checkpoint in "),
+    "no folder": (["slim", "nowhere", "OUT"], "nowhere: no config.json there; give a run's directory"),
     "theirs": (["slim", LLAMA, "OUT"], "describes no run of ours (a Hugging Face folder is read by from-hf)"),
     "another dtype": (["slim", "RUN", "OUT", "--dtype", "int8"], "--dtype int8: cannot be written; known: float32"),
     "near": (["slim", "RUN", "OUT", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
     "no step": (["slim", "RUN", "OUT", "--step", "7"], "has no checkpoint of step 7; it has 3, 12"),
     "there": (["slim", "RUN", "RUN"], "exists; choose another folder, or delete it"),
     "there, far": (["slim", "RUN", "memory://bucket"], "memory://bucket exists; choose another folder, or delete it"),
-    "a far run": (["from-hf", LLAMA, "--out", "memory://bucket/x"], "a run lies on this machine, e.g. runs/x"),
     "no scores": (["slim", "RUN", "OUT", "--scores", "nowhere.json"], "--scores nowhere.json: No such file or di"),
     "another family": (["to-hf", "RUN", "--out", "OUT", "--family", "llama"], "cannot be written as llama"),
     "no protocol": (["slim", "RUN", "nosuch://x/y"], "nosuch"),

@@ -4,8 +4,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import tiktoken
 from jax.sharding import Mesh
 
@@ -13,10 +14,15 @@ import model
 import sharding
 from config import Config, MeshConfig, WorkConfig, replace
 from data import tokenizers
+from generate.cache import unstack
+from generate.quantised import quantised
+from overlap.weights import cast
 from train import checkpoint
-from utils import UserError, log
+from utils import UserError
 from weights import convert
 from weights.folders import Folder
+
+Form = Literal["stored", "compute", "int8"]
 
 
 @dataclass(frozen=True)
@@ -33,18 +39,24 @@ class Run:
     digest: str  # changes with the parameters
 
 
-def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", seq_len: int = 0) -> Run:
-    """Read a run's newest checkpoint, or weights as `from_hf` and `slim` write them.
+def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", seq_len: int = 0,
+             step: str = "", texts: bool = False, form: Form = "stored") -> Run:  # fmt: skip
+    """Read a run's checkpoint, or weights as `from_hf` and `slim` write them, which may lie in a bucket.
 
     tokenizer  a name as for `tokenizers.load`, or a file, for a run that does not know its own
     seq_len    most positions of a text; 0: those it was trained with, or its config.json of Hugging Face names
+    step       of the checkpoint, see `convert.step_of`; empty: the newest
+    texts      a tokenizer is needed
+    form       of parameters: as stored, in stacks; or, layers on their own, in the compute dtype, or int8 with scales
     Raises: UserError if there is no run, no weights, no such mesh or tokenizer, or two tokenizers.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
-    about = Folder(directory).json("config.json")
-    convert.read_config(directory)  # which refuses what is no run
+    about = convert.read_about(directory)
     trained = about["data"]
     encoding = encoding_of(directory, trained, tokenizer)
+    if texts and encoding is None:
+        raise UserError(f"{directory} names no tokenizer, and texts need one; name it with --tokenizer, a "
+                        "tokenizer.json, a file of ranks, or bytes")  # fmt: skip
     cfg = Config.from_dict(about["config"])
     known = cfg.data.seq_len if trained else about.get("hf", {}).get("max_position_embeddings", cfg.data.seq_len)
     cfg = replace(cfg, mesh=mesh, work=WorkConfig(), **{"data.seq_len": seq_len or known})
@@ -52,36 +64,50 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
         raise UserError(f"--tokenizer {tokenizer}: it has {encoding.n_vocab} ids, and {directory} a table of "
                         f"{cfg.model.vocab_size}; name the tokenizer this model was trained with")  # fmt: skip
     devices, declarations = sharding.make_mesh(mesh), model.declare(cfg.model)
-    newest = convert.newest_step(directory, log)
-    params = convert.load_params(directory, declarations, devices, newest)
-    step = about.get("slim", {}).get("step") if newest is None else newest
-    named = trained and trained["tokenizer"]
-    return Run(directory, cfg, params, devices, encoding, named, step, digest(directory, newest))
+    sharding.check_divides(declarations, devices)
+    if (taken := convert.step_of(directory, step)) is not None:
+        checkpoint.say_aside(f"reading    step {taken} of {directory}/checkpoints")
+    params = in_form(convert.load_params(directory, declarations, devices, taken), cfg, devices, form)
+    known_step = about.get("slim", {}).get("step") if taken is None else taken
+    return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], known_step,
+               digest(directory, about, taken))  # fmt: skip
+
+
+def in_form(params, cfg: Config, mesh: Mesh, form: Form):
+    """Parameters as `open_run` says; what they were made of is let go on the way."""
+    if form == "stored":
+        return params
+    if form == "int8":
+        params = quantised(params, cfg.model, mesh)
+    else:
+        params = jax.jit(lambda w: cast(w, cfg.model), donate_argnums=0)(params)  # as each step would, once
+    return unstack(params, cfg.model, mesh)
 
 
 def encoding_of(directory: str, trained: dict | None, asked: str) -> tiktoken.Encoding | None:
     """The tokenizer a run knows, or the one that is asked for. Raises: UserError if these are two."""
-    if own := trained and tokenizers.of(trained):
-        if asked:
-            raise UserError(f"--tokenizer {asked}: {directory} was trained on tokens of {own.name!r}; leave it out")
-        return own
+    own = trained and tokenizers.of(trained)
     if not asked:
-        return None
+        return own
     if asked in ("bytes", *tokenizers.NAMED) or tokenizers.is_file(asked):
-        return tokenizers.load(asked)
-    if not Path(asked).is_file():
+        named = tokenizers.load(asked)
+    elif Path(asked).is_file():
+        named = tokenizers.load(f"json:{asked}" if asked.endswith(".json") else f"bpe:{asked}")
+    else:
         raise UserError(f"--tokenizer {asked}: there is no such file; name a tokenizer.json or a file of ranks, "
                         f"bytes, {', '.join(tokenizers.NAMED)}")  # fmt: skip
-    return tokenizers.load(f"json:{asked}" if asked.endswith(".json") else f"bpe:{asked}")
+    if own and tokenizers.fingerprint(own) != tokenizers.fingerprint(named):
+        raise UserError(f"--tokenizer {asked}: {directory} was trained on tokens of {own.name!r}; leave it out")
+    return named
 
 
-def digest(run: str, step: int | None) -> str:
+def digest(run: str, about: dict, step: int | None) -> str:
     """What changes with a run's parameters: the manifest of a checkpoint, or sizes and times of weights alone.
 
-    Of a bucket, its config.json has to do.
+    Of a bucket, its config.json, `about`, has to do.
     """
     if step is not None:
         return hashlib.sha256(Folder(run).read(f"checkpoints/{step}/{checkpoint.MANIFEST}")).hexdigest()
     files = sorted([*Path(run).glob("weights/*"), *Path(run).glob("*.safetensors")])
-    about = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
-    return hashlib.sha256(json.dumps([Folder(run).json("config.json"), about]).encode()).hexdigest()
+    found = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([about, found]).encode()).hexdigest()
