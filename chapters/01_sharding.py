@@ -220,6 +220,8 @@ found = counted(case_2)
 [gather_of_w] = found.collectives
 lesson.predicted("bytes a device sends", my_prediction, gather_of_w.wire_bytes, "bytes")
 lesson.listed(found)
+
+# %% tags=["remove-cell"]
 assert gather_of_w.kind == "all-gather" and gather_of_w.payload_bytes == 6144
 
 # %% [markdown]
@@ -255,6 +257,8 @@ my_prediction = None  # numbers
 alone = on_mesh(lambda x_bD, w_Df: (x_bD @ w_Df)[None], (rows, columns), P("fsdp"))
 blocks = np.asarray(alone(x_BD, w_DF))  # [device, b, f]
 lesson.predicted("numbers of the result", my_prediction, blocks.size)
+
+# %% tags=["remove-cell"]
 assert blocks.size == B * F // n
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "A grid of eight by eight blocks of the result; only the eight blocks on the diagonal are filled."}}

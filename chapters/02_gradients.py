@@ -72,6 +72,8 @@ right_DF = jax.grad(share)(w_DF, x_BD, y_BF)  # one device, all rows
 my_prediction = None  # times the right gradient
 times = float(np.vdot(got_DF, right_DF) / np.vdot(right_DF, right_DF))
 lesson.predicted("times the right gradient", my_prediction, round(times, 3))
+
+# %% tags=["remove-cell"]
 assert abs(times - n) < 1e-3
 
 # %% [markdown]
@@ -232,9 +234,9 @@ for line in str(traced).splitlines():
 # On a mesh of several axes the same holds for each axis by itself. **A weight's gradient owes a sum along
 # every axis that cuts the rows**, because the rows are what its product sums over on the way back. If the
 # axis cuts the weight too, so that it was gathered, the sum is a `psum_scatter`; else a `psum`. Along an axis
-# that cuts the columns of `w`, and no rows, nothing is owed (exercise 2). So on `data=2,fsdp=4`, where both axes cut the
-# rows and `fsdp` cuts `w` too, a gradient is scattered over `fsdp`, and what is left of it is added over
-# `data`.
+# that cuts the columns of `w`, and no rows, nothing is owed (exercise 2). So on `data=2,fsdp=4`, where both
+# axes cut the rows and `fsdp` cuts `w` too, a gradient is scattered over `fsdp`, and what is left of it is
+# added over `data`.
 #
 # ## The way back of each collective
 #
@@ -286,6 +288,8 @@ lesson.predicted("bytes the way back sends", my_prediction, SENDS["psum"][1], "b
 print("                sends  back  by")
 for name, (sends, back, kinds) in SENDS.items():
     print(f"{name:14} {sends:6} {back:5}  {kinds}")
+
+# %% tags=["remove-cell"]
 assert SENDS["psum"][1] == 0 and SENDS["pcast"][1] == 336
 
 # %% [markdown]

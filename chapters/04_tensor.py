@@ -207,6 +207,8 @@ for function, (*ins, out) in cut.items():
     lesson.listed(found)
 times = sends[1] / sends[0]
 lesson.predicted("rows, columns over columns, rows", my_prediction, times, "times")
+
+# %% tags=["remove-cell"]
 assert times == F / D
 
 # %% [markdown]
@@ -355,6 +357,8 @@ recomputed, kept = (collectives_of_a_step(f) for f in (jax.checkpoint, lambda f:
 count = sum(recomputed.values())
 lesson.predicted("gathers and scatters, recomputed", my_prediction, count)
 print("recomputed:", recomputed, " all kept:", kept)
+
+# %% tags=["remove-cell"]
 assert (count, sum(kept.values())) == (11, 8)
 
 # %% [markdown]
@@ -434,6 +438,8 @@ assert lesson.same(*both)
 print(f"for 1,024 tokens {sent[0]:,} bytes, and {sent[1]:,}")
 times = sent[0] / sent[1]
 lesson.predicted("gathered over three numbers", my_prediction, times, "times")
+
+# %% tags=["remove-cell"]
 assert times == 128_256 / 6
 
 # %% [markdown]

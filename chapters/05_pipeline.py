@@ -206,6 +206,8 @@ in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items(
 lesson.predicted("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
 print(draw.text(published["1f1b"]), "\n")
 print("in lock-step:", in_step)
+
+# %% tags=["remove-cell"]
 assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 
 # %% [markdown]
@@ -900,8 +902,9 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 # All messages stand on the critical path in the first and last S - 1 ticks; between, they travel beside the
 # work on other microbatches, where the runtime lets them. **When:** 6 N D < 4 P over the slow wire, with M at
 # least 4S; with P in place of all parameters of a sparse model. That is N < 2 P/(3 D) tokens a step: 1.3
-# million for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula has no chip in it; the bubble has: it costs S - 1 microbatches' time, so
-# on two nodes with fast networks, 400 Gbit/s a GPU, and inside of a node, stages lose.
+# million for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula has no chip in it;
+# the bubble has: it costs S - 1 microbatches' time, so on two nodes with fast networks, 400 Gbit/s a GPU, and
+# inside of a node, stages lose.
 #
 # ## Three lines to keep
 #

@@ -201,7 +201,9 @@ print("*: more devices than heads of keys, see exercise 2")
 # of exponentials was. The result is their mean, weighted by those sums. The program keeps the logarithm of
 # the sum, as FlashAttention does. It has no shared heads; paste it into an empty file. `at_s` travels with
 # the keys, and the program counts, by device and step, the pairs of query and key that causal attention
-# allows. That is the work: two products of width K per pair and head.
+# allows. That is the work: two products of width K per pair and head. (Keys of which a query sees none give
+# it a log of -1e30, and so a share of exp(-1e30) = 0. And its gradient keeps the keys of every step: a ring
+# that is to save memory in training passes them around again on the way back.)
 #
 # > **Predict.** The text is cut in its order: device 0 has the first 16 positions, device 3 the last. Of all
 # > allowed pairs, 64 x 65/2 = 2,080, how many are device 3's?
@@ -577,6 +579,8 @@ def ring_with(merge, times):
         for _ in range(1, n):
             travelling = [jax.lax.ppermute(x, "context", ONWARD) for x in travelling]
             so_far = merge(*so_far, *meet(q_sHK, at_s, *travelling)[:2])
+            if not isinstance(so_far, tuple) or len(so_far) != 2:
+                raise ValueError("return two things, mixed_HsK and log_sum_Hs")
         return so_far[0].swapaxes(0, 1)
 
     return np.asarray(on_mesh(device)(times * q_SHK, k_SHK, v_SHK, in_order))
@@ -697,8 +701,8 @@ BAD_TRADES = [
 
 # %% tags=["hide-input"]
 def check_trade(answer):
-    cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8)]
-    done = "Right: what the compiler counts, in all three cases."
+    cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 8, 4, 8)]
+    done = "Right: what the compiler counts, in all four cases."
     return lesson.diagnose(answer, cases, counted_trade, BAD_TRADES, done)
 
 

@@ -41,15 +41,15 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
     print(f"{name}: experts {experts_k}, scores {chosen_k}, gates {gates_k}")
 
 # %% [markdown]
-# Both choose the same two experts here, and only the gates differ. The choice itself has no gradient: what
-# teaches the router is the gates, and only those of chosen experts.
+# Both choose the same two experts here. The choice itself has no gradient: what teaches the router is the
+# gates of chosen experts.
 #
 # Per token this costs k experts of FLOPs, while the parameters grow with E. So the parameters are what has to
 # be cut, and they come in E equal pieces: device d of n holds experts d E/n up to (d + 1) E/n. That is
 # *expert parallelism* (EP), and `expert` is its mesh axis. The tokens are cut along it too, as they are along
 # `fsdp`: otherwise n devices would do the same attention.
 #
-# The naive way: each device takes the choices that name its own experts. How many does it skip?
+# The naive way: each device takes the choices of its own experts. How many does it skip?
 
 # %%
 rng = np.random.default_rng(0)
@@ -134,7 +134,7 @@ assert dropped(1.25, 4096) < 0.001 and dropped(1.25, 4096, 1) > 0.05, "noise or 
 # empty. With more tokens on a device that noise averages out, and a factor of 1.25 drops nothing. What does
 # not average out is a preference: if the router likes some experts better (here by a normal draw added to
 # each logit), a factor of 1.25 still drops 8% of the choices, with any number of tokens. So a capacity needs
-# a balanced router (below), and a program that drops nothing has to do without fixed blocks.
+# a balanced router (below). To drop nothing with fixed blocks takes a slot for every token of a device.
 #
 # ## By hand
 #
@@ -223,8 +223,7 @@ assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "the test has to drop some"
 #   there, and nobody adds over `expert`. The router lies on every device, so its gradient is added (02).
 #
 # With 8 slots the same choices drop on the mesh and on one device, because `on_one` counts each device's
-# tokens apart. So with a capacity, which tokens drop depends on how many devices there are. (`model.py`
-# counts slots for each sequence instead.)
+# tokens apart. So with a capacity, which tokens drop depends on how many devices there are.
 #
 # ## The other exchange
 #
@@ -291,7 +290,7 @@ everything = compiled_on(8, gathered)[0](w, x_ND)
 assert lesson.same(everything, on_one(w, x_ND, N)), "gathering drops nothing"
 
 # %% [markdown]
-# Each device has t = N/n tokens. It sends k of them for each of its own with the all-to-all, and n - 1
+# Each device has t = N/n tokens. It sends k copies of each with the all-to-all, and n - 1
 # gathered. So gathering sends **n/k times** the bytes, or n over k times the capacity factor. With n = 2 and
 # k = 2 they are equal; with k above n gathering sends less, because a token goes to a device once, and not
 # once for each expert that it has there. In return nothing drops, and no slot is empty.
@@ -407,8 +406,8 @@ for place, m in PLACES.items():
 # Bytes are not seconds. On a torus an all-to-all has to pass through its middle, so a device sends 1.7 and 3
 # times slower there than in a gather. And over two nodes of H100s, gathering sends twice the bytes and takes
 # half the time, since a token crosses once and not four times. So in time gathering holds out longer than n =
-# k: up to n = 16 on this list. What ends it first is memory: at n = 64 the N k rows are 4,096 * 64 * 8 *
-# 7,168 * 2 bytes = 30 GB.
+# k: up to n = 16 on this list. At n = 64 memory ends it too: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes,
+# 30 GB.
 #
 # Now the all-to-all beside the products. What can more tokens change?
 
@@ -574,7 +573,9 @@ ticks = axes[2].set_xticks([])
 # %% [markdown]
 # Without a remedy half of the experts do nothing, and the error falls nonetheless: it says nothing of the
 # waste. With the bias nearly all work, on the mean of 20 steps; in a single step one expert may still have
-# several shares, because in this toy all tokens of a kind change their expert together. Each remedy wants the
+# several shares, because in this toy all tokens of a kind change their expert together. That is also why its
+# error is hardly better here than without; models of real text did better with it than with the loss
+# ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)). Each remedy wants the
 # load of the step's *whole batch*. On a mesh that is a sum over devices of E numbers, 1 kB for 256 experts: a
 # matter of latency, not of bytes. For the bias it must also be the *same* on all devices: it is a parameter
 # that no gradient moves, and nothing else keeps its copies alike.
@@ -860,7 +861,7 @@ print(f"eight devices: busiest expert {busiest:.1f} times its share, {at_rest} i
 assert one < 0.1 and error > 2.5 * one and at_rest <= 1, "as the text says"
 
 # %% [markdown]
-# No expert is idle, and the log looks well. Mend `device_loss`; the checker compares loss and gradient with
+# No expert is idle. Mend `device_loss`; the checker compares loss and gradient with
 # one device, on two batches.
 
 
@@ -897,7 +898,7 @@ def parts_loss(balance_of):
 ONE = measured(dense_loss(0.1))
 whole_product = lambda l, s: (l.mean(0) * s.mean(0)).sum()
 HINTS = {
-    "As it was. On which devices does a token's kind matter to it?":
+    "As it was. Must each device's text use all experts, or the whole batch?":
         lambda l, s: (l * s).sum(1).mean(),
     "As it was, 8 times as strong: the product still comes first.":
         lambda l, s: (l * s).sum(),

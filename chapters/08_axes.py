@@ -5,7 +5,7 @@
 # experts. What changes when several of them cut the same arrays?
 #
 # **Why it hurts not to know.** A program can be right along each axis and wrong along two: a sum that leaves
-# out one axis has the right shape, and the loss falls. And a mesh can be legal and take five times as long as
+# out one axis has the right shape, and the loss falls. And a mesh can be legal and take three times as long as
 # its neighbour, because a chatty axis lies on a slow wire.
 #
 # *Before this:* 02 (who adds), 03, 04, 05; 06 and 07 where `context` and `expert` are met.
@@ -89,7 +89,7 @@ for ax, (spec, dims, title, colour_by) in zip(panels, drawn, strict=True):
 panels[0].set(xlabel="D by fsdp and F by tensor")
 
 # %% [markdown]
-# (Numbers are devices.) Now the rule for every combination. For a weight, ask each axis:
+# Now the rule for every combination. For a weight, ask each axis:
 #
 # | along this axis the weight is | and its input is | then its gradient is |
 # |---|---|---|
@@ -142,7 +142,7 @@ def layer(x_btD, w):
 # result to its counterpart in the next stage, and takes the next microbatch: the GPipe loop of 05,
 # M + S - 1 ticks for S stages. It sends x_btD, which the other two axes have cut already: device 1 sends
 # its quarter to device 5 and needs nobody else for it. A stage without a microbatch computes on rubbish
-# that nobody uses.
+# that nobody uses. (`pcast`: what a scan carries begins varying along every axis along which it will, 05.)
 
 
 # %% tags=["by-hand"]
@@ -223,12 +223,13 @@ assert (sent["stage"].count, ratio) == (2 * 5, 4), "sizes were changed"
 assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the ticks, a scatter in each"
 
 # %% [markdown]
-# Along `tensor` each of the 2 layers exchanges 4 times in each tick, and
-# half of x_bTD is as much as a message: 4 x 2 against 2 a tick. **The ratio is 2 (n - 1) times the pairs of
-# products that a stage has.** A transformer's layer has two, attention and feed-forward: with 16 layers a
-# stage it is 64. The bytes along `fsdp` do not depend on the tokens: each of the stage's 4 matrices is
-# gathered once, before the ticks, its gradient scattered in each. Over `fsdp` and `tensor` together
-# goes the gain's gradient, once a layer and tick.
+# Along `tensor` each of the 2 layers exchanges 4 times in each tick, and half of x_bTD is as much as a
+# message: 4 x 2 against 2 a tick. **The ratio is 2 (n - 1) times the pairs of products that a stage has.** A
+# transformer's layer has two, attention and feed-forward: with 16 layers a stage it is 64. The bytes along
+# `fsdp` do not depend on the tokens. `layer` asks for its two gathers in each tick; with a gradient JAX takes
+# them out of the loop, since nothing in them changes: each of the stage's 4 matrices is gathered once, and
+# kept joined, and its gradient is scattered in each tick. Over `fsdp` and `tensor` together goes the gain's
+# gradient, once a layer and tick.
 #
 # ## Which neighbours are near
 #
@@ -410,11 +411,9 @@ assert late.wire_bytes == M * 4 * early.wire_bytes, "not M x fsdp"
 # `set_requires_all_reduce(False)`, HSDP adds between replicas in every microbatch.
 #
 # For 8.03 billion parameters with float32 gradients a device of `data=2,fsdp=8` sends 4 x 8.03e9/8 = 4.0 GB
-# between replicas: 0.08 s on H100s (50 GB/s each), 0.64 s between slices of v5p (6.25 GB/s a chip). Is that
-# less than `fsdp=16` over both? Each half of the devices gets the half of the weights that it lacks, in
-# bfloat16, forward and back, and half of the gradients: 4 P bytes for P parameters. With `data=2` it is 4 P
-# too. **Between two, HSDP does not save volume. It saves repetition and waiting**: once a step in place of
-# once a microbatch, and no layer waits for it. It pays with memory: twice the slice of everything.
+# between replicas: 0.08 s on H100s (50 GB/s each), 0.64 s between slices of v5p (6.25 GB/s a chip).
+# `fsdp=16` over both would send as much. **Between two, HSDP saves repetition and waiting, not volume**: once
+# a step in place of once a microbatch, and no layer waits. It pays with memory: twice the slices.
 #
 # ## Legal and slow
 #
@@ -439,19 +438,20 @@ def planned(mesh, on=SLOW):
 MACHINES = {"v5p slice": "v5p:2x2x4", "H100 nodes": "h100:16", "slow wire": SLOW}
 table = {}
 print(" " * 17, *(f"{name:>12}" for name in MACHINES))
-for split in ("fsdp=8,tensor=2", "data=2,context=8", "context=16", "fsdp=2,context=8"):
+for split in ("fsdp=8,tensor=2", "fsdp=2,context=8", "data=2,context=8", "context=16"):
     plans = [planned(split, on) for on in MACHINES.values()]
     table[split] = [one.step_s for one in plans]
     print(f"{split:17}", *(f"{seconds:10.2f} s" for seconds in table[split]))
 columns = zip(MACHINES, np.array([*table.values()]).T, strict=True)
 spread = {name: s.max() / s.min() for name, s in columns}
 print({name: f"slowest / fastest {x:.1f}" for name, x in spread.items()})
-assert spread["slow wire"] > 5 and spread["v5p slice"] < 1.2, "a plan has changed"
+assert spread["slow wire"] > 2.9 and spread["v5p slice"] < 1.2, "a plan has changed"
 
 # %% [markdown]
 # On the slice of v5p, where all links are of one kind, the choice is worth a sixth; on the slow wire a factor
-# of five. In the last mesh all 16 devices share the slices of each weight, across both nodes, and each group
-# of 8 works on four sequences in turn: the weights cross for every one of them.
+# of three. In the last mesh keys and values of every layer cross between the nodes, for each sequence; in the
+# others it is weights or gradients, whose bytes do not grow with the tokens. An axis that cuts sequences,
+# `data` or `fsdp`, leaves fewer microbatches to a pipeline: of 8 sequences `fsdp=8` leaves one.
 #
 # ## Which difference is a bug
 #
@@ -484,10 +484,9 @@ for name, one in {"right": mean, "mean of means": mean_of_means}.items():
 print("all targets count:    ", worst((2, 2, 2), mean_of_means, real=np.ones((B, T))))
 
 # %% [markdown]
-# Rounding is a few times the last bit (float32 has 24 of them: 6e-8), and in float64 it all but vanishes.
+# Rounding is a few times the last bit (6e-8 in float32), and in float64 it all but vanishes.
 # A bug stays where it is. So **compare in float32 with a limit of about 1e-5, and where in doubt in
-# float64.** In bfloat16, whose last bit is 4e-3, a fault of 3% hides. And compare
-# on data that are uneven: where all targets count, this bug does not exist.
+# float64.** And compare on data that are uneven: where all targets count, this bug does not exist.
 #
 # ## Parity as a tool
 #
@@ -640,7 +639,8 @@ def check_group(answer):
     cube, long = dict.fromkeys(AXES, 2), {"data": 2, "fsdp": 4, "tensor": 3}
     cases = [(cube, (axis,), 5) for axis in AXES] + [(cube, ("fsdp", "tensor"), 5)]
     cases += [(long, ("fsdp",), 14), (long, ("data", "tensor"), 14)]
-    listed = lambda f: lambda *case: tuple(x) if isinstance(x := f(*case), list) else x
+    plain = lambda x: tuple(np.asarray(x).tolist()) if np.ndim(x) == 1 else x
+    listed = lambda f: lambda *case: plain(f(*case))
     mistakes = [
         (block, "Consecutive numbers: are neighbours along the first axis that?"),
         (partial(lines, keep=True), "These share its place along the axes."),
@@ -890,14 +890,14 @@ assert lesson.same(mended, curves["one device"], 1e-3)
 # `x_btD -> h_bTD @ up_Df -> gelu @ down_fD -> y_btD`, on `stage, fsdp, tensor`, with n devices along the
 # axis at hand:
 #
-# | | `data` | `stage` | `fsdp`, `expert` | `context` | `tensor` |
-# |---|---|---|---|---|---|
-# | cuts | B | L | B; D of weights | T; D of weights | T between, F and H inside |
-# | copied along it | all weights | x | gains | gains | gains |
-# | moves forward | nothing | x_btD, once a stage | weights, every layer | keys and values, every layer | x, twice a pair of products |
-# | moves backward | gradients, once a step | the same | weights again, gradients | their gradients | the same |
-# | bytes of a device | 2 (n - 1)/n of its gradients | 2 x_btD | (n - 1)/n of weights, 2 or 3 times | (n - 1)/n of its heads' k, v | 4 (n - 1)/n of x_bTD |
-# | waits for it | the optimizer | the next stage | the layer, unless joined ahead | the scores | the next product |
+# | | `data` | `stage` | `fsdp` | `expert` | `context` | `tensor` |
+# |---|---|---|---|---|---|---|
+# | cuts | B | L | B; D of weights | B; E of experts, D of others | T; D of weights | T between, F and H inside |
+# | copied along it | all weights | x | gains | gains | gains | gains |
+# | moves forward | nothing | x_btD, once a stage | weights, every layer | tokens to experts and back; other weights | keys and values, every layer | x, twice a pair of products |
+# | moves backward | gradients, once a step | the same | weights again, gradients | the same, gradients of others | their gradients | the same |
+# | bytes of a device | 2 (n - 1)/n of its gradients | 2 x_btD | (n - 1)/n of weights, 2 or 3 times | 4 (n - 1)/n of k copies of its tokens | (n - 1)/n of its heads' k, v | 4 (n - 1)/n of x_bTD |
+# | waits for it | the optimizer | the next stage | the layer, unless joined ahead | the experts | the scores | the next product |
 #
 # When: cross a slow wire with `data`
 # if the batch is large, with `stage` if it is small (05 has the threshold): both send once where the

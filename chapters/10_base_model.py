@@ -146,6 +146,8 @@ random_BX = np.random.default_rng(1).integers(0, V, (B, T + 1))
 untrained = float(loss(w, random_BX))
 said = "untrained, on random tokens"
 lesson.predicted(said, my_prediction, untrained, "nats", within=0.02)
+
+# %% tags=["remove-cell"]
 assert abs(untrained - np.log(V) - 0.5) < 0.1, "a size that is far off 1/2 above ln V"
 
 # %% [markdown]
@@ -680,6 +682,8 @@ lesson.predicted("DeepSeek-V3 keeps of a token", my_prediction, counted_bytes, "
 for n in (1, 8):
     both = (cache_bytes(c, n) for c in (published.model, deepseek))
     print(f"on each of tensor={n}: Llama {next(both):,}, DeepSeek {next(both):,}")
+
+# %% tags=["remove-cell"]
 assert counted_bytes == 61 * (512 + 64) * 2
 
 # %% [markdown]

@@ -245,6 +245,8 @@ print("other text: the same ids from these lines and from tiktoken, OpenAI's enc
 my_prediction = None  # bytes a token
 counted = len(held_out) / len(ours)
 lesson.predicted("bytes a token", my_prediction, counted, "bytes", within=0.1)
+
+# %% tags=["remove-cell"]
 assert 1.8 < counted < 3.5
 
 # %% [markdown]
@@ -478,6 +480,8 @@ lesson.predicted("share never a target", my_prediction, never, within=0.05)
 print(f"{np.mean(one > 1):.1%} were one more than once")
 print(f"never, after 2 epochs' worth: {np.mean(two == 0):.1%}", end="")
 print(f", after 3: {np.mean(three == 0):.1%}")
+
+# %% tags=["remove-cell"]
 assert abs(never - np.exp(-1)) < 0.02
 
 # %% [markdown]
@@ -588,6 +592,8 @@ my_prediction = None  # between 0 and 1
 never = np.mean(times == 0)
 lesson.predicted("8 hosts, then 4, share never seen", my_prediction, never, within=0.1)
 print(f"seen twice: {np.mean(times == 2):.0%}")
+
+# %% tags=["remove-cell"]
 assert 0.15 < never < 0.35
 
 # %% [markdown]

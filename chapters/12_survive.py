@@ -520,6 +520,8 @@ equal, _, _ = hundred_steps(flipped(None))
 bits = [hundred_steps(flipped(bit)) for bit in range(32)]
 seen = [b for b in range(32) if np.abs(bits[b][0] / equal - 1).max() > 0.01]
 lesson.predicted("runs whose loss tells", my_prediction, len(seen))
+
+# %% tags=["remove-cell"]
 assert seen == [25, 30], "another weight or size: other bits of its exponent tell"
 
 # %% [markdown]
@@ -542,6 +544,8 @@ right.set(title="The difference stays", xlabel="step", ylim=(0, 2 * apart[0]))
 right.set_ylabel("replica 5, apart by")
 grown = round(float(apart[-1] / apart[0]), 3)
 lesson.predicted("after 100 steps", my_prediction, grown, "times", within=0.02)
+
+# %% tags=["remove-cell"]
 assert grown == 1, "the updates of the replicas differ"
 
 # %% [markdown]
@@ -570,8 +574,8 @@ for chip in (hardware.CHIPS["v5p"], hardware.CHIPS["h100"]):
 
 # %% [markdown]
 # The second number is what a comparison of whole weights costs over the network between slices or nodes,
-# where `data` lies; nobody does that. Four bytes cost latency alone, about a microsecond a hop, as does all
-# below some 50 kB. (The devices of this page are simulated and show no seconds: these are arithmetic.)
+# where `data` lies; nobody does that. Four bytes cost latency alone. (The devices of this page are simulated
+# and show no seconds: these are arithmetic.)
 #
 # Two limits. Slices along `fsdp` are held once, so there is nothing to compare them with. And a chip that
 # *computes* wrongly, with good memory, adds its wrong gradient to everyone's: replicas agree on a wrong
@@ -934,7 +938,7 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 # | killed within a save | no final name, or another sha256 | one interval more | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
 # | fewer devices | the mesh changes | rounding, 1e-7 a step | whole arrays by name; any mesh reads them |
 # | a NaN | the loss or a gradient, summed over all | one step | the step is skipped and named; ten in a row end the run (`train/guard.py`) |
-# | a spike | the loss, or the norm, against its median | the batches; or back to a file | gradients are clipped; going back is yours |
+# | a spike | the loss, or the norm, against its median | the batches; or back to a file | gradients are clipped; going back is yours: `--run.go_back --data.skip 40:42` |
 # | a replica differs | checksums over `data`, 4 bytes each | reading 4 P bytes of memory | not compared |
 # | a chip computes wrongly | a step taken again elsewhere | a step | `--replay N` compares with the log, to the bit |
 # | a slow host (straggler) | its own time for a fixed product | all wait for it | named (`train/pace.py`) |

@@ -101,6 +101,8 @@ sequence_bytes = 8192 * kept["Llama 3 8B"]
 equal = 2 * P8 / sequence_bytes
 print(f"a sequence {sequence_bytes / 1e9:.2f} GB, the weights {2 * P8 / 1e9:.2f} GB")
 lesson.predicted("as many bytes at", my_prediction, round(equal), "sequences", 0.05)
+
+# %% tags=["remove-cell"]
 assert round(equal) == 15, "the page says 15"
 
 # %% [markdown]
@@ -239,15 +241,15 @@ assert held[1] + more_GB < v5e.memory_bytes / 1e9, "the program's cut would not 
 # [as in vLLM](https://github.com/vllm-project/vllm/pull/24864). The program below copies the weights of queries
 # and output instead, here 2 x 8,192² x 80 x 2 bytes / 16 = 1.3 GB more on each of 16.
 #
-# What bounds `tensor` is latency. Each of 160 all-reduces a token takes as long as its hops, however few
-# rows: [about 1 us a hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4, whose
-# ends are not joined, a scatter takes 3 hops along each side, and a gather as many: 12 us, so 1.9 ms a token.
-# From about 35 sequences on, the bytes take longer. In a node of H100 each microsecond that an all-reduce
-# takes to begin is 0.16 ms a token, of 8.5.
+# What `tensor` sends is bound by latency. Each of 160 all-reduces a token takes as long as its hops, however
+# few rows: [about 1 us a hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4, whose ends
+# are not joined, a scatter takes 3 hops along each side, and a gather as many: 12 us, so 1.9 ms a token. From
+# about 35 sequences on, the bytes take longer. In a node of H100 each microsecond that an all-reduce takes to
+# begin is 0.16 ms a token, of 8.5.
 #
-# How good are such numbers? The scaling book's
+# The scaling book's
 # [chapter on serving](https://jax-ml.github.io/scaling-book/applied-inference) has Llama 3 70B on 16 v5e: 43
-# sequences of 8,192 in bfloat16, and 19 ms for a step when memory is full.
+# sequences of 8,192 in bfloat16, and 19 ms for a step when its 16e9 bytes (16.9e9 above) are full.
 
 # %%
 room = 16 * 16e9 - W70
@@ -392,7 +394,7 @@ for name, flops_a_byte in ASKED.items():
 # %% [markdown]
 # So MLA needs a fifty-seventh of the bytes, and has work for those. The price: a latent has no heads, so
 # `tensor` cuts nothing of this cache, and each device keeps all of it. DeepSeek decodes with requests on
-# other devices instead: attention over `tensor=4` times 80 replicas, experts over 320 devices
+# other devices instead: attention over `tensor=4` (for its weights) times 80 replicas, experts over 320
 # ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.4.2). Absorb for decode only: of a pair of
 # positions it takes 2H (2C + R) FLOPs. Once keys and values are made (K + R and U numbers wide) a pair takes
 # 2H (K + R + U), or 320 for every 1,088.
@@ -848,7 +850,7 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 # |---|---|---|---|---|---|---|
 # | in letters | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
 # | a device reads | 2P/n + c/min(n, G) | 2P + c/n | 2P + c/n | 2P + c/n | 2P/n + c/n, n times in turn | experts/n |
-# | it sends | 2 all-reduces a layer of B rows | 1 a layer of B H (K + 2) numbers | nothing | (n - 1)/n of 2P | B rows, a permute a stage | all-to-all of chosen rows, twice a layer |
+# | it sends | 2 all-reduces a layer of B rows | 2 a layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows, a permute a stage | all-to-all of chosen rows, twice a layer |
 # | on the critical path | yes, latency | yes, latency | - | yes, bytes | yes | yes, latency |
 # | helps one text | yes | long ones | no | no: ruinous | no | reading experts |
 # | v5e, v5p | along 1 or 2 torus axes | from n above G | when the batch is at B* | never | across slices | 07 |
