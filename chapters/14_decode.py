@@ -249,7 +249,7 @@ assert held[1] + more_GB < v5e.memory_bytes / 1e9, "the program's cut would not 
 #
 # The scaling book's
 # [chapter on serving](https://jax-ml.github.io/scaling-book/applied-inference) has Llama 3 70B on 16 v5e: 43
-# sequences of 8,192 in bfloat16, and 19 ms for a step when its 16e9 bytes (16.9e9 above) are full.
+# sequences of 8,192 in bfloat16, and 19 ms for a step if its 16e9 bytes (16.9e9 above) are full.
 
 # %%
 room = 16 * 16e9 - W70
@@ -392,7 +392,7 @@ for name, flops_a_byte in ASKED.items():
     print()
 
 # %% [markdown]
-# So MLA needs a fifty-seventh of the bytes, and has work for those. The price: a latent has no heads, so
+# So MLA needs a fifty-seventh of the bytes. The price: a latent has no heads, so
 # `tensor` cuts nothing of this cache, and each device keeps all of it. DeepSeek decodes with requests on
 # other devices instead: attention over `tensor=4` (for its weights) times 80 replicas, experts over 320
 # ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.4.2). Absorb for decode only: of a pair of
