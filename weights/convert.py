@@ -188,6 +188,9 @@ def step_of(run: str | Path, asked: str = "", say: Callable = checkpoint.say_asi
         if asked:
             raise UserError(f"--step {asked}: {run} holds weights alone, and no checkpoints; leave it out")
         return None
+    if is_remote(str(run)) and not str(run).startswith("gs://"):
+        raise UserError(f"{run} holds no weights alone (slim writes them there); checkpoints are read on this machine, "
+                        "and at gs://")  # fmt: skip
     directory = f"{run}/checkpoints"
     if not asked and (newest := checkpoint.latest_step(directory, say, "params")) is not None:
         return newest

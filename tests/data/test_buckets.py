@@ -192,7 +192,7 @@ def test_a_server_that_is_gone_ends_a_start_within_half_a_minute(servers, addres
         begin = time.monotonic()
         with pytest.raises(UserError, match=rf"{kind}://own/a/manifest\.json: .*[Cc]onnect.*; tried 3 times"):
             dataset.load(f"{kind}://own/a")
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 6  # of a busy machine
     finally:
         type(system).clear_instance_cache()
 

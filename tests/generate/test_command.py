@@ -99,7 +99,9 @@ def test_samples_and_log_probabilities(run_directory):
     assert status == 0 and first["text"] != second["text"]
     assert (first["seed"], second["seed"], first["stop"]) == (0, 1, ["~~"])
     for one in (first, second):
-        assert one["text"] == "!" + "".join(token["token"] for token in one["drawn"])
+        drawn = (token["token"] for token in one["drawn"])
+        raw = [bytes.fromhex(x[6:].replace("\\x", "")) if x.startswith("bytes:") else x.encode() for x in drawn]
+        assert one["text"] == "!" + b"".join(raw).decode(errors="replace")
         for token in one["drawn"]:
             (likeliest, most), (_, less) = token["likeliest"]
             assert 0 >= most >= less and most >= token["logprob"]
