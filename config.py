@@ -213,11 +213,12 @@ class ModelConfig:
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must lie between 1 and n_experts={self.n_experts}")
         repeating = self.n_layers - self.dense_prefix
-        if repeating < 0 or repeating % self.layers_per_block:
-            down = self.dense_prefix + max(repeating, 0) // self.layers_per_block * self.layers_per_block
+        if repeating < 1 or repeating % self.layers_per_block:
+            below = max(repeating, 0) // self.layers_per_block
+            fit = [self.dense_prefix + blocks * self.layers_per_block for blocks in (below, below + 1) if blocks]
             raise UserError(
                 f"model.n_layers={self.n_layers}: after dense_prefix={self.dense_prefix} layers, whole blocks of "
-                f"{self.layers_per_block} layers follow; nearest that fit: {down} or {down + self.layers_per_block}"
+                f"{self.layers_per_block} layers follow, at least one; nearest that fit: {' or '.join(map(str, fit))}"
             )
 
     def _refuse(self, name: str, why: str):

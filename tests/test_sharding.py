@@ -200,8 +200,10 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"n_experts": 8, "top_k": 9}, "model.top_k=9: must lie between 1 and n_experts=8"),
     ({"dropout": 1.0}, "model.dropout=1.0: must be at least 0 and below 1"),
     ({"n_experts": 8, "n_layers": 12, "moe_every": 3, "dense_prefix": 1},
-     "model.n_layers=12: after dense_prefix=1 layers, whole blocks of 3 layers follow; nearest that fit: 10 or 13"),
-    ({"n_layers": 2, "dense_prefix": 3}, "nearest that fit: 3 or 4"),
+     "model.n_layers=12: after dense_prefix=1 layers, whole blocks of 3 layers follow, at least one; nearest that "
+     "fit: 10 or 13"),
+    ({"n_layers": 2, "dense_prefix": 3}, "nearest that fit: 4"),
+    ({"n_layers": 3, "dense_prefix": 3}, "nearest that fit: 4"),
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
     ({"norm_eps": -1.0}, "model.norm_eps=-1.0: must be at least 0, and finite"),
     ({"n_layers": 2.5}, "model.n_layers=2.5: should be a whole number"),
