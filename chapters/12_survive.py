@@ -355,8 +355,9 @@ print("fsdp=2 again: their losses are bit-equal")
 print(f"data=2,fsdp=2: apart by at most {moved_off:.0e} of a loss")
 
 # %% [markdown]
-# Steps taken twice are the only price. Their old rows are not thrown away: the trainer sets them aside, and
-# comparing them with the new ones is a test of the whole machine, at no cost, at each resume.
+# Steps taken twice are the only price; a save that was still being written counts for nothing. Their old rows
+# are not thrown away: the trainer sets them aside, and comparing them with the new ones is a test of the
+# whole machine, at no cost, at each resume.
 #
 # ## A NaN, and a spike
 #
