@@ -104,16 +104,16 @@ print(f"4 processes and one: loss {alone[0]:.4f}, and the same four weights")
 
 # %% [markdown]
 # Three things of this program are easy to get wrong. The step is called by *all* processes, though only one
-# prints. The rows follow from the rank, so no row is fed twice. And the two limits are there because their
-# absence is a wait: for 60 s at the start for all to come, and for 5 s later for a sign of life. JAX's own
-# limit for the second is 100 s.
+# prints. The rows follow from the rank, so no row is fed twice. And without its two limits a process waits for
+# one that never comes: here 60 s at the start for all to come, and later 5 s for a sign of life, a
+# *heartbeat*. JAX's own are 300 s and 100 s.
 #
 # ## Four hosts of this machine
 #
 # A launcher tells each process who it is, as ours did with two variables. That is the least of it: it also has
 # to bring the program there, and to be there when something goes wrong. `launcher.sh` of this project reaches
 # hosts by ssh. It brings a commit to each, and starts a command in it, with the same variables, under a
-# **supervisor**: a shell in a `tmux` session, which stays when ssh is gone.
+# **supervisor**: a shell script, `run.sh`, in a `tmux` session, which stays when ssh is gone.
 #
 # This page has no hosts, so a stand-in for `ssh` comes first in `PATH`: it runs what it is told in a folder of
 # this machine. All else is as on 32 hosts: commits, supervisors, sessions, processes, signals. What a stand-in
@@ -353,9 +353,10 @@ if hosts:
 # one that never comes. Who looks at exit statuses sees one dead and three well.
 # </details>
 #
-# When the coordinator has missed heartbeats for 5 s it tells all, and C++ aborts each (status 134). **No
-# `except` and no `finally` of Python runs.** Nothing can be saved then; what was saved before is what you
-# have. (The 5 s count from the last heartbeat, which was sent before the signal.) So the answer to "what
+# When the coordinator has missed heartbeats for 5 s it tells all, and C++ aborts each (status 134, 128 + the
+# signal). **At the abort no `except` and no `finally` of Python runs**; only a neighbour's did, before.
+# Process 0, which saves, was still waiting. Nothing can be saved then; what was saved before is what you
+# have. So the answer to "what
 # happens" is: all die. That is the design, because half a collective has no meaning. The one who starts again
 # stands outside. Here each supervisor does, 7 s after its own process ended: longer than the 5 s, so that all
 # have ended before the first begins again.
@@ -508,14 +509,13 @@ if hosts:
     panels[1].set_xlabel("seconds; dot: a step, diamond: an exception, cross: the end")
 
 # %% [markdown]
-# No exception comes while they wait: only the heartbeat ends it. (Whoever is aborted first closes its
-# connections, and that can be one, in the last moment of another.) No restart was left, so the three ended.
+# No exception comes while they wait: only the heartbeat ends it. No restart was left, so the three ended.
 # The frozen process is ended by nobody: it holds its memory, and on a TPU its chips, so the next start on
 # this host fails. Somebody *on that host* has to kill it, and its supervisor did when `stop --now` asked.
 #
 # Process 0 is special, because every other one holds a connection to its coordinator. If it is killed, C++
 # aborts all others at once; and no message of JAX says who died, because the one who counts heartbeats is
-# gone. (Try it: `--only host0` in the cell that kills.)
+# gone.
 #
 # ## One is set up differently
 #
@@ -567,7 +567,7 @@ if hosts:
 #
 # Twice as big, because each of its updates was. Without the check all four end with status 0 and print the
 # same loss. It is the same number because it is a *sum* over all: each process sees the result of everyone's
-# work, and so nobody sees a difference.
+# work, and so no process sees a difference from another.
 # </details>
 #
 # With the check all end before the first step, with status 2. A supervisor does not start that again, because
@@ -579,7 +579,7 @@ if hosts:
 #
 # Ours does not cover the program. Now somebody mends a line on one host, by hand, and there a step takes 3
 # rows in place of 2. What the processes exchange, a gradient of four numbers, has one shape for all, so no
-# collective would complain.
+# collective has a reason to complain.
 
 # %%
 if hosts:
@@ -808,8 +808,8 @@ axes.set(ylabel="minutes lost a day")
 axes.set_xticks(many, [f"{n:,}" for n in many])
 axes.minorticks_off()
 axes.legend()
-for hosts in (32, 1024):
-    print(f"{hosts:5} hosts: {hosts / host_days:.2f} failures a day")
+for count in (32, 1024):
+    print(f"{count:5} hosts: {count / host_days:.2f} failures a day")
 
 # %% [markdown]
 # At 32 hosts a failure comes about once in eight days, so what matters is that *somebody* notices; a night
@@ -879,7 +879,7 @@ def outcome(train):
 
     def thread(rank, group):
         try:
-            group.saved[rank] = train(rank, Host(group, rank))
+            group.saved[rank] = train(rank, Host(group, rank)) or []  # it ended
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
@@ -901,7 +901,7 @@ def outcome(train):
 
 # %% tags=["hide-input"]
 def result(saved):
-    """Nine numbers: all ended, all agree, gathers that a step's list has room for."""
+    """Ten numbers: all ended, all agree, gathers that a step's list has room for."""
     if any(steps is None for steps in saved):
         return np.zeros(10)
     agree = all(steps == saved[0] for steps in saved)
@@ -1002,9 +1002,9 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # | what happens to one host | who notices | when | what happens |
 # |---|---|---|---|
 # | it does not come at the start | the others | initialization timeout | all end; start again |
-# | its process is killed | neighbours; the coordinator | at once; heartbeat timeout | all are aborted, no `except` runs; supervisors start again |
+# | its process is killed | neighbours; the coordinator | at once; heartbeat timeout | all are aborted, and then no `except` runs; supervisors start again |
 # | it loses power, or freezes | the coordinator | heartbeat timeout | the same; a frozen process must be killed on its host |
-# | process 0 is killed | all others, by a closed connection | at once | the same, and no log names it |
+# | process 0 is killed | all others, by a closed connection | at once | the same; JAX names nobody, its supervisor does |
 # | its main thread hangs | a watchdog on progress | its limit, longer than the longest step | kill all, start again |
 # | its settings differ, what it exchanges has the same shape | nobody, or a fingerprint | before the first step | end with the name of what differs |
 # | a file of its program differs | nobody, or a launcher with checksums | before the start | nothing is started |
@@ -1014,8 +1014,8 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # |---|---|
 # | `jax.distributed.initialize`, rank, coordinator | `init_process_group`, rank, rendezvous at `MASTER_ADDR` |
 # | a launcher on each host that starts again | `torchrun --nnodes 32 --max-restarts 3`: an agent a host, a new rendezvous after each failure |
-# | heartbeat, abort | the NCCL watchdog thread; `TORCH_NCCL_ASYNC_ERROR_HANDLING` says whether it ends the process |
-# | watchdog on progress | the `timeout` of the process group: it is that of a collective, 10 minutes for NCCL |
+# | heartbeat, abort | the agents of `torchrun` watch their processes, and the rendezvous the agents |
+# | watchdog on progress | the NCCL watchdog thread, with the `timeout` of the process group: of a collective, 10 minutes; `TORCH_NCCL_ASYNC_ERROR_HANDLING` says whether it ends the process |
 # | marks before each step | the flight recorder, `TORCH_NCCL_TRACE_BUFFER_SIZE` |
 #
 # When what? On one host, none of it. On two to some dozens, the fingerprint, the heartbeat and a launcher
