@@ -43,7 +43,11 @@ LONGEST_S = 3600.0  # of one command: the longest takes 150 s alone, and 20 time
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 # Not run here, and why. A row that stands on no page is refused, so is a command that is neither here nor run.
+IN_A_BUCKET = "needs a bucket: tests/data/test_buckets.py trains in one"
 NOT_RUN = {
+    "python main.py laptop --run.dir gs://BUCKET/runs": IN_A_BUCKET,
+    "python -m train.checkpoint ls gs://BUCKET/runs/laptop": IN_A_BUCKET,
+    'python -m generate gs://BUCKET/runs/laptop --prompt "def "': IN_A_BUCKET,
     "make test": "these are the tests",
     "make test-ci": "these are the tests",
     "make test-all": "these are the tests",
