@@ -128,8 +128,8 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
 def check_directory(cfg: Config) -> str:
     """Where a run would begin. Raises: UserError if its directory cannot be written, or is not that of this run."""
-    check_writable(storage.of(cfg))
-    with storage.copied(storage.of(cfg)) as directory:
+    check_writable(kept := storage.of(cfg))
+    with storage.copied(kept) as directory:
         return where(cfg, directory)
 
 

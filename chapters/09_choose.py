@@ -200,7 +200,8 @@ for mesh in ((16, 8), (16, 4), (1, 8), (4, 2)):
 # MFU is model FLOPs a second over the peak. What is computed twice counts once.
 #
 # > **Predict.** Every layer is computed again on the way back (remat), and nothing else is ever lost. What
-# > MFU is the ceiling, in percent?
+# > MFU is the ceiling, in percent? (No gradient asks for the result of a branch's last product, so that one
+# > is not repeated.)
 
 # %% tags=["hide-input"]
 SHAPE = {"model.d_model": 16384, "model.n_layers": 128, "model.n_heads": 128,
@@ -238,14 +239,14 @@ my_prediction = None  # percent
 one = llama("stage=16,fsdp=128,tensor=8")
 counted = 100 * one.model_flops / one.hardware_flops
 ceiling = round(counted, 1)
-lesson.predicted("the ceiling of MFU", my_prediction, ceiling, "%", within=0.07)
+lesson.predicted("the ceiling of MFU", my_prediction, ceiling, "%", within=0.02)
 
 # %% tags=["remove-cell"]
 assert 79 < counted < 81
 
 # %% [markdown]
-# If all is computed again, six FLOPs of eight count: 75%. The planner says five points more, because the last
-# product of each branch is not repeated: no gradient asks for its result. So a run with remat that reaches
+# If all were computed again, six FLOPs of eight would count: 75%. The products that are not repeated are five
+# points more. So a run with remat that reaches
 # 40% has half of what it can have.
 #
 # Now the meshes, with remat. The planner wants equal stages, so it is given 128 layers in place of 126.
@@ -566,7 +567,7 @@ for topology, whole, split in (
 #    more devices, or smaller numbers.
 # 2. **`fsdp` alone**, if each device has a sequence, and the tokens of one *pass*, as many as fit at once, are
 #    above the table's first column (P/A times as many for a sparse model). Nothing is cheaper. Each pass
-#    gathers again, and adds up in float32: 8 P bytes.
+#    gathers again.
 # 3. **`tensor`** otherwise: on TPUs the whole torus axis next to the valley's bottom; on GPUs up to the
 #    node.
 # 4. **Stages**, if a group still waits for a slow wire: GPUs over nodes with N below the edge. At least S
