@@ -182,7 +182,7 @@ def in_steps(cfg: Config, argv: Sequence[str] = ()) -> Config:
         once = ", ".join(f"{name} in {count} steps" for name, count in steps.items())
         raise UserError(f"run.epochs={epochs:g}: each source of data.mixture has epochs of its own (as it begins, each "
                         f"is read once: {once}); use run.steps")  # fmt: skip
-    count, kind = rows_of(opened(cfg).splits["train"], d), "windows" if d.packing == "windows" else "rows"
+    count, kind = rows_of(opened(cfg).splits["train"], d), "rows" if d.packing == "documents" else "windows"
     steps = max(1, math.ceil(count * epochs / d.batch_size))
     what = f"{epochs:g} * {count:,} {kind} / {d.batch_size} sequences a step = {steps:,} steps"
     if any(word.partition("=")[0] == "--run.steps" for word in argv):
@@ -326,7 +326,7 @@ def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece
     row = _shuffled(count, seed)[number] if d.shuffle else number % count
     if d.packing == "documents":
         return [(split, *piece) for piece in packed(split, d.seq_len).pieces(row)]
-    shift = order.offset(seed, number // count, d.seq_len) if d.shift_windows else 0
+    shift = order.offset(seed, number // count, d.seq_len) if d.packing == "shifted" else 0
     return split.pieces(row, d.seq_len, shift)
 
 
@@ -343,7 +343,7 @@ def packed(split: Split, seq_len: int) -> packing.Packed:
 
 def in_words(split: Split, d: DataConfig) -> str:
     """Say what an epoch has: rows, the share of documents that they cut, unless that is dear to know, and padding."""
-    T, count, windows = d.seq_len, rows_of(split, d), d.packing == "windows"
+    T, count, windows = d.seq_len, rows_of(split, d), d.packing != "documents"
     rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
     if windows and (split.far or not split.marked):
         return f"documents {rows}"

@@ -28,7 +28,7 @@ def command_line(
     start, name, flags = starting_point(argv, default)
     defaults = f"Defaults are {name}; --help-verbose explains them."
     arguments = tyro.cli(
-        arguments, prog=f"{prog} [PRESET | --config FILE]", description=f"{description.strip()}\n{defaults}",
+        arguments, prog=f"{prog} [PRESET | --config FILE]", description=f"{description.strip()}\n\n{defaults}",
         default=arguments(**vars(change(start, flags))), args=flags + follow(start.model, flags), use_underscores=True,
         compact_help=True,
     )  # fmt: skip

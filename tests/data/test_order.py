@@ -74,7 +74,7 @@ def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
         assert np.array_equal(targets, np.resize(text, len(targets)))
     assert len(read["prose"]) > 2 * SIZES["prose"], "it went through the text twice"
     assert sequences(replace(cfg, **{"data.seed": 5}), range(60)) == sequences(cfg, range(60))
-    shifted = sequences(replace(cfg, **{"data.shift_windows": True}), range(60))
+    shifted = sequences(replace(cfg, **{"data.packing": "shifted"}), range(60))
     assert shifted != sequences(cfg, range(60)) and shifted[:9] == sequences(cfg, range(60))[:9]
 
 
@@ -92,10 +92,10 @@ def test_a_sorted_text_comes_out_unsorted(tmp_path):
     assert spearmanr(buffered, range(3600)).statistic > 10 * bound, "the claim sees a buffer of 512"
 
 
-@pytest.mark.parametrize("shift", [False, True])
-def test_every_target_comes_once_an_epoch(path, shift):
+@pytest.mark.parametrize("packing", ["windows", "shifted"])
+def test_every_target_comes_once_an_epoch(path, packing):
     """Catches windows cut elsewhere that leave tokens out, or read them twice, where the stream ends."""
-    cfg = config(f"{path}/code", **{"data.shift_windows": shift, "data.seq_len": 7})
+    cfg = config(f"{path}/code", **{"data.packing": packing, "data.seq_len": 7})
     count = dataset.opened(cfg).splits["train"].windows(7)
     assert count % B and 300 % 7, "an epoch here must end inside a batch, and the last window be short"
     read = sequences(cfg, range(6 * count // B + 1))
@@ -104,13 +104,13 @@ def test_every_target_comes_once_an_epoch(path, shift):
         assert targets == Counter(range(300)), epoch
     firsts = [{s[0] % 7 for s in read[epoch * count : (epoch + 1) * count] if len(s) == 7} for epoch in range(6)]
     assert len(firsts[0]) == 1, "the first epoch is cut as ever"
-    assert (len(set().union(*firsts)) > 2) == shift
+    assert (len(set().union(*firsts)) > 2) == (packing == "shifted")
 
 
 def test_a_window_around_the_end_is_two_documents(tmp_path):
     """Catches attention, and a target, that reach from the last token of a text to its first."""
     prepare.from_ids(np.arange(1, 23), str(tmp_path / "own"), vocab_size=30, eot=0, validation_ids=np.arange(1, 9))
-    cfg = config(str(tmp_path / "own"), **{"data.shift_windows": True, "model.vocab_size": 30})
+    cfg = config(str(tmp_path / "own"), **{"data.packing": "shifted", "model.vocab_size": 30})
     seen = 0
     for batch in batches(cfg, range(12)):
         for row in range(B):
