@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import socketserver
 import threading
 import time
@@ -24,8 +25,10 @@ from data import check, files, prepare
 from generate import load
 from reading import bucket
 from tests.test_training import STEPS, flags, restored, rows, run, untimed
+from tests.train.test_processes import pair
 from train import checkpoint, report, storage
 from train.directory import Metrics
+from train.processes import LOST
 from utils import UserError
 from weights import __main__ as weights_command
 
@@ -322,6 +325,25 @@ def test_ocdbt_commits_again_to_what_it_has_read(servers):
     read = here.read("manifest.ocdbt").result().stamp.generation
     first, second = (here.write("manifest.ocdbt", b"new", if_equal=read).result().generation for _ in range(2))
     assert first not in (b"", read) and second == b""  # the second one's condition did not hold
+
+
+def test_a_run_of_two_processes_in_a_bucket_goes_on_where_one_was_killed(home, tmp_path):
+    """Each writes its part of every step there; process 1 is killed as it saves the fourth. Catches a bucket that is
+    blamed for it, a step that counts without a part, and other numbers than those of one process on a disk."""
+    address, disk = f"gs://own/{uuid.uuid4().hex}/small", tmp_path / "runs" / "small"
+    words = [*home, "--run.checkpoint_every", "1", "--run.peer_timeout_s", "8", "--run.dir"]
+    assert run([*words, disk.parent, "--mesh", "fsdp=2"])[0] == 0
+    there = [*words, address.removesuffix("/small")]
+    status, _, errors = pair(there, there, script="tests/launch/faulty.py")
+    assert status == [LOST, -signal.SIGKILL], errors
+    assert "error: process 1 on host01 has been silent for 8 s; it had come to step" in errors[0]
+    good = checkpoint.latest_step(f"{address}/checkpoints")
+    assert good in (2, 3)  # the third may still have been under way
+    status, said, errors = pair(there, there)
+    assert status == [0, 0] and f"resumed    at step {good} from {address}/checkpoints" in said[0], errors
+    assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
+    parts = utils.file_system(address)[0].ls(f"{address}/checkpoints/6/state/params", detail=False)
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= {Path(part).name for part in parts}
 
 
 class Address(str):
