@@ -948,6 +948,11 @@ def first_decides(hosts, rank, loss, best, saved, t):
     return save_if(loss < best, loss, best, saved, t, hosts.gather)
 
 
+def worst_decides(hosts, rank, loss, best, saved, t):
+    loss = max(hosts.gather(loss))
+    return save_if(loss < best, loss, best, saved, t, hosts.gather)
+
+
 def only_first(hosts, rank, loss, best, saved, t):
     return save_if(rank == 0 and loss < best, loss, best, saved, t, hosts.gather)
 
@@ -961,7 +966,7 @@ STOPS = "It stops: some processes are in a collective, and the others in another
 APART = "It ends, and the hosts do not agree on which was the best."
 BEST_HINTS = [
     (train, STOPS), (variant(only_first), STOPS), (variant(gather_always), APART),
-    (variant(first_decides), "All do as host 0 says, with a quarter of the rows."),
+    (variant(first_decides), "All agree, by the loss of one host's rows: a quarter."),
     (variant(always), "It ends, and saves at every evaluation, best or not."),
 ]  # fmt: skip
 
@@ -994,6 +999,7 @@ print(check_best(train))
 assert check_best(variant(mean_first)).startswith("Right")
 for wrong, hint in BEST_HINTS:
     assert check_best(wrong) == hint, (hint, check_best(wrong))
+assert check_best(variant(worst_decides)) == BEST_HINTS[3][1]
 assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 
 # %% [markdown]
