@@ -31,7 +31,7 @@ from plan.hardware import CHIPS, Topology, layout, wire_bytes
 # earlier tokens, their keys and values, is kept: that is the *cache*. Without it every token would cost a
 # forward pass over all text before it.
 #
-# A product of r rows with P weights in bfloat16 takes 2 P r FLOPs, and reads 2 P bytes, however many rows
+# A product of B rows with P weights in bfloat16 takes 2 P B FLOPs, and reads 2 P bytes, however many rows
 # there are. It takes the longer of the two times (00). A prompt of 8,192 tokens brings 8,192 rows; a decode
 # step brings one row for each sequence.
 #
@@ -371,11 +371,11 @@ for compiled, t in ((one_step, 1), (prefill, T)):
 #
 # ## One latent meets all heads
 #
-# With latent attention (MLA) a layer keeps c, a latent of C numbers, and makes keys W c for all heads.
+# With latent attention (MLA) a layer keeps c, a latent of C numbers, and makes keys w c for all heads.
 # Written out at each step, that would be a product for each earlier token. But a score is
-# $q \cdot (W c) = (W^\top q) \cdot c$, so **W can move to the query**, once, and the latents themselves serve
-# as keys. After the mixing it is the same with values. W is *absorbed*. The rotary key of R numbers stands
-# apart for that reason: a turn by the place of the key would stand between W and the query.
+# $q \cdot (w c) = (w^\top q) \cdot c$, so **w can move to the query**, once, and the latents themselves serve
+# as keys. After the mixing it is the same with values. The product with w is *absorbed*. The rotary key of R
+# numbers stands apart for that reason: a turn by the place of the key would stand between w and the query.
 #
 # A number of the latent then meets all H heads twice, once as a key and once as a value, so a byte of the
 # cache brings H (2C + R)/(C + R) FLOPs. Decoding that was bound by memory stands at the ridge:
