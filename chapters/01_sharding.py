@@ -855,9 +855,9 @@ assert check_product(product) == lesson.NOTHING
 # whole. A colleague loads them on one device, for the same rows and targets.
 
 # %% tags=["hide-input"]
-x_ND, y_NF = normal(64, 16), normal(64, 6)  # N rows
-y_NF = x_ND @ normal(16, 6) + 0.1 * y_NF
-error_of = lambda w_DF: float(np.mean((x_ND @ w_DF - y_NF) ** 2))
+x_BD, y_BF = normal(64, 16), normal(64, 6)
+y_BF = x_BD @ normal(16, 6) + 0.1 * y_BF
+error_of = lambda w_DF: float(np.mean((x_BD @ w_DF - y_BF) ** 2))
 
 # %%
 BOTH = ("data", "fsdp")
@@ -867,14 +867,14 @@ def train(shape, steps=40, rate=0.6):
     """Returns the weights, saved, and the error that the last step began with."""
     mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
 
-    def error(w_dF, x_rD, y_rF):
+    def error(w_dF, x_bD, y_bF):
         half_DF = jax.lax.all_gather(w_dF, "data", axis=0, tiled=True)
         w_DF = jax.lax.all_gather(half_DF, "fsdp", axis=0, tiled=True)
-        squares = jnp.sum((x_rD @ w_DF - y_rF) ** 2)
-        return jax.lax.psum(squares, BOTH) / y_NF.size
+        squares = jnp.sum((x_bD @ w_DF - y_bF) ** 2)
+        return jax.lax.psum(squares, BOTH) / y_BF.size
 
     on_all = on_mesh(error, (P(BOTH), P(BOTH), P(BOTH)), P(), mesh)
-    step = jax.jit(jax.value_and_grad(lambda w_DF: on_all(w_DF, x_ND, y_NF)))
+    step = jax.jit(jax.value_and_grad(lambda w_DF: on_all(w_DF, x_BD, y_BF)))
     w_DF = jnp.zeros((16, 6))
     for _ in range(steps):
         printed, d_w_DF = step(w_DF)
@@ -895,7 +895,7 @@ for steps in (1, 5, 10, 40):
 # %% tags=["hide-input"]
 def on_one(rate=0.6, steps=40):
     """The weights of the same training on one device."""
-    error = lambda w_DF: jnp.mean((x_ND @ w_DF - y_NF) ** 2)
+    error = lambda w_DF: jnp.mean((x_BD @ w_DF - y_BF) ** 2)
     step, w_DF = jax.jit(jax.grad(error)), jnp.zeros((16, 6))
     for _ in range(steps):
         w_DF -= rate * step(w_DF)
@@ -954,12 +954,12 @@ def other(join, divide=1, specs=BOTH):
     def train(shape, steps=40, rate=0.6):
         mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
 
-        def error(w_dF, x_rD, y_rF):
-            squares = jnp.sum((x_rD @ join(w_dF) - y_rF) ** 2)
-            return jax.lax.psum(squares, BOTH) / y_NF.size / divide
+        def error(w_dF, x_bD, y_bF):
+            squares = jnp.sum((x_bD @ join(w_dF) - y_bF) ** 2)
+            return jax.lax.psum(squares, BOTH) / y_BF.size / divide
 
         on_all = on_mesh(error, (P(specs),) * 3, P(), mesh)
-        step = jax.jit(jax.grad(lambda w_DF: on_all(w_DF, x_ND, y_NF)))
+        step = jax.jit(jax.grad(lambda w_DF: on_all(w_DF, x_BD, y_BF)))
         w_DF = jnp.zeros((16, 6))
         for _ in range(steps):
             w_DF -= rate * step(w_DF)

@@ -571,7 +571,8 @@ for name in ("llama3_8b", "dense_124m"):
 # How long is one exchange, and when does latency decide?
 
 # %% tags=["hide-input"]
-for where, n_, link in (("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)):
+groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
+for where, n_, link in groups:
     sent = (n_ - 1) / n_ * 4096 * 4096 * 2
     print(f"{where}, 4,096 gathered tokens of llama3_8b: a device sends",
           f"{sent / 1e6:.1f} MB in {1e6 * sent / link:.0f} us")  # fmt: skip

@@ -844,12 +844,12 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 # %% [markdown]
 # ## In one table
 #
-# Of a decode step with B rows, P weights and a cache of c bytes, on n devices:
+# Of a decode step with B rows, P weights and a cache of `cache` bytes, on n devices:
 #
 # | | `tensor` | `context` | `data` | `fsdp` | `stage` | `expert` |
 # |---|---|---|---|---|---|---|
 # | in letters | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
-# | a device reads | 2P/n + c/min(n, G) | 2P + c/n | 2P + c/n | 2P + c/n | 2P/n + c/n, n times in turn | experts/n |
+# | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in turn | experts/n |
 # | it sends | 2 all-reduces a layer of B rows | 2 a layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows, a permute a stage | all-to-all of chosen rows, twice a layer |
 # | on the critical path | yes, latency | yes, latency | - | yes, bytes | yes | yes, latency |
 # | helps one text | yes | long ones | no | no: ruinous | no | reading experts |
