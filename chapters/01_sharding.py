@@ -503,22 +503,22 @@ assert sum(int(one.count) * one.payload_bytes for one in found.collectives) == 1
 # %% [markdown]
 # Seven slices of 256 bytes, (n - 1)/n of the whole. No way between devices sends less, because every device
 # lacks seven slices. A reduce-scatter runs the same ring with sums (exercise 2), and a psum is the two in a
-# row. (Where the *switch* adds, as NVLink's can, a psum may send less.) If each device holds S bytes:
+# row. (Where the *switch* adds, as NVLink's can, a psum may send less.) In units of what each device holds:
 #
 # | | each ends with | each sends |
 # |---|---|---|
-# | `all_gather` | n S | (n - 1) S |
-# | `psum_scatter` | S/n | (n - 1)/n S |
-# | `psum` | S | 2 (n - 1)/n S |
-# | `all_to_all` | S | (n - 1)/n S |
-# | `ppermute` | S | S |
-# | `pcast` | S | 0 |
+# | `all_gather` | n | n - 1 |
+# | `psum_scatter` | 1/n | (n - 1)/n |
+# | `psum` | 1 | 2 (n - 1)/n |
+# | `all_to_all` | 1 | (n - 1)/n |
+# | `ppermute` | 1 | 1 |
+# | `pcast` | 1 | 0 |
 
 # %% tags=["remove-cell"]
 PRICE = {"all_gather": 1792, "psum_scatter": 224, "psum": 448, "all_to_all": 224}
 PRICE |= {"ppermute": 256, "pcast": 0}
 for name, (function, before, after) in SIX.items():
-    held = a_BD[:16] if before == P() else a_BD  # S = 256 bytes on each device
+    held = a_BD[:16] if before == P() else a_BD  # 256 bytes on each device
     spent = lesson.compiled(on_mesh(function, before, after), mesh, held).total
     assert spent.wire_bytes == PRICE[name], (name, spent)
 
@@ -855,9 +855,9 @@ assert check_product(product) == lesson.NOTHING
 # whole. A colleague loads them on one device, for the same rows and targets.
 
 # %% tags=["hide-input"]
-x_RD, y_RF = normal(64, 16), normal(64, 6)  # R rows
-y_RF = x_RD @ normal(16, 6) + 0.1 * y_RF
-error_of = lambda w_DF: float(np.mean((x_RD @ w_DF - y_RF) ** 2))
+x_BD, y_BF = normal(64, 16), normal(64, 6)
+y_BF = x_BD @ normal(16, 6) + 0.1 * y_BF
+error_of = lambda w_DF: float(np.mean((x_BD @ w_DF - y_BF) ** 2))
 
 # %%
 BOTH = ("data", "fsdp")
@@ -867,14 +867,14 @@ def train(shape, steps=40, rate=0.6):
     """Returns the weights, saved, and the error that the last step began with."""
     mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
 
-    def error(w_dF, x_rD, y_rF):
+    def error(w_dF, x_bD, y_bF):
         half_DF = jax.lax.all_gather(w_dF, "data", axis=0, tiled=True)
         w_DF = jax.lax.all_gather(half_DF, "fsdp", axis=0, tiled=True)
-        squares = jnp.sum((x_rD @ w_DF - y_rF) ** 2)
-        return jax.lax.psum(squares, BOTH) / y_RF.size
+        squares = jnp.sum((x_bD @ w_DF - y_bF) ** 2)
+        return jax.lax.psum(squares, BOTH) / y_BF.size
 
     on_all = on_mesh(error, (P(BOTH), P(BOTH), P(BOTH)), P(), mesh)
-    step = jax.jit(jax.value_and_grad(lambda w_DF: on_all(w_DF, x_RD, y_RF)))
+    step = jax.jit(jax.value_and_grad(lambda w_DF: on_all(w_DF, x_BD, y_BF)))
     w_DF = jnp.zeros((16, 6))
     for _ in range(steps):
         printed, d_w_DF = step(w_DF)
@@ -895,7 +895,7 @@ for steps in (1, 5, 10, 40):
 # %% tags=["hide-input"]
 def on_one(rate=0.6, steps=40):
     """The weights of the same training on one device."""
-    error = lambda w_DF: jnp.mean((x_RD @ w_DF - y_RF) ** 2)
+    error = lambda w_DF: jnp.mean((x_BD @ w_DF - y_BF) ** 2)
     step, w_DF = jax.jit(jax.grad(error)), jnp.zeros((16, 6))
     for _ in range(steps):
         w_DF -= rate * step(w_DF)
@@ -954,12 +954,12 @@ def other(join, divide=1, specs=BOTH):
     def train(shape, steps=40, rate=0.6):
         mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
 
-        def error(w_dF, x_rD, y_rF):
-            squares = jnp.sum((x_rD @ join(w_dF) - y_rF) ** 2)
-            return jax.lax.psum(squares, BOTH) / y_RF.size / divide
+        def error(w_dF, x_bD, y_bF):
+            squares = jnp.sum((x_bD @ join(w_dF) - y_bF) ** 2)
+            return jax.lax.psum(squares, BOTH) / y_BF.size / divide
 
         on_all = on_mesh(error, (P(specs),) * 3, P(), mesh)
-        step = jax.jit(jax.grad(lambda w_DF: on_all(w_DF, x_RD, y_RF)))
+        step = jax.jit(jax.grad(lambda w_DF: on_all(w_DF, x_BD, y_BF)))
         w_DF = jnp.zeros((16, 6))
         for _ in range(steps):
             w_DF -= rate * step(w_DF)

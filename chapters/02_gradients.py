@@ -613,32 +613,32 @@ for nothing in (pair_backward, lambda *args: None, None):
 # %% [markdown]
 # ## Exercise 3: four microbatches, one sum
 #
-# Rows come in M = 4 microbatches, since not all fit into memory at once: `x_MbD`, `y_MbF`. Return the
+# Rows come in Z = 4 microbatches, since not all fit into memory at once: `x_ZbD`, `y_ZbF`. Return the
 # gradient of the sum of all shares (`share` divides by the rows of all of them). The loop below is right, and
 # sends the gradient four times. Send it once.
 
 
 # %% tags=["hide-input"]
-M = 4
-MICRO = draw(M, B // M, D), draw(M, B // M, F)
+Z = 4
+MICRO = draw(Z, B // Z, D), draw(Z, B // Z, F)
 MICRO_SPECS = (whole, P(None, "fsdp"), P(None, "fsdp"))
 
 
 def loop(of_one, after=lambda d: d, start=lambda w: w):
     def accumulate(w, x, y):
-        found = [of_one(start(w), x[m], y[m]) for m in range(M)]
+        found = [of_one(start(w), x[m], y[m]) for m in range(Z)]
         return after(sum(found))
 
     return accumulate
 
 
-DIVIDED = "1/M of it: share divides by all rows already."
+DIVIDED = "1/Z of it: share divides by all rows already."
 EVERY_TIME, ONE_DEVICE = loop(grad(share)), loop(grad(share), start=vary)
 MICRO_HINTS = [
     (ONE_DEVICE, "Each device has the gradient of its own rows. Who adds?"),
     (loop(grad(share), psum), "n times too big: each of these was added already."),
-    (loop(grad(share), lambda d: d / M), DIVIDED),
-    (loop(grad(share), lambda d: psum(d) / M, vary), DIVIDED),
+    (loop(grad(share), lambda d: d / Z), DIVIDED),
+    (loop(grad(share), lambda d: psum(d) / Z, vary), DIVIDED),
     (loop(grad(share), lambda d: jax.lax.pmean(d, "fsdp"), vary),
      "1/n of it: share divides by all rows already."),
 ]  # fmt: skip
@@ -669,14 +669,14 @@ def check_once(answer):
 
 
 # %%
-def accumulate(w_DF, x_MbD, y_MbF):
+def accumulate(w_DF, x_ZbD, y_ZbF):
     total_DF = 0
-    for x_bD, y_bF in zip(x_MbD, y_MbF, strict=True):
+    for x_bD, y_bF in zip(x_ZbD, y_ZbF, strict=True):
         total_DF += jax.grad(share)(w_DF, x_bD, y_bF)
     return total_DF
 
 
-def accumulate_once(w_DF, x_MbD, y_MbF):
+def accumulate_once(w_DF, x_ZbD, y_ZbF):
     return ...
 
 
@@ -689,7 +689,7 @@ print(check_once(accumulate_once))
 # ```python
 # w_DF = jax.lax.pcast(w_DF, "fsdp", to="varying")  # this device's own from here on
 # total_DF = 0
-# for x_bD, y_bF in zip(x_MbD, y_MbF, strict=True):
+# for x_bD, y_bF in zip(x_ZbD, y_ZbF, strict=True):
 #     total_DF += jax.grad(share)(w_DF, x_bD, y_bF)
 # return jax.lax.psum(total_DF, "fsdp")
 # ```
@@ -857,10 +857,10 @@ for nothing in (lambda devices: ..., lambda devices: None, None):
 # %% [markdown]
 # ## In one table
 #
-# Bytes are what a device sends, with (n - 1)/n taken as 1; W are the bytes of the weights, or of their
-# gradient. Who holds what, the letters say.
+# Counted are the numbers that a device sends, with (n - 1)/n taken as 1: W for all weights, or for all of
+# their gradient. In float32 a number has 4 bytes. Who holds what, the letters say.
 #
-# | layout | forward | backward | bytes | PyTorch |
+# | layout | forward | backward | numbers | PyTorch |
 # |---|---|---|---|---|
 # | `x_bD @ w_DF`, w whole on all | nothing | all-reduce of dw | 2 W | DDP |
 # | `x_bD @ w_dF`, d rows each | all-gather of w | reduce-scatter of dw | W + W | `fully_shard` |

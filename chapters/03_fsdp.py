@@ -263,7 +263,7 @@ def adam(w, m, v, d):
 
 
 # %% [markdown]
-# A step joins the parameters and works through this device's rows in M *passes*, one after the other, because
+# A step joins the parameters and works through this device's rows in Z *passes*, one after the other, because
 # the activations of all rows may not fit at once (gradient accumulation). It sums the gradients over passes
 # and over devices, updates what this device has the moments of, and lays the parameters out as they were. The
 # two sums can be taken in either order. That is where the stages differ.
@@ -288,7 +288,7 @@ def on_slices(step, params, moments):
 
 # %%
 @cache
-def train_step(params, grads, moments, M=1, added=None):
+def train_step(params, grads, moments, Z=1, added=None):
     """A step of Adam, for the specs of three kinds of array; `added`: of their sum."""
     added = moments if added is None else added
 
@@ -301,7 +301,7 @@ def train_step(params, grads, moments, M=1, added=None):
             return jax.tree.map(jnp.add, kept, d), None
 
         parts = n if grads == SLICES else 1
-        rows = [a_bD.reshape(M, -1, a_bD.shape[1]) for a_bD in (x_bD, y_bD)]
+        rows = [a_bD.reshape(Z, -1, a_bD.shape[1]) for a_bD in (x_bD, y_bD)]
         kept = [jnp.zeros_like(one[: len(one) // parts]) for one in mine]
         d, _ = jax.lax.scan(one_pass, sharding.vary(kept, FSDP), tuple(rows))
         if grads == WHOLE:
@@ -379,7 +379,7 @@ KINDS = "all-reduce", "reduce-scatter", "all-gather"
 HEAD = line("bytes", "reduce", "scatter", "gather", "weights", "moments", "temporary")
 print(HEAD)
 for name, layout in LAYOUTS.items():
-    results = measured(name, train_step(*layout, M=4), *args)
+    results = measured(name, train_step(*layout, Z=4), *args)
     assert lesson.same(list(zip(*results, strict=True)), want)
 assert sent["ZeRO 1"] == sent["copies"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
 
@@ -391,7 +391,7 @@ assert sent["ZeRO 1"] == sent["copies"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1
 #
 # - **ZeRO 1** keeps whole gradients over the passes and scatters once. It sends what the copies send.
 # - **ZeRO 2** scatters in every pass, so that a whole gradient exists for one matrix at a time. The price is
-#   M scatters in place of one. With M = 1 the two are the same program.
+#   Z scatters in place of one. With Z = 1 the two are the same program.
 # - **ZeRO 3** gathers at the step's beginning what the others gather at its end. **Slices at rest cost not
 #   one byte more than copies.** But look at its last column.
 
@@ -1151,17 +1151,17 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 # ## In one table
 #
 # x_bD @ w_DF, where w_DF is gathered from slices w_dF: b = B/n rows and d = D/n rows of the matrix on each of
-# n devices. W are the bytes of all weights, G of all gradients; a step has M passes. All times (n - 1)/n, n
-# being the size of the axis that the bytes go along.
+# n devices. W is all weights, dW all gradients, in numbers; a step has Z passes. All times (n - 1)/n, n
+# being the size of the axis that they go along, and times the bytes of a number.
 #
 # | | whole, at rest | forward | backward | once a step | who waits |
 # |---|---|---|---|---|---|
-# | copies | all | | | all-reduce, 2 G | the step's end |
-# | ZeRO 1 | weights, gradients | | | G + W | the step's end |
-# | ZeRO 2 | weights | | scatter, M G | W | layers can scatter beside products |
-# | ZeRO 3, joined once | nothing | gather, W | scatter, M G | | the first layer |
-# | FSDP | nothing | gather, M W | M W + M G | | each layer, if not gathered ahead |
-# | HSDP | nothing, in a group | M W | M W + M G | over `data`: 2 x a slice of G | also the slow wire, once |
+# | copies | all | | | all-reduce, 2 dW | the step's end |
+# | ZeRO 1 | weights, gradients | | | dW + W | the step's end |
+# | ZeRO 2 | weights | | scatter, Z dW | W | layers can scatter beside products |
+# | ZeRO 3, joined once | nothing | gather, W | scatter, Z dW | | the first layer |
+# | FSDP | nothing | gather, Z W | Z W + Z dW | | each layer, if not gathered ahead |
+# | HSDP | nothing, in a group | Z W | Z W + Z dW | over `data`: 2 x a slice of dW | also the slow wire, once |
 #
 # **Copies** where 16 bytes a parameter fit. **Slices** otherwise, if a pass has the tokens of the table above
 # (one v5p slice, one H100 node, two). **Both** where a wire is slow. In PyTorch: copies are

@@ -447,16 +447,17 @@ assert times == 128_256 / 6
 #
 # ## What it costs, in seconds
 #
-# FSDP moves weights; `tensor` moves activations. Take one layer, recomputed, in bfloat16 (2 bytes). Each
-# chip has N tokens and C FLOP/s, and sends W bytes/s along an axis; the n chips along `tensor` share nN
+# FSDP moves weights; `tensor` moves activations. Take one layer, recomputed, in bfloat16 (2 bytes). Each chip
+# has N tokens, does *peak* FLOP/s, and sends *wire* bytes/s along an axis; the n chips along `tensor` share nN
 # tokens. A training step takes, in seconds,
 #
-# - for products, 8 FLOPs a parameter and token (2 forward, 2 again, 4 back): **8 · parameters · N / C**;
+# - for products, 8 FLOPs a parameter and token (2 forward, 2 again, 4 back): **8 · parameters · N /
+#   peak**;
 # - for `fsdp`, two gathers of weights and a scatter of gradients, all n times smaller: **6 · parameters /
-#   (n W)**;
-# - for `tensor`, 11 exchanges of the stream, 11 · (n - 1)/n · 2 nN D / W: **22 (n - 1) N D / W**.
+#   (n wire)**;
+# - for `tensor`, 11 exchanges of the stream, 11 · (n - 1)/n · 2 nN D / wire: **22 (n - 1) N D / wire**.
 #
-# W is from `plan/hardware.py`, which knows on which links JAX lays an axis.
+# *wire* is from `plan/hardware.py`, which knows on which links JAX lays an axis.
 
 # %%
 from config import preset
@@ -473,11 +474,12 @@ def rule(chips, chips_count, n, tokens, name="llama3_8b"):
     """Seconds of a layer: products, fsdp's wires (ring, on nodes too), tensor's."""
     place, m = hardware.Topology.parse(chips), chips_count // n
     cfg = preset(name, mesh=f"fsdp={m},tensor={n}")
-    W = {a: link.bytes_per_s for a, link in hardware.layout(cfg.mesh, place).items()}
+    links = hardware.layout(cfg.mesh, place)
     parameters, D = layer(cfg.model)
     products = 8 * parameters * tokens / place.chip.peak_flops_per_s
-    fsdp = 6 * parameters / n * (m - 1) / m / W["fsdp"] if m > 1 else 0
-    return products, fsdp, 22 * (n - 1) * tokens * D / W["tensor"] if n > 1 else 0
+    fsdp = 6 * parameters / n * (m - 1) / m / links["fsdp"].bytes_per_s if m > 1 else 0
+    stream = 22 * (n - 1) * tokens * D
+    return products, fsdp, stream / links["tensor"].bytes_per_s if n > 1 else 0
 
 
 # %%
@@ -519,21 +521,21 @@ found = {chips: rounded(*three) for chips, three in thresholds.items()}
 assert found == said, f"the table at the end says otherwise: {found}"
 
 # %% [markdown]
-# **First:** at N = (3/4) C / W FSDP's wires take as long as products. Above it they can travel beside
-# products, and cost nothing. (In a sparse model, times all parameters over active ones.) **Second:** below
-# it a layer is faster with `tensor`, even if its wires are waited for: max(products, fsdp(n)) + tensor(n) <
-# fsdp(1). If a ring hides those too (below), the sum of both wires counts, with equal links least at n² =
-# (3/11) · parameters / (D N), the scaling book's X_opt. **Third:** tensor's wires equal
-# products at n = 1 + (4/11) (parameters / D) (W / C). No batch changes that. A wider model does, because
-# its parameters grow with D², and so does a faster link.
+# **First:** at N = (3/4) peak / wire FSDP's wires take as long as products. Above it they can travel
+# beside products, and cost nothing. (In a sparse model, times all parameters over active ones.) **Second:**
+# below it a layer is faster with `tensor`, even if its wires are waited for: max(products, fsdp(n)) +
+# tensor(n) < fsdp(1). If a ring hides those too (below), the sum of both wires counts, with equal links least
+# at n² = (3/11) · parameters / (D N), the scaling book's X_opt. **Third:** tensor's wires equal products at n
+# = 1 + (4/11) (parameters / D) (wire / peak). No batch changes that. A wider model does, because its
+# parameters grow with D², and so does a faster link.
 #
 # Across many nodes `tensor` saves little, because a group of `fsdp` now has one network card in each node,
 # where it had eight. And `tensor` itself costs more over two nodes than bytes tell: the [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured 10,889 tokens/s a GPU at
 # tensor=8, and 6,159 at 16.
 #
-# A switch that adds sends less: with NVLink SHARP an all-reduce, not a gather, costs X bytes in place of
-# 2X. In practice that gives [some 30%](https://jax-ml.github.io/scaling-book/gpus).
+# A switch that adds sends less: with NVLink SHARP an all-reduce, not a gather, sends its payload once in
+# place of twice. In practice that gives [some 30%](https://jax-ml.github.io/scaling-book/gpus).
 #
 # Two other reasons are commoner. With **more chips than sequences** `fsdp` has nothing left to split, while
 # `tensor` splits the work of *one*. And in **memory**, gathered weights and what a block keeps inside are n
@@ -569,10 +571,11 @@ for name in ("llama3_8b", "dense_124m"):
 # How long is one exchange, and when does latency decide?
 
 # %% tags=["hide-input"]
-for where, n_, W in (("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)):
+groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
+for where, n_, link in groups:
     sent = (n_ - 1) / n_ * 4096 * 4096 * 2
     print(f"{where}, 4,096 gathered tokens of llama3_8b: a device sends",
-          f"{sent / 1e6:.1f} MB in {1e6 * sent / W:.0f} us")  # fmt: skip
+          f"{sent / 1e6:.1f} MB in {1e6 * sent / link:.0f} us")  # fmt: skip
 hop_tokens = 2e-6 * 180e9 / (3 / 4 * 4096 * 2)
 print(f"v5p: two hops of 1 us are as long as the bytes of {hop_tokens:.0f} tokens")
 assert round(hop_tokens) == 59
@@ -609,9 +612,9 @@ for function in (gathered, in_turn):
 
 # %% [markdown]
 # The same bytes, in n - 1 messages, each beside a product. With c columns on this device, the product of m
-# rows takes 2 m D c / C seconds and their message 2 m D / W, so wires can hide if **c > C / W**: 2,550
-# columns on v5p (459e12 / 180e9), 2,198 on H100 (989e12 / 450e9). At tensor=2 `llama3_8b` has 14,336 in its
-# feed-forward, gate and up together, and 3,072 in queries, keys and values.
+# rows takes 2 m D c / peak seconds and their message 2 m D / wire, so wires can hide if **c > peak / wire**:
+# 2,550 columns on v5p (459e12 / 180e9), 2,198 on H100 (989e12 / 450e9). At tensor=2 `llama3_8b` has 14,336 in
+# its feed-forward, gate and up together, and 3,072 in queries, keys and values.
 #
 # *In seconds* less is left, because n small products take longer than a large one. Steps played from the
 # TPU compiler's schedule, none seen on a chip (the page "Seconds" has the command), ring
@@ -1056,7 +1059,7 @@ assert "Nothing there" in check_attention(lambda w, x: ...)
 # | forward | a gather and a reduce-scatter in each half of a block |
 # | backward | a scatter and a gather; recomputed, 3 of the 4 forward ones again |
 # | bytes | (n - 1)/n of the stream [b, T, D] each; 8 or 11 a layer |
-# | critical path | yes; a ring may hide them if c > C / W |
+# | critical path | yes; a ring may hide them if c > peak / wire, c columns a device |
 # | pays, for `llama3_8b` | below 450 tokens a chip on v5p:4x4x4, 385 on v6e:16x16; 804 in one H100 node, 969 in two, 255 in eight |
 # | PyTorch | a TP plan: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` |
 #

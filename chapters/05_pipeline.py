@@ -34,9 +34,9 @@ blue = "#4c78a8"  # on this page: forward passes
 # ## One at a time
 #
 # Four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width D to
-# send through them. On this page S is the number of stages. The rows come in M = 8 parts of N = 4 rows, for a
-# reason that will follow. This is the head of a program for an empty file; its other two cells stand under
-# "1F1B by hand".
+# send through them. So there are n = 4 stages, and as many layers, L in the names of arrays (l: this device's
+# one). The rows come in Z = 8 parts of N = 4 rows, for a reason that will follow. This is the head of a
+# program for an empty file; its other two cells stand under "1F1B by hand".
 
 # %% tags=["by-hand"]
 import os
@@ -49,14 +49,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 
-S, M, N, D = 4, 8, 4, 24
-four = jax.make_mesh((S,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:S])
+n, Z, N, D = 4, 8, 4, 24
+four = jax.make_mesh((n,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:n])
 draw_normal = np.random.default_rng(0).normal
-w_SDD = np.float32(draw_normal(size=(S, D, D)) / D**0.5)
-x_MND, y_MND = np.float32(draw_normal(size=(2, M, N, D)))
+w_LDD = np.float32(draw_normal(size=(n, D, D)) / D**0.5)
+x_ZND, y_ZND = np.float32(draw_normal(size=(2, Z, N, D)))
 layer = lambda w_DD, x_ND: x_ND + jnp.tanh(x_ND @ w_DD)
-share = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (M * N * D)  # of the mean
-RING = [(s, (s + 1) % S) for s in range(S)], [(s, (s - 1) % S) for s in range(S)]
+share = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (Z * N * D)  # of the mean
+RING = [(s, (s + 1) % n) for s in range(n)], [(s, (s - 1) % n) for s in range(n)]
 pass_on = lambda x, back=0: jax.lax.ppermute(x, "stage", RING[back])
 varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by stage
 
@@ -78,18 +78,18 @@ varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by sta
 
 
 # %%
-def gpipe(w_sDD, x_MND, y_MND):
+def gpipe(w_lDD, x_ZND, y_ZND):
     s = jax.lax.axis_index("stage")
 
     def tick(inbox_ND, t):
-        m = jnp.clip(t - s, 0, M - 1)
-        out_ND = layer(w_sDD[0], jnp.where(s == 0, x_MND[m], inbox_ND))
-        real = (s == S - 1) & (m == t - s)
-        loss = jnp.where(real, share(out_ND, y_MND[m]), 0.0)
+        m = jnp.clip(t - s, 0, Z - 1)
+        out_ND = layer(w_lDD[0], jnp.where(s == 0, x_ZND[m], inbox_ND))
+        real = (s == n - 1) & (m == t - s)
+        loss = jnp.where(real, share(out_ND, y_ZND[m]), 0.0)
         return pass_on(out_ND), loss
 
     empty_ND = varying(jnp.zeros((N, D)))
-    _, losses = jax.lax.scan(tick, empty_ND, jnp.arange(M + S - 1))
+    _, losses = jax.lax.scan(tick, empty_ND, jnp.arange(Z + n - 1))
     return jax.lax.psum(losses.sum(), "stage")
 
 
@@ -100,29 +100,29 @@ def on_stages(f, out_specs):
 
 # %%
 my_prediction = None  # ticks
-batch = x_MND, y_MND
+batch = x_ZND, y_ZND
 forward = on_stages(gpipe, P())
-found = lesson.compiled(forward, four, w_SDD, *batch)
+found = lesson.compiled(forward, four, w_LDD, *batch)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
 lesson.predicted("messages of a device, one a tick", my_prediction, int(message.count))
-through = lambda w_SDD: functools.reduce(lambda x, w: layer(w, x), w_SDD, x_MND)
-one_device = jax.value_and_grad(lambda w_SDD: share(through(w_SDD), y_MND))
-pipelined = jax.value_and_grad(forward)(w_SDD, *batch)
-assert lesson.same(pipelined, one_device(w_SDD))
+through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
+one_device = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))
+pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
+assert lesson.same(pipelined, one_device(w_LDD))
 print("loss and gradient are those of one device")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
 figure, axes = plt.subplots(2, figsize=(5, 3.6), sharex=True)
-for ax, many in zip(axes, (1, M), strict=True):
-    long, ticks = M / many, many + S - 1  # units that a microbatch takes
+for ax, many in zip(axes, (1, Z), strict=True):
+    long, ticks = Z / many, many + n - 1  # units that a microbatch takes
     for t in range(ticks):
-        for s in range(S):
+        for s in range(n):
             if 0 <= t - s < many:
                 ax.barh(s, long, left=t * long, color=blue, edgecolor="w")
                 middle = (t + 0.5) * long
                 ax.text(middle, s, t - s, ha="center", va="center", color="w")
-    title = f"{many} x {M * N // many} rows: {ticks * long:g} units"
-    ax.set(yticks=range(S), ylabel="stage", title=title)
+    title = f"{many} x {Z * N // many} rows: {ticks * long:g} units"
+    ax.set(yticks=range(n), ylabel="stage", title=title)
     ax.invert_yaxis()
 axes[1].set(xlabel=f"time, in passes of {N} rows through a stage")
 title = "In parts, the same rows take a third of the time"
@@ -130,15 +130,15 @@ title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # The picture takes 4 rows to need an eighth of the time of 32, which holds until a microbatch is too small to
-# fill a device. The last microbatch enters in tick M - 1, and S - 1 more stages follow. Each stage works in M
-# of these M + S - 1 ticks, so the share in which it waits, the *bubble*, is (S - 1)/(M + S - 1): here 3/11,
-# or 27%. With M = 4S it falls below a fifth; the authors of [GPipe](https://arxiv.org/abs/1811.06965) found
+# fill a device. The last microbatch enters in tick Z - 1, and n - 1 more stages follow. Each stage works in Z
+# of these Z + n - 1 ticks, so the share in which it waits, the *bubble*, is (n - 1)/(Z + n - 1): here 3/11,
+# or 27%. With Z = 4n it falls below a fifth; the authors of [GPipe](https://arxiv.org/abs/1811.06965) found
 # it negligible from there on.
 #
 # ## What has to be kept
 #
 # `jax.grad` of the loop runs its ticks backward, after all forward passes: that is GPipe. What a backward
-# pass needs of its forward pass lies in memory until then, for all M microbatches. Other orders need less
+# pass needs of its forward pass lies in memory until then, for all Z microbatches. Other orders need less
 # memory or less time. A *schedule* is no more than such an order, for each stage: F3 is the forward pass of
 # microbatch 3, B3 its backward pass. Every stage runs its list from left to right, and an entry waits until
 # its input has come.
@@ -149,7 +149,7 @@ title = figure.suptitle(title, x=0.02, ha="left")
 
 # %%
 names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks of a stage
-published = {name: schedules.schedule(name, S, M, v) for name, v in names.items()}
+published = {name: schedules.schedule(name, n, Z, v) for name, v in names.items()}
 alone = {name: schedules.simulate(x, 1, 1, 1) for name, x in published.items()}
 for name in ("gpipe", "1f1b"):
     print(f"{name}, stage 2: ", *published[name].orders[2])
@@ -179,15 +179,15 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # %% [markdown]
 # All do 24 units of work a stage. What is beyond is waiting, and can be derived:
 #
-# - **GPipe, 1F1B.** The first microbatch reaches the last stage after S - 1 forward passes, and the last
-#   gradient comes back over S - 1 backward passes: (S - 1)(1 + 2) = 9. 1F1B, which after a few forward passes
+# - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes, and the last
+#   gradient comes back over n - 1 backward passes: (n - 1)(1 + 2) = 9. 1F1B, which after a few forward passes
 #   does one forward and one backward in turn, is *not* faster. It keeps 4, 3, 2 and 1 microbatches, for any
-#   M.
+#   Z.
 # - **Interleaved.** Each stage has v thin *chunks* of layers: with v = 2, stage 0 of 4 has the first and the
 #   fifth eighth, and a microbatch goes around v times. The first passes are v times shorter: 9/v. The price
 #   is v times the messages, and more is kept.
 # - **Zero-bubble.** A stage sends the gradient of the inputs back first, and makes that of the weights where
-#   it would be idle. The way back takes 1 and not 2, and a weight gradient fills a gap: (S - 1)(1 + 1 - 1) =
+#   it would be idle. The way back takes 1 and not 2, and a weight gradient fills a gap: (n - 1)(1 + 1 - 1) =
 #   3.
 #
 # ## One program: everyone waits for everyone
@@ -218,10 +218,10 @@ assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 # nothing: 28.5 in lock-step too.
 #
 # The remedy follows: for a microbatch in every tick, 7 have to be under way. Let stage s do F of microbatch m
-# in tick m + s, as before, and B of it as soon as its gradient can be there, in tick m + 2(S - 1) - s:
+# in tick m + s, as before, and B of it as soon as its gradient can be there, in tick m + 2(n - 1) - s:
 
 # %%
-ahead = {name: schedules.schedule(name, S, M, v, lead=2) for name, v in names.items()}
+ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
 print(draw.text(ahead["1f1b"]), "\n")
 for name, sched in ahead.items():
     units, keeps = schedules.lock_step(sched, 1, 1, 1), schedules.live(sched)
@@ -229,7 +229,7 @@ for name, sched in ahead.items():
 assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
 # %% [markdown]
-# 1F1B is as fast as GPipe again, and keeps 7 microbatches instead of 4, for any M. (`lead=2`: each stage is
+# 1F1B is as fast as GPipe again, and keeps 7 microbatches instead of 4, for any Z. (`lead=2`: each stage is
 # twice as far ahead of the next as published.) Zero-bubble saves 3 units in lock-step, where alone it saves
 # 6: it fills the gaps of some stages, and a tick lasts as long as that of the stage that does most.
 # Megatron-LM and PyTorch run a program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so
@@ -237,42 +237,42 @@ assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 #
 # ## 1F1B by hand
 #
-# The two formulas are all of the schedule. A microbatch is kept from its F to its B, less than 2S - 1 ticks,
-# so slot m mod (2S - 1) of a buffer is its place. `jax.vjp` computes the stage again from the kept input, and
+# The two formulas are all of the schedule. A microbatch is kept from its F to its B, less than 2n - 1 ticks,
+# so slot m mod (2n - 1) of a buffer is its place. `jax.vjp` computes the stage again from the kept input, and
 # gives the backward pass. On the last stage F and B of a microbatch are in the same tick, and its gradient
 # begins with the loss:
 
 
 # %% tags=["by-hand"]
-def one_f_one_b(w_sDD, x_MND, y_MND):
-    s, last, slots = jax.lax.axis_index("stage"), S - 1, 2 * S - 1
+def one_f_one_b(w_lDD, x_ZND, y_ZND):
+    s, last, slots = jax.lax.axis_index("stage"), n - 1, 2 * n - 1
 
     def tick(carry, t):
         inbox_ND, back_ND, kept, loss, dw_DD = carry
         f, b = t - s, t - 2 * last + s  # microbatches to go forward, and back
-        x_ND = jnp.where(s == 0, x_MND[jnp.clip(f, 0, M - 1)], inbox_ND)
+        x_ND = jnp.where(s == 0, x_ZND[jnp.clip(f, 0, Z - 1)], inbox_ND)
         kept = kept.at[f % slots].set(x_ND)
-        out_ND, pull = jax.vjp(layer, w_sDD[0], kept[b % slots])
-        y_ND, real = y_MND[jnp.clip(b, 0, M - 1)], (b >= 0) & (b < M)
+        out_ND, pull = jax.vjp(layer, w_lDD[0], kept[b % slots])
+        y_ND, real = y_ZND[jnp.clip(b, 0, Z - 1)], (b >= 0) & (b < Z)
         value, d_ND = jax.value_and_grad(share)(out_ND, y_ND)
         dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
         loss += jnp.where(real & (s == last), value, 0)
         dw_DD += jnp.where(real, dw, 0)
-        messages = pass_on(layer(w_sDD[0], x_ND)), pass_on(dx_ND, back=1)
+        messages = pass_on(layer(w_lDD[0], x_ND)), pass_on(dx_ND, back=1)
         return (*messages, kept, loss, dw_DD), None
 
     shapes = (N, D), (N, D), (slots, N, D), (), (D, D)
     start = tuple(varying(jnp.zeros(shape)) for shape in shapes)
-    carry, _ = jax.lax.scan(tick, start, jnp.arange(M + 2 * last))
+    carry, _ = jax.lax.scan(tick, start, jnp.arange(Z + 2 * last))
     return jax.lax.psum(carry[3], "stage"), carry[4][None]
 
 
 # %% tags=["by-hand"]
 specs = dict(in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
 step = jax.jit(jax.shard_map(one_f_one_b, mesh=four, **specs))
-through = lambda w_SDD: functools.reduce(lambda x, w: layer(w, x), w_SDD, x_MND)
-right = jax.value_and_grad(lambda w_SDD: share(through(w_SDD), y_MND))(w_SDD)
-for mine, one_device in zip(step(w_SDD, x_MND, y_MND), right, strict=True):
+through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
+right = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))(w_LDD)
+for mine, one_device in zip(step(w_LDD, x_ZND, y_ZND), right, strict=True):
     np.testing.assert_allclose(mine, one_device, rtol=1e-4, atol=1e-5)
 print("loss and gradient are those of one device")
 
@@ -283,13 +283,13 @@ print("loss and gradient are those of one device")
 gpipe_step = jax.jit(jax.grad(forward))
 for many in (8, 32):
     rows = (jax.ShapeDtypeStruct((many, N, D), "float32"),) * 2
-    M = many  # the functions above read it when they are traced
+    Z = many  # the functions above read it when they are traced
     jax.clear_caches()
     for name, function in {"gpipe": gpipe_step, "1f1b": step}.items():
-        program = function.lower(w_SDD, *rows).compile()
+        program = function.lower(w_LDD, *rows).compile()
         temporary = program.memory_analysis().temp_size_in_bytes
-        print(f"{name:5} M = {many:2}: {temporary:7,} bytes of temporary memory")
-M = 8
+        print(f"{name:5} Z = {many:2}: {temporary:7,} bytes of temporary memory")
+Z = 8
 
 # %% [markdown]
 # A microbatch's rows are 384 bytes. GPipe's loop keeps about four such arrays for each microbatch, 1F1B seven
@@ -312,8 +312,8 @@ DENSE = {"model.n_experts": 0, "model.dense_prefix": 0, "model.n_layers": 4,
          "work.remat": "full"}  # fmt: skip
 
 
-def settings(mesh="data=1", schedule="gpipe", M=1, batch=16):
-    work = {"mesh": mesh, "work.schedule": schedule, "work.microbatches": M}
+def settings(mesh="data=1", schedule="gpipe", Z=1, batch=16):
+    work = {"mesh": mesh, "work.schedule": schedule, "work.microbatches": Z}
     return config.preset("tiny", **DENSE | work | {"data.batch_size": batch})
 
 
@@ -383,7 +383,7 @@ for axis in ("fsdp", "tensor", "stage"):
 #   logits and loss, so the last one hands half of its outputs over, and their gradients come back: 2 N D/g
 #   more.
 #
-# So a pipeline sends less while **6 N D < 4 P**, and then it still has a bubble to pay: the time of S - 1
+# So a pipeline sends less while **6 N D < 4 P**, and then it still has a bubble to pay: the time of n - 1
 # microbatches. The planner counts all of it, here for Llama 3 8B on two nodes of 8 H100s with a slow network
 # between them, 100 Gbit/s, which the 8 share. Each device takes one sequence of 8,192 tokens at a time.
 
@@ -402,9 +402,9 @@ def planned(mesh, batch=32, on=NODES, **more):
 
 def show(one):
     parts = [f"{name} {s:.2f}" for name, s in one.seconds().items() if s > 0.01]
-    M_ = f" M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
+    Z_ = f" Z={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
     GiB = f"{one.peak_bytes / 2**30:.0f} GiB"
-    print(f"{one.cfg.mesh!s:14} {one.step_s:.2f} s: {', '.join(parts)}; {GiB}{M_}")
+    print(f"{one.cfg.mesh!s:14} {one.step_s:.2f} s: {', '.join(parts)}; {GiB}{Z_}")
 
 
 # %%
@@ -470,7 +470,7 @@ for on, splits in {
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
 # Not for memory alone: `fsdp` slices parameters, gradients and optimizer as finely. Not with few
-# microbatches: with M = S = 4 the bubble is 3/7 of the time. (A microbatch's message here is 67 MB, far from
+# microbatches: with Z = n = 4 the bubble is 3/7 of the time. (A microbatch's message here is 67 MB, far from
 # where latency decides, chapter 01.)
 #
 # What simulated devices cannot show: time. They share this machine's cores, so while one waits another works.
@@ -483,9 +483,9 @@ for on, splits in {
 
 
 # %% tags=["hide-input"]
-def outcome(order, S=4, M=6):
+def outcome(order, n=4, Z=6):
     """Makespan, and what stage 1 keeps, if it does its operations in this order."""
-    published = schedules.one_f_one_b(S, M)
+    published = schedules.one_f_one_b(n, Z)
     ops = tuple(schedules.Op(word[0], int(word[1:])) for word in order)
     orders = (published.orders[0], ops, *published.orders[2:])
     sched = dataclasses.replace(published, orders=orders)
@@ -538,7 +538,7 @@ print(check_stage(stage_1))
 # <details><summary>Solution</summary>
 #
 # `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow, so two more forward passes begin before B0 is
-# there: S - 1 - s of them. Then one forward, one backward in turn. An order that cannot work stops in
+# there: n - 1 - s of them. Then one forward, one backward in turn. An order that cannot work stops in
 # `check`: a deadlock, found before any device hangs.
 # </details>
 
@@ -562,32 +562,32 @@ for nothing in (..., None, "", ["F0"]):
 # %% [markdown]
 # ## Exercise 2: how many slots
 #
-# In 1F1B by hand, how many microbatches does stage s keep at most, with S stages and M microbatches? The
-# buffer has 2S - 1 slots on all stages. Which way has a microbatch of stage s to go?
+# In 1F1B by hand, how many microbatches does stage s keep at most, with n stages and Z microbatches? The
+# buffer has 2n - 1 slots on all stages. Which way has a microbatch of stage s to go?
 
 
 # %% tags=["hide-input"]
 def check_kept(answer):
     cases = [(4, 8, 0), (4, 8, 2), (8, 3, 1), (2, 16, 0), (8, 64, 3), (4, 8, 3)]
-    right = lambda S, M, s: schedules.live(schedules.one_f_one_b(S, M, lead=2))[s]
+    right = lambda n, Z, s: schedules.live(schedules.one_f_one_b(n, Z, lead=2))[s]
     hints = {
-        lambda S, s: S - s: "As published. In lock-step, how far is a gradient?",
-        lambda S, s: 2 * (S - 1 - s): "Too few. And the last stage?",
-        lambda S, s: 2 * (S - s): "Too many. In a tick, is F or B first?",
-        lambda S, s: 2 * S - 1: "So many slots all have. Which are used?",
-        lambda S, s: 2 * S - 1 - s: "The way begins at stage s. Where does it end?",
+        lambda n, s: n - s: "As published. In lock-step, how far is a gradient?",
+        lambda n, s: 2 * (n - 1 - s): "Too few. And the last stage?",
+        lambda n, s: 2 * (n - s): "Too many. In a tick, is F or B first?",
+        lambda n, s: 2 * n - 1: "So many slots all have. Which are used?",
+        lambda n, s: 2 * n - 1 - s: "The way begins at stage s. Where does it end?",
     }
     mistakes = [
-        (lambda S, M, s: M, "That is GPipe's. When is the first of them read?"),
-        (lambda S, M, s: 2 * (S - 1 - s) + 1, "Right for long batches. And M = 3?"),
-        *((lambda S, M, s, f=f: f(S, s), hint) for f, hint in hints.items()),
-        *((lambda S, M, s, f=f: min(f(S, s), M), hint) for f, hint in hints.items()),
+        (lambda n, Z, s: Z, "That is GPipe's. When is the first of them read?"),
+        (lambda n, Z, s: 2 * (n - 1 - s) + 1, "Right for long batches. And Z = 3?"),
+        *((lambda n, Z, s, f=f: f(n, s), hint) for f, hint in hints.items()),
+        *((lambda n, Z, s, f=f: min(f(n, s), Z), hint) for f, hint in hints.items()),
     ]
     return lesson.diagnose(answer, cases, right, mistakes, "Right in all six cases.")
 
 
 # %%
-def kept(S, M, s):
+def kept(n, Z, s):
     return ...
 
 
@@ -596,27 +596,27 @@ print(check_kept(kept))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return min(2 * (S - 1 - s) + 1, M)`. What stage s sends needs S - 1 - s ticks to the last stage, is turned
+# `return min(2 * (n - 1 - s) + 1, Z)`. What stage s sends needs n - 1 - s ticks to the last stage, is turned
 # into a gradient in that tick, and needs as many ticks back. In each of these the stage begins one more
 # microbatch, and there is the first one itself.
 # </details>
 
 # %% tags=["remove-cell"]
-counted = check_kept(lambda S, M, s: min(2 * (S - 1 - s) + 1, M))
+counted = check_kept(lambda n, Z, s: min(2 * (n - 1 - s) + 1, Z))
 assert counted == "Right in all six cases."
-assert "GPipe" in check_kept(lambda S, M, s: M)
-assert "published" in check_kept(lambda S, M, s: min(S - s, M))
-assert "long batches" in check_kept(lambda S, M, s: 2 * (S - 1 - s) + 1)
-assert "Too few" in check_kept(lambda S, M, s: min(2 * (S - 1 - s), M))
-assert "Too many" in check_kept(lambda S, M, s: min(2 * (S - s), M))
-assert "Which are used" in check_kept(lambda S, M, s: min(2 * S - 1, M))
-assert "published" in check_kept(lambda S, M, s: S - s)
-assert "Too few" in check_kept(lambda S, M, s: 2 * (S - 1 - s))
-assert "Too many" in check_kept(lambda S, M, s: 2 * (S - s))
-assert "Which are used" in check_kept(lambda S, M, s: 2 * S - 1)
-assert "begins at stage s" in check_kept(lambda S, M, s: min(2 * S - 1 - s, M))
-assert "Not yet" in check_kept(lambda S, M, s: 5)
-assert "Nothing" in check_kept(lambda S, M, s: ...)
+assert "GPipe" in check_kept(lambda n, Z, s: Z)
+assert "published" in check_kept(lambda n, Z, s: min(n - s, Z))
+assert "long batches" in check_kept(lambda n, Z, s: 2 * (n - 1 - s) + 1)
+assert "Too few" in check_kept(lambda n, Z, s: min(2 * (n - 1 - s), Z))
+assert "Too many" in check_kept(lambda n, Z, s: min(2 * (n - s), Z))
+assert "Which are used" in check_kept(lambda n, Z, s: min(2 * n - 1, Z))
+assert "published" in check_kept(lambda n, Z, s: n - s)
+assert "Too few" in check_kept(lambda n, Z, s: 2 * (n - 1 - s))
+assert "Too many" in check_kept(lambda n, Z, s: 2 * (n - s))
+assert "Which are used" in check_kept(lambda n, Z, s: 2 * n - 1)
+assert "begins at stage s" in check_kept(lambda n, Z, s: min(2 * n - 1 - s, Z))
+assert "Not yet" in check_kept(lambda n, Z, s: 5)
+assert "Nothing" in check_kept(lambda n, Z, s: ...)
 
 # %% [markdown]
 # ## Exercise 3: design it
@@ -624,7 +624,7 @@ assert "Nothing" in check_kept(lambda S, M, s: ...)
 # The two nodes above with the slow wire, Llama 3 8B, 262,144 tokens a step. Both layouts of the planner's
 # first lines are too slow: find one with a step of at most 2.45 s, in 40 GiB of each GPU. To choose: the mesh
 # (16 devices), the schedule (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or
-# `step`). Count what M is: how many sequences are there for each group of devices that share one?
+# `step`). Count what Z is: how many sequences are there for each group of devices that share one?
 
 
 # %% tags=["hide-input"]
@@ -634,7 +634,7 @@ TOO_SLOW = {
     "fsdp": "Gathered weights take {fsdp:.2f} s. Over which wire, and how often?",
     "tensor": "Activations take {tensor:.2f} s along tensor. Is that axis too long?",
     "stage": "Messages of stages take {stage:.2f} s. How many stages need that wire?",
-    "bubble": "Bubble {bubble:.2f} s. What makes M larger?",
+    "bubble": "Bubble {bubble:.2f} s. What makes Z larger?",
 }
 
 
@@ -681,8 +681,8 @@ print(check_design(design))
 # <details><summary>Solution</summary>
 #
 # `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB.
-# With `fsdp=8` there are 8 groups on a stage, each with 4 of the 32 sequences, so M is 4. `tensor=2` inside a
-# node leaves 4 groups of 8 sequences: M = 8, and half the bubble. It also halves what `gather=step` keeps,
+# With `fsdp=8` there are 8 groups on a stage, each with 4 of the 32 sequences, so Z is 4. `tensor=2` inside a
+# node leaves 4 groups of 8 sequences: Z = 8, and half the bubble. It also halves what `gather=step` keeps,
 # which was 55 GiB. `gpipe` is faster still by 0.04 s, for 33 GiB: its ticks send one message, not two, 18 in
 # all and not 20. `zb` is slower: its two halves both recompute, and lock-step takes back half of what it
 # saves.
@@ -702,7 +702,7 @@ assert "That will do" in said("stage=2,fsdp=2,tensor=4", gather="step")
 assert "What else" in said("data=2,fsdp=8")
 assert "What else" in said("data=2,tensor=8")
 assert "Over which wire" in said("fsdp=16")
-assert "M larger" in said("stage=2,fsdp=8")
+assert "Z larger" in said("stage=2,fsdp=8")
 assert "how often" in said("stage=2,fsdp=4,tensor=2")
 assert said("stage=2,fsdp=8", gather="step").startswith("2.45 s, 55 GiB. Too large")
 assert "need that wire" in said("stage=4,fsdp=4")
@@ -722,7 +722,7 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague trains a classifier with 1F1B by hand; some rows are padding (`real_MN` is 0). The loss is
+# A colleague trains a classifier with 1F1B by hand; some rows are padding (`real_ZN` is 0). The loss is
 # right, and with AdamW it trains as one device does. With SGD it does not.
 
 
@@ -734,33 +734,33 @@ def nats(out_ND, target_N, real_N):
 
 
 # %%
-def classify(w_sDD, x_MND, target_MN, real_MN):
-    s, last, slots = jax.lax.axis_index("stage"), S - 1, 2 * S - 1
+def classify(w_lDD, x_ZND, target_ZN, real_ZN):
+    s, last, slots = jax.lax.axis_index("stage"), n - 1, 2 * n - 1
 
     def tick(carry, t):
         inbox_ND, back_ND, kept, loss, dw_DD = carry
         f, b = t - s, t - 2 * last + s
-        at = jnp.clip(b, 0, M - 1)
-        x_ND = jnp.where(s == 0, x_MND[jnp.clip(f, 0, M - 1)], inbox_ND)
+        at = jnp.clip(b, 0, Z - 1)
+        x_ND = jnp.where(s == 0, x_ZND[jnp.clip(f, 0, Z - 1)], inbox_ND)
         kept = kept.at[f % slots].set(x_ND)
-        out_ND, pull = jax.vjp(layer, w_sDD[0], kept[b % slots])
-        value, d_ND = jax.value_and_grad(nats)(out_ND, target_MN[at], real_MN[at])
+        out_ND, pull = jax.vjp(layer, w_lDD[0], kept[b % slots])
+        value, d_ND = jax.value_and_grad(nats)(out_ND, target_ZN[at], real_ZN[at])
         dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
         loss += jnp.where((b == at) & (s == last), value, 0)
         dw_DD += jnp.where(b == at, dw, 0)
-        messages = pass_on(layer(w_sDD[0], x_ND)), pass_on(dx_ND, back=1)
+        messages = pass_on(layer(w_lDD[0], x_ND)), pass_on(dx_ND, back=1)
         return (*messages, kept, loss, dw_DD), None
 
     shapes = (N, D), (N, D), (slots, N, D), (), (D, D)
     start = tuple(varying(jnp.zeros(shape)) for shape in shapes)
-    carry, _ = jax.lax.scan(tick, start, jnp.arange(M + 2 * last))
-    return jax.lax.psum(carry[3], "stage") / jnp.sum(real_MN), carry[4][None]
+    carry, _ = jax.lax.scan(tick, start, jnp.arange(Z + 2 * last))
+    return jax.lax.psum(carry[3], "stage") / jnp.sum(real_ZN), carry[4][None]
 
 
 # %% tags=["hide-input"]
 rng = np.random.default_rng(3)
-target_MN, real_MN = rng.integers(0, D, (M, N)), np.float32(rng.random((M, N)) < 0.7)
-batch = x_MND, target_MN, real_MN
+target_ZN, real_ZN = rng.integers(0, D, (Z, N)), np.float32(rng.random((Z, N)) < 0.7)
+batch = x_ZND, target_ZN, real_ZN
 
 
 def on_four(function):
@@ -770,14 +770,14 @@ def on_four(function):
 
 @jax.jit
 @jax.value_and_grad
-def one_device(w_SDD):
-    rows = through(w_SDD).reshape(-1, D), target_MN.reshape(-1), real_MN.reshape(-1)
-    return nats(*rows) / jnp.sum(real_MN)
+def one_device(w_LDD):
+    rows = through(w_LDD).reshape(-1, D), target_ZN.reshape(-1), real_ZN.reshape(-1)
+    return nats(*rows) / jnp.sum(real_ZN)
 
 
 # %%
 def trained(run, optimizer, update, steps=15):
-    w, state = w_SDD, optimizer.init(w_SDD)
+    w, state = w_LDD, optimizer.init(w_LDD)
     for _ in range(steps):
         changes, state = update(run(w)[1], state, w)
         w = np.asarray(optax.apply_updates(w, changes))
@@ -785,7 +785,7 @@ def trained(run, optimizer, update, steps=15):
 
 
 four_stages = functools.partial(lambda f, w: f(w, *batch), on_four(classify))
-print(f"loss {one_device(w_SDD)[0]:.5f}, by the pipeline {four_stages(w_SDD)[0]:.5f}")
+print(f"loss {one_device(w_LDD)[0]:.5f}, by the pipeline {four_stages(w_LDD)[0]:.5f}")
 for name, optimizer in {"AdamW": optax.adamw(0.01), "SGD": optax.sgd(1.0)}.items():
     update = jax.jit(optimizer.update)
     after = [trained(run, optimizer, update) for run in (one_device, four_stages)]
@@ -794,25 +794,25 @@ for name, optimizer in {"AdamW": optax.adamw(0.01), "SGD": optax.sgd(1.0)}.items
 
 # %% tags=["hide-input"]
 @jax.jit
-def sum_of_means(x_MND, target_MN, real_MN):
+def sum_of_means(x_ZND, target_ZN, real_ZN):
     """Gradient of the sum of the microbatches' means, on one device."""
 
-    def means(w_SDD):
-        each = jax.vmap(nats)(through(w_SDD), target_MN, real_MN)
-        return jnp.sum(each / jnp.maximum(jnp.sum(real_MN, axis=1), 1))
+    def means(w_LDD):
+        each = jax.vmap(nats)(through(w_LDD), target_ZN, real_ZN)
+        return jnp.sum(each / jnp.maximum(jnp.sum(real_ZN, axis=1), 1))
 
-    return jax.grad(means)(w_SDD)
+    return jax.grad(means)(w_LDD)
 
 
-(loss, right), tokens = one_device(w_SDD), real_MN.sum()
+(loss, right), tokens = one_device(w_LDD), real_ZN.sum()
 MISTAKES = [
     (lambda: right * tokens, "The gradient is as it was."),
-    (lambda: right * tokens / M, "Smaller, and it depends on M. Should it?"),
-    (lambda: right * tokens / S, "Does it depend on how many stages there are?"),
-    (lambda: right / S, "Too small by S. Does each device lack a part of the count?"),
-    (lambda: right * tokens / (M * N), "Nearly. Do all 32 rows count?"),
-    (lambda: sum_of_means(*batch) / M, "Has each microbatch as many targets?"),
-    (lambda: sum_of_means(*batch), "Each by its own count? And they are M."),
+    (lambda: right * tokens / Z, "Smaller, and it depends on Z. Should it?"),
+    (lambda: right * tokens / n, "Does it depend on how many stages there are?"),
+    (lambda: right / n, "Too small by n. Does each device lack a part of the count?"),
+    (lambda: right * tokens / (Z * N), "Nearly. Do all 32 rows count?"),
+    (lambda: sum_of_means(*batch) / Z, "Has each microbatch as many targets?"),
+    (lambda: sum_of_means(*batch), "Each by its own count? And they are Z."),
 ]
 
 
@@ -823,7 +823,7 @@ def check_pipeline(function):
     found = []
 
     def gradient():
-        found[:] = on_four(lesson.answered(function))(w_SDD, *batch)
+        found[:] = on_four(lesson.answered(function))(w_LDD, *batch)
         return found[1]
 
     said = lesson.diagnose(gradient, [()], lambda: right, MISTAKES, "")
@@ -843,7 +843,7 @@ print(check_pipeline(classify))
 # The function returns the *loss* divided by the number of targets, when the backward passes are long over. On
 # one device `grad` sees the division. Here the schedule calls the backward passes, and they begin with the
 # gradient of a sum: 21 times too big, once for each target that counts. Mend it where they begin, `pull(d_ND
-# / tokens)` on the last stage, or at the end: `dw_DD[None] / jnp.sum(real_MN)`. Dividing each microbatch by
+# / tokens)` on the last stage, or at the end: `dw_DD[None] / jnp.sum(real_ZN)`. Dividing each microbatch by
 # its own count would be a mean of means.
 #
 # torchtitan had the mean of means ([#2206](https://github.com/pytorch/torchtitan/pull/2206), January 2026),
@@ -857,26 +857,26 @@ print(check_pipeline(classify))
 
 
 # %% tags=["remove-cell"]
-def mended(w_sDD, x_MND, target_MN, real_MN):
-    loss, dw_sDD = classify(w_sDD, x_MND, target_MN, real_MN)
-    return loss, dw_sDD / jnp.sum(real_MN)
+def mended(w_lDD, x_ZND, target_ZN, real_ZN):
+    loss, dw_lDD = classify(w_lDD, x_ZND, target_ZN, real_ZN)
+    return loss, dw_lDD / jnp.sum(real_ZN)
 
 
 def said(grad, factor=1):
     """Of a mend whose gradient is a function of the right one and the batch."""
 
-    def mend(w_sDD, *batch):
-        value, dw_sDD = mended(w_sDD, *batch)
-        return factor * value, grad(dw_sDD, *batch)
+    def mend(w_lDD, *batch):
+        value, dw_lDD = mended(w_lDD, *batch)
+        return factor * value, grad(dw_lDD, *batch)
 
     return check_pipeline(mend)
 
 
 means = lambda g, *batch: own_part(sum_of_means(*batch))
-own_part = lambda g_SDD: g_SDD[jax.lax.axis_index("stage")][None]
+own_part = lambda g_LDD: g_LDD[jax.lax.axis_index("stage")][None]
 assert "as it was" in check_pipeline(classify)
 assert "one device's" in check_pipeline(mended)
-assert "depends on M" in said(lambda g, x, t, r: g * r.sum() / len(x))
+assert "depends on Z" in said(lambda g, x, t, r: g * r.sum() / len(x))
 assert "32 rows" in said(lambda g, x, t, r: g * r.sum() / r.size)
 assert "as many targets" in said(lambda g, *batch: means(g, *batch) / len(batch[0]))
 assert "its own count" in said(means)
@@ -889,26 +889,26 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 # %% [markdown]
 # ## In one table
 #
-# x_ND goes through `layers[s]` on stage s, as y_ND to s + 1, as dx_ND to s - 1. A stage holds 1/S of the
-# layers, their gradients and optimizer state, and runs M microbatches.
+# x_ND goes through `layers[s]` on stage s, as y_ND to s + 1, as dx_ND to s - 1. A stage holds 1/n of the
+# layers, their gradients and optimizer state, and runs Z microbatches.
 #
-# | schedule | waits, of M + waits | keeps, first stage | sends, forward and back | in PyTorch |
+# | schedule | waits, of Z + waits | keeps, first stage | sends, forward and back | in PyTorch |
 # |---|---|---|---|---|
-# | GPipe | S - 1 | M | y and dx of each microbatch | `ScheduleGPipe` |
-# | 1F1B | S - 1 | S; in lock-step 2S - 1 | as much; in lock-step both in every tick | `Schedule1F1B` |
-# | interleaved, v chunks | (S - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` |
-# | zero-bubble | (S - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` |
+# | GPipe | n - 1 | Z | y and dx of each microbatch | `ScheduleGPipe` |
+# | 1F1B | n - 1 | n; in lock-step 2n - 1 | as much; in lock-step both in every tick | `Schedule1F1B` |
+# | interleaved, v chunks | (n - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` |
+# | zero-bubble | (n - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` |
 #
-# All messages stand on the critical path in the first and last S - 1 ticks; between, they travel beside the
-# work on other microbatches, where the runtime lets them. **When:** 6 N D < 4 P over the slow wire, with M at
-# least 4S; with P in place of all parameters of a sparse model. That is N < 2 P/(3 D) tokens a step: 1.3
+# All messages stand on the critical path in the first and last n - 1 ticks; between, they travel beside the
+# work on other microbatches, where the runtime lets them. **When:** 6 N D < 4 P over the slow wire, with Z at
+# least 4n; with P in place of all parameters of a sparse model. That is N < 2 P/(3 D) tokens a step: 1.3
 # million for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula has no chip in it;
-# the bubble has: it costs S - 1 microbatches' time, so on two nodes with fast networks, 400 Gbit/s a GPU, and
+# the bubble has: it costs n - 1 microbatches' time, so on two nodes with fast networks, 400 Gbit/s a GPU, and
 # inside of a node, stages lose.
 #
 # ## Three lines to keep
 #
-# 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B wait for (S - 1)/(M + S - 1) of the
+# 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B wait for (n - 1)/(Z + n - 1) of the
 #    time; they differ in what they keep.
 # 2. In one program for all devices, a tick ends for all. There 1F1B as published takes 48 instead of 33, and
 #    nearly twice the microbatches have to be under way before it is as fast as GPipe.

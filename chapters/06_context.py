@@ -340,7 +340,7 @@ title = figure.suptitle(says, size=11)
 # 4,096 positions for 8 devices, in documents of drawn lengths.
 
 # %%
-N, LONG = 8, 4096
+MANY, LONG = 8, 4096
 draw = np.random.default_rng(4)
 lengths = np.int64(np.exp(draw.normal(5.0, 1.4, 200))) + 1
 last = int(np.searchsorted(np.cumsum(lengths), LONG))
@@ -362,21 +362,21 @@ def between(owner_S):
     """Allowed pairs with the query on device i and the key on device j. [i, j]"""
     place_S = np.arange(LONG)
     seen_SS = (place_S[:, None] >= place_S) & (document_S[:, None] == document_S)
-    owned_SN = np.eye(N, dtype=np.float32)[owner_S]
-    return owned_SN.T @ (seen_SS.astype(np.float32) @ owned_SN)
+    owned_Sn = np.eye(MANY, dtype=np.float32)[owner_S]
+    return owned_Sn.T @ (seen_SS.astype(np.float32) @ owned_Sn)
 
 
 def costs(owner_S):
     """Time with gathered keys, and in a ring; 1 is what evenly shared work takes."""
-    pairs_NN = between(owner_S)
-    step = lambda r: max(pairs_NN[i, (i - r) % N] for i in range(N))
-    fair = pairs_NN.sum() / N
-    return pairs_NN.sum(axis=1).max() / fair, sum(map(step, range(N))) / fair
+    pairs_nn = between(owner_S)
+    step = lambda r: max(pairs_nn[i, (i - r) % MANY] for i in range(MANY))
+    fair = pairs_nn.sum() / MANY
+    return pairs_nn.sum(axis=1).max() / fair, sum(map(step, range(MANY))) / fair
 
 
 def owners(order_S):
     owner_S = np.empty(LONG, int)
-    owner_S[order_S] = np.repeat(np.arange(N), LONG // N)
+    owner_S[order_S] = np.repeat(np.arange(MANY), LONG // MANY)
     return owner_S
 
 
@@ -386,7 +386,7 @@ def owners(order_S):
 
 # %%
 my_prediction = None  # times the fair share
-plain, zz = owners(np.arange(LONG)), owners(zigzag(N, LONG))
+plain, zz = owners(np.arange(LONG)), owners(zigzag(MANY, LONG))
 times = float(costs(zz)[0])
 lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 
@@ -403,20 +403,20 @@ lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 def by_document(lengths):
     owner_S, start = np.full(LONG, -1), 0
     for length in lengths:
-        size = length // (2 * N)
-        for chunk in range(2 * N):
+        size = length // (2 * MANY)
+        for chunk in range(2 * MANY):
             here = slice(start + chunk * size, start + (chunk + 1) * size)
-            owner_S[here] = min(chunk, 2 * N - 1 - chunk)
+            owner_S[here] = min(chunk, 2 * MANY - 1 - chunk)
         start += length
     left = np.flatnonzero(owner_S < 0)
-    owner_S[left] = np.arange(len(left)) % N
+    owner_S[left] = np.arange(len(left)) % MANY
     return owner_S
 
 
 def greedy(work_S, block=32):
     work_B = work_S.reshape(-1, block).sum(axis=1)
-    owner_B, load = np.empty(len(work_B), int), np.zeros(N)
-    room = np.full(N, len(work_B) // N)
+    owner_B, load = np.empty(len(work_B), int), np.zeros(MANY)
+    room = np.full(MANY, len(work_B) // MANY)
     for b in np.argsort(-work_B, kind="stable"):
         i = min(np.flatnonzero(room), key=lambda i: load[i])
         owner_B[b], load[i], room[i] = i, load[i] + work_B[b], room[i] - 1
@@ -428,18 +428,18 @@ LAYOUTS = {"cut in order": plain, "zig-zag": zz}
 LAYOUTS |= {"zig-zag in each document": by_document(lengths), "greedy": greedy(work_S)}
 print(f"{'':25} gathered    ring     (1: evenly shared)")
 for name, owner_S in LAYOUTS.items():
-    assert (np.bincount(owner_S) == LONG // N).all(), f"{name}: unequal positions"
+    assert (np.bincount(owner_S) == LONG // MANY).all(), f"{name}: unequal positions"
     print(f"{name:25} {costs(owner_S)[0]:8.2f} {costs(owner_S)[1]:7.2f}")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight bars, the work of each device: very unequal when cut in order, unequal with zig-zag, equal with zig-zag in each document and with greedy blocks."}}
 figure, axes = plt.subplots(4, 1, figsize=(5.4, 6.2), sharex=True)
 for ax, (name, owner_S) in zip(axes, LAYOUTS.items(), strict=True):
-    pairs_NN, floor = between(owner_S), np.zeros(N)
-    fair = pairs_NN.sum() / N
-    for r in range(N):
-        step_N = np.array([pairs_NN[i, (i - r) % N] for i in range(N)]) / fair
-        ax.bar(range(N), step_N, bottom=floor, color=green, alpha=0.9 - 0.1 * r)
-        floor += step_N
+    pairs_nn, floor = between(owner_S), np.zeros(MANY)
+    fair = pairs_nn.sum() / MANY
+    for r in range(MANY):
+        step_n = np.array([pairs_nn[i, (i - r) % MANY] for i in range(MANY)]) / fair
+        ax.bar(range(MANY), step_n, bottom=floor, color=green, alpha=0.9 - 0.1 * r)
+        floor += step_n
     ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
     ax.set(title=name, ylim=(0, 2.4), ylabel="work")
 axes[-1].set(xlabel="device (1: a fair share; lighter: later steps of a ring)")
@@ -727,12 +727,13 @@ assert "Not yet" in check_trade(lambda n, s, H, G, K: 1)
 # %% [markdown]
 # ## Exercise 3: a window
 #
-# In many models most layers look back only W positions: a query at place p sees the keys p - W + 1 to p. Here W
-# = 20, on 4 devices with 16 positions each. In which order are the places handed out, and how often are keys
-# passed on (3 is all around), so that the result is right and as little as possible is sent?
+# In many models most layers look back only a window of positions: a query at place p sees the keys p - window
+# + 1 to p. Here the window is 20, on 4 devices with 16 positions each. In which order are the places handed
+# out, and how often are keys passed on (3 is all around), so that the result is right and as little as
+# possible is sent?
 
 # %%
-W = 20
+WINDOW = 20
 
 
 def windowed():
@@ -750,7 +751,7 @@ def window_of(steps):
                 onward = lambda x: jax.lax.ppermute(x, "context", ONWARD)
                 travelling = [*map(onward, travelling)]
             k, v, at = travelling
-            seen = (at_s[:, None] >= at) & (at_s[:, None] - at < W)
+            seen = (at_s[:, None] >= at) & (at_s[:, None] - at < WINDOW)
             score = jnp.einsum("sHK,SHK->HsS", q_sHK, k) / K**0.5
             scores.append(jnp.where(seen, score, -1e30))
             values.append(v)
@@ -807,7 +808,7 @@ print(check_window(windowed))
 #
 # `np.arange(S), 2`. With a window every place from 19 on has the same work, so there is nothing for zig-zag
 # to balance, and it does harm: it puts far places next to each other. Cut in order, the 19 earlier keys of a
-# device's first query reach back over two neighbours, ceil((W - 1)/s) = ceil(19/16) = 2. A layer with a
+# device's first query reach back over two neighbours, ceil((window - 1)/s) = ceil(19/16) = 2. A layer with a
 # window of 128 on slices of 16,384 needs one message, and of that only the last 127 positions.
 # </details>
 

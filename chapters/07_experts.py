@@ -71,7 +71,7 @@ assert abs(at_home - 1 / n) < 0.03, "a fair choice is at home once in n"
 #
 # The collective for this is the all-to-all: each device sends a different piece to each other one. Its pieces
 # have one size, which is fixed when the program is compiled, whereas the router decides anew in each step. So
-# give each expert, for each device, a fixed number C of *slots*. A device writes each of its tokens into the
+# give each expert, for each device, a fixed number X of *slots*. A device writes each of its tokens into the
 # next free slot of each expert that the token chose, and the all-to-all carries whole blocks of slots.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of blocks. Before, each has all colours; after, each has one."}}
@@ -88,17 +88,17 @@ for ax, title in zip(axes, (before, after), strict=True):
         ax.text(place + 0.47, device, text, ha="center", va="center", size=9)
     ax.set(title=title, yticks=range(4), ylabel="device", xticks=[])
     ax.invert_yaxis()
-says = "a block: C slots, from a device → for an expert; colour: the expert's device"
+says = "a block: X slots, from a device → for an expert; colour: the expert's device"
 axes[1].set_xlabel(says)
 labels = axes[1].xaxis.label.set_size(9)
 
 # %% [markdown]
-# **An all-to-all over `expert` turns [E, C, D] of a device's tokens into [E/n, n C, D] of
+# **An all-to-all over `expert` turns [E, X, D] of a device's tokens into [E/n, n X, D] of
 # its experts' tokens, and a second one turns it back.** Here four devices have eight experts.
 #
-# What if more than C tokens of a device choose an expert? The rest are *dropped*: they get nothing from that
+# What if more than X tokens of a device choose an expert? The rest are *dropped*: they get nothing from that
 # expert, and go on by the residual connection alone. If fewer choose it, slots stay empty, are sent
-# nonetheless, and are multiplied. With t tokens on a device, the mean is k t/E choices for each expert, and C
+# nonetheless, and are multiplied. With t tokens on a device, the mean is k t/E choices for each expert, and X
 # is that times the *capacity factor*.
 #
 # > **Predict.** A device has 64 tokens, each chooses 2 of 16 experts at random, and the factor is 1: exactly
@@ -162,18 +162,18 @@ def route(w, x_ND, bias_E=0.0):
 
 
 # %% tags=["by-hand"]
-def feed_forward(w, rows_eRD):  # R rows for each of the e experts that are here
-    return jax.nn.relu(rows_eRD @ w["up_EDM"]) @ w["down_EMD"]
+def feed_forward(w, rows_eAD):  # A rows for each of the e experts that are here
+    return jax.nn.relu(rows_eAD @ w["up_EDM"]) @ w["down_EMD"]
 
 
 def on_device(w, x_tD, slots):  # t: this device's tokens; a place >= slots is none
     gates_tk, experts_tk, _ = route(w, x_tD)
     chosen_AE = jax.nn.one_hot(experts_tk.reshape(-1), E, dtype=int)
     place = experts_tk, ((chosen_AE.cumsum(0) - 1) * chosen_AE).sum(1).reshape(-1, k)
-    sent_ECD = jnp.zeros((E, slots, D)).at[place].set(x_tD[:, None], mode="drop")
-    rows_eRD = jax.lax.all_to_all(sent_ECD, "expert", 0, 1, tiled=True)
-    back_ECD = jax.lax.all_to_all(feed_forward(w, rows_eRD), "expert", 1, 0, tiled=True)
-    out_tkD = back_ECD.at[place].get(mode="fill", fill_value=0)  # 0: it was dropped
+    sent_EXD = jnp.zeros((E, slots, D)).at[place].set(x_tD[:, None], mode="drop")
+    rows_eAD = jax.lax.all_to_all(sent_EXD, "expert", 0, 1, tiled=True)
+    back_EXD = jax.lax.all_to_all(feed_forward(w, rows_eAD), "expert", 1, 0, tiled=True)
+    out_tkD = back_EXD.at[place].get(mode="fill", fill_value=0)  # 0: it was dropped
     return (gates_tk[..., None] * out_tkD).sum(1)
 
 
@@ -200,7 +200,7 @@ shapes = {"router_DE": (D, E), "up_EDM": (E, D, M), "down_EMD": (E, M, D)}
 w = {name: np.float32(rng.normal(size=shape) / 4) for name, shape in shapes.items()}
 x_ND, y_ND = np.float32(rng.normal(size=(2, N, D)))
 for slots in (N // n, k * N // n // E):  # enough for all; capacity factor 1
-    loss = lambda f, C=slots: lambda w: jnp.mean((f(w, x_ND, C) - y_ND) ** 2)
+    loss = lambda f, X=slots: lambda w: jnp.mean((f(w, x_ND, X) - y_ND) ** 2)
     eight, one = (jax.jit(jax.value_and_grad(loss(f)))(w) for f in (on_mesh, on_one))
     for a, b in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-6), "mesh and one device differ"
@@ -227,7 +227,7 @@ assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "the test has to drop some"
 #
 # ## The other exchange
 #
-# To drop nothing without guessing a C, turn it around: every device gathers *all* tokens, keeps the choices
+# To drop nothing without guessing an X, turn it around: every device gathers *all* tokens, keeps the choices
 # that are its experts', sorts them by expert, and multiplies groups of unequal size. `jax.lax.ragged_dot`
 # does that: consecutive groups of rows, each with its own matrix (a *grouped product*, for which megablocks
 # is known). Then a reduce-scatter adds what the experts of all devices have made, and returns each token.
@@ -589,7 +589,7 @@ ticks = axes[2].set_xticks([])
 #
 # ## Exercise 1: how many slots
 #
-# A step has `tokens` tokens, cut over `devices`. How many slots C does each device keep for each expert?
+# A step has `tokens` tokens, cut over `devices`. How many slots X does each device keep for each expert?
 # Round up, so that with factor 1 and equal loads nothing drops.
 
 
@@ -769,7 +769,7 @@ def narrowest(flops_per_s, bytes_per_s, n):
 def width(bytes_a_number, flops, away=True):
     """fn(flops_per_s, bytes_per_s, n) -> M, of a choice's bytes / D and FLOPs / D M."""
     left = lambda n: (n - 1) / n if away else 1
-    return lambda F, S, n: bytes_a_number / flops * left(n) * F / S
+    return lambda peak, wire, n: bytes_a_number / flops * left(n) * peak / wire
 
 
 WIDTHS = [
@@ -780,7 +780,7 @@ WIDTHS = [
     (width(4, 2), "Too wide: that is one matrix."),
     (width(3, 6), "For fp8 one way. Here both are bfloat16."),
     (width(2, 6, False), "One way only, and as if none stayed at home."),
-    (lambda F, S, n: 1.5 * n * S / F / (n - 1), "Upside down: look at the units."),
+    (lambda peak, wire, n: 1.5 * n / (n - 1) * wire / peak, "Upside down: the units?"),
 ]
 
 
@@ -798,21 +798,23 @@ print(check_narrowest(narrowest))
 # <details><summary>Solution</summary>
 #
 # A choice costs 6 D M FLOPs, and sends D numbers of 2 bytes there and back, 4 D bytes, of which (n - 1)/n
-# leave the device. Equal times: 6 D M / F = 4 D (n - 1)/n / S, so `return 4 / 6 * (n - 1) / n * flops_per_s /
-# bytes_per_s`. D and k stand on both sides. So narrow experts are dear on the wire, however many a token
-# chooses.
+# leave the device. Equal times: 6 D M / peak = 4 D (n - 1)/n / wire, so `return 4 / 6 * (n - 1) / n *
+# flops_per_s / bytes_per_s`. D and k stand on both sides. So narrow experts are dear on the wire, however
+# many a token chooses.
 # </details>
 
 # %% tags=["remove-cell"]
-form = lambda b, flops: check_narrowest(lambda F, S, n: b / flops * (n - 1) / n * F / S)
+by = lambda b, flops: lambda peak, wire, n: b / flops * (n - 1) / n * peak / wire
+form = lambda b, flops: check_narrowest(by(b, flops))
 assert form(4, 6).startswith("Right")
 assert 11450 < width(4, 6)(989e12, 56.25e9, 64) < 11550
 assert 1650 < width(4, 6)(459e12, 157.5e9, 8) < 1750
 assert "come back" in form(2, 6) and "three" in form(4, 4) and "two FLOPs" in form(4, 3)
 assert "one matrix" in form(4, 2) and "fp8" in form(3, 6)
-assert "stays at home" in check_narrowest(lambda F, S, n: 4 / 6 * F / S)
-assert "as if none" in check_narrowest(lambda F, S, n: 2 / 6 * F / S)
-assert "Upside" in check_narrowest(lambda F, S, n: 6 / 4 * n / (n - 1) * S / F)
+assert "stays at home" in check_narrowest(lambda peak, wire, n: 4 / 6 * peak / wire)
+assert "as if none" in check_narrowest(lambda peak, wire, n: 2 / 6 * peak / wire)
+upside_down = lambda peak, wire, n: 6 / 4 * n / (n - 1) * wire / peak
+assert "Upside" in check_narrowest(upside_down)
 assert check_narrowest(narrowest) == lesson.NOTHING
 
 # %% [markdown]
@@ -974,12 +976,12 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 #
 # | | all-to-all of slots | gathered tokens |
 # |---|---|---|
-# | in letters | `x_tD → [E, C, D] ⇄ [e, n C, D]`, times `w_eDM` | `x_tD → x_ND`, sorted, times `w_eDM`, `partial_ND → y_tD` |
-# | who holds what | E/n experts, t tokens, E C slots | E/n experts, t tokens, N tokens and N k rows |
+# | in letters | `x_tD → [E, X, D] ⇄ [e, n X, D]`, times `w_eDM` | `x_tD → x_ND`, sorted, times `w_eDM`, `partial_ND → y_tD` |
+# | who holds what | E/n experts, t tokens, E X slots | E/n experts, t tokens, N tokens and N k rows |
 # | forward | all-to-all twice | all-gather, reduce-scatter |
 # | backward | all-to-all twice; the router's gradient is added | all-gather, reduce-scatter; the same |
 # | bytes | 2 * 2 k t D (n - 1)/n | 2 * 2 t D (n - 1): n/k times |
-# | drops | what exceeds C | nothing |
+# | drops | what exceeds X | nothing |
 # | critical path | yes, unless another microbatch, attention or shared experts run beside it | the same |
 # | when | n well above k, and a balanced router | n up to k; on a torus and over two nodes up to n = 16 here |
 #

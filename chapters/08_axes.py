@@ -116,7 +116,7 @@ import jax
 import numpy as np
 from jax import P, lax, numpy as jnp
 
-AXES, M, rng = ("stage", "fsdp", "tensor"), 4, np.random.default_rng(0)  # microbatches
+AXES, Z, rng = ("stage", "fsdp", "tensor"), 4, np.random.default_rng(0)  # microbatches
 L, D, F, B, T = 4, 8, 24, 16, 6  # layers, widths, sequences, positions
 draw = lambda *shape: np.float32(rng.normal(size=shape))
 w = dict(gain_LD=1 + draw(L, D) / 4, up_LDF=draw(L, D, F), down_LFD=draw(L, F, D) / 9)
@@ -140,25 +140,25 @@ def layer(x_btD, w):
 # %% [markdown]
 # Stages stand *outside* of the layers. A device runs its stage's layers (the inner `scan`), sends the
 # result to its counterpart in the next stage, and takes the next microbatch: the GPipe loop of 05,
-# M + S - 1 ticks for S stages. It sends x_btD, which the other two axes have cut already: device 1 sends
+# Z + n - 1 ticks for n stages. It sends x_btD, which the other two axes have cut already: device 1 sends
 # its quarter to device 5 and needs nobody else for it. A stage without a microbatch computes on rubbish
 # that nobody uses. (`pcast`: what a scan carries begins varying along every axis along which it will, 05.)
 
 
 # %% tags=["by-hand"]
 def device(w, *batch):
-    S, here = lax.axis_size("stage"), lax.axis_index("stage")
-    x_MbtD, target_MbtD, real_Mbt = (a.reshape(M, -1, *a.shape[1:]) for a in batch)
+    n, here = lax.axis_size("stage"), lax.axis_index("stage")
+    x_ZbtD, target_ZbtD, real_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
 
     def tick(inbox_btD, m):
-        x_btD = jnp.where(here == 0, x_MbtD[jnp.minimum(m, M - 1)], inbox_btD)
+        x_btD = jnp.where(here == 0, x_ZbtD[jnp.minimum(m, Z - 1)], inbox_btD)
         y_btD, _ = lax.scan(layer, x_btD, w)  # this stage's layers
-        return lax.ppermute(y_btD, "stage", [(s, (s + 1) % S) for s in range(S)]), y_btD
+        return lax.ppermute(y_btD, "stage", [(s, (s + 1) % n) for s in range(n)]), y_btD
 
-    empty_btD = lax.pcast(jnp.zeros_like(x_MbtD[0]), "stage", to="varying")
-    _, y = lax.scan(tick, empty_btD, jnp.arange(M + S - 1))
-    squares_Mbt = jnp.sum((y[S - 1 :] - target_MbtD) ** 2, -1)
-    return jnp.sum(real_Mbt * squares_Mbt * (here == S - 1)), jnp.sum(real_Mbt)
+    empty_btD = lax.pcast(jnp.zeros_like(x_ZbtD[0]), "stage", to="varying")
+    _, y = lax.scan(tick, empty_btD, jnp.arange(Z + n - 1))
+    squares_Zbt = jnp.sum((y[n - 1 :] - target_ZbtD) ** 2, -1)
+    return jnp.sum(real_Zbt * squares_Zbt * (here == n - 1)), jnp.sum(real_Zbt)
 
 
 # %% [markdown]
@@ -199,8 +199,8 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "not one devi
 #
 # ## Who sends how often
 #
-# Now count what the three axes send in one step, forward and back. A stage has L/S = 2 layers, and there are
-# M + S - 1 = 5 ticks.
+# Now count what the three axes send in one step, forward and back. A stage has L/n = 2 layers, and there are
+# Z + n - 1 = 5 ticks.
 #
 # > **Predict.** How many messages does a device send along `stage` in a step, forward and back?
 #
@@ -362,7 +362,7 @@ ax.spines[:].set_visible(False)
 #
 # `fsdp` gathers weights in every layer. If it spans two slices of TPUs, or two nodes, those bytes cross.
 # HSDP (hybrid sharding) slices weights inside of a slice and copies them between: `data=2,fsdp=4`. Then
-# gradients alone cross, once a step. Or so one hopes. Here is one weight, M = 4 microbatches, and one
+# gradients alone cross, once a step. Or so one hopes. Here is one weight, Z = 4 microbatches, and one
 # line that is on or off:
 
 
@@ -371,7 +371,7 @@ def hsdp(early):
     both = ("data", "fsdp")
     mesh = jax.make_mesh((2, 4), both, axis_types=(auto, auto))
 
-    def device(w_dF, x_MbD):
+    def device(w_dF, x_ZbD):
         if early:  # from here on: may differ along data. Its way back: a sum over data
             w_dF = lax.pcast(w_dF, "data", to="varying")
 
@@ -380,11 +380,11 @@ def hsdp(early):
             return total + jnp.sum(jnp.tanh(x_bD @ w_DF) ** 2), None
 
         zero = lax.pcast(jnp.float32(0), both, to="varying")
-        return lax.psum(lax.scan(micro, zero, x_MbD)[0], both)
+        return lax.psum(lax.scan(micro, zero, x_ZbD)[0], both)
 
     specs = P("fsdp"), P(None, both)
     loss = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P())
-    args = np.ones((16, 24), np.float32), np.ones((M, 8, 16), np.float32)
+    args = np.ones((16, 24), np.float32), np.ones((Z, 8, 16), np.float32)
     return lesson.compiled(jax.value_and_grad(loss), mesh, *args).by("axes")["data"]
 
 
@@ -402,10 +402,10 @@ for name, one in {"late": late, "early": early}.items():
     print(f"{name:5} {one.count:.0f} sums, {one.wire_bytes:5,.0f} bytes a device")
 
 # %% tags=["remove-cell"]
-assert late.wire_bytes == M * 4 * early.wire_bytes, "not M x fsdp"
+assert late.wire_bytes == Z * 4 * early.wire_bytes, "not Z x fsdp"
 
 # %% [markdown]
-# Sixteen: M times, because the sum stands inside of the loop, times 4 = `fsdp`, because whole gradients are
+# Sixteen: Z times, because the sum stands inside of the loop, times 4 = `fsdp`, because whole gradients are
 # added and only then scattered. **Scatter over the fast axis first, then add slices over the slow one,
 # once.** Only a list of collectives shows it. PyTorch has the same switch: without
 # `set_requires_all_reduce(False)`, HSDP adds between replicas in every microbatch.
@@ -733,7 +733,7 @@ print(check_better(better))
 # `stage=2,context=4,tensor=2`, 2.83 s; `stage=2,context=8`, 2.88 s. Only x_btD crosses, at the border of
 # two stages. `context` and `tensor` cut *sequences*, so all 8 remain to be microbatches and the bubble is
 # small. `stage=2,fsdp=8` sends as little over the slow wire, and gives each of its 8 groups one sequence:
-# M = 1, and half of the time is bubble. An axis that cuts the batch takes microbatches from the pipeline.
+# Z = 1, and half of the time is bubble. An axis that cuts the batch takes microbatches from the pipeline.
 # </details>
 
 # %% tags=["remove-cell"]

@@ -88,25 +88,25 @@ assert edge == 5625, "the chips of plan/hardware.py have changed"
 # %% [markdown]
 # The parameters cancel: 6 P N FLOPs of N tokens against 6 P bytes. What is left is a number of the chip and
 # its wires, **FLOP/s / bytes/s**, and "about a thousand tokens a device" holds on some chips only. In a
-# sparse model a token passes A of the P parameters, but all are gathered, so it needs P/A times as many.
+# sparse model a token passes few of the P parameters, but all are gathered: it needs P/active times as many.
 #
 # ## What each axis charges
 #
-# L layers of width D, n devices, N = tokens of a step / n. The axes have sizes S (stages), X (`fsdp`) and Y
-# (`tensor`), with S X Y = n. A device, in a step:
+# L layers of width D, n devices, N = tokens of a step / n. Of them n_s lie along `stage`, n_f along `fsdp`
+# and n_t along `tensor`, with n_s n_f n_t = n. A device, in a step:
 #
 # | line | what | why |
 # |---|---|---|
 # | memory, always | 16 P/n bytes | weight, gradient, two moments of Adam in float32; all axes slice them (03) |
 # | products | 8 P N FLOPs | 6, and 2 if layers are computed again backward (remat) |
 # | pairs of attention | as many at T = P/(L H K) positions | 57,000 for Llama 3 8B (10); T shorter, less |
-# | `fsdp` | 6 P/(S Y) bytes a pass | two gathers and a scatter, 2 bytes a number; its stage has P/S parameters, and `tensor` 1/Y of each (03) |
-# | `tensor` | 22 N D (Y - 1) L bytes | 11 exchanges a layer of 2 bytes a number: 4 forward, 4 backward, 3 again (04) |
-# | stage | 4 N D L bytes, if S > 1 | forward and back, 2 bytes a number, if a stage hands on after each layer (05) |
-# | bubble | (S - 1)/(M L/S) of the work | M microbatches; interleaved, L/S layers one by one on a stage (05) |
+# | `fsdp` | 6 P/(n_s n_t) bytes a pass | two gathers and a scatter, 2 bytes a number; its stage has P/n_s parameters, and `tensor` 1/n_t of each (03) |
+# | `tensor` | 22 N D (n_t - 1) L bytes | 11 exchanges a layer of 2 bytes a number: 4 forward, 4 backward, 3 again (04) |
+# | stage | 4 N D L bytes, if n_s > 1 | forward and back, 2 bytes a number, if a stage hands on after each layer (05) |
+# | bubble | (n_s - 1)/(Z L/n_s) of the work | Z microbatches; interleaved, L/n_s layers one by one on a stage (05) |
 #
-# One decision hides in the third line: what is gathered may be kept for the whole step, and then M
-# microbatches cost one gather. That takes 6 P/(S Y) bytes of memory more: weights in bfloat16, gradients in
+# One decision hides in the third line: what is gathered may be kept for the whole step, and then Z
+# microbatches cost one gather. That takes 6 P/(n_s n_t) bytes of memory more: weights in bfloat16, gradients in
 # float32. Stages make it affordable.
 #
 # (Two axes come later: `context` cuts a sequence, `expert` moves tokens in place of weights.)
@@ -132,32 +132,32 @@ def wire(devices, apart):
 
 
 # %% tags=["by-hand"]
-def price(S, Y):
-    """Seconds of a step by cause, on S stages and tensor=Y (neighbouring GPUs)."""
-    X, N = n / (S * Y), TOKENS / n  # size of fsdp; tokens for each device
-    M = TOKENS / T / X  # microbatches of one sequence
+def price(n_s, n_t):
+    """Seconds of a step by cause, on n_s stages and tensor=n_t (neighbouring GPUs)."""
+    n_f, N = n / (n_s * n_t), TOKENS / n  # size of fsdp; tokens for each device
+    Z = TOKENS / T / n_f  # microbatches of one sequence
     state = 16 * P / n
-    kept = 6 * P / (S * Y)  # if gathered once a step
-    inputs = 2 * T * D * L / Y  # of each layer, of the microbatches under way
-    gathers = 1 if state + kept + inputs < MEMORY else M
+    kept = 6 * P / (n_s * n_t)  # if gathered once a step
+    inputs = 2 * T * D * L / n_t  # of each layer, of the microbatches under way
+    gathers = 1 if state + kept + inputs < MEMORY else Z
     products = 8 * P * N / FLOPS
-    fsdp = gathers * 6 * P / (S * Y) / wire(X, Y)
-    tensor = 22 * N * D * (Y - 1) * L / wire(Y, 1)
-    stage = 4 * N * D * L / CARD if S > 1 else 0
-    bubble = (products + tensor) * (S - 1) / (M * L / S)
-    legal = M >= S  # a chain of stages needs as many microbatches
+    fsdp = gathers * 6 * P / (n_s * n_t) / wire(n_f, n_t)
+    tensor = 22 * N * D * (n_t - 1) * L / wire(n_t, 1)
+    stage = 4 * N * D * L / CARD if n_s > 1 else 0
+    bubble = (products + tensor) * (n_s - 1) / (Z * L / n_s)
+    legal = n_s <= Z  # a chain of stages needs as many microbatches
     causes = dict(products=products, fsdp=fsdp, tensor=tensor, stage=stage)
     return legal, causes | dict(bubble=bubble)
 
 
 # %% tags=["by-hand"]
 total = {}
-for mesh in [(S, Y) for S in (1, 2, 4, 8, 16, 32) for Y in (1, 2, 4, 8, 16)]:
+for mesh in [(n_s, n_t) for n_s in (1, 2, 4, 8, 16, 32) for n_t in (1, 2, 4, 8, 16)]:
     legal, causes = price(*mesh)
     if legal:
         total[mesh] = sum(causes.values())
-for S, Y in sorted(total, key=total.get)[:4]:
-    print(f"stage={S}, tensor={Y}: {total[S, Y]:.2f} s at best")
+for n_s, n_t in sorted(total, key=total.get)[:4]:
+    print(f"stage={n_s}, tensor={n_t}: {total[n_s, n_t]:.2f} s at best")
 chosen = min(total, key=total.get)
 measured = 6 * P * TOKENS / (n * 400e12)  # table 4: 400 TFLOP/s for each GPU
 print(f"table 4: stage=16, tensor=8, {measured:.2f} s measured")
@@ -170,8 +170,8 @@ assert 0.5 < total[chosen] / measured < 1, "a bound should be below, and not far
 # - **Stages**, because nothing else makes `fsdp`'s seconds fewer here. With `tensor=8` in a node, a group of
 #   `fsdp` has one card in each node: it sends an eighth of the weights over an eighth of the cards, and wins
 #   nothing. A stage has a sixteenth of the layers.
-# - **`tensor`**, because stages want microbatches. M = TOKENS/T / X grows as X shrinks, and M may not be
-#   less than S. `tensor=4` takes no longer, but it has 8 microbatches for 16 stages, and `tensor=16` leaves
+# - **`tensor`**, because stages want microbatches. Z = TOKENS/T / n_f grows as n_f shrinks, and Z may not be
+#   less than n_s. `tensor=4` takes no longer, but it has 8 microbatches for 16 stages, and `tensor=16` leaves
 #   the node.
 
 # %%
@@ -254,9 +254,9 @@ assert 79 < counted < 81
 # %%
 meshes = [(1, 8), (4, 8), (8, 8), (16, 4), (16, 8), (32, 8)]
 plans = {}
-for S, Y in meshes:
-    plans[S, Y] = llama(f"stage={S},fsdp={16384 // (S * Y)},tensor={Y}")
-    seen(plans[S, Y])
+for n_s, n_t in meshes:
+    plans[n_s, n_t] = llama(f"stage={n_s},fsdp={16384 // (n_s * n_t)},tensor={n_t}")
+    seen(plans[n_s, n_t])
 best = min(plans, key=lambda mesh: plans[mesh].likely_s)
 assert best == (16, 8), "the planner would choose another mesh than Meta"
 
@@ -273,7 +273,8 @@ for row, mesh in enumerate(meshes):
     if legal:
         axes.plot(sum(by_hand.values()), row, "kx", ms=7)
 axes.axvline(measured, color="black", ls=":")
-axes.set_yticks(range(len(meshes)), [f"stage={S}, tensor={Y}" for S, Y in meshes])
+labels = [f"stage={n_s}, tensor={n_t}" for n_s, n_t in meshes]
+axes.set_yticks(range(len(meshes)), labels)
 axes.set(xlabel="seconds of a step; dotted: measured; x: twelve lines")
 axes.set_title("405B on 16,384 H100: the shortest bar is Meta's")
 names = "compute", "fsdp", "tensor", "stage", "bubble"
@@ -297,14 +298,14 @@ print(kept.refusal().split("; try")[0])
 # ## `tensor` against `fsdp`: the valley
 #
 # On a torus the node is no wall. There a second rule decides: `fsdp`'s bytes shrink as `tensor` grows, and
-# `tensor`'s bytes grow. Take a layer of W parameters with S = 1. A device sends 6 W/Y bytes over `fsdp`'s
-# wire, and 22 N D (Y - 1) over `tensor`'s. Weights do not care for N; activations do. Somewhere between is
+# `tensor`'s bytes grow. Take a layer of W parameters with n_s = 1. A device sends 6 W/n_t bytes over `fsdp`'s
+# wire, and 22 N D (n_t - 1) over `tensor`'s. Weights do not care for N; activations do. Somewhere between is
 # the least.
 #
 # ## Exercise 1: the bottom of the valley
 #
-# Return the Y at which the seconds of both together are least, for wires of `fsdp_speed` and `tensor_speed`
-# bytes/s. Y may be a fraction. (The speeds stay what they are when Y changes.)
+# Return the n_t at which the seconds of both together are least, for wires of `fsdp_speed` and `tensor_speed`
+# bytes/s. n_t may be a fraction. (The speeds stay what they are when n_t changes.)
 
 # %% tags=["hide-input"]
 VALLEYS = [(3e9, 16384, 1024, 180e9, 90e9), (1e9, 8192, 2048, 90e9, 180e9),
@@ -312,7 +313,7 @@ VALLEYS = [(3e9, 16384, 1024, 180e9, 90e9), (1e9, 8192, 2048, 90e9, 180e9),
 bottom = lambda W, D, N, f, t: (3 * W * t / (11 * N * D * f)) ** 0.5
 VALLEY_HINTS = [
     (lambda W, D, N, f, t: 3 * W * t / (11 * N * D * f),
-     "That is Y squared, if you derive by Y again."),
+     "That is n_t squared, if you derive by n_t again."),
     (lambda W, D, N, f, t: (3 * W * f / (11 * N * D * t)) ** 0.5,
      "Over a faster tensor wire, should tensor be larger or smaller?"),
     (lambda W, D, N, f, t: (3 * W / (11 * N * D)) ** 0.5,
@@ -341,7 +342,7 @@ print(check_valley(best_tensor))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The sum's derivative is -6 W/(Y² fsdp_speed) + 22 N D/tensor_speed, which is 0 at `(3 * W * tensor_speed /
+# The sum's derivative is -6 W/(n_t² fsdp_speed) + 22 N D/tensor_speed, which is 0 at `(3 * W * tensor_speed /
 # (11 * N * D * fsdp_speed)) ** 0.5`. The [scaling book](https://jax-ml.github.io/scaling-book/training) has
 # the same root under the name X_opt, as the best size of `fsdp`, for feed-forwards and other counts of
 # exchanges.
@@ -365,17 +366,18 @@ assert "Not yet" in check_valley(lambda *_: 8)
 
 # %%
 W, D_, N = 540e9 / 118, 18_432, 1024 * 2048 / 3072
-Y = np.geomspace(1, 64, 200)
-valley = {"fsdp": 118 * 6 * W / Y / 180e9, "tensor": 118 * 22 * N * D_ * (Y - 1) / 90e9}
+n_t = np.geomspace(1, 64, 200)
+valley = {"fsdp": 118 * 6 * W / n_t / 180e9}
+valley["tensor"] = 118 * 22 * N * D_ * (n_t - 1) / 90e9
 both = sum(valley.values())
 lowest = (3 * W * 90e9 / (11 * N * D_ * 180e9)) ** 0.5  # by the formula
-assert abs(lowest / Y[both.argmin()] - 1) < 0.05, "not the lowest point of the curve"
-at_12 = np.interp(12, Y, both)
+assert abs(lowest / n_t[both.argmin()] - 1) < 0.05, "not the lowest point of the curve"
+at_12 = np.interp(12, n_t, both)
 print(f"least at tensor={lowest:.1f}: {both.min():.1f} s; at 12: {at_12:.1f} s")
 print(f"with half the exchanges: tensor={lowest * 2**0.5:.0f}")
 
 # %% [markdown]
-# The bottom is at **Y = (3 W/(11 N D) · tensor_speed/fsdp_speed)^½**, and the valley is flat: from 7 to 12
+# The bottom is at **n_t = (3 W/(11 N D) · tensor_speed/fsdp_speed)^½**, and the valley is flat: from 7 to 12
 # costs a sixth. (PaLM computes attention and feed-forward side by side, which halves `tensor`'s exchanges,
 # and its bottom is at 10.) What does the planner say, which knows where chips stand? It has neither PaLM's
 # single key head nor 2,048 positions on 12 devices, so it gets 12 or 48 key heads and 2,064 positions.
@@ -406,8 +408,8 @@ for size in (6, 12):
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds of wires against the size of tensor, both logarithmic: fsdp falls, tensor rises, their sum is least at 7; the planner's crosses lie far above it except at 12, PaLM's size."}}
 figure, axes = plt.subplots(figsize=(6, 3.8))
 for name, curve in valley.items():
-    axes.loglog(Y, curve, color=lesson.COLOURS[name], label=f"{name}, by the rule")
-axes.loglog(Y, both, color=lesson.NEUTRAL, label="both, by the rule")
+    axes.loglog(n_t, curve, color=lesson.COLOURS[name], label=f"{name}, by the rule")
+axes.loglog(n_t, both, color=lesson.NEUTRAL, label="both, by the rule")
 axes.plot(lowest, both.min(), "ko", ms=6, label="least")
 alone = {size: one.seconds(alone=True) for size, one in pod.items()}
 wires = [found["fsdp"] + found["tensor"] for found in alone.values()]
@@ -428,16 +430,16 @@ axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, fontsize=9
 #
 # ## Sparse: tokens or weights
 #
-# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, A = 37B of
-# them active, nearly all in E = 256 experts a layer, of hidden width M_e = 2,048 (M counts microbatches
-# here), of which a token meets top_k = 8. It ran on 2,048 H800s: 16 stages, experts over 64 devices (8
-# nodes), no `tensor`, and the rest copies with ZeRO-1. With `fsdp` alone a device would need 2,472 · 671/37
-# = 45,000 tokens in each pass. So the experts stay where they are, and tokens travel:
+# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, 37B of them
+# active, nearly all in E = 256 experts a layer, of hidden width M = 2,048, of which a token meets top_k = 8.
+# It ran on 2,048 H800s: 16 stages, experts over 64 devices (8 nodes), no `tensor`, and the rest copies with
+# ZeRO-1. With `fsdp` alone a device would need 2,472 · 671/37 = 45,000 tokens in each pass. So the experts
+# stay where they are, and tokens travel:
 #
-# - weights: 6 · 3 D M_e E bytes a layer and pass, whatever the tokens
+# - weights: 6 · 3 D M E bytes a layer and pass, whatever the tokens
 # - tokens: 4 exchanges (there and back, forward and backward) of top_k vectors of 2 D bytes, for each token
 #
-# Tokens are fewer bytes while N < 18 D M_e E/(8 D top_k) = **2.25 E M_e/top_k**. Over GPU nodes take an
+# Tokens are fewer bytes while N < 18 D M E/(8 D top_k) = **2.25 E M/top_k**. Over GPU nodes take an
 # eighth of it for seconds: an all-to-all has one card a GPU, where a gather of the same group has the node's
 # eight.
 
@@ -501,8 +503,8 @@ assert 1.1 < took["data=2,stage=16,expert=64"] / took["data=4,stage=8,expert=64"
 # step.
 #
 # > **Predict.** The mesh stays as it was, `stage=16,fsdp=128,tensor=8`. What share of the time do stages
-# > wait for others, in percent? (Where M is less than S, layers cannot take turns, and the bubble is
-# > (S - 1)/(M + S - 1), as in 05.)
+# > wait for others, in percent? (Where Z is less than n_s, layers cannot take turns, and the bubble is
+# > (n_s - 1)/(Z + n_s - 1), as in 05.)
 
 # %%
 my_prediction = None  # percent
@@ -517,10 +519,10 @@ assert long.sched.microbatches == 1
 # tokens of a step are fixed: *sixteen times the length is a sixteenth of the sequences*. `context` cuts a
 # sequence, so it takes over from `fsdp`.
 #
-# What it charges: in a group of c, every device gathers keys and values of the whole sequence, forward and
+# What it charges: in a group of n_c, every device gathers keys and values of the whole sequence, forward and
 # again, and scatters their gradients. In a layer with G key heads of K numbers (8 of 128 here) these are 12
-# G K T bytes, for 6 W T/c FLOPs of products. Equal at **c = W/(2 G K) · bytes/s / FLOP/s**. T has cancelled,
-# and attention's own FLOPs only help. For 405B over one card that is
+# G K T bytes, for 6 W T/n_c FLOPs of products. Equal at **n_c = W/(2 G K) · bytes/s / FLOP/s**. T has
+# cancelled, and attention's own FLOPs only help. For 405B over one card that is
 
 # %%
 print(f"context up to {405e9 / 126 / (2 * 8 * 128) * 50e9 / 989e12:.0f}")
@@ -536,12 +538,12 @@ seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
 # ## The rule, with its thresholds
 #
 # Three ratios of a chip's FLOP/s to a wire decide. Here for a layer of a 70B model (W = 856M, D = 8,192, 8
-# key heads of 128), `tensor`'s edge from chapter 04, n = 1 + (8/11) (W/2D) bytes/s / FLOP/s, and `context`'s
+# key heads of 128), `tensor`'s edge from chapter 04, n_t = 1 + (8/11) (W/2D) bytes/s / FLOP/s, and `context`'s
 # on the wires that `tensor` leaves.
 
 # %%
 W, D_, GK = 855.6e6, 8192, 1024
-sparsity = [46.7 / 12.9, 671 / 37]  # P/A of Mixtral 8x7B, DeepSeek-V3
+sparsity = [46.7 / 12.9, 671 / 37]  # P/active of Mixtral 8x7B, DeepSeek-V3
 print("tokens for fsdp alone: dense, Mixtral, DeepSeek-V3; most tensor; most context")
 for topology, whole, split in (
     ("v4:4x4x4", "fsdp=64", "context=16,tensor=4"),
@@ -552,10 +554,10 @@ for topology, whole, split in (
 ):
     on = hardware.Topology.parse(topology)
     whole, split = map(config.MeshConfig.parse, (whole, split))
-    C, links = on.chip.peak_flops_per_s, hardware.layout(split, on)
-    edge = C / hardware.layout(whole, on)["fsdp"].bytes_per_s
-    tensor = 1 + 8 / 11 * W / (2 * D_) * links["tensor"].bytes_per_s / C
-    context = W / (2 * GK) * links["context"].bytes_per_s / C
+    peak, links = on.chip.peak_flops_per_s, hardware.layout(split, on)
+    edge = peak / hardware.layout(whole, on)["fsdp"].bytes_per_s
+    tensor = 1 + 8 / 11 * W / (2 * D_) * links["tensor"].bytes_per_s / peak
+    context = W / (2 * GK) * links["context"].bytes_per_s / peak
     needs = ", ".join(f"{edge * times:7,.0f}" for times in [1, *sparsity])
     print(f"{topology:9} {needs}; {tensor:4.0f}; {context:4.0f}")
 
@@ -566,13 +568,13 @@ for topology, whole, split in (
 # 1. **Does the state fit?** 16 P/n bytes, beside activations and one layer at work. If not, no mesh helps:
 #    more devices, or smaller numbers.
 # 2. **`fsdp` alone**, if each device has a sequence, and the tokens of one *pass*, as many as fit at once, are
-#    above the table's first column (P/A times as many for a sparse model). Nothing is cheaper. Each pass
+#    above the table's first column (P/active times as many for a sparse model). Nothing is cheaper. Each pass
 #    gathers again.
 # 3. **`tensor`** otherwise: on TPUs the whole torus axis next to the valley's bottom; on GPUs up to the
 #    node.
-# 4. **Stages**, if a group still waits for a slow wire: GPUs over nodes with N below the edge. At least S
-#    microbatches interleaved, 4 S without.
-# 5. **`expert`** for a sparse model, in place of `tensor`, while N in a pass is below 2.25 E M_e/top_k: over
+# 4. **Stages**, if a group still waits for a slow wire: GPUs over nodes with N below the edge. At least n_s
+#    microbatches interleaved, 4 n_s without.
+# 5. **`expert`** for a sparse model, in place of `tensor`, while N in a pass is below 2.25 E M/top_k: over
 #    as few nodes as memory allows. Give the planner `--model.capacity_factor 1`: presets drop nothing, so
 #    it has to keep room for the worst case, in which all tokens want one device's experts (07).
 # 6. **`context`**, when one sequence and a layer at work do not fit, or long sequences leave fewer than
@@ -609,7 +611,7 @@ BYTES = {"parameters": STATE, "optimizer": STATE, "gradients": "whole gradients.
          "weights": "gathered weights.",
          "saved": "what layers keep: how many tokens are under way?",
          "at work": "one layer at work: how many tokens are there?"}  # fmt: skip
-WAITS = {"fsdp": "fsdp. Its bytes are P/(S Y): which axes divide them?",
+WAITS = {"fsdp": "fsdp. Its bytes are P/(n_s n_t): which axes divide them?",
          "tensor": "tensor. Its bytes grow with its size.", "bubble": "other stages.",
          "data": "data: every copy's gradients.", "context": "gathered keys.",
          "stage": "what stages hand on.",
@@ -650,8 +652,8 @@ def judged(one, best):
     said = f"Fits, {one.likely_s:.2f} s, {slower:.0%} slower than the fastest. "
     said += f"{more[name]:.2f} s more go to {WAITS.get(name.split('*')[0], name)}"
     if name == "bubble":
-        M, S = one.sched.microbatches, one.cfg.mesh.stage
-        said += f" They are {S}, and microbatches {M}."
+        Z, n_s = one.sched.microbatches, one.cfg.mesh.stage
+        said += f" They are {n_s}, and microbatches {Z}."
     return said
 
 
@@ -692,7 +694,7 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # <details><summary>Solution</summary>
 #
 # N = 2,048 is below 2,472. `tensor=8` fills the node, and to `fsdp` over eight nodes is left one card a GPU.
-# So stages over the nodes: `stage=8,tensor=8`. All 32 sequences are microbatches then, 4 S of them, and no
+# So stages over the nodes: `stage=8,tensor=8`. All 32 sequences are microbatches then, 4 n_s of them, and no
 # weight travels. The planner finds one better by 6%: `stage=8,context=2,tensor=4`, since keys of 8 heads are
 # fewer bytes than the activations that `tensor` sends. The mesh of v5p takes 29% longer than
 # `stage=8,tensor=8`.
@@ -815,24 +817,24 @@ assert renting(mine)(*run) == 128 and worth_renting(*run) == 1024
 # %% [markdown]
 # ## In one table
 #
-# N tokens a device, L layers of width D, P parameters (A active); bytes of one device and step; C FLOP/s of
-# a device, w bytes/s of its wire. Edges of `tensor` and `context` are those of the 70B model.
+# N tokens a device, L layers of width D, P parameters; bytes of one device and step. *peak* is a device's
+# FLOP/s, *wire* its bytes/s. Edges of `tensor` and `context` are those of the 70B model.
 #
 # | axis | PyTorch says | a device holds | forward | backward | bytes | in the way? | when |
 # |---|---|---|---|---|---|---|---|
-# | `data` | DDP; outer dim of HSDP | `x_bD`, all weights | nothing | sum of gradients | 8 P/(S X Y) with `fsdp` inside | at the end of a step | slowest wire: pods |
-# | `fsdp` | `fully_shard` (FSDP2), ZeRO-3 | `x_bD`, `w_dF` | gather `w_DF` | gather, scatter | 6 P/(S Y), each pass | can be fetched early | N > (C/w) P/A: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
-# | `tensor` | TP plan: `ColwiseParallel`, `RowwiseParallel`, with `SequenceParallel` | `x_btD`, `w_Df` | gather `x`, scatter `y` | the same, twice | 22 N D (Y - 1) L | yes: wanted at once | fewer sequences or tokens; v4, v5p: an axis of 4 to 16; H100: up to 8, also in two nodes |
-# | `stage` | PP: `Schedule1F1B`, `ScheduleInterleaved1F1B` | L/S layers | `x` to the next | `dx` back | 4 N D L at most | its bubble is | H100 from two nodes on, N < 2,472; rarely on v4, v5p, one node |
-# | `context` | CP: `context_parallel` | `x_btD`, `t = T/n` | gather keys, values | scatter theirs | 12 G K T L, a sequence | ring hides some | fewer sequences than groups; c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
-# | `expert` | EP: `ExpertParallel` (torchtitan) | E/n experts | all-to-all there, back | the same | 8 N D top_k L | yes | sparse; N a pass < 2.25 E M_e/top_k; an eighth of it from two H100 nodes on |
+# | `data` | DDP; outer dim of HSDP | `x_bD`, all weights | nothing | sum of gradients | 8 P/(n_s n_f n_t) with `fsdp` inside | at the end of a step | slowest wire: pods |
+# | `fsdp` | `fully_shard` (FSDP2), ZeRO-3 | `x_bD`, `w_dF` | gather `w_DF` | gather, scatter | 6 P/(n_s n_t), each pass | can be fetched early | N > (peak/wire) P/active: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
+# | `tensor` | TP plan: `ColwiseParallel`, `RowwiseParallel`, with `SequenceParallel` | `x_btD`, `w_Df` | gather `x`, scatter `y` | the same, twice | 22 N D (n_t - 1) L | yes: wanted at once | fewer sequences or tokens; v4, v5p: an axis of 4 to 16; H100: up to 8, also in two nodes |
+# | `stage` | PP: `Schedule1F1B`, `ScheduleInterleaved1F1B` | L/n_s layers | `x` to the next | `dx` back | 4 N D L at most | its bubble is | H100 from two nodes on, N < 2,472; rarely on v4, v5p, one node |
+# | `context` | CP: `context_parallel` | `x_btD`, `t = T/n` | gather keys, values | scatter theirs | 12 G K T L, a sequence | ring hides some | fewer sequences than groups; n_c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
+# | `expert` | EP: `ExpertParallel` (torchtitan) | E/n experts | all-to-all there, back | the same | 8 N D top_k L | yes | sparse; N a pass < 2.25 E M/top_k; an eighth of it from two H100 nodes on |
 #
 # ## Three lines to keep
 #
 # 1. The tokens of a step are fixed: more devices leave fewer for each, and longer sequences leave fewer to
 #    deal out.
-# 2. Weights' bytes do not shrink with a device's tokens, activations' do; so below C/w tokens (P/A times
-#    that, if sparse) `fsdp` needs another axis beside it.
+# 2. Weights' bytes do not shrink with a device's tokens, activations' do; so below peak/wire tokens
+#    (P/active times that, if sparse) `fsdp` needs another axis beside it.
 # 3. On a torus that axis is `tensor`, on nodes `tensor` and then stages; and a plan's order is worth more
 #    than its seconds.
 #

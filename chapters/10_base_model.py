@@ -114,17 +114,17 @@ def logits(w, tokens_bT, turn=turn, sees_TS=CAUSAL_TS):
     return norm(x_bTD) @ w["head_DV"]
 
 
-def loss(w, row_bX, **other):
-    log_p_bTV = jax.nn.log_softmax(logits(w, row_bX[:, :-1], **other))
-    return -jnp.take_along_axis(log_p_bTV, row_bX[:, 1:, None], axis=-1).sum() / (B * T)
+def loss(w, row_bT, **other):  # a row has a token more, the last target
+    log_p_bTV = jax.nn.log_softmax(logits(w, row_bT[:, :-1], **other))
+    return -jnp.take_along_axis(log_p_bTV, row_bT[:, 1:, None], axis=-1).sum() / (B * T)
 
 
 # %% tags=["by-hand"]
-row_BX = np.fromfile(os.__file__, "uint8", B * (T + 1)).reshape(B, -1)
+row_BT = np.fromfile(os.__file__, "uint8", B * (T + 1)).reshape(B, -1)
 P, eight = jax.P, jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
-added = lambda w, row_bX: jax.lax.psum(loss(w, row_bX), "data")
+added = lambda w, row_bT: jax.lax.psum(loss(w, row_bT), "data")
 on_8 = jax.shard_map(added, mesh=eight, in_specs=(P(), P("data")), out_specs=P())
-one, all_8 = (jax.jit(jax.value_and_grad(f))(w, row_BX) for f in (loss, on_8))
+one, all_8 = (jax.jit(jax.value_and_grad(f))(w, row_BT) for f in (loss, on_8))
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-5), one, all_8)
 print("data=8: loss and gradients are those of one device")
 
@@ -142,8 +142,8 @@ print("data=8: loss and gradients are those of one device")
 
 # %%
 my_prediction = None  # nats
-random_BX = np.random.default_rng(1).integers(0, V, (B, T + 1))
-untrained = float(loss(w, random_BX))
+random_BT = np.random.default_rng(1).integers(0, V, (B, T + 1))
+untrained = float(loss(w, random_BT))
 said = "untrained, on random tokens"
 lesson.predicted(said, my_prediction, untrained, "nats", within=0.02)
 
@@ -193,8 +193,8 @@ STEPS, adam = 120, optax.adam(1e-2)
 
 def stepper(**other):
     @jax.jit
-    def step(w, moments, row_BX):
-        value, grads = jax.value_and_grad(partial(loss, **other))(w, row_BX)
+    def step(w, moments, row_BT):
+        value, grads = jax.value_and_grad(partial(loss, **other))(w, row_BT)
         change, moments = adam.update(grads, moments)
         return optax.apply_updates(w, change), moments, value
 

@@ -568,9 +568,9 @@ few = bits[1][2].addressable_shards
 sums = [np.asarray(few[r].data) for r in (0, 5)]
 print("sums as float32 ", *[one.sum() for one in sums])
 print("sums of the bits", *[one.view(np.uint32).sum(dtype=np.uint32) for one in sums])
-W = 8e9 * 4  # bytes: 8 billion float32 weights, a copy on each of 8 devices
+all_bytes = 8e9 * 4  # bytes: 8 billion float32 weights, a copy on each of 8 devices
 for chip in (hardware.CHIPS["v5p"], hardware.CHIPS["h100"]):
-    read, sent = W / chip.hbm_bytes_per_s, 7 * W / chip.dcn_bytes_per_s
+    read, sent = all_bytes / chip.hbm_bytes_per_s, 7 * all_bytes / chip.dcn_bytes_per_s
     print(f"{chip.name}: read all weights {read * 1e3:.0f} ms; gather all {sent:.0f} s")
 
 # %% [markdown]
@@ -675,66 +675,66 @@ print(f"{host_mtbf_s / DAY:.0f} days, and one of 2,048 in {of_2048_h:.1f} h")
 
 # %% [markdown]
 # Let a save stop the run for c = 60 s (840 GB, a 70-billion model with its two moments in float32, onto a
-# disk that takes 14 GB/s), a restart take R = 600 s, and M be the mean time between failures
+# disk that takes 14 GB/s), a restart take r = 600 s, and MTBF be the mean time between failures
 # of all hosts. **Goodput** is the share of time spent on steps that are kept.
 #
-# > **Predict.** 1,024 hosts, so M = 6.2 h. After how many minutes of work would you save, each time?
+# > **Predict.** 1,024 hosts, so MTBF = 6.2 h. After how many minutes of work would you save, each time?
 
 # %%
 my_prediction = None  # minutes
-c, R = 60.0, 600.0
+c, r = 60.0, 600.0
 
 
-def goodput(interval_s, M, c, R, failures=20_000):
+def goodput(interval_s, mtbf, c, r, failures=20_000):
     """Play it: work, save, work, save, until something fails; then restart."""
-    until_s = np.random.default_rng(0).exponential(M, failures)
+    until_s = np.random.default_rng(0).exponential(mtbf, failures)
     kept_s = until_s // (interval_s + c) * interval_s  # what was saved is kept
-    return kept_s.sum() / (until_s + R).sum()
+    return kept_s.sum() / (until_s + r).sum()
 
 
-M = host_mtbf_s / 1024
+mtbf = host_mtbf_s / 1024
 minutes = np.arange(2, 121)
-played = [goodput(60 * m, M, c, R) for m in minutes]
+played = [goodput(60 * m, mtbf, c, r) for m in minutes]
 best = int(minutes[np.argmax(played)])
 lesson.predicted("best interval, played", my_prediction, best, "minutes", within=0.2)
 
 # %% [markdown]
 # Between two saves lies a time t of work. Saving costs c/t of the time. A failure comes at any moment of it,
-# so it loses t/2 on the average, once in M: t/(2M) of the time. The sum c/t + t/(2M) is least where both are
-# equal:
+# so it loses t/2 on the average, once in MTBF: t/(2 MTBF) of the time. The sum c/t + t/(2 MTBF) is least where
+# both are equal:
 #
 # $$
-# t = \sqrt{2\,c\,M}, \qquad \text{goodput} \approx 1 - \sqrt{2c/M} - R/M
+# t = \sqrt{2\,c\,\text{MTBF}}, \qquad \text{goodput} \approx 1 - \sqrt{2c/\text{MTBF}} - r/\text{MTBF}
 # $$
 #
-# That is Young's rule of 1974; Daly has the next terms. It holds while c is much smaller than M. Does the
+# That is Young's rule of 1974; Daly has the next terms. It holds while c is much smaller than MTBF. Does the
 # played run agree?
 
 # %% mystnb={"image": {"alt": "Goodput against minutes between saves on a logarithmic axis: for 32 hosts a flat curve near 98 percent with its best at 150 minutes, for 1,024 hosts a curve that peaks at 90 percent near 27 minutes and falls on both sides."}}
-young = lambda c, M: (2 * c * M) ** 0.5
-formula = lambda c, M, R: 1 - (2 * c / M) ** 0.5 - R / M
+young = lambda c, mtbf: (2 * c * mtbf) ** 0.5
+formula = lambda c, mtbf, r: 1 - (2 * c / mtbf) ** 0.5 - r / mtbf
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for hosts, colour in ((32, BLUE), (1024, RED)):
-    M = host_mtbf_s / hosts
+    mtbf = host_mtbf_s / hosts
     times = np.geomspace(120, 12 * 3600, 40)
-    shares = [100 * goodput(s, M, c, R) for s in times]
+    shares = [100 * goodput(s, mtbf, c, r) for s in times]
     axes.semilogx(times / 60, shares, color=colour, label=f"{hosts:,} hosts")
-    axes.axvline(young(c, M) / 60, ls=":", color=colour)
+    axes.axvline(young(c, mtbf) / 60, ls=":", color=colour)
 axes.set(title="Saved too often, or too much lost", xlabel="minutes between saves")
 axes.set(ylabel="goodput, %", ylim=(50, 100), xticks=[2, 10, 60, 600])
 axes.set_xticklabels([2, 10, 60, 600])
 axes.legend(loc="lower center")
 
 # %%
-print("hosts      M    save every   goodput: formula  played   if a save stops 2 s")
+print("hosts   MTBF    save every   goodput: formula  played   if a save stops 2 s")
 for hosts in (1, 2, 32, 1024):
-    M = host_mtbf_s / hosts
-    t = young(c, M)
-    by_formula, by_play = formula(c, M, R), goodput(t, M, c, R)
-    quick = f"{young(2, M) / 60:4.0f} min, {goodput(young(2, M), M, 2, R):.1%}"
-    print(f"{hosts:5}  {M / 3600:6.1f} h  {t / 60:4.0f} min {by_formula:16.1%} "
+    mtbf = host_mtbf_s / hosts
+    t = young(c, mtbf)
+    by_formula, by_play = formula(c, mtbf, r), goodput(t, mtbf, c, r)
+    quick = f"{young(2, mtbf) / 60:4.0f} min, {goodput(young(2, mtbf), mtbf, 2, r):.1%}"
+    print(f"{hosts:5}  {mtbf / 3600:6.1f} h  {t / 60:4.0f} min {by_formula:16.1%} "
           f"{by_play:8.1%}   {quick}")  # fmt: skip
-    assert abs(by_formula - by_play) < 0.01, "c is no longer small beside M"
+    assert abs(by_formula - by_play) < 0.01, "c is no longer small beside the MTBF"
 assert abs(best / (young(c, host_mtbf_s / 1024) / 60) - 1) < 0.2
 
 # %% [markdown]
@@ -758,7 +758,7 @@ def check_interval(answer):
     year = 365.0 * DAY
     cases = [(60.0, 5.0, year, 64), (2.0, 30.0, 0.5 * year, 1024)]
     cases += [(1.0, 900.0, year, 4096), (30.0, 2000.0, 0.3 * year, 4096)]
-    right = lambda c, w, M, hosts: max(young(c, M / hosts), w)
+    right = lambda c, w, m, hosts: max(young(c, m / hosts), w)
     done = "Right: the rule, and never faster than the disk."
     return lesson.diagnose(answer, cases, right, INTERVAL_HINTS, done, 0.02)
 
@@ -769,16 +769,16 @@ ONE_HOST = "One host's failures. There are more hosts."
 HALF = "How much of an interval is lost on average?"
 BOTH = "Does training stand still while the disk writes?"
 INTERVAL_HINTS = [
-    (lambda c, w, M, h: young(c, M / h), NO_FLOOR),
-    (lambda c, w, M, h: max(young(c, M), w), ONE_HOST),
-    (lambda c, w, M, h: young(c, M), ONE_HOST),
-    (lambda c, w, M, h: max(young(c, M * h), w), "Do more hosts fail less often?"),
-    (lambda c, w, M, h: max((c * M / h) ** 0.5, w), HALF),
-    (lambda c, w, M, h: (c * M / h) ** 0.5, HALF),
-    (lambda c, w, M, h: young(w, M / h), BOTH),
-    (lambda c, w, M, h: young(c + w, M / h), BOTH),
-    (lambda c, w, M, h: max(young(c + w, M / h), w), BOTH),
-    (lambda c, w, M, h: young(c, M / h) + w, "Are the two spent one after the other?"),
+    (lambda c, w, m, h: young(c, m / h), NO_FLOOR),
+    (lambda c, w, m, h: max(young(c, m), w), ONE_HOST),
+    (lambda c, w, m, h: young(c, m), ONE_HOST),
+    (lambda c, w, m, h: max(young(c, m * h), w), "Do more hosts fail less often?"),
+    (lambda c, w, m, h: max((c * m / h) ** 0.5, w), HALF),
+    (lambda c, w, m, h: (c * m / h) ** 0.5, HALF),
+    (lambda c, w, m, h: young(w, m / h), BOTH),
+    (lambda c, w, m, h: young(c + w, m / h), BOTH),
+    (lambda c, w, m, h: max(young(c + w, m / h), w), BOTH),
+    (lambda c, w, m, h: young(c, m / h) + w, "Are the two spent one after the other?"),
 ]
 
 
@@ -797,7 +797,7 @@ print(check_interval(interval))
 # </details>
 
 # %% tags=["remove-cell"]
-by_rule = lambda c, w, M, h: max((2 * c * M / h) ** 0.5, w)
+by_rule = lambda c, w, m, h: max((2 * c * m / h) ** 0.5, w)
 assert check_interval(by_rule).startswith("Right")
 for wrong, hint in INTERVAL_HINTS:
     assert check_interval(wrong) == hint, (hint, check_interval(wrong))
@@ -935,7 +935,7 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 #
 # | what happens | how it is seen | what it costs | this project |
 # |---|---|---|---|
-# | a process dies | it is gone, or silent for a minute | t/2 of work, and R | all end and start again from the newest good file (`train/processes.py`, `launcher.sh`) |
+# | a process dies | it is gone, or silent for a minute | t/2 of work, and r | all end and start again from the newest good file (`train/processes.py`, `launcher.sh`) |
 # | killed within a save | no final name, or another sha256 | one interval more | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
 # | fewer devices | the mesh changes | rounding, 1e-7 a step | whole arrays by name; any mesh reads them |
 # | a NaN | the loss or a gradient, summed over all | one step | the step is skipped and named; ten in a row end the run (`train/guard.py`) |
@@ -944,9 +944,9 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 # | a chip computes wrongly | a step taken again elsewhere | a step | `--replay N` compares with the log, to the bit |
 # | a slow host (straggler) | its own time for a fixed product | all wait for it | named (`train/pace.py`) |
 #
-# **When.** Save every sqrt(2 c M). With the failures above and c = 60 s: ten hours and more on one host of
+# **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s: ten hours and more on one host of
 # v5p, one H100 node or two; 27 minutes on 1,024 hosts of either. Below an interval of some minutes make c
-# smaller, not the interval. On the critical path are c, t/2 and R; writing in the background is not.
+# smaller, not the interval. On the critical path are c, t/2 and r, a restart; writing in the background is not.
 #
 # In PyTorch: `torchrun --max-restarts` (*torch elastic*) starts processes again, and leaves what is resumed
 # to you; [DCP](https://docs.pytorch.org/docs/main/distributed.checkpoint.html),

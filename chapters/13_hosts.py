@@ -788,7 +788,7 @@ assert check_blame(to_blame) == lesson.NOTHING == check_blame(...)
 # %% [markdown]
 # ## What it costs
 #
-# Each failure costs the time until it is noticed, a restart (R = 600 s of starting, reading, compiling), and
+# Each failure costs the time until it is noticed, a restart (r = 600 s of starting, reading, compiling), and
 # the steps since the last save; chapter 12 chooses the saves. Llama 3 counted 419 interruptions in 54 days of
 # 2,048 hosts ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4), so a host fails once in
 # 264 days.
@@ -815,7 +815,7 @@ for count in (32, 1024):
 # At 32 hosts a failure comes about once in eight days, so what matters is that *somebody* notices; a night
 # costs more than any limit. At 1,024 hosts there are about four a day, and a limit of 1,800 s costs three
 # times the restart. A heartbeat of 10 s gains little over 100 s there, and ends a good run whenever a network
-# is away for 11. None of this depends on the chip; what depends on it is R. (This is arithmetic: the
+# is away for 11. None of this depends on the chip; what depends on it is r. (This is arithmetic: the
 # processes of this page share two cores. They show who waits for whom, and not how long a real network
 # takes.)
 #

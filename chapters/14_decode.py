@@ -31,7 +31,7 @@ from plan.hardware import CHIPS, Topology, layout, wire_bytes
 # earlier tokens, their keys and values, is kept: that is the *cache*. Without it every token would cost a
 # forward pass over all text before it.
 #
-# A product of r rows with P weights in bfloat16 takes 2 P r FLOPs, and reads 2 P bytes, however many rows
+# A product of B rows with P weights in bfloat16 takes 2 P B FLOPs, and reads 2 P bytes, however many rows
 # there are. It takes the longer of the two times (00). A prompt of 8,192 tokens brings 8,192 rows; a decode
 # step brings one row for each sequence.
 #
@@ -371,11 +371,11 @@ for compiled, t in ((one_step, 1), (prefill, T)):
 #
 # ## One latent meets all heads
 #
-# With latent attention (MLA) a layer keeps c, a latent of C numbers, and makes keys W c for all heads.
+# With latent attention (MLA) a layer keeps c, a latent of C numbers, and makes keys w c for all heads.
 # Written out at each step, that would be a product for each earlier token. But a score is
-# $q \cdot (W c) = (W^\top q) \cdot c$, so **W can move to the query**, once, and the latents themselves serve
-# as keys. After the mixing it is the same with values. W is *absorbed*. The rotary key of R numbers stands
-# apart for that reason: a turn by the place of the key would stand between W and the query.
+# $q \cdot (w c) = (w^\top q) \cdot c$, so **w can move to the query**, once, and the latents themselves serve
+# as keys. After the mixing it is the same with values. The product with w is *absorbed*. The rotary key of R
+# numbers stands apart for that reason: a turn by the place of the key would stand between w and the query.
 #
 # A number of the latent then meets all H heads twice, once as a key and once as a value, so a byte of the
 # cache brings H (2C + R)/(C + R) FLOPs. Decoding that was bound by memory stands at the ridge:
@@ -844,12 +844,12 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 # %% [markdown]
 # ## In one table
 #
-# Of a decode step with B rows, P weights and a cache of c bytes, on n devices:
+# Of a decode step with B rows, P weights and a cache of `cache` bytes, on n devices:
 #
 # | | `tensor` | `context` | `data` | `fsdp` | `stage` | `expert` |
 # |---|---|---|---|---|---|---|
 # | in letters | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
-# | a device reads | 2P/n + c/min(n, G) | 2P + c/n | 2P + c/n | 2P + c/n | 2P/n + c/n, n times in turn | experts/n |
+# | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in turn | experts/n |
 # | it sends | 2 all-reduces a layer of B rows | 2 a layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows, a permute a stage | all-to-all of chosen rows, twice a layer |
 # | on the critical path | yes, latency | yes, latency | - | yes, bytes | yes | yes, latency |
 # | helps one text | yes | long ones | no | no: ruinous | no | reading experts |

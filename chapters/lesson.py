@@ -140,7 +140,7 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
 
 
 def at(function, case: tuple) -> str:
-    """Where a function was tried: " at S=4, M=8"; nothing, if it takes no arguments."""
+    """Where a function was tried: " at n=4, Z=8"; nothing, if it takes no arguments."""
     try:
         names = [name for name, one in inspect.signature(function).parameters.items() if one.kind < one.VAR_POSITIONAL]
     except (TypeError, ValueError):

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import config
+from docs import reference
 from tests.test_house import ROOT, modules
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.py"))
@@ -284,6 +285,35 @@ def test_the_program_by_hand_runs_alone(path):
     program = compile(program_by_hand(cells(path.read_text(encoding="utf-8"))), path.name, "exec")
     with jax.numpy_rank_promotion("allow"):  # as it is where a reader pastes it
         exec(program, {"__name__": "pasted"})
+
+
+def letters_without_meaning(found: list[Cell], known: set[str]) -> set[str]:
+    """Capitals that stand alone in prose, and those of arrays' names, which are not known."""
+    text = re.sub(r"\]\([^)]*\)|C\+\+|[A-Z]\. (?=[A-Z])", " ", prose_of(found))  # addresses, C++ and initials are none
+    alone = re.findall(r"(?<![\w.'-])[A-Z](?![\w'-])", text)
+    code = "\n".join(cell.text for cell in found)
+    arrays = re.findall(r"\b[a-z]\w*?_((?:[A-Za-z]\d?)*[A-Z][A-Za-z\d]*)\b", code)
+    return {*alone, *(letter for name in arrays for letter in name if letter.isupper())} - known
+
+
+def known_letters() -> set[str]:
+    glossary = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    return {*reference.letters(), *re.findall(r"(?m)^\| `([A-Z])` \|", glossary)}
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_every_capital_letter_stands_in_the_glossary(path):
+    """Catches a quantity or a dim of a chapter with a letter that the glossary does not explain."""
+    unknown = letters_without_meaning(cells(path.read_text(encoding="utf-8")), known_letters())
+    assert not unknown, f"letters that docs/glossary.md lacks: {sorted(unknown)}"
+
+
+def test_letters_are_looked_at():
+    """Catches a test of letters that sees none: in prose, in a formula, in an array's name, whole or a slice."""
+    found = cells("# %% [markdown]\n# Y rows, $2 O$ and `Q + 1`; C++, F. Y. I, GPU.\n\n# %%\nx_bJtD = y_D2F")
+    assert letters_without_meaning(found, {"Q", "D", "F", "I"}) == {"Y", "O", "J"}
+    letters = known_letters()
+    assert {"B", "M", "Z"} <= letters and not {"O", "Y"} & letters, letters
 
 
 def test_every_chapter_has_a_number_of_its_own():
