@@ -134,7 +134,8 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
 def test_an_echo_says_that_end_of_text_was_drawn(server):
     """Catches a list of log-probabilities that is one shorter where a text ends at once: lm-evaluation-harness leaves
     out the last, as what was drawn, and would score an answer without its last token."""
-    asked = dict(prompt=["ab"] * 8, echo=True, logprobs=1, temperature=1000, seed=20)  # of seed 24's noise the largest is end of text's
+    # Temperature leaves noise alone, and of seed 24, the fifth text's, the largest is end of text's.
+    asked = dict(prompt=["ab"] * 8, echo=True, logprobs=1, temperature=1000, seed=20)
     choices = completion(server, **asked, max_tokens=1).choices
     assert {choice.finish_reason for choice in choices} == {"stop", "length"}
     for choice in choices:
