@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from config import ModelConfig
 from generate.cache import NOWHERE, ROWS_DIM, cache_spec
 from generate.engine import Engine, Job
-from generate.sampling import Settings, of_tokens
+from generate.sampling import Settings, log_probabilities
 from sharding import BATCH, all_gather
 from xla import ordered
 
@@ -58,8 +58,8 @@ def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
 def likeliest(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: int):
     """Of all beams, each continued by all tokens, the likeliest: log-probabilities, parents and tokens, best first."""
     everywhere, vocabulary = NamedSharding(mesh, P()), len(drawable_V)
-    logits_bV = of_tokens(jax.lax.with_sharding_constraint(logits_bV, everywhere), drawable_V)
-    logprobs_bV = logprob_b[:, None] + jax.nn.log_softmax(logits_bV)
+    logits_bV = jax.lax.with_sharding_constraint(logits_bV, everywhere)
+    logprobs_bV = logprob_b[:, None] + log_probabilities(logits_bV, drawable_V)
     logprob_n, at_n = jax.lax.top_k(logprobs_bV.reshape(-1), min(count, logprobs_bV.size))
     return jax.lax.with_sharding_constraint((logprob_n, at_n // vocabulary, at_n % vocabulary), everywhere)
 

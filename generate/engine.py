@@ -59,12 +59,13 @@ class Job:
         self.read = 0  # tokens of the prompt that are in the cache
         self.tokens: list[Token] = []
         self.given: list[Token] | None = None  # a list: the tokens of the prompt are to come into it, but the first
+        self.end: Token | None = None  # the end of text that was drawn
         self.ended = ""
 
     def take(self, token: Token, end: int) -> None:
         """Add a token that was drawn; end of text is not added."""
         if token.id == end:
-            self.ended = "stop"
+            self.ended, self.end = "stop", token
             return
         self.tokens.append(token)
         if len(self.tokens) == self.room:

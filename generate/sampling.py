@@ -151,10 +151,16 @@ def of_tokens(logits_bV, drawable_V):
     return jnp.where(drawable_V, logits_bV[..., : len(drawable_V)], -jnp.inf)
 
 
+def log_probabilities(logits_bV, drawable_V):
+    """The model's, as training and `python -m evaluate` have them: all rows of the table share the 1, those of no token
+    too, which get -inf here."""
+    return of_tokens(jax.nn.log_softmax(logits_bV), drawable_V)
+
+
 @jax.jit
 def of_given(logits_nV, token_n, drawable_V) -> Chosen:
     """What `choose` says of tokens, for tokens that were there before."""
-    logprobs_nV = jax.nn.log_softmax(of_tokens(logits_nV, drawable_V))
+    logprobs_nV = log_probabilities(logits_nV, drawable_V)
     logprob_n = jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0]
     logprobs_nA, likeliest_nA = jax.lax.top_k(logprobs_nV, min(MOST_ALTERNATIVES, len(drawable_V)))
     return Chosen(token_n, logprob_n, likeliest_nA, logprobs_nA)
@@ -167,12 +173,12 @@ def choose(logits_bV, asked: Asked, seen_bV, drawable_V) -> Chosen:
     seen_bV     the tokens that repetition_penalty counts
     drawable_V  ids that are a token's: no other is drawn, and the table may be longer
     """
+    logprobs_bV = log_probabilities(logits_bV, drawable_V)
     vocabulary, logits_bV = len(drawable_V), of_tokens(logits_bV, drawable_V)
     less_bV = penalised(logits_bV, asked.repetition_penalty, seen_bV)
     draws = lambda: filtered(less_bV, asked) + noise(asked.seed, asked.count, vocabulary)
     noisy_bV = jax.lax.cond(jnp.any(asked.temperature > 0), draws, lambda: less_bV)
     token_b = jnp.argmax(jnp.where(asked.temperature[:, None] > 0, noisy_bV, less_bV), axis=-1)
-    logprobs_bV = jax.nn.log_softmax(logits_bV)
     logprob_b = jnp.take_along_axis(logprobs_bV, token_b[:, None], axis=-1)[:, 0]
     logprobs_bA, likeliest_bA = alternatives(logprobs_bV, asked)
     return Chosen(token_b, logprob_b, likeliest_bA, logprobs_bA)

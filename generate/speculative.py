@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from generate.cache import NOWHERE
 from generate.engine import Engine, Job, Token
-from generate.sampling import Asked, Chosen, Settings, alternatives, filtered, of_tokens, penalised
+from generate.sampling import Asked, Chosen, Settings, alternatives, filtered, log_probabilities, of_tokens, penalised
 
 PROPOSED, KEPT, REPLACED = range(3)  # what randomness is for: none of it may serve twice
 
@@ -58,7 +58,8 @@ def judge(logits_bmV, proposed_k, q_kV, asked: Asked, seen_1V, drawable_V, *, me
     Returns how many tokens there are, 1 to m; m, of which those are the first; and seen_1V with them.
     """
     everywhere, k = NamedSharding(mesh, P()), len(proposed_k)
-    logits_mV = of_tokens(jax.lax.with_sharding_constraint(logits_bmV, everywhere)[0], drawable_V)
+    whole_mV = jax.lax.with_sharding_constraint(logits_bmV, everywhere)[0]
+    logits_mV = of_tokens(whole_mV, drawable_V)
     seen_kV = jnp.cumsum(jax.nn.one_hot(proposed_k, len(drawable_V), dtype=jnp.int32), axis=0) > 0
     seen_mV = seen_1V | jnp.pad(seen_kV, ((1, 0), (0, 0)))
     of_rows = jax.tree.map(lambda x_1: jnp.repeat(x_1, k + 1), asked)
@@ -72,7 +73,7 @@ def judge(logits_bmV, proposed_k, q_kV, asked: Asked, seen_1V, drawable_V, *, me
     last = drawn(key(asked, REPLACED), left_V)  # of probabilities that need not sum to 1
 
     token_m = jnp.where(jnp.arange(k + 1) < n, jnp.pad(proposed_k, (0, 1)), last)
-    logprobs_mV = jax.nn.log_softmax(logits_mV)
+    logprobs_mV = log_probabilities(whole_mV, drawable_V)
     logprob_m = jnp.take_along_axis(logprobs_mV, token_m[:, None], axis=-1)[:, 0]
     chosen = Chosen(token_m, logprob_m, *alternatives(logprobs_mV, of_rows)[::-1])
     made = n + 1, chosen, seen_mV[n][None].at[0, last].set(True)

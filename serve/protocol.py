@@ -306,10 +306,12 @@ class Choice:
         self.begun, self.echoed = False, ""
 
     def begin_with_prompt(self) -> None:
-        """Put the prompt before the text, and its tokens, without the end of text that is ours."""
+        """Put the prompt before the text, and its tokens, without the end of text that is ours. One that was drawn is
+        the last token: who echoes counts from the end."""
         ours, ids = self.asked.echo[self.index], self.text.prompt
         self.echoed = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
         self.pending = [Token(ids[0], None, []), *(self.text.given or [])][ours:] + self.pending
+        self.pending += [self.text.end] if self.text.end else []
 
     def part(self, piece: str, ended: str, delta: bool) -> dict:
         """A piece of the text as JSON, with the tokens that begin in it. delta: as a part of a stream"""
@@ -326,7 +328,7 @@ class Choice:
     def logprobs(self, ended: str) -> dict:
         """Of tokens that are sent. One that begins behind a stop never is; a cut character's are, with the last."""
         shown = []
-        while self.pending and (self.offset < self.sent or ended == "length"):
+        while self.pending and (self.offset < self.sent or ended == "length" or self.pending[0] is self.text.end):
             shown.append((self.pending.pop(0), self.offset))
             self.offset += len(self.decoder.decode(self.encoding.decode_single_token_bytes(shown[-1][0].id)))
         return self.of_chat(shown) if self.asked.chat else self.of_completion(shown)

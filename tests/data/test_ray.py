@@ -118,7 +118,11 @@ def lose():
 
 threading.Thread(target=lose, daemon=True).start()
 status = prepare.main([*words, "--out", out, "--engine", "ray", "--ray_address", cluster.address])
-print("nodes alive:", sum(node["Alive"] for node in ray.nodes()))
+alive = lambda: sum(node["Alive"] for node in ray.nodes())
+end = time.monotonic() + 60  # the cluster notices seconds after its workers have
+while alive() > 1 and time.monotonic() < end:
+    time.sleep(0.1)
+print("nodes alive:", alive())
 ray.shutdown()
 cluster.shutdown()
 sys.exit(status)

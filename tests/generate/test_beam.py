@@ -41,8 +41,8 @@ def every_text(room):
     rows_BT = np.zeros((len(texts), len(PROMPT) + room), np.int32)
     for row_T, text in zip(rows_BT, texts, strict=True):
         row_T[: len(PROMPT) + len(text)] = [*PROMPT, *text]
-    logits_BTV = np.float64(full_forward(CFG, parameters(make_mesh("data=1")), rows_BT))[:, :, :WORDS]
-    logprobs_BTV = logits_BTV - np.log(np.sum(np.exp(logits_BTV), axis=-1, keepdims=True))
+    logits_BTV = np.float64(full_forward(CFG, parameters(make_mesh("data=1")), rows_BT))
+    logprobs_BTV = logits_BTV - np.log(np.sum(np.exp(logits_BTV), axis=-1, keepdims=True))  # the rows past WORDS count
     ahead = len(PROMPT) - 1
     return [Beam(text, sum(logprobs_TV[ahead + n, token] for n, token in enumerate(text)), text[-1] == END)
             for text, logprobs_TV in zip(texts, logprobs_BTV, strict=True)]  # fmt: skip

@@ -138,10 +138,14 @@ def test_a_penalty_makes_what_was_there_less_likely():
 
 
 def test_log_probabilities_are_the_models():
-    """Catches those after temperature or cuts, of another row, and likeliest tokens that are not sorted."""
+    """Catches those after temperature or cuts, of another row, likeliest tokens that are not sorted, and other numbers
+    than `python -m evaluate` has, where a table is longer than its tokens."""
     logits_BV = np.random.default_rng(5).normal(size=(3, 30)).astype(np.float32)
-    want_BV = np.log(helpers.np_softmax(np.float64(logits_BV)))
-    got = choose(logits_BV, temperature=[0.0, 3.0, 0.3], top_k=7, seed=4, logprobs=[0, 2, 20])
+    want_BV = np.log(helpers.np_softmax(np.float64(logits_BV)))[:, :25]
+    got = choose(logits_BV, vocabulary=25, temperature=[0.0, 3.0, 0.3], top_k=7, seed=4, logprobs=[0, 2, 20])
+    given = sampling.of_given(logits_BV, np.int32([24, 3, 0]), sampling.drawable(25))
+    np.testing.assert_allclose(given.logprob_b, want_BV[[0, 1, 2], [24, 3, 0]], atol=1e-6)
+    np.testing.assert_allclose(given.logprobs_bA, -np.sort(-want_BV)[:, :20], atol=1e-6)
     np.testing.assert_allclose(got.logprob_b, want_BV[np.arange(3), got.token_b], atol=1e-6)
     order_BV = np.argsort(-want_BV, axis=-1)[:, :20]
     np.testing.assert_array_equal(got.likeliest_bA, order_BV)

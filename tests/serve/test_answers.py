@@ -131,12 +131,26 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
     assert nothing.usage.completion_tokens == 0
 
 
+def test_an_echo_says_that_end_of_text_was_drawn(server):
+    """Catches a list of log-probabilities that is one shorter where a text ends at once: lm-evaluation-harness leaves
+    out the last, as what was drawn, and would score an answer without its last token."""
+    # Temperature leaves noise alone, and of seed 24, the fifth text's, the largest is end of text's.
+    asked = dict(prompt=["ab"] * 8, echo=True, logprobs=1, temperature=1000, seed=20)
+    choices = completion(server, **asked, max_tokens=1).choices
+    assert {choice.finish_reason for choice in choices} == {"stop", "length"}
+    for choice in choices:
+        found, ended = choice.logprobs, choice.finish_reason == "stop"
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 3
+        assert found.text_offset == [0, 1, 2] and found.tokens[:2] == ["a", "b"]
+        assert (found.tokens[2] == word(BYTES, EOT)) == ended and (choice.text == "ab") == ended
+
+
 def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
     """Catches two tokens of one spelling: of the likeliest, by their names, one would be lost."""
     names = [word(BYTES, byte) for byte in range(256)]
     assert len({*names}) == 256 and (names[0xE2], names[0x7F]) == (r"bytes:\xe2", "\x7f")
     likely = [(0xE2, -0.5), (0x97, -1.0), (ord("a"), -2.0)]
-    text = SimpleNamespace(settings=Request(logprobs=3))
+    text = SimpleNamespace(settings=Request(logprobs=3), end=None)
     asked = SimpleNamespace(texts=[text], chat=False, logprobs=True)
     choice = Choice(asked, 0, BYTES)
     choice.pending = [Token(0xE2, -0.5, likely), Token(ord("a"), -2.0, likely)]
