@@ -290,7 +290,7 @@ run_once() {
   write "$here/pid" "$pid"
   watch_over "$pid" 9>&- &
   watcher=$!
-  while kill -0 "$pid" 2> /dev/null; do wait "$pid" || true; done
+  while kill -0 "$pid" 2> /dev/null; do wait "$pid" || [ $? -lt 147 ] || sleep 1; done # 147, 148: it is frozen
   wait "$pid" || code=$?
   kill -KILL -- "-$watcher" 2> /dev/null || true
   wait "$watcher" 2> /dev/null || true

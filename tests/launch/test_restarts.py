@@ -1,7 +1,9 @@
 """Claims about launcher.sh --restarts, and about what status shows of a run, over real ssh and tmux."""
 
+import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +116,26 @@ def test_status_shows_what_the_command_reports(fleet):
     assert not (fleet.hosts[1].home / "ran").exists()
     last = wait_until(lambda: (now := rows(status(fleet).stdout)["host02"])["state"].startswith("running") and now)
     assert [last[name] for name in names] == ["-"] * 4
+
+
+def test_a_command_that_is_frozen_is_waited_for_without_work(fleet):
+    """Catches a supervisor that takes a core for itself while its command does nothing, and one that gives it up."""
+    launch(fleet, "bash", "-c", COUNT)
+    one = fleet.hosts[1]
+    pid = file_of(one, "pid").read_text().strip()
+    supervisor = Path(f"/proc/{pid}/stat").read_text().split()[3]
+    worked = lambda: (
+        sum(map(int, Path(f"/proc/{supervisor}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+    )
+    fleet.ssh(one, f"kill -STOP -- -{pid}")
+    before = worked()
+    time.sleep(4)
+    assert worked() - before < 1  # s of processor, in 4
+    fleet.ssh(one, f"kill -CONT -- -{pid}")
+    steps = log(one).count("step")
+    wait_until(lambda: log(one).count("step") > steps)
+    stop = fleet.run("launcher.sh", "stop")
+    assert re.search(r"host01  stopped after \d+ s: exit 0", stop.stdout)
 
 
 @pytest.mark.parametrize(
