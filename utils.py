@@ -20,12 +20,15 @@ class UserError(ValueError):
 
 
 def require_multiple(name: str, size: int, parts: int, over: str) -> None:
-    """Raises: UserError if `size` is no multiple of `parts`, with the nearest that are."""
+    """Raises: UserError if `size` is no multiple of `parts`, with the nearest that are, and the nearest parts of it."""
     if size % parts:
         near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
+        into = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = {max(n for n in into if n < parts), *[n for n in into if n > parts][:1]}
         raise UserError(
             f"cannot split {name}={size} {over} "
-            f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}"
+            f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}; "
+            f"{size} splits into {' or '.join(map(str, sorted(nearest)))}"
         )
 
 

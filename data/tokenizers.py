@@ -126,7 +126,8 @@ def _read_ranks(path: str) -> dict[bytes, int]:
         with open(path, "rb") as file:
             lines = file.read().splitlines()
     except OSError as error:
-        raise UserError(f"tokenizer 'bpe:{path}': {error.strerror}") from error
+        raise UserError(f"tokenizer 'bpe:{path}': {error.strerror}; `python -m data.train_tokenizer --out FILE` writes "
+                        "such a file") from error  # fmt: skip
     ranks = {}
     for number, line in enumerate(lines, 1):
         try:

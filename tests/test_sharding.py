@@ -344,25 +344,31 @@ def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
     )
 
 
-@pytest.mark.parametrize("batch_size, mesh, near", [(20, "fsdp=6", "18 or 24"), (3, "data=2,fsdp=2,expert=2", "8")])
-def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mesh, near):
+@pytest.mark.parametrize("batch_size, mesh, near, into", [
+    (20, "fsdp=6", "18 or 24", "5 or 10"), (3, "data=2,fsdp=2,expert=2", "8", "3"),
+])  # fmt: skip
+def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mesh, near, into):
     """Catches a suggestion that does not split either, or is 0."""
     cfg = preset("tiny", mesh=mesh, **{"data.batch_size": batch_size})
     shards = cfg.mesh.batch_shards
     message = (
         f"cannot split data.batch_size={batch_size} sequences over data*fsdp*expert = {shards} batch shards "
-        f"({batch_size} % {shards} = {batch_size % shards}); nearest that do: {near}"
+        f"({batch_size} % {shards} = {batch_size % shards}); nearest that do: {near}; "
+        f"{batch_size} splits into {into}"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         fit.split_batch(cfg)
     for suggestion in near.split(" or "):
         fit.split_batch(replace(cfg, **{"data.batch_size": int(suggestion)}))
+    for suggestion in into.split(" or "):
+        fit.split_batch(replace(cfg, mesh=MeshConfig(fsdp=int(suggestion))))
 
 
 def test_positions_that_do_not_split_are_refused_with_the_nearest():
     """Catches a sequence that fails only when it is compiled, and axes that do not split positions counted as if."""
     message = (
-        "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); nearest that do: 16 or 20"
+        "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
+        "nearest that do: 16 or 20; 18 splits into 3 or 6"
     )
     cfg = preset("tiny", mesh="context=2,tensor=2,fsdp=2")
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):

@@ -20,7 +20,7 @@ def test_what_the_page_shows_works(run_directory, tmp_path):
     assert "```text\n" + chat_text([("system", "Be brief."), ("user", "Hi")]) + "\n```" in page
     assert all(f"`{name}`" in page for name in SHARED if name != "model") and ROLES
     start, *asked = [one.text for one in commands.of_page(commands.SERVED) if one.how == commands.RUN]
-    assert start == "python -m serve runs/laptop" and len(asked) == 6
+    assert start == "python -m serve runs/laptop" and len(asked) == 7
     shutil.copytree(run_directory, tmp_path / "laptop")
     bin = os.path.dirname(sys.executable)
     env = os.environ | {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}
@@ -33,9 +33,10 @@ def test_what_the_page_shows_works(run_directory, tmp_path):
         assert server.before[-1].endswith("has laptop\n")
         if shutil.which("curl") is None:
             pytest.skip("curl is not installed")
-        whole, stream, models, health, metrics, program = map(printed, asked)
+        whole, stream, chat, models, health, metrics, program = map(printed, asked)
     assert len(json.loads(whole)["choices"][0]["text"]) == 8
     assert stream.endswith("data: [DONE]\n\n") and stream.count("data: ") == 17
+    assert json.loads(chat)["choices"][0]["message"]["role"] == "assistant"
     assert json.loads(models)["data"][0]["id"] == "laptop" and json.loads(health)["status"] == "ok"
     assert 'axis_requests_total{path="/v1/completions",status="200"} 2.0' in metrics
     assert len(program.rstrip("\n")) == 8 + 3, program
