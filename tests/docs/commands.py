@@ -34,6 +34,7 @@ STARTS = (
     "cat ",
     "head ",
     "curl ",
+    "lm_eval ",
     *HOSTS,
 )  # what a line of a block of commands may begin with
 RUN, NAMED = "run", "named"
@@ -69,7 +70,7 @@ NOT_RUN = {
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
     "python -m evaluate runs/laptop --tasks lambada_openai,hellaswag --limit 100 "
     "--cache runs/laptop/answers.jsonl": "needs `make extra-evaluate`, and downloads",
-    "python -m lm_eval --model local-completions --tasks hellaswag --model_args model=NAME,base_url="
+    "lm_eval --model local-completions --tasks hellaswag --model_args model=NAME,base_url="
     "http://127.0.0.1:8000/v1/completions,tokenizer=DIR,max_length=4096": "asks a server, and downloads",
 }
 # Run by `make test-tpu-all` alone, and what `make test-tpu` has of the kind. A row that stands on no page is refused.
