@@ -260,8 +260,8 @@ supervise() {
     else # no round has begun, so none is spent
       absent=$((absent + 1)) why="$again of $restarts; not counted: not all came, try $absent of $tries"
     fi
-    write "$here/restarts" "$why" || true
     rm "$here/pid"
+    write "$here/restarts" "$why" || true # after that, so that `running, restarted` is said of the next try alone
     note "ended with status $code; starts again in $pause s, $why"
     if wait_for "$pause" test -e "$here/stop"; then break; fi
     note "started again, $why"

@@ -114,7 +114,7 @@ def test_status_shows_what_the_command_reports(fleet):
     assert seen[1] == ["-/320", "-", "-", "-"]
     assert seen[2][:3] == ["7/320", "9.0", "1"]
     assert not (fleet.hosts[1].home / "ran").exists()
-    last = wait_until(lambda: (now := rows(status(fleet).stdout)["host02"])["state"].startswith("running") and now)
+    last = wait_until(lambda: (now := rows(status(fleet).stdout)["host02"])["state"].startswith("running, ") and now)
     assert [last[name] for name in names] == ["-"] * 4
 
 
