@@ -1,0 +1,543 @@
+"""Do on this host what launcher.sh, setup_tpu.sh and debug_tpu.sh ask for.
+
+They send this file, after `supervisor.py`, over ssh each time; then a line of JSON, the request; then what the request
+needs. Each line of the answer starts with the request's random mark, so nothing that a login prints, and nothing that a
+command prints, is taken for an answer.
+
+Needs: Linux, Python 3.9, tmux, tar; to install packages make, and Python 3.11.
+Changes: the folder it is given, which belongs to this host alone, and nothing else:
+  commits/COMMIT/    the files of a commit; .shipped holds their checksums; runs and tokens link to those below
+  packages/LOCK/     the .venv of all commits that lock the same packages
+  launches/LAUNCH/   launch.json (command, environment, settings), agent.py, log and the older log.old, pid, exit;
+                     progress and alive, if the command writes them; restarts so far; stop: who asked it to.
+                     Only you can read them. launches/latest links to the last
+  runs/  tokens/     what training writes and reads, whatever the commit
+  lock               held while a process of a launch lives: the kernel releases it when the last one exits
+  starting           held while one is started
+
+A command can report to its supervisor. AXIS_PROGRESS names a file, which the command replaces (by a rename) with one
+line of tab-separated fields: step, number of steps, loss, tokens/s, and the unix time at which the step was done; `-`
+is unknown. AXIS_ALIVE names a file that it replaces again and again while it is healthy: the seconds without a new one
+after which it counts as dead and is killed, and a word: `joining` until all processes have come, then `joined`; at the
+end `preempted`, if it stopped early because the system sent SIGTERM.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import pwd
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# ruff: noqa: I001 - whole lines, because `hosts.agent_source` leaves them out
+from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, about_latest, environment_of, kill
+from launch.supervisor import last_line, latest, nothing_runs, read, said_last, take, wait_for, write
+
+GO_S = 60  # how long a host that is ready waits for a word of launcher.sh
+DEVICES = os.environ.get("AXIS_DEVICES", "/dev")  # where a TPU has its device files; a test has others
+source = globals().get("source", "")  # this text, as it was sent
+mark = ""  # of the request that is being answered; empty: plain text, for a terminal
+stdin = sys.stdin.buffer
+
+
+def emit(kind: str, value) -> None:
+    """Send a line of the answer. The reader may have left: what was asked is done all the same."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"{mark} {json.dumps({kind: value})}" if mark else value, flush=True)
+
+
+def has_tpu() -> bool:
+    return bool(glob.glob(f"{DEVICES}/accel[0-9]*") or glob.glob(f"{DEVICES}/vfio/[0-9]*"))
+
+
+def holders(target: str) -> list[int]:
+    """The processes that have a file open; those of other users only if we are root."""
+    found = set()
+    for link in glob.glob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == target:
+                found.add(int(link.split("/")[2]))
+    return sorted(found)
+
+
+def user_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def described(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"process {pid} ({user_of(os.stat(f'/proc/{pid}').st_uid)} {' '.join(words.split())[:80]})"
+    except OSError:
+        return f"process {pid}"
+
+
+# Setting up -----------------------------------------------------------------------------------------------------------
+
+
+def checksums(folder: Path) -> str:
+    """sha256 of every file that was shipped, a line each."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    lines = (f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.relative_to(folder)}" for path in paths)
+    return "\n".join(lines)
+
+
+def changed(commit: str) -> str:
+    """Which files of a commit are no longer as they were shipped; empty if none."""
+    folder, found = Path("commits", commit), []
+    for line in read(folder / ".shipped").splitlines():
+        digest, _, name = line.partition(" ")
+        try:
+            same = hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+        except OSError:
+            same = False
+        found += [] if same else [name]
+    return " ".join(found)
+
+
+def receive(commit: str, **request) -> dict:
+    """Unpack a commit from a tar.gz on standard input, whole or not at all, then `prepare` it."""
+    for left in Path("commits").glob(".[0-9a-f]*"):  # of a setup that was killed
+        if not os.path.exists(f"/proc/{left.name.rpartition('.')[2]}"):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = Path(f"commits/.{commit}.{os.getpid()}")
+    for folder in (partial, "runs", "tokens"):
+        os.makedirs(folder, exist_ok=True)
+    try:
+        unpack = subprocess.Popen(["tar", "-xzf", "-", "-C", partial], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        with contextlib.suppress(BrokenPipeError), unpack.stdin as sink:
+            shutil.copyfileobj(stdin, sink)
+        if unpack.wait():
+            raise Refused(f"the files of commit {commit} did not arrive whole; is the disk full?")
+        (partial / ".shipped").write_text(checksums(partial))
+        (partial / "runs").symlink_to("../../runs")
+        (partial / "tokens").symlink_to("../../tokens")
+        with contextlib.suppress(OSError):  # another setup was faster
+            partial.rename(f"commits/{commit}")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return prepare(commit, **request)
+
+
+def prepare(commit: str, venv: str, free: bool) -> dict:
+    """Check that all is there to run a commit, and install its packages. free: refuse where a run is alive."""
+    if not shutil.which("tmux"):
+        raise Refused("tmux is missing: sudo apt-get install tmux")
+    if free and not nothing_runs():
+        raise Refused(f"a run is alive here: {about_latest()}; stop it, or --replace it")
+    if not os.path.isdir(f"commits/{commit}"):
+        return {"absent": True}
+    if files := changed(commit):
+        where = f"{os.getcwd()}/commits/{commit}; keep what you need of it, remove that folder, and try again"
+        raise Refused(f"the files of its commit are not as they were shipped: {files} changed in {where}")
+    packages(commit, venv)
+    boot, here = read(Path("/proc/sys/kernel/random/boot_id"))[:8], os.stat(".")
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {**facts(commit), "address": connection[2] if len(connection) > 2 else "127.0.0.1",
+            "machine": f"{boot}-{here.st_dev}-{here.st_ino}", "tpu": tpu(),
+            "owner": None if nothing_runs() else latest().by}  # fmt: skip
+
+
+def packages(commit: str, venv: str) -> None:
+    """Link a commit to its packages; installs them once for all commits that lock the same."""
+    code = Path("commits", commit)
+    if not venv:
+        target = "extra-tpu" if has_tpu() else "installed"
+        locks = [code / "requirements.txt", code / "requirements/tpu.txt"]
+        lock = Path("packages", hashlib.sha256(b"".join(map(Path.read_bytes, locks))).hexdigest()[:12])
+        venv = f"{os.getcwd()}/{lock}/.venv"
+        if not os.path.exists(f"{venv}/{target}"):
+            if not shutil.which("make"):
+                raise Refused("make is missing: sudo apt-get install make")
+            (lock / "requirements").mkdir(parents=True, exist_ok=True)
+            shutil.copy(locks[1], lock / "requirements")
+            for name in ("requirements.txt", "Makefile"):
+                if not (lock / name).exists():
+                    shutil.copy(code / name, lock)
+            taken = take(lock / "installing", 3600)
+            with open(lock / "log", "w") as log:
+                done = subprocess.run(["make", "-C", lock, f".venv/{target}"], stdout=log, stderr=log)
+            os.close(taken)
+            if done.returncode:
+                said = [line for line in read(lock / "log").splitlines() if not line.startswith("make")]
+                raise Refused(
+                    f"cannot install the packages: {(said or ['make failed'])[-1]}; see {os.getcwd()}/{lock}/log"
+                )
+    if not os.access(f"{venv}/bin/python", os.X_OK):
+        raise Refused(f"there is no {venv}/bin/python")
+    link(venv, code / ".venv")
+
+
+def facts(commit: str) -> dict:
+    """What must be the same on all hosts, and what a run needs: Python, jax, GiB of free disk, the clock."""
+    python, found = Path("commits", commit, ".venv/bin/python"), ["none", "none"]
+    if os.access(python, os.X_OK):
+        ask = ("import sys, importlib.metadata as m\nprint(sys.version.split()[0])\n"
+               "print(next((d.version for d in m.distributions(name='jax')), 'none'))")  # fmt: skip
+        found = subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.split() or found
+    free = shutil.disk_usage(".").free >> 30
+    return {"python": found[0], "jax": found[-1], "free_gib": free, "clock": time.time()}
+
+
+def check(commit: str, command: list[str], environment: dict) -> dict:
+    """Ask main.py whether it would run here; it does not start."""
+    done = subprocess.run([*command, "--run.check"], cwd=f"commits/{commit}", env=environment_of(commit, environment),
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    if done.returncode:
+        raise Refused(reason(done.stdout.decode(errors="replace")) or f"exit status {done.returncode}")
+    return {}
+
+
+def reason(text: str) -> str:
+    """Why a command refused, in one line: its line `error: ..`, what its box of text says, or its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if errors := [line for line in lines if line.startswith("error: ")]:
+        return errors[0]
+    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]  # as tyro and rich draw it
+    boxed = [line for line in boxed if line.strip("─") and not line.startswith("For full helptext")]
+    return f"error: {' '.join(boxed)[:500]}" if boxed else "".join(lines[-1:])
+
+
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
+def port(port: int) -> dict:
+    """Refuse if something listens on the port, on any address: it is in the way of JAX's coordinator."""
+    tables = (
+        "" if has_tpu() else read(Path("/proc/net/tcp")) + "\n" + read(Path("/proc/net/tcp6"))
+    )  # on a TPU JAX chooses
+    for fields in map(str.split, tables.splitlines()):
+        if len(fields) > 9 and fields[3] == "0A" and fields[1].endswith(f":{port:04X}"):
+            seen = holders(f"socket:[{fields[9]}]")
+            unseen = f"a process that cannot be seen from here, of user {user_of(int(fields[7]))}"
+            who = described(seen[0]) if seen else unseen
+            raise Refused(f"port {port} is held by {who}; end it, or set COORDINATOR_PORT to another")
+    return {}
+
+
+def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict:
+    """Make all ready, and begin when launcher.sh says `go`: by then it has heard that all hosts are ready.
+
+    It gives up, and nothing has run, if launcher.sh goes away, or says nothing for GO_S.
+    """
+    launch, folder = Launch(**launch, starter=os.getpid()), os.getcwd()
+    here = launch.here
+    taken = take("starting", 40)  # until the run holds `lock`: of two launches at once, one finds it taken
+    if taken is None:
+        raise Refused("somebody else has been starting a run here for 40 s")
+    if not nothing_runs():
+        raise Refused(f"a run is alive here: {about_latest()}")
+    if has_tpu():  # JAX asks the TPU, which knows the order of its hosts
+        settings = {"AXIS_PROCESSES": str(count)}
+    else:
+        settings = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
+        settings["JAX_PROCESS_ID"] = str(launch.process)
+    settings |= {"AXIS_HOST": launch.host, "AXIS_COMMIT": launch.commit}
+    settings |= {f"AXIS_{name.upper()}": f"{folder}/{here}/{name}" for name in ("progress", "alive")}
+    launch.environment = {**settings, **environment}
+    umask = os.umask(0o077)  # a key may be among the words
+    here.mkdir(parents=True)
+    for name in ("exit", "pid"):
+        (here / f"{name}.partial").write_text(" " * 99)  # so that a full disk has room for them
+    (here / BEGINNING).write_text(json.dumps(dataclasses.asdict(launch)))
+    (here / "agent.py").write_text(f"#!{sys.executable} -I\n{source}")
+    (here / "agent.py").chmod(0o700)
+    link(launch.name, LATEST)
+    os.umask(umask)
+    words = [f"{folder}/{here}/agent.py", folder, "supervise", launch.name]
+    tmux = ["tmux", "new-session", "-d", "-s", session(), "-c", f"{folder}/commits/{launch.commit}", *words]
+    made = subprocess.run(tmux, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if made.returncode:
+        raise Refused(f"tmux cannot start a session named {session()}: {made.stderr.strip()}")
+    if not wait_for(20, (here / "log").exists):
+        raise Refused(f"tmux did not start the command within 20 s; see {folder}/{here}")
+    os.close(taken)
+    emit("ready", True)
+    if not select.select([stdin], [], [], GO_S)[0] or stdin.readline() != b"go\n":
+        write(here / "stop", launch.by)
+        return {"called_off": True}
+    (here / "go").touch()
+    wait_for(20, lambda: any((here / name).exists() for name in ("pid", "restarts", "exit")))
+    wait_for(1, (here / "exit").exists)  # a command that cannot run exits at once
+    return status()
+
+
+def link(target: str, path: Path) -> None:
+    """Make a symbolic link, or replace it at once."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.symlink_to(target)
+    partial.replace(path)
+
+
+def session() -> str:
+    """Each folder has a session of its own; that of the usual folder is `axis`."""
+    name = os.path.basename(os.getcwd())
+    return "axis" if name == "axis-by-axis" else "axis-" + re.sub(r"[.:]", "_", name)
+
+
+def state() -> str:
+    """How the last launch is doing, in words: running, restarting, its exit status, .."""
+    if not os.path.lexists(LATEST):
+        return "not launched"
+    quiet, code = nothing_runs(), read(LATEST / "exit")  # in this order: it writes its exit status before it ends
+    if code:
+        if code != "not started":
+            code = f"exit {code}"
+            if (LATEST / "stop").exists():
+                code = f"stopped, {code}"
+            elif said_last(LATEST) == "preempted":
+                code = f"preempted, {code}"
+        return code if quiet or wait_for(1, nothing_runs) else f"{code}, processes left"
+    if quiet:
+        return "vanished"
+    if not (LATEST / "go").exists():
+        return "ready, waiting for the other hosts"
+    if not (restarts := read(LATEST / "restarts")):
+        return "running"
+    return f"{'running, restarted' if (LATEST / 'pid').exists() else 'restarting,'} {restarts}"
+
+
+def status() -> dict:
+    """How the last launch is doing; None is unknown, and numbers are as the command wrote them."""
+    launch, now = latest(), time.time()
+    fields = (read(LATEST / "progress").split("\t") + ["-"] * 5)[:5]
+    step, steps, loss, speed, at = (None if field in ("", "-") else field for field in fields)
+    found = {"state": state(), "launch": launch.name, "commit": launch.commit[:7], "step": step, "steps": steps}
+    found |= {"loss": loss, "tokens_per_s": speed, "step_s_ago": None, "log_s_ago": None}
+    if at and re.fullmatch(r"[1-9]\d*(\.\d*)?", at):
+        found["step_s_ago"] = max(0, int(now - float(at)))
+    if (LATEST / "log").exists():
+        found["log_s_ago"] = max(0, int(now - os.path.getmtime(LATEST / "log")))
+    return {**found, "last_line": last_line(LATEST / "log") or None, "by": launch.by, "command": launch.words()}
+
+
+def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
+    """SIGTERM, and SIGKILL so many seconds later; at once if they are 0. launch: only if that is the last one here.
+
+    Whoever comes second only waits: the run would take another SIGTERM for "at once".
+    """
+    begin, end, waits = time.monotonic(), "stopped", ""
+    if launch and latest().name != launch:
+        return {"text": "was not started"}
+    if nothing_runs():
+        return {"text": f"nothing runs: {state()}"}
+    if latest().by != by and not yes:
+        return {"owner": latest().by}
+    here = LATEST.resolve()
+    if create(here / "stop", by):  # from here on nothing is started again
+        wait_for(1, (here / "pid").exists)  # it may just be starting
+    else:
+        waits = f", as {read(here / 'stop') or 'somebody'} had asked before"
+    while not nothing_runs() and time.monotonic() - begin < grace_s:
+        if (pid := read(here / "pid")) and create(here / "told"):
+            kill(int(pid), signal.SIGTERM)
+        time.sleep(0.05)
+    if not nothing_runs():
+        wait_for(5, (here / "pid").exists)
+        if pid := read(here / "pid"):
+            kill(int(pid), signal.SIGKILL)
+        if not wait_for(10, nothing_runs):
+            left = " ".join(map(str, holders(f"{os.getcwd()}/lock")))
+            raise Refused(f"a process of the run is alive after SIGKILL: {left}")
+    if read(here / "exit") == "137":
+        end, waits = "killed", waits + ", SIGTERM did not end it" * (grace_s > 0)
+    result = f"{end} after {time.monotonic() - begin:.0f} s{waits}: {state().replace('stopped, ', '')}"
+    return {"text": f"{result}; its log ends: {last_line(here / 'log')}", "killed": end == "killed"}
+
+
+def create(path: Path, text: str = "") -> bool:
+    """Create a file; empty, where the disk is full. False if it is there."""
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError:  # there is no room for the text
+        pass
+    return True
+
+
+# A look at the host ---------------------------------------------------------------------------------------------------
+
+
+def logs(lines: int, follow: bool) -> dict:
+    """The last lines of the log; follow: and what is added to it, then the logs of later launches."""
+    if not (LATEST / "log").exists():
+        raise Refused("nothing was launched here")
+    while True:
+        here = LATEST.resolve()
+        with open(here / "log", errors="replace") as file:
+            for line in file.readlines()[-lines:] if lines else []:
+                emit("line", line.rstrip("\n"))
+            while follow and LATEST.resolve() == here:
+                if not show_more(file):
+                    return {}
+        if not follow:
+            return {}
+        wait_for(20, (LATEST / "log").exists)
+        emit("line", f"agent: launch {about_latest()}")
+        lines = 10**9
+
+
+def show_more(file) -> bool:
+    """Emit the whole lines that were added to a log, then wait a moment. False if the reader has left."""
+    if file.tell() > os.path.getsize(file.name):  # it has begun anew
+        file.seek(0)
+    while (at := file.tell()) is not None and (line := file.readline()).endswith("\n"):
+        emit("line", line[:-1])
+    file.seek(at)
+    if not mark:
+        time.sleep(0.2)
+    return not mark or not select.select([stdin], [], [], 0.2)[0] or bool(stdin.read1(1))
+
+
+def run_beside(command: list[str]) -> dict:
+    """Run a command beside the run, in its commit."""
+    if not (launch := latest()).command:
+        raise Refused("nothing was launched here")
+    where = {"cwd": f"commits/{launch.commit}", "env": environment_of(launch.commit, {}), "stdin": subprocess.DEVNULL}
+    try:
+        child = subprocess.Popen(command, **where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        raise Refused(f"{command[0]}: {error.strerror}") from None
+    for line in child.stdout:
+        emit("line", line.decode(errors="replace").rstrip("\n"))
+    if child.wait():
+        raise Refused(f"exit status {child.returncode}")
+    return {}
+
+
+def pack(run: str) -> dict:
+    """A tar.gz of what a run holds, as lines of base64. A file may grow meanwhile."""
+    names = sorted(os.listdir("runs")) if os.path.isdir("runs") else []
+    if run not in names:
+        raise Refused(f"has no runs/{run}; there is: {', '.join(names)[:200] or 'none'}")
+    command = ["tar", "--warning=no-file-changed", "-czf", "-", "-C", f"runs/{run}", "."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        while part := child.stdout.read(1 << 16):
+            emit("part", base64.b64encode(part).decode())
+    if child.returncode > 1:
+        raise Refused(f"tar ended with status {child.returncode}")
+    return {}
+
+
+def clean(keep: int, commit: str) -> dict:
+    """Remove launches but the last `keep`, commits that neither they nor `commit` need, and packages that no commit
+    which stays needs."""
+    last, before, removed = LATEST.resolve().name, disk_kib(), []
+
+    def remove(paths, needed) -> None:
+        for path in paths:
+            if path.name not in needed:
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(str(path)[:26])
+
+    launches = sorted(Path("launches").glob("2*"))  # in the order of their times
+    remove(launches[: max(0, len(launches) - keep)], {last})
+    stay = [json.loads(read(path) or "{}").get("commit") for path in Path("launches").glob(f"2*/{BEGINNING}")]
+    remove(Path("commits").glob("[0-9a-f]*"), {commit, *stay})
+    remove(Path("packages").glob("*"), {os.path.basename(os.path.dirname(os.readlink(link)))
+                                        for link in glob.glob("commits/*/.venv")})  # fmt: skip
+    return {"text": f"{(before - disk_kib()) // 1024} MiB freed: {', '.join(removed) or 'nothing to remove'}"}
+
+
+def disk_kib() -> int:
+    return int(subprocess.run(["du", "-sk", "."], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.split()[0])
+
+
+def tpu() -> str:
+    """Who has the TPU. libtpu locks this file; one that another user left behind keeps everyone else out."""
+    file = os.environ.get("LIBTPU_LOCKFILE", "/tmp/libtpu_lockfile")
+    if not os.path.exists(file):
+        return "free" if has_tpu() else "none"
+    at = os.stat(file)
+    for fields in map(str.split, read(Path("/proc/locks")).splitlines()):
+        if len(fields) > 5 and fields[5].endswith(f":{at.st_ino}"):
+            return f"in use by {described(int(fields[4]))}"
+    return "free" if at.st_uid == os.geteuid() else f"locked, left by {user_of(at.st_uid)}: sudo rm {file}"
+
+
+def doctor(commit: str) -> dict:
+    shipped = "absent"
+    if os.path.isdir(f"commits/{commit}"):
+        shipped = f"changed: {files}" if (files := changed(commit)) else "shipped"
+    lacks = [tool for tool in ("tmux", "make", "tar") if not shutil.which(tool)]
+    return {"commit": shipped, **facts(commit), "tpu": tpu(), "lacks": " ".join(lacks) or "nothing", "run": state()}
+
+
+def usage() -> dict:
+    """Load of the cores, memory, disk, and each TPU chip's memory and use where `tpu-info` is installed."""
+    sizes = dict(line.split(":") for line in read(Path("/proc/meminfo")).splitlines())
+    total, free = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    disk, chips = shutil.disk_usage("."), ""
+    ours = f"commits/{latest().commit}/.venv/bin/tpu-info"
+    if tool := ours if os.path.exists(ours) else shutil.which("tpu-info"):
+        lines = subprocess.run([tool], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.splitlines()
+        chips = ";".join(" ".join(re.findall(r"[\w./%]+", line)) for line in lines if "GiB" in line)
+    return {"load": f"{read(Path('/proc/loadavg')).split()[0]} of {os.cpu_count()}",
+            "memory": f"{total - free:.1f} of {total:.1f} GiB", "disk": f"{100 * disk.used / disk.total:.0f}%",
+            "tpu-info": chips or None}  # fmt: skip
+
+
+VERBS = {
+    verb.__name__: verb
+    for verb in (prepare, receive, check, port, start, status, stop, logs, pack, clean, doctor, usage)
+}
+VERBS["exec"] = run_beside
+
+
+def enter(folder: str) -> None:
+    """Work in the folder that is ours."""
+    try:
+        os.chdir(os.path.expanduser("~"))
+        os.makedirs(folder, exist_ok=True)
+        os.chdir(folder)
+        if not os.access(".", os.W_OK):
+            raise PermissionError
+    except OSError:
+        raise Refused(f"cannot write to {os.path.join(os.path.expanduser('~'), folder)}") from None
+
+
+def answer() -> None:
+    """Do what the request on standard input asks for."""
+    global mark
+    request = json.loads(stdin.readline())
+    mark = request.pop("mark")
+    try:
+        enter(request.pop("folder"))
+        if request.pop("keys"):
+            request["environment"] = {**request["environment"], **json.loads(stdin.readline())}
+        emit("answer", VERBS[request.pop("do")](**request))
+    except (Refused, OSError) as error:
+        emit("error", str(error))
+
+
+def main() -> None:
+    """Answer a request; or, as a file of a launch, agent.py FOLDER supervise LAUNCH, or agent.py FOLDER logs LINES."""
+    if sys.argv[0] == "-c":
+        return answer()
+    os.chdir(sys.argv[1])
+    if sys.argv[2] == "supervise":
+        Supervisor(sys.argv[3]).run()
+    else:
+        with contextlib.suppress(KeyboardInterrupt, Refused):
+            logs(int(sys.argv[3]), follow=True)
+
+
+if __name__ == "__main__":
+    main()
