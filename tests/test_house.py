@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "reading": "utils",
     "config": "utils fields reading",
     "flags": "utils config",
+    "launch": "",
     "xla": "utils",
     "sharding": "utils config xla",
     "sockets": "utils config xla sharding",
@@ -45,6 +46,7 @@ MAY_IMPORT = {
 # The files of a room: each may import those before it.
 ROOMS = {
     "reading": "order packing bucket",
+    "launch": "supervisor agent hosts launcher panes __main__",
     "xla": "hlo ledger options ordered links moved replay",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "overlap": "positions context weights remat",

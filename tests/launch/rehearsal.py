@@ -7,6 +7,7 @@ folder/  key key.pub  host_key    throwaway keys; sshd knows no other
 """
 
 import getpass
+import json
 import os
 import re
 import shutil
@@ -60,7 +61,7 @@ class Host:
 
     @property
     def axis(self) -> Path:
-        """Where run.sh keeps commits, packages and launches."""
+        """Where the agent keeps commits, packages and launches."""
         return self.home / "axis-by-axis"
 
 
@@ -155,6 +156,11 @@ def log(host: Host) -> str:
     return (host.axis / "launches/latest/log").read_text()
 
 
+def launched(host: Host) -> dict:
+    """What the last launch on a host was told."""
+    return json.loads((host.axis / "launches/latest/launch.json").read_text())
+
+
 def launches(fleet: Fleet) -> list[str]:
     """Every launch there is on any host."""
     paths = fleet.folder.glob("host*/home/axis-by-axis/launches/2*")
@@ -167,7 +173,7 @@ def make_checkout(folder: Path, whole: bool) -> Path:
     if whole:
         names = git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     else:
-        names = [path.name for path in ROOT.glob("*.sh")]
+        names = [str(path.relative_to(ROOT)) for pattern in ("*.sh", "launch/*.py") for path in ROOT.glob(pattern)]
         names += ["Makefile", "requirements.txt", "requirements/tpu.txt", ".gitignore"]
     for name in names:
         if (ROOT / name).is_file():  # not one that is deleted but not committed so, nor a link to a .venv

@@ -50,8 +50,8 @@ def test_every_command_for_hosts_does_what_is_shown(fleet):
             wait_until(lambda: "step    10/" in log(fleet.hosts[0]) or ended(fleet.hosts[0]), 300)
         elif " -- " in one.text and " exec " not in one.text:
             wait_until(lambda: all(ended(host) for host in fleet.hosts), 120)
-            exits = [(host.axis / "launches/latest/exit").read_text() for host in fleet.hosts]
-            assert exits == ["0\n"] * 4, f"{one}\n{log(fleet.hosts[0])}"
+            exits = [(host.axis / "launches/latest/exit").read_text().strip() for host in fleet.hosts]
+            assert exits == ["0"] * 4, f"{one}\n{log(fleet.hosts[0])}"
         if "selfcheck" in one.text:
             assert "all is well on 4 hosts; a sum over 8 devices took" in log(fleet.hosts[0])
             assert "host03 " in log(fleet.hosts[0])

@@ -1,10 +1,12 @@
 """Claims about setup_tpu.sh: a folder for each commit, packages once for each lock, over real ssh, make and pip."""
 
+import json
 import re
 import subprocess
 
 import pytest
 
+from launch import hosts
 from tests.launch import rehearsal
 from tests.launch.rehearsal import wait_until
 
@@ -34,7 +36,7 @@ def test_a_host_is_put_in_order_once(fleet):
         assert f"{host.name}  ready\n" in first.stdout
         assert re.search(rf"{host.name}  3\.\d+\.\d+ +none +\d+ +0 +{host.address}\n", first.stdout)
         code = host.axis / "commits" / commit
-        assert (code / "run.sh").read_bytes() == (fleet.checkout / "run.sh").read_bytes()
+        assert (code / "launcher.sh").read_bytes() == (fleet.checkout / "launcher.sh").read_bytes()
         assert (code / ".venv").resolve().parent.parent == host.axis / "packages"
         (code / "runs").resolve().joinpath("kept").touch()
     commits, packages = made(fleet)
@@ -65,20 +67,23 @@ def test_a_host_is_put_in_order_once(fleet):
 def test_half_a_commit_is_never_there(fleet):
     """Catches a commit of which a part arrived, which the next launch would run, and parts that stay for ever."""
     commit = rehearsal.git(fleet.checkout, "rev-parse", "HEAD")
-    script = (fleet.checkout / "run.sh").read_bytes()
-    files = rehearsal.git(fleet.checkout, "archive", "--format=tar.gz", commit, text=False)
-    words = f"bash -s -- axis-by-axis receive {commit} {rehearsal.ROOT}/.venv free"
+    archive = rehearsal.git(fleet.checkout, "archive", "--format=tar.gz", commit, text=False)
+    request = {"mark": "MARK", "folder": "axis-by-axis", "keys": False, "do": "receive", "commit": commit}
+    request |= {"venv": f"{rehearsal.ROOT}/.venv", "free": True}
+    source = hosts.agent_source().encode()
+    sent = b"%d\n%s%s\n" % (len(source), source, json.dumps(request).encode())
+    words = f"sh -c '{hosts.BOOT}' axis-by-axis receive"
     host = fleet.hosts[0]
-    with pytest.raises(rehearsal.Refused, match=f"the files of commit {commit} did not arrive whole"):
-        fleet.ssh(host, words, input=script + files[: len(files) // 2])
+    said = fleet.ssh(host, words, input=sent + archive[: len(archive) // 2])
+    assert said.startswith(f'MARK {{"error": "the files of commit {commit} did not arrive whole')
     assert list((host.axis / "commits").iterdir()) == []
 
     ssh = ["ssh", "-F", f"{fleet.folder}/ssh_config", host.name, words]
     with subprocess.Popen(ssh, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as sending:
-        sending.stdin.write(script + files[: len(files) // 2])
+        sending.stdin.write(sent + archive[: len(archive) // 2])
         sending.stdin.flush()
         wait_until(lambda: list((host.axis / "commits").iterdir()))
         fleet.end_processes()  # the host restarts: nothing can clean up
     assert len(list((host.axis / "commits").iterdir())) == 1
-    fleet.ssh(host, words, input=script + files)
+    assert '"answer"' in fleet.ssh(host, words, input=sent + archive)
     assert [path.name for path in (host.axis / "commits").iterdir()] == [commit]

@@ -26,10 +26,8 @@ def test_thirty_two_hosts(capsys):
         out = timed("launch, the commit shipped", "--", *COMMAND)
         for host in fleet.hosts:
             assert out.count(f"{host.name}  ready\n") == out.count(f"{host.name}  started\n") == 1
-        ids = [
-            (host.axis / "launches/latest/environment").read_text().split("JAX_PROCESS_ID=")[1] for host in fleet.hosts
-        ]
-        assert ids == [f"{i}\0" for i in range(32)]
+        ids = [rehearsal.launched(host)["environment"]["JAX_PROCESS_ID"] for host in fleet.hosts]
+        assert ids == [str(i) for i in range(32)]
         memory = fleet.memory_bytes()
         table = timed("status", "status")
         assert [line.split()[:2] for line in table.splitlines()[1:33]] == [

@@ -1,0 +1,409 @@
+"""Which hosts there are, and how they are asked: each over an ssh of its own, many at a time.
+
+`python launch/hosts.py` prints the text that is sent first, with its length: a dry run names that command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What the login shell of a host runs, whichever that is: a Python that reads what follows on standard input.
+BOOT = """\
+for p in python3.11 python3.12 python3; do
+if "$p" -I -c "import sys; sys.exit(sys.version_info < (3, 9))" < /dev/null 2> /dev/null; then
+exec "$p" -I -c "import sys; b = sys.stdin.buffer; source = b.read(int(b.readline())).decode(); exec(source)" "$@"; fi
+done; echo "Python 3.9 or later is missing: sudo apt-get install python3" >&2; exit 69""".replace("\n", " ")
+KEYS = "import json, os, sys; print(json.dumps({name: os.environ[name] for name in sys.argv[1:]}))"
+
+
+class UserError(Exception):
+    """What was asked for cannot be done; nothing is changed, and the exit status is 2."""
+
+
+class Interrupted(Exception):
+    """A signal asked this process to end."""
+
+
+def whole_number(name: str, text: str) -> int:
+    if not text.isdecimal() or (len(text) > 1 and text[0] == "0"):
+        raise UserError(f"{name} must be a whole number, not '{text}'")
+    return int(text)
+
+
+def agent_source() -> str:
+    """supervisor.py and agent.py as one text."""
+    supervisor, agent = (ROOT.joinpath("launch", name).read_text() for name in ("supervisor.py", "agent.py"))
+    ours = [line for line in agent.splitlines(True) if not line.startswith(("from __future__", "from launch."))]
+    return supervisor + "".join(ours)
+
+
+# Which hosts ----------------------------------------------------------------------------------------------------------
+
+
+def read_hosts(lines) -> list[str]:
+    """A host a line, as ssh knows it; what follows # is a comment. Windows may have written the lines."""
+    hosts = []
+    for line in lines:
+        words = line.lstrip("\ufeff").partition("#")[0].split()
+        if not words:
+            continue
+        host = words[0]
+        if len(words) > 1:
+            raise UserError(f"'{line.strip()}' is more than a host; one a line, options belong in ~/.ssh/config")
+        if host.startswith("-"):
+            raise UserError(f"'{host}' is no host; one a line")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]  # an IPv6 address, which ssh takes without brackets
+        if host.count(":") == 1 and "://" not in host:
+            raise UserError(f"'{host}': ssh takes a port as ssh://{host}, or from ~/.ssh/config")
+        if host in hosts:
+            raise UserError(f"{host} is named twice")
+        hosts.append(host)
+    return hosts
+
+
+def hosts_of_tpu(name: str, zone: str) -> list[str]:
+    """The addresses of a slice's hosts, in the order of its workers: the external ones where there are any."""
+    endpoint = "networkEndpoints.accessConfig.externalIp,networkEndpoints.ipAddress"
+    command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--zone", zone]
+    command += ["--flatten=networkEndpoints[]", f"--format=csv[no-heading]({endpoint})"]
+    try:
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+    except OSError as error:
+        raise UserError(f"--tpu needs gcloud: {error.strerror}") from None
+    return read_hosts(next(filter(None, line.split(",")), "") for line in said.splitlines())
+
+
+def keep_only(hosts: list[str], names: str) -> list[str]:
+    """Of the hosts these, in the order of the file."""
+    wanted = [name for name in names.split(",") if name]
+    for name in wanted:
+        if name not in hosts:
+            raise UserError(f"--only {names}: {name} is none of the hosts: {' '.join(hosts)}")
+    if not wanted:
+        raise UserError(f"--only '{names}' names no host")
+    return [host for host in hosts if host in wanted]
+
+
+# What is asked --------------------------------------------------------------------------------------------------------
+
+VALUES = "--hosts --tpu --zone --only --restarts --on-end --env -n".split()  # flags with a value
+WHICH = {"--hosts", "--tpu", "--zone", "--only", "-"}  # flags that every command takes
+
+
+def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dict, list[str], list[str]]:
+    """Split a command line into the verb, its words, its flags, what follows --, and the hosts.
+
+    takes  verb -> its own flags, and how many more words it takes, -1: what follows --; "" is no verb
+    """
+    argv, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    words, flags, rest = [], {}, iter(argv)
+    for word in rest:
+        if word in VALUES:
+            if (value := next(rest, None)) is None:
+                raise UserError(f"{word} needs a value; see {usage} --help")
+            flags[word] = [*flags.get(word, []), value] if word == "--env" else value
+        elif word.startswith("-"):
+            flags[word] = True
+        else:
+            words.append(word)
+    verb, *words = words or [""]
+    own, most = takes.get(verb, ("", None))
+    if verb and command and most != -1:
+        raise UserError(f"'{verb}' before -- is none of its options; see {usage} --help")
+    if not verb and not command and most is not None:
+        raise UserError(f"say what to do: -- COMMAND..{', '.join(takes)}; see {usage} --help")
+    if most is None:
+        raise UserError(f"'{verb}' is none of its commands; see {usage} --help")
+    if extra := [*(flag for flag in flags if flag not in {*own.split()} | WHICH), *words[max(most, 0) :]]:
+        raise UserError(f"{verb or 'a launch'} takes no '{extra[0]}'; see {usage} --help")
+    return verb, words, flags, command, chosen_hosts(flags)
+
+
+def chosen_hosts(flags: dict) -> list[str]:
+    name, zone, file = flags.get("--tpu"), flags.get("--zone"), flags.get("--hosts")
+    if name:
+        if not zone:
+            raise UserError(f"--tpu {name} needs --zone, e.g. --zone us-central2-b")
+        hosts, where = hosts_of_tpu(name, zone), f"gcloud: {name} in {zone}"
+    elif "-" in flags:
+        hosts, where = read_hosts(sys.stdin), "standard input"
+    elif file:
+        if os.path.isdir(file):
+            raise UserError(f"{file} is a directory; name a file of hosts, one a line")
+        try:
+            hosts, where = read_hosts(Path(file).read_text(encoding="utf-8").splitlines()), file
+        except OSError:
+            raise UserError(f"{file}: there is no such file of hosts, which names one a line") from None
+    else:
+        raise UserError("say which hosts: --hosts FILE (one a line), --tpu NAME --zone ZONE, or - (standard input)")
+    if not hosts:
+        raise UserError(f"{where} names no host")
+    return keep_only(hosts, flags["--only"]) if "--only" in flags else hosts
+
+
+# Asking them ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a host answered; `values` is None where it did not do what it was asked, and `error` says why."""
+
+    host: str
+    values: dict | None = None
+    error: str = ""
+    asked: float = 0.0  # when, and when it had answered, by our clock
+    answered: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.values is None
+
+    def get(self, name: str):
+        return None if self.failed else self.values.get(name)
+
+    def clock_s(self) -> int:
+        """How far its clock is ahead of ours, as far as the time that asking took can tell."""
+        clock = self.get("clock") or self.asked
+        return round(clock - min(max(clock, self.asked), self.answered))
+
+
+class Fleet:
+    """The hosts, and the settings of the environment."""
+
+    def __init__(self, hosts: list[str]):
+        self.hosts, env = hosts, os.environ.get
+        number = lambda name, default: whole_number(name, env(name) or str(default))
+        self.limit_s, self.setup_s, self.grace_s = (
+            number("TIMEOUT", 60),
+            number("SETUP_TIMEOUT", 900),
+            number("GRACE", 120),
+        )
+        self.port, self.wait_s = number("COORDINATOR_PORT", 8476), number("RESTART_WAIT", 90)
+        self.log_mib, self.keep = number("LOG_MIB", 256), number("KEEP", 5)
+        self.folder, self.venv = env("HOST_FOLDER") or "axis-by-axis", env("VENV", "")
+        self.by = f"{env('USER') or getpass.getuser()}@{os.uname().nodename.split('.')[0]}"
+        self.dry = bool(env("DRY_RUN"))
+        self.places = threading.Semaphore(1 if self.dry else max(1, number("PARALLEL", 16)))
+        self.ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={number('CONNECT_TIMEOUT', 10)}"]
+        self.ssh += ["-o", "StrictHostKeyChecking=accept-new", "-o", "ServerAliveInterval=15"]  # 45 s: a cut connection
+        self.ssh += ["-F", env("SSH_CONFIG")] if env("SSH_CONFIG") else []
+        self.children, self.ended, self.printing = set(), False, threading.Lock()
+
+    def say(self, text: str, file=None) -> None:
+        with self.printing:
+            print(text, file=file or sys.stdout, flush=True)
+
+    def ask_all(self, what, label: str | None = "", hosts=None, quiet=False, **how) -> list[Answer]:
+        """Ask every host, many at a time; prints a line for each as it is done.
+
+        what   a request, or a function of the host's number that asks it
+        label  what the line says; "": the answer's text; None: there is none. A failure is printed, unless `quiet`
+        """
+        answers: dict[int, Answer] = {}
+
+        def one(number: int) -> None:
+            answer = answers[number] = what(number) if callable(what) else self.ask(number, what, **how)
+            if answer.failed and not quiet and not self.ended:
+                self.say(f"{answer.host}  FAILED: {answer.error}", sys.stderr)
+            elif not answer.failed and label is not None and not self.dry and (text := label or answer.get("text")):
+                self.say(f"{answer.host}  {text}")
+
+        numbers = range(len(self.hosts)) if hosts is None else hosts
+        threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in numbers]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
+        except Interrupted:
+            self.ended = True
+            for child in [*self.children]:
+                child.terminate()
+            raise
+        return [answers[number] for number in numbers]
+
+    def ask(
+        self, number: int, request: dict, limit_s=None, payload=None, keys=(), on_line=None, on_ready=None
+    ) -> Answer:
+        """Ask one host.
+
+        limit_s   seconds it has; None: TIMEOUT, 0: for ever
+        payload   a command whose output is sent after the request
+        keys      names of our variables that go into the request's environment
+        on_line   called with each line, or part, of what it shows
+        on_ready  called when it is ready to begin; returns whether it may. Meanwhile it takes no place of PARALLEL
+        """
+        host, mark = self.hosts[number], "dry-run" if self.dry else secrets.token_hex(8)
+        command = [*self.ssh, "--", host, f"sh -c '{BOOT}' axis-by-axis {request['do']}"]
+        text = json.dumps({"mark": mark, "folder": self.folder, "keys": bool(keys), **request})
+        if self.dry:
+            sent = [f"python3 {shlex.quote(str(ROOT / 'launch/hosts.py'))}", f"printf '%s\\n' {shlex.quote(text)}"]
+            sent += [f"python3 -c {shlex.quote(KEYS)} {shlex.join(keys)}"] if keys else []
+            sent += [shlex.join(payload)] if payload else []
+            sent += ["echo go"] if on_ready else []
+            self.say(f"{{ {' && '.join(sent)}; }} | {shlex.join(command)}")
+            return Answer(host, {})
+        text += "\n" + (json.dumps({name: os.environ[name] for name in keys}) + "\n") * bool(keys)
+        with self.places:
+            return Question(self, host, command, mark, limit_s).answer(text.encode(), payload, on_line, on_ready)
+
+
+class Question:
+    """One request, while it is asked."""
+
+    def __init__(self, fleet: Fleet, host: str, command: list[str], mark: str, limit_s: int | None):
+        self.fleet, self.host, self.mark, self.late, self.instead = fleet, host, mark, False, ""
+        self.limit_s = fleet.limit_s if limit_s is None else limit_s
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        fleet.children.add(self.child)
+
+    def answer(self, text: bytes, payload, on_line, on_ready) -> Answer:
+        """Send the request, and read the answer to its end."""
+        answer = Answer(self.host, asked=time.time())
+        timer = threading.Timer(self.limit_s or 10**8, self.give_up)
+        timer.daemon = True
+        timer.start()
+        with contextlib.suppress(OSError):  # it has left; what it answered says why
+            self.send(text, payload, stays_open=on_line or on_ready)
+        for line in self.child.stdout:
+            kind, value = self.parse(line)
+            if kind == "ready":
+                timer.cancel()
+                self.fleet.places.release()
+                with contextlib.suppress(OSError), self.child.stdin as stdin:
+                    stdin.write(b"go\n" if on_ready() else b"")
+                self.fleet.places.acquire()
+            elif kind == "answer":
+                answer.values, answer.answered = value, time.time()
+            elif kind == "error":
+                answer.error = value
+            elif kind:
+                on_line(value)
+        with contextlib.suppress(OSError):
+            self.child.stdin.close()
+        self.child.stdout.close()
+        status = self.child.wait()
+        timer.cancel()
+        self.fleet.children.discard(self.child)
+        with self.errors:
+            answer.error = answer.error or (self.cause(status) if answer.failed else "")
+        return answer
+
+    def send(self, text: bytes, payload, stays_open: bool) -> None:
+        source = agent_source().encode()
+        self.child.stdin.write(b"%d\n%s%s" % (len(source), source, text))
+        self.child.stdin.flush()
+        if payload:
+            with subprocess.Popen(payload, stdout=subprocess.PIPE) as child:
+                shutil.copyfileobj(child.stdout, self.child.stdin)
+        if not stays_open:
+            self.child.stdin.close()
+
+    def parse(self, line: bytes):
+        """(kind, value) of a line of the answer; (None, None) of anything else, as a login prints it."""
+        text = line.decode(errors="replace")
+        if self.mark not in text:  # it may follow something that ends without a line's end
+            self.instead = text.strip()[:500] or self.instead
+            return None, None
+        return next(iter(json.loads(text.partition(self.mark)[2]).items()))
+
+    def give_up(self) -> None:
+        self.late = True
+        self.child.kill()
+
+    def cause(self, status: int) -> str:
+        """Why there is no answer, and what to do."""
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        last, host = (lines or [""])[-1][:500], self.host
+        if self.late:
+            return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or, if it shares a connection that "
+                    f"hangs: ssh -O exit {host}")  # fmt: skip
+        if status == 255 and "verification failed" in last:
+            advice = [lines[n + 1] for n, line in enumerate(lines[:-1]) if line.endswith("remove with:")]
+            return f"has another host key than it had; if that is right: {(advice or [f'ssh-keygen -R {host}'])[0]}"
+        if status == 255 and "Permission denied" in last:
+            return f"refuses the key ({last}); put yours there, or name it in ~/.ssh/config"
+        if status == 255:
+            return f"unreachable: {last}" if "timed out" in last else f"cannot be reached: {last}; try ssh {host}"
+        if status != 69 and (status in (0, 127) or self.instead or not last):
+            prints = f"prints: {self.instead}" if self.instead else f"ends{f' ({last})' if last else ''}"
+            return f"gives no answer, but {prints}; see what ssh {host} does before it runs a command"
+        return last
+
+
+# Showing it -----------------------------------------------------------------------------------------------------------
+
+
+def table(headings: list[str], rows: list[list]) -> None:
+    """Print columns: a host a line; None is shown as -."""
+    cells = [["host", *headings]] + [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[n]) for row in cells if len(row) > n) for n in range(len(headings) + 1)]
+    for row in cells:
+        print("  ".join(cell.ljust(widths[n]) for n, cell in enumerate(row)).rstrip())
+
+
+def differing(answers: list[Answer], **names: str) -> list[str]:
+    """For each key, by its name: a line for each host that answered something else than most did."""
+    lines = []
+    for key, name in names.items():
+        values = {answer.host: answer.get(key) for answer in answers if answer.get(key) not in (None, "-", "none")}
+        most = max(values.values(), key=[*values.values()].count, default=None)
+        odd = {host: value for host, value in values.items() if value != most}
+        lines += [f"{host}  PROBLEM: has another {name}, {value}; most have {most}" for host, value in odd.items()]
+    return lines
+
+
+def handle_signals() -> None:
+    """From now on a signal raises Interrupted, once: what is done then is not interrupted."""
+
+    def interrupt(number, _):
+        for other in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_IGN)
+        raise Interrupted(128 + number)
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            signal.signal(number, interrupt)
+
+
+def run_script(work, argv: list[str], description: str) -> int:
+    """Print the help of a script, or do what it does; returns its exit status."""
+    handle_signals()
+    try:
+        if {"-h", "--help"} & {*argv[: argv.index("--") if "--" in argv else None]}:
+            print(description.strip(), flush=True)
+            return 0
+        status = work(argv)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as signal:
+        return signal.args[0]
+    except BrokenPipeError:  # its reader has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{len(agent_source().encode())}\n{agent_source()}")

@@ -1,0 +1,500 @@
+"""Start a command on every host of a TPU slice, over ssh, in tmux sessions that outlive ssh and this terminal.
+
+  ./launcher.sh --hosts hosts.txt -- python main.py moe1b --mesh fsdp=8,stage=2,tensor=2
+  ./launcher.sh --tpu my-slice --zone us-central2-b --restarts 3 -- python main.py moe1b
+  ./launcher.sh status --hosts hosts.txt
+
+Hosts: --hosts FILE, --tpu NAME --zone ZONE (their addresses, from gcloud), or - (standard input); --only HOST,HOST
+picks some of them, spelled as there. A line names one host as ssh knows it: a name or an address, IPv6 too,
+user@HOST, or with a port ssh://[user@]HOST:PORT; # begins a comment. `ssh HOST true` must work without a question.
+For the hosts of --tpu, name the user and gcloud's key, ~/.ssh/google_compute_engine, in ~/.ssh/config.
+
+  -- COMMAND..              ship the commit that is checked out here (uncommitted edits are refused) and start COMMAND
+                            in it on all hosts, or on none. The first host runs process 0. main.py's settings, tokens
+                            and mesh are checked first. Every host gets ready, then all are told to begin; if you
+                            press Ctrl-C, or this terminal or machine goes away before that, nothing runs anywhere
+     --replace              once all hosts are ready, stop the run that is alive there, then start; without it a live
+                            run is an error. It asks first if somebody else started that run; --yes answers, and is
+                            required without a terminal. It starts even if that run had to be killed
+     --restarts N           if the command fails or is preempted, start it again on all hosts, at most N times (3 for
+                            main.py on several hosts, otherwise 0), $RESTART_WAIT seconds later; main.py resumes from
+                            its newest checkpoint. Not after exit status 2, 126, 127, 130 or 143, nor after `stop`.
+                            Not counted: preemptions, and attempts that some host did not join (main.py waits 300 s
+                            for all). After 12 of those in a row (80 minutes) it gives up. A host that was switched
+                            off does not join by itself: launch again, with --replace
+     --env NAME             give COMMAND, and what --on-end runs, your exported variable NAME, such as a key; repeat
+                            it for more. It travels over ssh's standard input into a file that only you can read,
+                            until `clean`
+     --on-end 'WORDS'       after the last attempt, or a stop, run WORDS in a shell of the first host, in the commit's
+                            folder, with AXIS_EXIT, the exit status. If that host is lost, nobody runs it
+  status [--short | --json] each host's state, step, loss and tokens/s, seconds since that step and since the log
+                            grew, and the log's last line; then what runs and who started it. --short: hosts in
+                            trouble, and one line for all others. --json: one array with an object per host, and
+                            nothing else
+  logs [HOST] [-f]          the last lines of the log of all hosts, or one; -f follows it and the runs after it; -n
+                            LINES
+  stop [--now]              send SIGTERM, so that the run saves, and SIGKILL to what is alive $GRACE seconds later,
+                            even if you press Ctrl-C here. A second `stop` only waits for the first. --now: SIGKILL at
+                            once. It asks first if somebody else started the run; --yes answers
+  exec -- COMMAND..         run COMMAND next to the run, in its commit, for at most $TIMEOUT seconds, and show its
+                            output
+  fetch NAME [FOLDER]       copy runs/NAME of the first host into FOLDER here (runs/NAME), which must not exist yet.
+                            The first host has whole checkpoints, unless --run.dir is a disk that all share
+  usage                     each host's cores, memory, disk, and TPU chips where tpu-info is installed
+  doctor                    what is wrong on a host: ssh, tools, commit, Python, jax, disk, clock, TPU
+  clean                     remove all launches and logs except the last $KEEP and a live one, and the commits and
+                            packages that no remaining launch needs. Runs and tokens stay: ./launcher.sh exec .. -- rm
+                            -r runs/NAME
+
+COMMAND's words arrive as typed; for a shell on the hosts, use bash -c '..'. It runs with the commit's packages first
+in PATH, AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (launch/agent.py explains them), and JAX_COORDINATOR_ADDRESS,
+JAX_NUM_PROCESSES and JAX_PROCESS_ID. A TPU tells JAX these three itself; there AXIS_PROCESSES is the number of
+processes. To have several runs on the same hosts, give each its own HOST_FOLDER and COORDINATOR_PORT, in every
+command about it. Exit status: 0: every host runs, or ended well; 1: not so, or a host was not reached; 2: wrong
+request, nothing was done; 3: a stop had to kill, so steps since the last checkpoint are lost.
+
+Settings, from the environment:
+  DRY_RUN=1                 print the commands, run none
+  PARALLEL=16               hosts asked at a time
+  TIMEOUT=60                seconds a host has to do what it is asked; CONNECT_TIMEOUT=10, to be reached
+  SETUP_TIMEOUT=900         seconds for shipping and installing
+  GRACE=120                 seconds between SIGTERM and SIGKILL
+  RESTART_WAIT=90           seconds in which the other hosts' processes notice that one is gone and exit too, so that
+                            all start again together
+  COORDINATOR_PORT=8476     where process 0 listens for the others; not on a TPU, where JAX chooses
+  HOST_FOLDER=axis-by-axis  where everything on a host is written: within its home, or an absolute path
+  VENV=                     a virtual environment that all hosts have at this path, instead of installing one
+  LOG_MIB=256               a log that has grown to this is moved to log.old, and starts over
+  KEEP=5                    launches that `clean` keeps
+  SSH_CONFIG=               a file for ssh -F instead of ~/.ssh/config
+
+Needs: here ssh, git and Python 3.9; there Linux, tmux, tar, make and Python 3.11. Changes: on a host, $HOST_FOLDER
+alone; here ssh's known_hosts, to which new hosts are added.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from launch import hosts
+from launch.hosts import ROOT, Answer, Fleet, Interrupted, UserError, table, whole_number
+
+COLUMNS = {"state": "state", "launch": "launch", "commit": "commit", "step": "step", "loss": "loss",
+           "tokens_per_s": "tokens/s", "step_s_ago": "step s ago", "log_s_ago": "log s ago",
+           "last_line": "last line"}  # fmt: skip
+TAKES = {  # its own flags, and how many more words it takes, -1: what follows --; "": a launch
+    "": ("--replace --yes --restarts --on-end --env", 0),
+    "status": ("--short --json", 0),
+    "logs": ("-f -n", 1),
+    "stop": ("--now --yes", 0),
+    "exec": ("", -1),
+    "fetch": ("", 2),
+    "usage": ("", 0),
+    "doctor": ("", 0),
+    "clean": ("", 0),
+}
+CLOCK_S, FREE_GIB = 2, 10  # more apart, less free: worth a word
+
+
+# Setting up -----------------------------------------------------------------------------------------------------------
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{ROOT} is no git checkout; hosts are given a commit")
+    return done.stdout
+
+
+def find_commit() -> str:
+    """The commit to ship. What is not committed would not be shipped, so it is refused."""
+    commit, edits = git("rev-parse", "HEAD").strip(), git("status", "--porcelain", "--untracked-files=no")
+    if edits:
+        names = " ".join(line[3:] for line in edits.splitlines())
+        raise UserError(f"not committed: {names}; hosts are given a commit, so commit first")
+    return commit
+
+
+def set_up(fleet: Fleet, commit: str, free: bool) -> list[Answer]:
+    """Have the commit and its packages on every host. free: that fails where a run is alive."""
+    print(f"commit {commit[:7]} on {len(fleet.hosts)} hosts", flush=True)
+    about = {"commit": commit, "venv": fleet.venv, "free": free}
+    archive = ["git", "-C", str(ROOT), "archive", "--format=tar.gz", commit]
+
+    def prepare(number: int) -> Answer:
+        answer = fleet.ask(number, {"do": "prepare", **about}, fleet.setup_s)
+        if fleet.dry:
+            fleet.say('# only if that answers "absent", ship the commit:')
+        if fleet.dry or answer.get("absent"):
+            answer = fleet.ask(number, {"do": "receive", **about}, fleet.setup_s, archive)
+        return answer
+
+    return fleet.ask_all(prepare, "ready")
+
+
+# Launching ------------------------------------------------------------------------------------------------------------
+
+
+class NotStarted(Exception):
+    """A launch that is given up before anything has begun."""
+
+
+def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
+    keys, restarts = flags.get("--env", []), default_restarts(fleet, command)
+    for name in keys:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise UserError(f"--env needs the name of a variable, not '{name}'")
+        if name not in os.environ:
+            raise UserError(f"--env {name}: there is no such variable here; export it first")
+    if "--restarts" in flags:
+        restarts = whole_number("--restarts", flags["--restarts"])
+    commit, replace = find_commit(), "--replace" in flags
+    try:
+        ready = set_up(fleet, commit, free=not replace)
+        if any(answer.failed for answer in ready):
+            raise NotStarted("not every host is ready")
+        if not fleet.dry:
+            check_hosts(ready)
+        if replace and not may_stop(fleet, [answer.get("owner") for answer in ready], "--yes" in flags, "--replace"):
+            raise NotStarted("it was not to be replaced")
+        check_command(fleet, commit, command, keys, restarts)
+        if replace and stop(fleet, {"--yes": True}) == 1:
+            raise NotStarted("the run is not stopped everywhere")
+        if fleet.ask_all({"do": "port", "port": fleet.port}, None, [0])[0].failed:
+            raise NotStarted(f"{fleet.hosts[0]} has no port for the coordinator")
+        about = {"commit": commit, "command": command, "restarts": restarts, "on_end": flags.get("--on-end", "")}
+        answers = begin_together(fleet, start_request(fleet, ready[0].get("address"), about), keys)
+    except NotStarted as why:
+        print(f"error: nothing was started, because {why}", file=sys.stderr)
+        return why.__cause__.args[0] if why.__cause__ else 1
+    status = show_status(fleet, answers)
+    if not fleet.dry:
+        print("Ask again: ./launcher.sh status, with the same hosts; logs and stop likewise")
+    return status
+
+
+def start_request(fleet: Fleet, address: str | None, about: dict):
+    """A function of a host's number: the request to start there; `address` is that of the first host."""
+    address = address or f"ADDRESS_OF_{fleet.hosts[0]}"
+    coordinator = f"{f'[{address}]' if ':' in address else address}:{fleet.port}"
+    about |= {"name": f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}", "first_host": fleet.hosts[0]}
+    about |= {"by": fleet.by, "wait_s": fleet.wait_s, "log_mib": fleet.log_mib}
+
+    def request(number: int) -> dict:
+        launch = {**about, "host": fleet.hosts[number], "process": number}
+        told = {"coordinator": coordinator, "count": len(fleet.hosts), "environment": {}}
+        return {"do": "start", "launch": launch, **told}
+
+    return request
+
+
+def default_restarts(fleet: Fleet, command: list[str]) -> int:
+    """main.py resumes, so a fleet that trains starts again by itself, unless each start would delete what is done."""
+    return 3 if is_training(command) and len(fleet.hosts) > 1 and "--run.restart" not in command else 0
+
+
+def is_training(command: list[str]) -> bool:
+    return any(word == "main.py" or word.endswith("/main.py") for word in command)
+
+
+def check_hosts(ready: list[Answer]) -> None:
+    """Refuse one machine under two names, which would run two processes in one folder; warn of what may go wrong."""
+    seen = {}
+    for answer in ready:
+        if (other := seen.setdefault(answer.get("machine"), answer.host)) != answer.host:
+            raise NotStarted(f"{other} and {answer.host} are one machine: name it once")
+        if abs(answer.clock_s()) > CLOCK_S:
+            print(f"{answer.host}  WARNING: its clock is {answer.clock_s()} s from ours")
+        if answer.get("free_gib") < FREE_GIB:
+            print(f"{answer.host}  WARNING: has {answer.get('free_gib')} GiB of free disk")
+        if answer.get("tpu").startswith("locked"):
+            print(f"{answer.host}  WARNING: its TPU is {answer.get('tpu')}")
+
+
+def may_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
+    """Whether to stop a run, which somebody else may have started."""
+    others = " ".join(sorted({owner for owner in owners if owner not in (None, "-", fleet.by)}))
+    if yes or not others:
+        return True
+    if not sys.stdin.isatty():
+        raise UserError(f"the run there was started by {others}, not by {fleet.by}; {flag} --yes stops it all the same")
+    reply = input(f"The run there was started by {others}, not by {fleet.by}. Stop it? [y/N] ")
+    return reply.strip().lower() in ("y", "yes")
+
+
+def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str], restarts: int) -> None:
+    """Ask main.py on each host whether it would run there. A line for each reason, not for each host."""
+    if not is_training(command):
+        return
+    more = {"AXIS_RESTART_WAIT": str(fleet.wait_s)} if restarts else {}
+
+    def one(number: int) -> Answer:
+        environment = {"AXIS_PROCESSES": str(len(fleet.hosts)), "JAX_PROCESS_ID": str(number), **more}
+        request = {"do": "check", "commit": commit, "command": command, "environment": environment}
+        return fleet.ask(number, request, keys=keys)
+
+    reasons: dict[str, list[str]] = {}
+    for answer in fleet.ask_all(one, None, quiet=True):
+        if answer.failed:
+            reasons.setdefault(answer.error, []).append(answer.host)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"{names[0]}{more}  FAILED: {reason}", file=sys.stderr)
+    if reasons:
+        raise NotStarted("it would not run")
+
+
+def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
+    """Have every host get ready, then tell all to begin at once; none begins unless all are ready.
+
+    A host begins when it is told, and gives up when its connection to us ends. So whatever ends this process before all
+    are ready, nothing runs.
+    """
+    begun = threading.Event()
+    ready = threading.Barrier(len(fleet.hosts), begun.set)
+
+    def on_ready() -> bool:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            ready.wait()
+            return True
+
+    def one(number: int) -> Answer:
+        answer = fleet.ask(number, request(number), on_ready=on_ready, keys=keys)
+        if answer.failed:
+            ready.abort()
+        elif begun.is_set():
+            fleet.say(f"{answer.host}  started")
+        return answer
+
+    try:
+        answers, ended = fleet.ask_all(one, None), None
+    except Interrupted as error:
+        answers, ended = [], error
+    ready.abort()
+    if answers and not any(answer.failed for answer in answers):
+        return answers
+    if not begun.is_set():
+        raise NotStarted("you ended it" if ended else "not every host was ready to begin") from ended
+    print("error: not every host began, so all are stopped; what --replace stopped stays stopped", file=sys.stderr)
+    about = {"grace_s": 0, "by": fleet.by, "yes": True, "launch": request(0)["launch"]["name"]}
+    fleet.ended = False
+    if any(answer.failed for answer in fleet.ask_all({"do": "stop", **about})):
+        print("error: not stopped everywhere; once all hosts answer: ./launcher.sh stop --now", file=sys.stderr)
+    raise ended or SystemExit(1)
+
+
+# Asking ---------------------------------------------------------------------------------------------------------------
+
+
+def status(fleet: Fleet, flags: dict) -> int:
+    machine = "--json" in flags
+    answers = fleet.ask_all({"do": "status"}, None, quiet=machine)
+    if machine and not fleet.dry:
+        print(json.dumps([as_json(answer) for answer in answers], sort_keys=True))
+        return int(any(map(in_trouble, answers)))
+    return show_status(fleet, answers, "--short" in flags)
+
+
+def as_json(answer: Answer) -> dict:
+    names = [*COLUMNS, "steps", "by", "command"]
+    row = {"host": answer.host, **{name: answer.get(name) for name in names}}
+    row |= {"state": f"FAILED: {answer.error}"} if answer.failed else {}
+    number = lambda text: json.loads(text) if re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text or "") else None
+    return {**row, **{name: number(row[name]) for name in ("step", "steps", "loss", "tokens_per_s")}}
+
+
+def in_trouble(answer: Answer) -> bool:
+    state = answer.get("state") or ""
+    return not (state.startswith("running") or state in ("exit 0", "stopped, exit 0"))
+
+
+def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int:
+    """The table, or of it the hosts in trouble. 1 unless every host runs, or has ended well, and in the same launch."""
+    if fleet.dry:
+        return 0
+    trouble = [answer for answer in answers if in_trouble(answer)]
+    well = [answer for answer in answers if not in_trouble(answer)]
+    if not short or trouble:
+        table([*COLUMNS.values()], [row(answer) for answer in (trouble if short else answers)])
+    if short and well:
+        state, _, _, step, loss, speed, *_ = row(well[0])[1:]
+        state, step, loss, speed = (cell or "-" for cell in (state, step, loss, speed))
+        print(f"{len(well)} hosts well, as {well[0].host}: {state}, step {step}, loss {loss}, tokens/s {speed}")
+    elif not short:
+        what = {f"{answer.get('launch')} by {answer.get('by')}: {answer.get('command')}" for answer in answers
+                if answer.get("command")}  # fmt: skip
+        print(*sorted(what), sep="\n", end="\n" * bool(what))
+    lines = hosts.differing(answers, commit="commit") or hosts.differing(answers, launch="launch")
+    gone = "its supervisor is gone, as when a host is switched off; launch again, with --replace"
+    lines += [f"{answer.host}  PROBLEM: {gone}" for answer in trouble if answer.get("state") == "vanished"]
+    print(*lines, sep="\n", end="\n" * bool(lines))
+    return int(bool(trouble or lines))
+
+
+def row(answer: Answer) -> list:
+    if answer.failed:
+        return [answer.host, "FAILED"]
+    cells = {name: answer.get(name) for name in COLUMNS}
+    if steps := answer.get("steps"):
+        cells["step"] = f"{cells['step'] or '-'}/{steps}"
+    return [answer.host, *cells.values()]
+
+
+def stop(fleet: Fleet, flags: dict) -> int:
+    """3 where something was killed, 1 where a host was not reached."""
+    grace = 0 if "--now" in flags else fleet.grace_s
+    request = {"do": "stop", "grace_s": grace, "by": fleet.by, "yes": "--yes" in flags}
+    answers = fleet.ask_all(request, limit_s=grace + fleet.limit_s)
+    if owned := [number for number, answer in enumerate(answers) if answer.get("owner")]:
+        if not may_stop(fleet, [answers[number].get("owner") for number in owned], False, "stop"):
+            raise UserError("it was not to be stopped")
+        answers += fleet.ask_all({**request, "yes": True}, hosts=owned, limit_s=grace + fleet.limit_s)
+    if any(answer.failed for answer in answers):
+        return 1
+    return 3 if any(answer.get("killed") for answer in answers) else 0
+
+
+def stream(fleet: Fleet, request: dict, limit_s: int | None = None) -> int:
+    """Show what the hosts answer as it comes, each line with its host."""
+
+    def one(number: int) -> Answer:
+        prefix = f"{fleet.hosts[number]} | " if len(fleet.hosts) > 1 else ""
+        return fleet.ask(number, request, limit_s, on_line=lambda line: fleet.say(prefix + line))
+
+    fleet.places = threading.Semaphore(len(fleet.hosts))
+    return int(any(answer.failed for answer in fleet.ask_all(one, None)))
+
+
+def logs(fleet: Fleet, words: list[str], flags: dict) -> int:
+    fleet.hosts = hosts.keep_only(fleet.hosts, words[0]) if words else fleet.hosts
+    request = {"do": "logs", "lines": whole_number("-n", flags.get("-n", "40")), "follow": "-f" in flags}
+    return stream(fleet, request, 0 if request["follow"] else None)
+
+
+def fetch(fleet: Fleet, words: list[str]) -> int:
+    if not words:
+        raise UserError("fetch needs the name of a run, and may have a folder; see ./launcher.sh --help")
+    run, into = words[0], Path((words + [f"runs/{words[0]}"])[1])
+    if not re.fullmatch(r"\w[\w.-]*", run):
+        raise UserError(f"'{run}' is no name of a run: use letters, digits, '.', '_' and '-'")
+    if into.exists():
+        raise UserError(f"{into} is there already; name another folder: fetch {run} FOLDER")
+    if fleet.dry:
+        fleet.ask(0, {"do": "pack", "run": run})
+        return 0
+    partial = into.with_name(f"{into.name}.fetched-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        tar = ["tar", "-xzf", "-", "-C", partial]
+        with subprocess.Popen(tar, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as unpack:
+            keep = lambda part: unpack.stdin.write(base64.b64decode(part))
+            answer = fleet.ask(0, {"do": "pack", "run": run}, on_line=keep, limit_s=fleet.setup_s)
+        if answer.failed or unpack.returncode:
+            print(f"{fleet.hosts[0]}  FAILED: {answer.error or 'the run did not arrive whole'}", file=sys.stderr)
+            return 1
+        partial.rename(into)
+    finally:
+        subprocess.run(["rm", "-rf", "--", partial])
+    print(f"{into}  {sum(path.stat().st_size for path in into.rglob('*')) >> 10} KiB, from {fleet.hosts[0]}")
+    return 0
+
+
+def usage(fleet: Fleet) -> int:
+    answers = fleet.ask_all({"do": "usage"}, None)
+    show(fleet, answers, "load memory disk tpu-info")
+    return int(any(answer.failed for answer in answers))
+
+
+def clean(fleet: Fleet) -> int:
+    request = {"do": "clean", "keep": fleet.keep, "commit": find_commit()}
+    return int(any(answer.failed for answer in fleet.ask_all(request)))
+
+
+def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
+    """A table of these fields. Returns a line for each host whose Python or jax is not that of most hosts."""
+    for answer in answers:
+        answer.values = answer.values and {**answer.values, "clock_s": answer.clock_s()}
+    cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
+    headings = [{"free_gib": "free GiB", "clock_s": "clock s"}.get(key, key) for key in keys.split()]
+    if not fleet.dry:
+        table(headings, [[answer.host, *cells(answer)] for answer in answers])
+    return hosts.differing(answers, python="Python", jax="jax")
+
+
+def doctor(fleet: Fleet) -> int:
+    commit = find_commit()
+    answers = fleet.ask_all({"do": "doctor", "commit": commit}, None)
+    odd = show(fleet, answers, "commit python jax free_gib clock_s tpu lacks run")
+    if fleet.dry:
+        return 0
+    well = [answer for answer in answers if not answer.failed]
+    lines = [f"{answer.host}  PROBLEM: {what}" for answer in well for what in problems(answer, commit[:7])] + odd
+    if not lines and well == answers:
+        lines, odd = [f"all is well on {len(answers)} hosts"], None
+    print(*lines, sep="\n", end="\n" * bool(lines))
+    return int(odd is not None)
+
+
+def problems(answer: Answer, commit: str):
+    """What is wrong on a host, and what to do."""
+    found = answer.values
+    if found["lacks"] != "nothing":
+        yield f"lacks {found['lacks']}"
+    if found["commit"] == "absent":
+        yield f"has not got commit {commit}; ./setup_tpu.sh brings it"
+    elif found["commit"] != "shipped":
+        yield f"has another commit than {commit}: {found['commit']}"
+    elif found["python"] == "none":
+        yield "has no packages; ./setup_tpu.sh installs them"
+    if found["free_gib"] < FREE_GIB:
+        yield f"has {found['free_gib']} GiB of free disk"
+    if abs(found["clock_s"]) > CLOCK_S:
+        yield f"its clock is {found['clock_s']} s from ours; does it run a time service?"
+    in_use = found["tpu"].startswith("in use") and found["run"].startswith("running")
+    if found["tpu"] not in ("none", "free") and not in_use:
+        yield f"its TPU is {found['tpu']}"
+
+
+def run(argv: list[str]) -> int:
+    verb, words, flags, command, names = hosts.parse(argv, TAKES, "./launcher.sh")
+    fleet = Fleet(names)
+    commands = {
+        "": lambda: launch(fleet, command, flags), "status": lambda: status(fleet, flags),
+        "logs": lambda: logs(fleet, words, flags), "stop": lambda: stop(fleet, flags),
+        "exec": lambda: stream(fleet, {"do": "exec", "command": command}), "fetch": lambda: fetch(fleet, words),
+        "usage": lambda: usage(fleet), "doctor": lambda: doctor(fleet), "clean": lambda: clean(fleet),
+    }  # fmt: skip
+    return commands[verb]()
+
+
+SETUP = """Put the commit that is checked out here, and its packages, on every host of a slice.
+
+  ./setup_tpu.sh --hosts hosts.txt
+  ./setup_tpu.sh --tpu my-slice --zone us-central2-b
+
+launcher.sh does the same before it starts a command. What is there already stays, so it takes seconds then. Packages
+are installed once for all commits that lock the same, which takes minutes; your own checkouts there are not touched.
+
+Hosts, settings, exit status, what it needs and changes: see ./launcher.sh --help. Needs nothing more; changes the same.
+"""
+
+
+def setup(argv: list[str]) -> int:
+    *_, names = hosts.parse(["setup", *argv], {"setup": ("", 0)}, "./setup_tpu.sh")
+    fleet = Fleet(names)
+    answers = set_up(fleet, find_commit(), free=False)
+    lines = show(fleet, answers, "python jax free_gib clock_s address")
+    if not fleet.dry:
+        print(
+            *lines, "With their devices: ./launcher.sh .. -- python -m train.selfcheck, with the same hosts", sep="\n"
+        )
+    return int(bool(lines) or any(answer.failed for answer in answers))
