@@ -113,12 +113,12 @@ print(f"4 processes and one: loss {alone[0]:.4f}, and the same four weights")
 # A launcher tells each process who it is, as ours did with two variables. That is the least of it: it also has
 # to bring the program there, and to be there when something goes wrong. `launcher.sh` of this project reaches
 # hosts by ssh. It brings a commit to each, and starts a command in it, with the same variables, under a
-# **supervisor**: a shell script, `run.sh`, in a `tmux` session, which stays when ssh is gone.
+# **supervisor**: a small Python program, `launch/supervisor.py`, in a `tmux` session, which stays when ssh is gone.
 #
 # This page has no hosts, so a stand-in for `ssh` comes first in `PATH`: it runs what it is told in a folder of
 # this machine. All else is as on 32 hosts: commits, supervisors, sessions, processes, signals. What a stand-in
 # cannot show is a login, a network that is slow or cut, a clock that is wrong, a machine that is gone whole.
-# (`make rehearse` goes through the same with real ssh servers. These cells need Linux with git and perl;
+# (`make rehearse` goes through the same with real ssh servers. These cells need Linux with git;
 # elsewhere they say so, and do nothing.)
 
 # %%
@@ -151,7 +151,7 @@ setsid "$@" &
 
 def lacking():
     """What this machine lacks for hosts of its own."""
-    tools = ("bash", "flock", "git", "perl", "setsid", "tar")
+    tools = ("bash", "git", "setsid", "tar")
     system = [] if os.path.exists("/proc/self/fd") else ["Linux"]
     return system + [tool for tool in tools if not shutil.which(tool)]
 
@@ -170,8 +170,9 @@ class Hosts:
         for name, text in tools.items():
             (self.at / "bin" / name).write_text(text)
             (self.at / "bin" / name).chmod(0o755)
-        for script in ("launcher.sh", "debug_tpu.sh", "hosts.sh", "run.sh"):
+        for script in ("launcher.sh", "debug_tpu.sh"):
             shutil.copy(script, self.at / "code")
+        shutil.copytree("launch", self.at / "code/launch")
         self.git("init", "--quiet")
         atexit.register(self.close)
 
@@ -298,7 +299,7 @@ print("end", round(loss, 4), *np.asarray(w_D).round(4))"""
 # %% tags=["hide-input"]
 TELL = r"""
 def tell(step, steps, loss):
-    path = os.environ["AXIS_PROGRESS"]  # of run.sh, the supervisor
+    path = os.environ["AXIS_PROGRESS"]  # of the supervisor
     with open(path + ".new", "w") as file:
         print(step, steps, f"{loss:.4f}", "-", int(time.time()), sep="\t", file=file)
     os.replace(path + ".new", path)
@@ -590,7 +591,7 @@ if hosts:
 # %% tags=["remove-cell"]
 if hosts:
     assert edited.returncode == 1 and "train.py changed in" in edited.stderr
-    last = [hosts.latest(n, "command", "checked").read_text() for n in range(4)]
+    last = [hosts.latest(n, "launch.json", "checked").read_text() for n in range(4)]
     assert not any("third" in words for words in last), "somebody started it"
 
 # %% [markdown]
