@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import agent, hosts, supervisor
+from launch import agent, hosts, launcher, supervisor
 from tests.launch.rehearsal import ROOT, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux machines")
@@ -237,3 +237,13 @@ def test_lines_that_name_no_host_are_refused(line, message):
     with pytest.raises(hosts.UserError, match=message):
         hosts.read_hosts([line])
     assert hosts.read_hosts(["\ufeffa # one\r\n", "", "[::1]", "ssh://u@h:22"]) == ["a", "::1", "ssh://u@h:22"]
+
+
+@pytest.mark.parametrize(
+    "names, words, restarts",
+    [("a b", "python main.py laptop", 3), ("a", "python main.py laptop", 0), ("a b", "python -m data.prepare", 0),
+     ("a b", "python main.py laptop --run.restart", 0)],
+)  # fmt: skip
+def test_a_fleet_that_trains_starts_again_by_itself(names, words, restarts):
+    """Catches a cut of the network that ends a run for good, and a restart that deletes what was done before it."""
+    assert launcher.default_restarts(hosts.Fleet(names.split()), words.split()) == restarts
