@@ -390,7 +390,7 @@ def logs(lines: int, follow: bool) -> dict:
         if not follow:
             return {}
         wait_for(20, (LATEST / "log").exists)
-        emit("line", f"agent: launch {about_latest()}")
+        emit("line", f"supervisor: launch {about_latest()}")
         lines = 10**9
 
 
@@ -469,7 +469,11 @@ def tpu() -> str:
     for fields in map(str.split, read(Path("/proc/locks")).splitlines()):
         if len(fields) > 5 and fields[5].endswith(f":{at.st_ino}"):
             return f"in use by {described(int(fields[4]))}"
-    return "free" if at.st_uid == os.geteuid() else f"locked, left by {user_of(at.st_uid)}: sudo rm {file}"
+    return (
+        "free"
+        if at.st_uid == os.geteuid()
+        else f"locked by a file that {user_of(at.st_uid)} left and no process holds: sudo rm {file}"
+    )
 
 
 def doctor(commit: str) -> dict:

@@ -335,8 +335,8 @@ class Question:
         lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
         last, host = (lines or [""])[-1][:500], self.host
         if self.late:
-            return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or, if it shares a connection that "
-                    f"hangs: ssh -O exit {host}")  # fmt: skip
+            return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or end a shared "
+                    f"connection that hangs: ssh -O exit {host}")  # fmt: skip
         if status == 255 and "verification failed" in last:
             advice = [lines[n + 1] for n, line in enumerate(lines[:-1]) if line.endswith("remove with:")]
             return f"has another host key than it had; if that is right: {(advice or [f'ssh-keygen -R {host}'])[0]}"
@@ -346,7 +346,7 @@ class Question:
             return f"unreachable: {last}" if "timed out" in last else f"cannot be reached: {last}; try ssh {host}"
         if status != 69 and (status in (0, 127) or self.instead or not last):
             prints = f"prints: {self.instead}" if self.instead else f"ends{f' ({last})' if last else ''}"
-            return f"gives no answer, but {prints}; see what ssh {host} does before it runs a command"
+            return f"gives no valid answer, but {prints}; look at the shell's startup files on {host} (.bashrc)"
         return last
 
 

@@ -4,54 +4,60 @@
   ./launcher.sh --tpu my-slice --zone us-central2-b --restarts 3 -- python main.py moe1b
   ./launcher.sh status --hosts hosts.txt
 
-Hosts: --hosts FILE, --tpu NAME --zone ZONE (their addresses, from gcloud), or - (standard input); --only HOST,HOST
-picks some of them, spelled as there. A line names one host as ssh knows it: a name or an address, IPv6 too,
-user@HOST, or with a port ssh://[user@]HOST:PORT; # begins a comment. `ssh HOST true` must work without a question.
-For the hosts of --tpu, name the user and gcloud's key, ~/.ssh/google_compute_engine, in ~/.ssh/config.
+Hosts: --hosts FILE, --tpu NAME --zone ZONE (their addresses, from gcloud), or - (standard input). --only HOST,HOST
+picks some of them, written as in the list. Each line names one host as ssh knows it: a name or an address, IPv6 too,
+user@HOST, or with a port ssh://[user@]HOST:PORT; # begins a comment. The first line is the first host. `ssh HOST
+true` must work without a question. For --tpu, name the user and gcloud's key, ~/.ssh/google_compute_engine, in
+~/.ssh/config.
 
-  -- COMMAND..              ship the commit that is checked out here (uncommitted edits are refused) and start COMMAND
-                            in it on all hosts, or on none. The first host runs process 0. main.py's settings, tokens
-                            and mesh are checked first. Every host gets ready, then all are told to begin; if you
-                            press Ctrl-C, or this terminal or machine goes away before that, nothing runs anywhere
-     --replace              once all hosts are ready, stop the run that is alive there, then start; without it a live
-                            run is an error. It asks first if somebody else started that run; --yes answers, and is
-                            required without a terminal. It starts even if that run had to be killed
-     --restarts N           if the command fails or is preempted, start it again on all hosts, at most N times (3 for
-                            main.py on several hosts, otherwise 0), $RESTART_WAIT seconds later; main.py resumes from
-                            its newest checkpoint. Not after exit status 2, 126, 127, 130 or 143, nor after `stop`.
-                            Not counted: preemptions, and attempts that some host did not join (main.py waits 300 s
-                            for all). After 12 of those in a row (80 minutes) it gives up. A host that was switched
-                            off does not join by itself: launch again, with --replace
-     --env NAME             give COMMAND, and what --on-end runs, your exported variable NAME, such as a key; repeat
-                            it for more. It travels over ssh's standard input into a file that only you can read,
-                            until `clean`
-     --on-end 'WORDS'       after the last attempt, or a stop, run WORDS in a shell of the first host, in the commit's
-                            folder, with AXIS_EXIT, the exit status. If that host is lost, nobody runs it
+  -- COMMAND..              ship the commit that is checked out here (uncommitted edits are refused) and start
+                            COMMAND in it on all hosts, or on none. The first host runs process 0. main.py's
+                            settings, training data and mesh are checked first. Every host gets ready, then all are
+                            told to begin. Before that, Ctrl-C or losing this terminal or machine cancels the launch
+                            on every host
+     --replace              once all hosts are ready, stop the run that is there, then start; without it a live run
+                            is an error. The new run starts even if the old one had to be killed. If somebody else
+                            started the old run, it asks first; --yes skips the question, and is required without a
+                            terminal
+     --restarts N           if COMMAND fails, start it again on all hosts, at most N times (default: 3 for main.py on
+                            several hosts, otherwise 0), waiting RESTART_WAIT before each restart; main.py resumes
+                            from its newest checkpoint. Preemption, when the cloud takes a host away, restarts it
+                            too, and is not counted; nor is an attempt that some host did not join, but after 12 such
+                            attempts in a row (80 minutes) it gives up. Exit status 0, 2, 126, 127, 130 or 143
+                            without a preemption, and `stop`, end the run. A host that was switched off does not
+                            rejoin by itself: launch again, with --replace
+     --env NAME             give COMMAND, and the --on-end command, your exported variable NAME, such as a key;
+                            repeat it for more. It travels over ssh's standard input into a file that only you can
+                            read, which `clean` removes
+     --on-end 'COMMAND'     when the run has ended, or was stopped, run this in a shell of the first host, in the
+                            commit's folder, with AXIS_EXIT, the exit status. If that host is lost, it does not run
   status [--short | --json] each host's state, step, loss and tokens/s, seconds since that step and since the log
-                            grew, and the log's last line; then what runs and who started it. --short: hosts in
+                            grew, and the log's last line; then what runs and who started it. --short: only hosts in
                             trouble, and one line for all others. --json: one array with an object per host, and
                             nothing else
   logs [HOST] [-f]          the last lines of the log of all hosts, or one; -f follows it and the runs after it; -n
-                            LINES
-  stop [--now]              send SIGTERM, so that the run saves, and SIGKILL to what is alive $GRACE seconds later,
-                            even if you press Ctrl-C here. A second `stop` only waits for the first. --now: SIGKILL at
-                            once. It asks first if somebody else started the run; --yes answers
-  exec -- COMMAND..         run COMMAND next to the run, in its commit, for at most $TIMEOUT seconds, and show its
-                            output
-  fetch NAME [FOLDER]       copy runs/NAME of the first host into FOLDER here (runs/NAME), which must not exist yet.
-                            The first host has whole checkpoints, unless --run.dir is a disk that all share
+                            LINES (default: 40)
+  stop [--now]              send SIGTERM, so that the run saves; then SIGKILL to what is left after GRACE, even if
+                            you press Ctrl-C here. A second `stop` only waits for the first. --now: SIGKILL at once.
+                            If somebody else started the run, it asks first; --yes skips the question
+  exec -- COMMAND..         run COMMAND next to the run, in its commit, for at most TIMEOUT, and show its output
+  fetch NAME [FOLDER]       copy runs/NAME of the first host to FOLDER here (default: runs/NAME), which must not
+                            exist yet. With local disks the first host holds the complete checkpoints; with a shared
+                            --run.dir, copy them from that disk
   usage                     each host's cores, memory, disk, and TPU chips where tpu-info is installed
   doctor                    what is wrong on a host: ssh, tools, commit, Python, jax, disk, clock, TPU
-  clean                     remove all launches and logs except the last $KEEP and a live one, and the commits and
-                            packages that no remaining launch needs. Runs and tokens stay: ./launcher.sh exec .. -- rm
-                            -r runs/NAME
+  clean                     remove all launches and logs except the last KEEP and a live one, and the commits and
+                            packages that no remaining launch needs. Runs and training data stay; to remove a run:
+                            ./launcher.sh exec .. -- rm -r runs/NAME
 
-COMMAND's words arrive as typed; for a shell on the hosts, use bash -c '..'. It runs with the commit's packages first
-in PATH, AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (launch/agent.py explains them), and JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES and JAX_PROCESS_ID. A TPU tells JAX these three itself; there AXIS_PROCESSES is the number of
-processes. To have several runs on the same hosts, give each its own HOST_FOLDER and COORDINATOR_PORT, in every
-command about it. Exit status: 0: every host runs, or ended well; 1: not so, or a host was not reached; 2: wrong
-request, nothing was done; 3: a stop had to kill, so steps since the last checkpoint are lost.
+The arguments of COMMAND arrive as typed; for a shell on the hosts, use bash -c '..'. COMMAND finds the commit's
+packages first in PATH, AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (launch/agent.py explains them), and
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A TPU tells JAX these three itself; there
+AXIS_PROCESSES is the number of processes. To have several runs on the same hosts (not on a TPU, whose chips serve
+one run at a time), give each its own HOST_FOLDER and COORDINATOR_PORT, in every command about it; packages and
+training data are then brought again.
+Exit status of launcher.sh: 0: every host runs, or its command succeeded; 1: not so, or a host was not reached; 2:
+usage error, nothing was done; 3: a stop had to kill, so the steps since the last checkpoint are lost.
 
 Settings, from the environment:
   DRY_RUN=1                 print the commands, run none
@@ -68,8 +74,8 @@ Settings, from the environment:
   KEEP=5                    launches that `clean` keeps
   SSH_CONFIG=               a file for ssh -F instead of ~/.ssh/config
 
-Needs: here ssh, git and Python 3.9; there Linux, tmux, tar, make and Python 3.11. Changes: on a host, $HOST_FOLDER
-alone; here ssh's known_hosts, to which new hosts are added.
+Needs: here ssh, git and Python 3.9; on the hosts Linux, tmux, tar, make and Python 3.11. Changes: on a host only
+HOST_FOLDER; here ssh's known_hosts, to which new hosts are added.
 """
 
 from __future__ import annotations
@@ -161,7 +167,7 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
     try:
         ready = set_up(fleet, commit, free=not replace)
         if any(answer.failed for answer in ready):
-            raise NotStarted("not every host is ready")
+            raise NotStarted("the hosts above are not ready")
         if not fleet.dry:
             check_hosts(ready)
         if replace and not may_stop(fleet, [answer.get("owner") for answer in ready], "--yes" in flags, "--replace"):
@@ -226,8 +232,8 @@ def may_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
     if yes or not others:
         return True
     if not sys.stdin.isatty():
-        raise UserError(f"the run there was started by {others}, not by {fleet.by}; {flag} --yes stops it all the same")
-    reply = input(f"The run there was started by {others}, not by {fleet.by}. Stop it? [y/N] ")
+        raise UserError(f"{others} started the run there, not {fleet.by}; ask them first, or stop it with {flag} --yes")
+    reply = input(f"{others} started the run there, not {fleet.by}. Stop it? [y/N] ")
     return reply.strip().lower() in ("y", "yes")
 
 
@@ -250,7 +256,7 @@ def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         print(f"{names[0]}{more}  FAILED: {reason}", file=sys.stderr)
     if reasons:
-        raise NotStarted("it would not run")
+        raise NotStarted("main.py would not run on these hosts")
 
 
 def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
@@ -283,7 +289,7 @@ def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
     if answers and not any(answer.failed for answer in answers):
         return answers
     if not begun.is_set():
-        raise NotStarted("you ended it" if ended else "not every host was ready to begin") from ended
+        raise NotStarted("you ended it" if ended else "the hosts above were not ready to begin") from ended
     print("error: not every host began, so all are stopped; what --replace stopped stays stopped", file=sys.stderr)
     about = {"grace_s": 0, "by": fleet.by, "yes": True, "launch": request(0)["launch"]["name"]}
     fleet.ended = False
@@ -481,8 +487,8 @@ SETUP = """Put the commit that is checked out here, and its packages, on every h
   ./setup_tpu.sh --hosts hosts.txt
   ./setup_tpu.sh --tpu my-slice --zone us-central2-b
 
-launcher.sh does the same before it starts a command. What is there already stays, so it takes seconds then. Packages
-are installed once for all commits that lock the same, which takes minutes; your own checkouts there are not touched.
+launcher.sh does the same before it starts a command. What is there already stays, so it takes seconds then. Commits
+with identical lock files share one installation, which takes minutes; your own checkouts there are not touched.
 
 Hosts, settings, exit status, what it needs and changes: see ./launcher.sh --help. Needs nothing more; changes the same.
 """

@@ -3,15 +3,16 @@
   ./debug_tpu.sh --hosts hosts.txt                          # follow the run's log on every host
   ./debug_tpu.sh --tpu my-slice --zone us-central2-b -- df -h .
 
-A command runs in the launched commit, with its packages; while a run holds the TPU, it must not open it too. When it
+A command runs in the commit that launcher.sh started last, with its packages. While a run is using the TPU, your
+command must not open the TPU. When it
 ends, or after Ctrl-C, its pane is a shell on the host. A pane whose host cannot be reached says why, and tries again.
 The monitor shows the hosts in trouble, and one line for all others. In tmux, Ctrl-B y types into all panes of the
 window, and Ctrl-B y again into one. If you started it inside another tmux, type Ctrl-B twice. Closing it (tmux -L
 axis-debug kill-server) ends what runs in the panes, never a run that launcher.sh started.
 
 Hosts and settings: see ./launcher.sh --help. A window has as many panes, at most 8, as the terminal has room for.
-Without a terminal it prints how to attach to the windows instead. Needs: here tmux 3.0 and ssh; there a commit, which
-setup_tpu.sh or launcher.sh brings. Changes: nothing.
+Without a terminal it prints how to attach to the windows instead.
+Needs: here tmux 3.0 and ssh; on the hosts a commit, which setup_tpu.sh or launcher.sh brings. Changes: nothing.
 """
 
 from __future__ import annotations

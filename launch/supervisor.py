@@ -161,7 +161,7 @@ class Supervisor:
     def note(self, text: str) -> None:
         """Write a line to the log, if the disk has room for it."""
         with contextlib.suppress(OSError), open(self.here / "log", "a") as log:
-            log.write(f"agent: {text}\n")
+            log.write(f"supervisor: {text}\n")
 
     def stopped(self) -> bool:
         return (self.here / "stop").exists()
@@ -190,10 +190,10 @@ class Supervisor:
             with contextlib.suppress(FileNotFoundError):
                 (self.here / "pid").replace(self.here / "pid.partial")
             write(self.here / "restarts", why)  # in this order: `running, restarted` is said of the next attempt alone
-            self.note(f"ended with status {code}; starts again in {self.launch.wait_s} s, {why}")
+            self.note(f"the command exited with status {code}; restarting in {self.launch.wait_s} s, {why}")
             if wait_for(self.launch.wait_s, self.stopped):
                 return code
-            self.note(f"started again, {why}")
+            self.note(f"restarted, {why}")
 
     def apart(self, log) -> dict:
         """How a command is started: in a session of its own, so that `stop` can signal all its processes."""
@@ -222,7 +222,7 @@ class Supervisor:
         if code == -signal.SIGKILL and not self.killed and not self.stopped():
             self.note(why_killed(out_of_memory_kills() - before))
         if code == -signal.SIGABRT:
-            self.note(f"aborted{self.why_aborted()}")
+            self.note(f"the command was aborted{self.why_aborted()}")
         return code if code >= 0 else 128 - code
 
     def poll(self) -> int | None:
@@ -231,7 +231,7 @@ class Supervisor:
             return self.child.wait(WATCH_S)
 
     def watch_over(self) -> None:
-        """Keep the log small, and kill a command that gave no sign of life for as long as it says.
+        """Keep the log small, and kill a command that sent no heartbeat for as long as it says.
 
         A command that hangs in a device, or is frozen, cannot exit by itself. What counts is how often this has looked,
         so a clock that jumps, or a machine that slept, does no harm.
@@ -246,7 +246,7 @@ class Supervisor:
             self.quiet_s = self.quiet_s + WATCH_S if moved == self.moved else 0
             self.moved = moved
             if self.quiet_s > float((read(self.here / "alive").split() or ["60"])[0]) + WATCH_S:
-                self.note(f"no sign of life from the command for {self.quiet_s} s; it is killed")
+                self.note(f"no heartbeat from the command for {self.quiet_s} s; killing it")
                 self.killed = True
                 kill(self.child.pid, signal.SIGKILL)
 
@@ -260,13 +260,13 @@ class Supervisor:
         if not most:
             return ""
         if word == "preempted":  # the system took a host away: no attempt of the run's own has failed
-            return f"{self.again} of {most}; not counted: preempted"
+            return f"{self.again} of {most} used; not counted: a host was preempted"
         if code in FINAL:
             return ""
         if word == "joining":  # nothing was attempted, so no restart is spent
             self.absent += 1
             counts = f"not counted: not all processes joined, attempt {self.absent} of {ABSENT_MOST}"
-            return f"{self.again} of {most}; {counts}" if self.absent < ABSENT_MOST else ""
+            return f"{self.again} of {most} used; {counts}" if self.absent < ABSENT_MOST else ""
         self.again, self.absent = self.again + 1, 0
         return f"{self.again} of {most}" if self.again <= most else ""
 
@@ -274,12 +274,13 @@ class Supervisor:
         """JAX aborts all processes when one sends no heartbeats, which it names, and every one whose connection to
         process 0 is gone; other aborts have other reasons."""
         lines = read(self.here / "log").splitlines()[-200:]
-        begun = max((n for n, line in enumerate(lines) if line.startswith("agent: started again")), default=0)
+        begun = max((n for n, line in enumerate(lines) if line.startswith("supervisor: restarted")), default=0)
         silent = [lines[n + 1] for n in range(begun, len(lines) - 1) if "stopped sending heartbeats" in lines[n]]
         if silent:
-            return f", as JAX does when process {silent[-1]} sends no heartbeats"
+            return f" by JAX, because process {silent[-1]} sent no heartbeats; see the log of its host"
         if self.launch.process and re.search("(?i)coordination service|heartbeat|leader", "\n".join(lines[begun:])):
-            return f", as JAX does when the connection to {self.launch.first_host} is cut, or its process is gone"
+            first = self.launch.first_host
+            return f" by JAX: the connection to {first} was cut, or its process is gone; see the log of {first}"
         return ""
 
 
@@ -296,5 +297,5 @@ def out_of_memory_kills() -> int:
 def why_killed(rise: int) -> str:
     """Why a command got a SIGKILL that we did not send; `rise`: of the count above, meanwhile."""
     if rise:
-        return f"killed by the kernel, because this host is out of memory (oom_kill in /proc/vmstat rose by {rise})"
-    return "killed by SIGKILL, not by the kernel for want of memory; was it somebody on this host?"
+        return f"the kernel killed the command: this host is out of memory (oom_kill in /proc/vmstat rose by {rise})"
+    return "SIGKILL ended the command; the kernel did not send it for want of memory. Was it somebody on this host?"

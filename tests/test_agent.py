@@ -53,7 +53,7 @@ def run(here):
 
 
 def notes(here):
-    return [line for line in (here / "log").read_text().splitlines() if line.startswith("agent: ")]
+    return [line for line in (here / "log").read_text().splitlines() if line.startswith("supervisor: ")]
 
 
 def test_an_older_python_reads_the_agent():
@@ -67,8 +67,9 @@ def test_a_preempted_run_starts_again_and_the_restart_is_not_counted(host):
     script = f"[ -e ../../done ] && exit 0; [ -e ../../twice ] && touch ../../done; touch ../../twice; {REPORT}"
     here = supervised(script, "preempted", restarts=1)
     assert run(here) == "0"
-    again = "agent: ended with status 0; starts again in 0 s, 0 of 1; not counted: preempted"
-    assert notes(here) == [again, "agent: started again, 0 of 1; not counted: preempted"] * 2
+    why = "0 of 1 used; not counted: a host was preempted"
+    again = f"supervisor: the command exited with status 0; restarting in 0 s, {why}"
+    assert notes(here) == [again, f"supervisor: restarted, {why}"] * 2
     assert agent.state() == "exit 0"
 
 
@@ -100,7 +101,9 @@ def test_a_launch_that_nobody_tells_to_begin_runs_nothing(host):
     assert agent.state() == "not started"
 
 
-@pytest.mark.parametrize("rise, says", [(0, "not by the kernel for want of memory"), (2, "this host is out of memory")])
+@pytest.mark.parametrize(
+    "rise, says", [(0, "the kernel did not send it for want of memory"), (2, "this host is out of memory")]
+)
 def test_a_killed_command_is_explained(host, monkeypatch, rise, says):
     """Catches `ended with status 137`, which does not tell a host without memory from a colleague's kill."""
     counts = iter([5, 5 + rise])

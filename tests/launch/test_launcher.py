@@ -96,7 +96,7 @@ def test_a_live_run_is_refused_unless_replaced(fleet):
     assert refused.returncode == 1
     assert "host01  FAILED: a run is alive here: 2" in refused.stderr
     assert "stop it, or --replace it" in refused.stderr
-    assert refused.stderr.endswith("error: nothing was started, because not every host is ready\n")
+    assert refused.stderr.endswith("error: nothing was started, because the hosts above are not ready\n")
     assert launches(fleet) == before
 
     replaced = launch(fleet, "bash", "-c", COUNT, options=["--replace"])
@@ -171,7 +171,7 @@ def test_a_host_at_fault_is_named_and_nothing_starts(fleet, fault):
         failed = [line for line in done.stderr.splitlines() if "FAILED" in line]
         assert len(failed) == 1, done.stderr
         assert re.match(f"{name}  FAILED: {cause}", failed[0])
-        assert done.stderr.endswith("error: nothing was started, because not every host is ready\n")
+        assert done.stderr.endswith("error: nothing was started, because the hosts above are not ready\n")
         assert launches(fleet) == before
         status = fleet.run("launcher.sh", "status", input="\n".join(names), CONNECT_TIMEOUT="3", **slow)
         if fault not in (has_another_commit, has_a_full_disk):
@@ -475,7 +475,7 @@ def test_the_doctor_names_what_is_wrong(fleet):
         f"host01  PROBLEM: has another commit than {commit[:7]}: changed: requirements.txt",
         rf"host01  PROBLEM: its TPU is in use by process {held.pid} \(\w+ \S*python3 -c .*\)",
         f"host02  PROBLEM: has not got commit {commit[:7]}; ./setup_tpu.sh brings it",
-        "host02  PROBLEM: its TPU is locked, left by nobody: sudo rm .*/host02/libtpu_lockfile",
+        "host02  PROBLEM: its TPU is locked by a file that nobody left and no process holds: sudo rm .*libtpu_lockfile",
     ):
         assert re.search(f"^{line}$", ill.stdout, re.MULTILINE), (line, ill.stdout)
     abandoned.unlink()

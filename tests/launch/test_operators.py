@@ -90,7 +90,7 @@ def test_a_start_that_fails_somewhere_is_undone(fleet):
     assert done.returncode == 1
     why, error = done.stderr.splitlines()
     assert re.fullmatch("host01  FAILED: .*(too large|No space left).*", why)
-    assert error == "error: nothing was started, because not every host was ready to begin"
+    assert error == "error: nothing was started, because the hosts above were not ready to begin"
     assert nothing_runs(fleet)
     assert not fleet.processes()
 
@@ -145,7 +145,8 @@ def test_what_main_refuses_starts_nowhere(fleet):
     one = launch(fleet, "sh", str(program), "no tokens here", "one")
     everywhere = launch(fleet, "sh", str(program), "3 x 5 is not 8", "all")
     assert (one.returncode, everywhere.returncode) == (1, 1)
-    assert one.stderr == "host01  FAILED: error: no tokens here\nerror: nothing was started, because it would not run\n"
+    nothing = "error: nothing was started, because main.py would not run on these hosts\n"
+    assert one.stderr == "host01  FAILED: error: no tokens here\n" + nothing
     assert everywhere.stderr.startswith("host00 and 2 more  FAILED: error: 3 x 5 is not 8\n")
     assert launches(fleet) == before
     assert launch(fleet, "sh", str(program), "-", "none").returncode == 1  # host01 refuses still
@@ -188,7 +189,7 @@ def test_a_shell_with_unusual_settings_changes_nothing(fleet):
         wait_until(lambda: column("state", fleet.run("launcher.sh", "status").stdout) == ["exit 75"] * 3)
         doctor = fleet.run("launcher.sh", "doctor")
         assert doctor.stdout.endswith("all is well on 3 hosts\n"), doctor.stdout
-    again = "agent: ended with status 75; starts again in 0 s, 1 of 1\nagent: started again, 1 of 1\n"
+    again = "supervisor: the command exited with status 75; restarting in 0 s, 1 of 1\nsupervisor: restarted, 1 of 1\n"
     assert [log(host).replace("quota: 80%\n", "") for host in fleet.hosts] == [again] * 3
 
 
@@ -199,7 +200,7 @@ def test_a_host_that_failed_is_not_compared_with_the_others(fleet):
         status, doctor = fleet.run("launcher.sh", "status"), fleet.run("launcher.sh", "doctor")
     assert "PROBLEM" not in status.stdout + doctor.stdout
     assert (status.returncode, doctor.returncode) == (1, 1)
-    assert status.stderr.count("gives no answer, but prints: MOTD") == 2
+    assert status.stderr.count("gives no valid answer, but prints: MOTD") == 2
 
 
 @pytest.mark.parametrize("how", ["exit", "forced"])
@@ -219,7 +220,9 @@ def test_no_answer_is_no_success(fleet, how):
         keys.write_text(text)
     says = "prints: only backups here" if how == "forced" else "ends"
     assert stop.returncode == status.returncode == 1
-    assert f"host01  FAILED: gives no answer, but {says}; see what ssh host01 does before it runs" in stop.stderr
+    assert (
+        f"host01  FAILED: gives no valid answer, but {says}; look at the shell's startup files on host01" in stop.stderr
+    )
     assert re.search("host01 +FAILED\n", status.stdout)
     assert column("state", fleet.run("launcher.sh", "status").stdout) == [
         "stopped, exit 0",
@@ -257,7 +260,10 @@ def test_what_may_go_wrong_is_a_warning_at_the_launch(fleet):
     left.unlink()
     assert done.returncode == 0
     warnings = [line for line in done.stdout.splitlines() if "WARNING" in line]
-    assert warnings[0] == f"host01  WARNING: its TPU is locked, left by nobody: sudo rm {left}"
+    assert (
+        warnings[0]
+        == f"host01  WARNING: its TPU is locked by a file that nobody left and no process holds: sudo rm {left}"
+    )
     assert re.fullmatch(r"host02  WARNING: its clock is 5184\d\d\d s from ours", warnings[1])
     assert len(warnings) == 2
 
@@ -333,7 +339,7 @@ def test_whose_run_it_is_is_said_and_asked(fleet):
     assert len(re.findall(names_it, refused.stderr)) == 3
     asked = launch(fleet, "true", options=["--replace"], USER="ben")
     assert asked.returncode == 2
-    owned = r"error: the run there was started by anna@\S+, not by ben@\S+; {} --yes stops it all the same\n"
+    owned = r"error: anna@\S+ started the run there, not ben@\S+; ask them first, or stop it with {} --yes\n"
     assert re.fullmatch(owned.format("--replace"), asked.stderr)
     stop = fleet.run("launcher.sh", "stop", USER="ben")
     assert (stop.returncode, stop.stdout) == (2, "")
@@ -367,7 +373,7 @@ def test_a_follower_of_logs_follows_the_next_run(fleet):
     with begin(fleet, "logs", "host01", "-f") as follow:
         assert follow.stdout.readline() == "first\n"
         launch(fleet, "bash", "-c", "echo second; sleep 100", options=["--replace"])
-        assert re.match(r"agent: launch \S+ since .*: bash -c echo second", follow.stdout.readline())
+        assert re.match(r"supervisor: launch \S+ since .*: bash -c echo second", follow.stdout.readline())
         assert follow.stdout.readline() == "second\n"
         follow.terminate()
         rest, errors = follow.communicate()
@@ -456,10 +462,10 @@ def test_a_frozen_command_is_killed_by_its_own_host(fleet, tmp_path):
     beats = "; while :; do alive 2 joined; sleep 0.5; done"
     launch(fleet, "bash", "-c", freezes + beats, options=["--restarts", "1"], RESTART_WAIT="1")
     host = fleet.hosts[1]
-    wait_until(lambda: "started again, 1 of 1" in log(host), 30)
+    wait_until(lambda: "restarted, 1 of 1" in log(host), 30)
     lines = log(host).splitlines()
-    assert re.fullmatch(r"agent: no sign of life from the command for \d+ s; it is killed", lines[0])
-    assert lines[1] == "agent: ended with status 137; starts again in 1 s, 1 of 1"
+    assert re.fullmatch(r"supervisor: no heartbeat from the command for \d+ s; killing it", lines[0])
+    assert lines[1] == "supervisor: the command exited with status 137; restarting in 1 s, 1 of 1"
     assert [log(other) for other in (fleet.hosts[0], fleet.hosts[2])] == ["", ""], "who is well is left alone"
 
 
@@ -472,7 +478,7 @@ def test_an_attempt_that_not_all_joined_is_not_counted(fleet, tmp_path):
     wait_until(lambda: column("state", fleet.run("launcher.sh", "status").stdout) == ["exit 1"] * 3)
     for host in fleet.hosts:
         text = log(host)
-        assert "starts again in 1 s, 0 of 1; not counted: not all processes joined, attempt 1 of 12\n" in text
+        assert "restarting in 1 s, 0 of 1 used; not counted: not all processes joined, attempt 1 of 12\n" in text
         assert text.count("all\n") == 2, "one restart that counts, and no more"
 
 

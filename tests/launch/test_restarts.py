@@ -38,7 +38,7 @@ def test_a_command_that_fails_is_started_again(fleet, tmp_path):
     one = fleet.hosts[1]
     assert done.returncode == 1
     assert column("state", done.stdout) == ["running", "restarting, 1 of 3", "running"]
-    said = "agent: ended with status 137; starts again in 6 s, 1 of 3"
+    said = "supervisor: the command exited with status 137; restarting in 6 s, 1 of 3"
     assert rows(done.stdout)["host01"]["last line"] == said
     left = int(first.read_text())
     wait_until(lambda: left not in fleet.processes())  # what the first process left behind, before the second starts
@@ -50,14 +50,14 @@ def test_a_command_that_fails_is_started_again(fleet, tmp_path):
     assert now.returncode == 0
     assert column("state", now.stdout) == ["running", "running, restarted 1 of 3", "running"]
     lines = log(one).splitlines()
-    assert lines[0].startswith("agent: killed by SIGKILL, not by the kernel")
+    assert lines[0].startswith("supervisor: SIGKILL ended the command; the kernel did not send it")
     assert lines[1] == said
-    assert lines[2] == "agent: started again, 1 of 3"
+    assert lines[2] == "supervisor: restarted, 1 of 3"
     assert lines[3].startswith("1 of 3 at ")
     wait_until(lambda: "step 2" in fleet.ssh(one, "tmux capture-pane -p -t axis"))
     stop = fleet.run("launcher.sh", "stop")
     assert len(re.findall(r"host0\d  stopped after \d+ s: exit 0; its log ends: ", stop.stdout)) == 3
-    assert all("starts again" not in log(host) for host in fleet.hosts if host is not one)
+    assert all("restarting" not in log(host) for host in fleet.hosts if host is not one)
 
 
 def test_a_command_that_goes_on_failing_is_given_up(fleet):
@@ -65,7 +65,8 @@ def test_a_command_that_goes_on_failing_is_given_up(fleet):
     launch(fleet, "bash", "-c", "echo try; exit 1", options=["--restarts", "2"], RESTART_WAIT="2")
     fleet.ssh(fleet.hosts[2], "tmux kill-server")
     wait_until(lambda: all(file_of(host, "exit").exists() for host in fleet.hosts))
-    again = "try\nagent: ended with status 1; starts again in 2 s, {0} of 2\nagent: started again, {0} of 2\n"
+    again = "try\nsupervisor: the command exited with status 1; restarting in 2 s, {0} of 2\n"
+    again += "supervisor: restarted, {0} of 2\n"
     assert [log(host) for host in fleet.hosts] == [again.format(1) + again.format(2) + "try\n"] * 3
     assert column("state", status(fleet).stdout) == ["exit 1"] * 3
 
@@ -95,7 +96,7 @@ def test_what_was_stopped_is_not_started_again(fleet):
     assert re.search(r"host00  stopped after [01] s: exit 1; ", stop.stdout)
     assert re.search(r"host01  stopped after [01] s: exit 1; ", stop.stdout)
     assert re.search(r"host02  killed after \d s, SIGTERM did not end it: exit 137; ", stop.stdout)
-    assert all("starts again" not in log(host) for host in fleet.hosts[1:])
+    assert all("restarting" not in log(host) for host in fleet.hosts[1:])
 
 
 def test_status_shows_what_the_command_reports(fleet):
@@ -141,8 +142,8 @@ def test_a_command_that_is_frozen_is_waited_for_without_work(fleet):
 
 @pytest.mark.parametrize(
     "said, named",
-    [("The tasks are unhealthy (stopped sending heartbeats):\n2", "process 2 sends no heartbeats"),
-     ("Failed to reach the coordination service", "the connection to host00 is cut, or its process is gone")],
+    [("The tasks are unhealthy (stopped sending heartbeats):\n2", ", because process 2 sent no heartbeats"),
+     ("Failed to reach the coordination service", ": the connection to host00 was cut, or its process is gone")],
     ids=["silent", "coordinator"],
 )  # fmt: skip
 def test_an_abort_names_whom_jax_has_missed(fleet, said, named):
@@ -150,4 +151,4 @@ def test_an_abort_names_whom_jax_has_missed(fleet, said, named):
     launch(fleet, "bash", "-c", 'echo "$1"; kill -ABRT $$', "_", said)
     one = fleet.hosts[1]
     wait_until(file_of(one, "exit").exists)
-    assert log(one).splitlines()[-1] == f"agent: aborted, as JAX does when {named}"
+    assert log(one).splitlines()[-1].startswith(f"supervisor: the command was aborted by JAX{named}; see the log of ")

@@ -163,14 +163,16 @@ def test_a_run_goes_on_after_a_process_was_killed(four, alone, victim, moment):
     assert done.returncode == 0, done.stdout + done.stderr
     assert wait_for_end(four, two) == [0, 0]
     killed, survivor = log(two[victim]), log(two[1 - victim])
-    assert "agent: ended with status 137; starts again in 25 s, 1 of 2" in killed
+    assert "supervisor: the command exited with status 137; restarting in 25 s, 1 of 2" in killed
     if victim:
         assert re.search("error: process 1 on host01 has been silent for 10 s; it had come to step [0-9]+", survivor)
         assert "silent" in (two[0].axis / "runs/k1/logs/process-00.log").read_text()
         assert "Traceback" not in survivor
-        assert "agent: ended with status 75; starts again in 25 s, 1 of 2" in survivor
+        assert "supervisor: the command exited with status 75; restarting in 25 s, 1 of 2" in survivor
     else:  # it names process 0, unless JAX has aborted it before
-        assert re.search("agent: ended with status 134; starts again in 25 s|error: process 0 on host00", survivor)
+        assert re.search(
+            "supervisor: the command exited with status 134; restarting in 25 s|error: process 0 on host00", survivor
+        )
     assert f"resumed    at step {EVERY} from runs/k{victim}/checkpoints" in log(two[0])
     found = losses(two[0].axis / f"runs/k{victim}")
     assert found == pytest.approx(alone, rel=1e-5)
@@ -203,7 +205,7 @@ def test_a_misspelled_setting_is_reported_once_with_the_nearest(four):
     assert done.returncode == 1
     says, nothing = done.stderr.splitlines()
     assert re.match(r"host00 and 3 more  FAILED: error: Unrecognized options: --run.stepz.* --run.steps INT", says)
-    assert nothing == "error: nothing was started, because it would not run"
+    assert nothing == "error: nothing was started, because main.py would not run on these hosts"
 
 
 def test_a_preempted_host_does_not_end_the_run(four, alone):
@@ -214,8 +216,9 @@ def test_a_preempted_host_does_not_end_the_run(four, alone):
     assert done.returncode == 0, done.stdout + done.stderr
     assert wait_for_end(four, two) == [0, 0]
     for host in two:
-        assert "agent: ended with status 0; starts again in 25 s, 0 of 1; not counted: preempted" in log(host)
-        assert "host01" in log(host)
+        assert "exited with status 0; restarting in 25 s, 0 of 1 used; not counted: a host was preempted" in log(host)
+    for host, named in zip(two, ("process 1 on host01", "this host"), strict=True):
+        assert f"preempted: the system asked {named} to stop (SIGTERM)" in log(host)
     assert losses(two[0].axis / "runs/t") == pytest.approx(alone, rel=1e-5)
     assert column("state", four.run("launcher.sh", "status", input=names(two)).stdout) == ["exit 0"] * 2
 
