@@ -108,7 +108,7 @@ def is_main_process() -> bool:
 
 
 def log(*words) -> None:
-    """Print on process 0, and where run.sh keeps what each prints apart; write to this process's log file, if any."""
+    """Print on process 0, or on every process that a supervisor keeps a log of; write to the log file, if any."""
     if is_main_process() or "AXIS_PROGRESS" in os.environ:
         print(*words, flush=True)
     log_to_file(*words)
