@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import socket
+import stat
 import sys
 import threading
 import time
@@ -179,7 +180,27 @@ def initialize(run: RunConfig, **how) -> bool:
         return False
     finally:
         late.cancel()
+    outlive_cuts(3 * run.peer_timeout_s)
     return True
+
+
+def outlive_cuts(seconds: int) -> None:
+    """Process 0 keeps a connection to another process although nothing is acknowledged on it for so long.
+
+    gRPC's server gives such a connection up after 20 s (TCP_USER_TIMEOUT), which JAX offers no setting for. Once the
+    network is back, the other process would be told that its connection was reset, and JAX would abort it.
+    """
+    from jax._src.distributed import global_state
+
+    if not (global_state.service and hasattr(socket, "TCP_USER_TIMEOUT") and os.path.isdir("/proc/self/fd")):
+        return
+    port = int(global_state.coordinator_address.rpartition(":")[2])
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:  # the listening one too: new ones take after it
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
+                        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def missing() -> str:

@@ -2,11 +2,16 @@
 
 import shutil
 import signal
+import threading
 
 import pytest
 
+from config import RunConfig
 from data import prepare
+from tests.train.several import Ended
 from tests.train.small_run import flags, run, stopped_at
+from train import processes
+from train.processes import OwnBoard, Processes
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +45,36 @@ def partway(home, stopped, tmp_path):
     """The stopped run again, with checkpoints 48 and 49, in a directory that a test may change: flags and directory."""
     shutil.copytree(stopped[0], tmp_path / "small")
     return flags(home, tmp_path), tmp_path / "small"
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """crew(count): so many `Processes` that share a board; what they end with is in `.exits`, {rank: status}."""
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
+    monkeypatch.setattr(processes, "LAST_WORDS_S", 0.3)
+    made = []
+
+    def make(count, **settings):
+        board, exits = OwnBoard(), {}
+        run = RunConfig(**{"peer_timeout_s": 60, **settings})
+
+        def exit_of(rank):
+            def end(status):
+                exits.setdefault(rank, status)
+                raise Ended
+
+            return end
+
+        for rank in range(count):
+            monkeypatch.setenv("AXIS_HOST", f"host{rank:02}")
+            one = Processes(rank, count, board, run, exit=exit_of(rank))
+            one.exits = exits
+            made.append(one)
+        return made
+
+    threading.excepthook, before = lambda args: None, threading.excepthook
+    yield make
+    threading.excepthook = before
+    for one in made:
+        one.closed.set()
+        one.thread.join(5)

@@ -17,67 +17,12 @@ import pytest
 
 import utils
 from config import RunConfig
+from tests.train.several import SHORT, Ended, pair, together
 from tests.train.small_run import ROOT, flags
 from train import processes
 from train.interruptions import Interruptions
-from train.processes import LOST, OwnBoard, Processes
+from train.processes import LOST, OwnBoard
 from utils import UserError, unreachable
-
-
-class Ended(BaseException):
-    """What `exit` does to a thread of a test."""
-
-
-@pytest.fixture
-def crew(monkeypatch):
-    """crew(count): so many `Processes` that share a board; what they end with is in `.exits`, {rank: status}."""
-    monkeypatch.setattr(processes, "POLL_S", 0.02)
-    monkeypatch.setattr(processes, "LAST_WORDS_S", 0.3)
-    made = []
-
-    def make(count, **settings):
-        board, exits = OwnBoard(), {}
-        run = RunConfig(**{"peer_timeout_s": 60, **settings})
-
-        def exit_of(rank):
-            def end(status):
-                exits.setdefault(rank, status)
-                raise Ended
-
-            return end
-
-        for rank in range(count):
-            monkeypatch.setenv("AXIS_HOST", f"host{rank:02}")
-            one = Processes(rank, count, board, run, exit=exit_of(rank))
-            one.exits = exits
-            made.append(one)
-        return made
-
-    threading.excepthook, before = lambda args: None, threading.excepthook
-    yield make
-    threading.excepthook = before
-    for one in made:
-        one.closed.set()
-        one.thread.join(5)
-
-
-def together(ones, work):
-    """work(one) of each in a thread of its own; returns what each returned, None for one that was ended."""
-    found = {}
-
-    def call(one):
-        try:
-            found[one.rank] = work(one)
-        except Ended:
-            found[one.rank] = None
-
-    threads = [threading.Thread(target=call, args=(one,), daemon=True) for one in ones]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "it waits for ever"
-    return [found[one.rank] for one in ones]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -421,27 +366,6 @@ def test_what_native_code_prints_goes_nowhere():
         assert subprocess.run([*command[:2], code], cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode == 0
 
 
-def pair(*words_of_each, script="main.py", begin=lambda rank, process: None, **how):
-    """Two processes that train as one, each with its flags: for each its exit status, and what it has said.
-
-    begin   is called with the number of each and its process, as soon as that is there
-    how     an argument of Popen -> its value for each
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    begun = []
-    for rank, words in enumerate(words_of_each):
-        told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
-                "AXIS_HOST": f"host0{rank}", "AXIS_FAULT": "kill:1:save:4"}  # fmt: skip
-        command = [sys.executable, ROOT / script, *words, "--devices", "2", "--mesh", "fsdp=2"]
-        usual = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        settings = usual | {name: of_each[rank] for name, of_each in how.items()}
-        begun.append(subprocess.Popen(command, env=os.environ | told, text=True, **settings))
-        begin(rank, begun[-1])
-    said = [one.communicate(timeout=120) for one in begun]
-    return [one.returncode for one in begun], [out for out, _ in said], [err for _, err in said]
-
-
 def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
     """Catches two hosts that hang, or train on, with another learning rate each."""
     words = [*flags(home, tmp_path), "--run.name", "two", "--optim.lr"]
@@ -451,9 +375,6 @@ def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
         assert "optim.lr is 0.02 for process 1 on host01, and 0.01 for process 0 on host00" in err
         assert "Traceback" not in err
     assert not (tmp_path / "two").exists()
-
-
-SHORT = ["--run.steps", "8", "--run.checkpoint_every", "4", "--run.eval_every", "4", "--run.peer_timeout_s", "8"]
 
 
 def test_one_that_dies_in_a_save_is_named(home, tmp_path):
