@@ -178,6 +178,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: without it the run is not complete
+    together.complete = True
     if text is not None:
         log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
     peak = f"peak memory {peak_bytes / 2**30:.2f} GiB"

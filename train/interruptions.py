@@ -11,7 +11,7 @@ from pathlib import Path
 
 from train import checkpoint
 from train.processes import Processes
-from utils import is_remote, log
+from utils import is_remote, log, log_to_file
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
 
@@ -62,9 +62,18 @@ class Interruptions:
             os.close(self.writes)  # ends the thread
 
     def handle(self, number, frame) -> None:
+        self.note_sender(number)
         self.asked = self.asked or (signal.SIGTERM if number == self.ELSEWHERE else number)
-        if not self.saving:
+        if not (self.saving or self.together.complete):
             raise Stopped
+
+    def note_sender(self, number: int) -> None:
+        """Remember who asked this process to stop. `launcher.sh stop` leaves a file before it sends SIGTERM."""
+        alive = os.environ.get("AXIS_ALIVE")
+        if number == signal.SIGTERM and alive and not Path(alive).with_name("stop").exists():
+            self.together.line.by = self.together.line.by or "system"
+        elif number in self.SIGNALS:
+            self.together.line.by = "user"
 
     def watch(self, reads: int) -> None:
         """Sees a signal at once, in a thread: the main one may be inside XLA for a minute, where `handle` waits."""
@@ -72,17 +81,28 @@ class Interruptions:
         while number := os.read(reads, 1):
             own = number[0] in self.SIGNALS
             seen += own
+            self.note_sender(number[0])
             if seen > 1:
                 self.end_now(128 + number[0])
-            elif (own or number[0] == self.ELSEWHERE) and not told:
+            elif (own or number[0] == self.ELSEWHERE) and not (told or self.together.complete):
                 told = True
                 end = "stopping after this step, and saving it" if self.saving else "stopping"
                 self.together.ask()
                 with suppress(OSError):  # a full disk
-                    print(f"\n{end}; once more stops at once", file=sys.stderr, flush=True)
+                    print(f"\n{self.reason}{end}; once more stops at once", file=sys.stderr, flush=True)
+                    log_to_file(f"{self.reason}{end}")
                 if not self.saving and self.together.count > 1:  # the main thread may wait for another process
                     self.patience.start()
         os.close(reads)
+
+    @property
+    def reason(self) -> str:
+        """Say whose host the system takes away; empty if somebody stops the run."""
+        rank = self.together.preempted
+        if rank is None:
+            return ""
+        host = "this host" if rank == self.together.rank else self.together.name(rank)
+        return f"preempted: the system asked {host} to stop (SIGTERM); "
 
     def end_now(self, status: int) -> None:
         cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the progress bar hides it
@@ -137,6 +157,7 @@ class Interruptions:
 
     def end(self) -> int:
         """Say how to go on; returns the exit status: that of the signal, if there is nothing to go on from."""
+        self.together.line.stopped = True
         saved, goes_on = self.together.first("outlook", lambda: self.outlook)
         if self.together.count > 1:
             goes_on += "  (on the same hosts, by launcher.sh)"

@@ -54,6 +54,8 @@ class Line:
     begun: int = 0  # the step it has come to
     ready: bool = False  # to begin the loop, as soon as all are
     stop: bool = False  # it was asked to stop, or has seen that another was
+    by: str = ""  # who asked this process: the "user", or the "system", which takes the host away; "": nobody
+    stopped: bool = False  # it ends before the run is complete, because one of them was asked
     granted: int = -1  # the last step it may begin; fixed once `stop` is true
     saved: int | None = None  # of process 0: the step of the newest checkpoint, 0: there is none; None: not known yet
     products_ms: list[float] = dataclasses.field(default_factory=list)  # how fast its device is: measured twice
@@ -130,9 +132,9 @@ def own_output() -> None:
 
 
 def say_alive(silent_s: float, what: str) -> None:
-    """Tell run.sh, if it is who started this, that the process is joining, or has joined, and lives.
+    """Tell the supervisor, if one started this process, that it lives, and is `joining`, `joined` or `preempted`.
 
-    Of the file AXIS_ALIVE the age counts; its line says how many seconds of it mean that the process is dead.
+    The age of the file AXIS_ALIVE counts. Its line gives the age in seconds at which the process is dead, and the word.
     """
     if path := os.environ.get("AXIS_ALIVE"):
         with contextlib.suppress(OSError):
@@ -266,6 +268,7 @@ class Processes:
         self.found_stuck = None  # when a process was first seen stuck
         self.taken, self.report, self.shown = None, ("-", "-", "-"), None
         self.pace, self.slow, self.told_alive = pace.Pace(), set(), -math.inf
+        self.complete = False  # the run: nothing is left that a signal could stop
         self.share_disk = True  # all see what process 0 writes to the run's directory
         self.on_stop = lambda: None
         self.thread = threading.Thread(target=self.watch, name="processes", daemon=True)
@@ -405,6 +408,18 @@ class Processes:
                 self.line.stop = True
                 self.tell()
 
+    @property
+    def preempted(self) -> int | None:
+        """The process whose host the system takes away; None: there is none, or a user has asked for this stop too."""
+        by = {rank: line.by for rank, line in (self.lines | {self.rank: self.line}).items()}
+        return None if "user" in by.values() else next((rank for rank in by if by[rank] == "system"), None)
+
+    def say_alive(self, more_s: float = 0.0) -> None:
+        """Tell the supervisor that this process lives. Its last word tells a preempted run."""
+        stopped = self.line.stopped or any(line.stopped for line in self.lines.values())
+        what = "preempted" if stopped and self.preempted is not None else "joined"
+        say_alive(self.peer_timeout_s + more_s, what)
+
     # Ending
 
     def leave(self, status: int, error: str = "") -> int:
@@ -417,16 +432,18 @@ class Processes:
             self.tell()
         self.wait(lambda lines: all(line.ended for line in lines))
         self.closed.set()
+        self.thread.join()
+        self.lines = self.read()
+        self.say_alive(SHUTDOWN_S)
         if self.count > 1:
-            self.thread.join()
-            say_alive(self.peer_timeout_s + SHUTDOWN_S, "joined")
             with contextlib.suppress(RuntimeError):  # all is done, whoever else is gone by now
                 jax.distributed.shutdown()
         return status
 
     def end(self, status: int, why: str, say: bool = True) -> None:
         """End this process now, from any thread; the others see why on the board."""
-        say_alive(self.peer_timeout_s + LAST_WORDS_S, "joined")
+        self.line.stopped |= status > 128  # of a signal
+        self.say_alive(LAST_WORDS_S)
         if say:
             with contextlib.suppress(OSError):  # a full disk
                 print(f"\nerror: {why}", file=sys.stderr)
@@ -469,7 +486,7 @@ class Processes:
         asked, answered = None, time.monotonic()
         while not self.closed.wait(POLL_S):
             if time.monotonic() - self.told_alive >= ALIVE_S:
-                say_alive(self.peer_timeout_s, "joined")
+                self.say_alive()
                 self.told_alive = time.monotonic()
             asked = asked or exchange.submit(lambda: self.tell() or self.read())
             try:

@@ -1,0 +1,137 @@
+"""A host that the system takes away is told apart from a run that a user stops, on every process of the run."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+import main
+from tests.train.several import SHORT, pair, together
+from tests.train.small_run import flags, run, stopped_at
+from train import processes
+from train.interruptions import Interruptions
+
+FINISHED, PREEMPTED, STOPPED = "joined", "preempted", "joined"
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """The folder of a launch, in which the supervisor watches the file `alive`."""
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    monkeypatch.setenv("AXIS_ALIVE", str(folder / "alive"))
+    return folder
+
+
+def last_word(folder):
+    return (folder / "alive").read_text().rstrip("\n").split("\t")[1]
+
+
+@pytest.mark.parametrize("stop, word", [(False, PREEMPTED), (True, STOPPED)])
+def test_one_process_reports_preemption_unless_stop_was_asked(partway, launch, stop, word):
+    """Catches a preempted run that looks finished, so that nobody restarts it, and a stopped run that restarts."""
+    if stop:
+        (launch / "stop").touch()
+    with stopped_at(52, signal.SIGTERM):
+        status, _, err = run(partway[0])
+    assert (status, last_word(launch)) == (0, word)
+    said = "preempted: the system asked this host to stop (SIGTERM); stopping after this step, and saving it"
+    assert (said in err) is (not stop)
+
+
+def test_ctrl_c_is_no_preemption(partway, launch):
+    """Catches a run that comes back after its user has pressed Ctrl-C."""
+    with stopped_at(52, signal.SIGINT):
+        status, _, err = run(partway[0])
+    assert (status, last_word(launch)) == (0, STOPPED) and "preempted" not in err
+
+
+def test_preemption_before_the_first_checkpoint(home, launch, tmp_path, monkeypatch):
+    """Catches a run that is given up because its host was taken away while it compiled."""
+    monkeypatch.setattr(main, "trace_step", lambda *_: signal.raise_signal(signal.SIGTERM))
+    status, _, err = run(flags(home, tmp_path))
+    assert (status, last_word(launch)) == (143, PREEMPTED)
+    assert "preempted: the system asked this host to stop (SIGTERM); stopping; once more" in err
+
+
+def test_a_complete_run_is_complete(partway, launch, monkeypatch):
+    """Catches a run that starts again after its last row, because its host was taken away just then."""
+    show = main.log
+
+    def log_and_signal(*words):
+        show(*words)
+        if str(words[0]).startswith("sample"):  # the first line after the last row
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(main, "log", log_and_signal)
+    status, out, _ = run(partway[0])
+    assert (status, last_word(launch)) == (0, FINISHED)
+    assert "done       step 60" in out and "stopped    " not in out
+
+
+@pytest.mark.parametrize("number, stop, by", [
+    (signal.SIGTERM, False, "system"), (signal.SIGTERM, True, "user"), (signal.SIGINT, False, "user"),
+    (Interruptions.ELSEWHERE, False, ""),
+])  # fmt: skip
+def test_who_sent_a_signal(crew, launch, number, stop, by):
+    """Catches a process that follows another's stop and takes itself for the one that was asked."""
+    (one,) = crew(1)
+    if stop:
+        (launch / "stop").touch()
+    Interruptions([], launch, one).note_sender(number)
+    assert one.line.by == by
+
+
+def test_without_a_supervisor_nobody_is_preempted(crew, monkeypatch):
+    """Catches a message about preemption where a user types `kill`."""
+    monkeypatch.delenv("AXIS_ALIVE", raising=False)
+    (one,) = crew(1)
+    Interruptions([], Path(), one).note_sender(signal.SIGTERM)
+    assert one.line.by == "user"
+
+
+@pytest.mark.parametrize("status", [0, 143])
+@pytest.mark.parametrize("by, word", [
+    (("", "system", ""), PREEMPTED), (("system", "system", "system"), PREEMPTED), (("", "user", ""), STOPPED),
+    (("user", "system", ""), STOPPED), (("system", "", "user"), STOPPED), (("", "", ""), STOPPED),
+])  # fmt: skip
+def test_all_processes_end_with_one_word(crew, monkeypatch, status, by, word):
+    """Catches a fleet of which one half restarts, and a `stop --only HOST` that the other hosts take for preemption."""
+    words = []
+    monkeypatch.setattr(processes, "say_alive", lambda _, what: words.append(what))
+    monkeypatch.setattr(processes, "ALIVE_S", 1000)
+    ones = crew(3)
+    for one in ones:
+        one.wait(lambda lines: True)
+
+    def work(one):
+        one.line.by = by[one.rank]
+        one.ask()
+        one.wait(lambda lines: all(line.stop for line in lines))
+        one.judge(one.read(), 0)
+        one.line.stopped = not status  # else `end` says it
+        return one.leave(status)
+
+    together(ones, work)
+    assert words[-3:] == [word] * 3
+
+
+@pytest.mark.parametrize("fault, stop, statuses, word", [
+    ("term:1:step:3", None, [0, 0], PREEMPTED),
+    ("term:1:compile:-", None, [143, 143], PREEMPTED),
+    ("term:1:step:3", 1, [0, 0], STOPPED),
+])  # fmt: skip
+def test_two_processes_agree_on_the_reason(home, tmp_path, fault, stop, statuses, word):
+    """The system, or `stop`, reaches process 1 alone. Catches a reason that does not travel with the request."""
+    launches = [tmp_path / "launch0", tmp_path / "launch1"]
+    settings = [{"AXIS_ALIVE": str(folder / "alive"), "AXIS_FAULT": fault} for folder in launches]
+    for folder in launches:
+        folder.mkdir()
+    if stop is not None:
+        (launches[stop] / "stop").touch()
+    words = [*flags(home, tmp_path), *SHORT]
+    found, _, errors = pair(words, words, script="tests/launch/faulty.py", settings=settings)
+    assert found == statuses, errors
+    assert [last_word(folder) for folder in launches] == [word] * 2
+    assert ("preempted: the system asked process 1 on host01 to stop (SIGTERM)" in errors[0]) is (word == PREEMPTED)
+    assert ("preempted: the system asked this host to stop (SIGTERM)" in errors[1]) is (word == PREEMPTED)
