@@ -230,7 +230,8 @@ def main(argv: list[str] | None = None) -> int | None:
         storage.check(directory := storage.of(cfg))
         interruptions = Interruptions(argv, directory / "checkpoints", together)
         try:
-            with interruptions, locked(directory), storage.fetched(directory):
+            writes = lambda: together.share_disk or together.rank == 0
+            with interruptions, locked(directory), storage.fetched(directory), storage.watched(directory, writes):
                 train(cfg, directory, argv, interruptions, together)
         except KeyboardInterrupt:
             return interruptions.end()

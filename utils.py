@@ -16,7 +16,15 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with status 2."""
+    """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with `status`."""
+
+    status = 2
+
+
+class DiskLost(UserError):
+    """The disk that a command writes to went away. It may come back, so launcher.sh restarts the command."""
+
+    status = 75  # sysexits.h calls it EX_TEMPFAIL
 
 
 def require_multiple(name: str, size: int, parts: int, over: str) -> None:
@@ -35,7 +43,7 @@ def require_multiple(name: str, size: int, parts: int, over: str) -> None:
 def exit_status(main):
     """Decorator of a command: what a user can cause ends in one line and an exit status, never in a traceback.
 
-    2 for a UserError, and for what the system refuses, as for want of space (an OSError's text names the file); 130
+    That of a UserError; 2 for what the system refuses, as for want of space (an OSError's text names the file); 130
     after Ctrl-C; 1, and no line, if the reader of the output has left, as `head` does.
     """
 
@@ -54,7 +62,7 @@ def exit_status(main):
                 print(f"error: {error}", file=sys.stderr, flush=True)
             log_to_file(f"error: {error}")
             wrapped.error = str(error)
-            return 2
+            return getattr(error, "status", 2)
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             return 130

@@ -39,7 +39,7 @@ from config import first_difference, moved
 from sharding import map_named, named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
-from utils import UserError, exit_status, is_main_process, is_remote, replace_file
+from utils import DiskLost, UserError, exit_status, is_main_process, is_remote, replace_file
 
 CHUNK_BYTES = 2**26  # most of an array that is unpacked to read any part of it
 KEEPER = "keeper"  # a file: the name of the host that keeps the checkpoints, where hosts share no disk
@@ -127,6 +127,10 @@ class Saver:
             raise
         except Exception as error:  # the clients of a bucket have errors of their own
             self.failed = True
+            run = os.path.dirname(self.directory)
+            writes = not self.far and (self.shared or is_main_process())
+            if writes and (why := storage.why_lost(error, run)):
+                raise DiskLost(why) from error
             if not (of_a_bucket if self.far else of_the_disk)(error):  # a TimeoutError of Orbax would pass for its
                 raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
             if self.far:
@@ -134,7 +138,7 @@ class Saver:
             else:
                 if is_main_process():
                     _remove(self.unfinished(step))  # frees the disk
-                said = f"{error} ({shutil.disk_usage(self.directory).free / 2**20:,.0f} MiB free there)"
+                said = f"{error} ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free there)"
             raise UserError(f"the checkpoint of step {step} cannot be written to {self.directory}: {said}; "
                             f"{self.what_stays()}") from error  # fmt: skip
 
@@ -196,7 +200,7 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
                 _discard(path)  # a damaged one of this step
                 storage.clear(path)
             else:
-                os.makedirs(path)
+                os.mkdir(path)  # and none above it: a disk that went away must not be replaced by its mount point
             epath.Path(path, "about.json").write_text(json.dumps(about))
         arrays = named(state) if saver.shared else {name: gather(x) for name, x in named(state).items()}
         params = {name: x for name, x in arrays.items() if name.startswith("params.")}

@@ -175,8 +175,8 @@ def locked(run: Path | Far) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
-            with suppress(OSError):  # something came into it
+            with suppress(OSError):  # something came into it, or its disk went away
+                path.unlink(missing_ok=True)
                 for one in made:
                     one.rmdir()
 

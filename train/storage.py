@@ -12,9 +12,11 @@ A bucket neither appends, nor renames, nor locks. So of a run there
 
 import base64
 import contextlib
+import errno
 import functools
 import hashlib
 import os
+import re
 import socket
 import tempfile
 import time
@@ -27,7 +29,7 @@ from etils import epath
 import utils
 from config import Config
 from reading import bucket
-from utils import UserError, cache_directory, is_remote, log
+from utils import DiskLost, UserError, cache_directory, is_remote, log
 
 CHECKPOINTS, OWNER = "checkpoints", "owner"
 
@@ -118,9 +120,12 @@ def here(directory: Path | Far) -> Path:
 
 
 def check(directory: Path | Far) -> None:
-    """Raises: UserError if it names a bucket that is not there, or may not be seen."""
+    """Raises: UserError if it names a bucket that is not there, or may not be seen; DiskLost if an earlier attempt of
+    this launch lost the directory, and it is still gone: this attempt would begin at step 0 below its mount point."""
     if isinstance(directory, Far):
         directory.check()
+    elif (mark := lost_mark()) and mark.exists() and not (directory / "config.json").exists():
+        raise DiskLost(f"{directory} is still gone: is the shared disk mounted? If you removed it, launch again")
 
 
 def take(directory: Path | Far) -> None:
@@ -173,6 +178,56 @@ def remove(directory: Path | Far, name: str) -> None:
     clear(path)
     if isinstance(directory, Far) and directory.ask(name, lambda files, at: files.exists(at)):
         directory.ask(name, lambda files, at: files.rm(at, recursive=True))
+
+
+# A disk that goes away under a run ------------------------------------------------------------------------------------
+
+# What the system reports of a file server, or a device, that is no longer there.
+LOST_DISK = {getattr(errno, name, None) for name in (
+    "ESTALE", "EIO", "ENOTCONN", "ENODEV", "ENXIO", "EREMOTEIO", "ESHUTDOWN", "ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH",
+    "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "ENETDOWN", "ENETUNREACH")}  # fmt: skip
+
+
+def lost_mark() -> Path | None:
+    """The file that notes for the next attempt of this launch that the run's directory is lost."""
+    alive = os.environ.get("AXIS_ALIVE")
+    return Path(alive).with_name("disk_lost") if alive else None
+
+
+def why_lost(error: Exception, directory: str | os.PathLike) -> str | None:
+    """Say that an error means that the disk of a run's directory went away; None: it means something else.
+
+    A full disk, and one that may only be read, stay where they are, so a restart would not help.
+    """
+    if not os.path.exists(directory):
+        return f"{directory} is gone: is the shared disk mounted?"
+    in_text = re.search(r"os_error_code='?(\d+)", str(error))  # tensorstore repeats the number in a ValueError
+    number = int(in_text[1]) if in_text else getattr(error, "errno", None)
+    named = getattr(error, "filename", None)
+    elsewhere = isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(
+        Path(directory).absolute()
+    )
+    if number not in LOST_DISK - {None} or elsewhere:
+        return None
+    return f"{directory} does not answer ({os.strerror(number)}): is the shared disk mounted?"
+
+
+@contextlib.contextmanager
+def watched(directory: Path | Far, writes: Callable[[], bool]) -> Iterator[None]:
+    """Within, an OSError because the disk of a run's directory went away is raised as DiskLost.
+
+    writes   whether this process writes to that disk
+    """
+    try:
+        yield
+    except (OSError, DiskLost) as error:
+        why = str(error) if isinstance(error, DiskLost) else why_lost(error, here(directory))
+        if why is None or not writes():
+            raise
+        with contextlib.suppress(OSError):
+            if mark := lost_mark():
+                mark.touch()
+        raise DiskLost(why) from error
 
 
 # Files by path or address ---------------------------------------------------------------------------------------------
