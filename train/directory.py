@@ -232,10 +232,28 @@ def note_saved(directory: Path | Far, step: int) -> None:
     replace_file(directory / SAVED, f"{step}\n")
 
 
-def read_rows(directory: Path | Far) -> list[str]:
-    """Lines of metrics.jsonl, without a last one that is half written."""
-    path = directory / "metrics.jsonl"
+def read_rows(directory: Path | Far, name: str = "metrics.jsonl") -> list[str]:
+    """Lines of metrics.jsonl, or of the rows that were set aside, without a last one that is half written."""
+    path = directory / name
     return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
+
+
+def missing_rows(directory: Path | Far, step: int) -> str | None:
+    """Say which steps before a checkpoint have no rows in metrics.jsonl; None: the record reaches it.
+
+    A checkpoint always ends a row. Its row is missing if the run resumed from an earlier one meanwhile.
+    """
+    trained = lambda texts: {row["step"] for row in map(json.loads, texts) if row["kind"] == "train"}
+    last = max((one for one in trained(read_rows(directory)) if one <= step), default=0)
+    if last == step:
+        return None
+    aside = [one for one in trained(read_rows(directory, SET_ASIDE)) if last < one <= step]
+    steps = f"step {step}" if last + 1 == step else f"steps {last + 1} to {step}"
+    why = "the file was cut or replaced, or the checkpoint was copied here"
+    if aside:
+        why = "its checkpoint could not be read for a while, so the run resumed from an earlier one; "
+        why += f"{len(aside)} rows of these steps are in {directory / SET_ASIDE}"
+    return f"{directory / 'metrics.jsonl'} has no rows for {steps}: {why}"
 
 
 class Metrics:

@@ -12,10 +12,10 @@ import sharding
 from config import Config
 from pipeline import fit
 from train import checkpoint
-from train.directory import check_place, read_rows
+from train.directory import check_place, missing_rows, read_rows
 from train.processes import Processes
 from train.storage import Far
-from utils import log
+from utils import is_main_process, log
 
 
 def trace_step(cfg: Config, mesh):
@@ -37,6 +37,8 @@ def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Call
     state = state_at(step, cfg, mesh, checkpoints, given_params, together.share_disk)
     if step is not None:
         log(f"resumed    at step {int(state.step)} from {checkpoints}")
+        if is_main_process() and (missing := missing_rows(directory, step)):
+            log(f"record     {missing}")
         rows = [row for row in map(json.loads, read_rows(directory)) if (row["kind"], row["step"]) == ("train", step)]
         if rows and (change := change_of_rate(cfg, state, rows[-1]["lr"])):
             log(f"lr         {change}")

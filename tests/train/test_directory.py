@@ -6,14 +6,15 @@ import json
 import os
 import re
 import shutil
+import signal
 
 import pytest
 
 import main
 from bench import soak
 from config import replace
-from tests.train.small_run import STEPS, flags, run, snapshot
-from train.directory import SET_ASIDE, Metrics, locked, look
+from tests.train.small_run import STEPS, flags, run, snapshot, stopped_at, trained_steps
+from train.directory import SET_ASIDE, Metrics, locked, look, missing_rows
 
 
 def test_two_runs_in_one_directory_are_refused(straight, home):
@@ -107,6 +108,41 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
     assert look(cfg, directory) == 60
     with pytest.raises(ValueError, match="has come to step 60, and its checkpoint of step 60 is gone"):
         look(replace(cfg, **{"run.steps": 99}), directory)
+
+
+def test_a_repaired_checkpoint_says_which_rows_are_missing(partway):
+    """Catches a record without steps 51 to 58, and no message, where a checkpoint that was damaged is good again."""
+    argv, directory = partway
+    with stopped_at(58, signal.SIGINT):
+        assert run(argv)[0] == 0
+    hidden = [(directory / f"checkpoints/{step}/manifest.json") for step in (56, 58)]
+    texts = [path.read_text() for path in hidden]
+    for path in hidden:
+        path.write_text("damaged")
+    with stopped_at(50, signal.SIGINT):
+        status, out, _ = run(argv)
+    assert status == 0 and "resumed    at step 48 " in out and "has no rows" not in out
+    for path, text in zip(hidden, texts, strict=True):
+        path.write_text(text)
+    status, out, err = run(argv)
+    assert (status, err) == (0, "") and "resumed    at step 58 " in out
+    said = "its checkpoint could not be read for a while, so the run resumed from an earlier one; 8 rows of these steps"
+    assert f"\nrecord     {directory}/metrics.jsonl has no rows for steps 51 to 58: {said} are in {directory}/" in out
+    assert trained_steps(directory) == [*range(1, 51), 59, 60]
+
+
+@pytest.mark.parametrize(("rows", "aside", "said"), [
+    ([10, 20], [], None), ([10, 20, 25], [], None),
+    ([10], [], "no rows for steps 11 to 20: the file was cut or replaced"), ([], [], "no rows for steps 1 to 20"),
+    ([10, 19], [20, 30], "no rows for step 20: its checkpoint .* 1 rows of"),
+])  # fmt: skip
+def test_which_rows_are_missing(tmp_path, rows, aside, said):
+    """Catches a warning about a record that is whole, as one with a row every 10 steps is."""
+    for name, steps in (("metrics.jsonl", rows), (SET_ASIDE, aside)):
+        texts = [json.dumps({"kind": kind, "step": step}) for step in steps for kind in ("train", "eval")]
+        (tmp_path / name).write_text("".join(f"{text}\n" for text in texts))
+    found = missing_rows(tmp_path, 20)
+    assert found is None if said is None else re.search(said, found)
 
 
 def test_rows_that_are_taken_again_are_kept(tmp_path, capsys):
