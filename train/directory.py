@@ -79,7 +79,12 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
         written = json.loads(file.read_text()) if file.exists() else describe(cfg)
         theirs = decisive(written)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} cannot be read ({error!r}); choose another --run.name, or --run.restart") from None
+        step = checkpoint.latest_step(checkpoints, read=read)
+        advice = "there is no checkpoint, so choose another --run.name"
+        if step is not None:
+            advice = "nothing is lost: move the file away and repeat the command, with the settings of the run, which "
+            advice += f"{checkpoints / str(step) / 'about.json'} holds too"
+        raise UserError(f"{file} cannot be read ({error!r}); {advice}") from None
     if difference := first_difference(ours, theirs):
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "

@@ -145,6 +145,37 @@ def test_which_rows_are_missing(tmp_path, rows, aside, said):
     assert found is None if said is None else re.search(said, found)
 
 
+def test_a_damaged_config_json_loses_nothing(partway, straight):
+    """Catches advice to delete a run whose checkpoints are good, a run that does not resume without config.json, and
+    one that then resumes with other settings."""
+    argv, directory = partway
+    file, about = directory / "config.json", directory / "checkpoints/49/about.json"
+    file.write_text("not json")
+    before = snapshot(directory)
+    status, out, err = run(argv)
+    assert (status, out) == (2, "") and snapshot(directory) == before
+    assert err.startswith(f"error: {file} cannot be read (JSONDecodeError(") and err.endswith(
+        "; nothing is lost: move the file away and repeat the command, with the settings of the run, which "
+        f"{about} holds too\n"
+    )
+
+    file.unlink()
+    status, out, err = run([*argv, "--optim.lr", "0.02"])
+    assert status == 2 and f"checkpoint {directory}/checkpoints/49 belongs to another run: optim.lr is 0.02 here" in err
+    status, out, err = run(argv)
+    assert (status, err) == (0, "") and "resumed    at step 49 " in out
+    assert json.loads(file.read_text())["config"] == main.parse(argv).to_dict()
+    assert soak.differences(argv, directory, straight) == []
+
+
+def test_a_damaged_config_json_without_checkpoints(tmp_path, home):
+    """Catches advice to repeat the command where that would begin at step 0, over the rows of the old run."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/config.json").write_text("not json")
+    status, _, err = run(flags(home, tmp_path))
+    assert status == 2 and err.endswith("; there is no checkpoint, so choose another --run.name\n")
+
+
 def test_rows_that_are_taken_again_are_kept(tmp_path, capsys):
     """Catches rows past the newest checkpoint that are lost, at once or the second time; and a line where none are."""
     lines = [f'{{"kind": "train", "step": {step}}}\n' for step in range(1, 8)]
