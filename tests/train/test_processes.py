@@ -92,6 +92,26 @@ def test_one_that_is_silent_is_named(crew, capsys):
     assert "process 2 on host02 has been silent for 1 s; it had come to step 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_a_clock_that_jumps_ends_nothing(crew, monkeypatch, jump_s):
+    """Catches a process that is taken for dead, or stuck, because the clock of a host was set meanwhile."""
+    ones = crew(2, hang_timeout_s=60)
+    for one in ones:
+        one.at(4)
+    clock = time.time
+    heard = lambda: [one.heard[rank] for one in ones for rank in (0, 1)]
+    for jumped in (False, True):
+        if jumped:
+            monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+        before, end = heard(), time.monotonic() + 20
+        while min(now - then for now, then in zip(heard(), before, strict=True)) <= 0:  # all are heard again
+            assert time.monotonic() < end, "it is not heard any more"
+            time.sleep(0.02)
+        time.sleep(5 * processes.POLL_S)  # and judged
+    assert not ones[0].exits and not any(one.line.stuck for one in ones)
+    assert all(now - then < 60 for now, then in zip([time.monotonic()] * 4, heard(), strict=True))
+
+
 def test_one_that_hangs_is_named_with_its_line(crew, capfd):
     """Catches a watchdog that blames those who wait, or that cannot say where the one hangs."""
     ones = crew(2, hang_timeout_s=1)
