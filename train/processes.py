@@ -39,7 +39,7 @@ from utils import UserError, replace_file
 
 LOST = 75  # exit status where another try may go well: sysexits.h calls it EX_TEMPFAIL
 POLL_S = 0.5
-ALIVE_S = 2.0  # between two signs of life for run.sh
+ALIVE_S = 2.0  # between two heartbeats for the supervisor
 SHUTDOWN_S = 60  # how long jax.distributed waits at the end until all have come to it
 LAST_WORDS_S = 10.0  # how long the others have to read why process 0 ends, and say that they do
 ROOT = Path(__file__).resolve().parent.parent
@@ -563,7 +563,7 @@ class Processes:
         return f"{what}{does}; the stacks of each are in its log"
 
     def write_progress(self) -> None:
-        """Tell run.sh, if it is who started this: step, steps, loss, tokens/s, and when the step was taken."""
+        """Tell the supervisor, if one started this process: step, steps, loss, tokens/s, time of the step."""
         path, now = os.environ.get("AXIS_PROGRESS"), (self.taken, self.report)
         if path and self.taken and now != self.shown:
             step, at = self.taken

@@ -533,7 +533,7 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
     (jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"), RuntimeError),
 ])  # fmt: skip
 def test_the_disk_is_blamed_for_its_own_words_alone(tmp_path, error, kind):
-    """Catches a host that is gone, called a full disk: the status of that ends the tries of run.sh."""
+    """Catches a host that is gone, called a full disk: the supervisor would not restart after that status."""
     with checkpoint.open_directory(tmp_path) as saver, pytest.raises(kind) as caught, saver.explained(5):
         raise error
     assert type(caught.value) is kind and str(error) in str(caught.value)

@@ -189,7 +189,7 @@ def test_progress_is_written_whole(crew, tmp_path, monkeypatch):
 
 @pytest.fixture
 def alive(tmp_path, monkeypatch):
-    """alive(): the text of the file that run.sh watches, once it is younger than this call."""
+    """alive(): the text of the file that the supervisor watches, once it is younger than this call."""
     path = tmp_path / "alive"
     monkeypatch.setenv("AXIS_ALIVE", str(path))
     monkeypatch.setattr(processes, "ALIVE_S", 0.1)
@@ -360,7 +360,7 @@ def test_a_disk_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_that_waits_in_vain_says_for_whom(home, tmp_path, rank):
-    """Catches C++ stacks in place of a sentence, and a status that ends the tries of run.sh."""
+    """Catches C++ stacks in place of a sentence, and a status after which the supervisor does not restart."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
@@ -399,7 +399,7 @@ def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
 
 def test_one_that_dies_in_a_save_is_named(home, tmp_path):
     """On a disk that both share, where they meet in Orbax's barriers. Catches a disk that is blamed for a host, with a
-    status that ends the tries of run.sh, and a wait of ten minutes."""
+    status after which the supervisor does not restart, and a wait of ten minutes."""
     words = [*flags(home, tmp_path), *SHORT]
     status, _, errors = pair(words, words, script="tests/launch/faulty.py")
     assert status == [LOST, -signal.SIGKILL], errors
