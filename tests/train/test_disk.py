@@ -80,6 +80,7 @@ def test_a_removed_folder_of_checkpoints_is_the_users(partway, monkeypatch):
     (OSError(errno.EIO, "Input/output error", "/tokens/train.bin"), None),
     (OSError(errno.ENOSPC, "No space left on device", "RUN/metrics.jsonl"), None),
     (ValueError(f"Error writing [os_error_code='{errno.ENOSPC}']"), None),
+    (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), None),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), None),
     (OSError(errno.EROFS, "Read-only file system"), None),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "/tokens/train.bin"), None),
@@ -97,6 +98,12 @@ def test_a_host_that_keeps_no_files_loses_no_disk(tmp_path):
     """Catches a host that shares no disk, and blames one for an error of its tokens."""
     with pytest.raises(FileNotFoundError), storage.watched(tmp_path / "nowhere", lambda: False):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/tokens/train.bin")
+
+
+def test_a_bucket_is_no_disk(tmp_path):
+    """Catches a failed request to a bucket that asks for the shared disk."""
+    with pytest.raises(TimeoutError), storage.watched(storage.Far("gs://b/r", tmp_path), lambda: True):
+        raise TimeoutError(errno.ETIMEDOUT, "timed out")
 
 
 def test_a_save_in_the_background_names_the_disk(tmp_path, monkeypatch):
