@@ -2,6 +2,9 @@
 
 import functools
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -23,47 +26,74 @@ SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, 
             "model.dropout": 0.25, "model.balance_loss": 0.5, "data.seq_len": 16}  # fmt: skip
 
 RING = {"work.tensor_exchange": "ring"}
+ATTENTION = r"^gradient of blocks\.\w+\.attention\."
 
-MUTATIONS = {}  # name: (mesh and other settings, what must be named, function that breaks something)
+
+@dataclass(frozen=True)
+class Mutation:
+    """A way to break the model: `module` calls `target`, and gets break_it(target) in its place."""
+
+    named: str  # a pattern that matches what the comparison must blame
+    target: Callable
+    module: ModuleType
+    break_it: Callable
+    settings: dict  # the mesh, and other settings
+
+    def apply(self, patch: pytest.MonkeyPatch):
+        replace_in(self.module, self.target, self.break_it(self.target), patch)
 
 
-def mutation(named: str, **settings):
-    """Register a way to break the model; `named` matches what the comparison must blame."""
+MUTATIONS = {}
 
-    def register(function):
-        MUTATIONS[function.__name__] = (settings, named, function)
-        return function
+
+def mutation(named: str, target: Callable, in_module: ModuleType, **settings):
+    """Register a function that takes the true function and returns a broken one.
+
+    The target is a function object, not a name: if somebody renames it, this file can no longer be collected.
+    """
+
+    def register(break_it):
+        MUTATIONS[break_it.__name__] = Mutation(named, target, in_module, break_it, settings)
+        return break_it
 
     return register
+
+
+def replace_in(module: ModuleType, target: Callable, by: Callable, patch: pytest.MonkeyPatch):
+    """Replace a function in the one module that calls it, under the name that the module has for it.
+
+    Raises: LookupError if the module does not hold the function under exactly one name.
+    """
+    names = [name for name, value in vars(module).items() if value is target]
+    if len(names) != 1:
+        raise LookupError(f"{module.__name__} holds {target.__name__} under {len(names)} names: {names}")
+    patch.setattr(module, names[0], by)
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 
-@mutation("^loss", mesh="data=2")
-def pmean_for_psum(patch):
-    patch(model, "psum", lambda x, axes: jax.lax.pmean(x, axes) if axes == (*BATCH, CONTEXT) else jax.lax.psum(x, axes))
+@mutation("^loss", model.psum, in_module=model, mesh="data=2")
+def pmean_for_psum(true):
+    return lambda x, axes: jax.lax.pmean(x, axes) if axes == (*BATCH, CONTEXT) else true(x, axes)
 
 
-@mutation("^loss", mesh="fsdp=2")
-def a_mean_of_the_devices_means(patch):
+@mutation("^loss", model.loss, in_module=model, mesh="fsdp=2")
+def a_mean_of_the_devices_means(true):
     def loss(c, sums):
         mean = sums.cross_entropy / sums.weight
         return true(c, sums.replace(cross_entropy=mean, weight=jnp.ones_like(sums.weight)))
 
-    true = model.loss
-    patch(model, "loss", loss)
+    return loss
 
 
-@mutation("^loss", mesh="stage=2")
-def every_stage_adds_its_activations(patch):
-    patch(ticks, "last_stages", lambda x: x)
+@mutation("^loss", ticks.last_stages, in_module=ticks, mesh="stage=2")
+def every_stage_adds_its_activations(true):
+    return lambda x: x
 
 
-@mutation(r"^gradient of blocks\.moe\.feed_forward\.w_router_DE", mesh="data=2,expert=2")
-def a_balance_loss_of_local_counts(patch):
-    true = model.loss
-
+@mutation(r"^gradient of blocks\.moe\.feed_forward\.w_router_DE", model.loss, in_module=model, mesh="data=2,expert=2")
+def a_balance_loss_of_local_counts(true):
     def loss(c, sums):
         value, metrics = true(c, sums)
         r = sums.router
@@ -73,34 +103,30 @@ def a_balance_loss_of_local_counts(patch):
             local - jax.lax.stop_gradient(local)
         ) + jax.lax.stop_gradient(value - metrics["cross_entropy"]), metrics
 
-    patch(model, "loss", loss)
+    return loss
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
-@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
-def positions_that_begin_anew_on_each_device(patch):
-    true = model.rotary_angles
+@mutation(ATTENTION, model.rotary_angles, in_module=model, mesh="context=2")
+def positions_that_begin_anew_on_each_device(true):
     anew = lambda positions_bs: positions_bs - positions_bs[:, :1]
-    patch(model, "rotary_angles", lambda positions_bs, *rest: true(anew(positions_bs), *rest))
+    return lambda positions_bs, *rest: true(anew(positions_bs), *rest)
 
 
-@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2")
-def keys_in_the_order_of_devices(patch):
-    patch(context, "in_order", lambda x, *, dim: x)
+@mutation(ATTENTION, context.in_order, in_module=context, mesh="context=2")
+def keys_in_the_order_of_devices(true):
+    return lambda x, *, dim: x
 
 
-@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="context=2", **{"work.context_attention": "ring"})
-def a_ring_that_forgets_to_rescale(patch):
-    true = context.merged
-    patch(context, "merged", lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new))
+@mutation(ATTENTION, context.merged, in_module=context, mesh="context=2", **{"work.context_attention": "ring"})
+def a_ring_that_forgets_to_rescale(true):
+    return lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new)
 
 
-@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="tensor=2")
-def heads_that_are_split_wrongly(patch):
-    true = model.at_use
-
+@mutation(ATTENTION, model.at_use, in_module=model, mesh="tensor=2")
+def heads_that_are_split_wrongly(true):
     def at_use(w, c, *names):
         w = true(w, c, *names)
         if isinstance(w, model.Layer):
@@ -108,103 +134,93 @@ def heads_that_are_split_wrongly(patch):
             return model.Layer(**vars(w) | {"attention": attention})
         return w
 
-    patch(model, "at_use", at_use)
+    return at_use
 
 
-@mutation(r"^gradient of blocks\.\w+\.attention\.", mesh="stage=2")
-def layers_that_are_numbered_from_0_on_every_stage(patch):
-    true = model.has_rotary
+@mutation(ATTENTION, model.has_rotary, in_module=model, mesh="stage=2")
+def layers_that_are_numbered_from_0_on_every_stage(true):
     per_stage = 2
-    patch(model, "has_rotary", lambda c, number: true(c, number % per_stage))
+    return lambda c, number: true(c, number % per_stage)
 
 
 # Feed-forward and experts ---------------------------------------------------------------------------------------------
 
 
-@mutation(r"^gradient of blocks\.moe\.feed_forward\.w_(gate|up|down)", mesh="expert=2")
-def a_forgotten_gradient_of_one_expert(patch):
-    true = model.grouped_matmul
-
+@mutation(r"^gradient of blocks\.moe\.feed_forward\.w_(gate|up|down)", model.grouped_matmul, in_module=model,
+          mesh="expert=2")  # fmt: skip
+def a_forgotten_gradient_of_one_expert(true):
     def grouped_matmul(rows, w_eDM, sizes_e):
         first = (jnp.arange(len(w_eDM)) == 0)[:, None, None] & (jax.lax.axis_index(EXPERT) == 1)
         return true(rows, jnp.where(first, jax.lax.stop_gradient(w_eDM), w_eDM), sizes_e)
 
-    patch(model, "grouped_matmul", grouped_matmul)
+    return grouped_matmul
 
 
-@mutation(r"^no gradient of blocks\.moe\.feed_forward\.shared\.", mesh="tensor=2")
-def shared_experts_that_are_thrown_away(patch):
-    true = model.moe
-    patch(model, "moe", lambda w, *rest: true(model.MoE(**vars(w) | {"shared": None}), *rest))
+@mutation(r"^no gradient of blocks\.moe\.feed_forward\.shared\.", model.moe, in_module=model, mesh="tensor=2")
+def shared_experts_that_are_thrown_away(true):
+    return lambda w, *rest: true(model.MoE(**vars(w) | {"shared": None}), *rest)
 
 
-@mutation(r"^gradient of blocks\.", mesh="tensor=2")
-def a_partial_sum_that_is_never_added(patch):
-    patch(positions, "reduce_scatter", sharding.own_slice)
+@mutation(r"^gradient of blocks\.", positions.reduce_scatter, in_module=positions, mesh="tensor=2")
+def a_partial_sum_that_is_never_added(true):
+    return sharding.own_slice
 
 
-@mutation(r"^gradient of blocks\.", mesh="tensor=2", **RING)
-def neighbours_in_the_other_order(patch):
-    true = positions.around
-    patch(positions, "around", lambda x, axis: true(x, axis)[::-1])
+@mutation(r"^gradient of blocks\.", positions.around, in_module=positions, mesh="tensor=2", **RING)
+def neighbours_in_the_other_order(true):
+    return lambda x, axis: true(x, axis)[::-1]
 
 
-@mutation(r"^gradient of blocks\.", mesh="tensor=2", **RING)
-def a_sum_that_misses_a_device(patch):
-    true = positions.back
-    patch(positions, "back", lambda partials, axis: true([0 * partials[0], *partials[1:]], axis))
+@mutation(r"^gradient of blocks\.", positions.back, in_module=positions, mesh="tensor=2", **RING)
+def a_sum_that_misses_a_device(true):
+    return lambda partials, axis: true([0 * partials[0], *partials[1:]], axis)
 
 
-@mutation(r"^(drop_fraction|tokens_per_expert)", mesh="context=2", **{"model.capacity_factor": 1.0})
-def ranks_of_one_device_alone(patch):
-    true = model.ranks
-
+@mutation(r"^(drop_fraction|tokens_per_expert)", model.ranks, in_module=model, mesh="context=2",
+          **{"model.capacity_factor": 1.0})  # fmt: skip
+def ranks_of_one_device_alone(true):
     def ranks(c, experts_bSk):
         halves = jnp.split(experts_bSk, 2, axis=1)
         return jnp.concatenate([true(c, half) for half in halves], axis=1)
 
-    patch(model, "ranks", ranks)
+    return ranks
 
 
 # Vocabulary, dropout --------------------------------------------------------------------------------------------------
 
 
-@mutation("^loss", mesh="tensor=2")
-def words_without_their_offset(patch):
+@mutation("^loss", model.local_vocabulary, in_module=model, mesh="tensor=2")
+def words_without_their_offset(true):
     def local_vocabulary(ids, v):
         mine = (ids % v >= 0) & (ids // v == jax.lax.axis_index(TENSOR))
         return jnp.minimum(ids % v + jax.lax.axis_index(TENSOR), v - 1), mine
 
-    patch(model, "local_vocabulary", local_vocabulary)
+    return local_vocabulary
 
 
-@mutation(r"^gradient of ", mesh="fsdp=2")
-def dropout_by_the_place_on_the_device(patch):
-    true = model.dropout
-
+@mutation(r"^gradient of ", model.dropout, in_module=model, mesh="fsdp=2")
+def dropout_by_the_place_on_the_device(true):
     def dropout(c, x_btD, tokens, key):
         index_bt = tokens.index_bt * 0 + jnp.arange(tokens.index_bt.size).reshape(tokens.index_bt.shape)
         return true(c, x_btD, tokens._replace(index_bt=index_bt), key)
 
-    patch(model, "dropout", dropout)
+    return dropout
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-@mutation(r"^gradient of norm_D", mesh="fsdp=2")
-def a_replicated_gradient_that_is_added_twice(patch):
-    true = step.ready
-
-    def ready(params, c):
+@mutation(r"^gradient of norm_D", step.ready_for_autodiff, in_module=step, mesh="fsdp=2")
+def a_replicated_gradient_that_is_added_twice(true):
+    def ready_for_autodiff(params, c):
         w = true(params, c)
         return type(w)(**vars(w) | {"norm_D": 2 * w.norm_D - jax.lax.stop_gradient(w.norm_D)})
 
-    patch(step, "ready", ready)
+    return ready_for_autodiff
 
 
-@mutation(r"^gradient of blocks\.", mesh="stage=2")
-def only_the_last_microbatch_counts(patch):
+@mutation(r"^gradient of blocks\.", ticks.add_at, in_module=ticks, mesh="stage=2")
+def only_the_last_microbatch_counts(true):
     def add_at(totals, index, values):
         return jax.tree.map(
             lambda t, v: jnp.where(jnp.any(v != 0), t.at[index].set(v.astype(t.dtype)), t), totals, values
@@ -213,14 +229,12 @@ def only_the_last_microbatch_counts(patch):
     def on_weights_only(totals, index, values):
         return (add_at if isinstance(totals, model.Block) else true)(totals, index, values)
 
-    true = ticks.add_at
-    patch(ticks, "add_at", on_weights_only)
+    return on_weights_only
 
 
-@mutation(r"^no gradient of embedding_VD", mesh="stage=2")
-def an_embedding_that_learns_nothing(patch):
-    true = model.enter
-    patch(model, "enter", lambda w, c, batch, key: jax.lax.stop_gradient(true(w, c, batch, key)))
+@mutation(r"^no gradient of embedding_VD", model.enter, in_module=model, mesh="stage=2")
+def an_embedding_that_learns_nothing(true):
+    return lambda w, c, batch, key: jax.lax.stop_gradient(true(w, c, batch, key))
 
 
 # The comparison -------------------------------------------------------------------------------------------------------
@@ -246,7 +260,7 @@ def blame(got, want) -> list[str]:
     return found + [f"gradient of {name}" for name in worst]
 
 
-# One of each kind; `make test-all` has them all: a sum over devices, an exchange, positions, experts, microbatches.
+# `make test` runs one of each kind: a sum over devices, an exchange, positions, experts, microbatches.
 QUICK = ("pmean_for_psum", "a_partial_sum_that_is_never_added", "keys_in_the_order_of_devices",
          "a_balance_loss_of_local_counts", "only_the_last_microbatch_counts")  # fmt: skip
 
@@ -254,20 +268,32 @@ QUICK = ("pmean_for_psum", "a_partial_sum_that_is_never_added", "keys_in_the_ord
 @pytest.mark.parametrize("name", helpers.with_repeats(MUTATIONS, QUICK))
 def test_a_broken_model_is_seen(name, monkeypatch):
     """Catches a comparison that cannot fail: it must be silent about the model as it is, and blame what was broken."""
-    settings, named, mutate = MUTATIONS[name]
-    plain = {key: value for key, value in settings.items() if key == "model.capacity_factor"}
+    mutation = MUTATIONS[name]
+    plain = {key: value for key, value in mutation.settings.items() if key == "model.capacity_factor"}
     want = result(**plain)
-    mutate(lambda module, attribute, value: monkeypatch.setattr(module, attribute, value))
-    found = blame(result.__wrapped__(**settings), want)  # what is broken must not be remembered
+    mutation.apply(monkeypatch)
+    found = blame(result.__wrapped__(**mutation.settings), want)  # what is broken must not be remembered
     print(name, found[:4])
-    assert any(re.search(named, one) for one in found[:3]), found[:5]
+    assert any(re.search(mutation.named, one) for one in found[:3]), found[:5]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
+def test_a_mutation_replaces_a_function_that_its_module_has(mutation, monkeypatch):
+    """Catches a mutation whose target was moved or renamed, and one that changes nothing: the comparison above, which
+    is mostly left to the rotation, would then fail days later, or prove nothing."""
+    before = dict(vars(mutation.module))
+    mutation.apply(monkeypatch)
+    changed = [value for name, value in before.items() if getattr(mutation.module, name) is not value]
+    assert changed == [mutation.target]
+    with pytest.raises(LookupError, match=f"holds {mutation.target.__name__} under 0 names"):
+        mutation.apply(monkeypatch)
 
 
 def test_a_dropped_psum_is_seen_before_it_runs(monkeypatch):
     """Catches check_vma switched off: a sum that each device has its own part of would pass for the whole."""
     cfg = preset("tiny", **SETTINGS, mesh="fsdp=2")
     w, batch = helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, 0)
-    monkeypatch.setattr(step, "psum", lambda x, axes: x)
+    replace_in(step, step.psum, lambda x, axes: x, monkeypatch)
     with pytest.raises(ValueError, match=r"possibly varying over \{data,stage,fsdp"):
         pipeline.evaluate(cfg, sharding.make_mesh(cfg.mesh)).lower(w, batch)
 
@@ -282,7 +308,7 @@ def test_clipping_by_part_of_the_norm_is_seen(monkeypatch):
         shrink = lambda g: g * jnp.minimum(1, limit / jnp.sqrt(jnp.sum(g * g)))
         return optax.stateless(lambda updates, params: jax.tree.map(shrink, updates))
 
-    monkeypatch.setattr(optax, "clip_by_global_norm", clip_each)
+    replace_in(optax, optax.clip_by_global_norm, clip_each, monkeypatch)
     comparison = parity.differences(parity.run(cfg), want)
     parity.compiled.cache_clear()  # what is broken must not be remembered
     assert comparison.worst().kind == "update", comparison.worst()
