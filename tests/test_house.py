@@ -257,6 +257,12 @@ def test_the_locks_hold_what_pyproject_lists():
         assert {package(name) for name in names} <= set(pins(ROOT / f"requirements/{extra}.txt"))
 
 
+def test_the_harness_can_ask_a_server():
+    """Catches an extra without a package that `lm_eval --model local-completions` on docs/evaluate.md looks for: the
+    harness then refuses to start. It does not depend on them itself (lm_eval/models/api_models.py, `TemplateAPI`)."""
+    assert {"aiohttp", "requests", "tenacity", "tqdm"} <= set(pins(ROOT / "requirements/evaluate.txt"))
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_fits_on_top_of_the_base(extra):
     """Catches an extra whose installation would change a package of the base."""
