@@ -7,7 +7,7 @@ import socket
 import hypothesis
 
 import utils
-from tests import quick
+from tests import extras, quick
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; processes that tests start would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +41,12 @@ def _connect_to_this_machine(self, address):
 
 
 socket.socket.connect = _connect_to_this_machine
+
+
+def pytest_itemcollected(item):
+    """Skip a test whose extras are not installed."""
+    if why := extras.reason(extras.of(item)):
+        item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 """Claims about `python -m bench.gpu`: both train the same model, in turn, and what is printed is what was measured.
 
-Those that need torch are skipped where it is missing: `.venv/bin/pip install torch==2.13.0` (the CPU wheel).
+Those that need torch are skipped where it is missing: `make extra-torch` installs it.
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ from pipeline import fit
 from plan import costs, hardware
 from utils import UserError
 
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+needs_torch = pytest.mark.extra("torch")
 
 # Every dimension another size. A row of bfloat16 fills multiples of 16 bytes: grouped_mm asks for it.
 SHAPE = {"model.vocab_size": 56, "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 6, "model.n_kv_heads": 2,

@@ -2,7 +2,6 @@
 
 import asyncio
 import http.server
-import importlib.util
 import json
 import os
 import re
@@ -32,8 +31,7 @@ from train.processes import LOST
 from utils import UserError
 from weights import __main__ as weights_command
 
-PACKAGES = ("moto", "s3fs", "gcp_storage_emulator", "gcsfs")
-pytestmark = pytest.mark.skipif(not all(map(importlib.util.find_spec, PACKAGES)), reason="needs make extra-buckets")
+pytestmark = pytest.mark.extra("buckets")
 KINDS = ("s3", "gs")
 ALIKE = {  # the clients look for keys on this machine alone
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",

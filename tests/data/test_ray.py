@@ -1,7 +1,6 @@
 """`--engine ray` gives the same work to a cluster; most of it is said without one."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -130,7 +129,7 @@ sys.exit(status)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs make extra-ray")
+@pytest.mark.extra("ray")
 def test_a_real_cluster_that_loses_a_machine_makes_the_same_tokens(tmp_path):
     """Catches work that is lost with a node of a Ray cluster, or done twice into the tokens."""
     (tmp_path / "texts").mkdir()

@@ -1,6 +1,5 @@
 """A SentencePiece model as a tokenizer: its own ids, the text they stand for, and models that lose some of it."""
 
-import importlib.util
 import io
 import pickle
 import sys
@@ -13,7 +12,7 @@ import dataset
 from data import prepare, tokenizers
 from utils import UserError
 
-there = pytest.mark.skipif(not importlib.util.find_spec("sentencepiece"), reason="needs make extra-sentencepiece")
+needs_package = pytest.mark.extra("sentencepiece")
 TEXTS = [
     "  two  spaces\tand\r\n a tab ",
     "no space in front",
@@ -34,7 +33,7 @@ def trained(path, **how):
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-@there
+@needs_package
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("end", [2, -1])
@@ -54,7 +53,7 @@ def test_ids_are_the_model_s_own_and_give_the_text_back(tmp_path, kind, prefix, 
         assert tokenizers.text_lengths(encoding)[ids].sum() == len(streamed)
 
 
-@there
+@needs_package
 def test_prepared_tokens_are_the_model_s(tmp_path):
     """Catches workers with another tokenizer, a manifest without it, and a model that is changed behind its tokens."""
     own = trained(tmp_path / "m.model", **EXACT)
@@ -76,7 +75,7 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
         tokenizers.of(manifest)
 
 
-@there
+@needs_package
 @pytest.mark.parametrize("how", [
     {}, EXACT | {"byte_fallback": False}, EXACT | {"normalization_rule_name": "nfkc"},
     EXACT | {"remove_extra_whitespaces": True},
@@ -88,7 +87,7 @@ def test_a_model_that_loses_text_is_refused(tmp_path, how):
         tokenizers.load(f"sp:{tmp_path}/m.model")
 
 
-@there
+@needs_package
 def test_a_file_that_is_none_is_refused(tmp_path):
     """Catches a traceback of a C++ library."""
     (tmp_path / "m.model").write_bytes(b"no model")

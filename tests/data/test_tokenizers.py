@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from data import hf_json, prepare, tokenizers, train_tokenizer
+from tests import extras
 from utils import UserError
 
-library = pytest.importorskip("tokenizers", reason="comes with make extra-parity")
+pytestmark = extras.require("parity")
+
+import tokenizers as library
 
 HELD_OUT = ("json", "email", "asyncio")  # folders of the standard library
 LLAMA3 = (

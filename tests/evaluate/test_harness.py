@@ -11,15 +11,16 @@ import jax
 import numpy as np
 import pytest
 
+from tests import extras
+
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 # What torch, transformers, datasets and the harness warn of on their way is theirs (November 2026).
-pytestmark = pytest.mark.filterwarnings("ignore")
-pytest.importorskip("lm_eval", reason="comes with make extra-evaluate")
-tokenizers = pytest.importorskip("tokenizers", reason="comes with make extra-parity")
-transformers = pytest.importorskip("transformers", reason="comes with make extra-parity")
-torch = pytest.importorskip("torch", reason="the CPU wheel, see pyproject.toml")
-pytest.importorskip("accelerate", reason="the harness's own adaptor needs it, beside torch")
+pytestmark = [pytest.mark.filterwarnings("ignore"), extras.require("evaluate", "parity", "torch")]
 
+import tokenizers
+import torch
+import transformers
+from lm_eval.api.registry import get_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -151,6 +152,13 @@ def test_the_command_asks_and_remembers(home, capfd):
     assert (home / "answers").read_text() == before
     assert f"{found['results']['own']['acc,none']:.4f}" == lines[2].split()[2]
     assert found["n-samples"]["own"]["effective"] == len(TEXTS) and found["step"] is None
+
+
+def test_the_harness_finds_what_it_needs_to_ask_a_server(home):
+    """Catches a package that is missing for `lm_eval --model local-completions`, the command of docs/evaluate.md."""
+    asker = get_model("local-completions")(model="run", base_url="http://127.0.0.1:9/v1/completions",
+                                           tokenizer=str(home / "hf"), max_length=POSITIONS)  # fmt: skip
+    assert asker.tok_encode("the cat") == asker.tokenizer.encode("the cat", add_special_tokens=False)
 
 
 def test_what_cannot_be_asked_is_said(home, monkeypatch):

@@ -211,11 +211,7 @@ def test_axes_lie_where_jax_puts_them(topology, mesh, expected):
     assert found == expected
 
 
-NO_LIBTPU = not importlib.util.find_spec("libtpu")
-
-
 @pytest.mark.tpu
-@pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: make extra-tpu")
 @pytest.mark.parametrize("topology, mesh", [(t, m) for t, m, _ in LAYOUTS] + [
     ("v5p:4x4x8", "data=2,stage=4,fsdp=8,tensor=2"), ("v6e:4x8", "fsdp=16,tensor=2"), ("v4:2x4x4", "fsdp=8,tensor=4"),
     ("v6e:2x4", "fsdp=4,tensor=2"), ("v5e:4x2", "fsdp=8"), ("v5p:8x4x4", "fsdp=32,tensor=4"),
@@ -238,7 +234,6 @@ def test_the_compiler_arranges_the_chips_the_same_way(topology, mesh):
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: make extra-tpu")
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_compiler_has_as_much_memory(topology):
     """Catches the memory printed on a chip taken for what a program gets."""
@@ -254,7 +249,6 @@ def test_the_compiler_has_as_much_memory(topology):
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: make extra-tpu")
 @pytest.mark.parametrize("topology, as_one", [
     ("v4:2x2x2", True), ("v5p:2x2x2", True), ("v5e:4x4", True), ("v6e:4x4", True), ("v4:2x2x1", False),
     ("v5e:2x4", False), ("v6e:2x4", False), ("tpu7x:2x2x1", False), ("tpu7x:2x2x2", False),

@@ -1,11 +1,10 @@
 """Claims about steps compiled for TPU slices by libtpu: which of them fit, and what is in them. No TPU is needed.
 
-`make test-tpu` runs these, `make test-tpu-all` repeats too; `make test` leaves them out.
+`make test-tpu` runs these but for the repeats, which `make test-rotation` runs, a seventh a day.
 """
 
 import ctypes
 import gc
-import importlib.util
 import re
 
 import jax
@@ -25,10 +24,7 @@ from tests.helpers import check_prediction, with_repeats
 from utils import UserError
 from xla import ledger
 
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed: make extra-tpu"),
-]
+pytestmark = pytest.mark.tpu
 GIB = 2**30
 V4_BYTES = round(30.75 * GIB)  # of 32 GiB libtpu keeps 1.25 for itself
 repeat = pytest.mark.repeat

@@ -5,18 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("openai", reason="comes with make extra-serve")
-pytest.importorskip("uvicorn", reason="comes with make extra-serve")
-
-import openai
-import uvicorn
-
-from serve import worker
-from serve.__main__ import listen
-from serve.app import Server
-from serve.metrics import Metrics
-from serve.protocol import Served
+from tests import extras
 from tests.generate.conftest import rule, run_directory  # noqa: F401
+
+if extras.installed("serve"):  # otherwise every test module here is skipped
+    import openai
+    import uvicorn
+
+    from serve import worker
+    from serve.__main__ import listen
+    from serve.app import Server
+    from serve.metrics import Metrics
+    from serve.protocol import Served
 
 SLOTS, CONTEXT, PIECE = 3, 24, 8
 

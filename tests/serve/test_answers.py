@@ -4,6 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+
+from tests import extras
+
+pytestmark = extras.require("serve")
+
 import tiktoken
 
 from generate.engine import Token

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from tests import extras
+
+pytestmark = extras.require("serve")
+
 from serve.protocol import ROLES, SHARED, chat_text
 from tests.docs import commands
 from tests.serve.test_process import process

@@ -11,8 +11,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
+
+from tests import extras
+
+pytestmark = extras.require("serve")
+
+import openai
 
 from generate.sampling import Request
 from serve.__main__ import main

@@ -5,8 +5,13 @@ import socket
 import threading
 import time
 
-import openai
 import pytest
+
+from tests import extras
+
+pytestmark = extras.require("serve")
+
+import openai
 
 from serve import app
 from tests.generate.models import rule_text

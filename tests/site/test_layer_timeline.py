@@ -1,6 +1,5 @@
 """The timeline of a layer: its bars are those of the file, and the file is what the compiler's schedule plays to."""
 
-import importlib.util
 import itertools
 import json
 
@@ -9,8 +8,6 @@ import pytest
 from docs import layer_timeline
 from docs.build import MADE
 from tests.site.test_explorers import in_browser
-
-NO_LIBTPU = not importlib.util.find_spec("libtpu")
 
 
 def cases() -> dict:
@@ -140,7 +137,6 @@ def numbers(case: dict) -> dict:
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(NO_LIBTPU, reason="libtpu is not installed: make extra-tpu")
 def test_a_case_is_what_the_compiler_makes_today():
     """Catches a page that shows the schedule of a model as it was."""
     name, made = "dense_layer", cases()["dense_layer"]["made"]

@@ -1,11 +1,9 @@
 """Claims about the folders that bring code of their own: transformers loads them, and they compute what ours do.
 
-Without torch, the fixture `axis` is the witness in test_convert.py: these need `make extra-parity`, and
-`.venv/bin/pip install torch==2.13.0` (the CPU wheel).
+Some of them need `make extra-parity extra-torch`. Without torch, the fixture `axis` is the witness in test_convert.py.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -24,8 +22,7 @@ from weights import axis, convert, families
 from weights.__main__ import main
 from weights.families import config_from_hf, config_to_hf
 
-needs_torch = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "transformers"))),
-                                 reason="torch or transformers is not installed")  # fmt: skip
+needs_torch = pytest.mark.extra("parity", "torch")
 B, T = 2, 18
 GROUPED = {"model.attention": "gqa", "model.router": "softmax", "model.activation": "gelu", "model.top_k": 1,
            "model.n_shared": 0, "model.balance_rate": 0.0, "model.tie_embeddings": True,

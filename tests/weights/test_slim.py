@@ -1,7 +1,7 @@
 """Claims about a run's weights alone: they are those of its checkpoint, our commands read them, and nothing that is
 half-written is ever read. In a folder here, and in a bucket."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -118,15 +118,24 @@ def test_our_commands_read_it(run, tmp_path):
     assert again[0] == again[1] and equal(tensors_of(tmp_path / "again"), want)
 
 
-def test_a_step_is_taken_by_its_number_or_as_the_best(run, tmp_path, capsys):
-    """Catches a flag that is passed over by one of the commands, the newest taken for the best, and a wrong one refused
-    without those there are."""
+@pytest.fixture
+def measured(run, tmp_path):
+    """A run with three checkpoints and their validation losses: step 12 is the best, step 15 the newest."""
     measured = tmp_path / "run"
     with checkpoint.open_directory(measured / "checkpoints", keep=3) as saver:
         for step, loss in ((3, 2.0), (12, 1.5), (15, 1.75)):
             tree = jax.tree.map(jax.numpy.asarray, draw(model.declare(CFG.model), step))
             checkpoint.save(saver, step, {"params": tree}, about={}, loss=loss)
     (measured / "config.json").write_text((run / "config.json").read_text())
+    return measured
+
+
+NO_STEP_7 = "has no checkpoint of step 7; it has 3, 12, best, 15\n"
+
+
+def test_a_step_is_taken_by_its_number_or_as_the_best(measured, tmp_path, capsys):
+    """Catches a flag that is passed over by one of the commands, the newest taken for the best, and a wrong one refused
+    without those there are."""
     opened = lambda step: open_run(str(measured), step=step)
     assert [opened(step).step for step in ("3", "best", "")] == [3, 12, 15]
     assert equal(sharding.named(opened("3").params), params(3)) and opened("3").digest != opened("best").digest
@@ -135,15 +144,20 @@ def test_a_step_is_taken_by_its_number_or_as_the_best(run, tmp_path, capsys):
     assert equal(tensors_of(tmp_path / "slim"), params(12))
     assert "| steps | 12 of " in (tmp_path / "hf/README.md").read_text()
     assert command("to-hf", measured, "--out", tmp_path / "x", "--step", "last") == 2
-    said = f"error: {measured} has no checkpoint of step 7; it has 3, 12, best, 15\n"
-    assert capsys.readouterr().err.endswith(said.replace("step 7", "step last"))
-    rooms = {"generate": [], "evaluate": ["--perplexity", "x"]}
-    rooms |= {"serve": ["--port", "0"]} if importlib.util.find_spec("uvicorn") else {}
-    for room, flags in rooms.items():
-        assert importlib.import_module(f"{room}.__main__").main([str(measured), "--step", "7", *flags]) == 2
-        assert capsys.readouterr().err.endswith(said), room
+    said = f"error: {measured} {NO_STEP_7.replace('step 7', 'step last')}"
+    assert capsys.readouterr().err.endswith(said)
     assert command("slim", tmp_path / "slim", tmp_path / "x", "--step", "12") == 2
     assert "slim holds weights alone, and no checkpoints; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room, flags", [
+    ("generate", []), ("evaluate", ["--perplexity", "x"]),
+    pytest.param("serve", ["--port", "0"], marks=pytest.mark.extra("serve")),
+])  # fmt: skip
+def test_a_command_refuses_a_step_that_is_not_there(room, flags, measured, capsys):
+    """Catches a command that takes another checkpoint than was asked for, or does not say which there are."""
+    assert importlib.import_module(f"{room}.__main__").main([str(measured), "--step", "7", *flags]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {measured} {NO_STEP_7}")
 
 
 def test_a_bucket_serves_as_a_folder_does(run, bucket, tmp_path):

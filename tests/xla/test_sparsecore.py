@@ -3,8 +3,6 @@
 The text is cut from what libtpu 0.0.42.1 makes of a step on v6e with collectives offloaded; shapes are smaller.
 """
 
-import importlib.util
-
 import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -169,7 +167,6 @@ def test_bytes_lie_in_memories():
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed: make extra-tpu")
 @pytest.mark.parametrize("topology, devices", [("v5p:2x2x1", 4), ("v6e:2x2", 4), ("tpu7x:2x2x1", 8)])
 def test_what_a_sparse_core_sends_is_all_seen(topology, devices):
     """Catches a ledger that loses what libtpu puts on SparseCores, and options that put nothing there: gradients of 6

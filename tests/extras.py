@@ -1,0 +1,49 @@
+"""The optional packages that some tests need: `@pytest.mark.extra("ray")`, and the one reason why a test is skipped.
+
+A module that imports such a package at its top says `pytestmark = extras.require("serve")` before it does. Every other
+test names its extras in the mark. `tests/conftest.py` skips what is not installed.
+"""
+
+import importlib.util
+from functools import cache
+
+import pytest
+
+# What tests import of each extra. `make extra-NAME` installs it.
+PACKAGES = {
+    "serve": ("openai", "uvicorn"),
+    "buckets": ("moto", "s3fs", "gcp_storage_emulator", "gcsfs"),
+    "ray": ("ray",),
+    "sentencepiece": ("sentencepiece",),
+    "evaluate": ("lm_eval", "tenacity"),
+    "parity": ("tokenizers", "transformers"),
+    "torch": ("torch", "accelerate"),
+    "tpu": ("libtpu",),
+}
+LIGHT = {"serve", "buckets"}  # `make test-more` installs them; the tests of all other extras run by rotation
+
+
+@cache
+def installed(extra: str) -> bool:
+    return all(map(importlib.util.find_spec, PACKAGES[extra]))
+
+
+def reason(extras) -> str:
+    """Say which of these extras are missing, as the command that installs them; empty if none is."""
+    missing = [f"extra-{name}" for name in extras if not installed(name)]
+    return f"needs make {' '.join(missing)}" if missing else ""
+
+
+def require(*names: str) -> pytest.MarkDecorator:
+    """Return the mark of a module that needs these extras. Where one is missing, skip the whole module."""
+    if why := reason(names):
+        pytest.skip(why, allow_module_level=True)
+    return pytest.mark.extra(*names)
+
+
+def of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the extras that a test's marks name, each once, in alphabetical order. `tpu` implies the extra `tpu`."""
+    names = {name for mark in item.iter_markers("extra") for name in mark.args}
+    if unknown := names - {*PACKAGES}:
+        raise pytest.UsageError(f"{item.nodeid}: tests/extras.py has no row for {unknown}")
+    return tuple(sorted(names | ({"tpu"} if item.get_closest_marker("tpu") else set())))
