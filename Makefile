@@ -7,20 +7,23 @@ MAKEFLAGS += --no-print-directory
 
 EXTRAS := tpu gpu ray wandb s3 gcs buckets sentencepiece serve evaluate site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps
+TORCH := torch==2.13.0 accelerate==1.15.0
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
+DAY ?= $(shell date -u +%u)
 OWN_VENV = @if [ -L .venv ]; then \
 	echo "error: .venv is a link to $$(readlink .venv), and installing would change what lies there: rm .venv," \
 		"and make installs a .venv here" >&2; \
 	exit 1; \
 fi
-ARGS ?= # passed on by train, plan, chapters, site, test and lock
+ARGS ?= # passed on by train, plan, chapters, site, the tests and lock
 
-.PHONY: help train plan chapters site read notebooks test test-ci test-all test-tpu test-tpu-all rehearse test-site lint format lock clean extra-browser $(EXTRAS:%=extra-%)
+.PHONY: help train plan chapters site read notebooks test test-more test-all test-tpu test-tpu-all test-rotation rehearse \
+	test-site lint format lock clean extra-browser extra-torch $(EXTRAS:%=extra-%)
 
 help: ## list every command
 	@awk -F ':.*## ' '/^[^#\t]*:.*## / {printf "make %-23s %s\n", $$1, $$2}' Makefile
-	@printf '%-28s %s\n' "make extra-NAME" "add optional packages to .venv: $(EXTRAS)"
+	@printf '%-28s %s\n' "make extra-NAME" "add optional packages to .venv: $(EXTRAS) torch"
 	@echo "After \`source .venv/bin/activate\`, each with --help:"
 	@awk -F ' *#: ' '/^# python .*#: / {printf "%-28s %s\n", substr($$1, 3), $$2}' Makefile
 
@@ -75,14 +78,19 @@ read: .venv/installed ## serve the guide on this machine, and say where
 notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks into notebooks/
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
+# No test is in two of these: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
 test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
-	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not slow and not repeat" $(ARGS)
+	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
 
-test-ci: .venv/installed .venv/extra-serve .venv/extra-buckets ## run the tests as .ci/run does: also what takes long, the server, buckets
-	.venv/bin/python -m pytest -m "not tpu and not site and not launch and not repeat" $(ARGS)
+test-more: .venv/installed .venv/extra-serve .venv/extra-buckets ## run what make test leaves out: slow tests, the server, buckets
+	.venv/bin/python -m pytest -m "(slow or extra) and not (tpu or site or launch or rotation)" $(ARGS)
 
-test-all: .venv/installed ## run all tests that need no TPU compiler, repeats too
+test-all: .venv/installed ## run all tests that need no TPU compiler, repeats too; those whose extras are missing are skipped
 	.venv/bin/python -m pytest $(ARGS)
+
+test-rotation: .venv/installed .venv/extra-tpu ## run a seventh of the repeats, and of the tests that need a large package; DAY=1..7
+	extras=$$(.venv/bin/python -m tests.rotation $(DAY)); $(MAKE) .venv/installed $$extras
+	.venv/bin/python -m pytest -m rotation --day $(DAY) $(ARGS)
 
 test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (it is 700 MB; no TPU is needed)
 	.venv/bin/python -m pytest -m "tpu and not repeat" $(ARGS)
@@ -143,6 +151,15 @@ $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
 	@touch $@
 
 extra-browser: .venv/extra-browser
+
+# torch is in no lock; pyproject.toml says why. Where a torch of this version is installed, pip keeps it.
+extra-torch: .venv/extra-torch
+
+.venv/extra-torch: .venv/installed
+	$(OWN_VENV)
+	@echo "Installing $(TORCH) into .venv"
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
+	@touch $@
 
 .venv/extra-browser: docs/browser/package.json docs/browser/package-lock.json .venv/extra-site
 	$(OWN_VENV)

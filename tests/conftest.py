@@ -7,7 +7,7 @@ import socket
 import hypothesis
 
 import utils
-from tests import extras, quick
+from tests import extras, quick, rotation
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; processes that tests start would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,10 +43,33 @@ def _connect_to_this_machine(self, address):
 socket.socket.connect = _connect_to_this_machine
 
 
+def pytest_addoption(parser):
+    parser.addoption("--day", type=int, choices=rotation.NAMES, help="run only the tests of this weekday's rotation")
+
+
 def pytest_itemcollected(item):
-    """Skip a test whose extras are not installed."""
-    if why := extras.reason(extras.of(item)):
+    """Skip a test whose extras are not installed; mark `rotation` on what CI runs once a week."""
+    needed = extras.of(item)
+    if item.get_closest_marker("repeat") or {*needed} - extras.LIGHT - {"tpu"}:
+        item.add_marker(pytest.mark.rotation(day=rotation.day_of(item.nodeid, needed)))
+    if why := extras.reason(needed):
         item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of a day, whose packages must be there: a rotation that skips a test would not check it."""
+    if day := config.option.day:
+        kept = rotation.of_day(items, day)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+        if needs := {needs for item in items if (needs := extras.reason(extras.of(item)))}:
+            raise pytest.UsageError(f"--day {day} {'; '.join(sorted(needs))}")
+
+
+def pytest_report_header(config):
+    if day := config.option.day:
+        names = " ".join(rotation.extras_of_day(day)) or "none"
+        return f"rotation: day {day} of 7, {rotation.NAMES[day]}; extras of the day: {names}"
 
 
 @pytest.fixture
@@ -57,8 +80,11 @@ def as_on_accelerators(monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Of the tests that compare with one device, the worst gradient, worst first."""
+    """Print how many tests of the day ran, and the worst gradient of each test that compares with one device."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    if day := terminalreporter.config.option.day:
+        ran = len({report.nodeid for report in reports})
+        terminalreporter.write_line(f"rotation: day {day} of 7, {rotation.NAMES[day]}: {ran} tests ran")
     found = [value for report in reports for name, value in report.user_properties if name == "worst gradient"]
     if found:
         terminalreporter.section("parity: the worst gradient of each case, as a share of its largest entry")

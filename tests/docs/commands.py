@@ -50,10 +50,12 @@ NOT_RUN = {
     "python -m train.checkpoint ls gs://BUCKET/runs/laptop": IN_A_BUCKET,
     'python -m generate gs://BUCKET/runs/laptop --prompt "def "': IN_A_BUCKET,
     "make test": "these are the tests",
-    "make test-ci": "these are the tests",
+    "make test-more": "these are the tests",
     "make test-all": "these are the tests",
     "make test-tpu": "these are the tests",
     "make test-tpu-all": "these are the tests",
+    "make test-rotation": "these are the tests",
+    "make test-rotation DAY=3": "these are the tests",
     "make chapters": "these are tests too; `make test-site` runs them as notebooks",
     "make test-site": "these are tests too; `.ci/run` runs them",
     "make rehearse": "these are tests too; `.ci/run` runs them",
@@ -73,7 +75,7 @@ NOT_RUN = {
     "lm_eval --model local-completions --tasks hellaswag --model_args model=NAME,base_url="
     "http://127.0.0.1:8000/v1/completions,tokenizer=DIR,max_length=4096": "asks a server, and downloads",
 }
-# Run by `make test-tpu-all` alone, and what `make test-tpu` has of the kind. A row that stands on no page is refused.
+# Run by `make test-rotation`, and what `make test-tpu` has of the kind. A row that is on no page is refused.
 REPEATS = {
     "python -m bench.options": "its rows of v4, in tests/bench/test_options.py",
     "python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64 "
@@ -83,7 +85,7 @@ REPEATS = {
     "python -m plan mixtral_8x7b --topology v4:8x8x16 --mesh fsdp=128,tensor=8 --data.batch_size 1024 --compile":
         "mixtral_8x7b on 64 chips, and the same, there",
 }  # fmt: skip
-# Run by `make test-tpu`, or `make test-tpu-all`: they need the TPU compiler, though no TPU.
+# Run by `make test-tpu`, or `make test-rotation`: they need the TPU compiler, though no TPU.
 TPU = re.compile(r"make plan\b|--topology v\S+.* --(compile|max_batch)\b|bench\.\w+ .*--topology|bench\.options")
 
 NUMBER = r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w|\.\d)"

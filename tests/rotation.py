@@ -1,0 +1,63 @@
+"""What CI runs once a week: a seventh of the repeats a day, and on fixed weekdays the tests that need a large package.
+
+    python -m tests.rotation 3    # the targets that install what Wednesday's tests need
+
+`make test-rotation` installs them and runs the tests: those of today (UTC), or of another day with DAY=3.
+"""
+
+import hashlib
+import sys
+
+NAMES = {1: "Monday", 2: "Tuesday", 3: "Wednesday", 4: "Thursday", 5: "Friday", 6: "Saturday", 7: "Sunday"}
+# The day of each set of extras that a test needs. Only one set is installed on a day.
+DAY_OF_EXTRAS = {
+    ("ray",): 1,
+    ("torch",): 2,
+    ("sentencepiece",): 3,
+    ("evaluate", "parity", "torch"): 4,
+    ("parity",): 5,
+    ("parity", "torch"): 6,
+}
+# The longest repeats have a day here, by a part of their id, so that no day has two of them and much else. The days of
+# all others follow from a hash.
+DAY_OF_LONG = {
+    "python -m bench.options": 5,
+    "python -m plan moe1b --topology v4:4x4x8": 3,
+    "python -m plan mixtral_8x7b --topology v4:8x8x16": 2,
+    "python -m bench.overlap llama3_8b --topology v4:4x4x4": 6,
+    "test_twenty_kills_change_no_bit": 7,
+}
+
+
+def day_of(test_id: str, extras: tuple[str, ...] = ()) -> int:
+    """Return the weekday on which CI runs a test, 1 to 7: the same on every machine, whichever other tests exist.
+
+    Raises: KeyError for a set of extras that has no day.
+    """
+    if large := tuple(name for name in extras if name != "tpu"):
+        return DAY_OF_EXTRAS[large]
+    for long, day in DAY_OF_LONG.items():
+        if long in test_id:
+            return day
+    return int.from_bytes(hashlib.sha256(test_id.encode()).digest()[:8], "big") % 7 + 1
+
+
+def of_day(items, day: int) -> list:
+    """Return the tests of a day, by the mark that `tests/conftest.py` put on them."""
+    return [item for item in items for mark in item.iter_markers("rotation") if mark.kwargs["day"] == day]
+
+
+def extras_of_day(day: int) -> list[str]:
+    return [name for extras, its_day in DAY_OF_EXTRAS.items() if its_day == day for name in extras]
+
+
+def main(words: list[str]) -> int:
+    if len(words) != 1 or words[0] not in map(str, NAMES):
+        print(f"error: DAY={' '.join(words)}: use a weekday from 1, Monday, to 7, Sunday", file=sys.stderr)
+        return 2
+    print(*(f"extra-{name}" for name in extras_of_day(int(words[0]))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
