@@ -116,10 +116,13 @@ def test_a_killed_command_is_explained(host, monkeypatch, rise, says):
     assert says in note
 
 
-def test_kills_for_want_of_memory_are_counted_by_the_kernel():
-    """Catches a counter that a kernel spells in another way: an out-of-memory kill would look like a colleague's."""
-    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    assert supervisor.out_of_memory_kills() == int(counters["oom_kill"])
+def test_kills_for_want_of_memory_are_counted_by_the_kernel(monkeypatch):
+    """Catches a counter of another name: a kill for want of memory would look like a colleague's."""
+    assert "oom_kill" in dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    monkeypatch.setattr(
+        supervisor, "read", lambda path: "oom_kill_other 5\noom_kill 3\nnr_dirty 7" * (path.name == "vmstat")
+    )
+    assert supervisor.out_of_memory_kills() == 3
 
 
 @pytest.fixture
@@ -204,7 +207,11 @@ def test_answers_are_told_from_what_a_login_prints(monkeypatch, capsys):
     """Catches a command whose output ends the answer, or is taken for another one: each question has its own mark."""
     fleet = hosts.Fleet(["host00"])
     mark = "0123abcd"
-    printed = b"Welcome\nno newline" + mark.encode() + b' {"line": "-- axis-by-axis has answered --"}\nnoise\n'
+    printed = (
+        b'Welcome {"answer": {"text": "wrong"}}\nno newline'
+        + mark.encode()
+        + b' {"line": "-- axis-by-axis has answered --"}\nnoise\n'
+    )
     child = ["printf", "%b", (printed + mark.encode() + b' {"answer": {"text": "well"}}\n').decode()]
     shown = []
     answer = hosts.Question(fleet, "host00", child, mark, 5).answer(b"", None, shown.append, None)
