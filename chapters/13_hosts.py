@@ -113,7 +113,7 @@ print(f"4 processes and one: loss {alone[0]:.4f}, and the same four weights")
 # A launcher tells each process who it is, as ours did with two variables. That is the least of it: it also has
 # to bring the program there, and to be there when something goes wrong. `launcher.sh` of this project reaches
 # hosts by ssh. It brings a commit to each, and starts a command in it, with the same variables, under a
-# **supervisor**: a small Python program, `launch/supervisor.py`, in a `tmux` session, which stays when ssh is gone.
+# **supervisor**: a Python program, `launch/supervisor.py`, in a `tmux` session, which stays when ssh is gone.
 #
 # This page has no hosts, so a stand-in for `ssh` comes first in `PATH`: it runs what it is told in a folder of
 # this machine. All else is as on 32 hosts: commits, supervisors, sessions, processes, signals. What a stand-in
