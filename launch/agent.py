@@ -38,6 +38,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -268,7 +269,11 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
         raise Refused(f"tmux did not start the command within 20 s; see {folder}/{here}")
     os.close(taken)
     emit("ready", True)
-    if not select.select([stdin], [], [], GO_S)[0] or stdin.readline() != b"go\n":
+    said = []
+    listener = threading.Thread(target=lambda: said.append(stdin.readline()), daemon=True)
+    listener.start()
+    listener.join(GO_S)
+    if said != [b"go\n"]:
         write(here / "stop", launch.by)
         return {"called_off": True}
     (here / "go").touch()
@@ -529,6 +534,7 @@ def answer() -> None:
         emit("answer", VERBS[request.pop("do")](**request))
     except (Refused, OSError) as error:
         emit("error", str(error))
+    os._exit(0)  # a thread may still wait for a word on standard input
 
 
 def main() -> None:
