@@ -32,8 +32,8 @@ COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
 
 
 def simulated(mesh: Mesh) -> bool:
-    """Whether several devices of the mesh are threads of this process."""
-    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    """Whether several devices of the mesh are threads of this process. An AbstractMesh has no devices."""
+    return isinstance(mesh, Mesh) and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def jit(function, mesh: Mesh, **options):
@@ -126,7 +126,7 @@ def in_order(function, mesh: Mesh):
     def ordered(*args):
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         # What is not used goes now: later the tokens would use it.
-        jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+        jaxpr = without_dead_code(traced.jaxpr)
         holders = collect_holders(jaxpr, mesh, set())
         if not holders:
             return function(*args)
@@ -136,6 +136,17 @@ def in_order(function, mesh: Mesh):
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return ordered
+
+
+def without_dead_code(jaxpr):
+    """The same jaxpr without the equations whose results nothing uses, at any depth; its inputs and outputs stay.
+
+    The one place that calls `dce_jaxpr`, which JAX does not promise to keep. If JAX has renamed it, the jaxpr is
+    returned as it is. The program then stays correct, but FLOPs and bytes read from it are upper bounds, because a
+    compiler removes what is unused (4% of moe1b's FLOPs). tests/xla/test_ordered.py fails when that happens.
+    """
+    remove = getattr(partial_eval, "dce_jaxpr", None)
+    return remove(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0] if remove else jaxpr
 
 
 @functools.cache
