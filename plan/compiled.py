@@ -135,12 +135,26 @@ def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
     Raises: UserError without libtpu, for a slice it does not know, and for a mesh of another number of devices.
     """
     asked = Topology.parse(topology)
+    check_compiles_for(asked)
+    hardware.require_devices(sizes, asked)
+    return sharding.make_mesh(sizes, topology_devices(asked))
+
+
+def check_compiles_for(asked: Topology) -> None:
+    """Raises: UserError for devices that are no TPU slice, and without libtpu."""
     if not asked.chip.torus_dims:
-        raise UserError(f"topology {topology!r}: only TPU slices are compiled for without being there; "
+        raise UserError(f"topology {str(asked)!r}: only TPU slices are compiled for without being there; "
                         "name one like v4:2x4x4, v5p:4x4x4, v5e:4x4, v6e:8x8 or tpu7x:2x2x2")  # fmt: skip
     if not importlib.util.find_spec("libtpu"):
-        raise UserError(f"compiling for {topology} needs libtpu; install it with: make extra-tpu")
-    hardware.require_devices(sizes, asked)
+        raise UserError(f"compiling for {asked} needs libtpu; install it with: make extra-tpu")
+
+
+def topology_devices(asked: Topology) -> list:
+    """The devices of a TPU slice, as libtpu describes them without being there.
+
+    Raises: UserError without libtpu, and for a slice it does not know.
+    """
+    check_compiles_for(asked)
     # Without these libtpu asks the network which machine of which slice this is, and keeps logs. It is to say what it
     # warns of (level 1): `complaints` reads it.
     quiet = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
@@ -154,11 +168,11 @@ def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
     # Untold, it takes every axis for a line, and makes all-reduces of gathers over a whole torus.
     wrap = (*cloud.wraps, False)[:3]
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=str(cloud), wrap=wrap, **more).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=str(cloud), wrap=wrap, **more).devices
     except Exception as error:  # libtpu's own type, with what it knows
-        raise UserError(f"topology {topology!r}: libtpu says {str(error).splitlines()[0]!r}; a newer one may know it; "
+        said = str(error).splitlines()[0]
+        raise UserError(f"topology {str(asked)!r}: libtpu says {said!r}; a newer one may know it; "
                         "all know v4:2x4x4, v5p:4x4x4, v5e:4x4 and the like") from error  # fmt: skip
-    return sharding.make_mesh(sizes, devices)
 
 
 # The step -------------------------------------------------------------------------------------------------------------
@@ -288,9 +302,13 @@ def shares(cfg: Config, text: str) -> dict:
     In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers; one of
     them in the first tick, or the last, where that has slots of its own.
     """
+    conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
+    return {scope: share for scope, share in slot_shares(cfg).items() if scope in conditionals}
+
+
+def slot_shares(cfg: Config) -> dict:
+    """The same for every conditional that a step may have; `program.read` passes over those that it lacks."""
     sched = pipeline.schedule(cfg)
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
     runs["loss_slot"] = sched.microbatches
-    known = {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | {"not_finite": 0.0}
-    conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
-    return {scope: share for scope, share in known.items() if scope in conditionals}
+    return {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | {"not_finite": 0.0}

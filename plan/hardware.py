@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from config import AXES, MeshConfig
+from config import MeshConfig
 from utils import UserError, nearest
 from xla import links
 
@@ -206,8 +206,43 @@ def named(devices) -> Topology | None:
     return found if found.devices == len(devices) else None
 
 
+@dataclass(frozen=True)
+class NamedMesh:
+    """A mesh whose axes have any names. All functions below take one, in place of a MeshConfig."""
+
+    pairs: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedMesh":
+        """Read `data=4,model=8`, outermost axis first. Raises: UserError naming the part that cannot be read."""
+        pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
+        for name, size in pairs:
+            if not name.isidentifier() or not re.fullmatch(r"[1-9]\d{0,6}", size):
+                raise UserError(
+                    f"mesh {text!r}: {name}={size} should be AXIS=SIZE, with a size of at least 1: data=4,model=8"
+                )
+            if [one for one, _ in pairs].count(name) > 1:
+                raise UserError(f"mesh {text!r}: axis {name!r} is given twice")
+        return cls(tuple((name, int(size)) for name, size in pairs))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.pairs)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(size for _, size in self.pairs)
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.pairs)
+
+
+def named_mesh(sizes: dict[str, int]) -> NamedMesh:
+    return NamedMesh(tuple(sizes.items()))
+
+
 @functools.lru_cache(maxsize=64)
-def coordinates(mesh: MeshConfig, topology: Topology) -> np.ndarray:
+def coordinates(mesh: MeshConfig | NamedMesh, topology: Topology) -> np.ndarray:
     """Say which chip stands where on the mesh: its place on the torus, [*mesh sizes, torus axis].
 
     Where a chip is several devices, which of them comes last: [*mesh sizes, torus axes and 1].
@@ -248,7 +283,7 @@ class Link:
     latency_s: float = 0.0  # until the first byte of every device is everywhere
 
 
-def require_devices(mesh: MeshConfig, topology: Topology) -> None:
+def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
     """Raises: UserError for a mesh of another number of devices."""
     if mesh.devices != topology.devices:
         each = topology.chip.devices_per_chip
@@ -259,7 +294,7 @@ def require_devices(mesh: MeshConfig, topology: Topology) -> None:
 
 
 @functools.cache
-def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
+def layout(mesh: MeshConfig | NamedMesh, topology: Topology) -> dict[str, Link]:
     """Say on which wires each mesh axis of more than one device lies.
 
     Raises: UserError for a mesh of another number of devices.
@@ -273,18 +308,18 @@ def layout(mesh: MeshConfig, topology: Topology) -> dict[str, Link]:
 
 
 @functools.cache
-def link(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:
+def link(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
     """Say on which wires a group of devices along several mesh axes lies: they may have more links than along one."""
     one_wire = len(axes) == 1 or topology.chip.key == "cpu"
     return layout(mesh, topology)[axes[0]] if one_wire else _find(mesh, topology, axes)
 
 
-def _find(mesh: MeshConfig, topology: Topology, axes: tuple[str, ...]) -> Link:
+def _find(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
     on_torus, n = topology.chip.torus_dims > 0, math.prod(mesh.sizes[axis] for axis in axes)
     # JAX keeps the order of GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
     find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
-    along = [AXES.index(axis) for axis in axes]
+    along = [list(mesh.sizes).index(axis) for axis in axes]
     lines = np.moveaxis(places, along, range(-1 - len(along), -1)).reshape(-1, n, places.shape[-1])
     latency_s = (_hops_latency if on_torus else _switched_latency)(lines, topology)
     return replace(find("*".join(axes), lines, topology), latency_s=latency_s)
