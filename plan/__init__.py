@@ -6,5 +6,7 @@ Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `co
 absent devices, and `replayed.py` plays what came out against time; `inference.py` is the plan of answers, in place of
 training; `show.py` prints and draws. `python -m plan` is the command.
 
-From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, and `compiled` for who measures.
+`program.py` reads any JAX program from its trace, also one with other axes; `rows.py` walks the trace.
+
+From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, `program.read`, and `compiled` for who measures.
 """

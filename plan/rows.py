@@ -1,0 +1,221 @@
+"""The rows of a traced program: every matmul, kernel and collective of one device, and how often it runs.
+
+`Walk` visits each equation of a jaxpr once. Inside `shard_map` every array is a local shard and every collective is an
+equation, so the trace already says what each device computes and sends.
+
+Bytes sent follow the prices in `sharding.py`, which are also the ledger's. FLOPs are those of matmuls, convolutions and
+kernels; a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.extend.core as jex
+
+from plan import hardware
+from sharding import as_tuple
+from utils import UserError
+from xla.hlo import WRAPPERS
+from xla.ledger import Share
+
+KIND_OF = {
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all", "ppermute": "collective-permute",
+    "pbroadcast": "collective-broadcast",
+}  # fmt: skip
+# Calls to code that JAX cannot look into, and that declares no FLOPs.
+OPAQUE = ("ffi_call", "custom_call", "pure_callback", "io_callback")
+COUNTED_ONCE = "while: trips unknown, counted once"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation of one device. FLOPs and bytes are of one execution."""
+
+    kind: str  # matmul, convolution, kernel, or a collective as the ledger calls it
+    source: str  # "model.py:123 in hidden"
+    scope: str = ""  # named scopes around it, outermost first
+    axes: tuple[str, ...] = ()  # of a collective: mesh axes of more than one device
+    flops: float = 0
+    hbm_bytes: float = 0  # operands and results of a matmul; of a kernel what it declares
+    wire_bytes: float = 0  # this device sends
+    count: float = 1  # executions in one call of the program
+    loop: str = ""  # "scan", or COUNTED_ONCE
+    branch: str = ""  # how a conditional around it was counted: "larger of 2 sides", "0.57 of runs (forward_slot)"
+    unknown: bool = False  # a kernel that declares no FLOPs
+    automatic: tuple[str, ...] = ()  # mesh axes along which the compiler, not the program, splits it
+
+    def total(self, of: str) -> float:
+        return self.count * getattr(self, of)
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+
+
+def array_bytes(avals: Iterable) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in avals if hasattr(x, "shape"))
+
+
+def matmul_flops(equation) -> int:
+    """Twice the left operand's entries times the right operand's dims that are neither contracted, batch nor group.
+
+    This holds for `ragged_dot` too, where each row meets one group's weights.
+    """
+    lhs, rhs = (x.aval.shape for x in equation.invars[:2])
+    numbers = equation.params.get("dimension_numbers") or equation.params["ragged_dot_dimension_numbers"]
+    group = getattr(numbers, "rhs_group_dimensions", ())
+    (_, contracted), (_, batch) = getattr(numbers, "dot_dimension_numbers", numbers)
+    free = [size for dim, size in enumerate(rhs) if dim not in {*contracted, *batch, *group}]
+    return 2 * math.prod(lhs) * math.prod(free)
+
+
+def convolution_flops(equation) -> int:
+    """Two for each weight of an output, padding and holes included."""
+    out, rhs = equation.outvars[0].aval.shape, equation.invars[1].aval.shape
+    features = rhs[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(out) * math.prod(rhs) // features
+
+
+def computation(equation) -> Row | None:
+    """The row of an operation that computes, without its place; None for any other."""
+    name, moved = equation.primitive.name, array_bytes(x.aval for x in (*equation.invars, *equation.outvars))
+    if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
+        return Row("matmul", "", flops=matmul_flops(equation), hbm_bytes=moved)
+    if name == "conv_general_dilated":
+        return Row("convolution", "", flops=convolution_flops(equation), hbm_bytes=moved)
+    if name == "pallas_call":
+        said = equation.params.get("cost_estimate")
+        if said is None:
+            return Row("kernel", "", hbm_bytes=moved, unknown=True)
+        return Row("kernel", "", flops=said.flops, hbm_bytes=said.bytes_accessed)
+    return Row("kernel", "", hbm_bytes=moved, unknown=True) if name in OPAQUE else None
+
+
+def collective(equation, sizes: dict[str, int]) -> Row | None:
+    """The row of a collective, without its place; None for any other operation, and for a group of one device."""
+    kind, params = KIND_OF.get(equation.primitive.name), equation.params
+    if not kind:
+        return None
+    named = as_tuple(params["axes"] if "axes" in params else params["axis_name"])
+    axes = tuple(axis for axis in sizes if axis in named and sizes[axis] > 1)
+    groups = params.get("axis_index_groups")
+    n = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+    if n == 1:
+        return None
+    operands = equation.invars[:1] if equation.primitive.name == "ragged_all_to_all" else equation.invars
+    payload = array_bytes(x.aval for x in operands) * (n if kind == "all-gather" else 1)
+    times = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "collective-broadcast": 1}
+    return Row(kind, "", axes=axes, wire_bytes=times.get(kind, (n - 1) / n) * payload)
+
+
+# Places ---------------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent.parent
+THEIRS = (str(Path(jax.__file__).parent.parent), str(Path(os.__file__).parent), "<frozen")  # packages, Python's own
+
+
+def is_theirs(file: str) -> bool:
+    """Whether a file is a package's or Python's own, or one of our files of thin collectives."""
+    return file.startswith(THEIRS) or (os.path.basename(file) in WRAPPERS and file.startswith(str(ROOT)))
+
+
+def source(traceback) -> str:
+    """The line that asked for an operation, "file.py:12 in f": the innermost frame outside packages and wrappers."""
+    for frame in traceback.frames if traceback else ():
+        if not is_theirs(frame.file_name):
+            function = frame.function_name.replace("<locals>.", "")
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} in {function}"
+    return "?"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a program an equation is, and how often it runs there."""
+
+    times: float = 1
+    scope: str = ""
+    loop: str = ""
+    branch: str = ""
+    manual: frozenset[str] = frozenset()  # mesh axes of the `shard_map`s around it
+    counted: frozenset[str] = frozenset()  # scopes of conditionals whose share is in `times`
+
+    def within(self, equation, **changes) -> "Place":
+        names = str(equation.source_info.name_stack)
+        return replace(self, scope="/".join(filter(None, (self.scope, names))), **changes)
+
+
+# The walk -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Walk:
+    """One pass over a trace. Every equation is visited once; loops and branches only change how often it counts."""
+
+    sizes: dict[str, int]  # of the mesh axes
+    platform: str
+    shares: dict[str, Share]  # of conditionals by named scope, as `ledger.read` takes them
+    reductions: int = 0  # outside `shard_map`: a compiler may make collectives of them
+    shard_maps: int = 0
+
+    def rows(self, jaxpr, at: Place) -> list[Row]:
+        return [row for equation in jaxpr.eqns for row in self.step(equation, at)]
+
+    def step(self, equation, at: Place) -> list[Row]:
+        """The rows of one equation, and of what it runs."""
+        name, params = equation.primitive.name, equation.params
+        if row := computation(equation) or collective(equation, self.sizes):
+            at = at.within(equation)
+            left = tuple(axis for axis, n in self.sizes.items() if n > 1 and axis not in at.manual)
+            place = dict(scope=at.scope, count=at.times, loop=at.loop, branch=at.branch, automatic=left)
+            return [replace(row, source=source(equation.source_info.traceback), **place)]
+        if name == "cond":
+            return self.branch(equation, at.within(equation))
+        if name == "scan":
+            length = params["length"]
+            here = at.within(equation, times=at.times * length, loop=at.loop or "scan" * (length > 1))
+            return self.rows(params["jaxpr"].jaxpr, here)
+        if name == "while":
+            here = at.within(equation, loop=COUNTED_ONCE)
+            return [row for part in ("cond_jaxpr", "body_jaxpr") for row in self.rows(params[part].jaxpr, here)]
+        if name == "shard_map":
+            self.check_mesh(equation)
+            self.shard_maps += 1
+            here = at.within(equation, manual=at.manual | params["newly_manual_axes"])
+            return self.rows(params["jaxpr"], here)
+        self.reductions += not at.manual and name.startswith(("reduce_", "arg", "sort", "cum"))
+        inside = jex.jaxprs_in_params(params)
+        return [row for jaxpr in inside for row in self.rows(jaxpr, at.within(equation))]
+
+    def branch(self, equation, at: Place) -> list[Row]:
+        """The rows of a conditional: of its share, if its scope has one, and of its larger side."""
+        sides, platforms = equation.params["branches"], equation.params.get("branches_platforms")
+        if platforms:  # `lax.platform_dependent`: one side alone is compiled
+            names = [("cuda", "rocm") if self.platform == "gpu" else (self.platform,) for _ in sides]
+            fits = [p is None or bool({*p} & {*mine}) for p, mine in zip(platforms, names, strict=True)]
+            return self.rows(sides[fits.index(True)].jaxpr, at)
+        scopes = {one for one in self.shares if re.search(rf"\b{re.escape(one)}\b", at.scope)} - at.counted
+        found = [self.shares[one] for one in scopes]
+        share = math.prod(one(at.times) if callable(one) else one for one in found)
+        told = f"{share:.3g} of runs ({', '.join(sorted(scopes))})" if scopes else f"larger of {len(sides)} sides"
+        branch = ", ".join(filter(None, (at.branch, told)))
+        here = replace(at, times=at.times * share, branch=branch, counted=at.counted | scopes)
+        return max((self.rows(side.jaxpr, here) for side in sides), key=cost)
+
+    def check_mesh(self, equation) -> None:
+        """Raises: UserError for a `shard_map` on a mesh other than the one asked for."""
+        own = dict(equation.params["mesh"].shape)
+        if own != self.sizes:
+            place, mine, asked = source(equation.source_info.traceback), *map(hardware.named_mesh, (own, self.sizes))
+            raise UserError(f"shard_map at {place} runs on its own mesh {mine}, not on {asked}; leave mesh= out of "
+                            "shard_map to take the mesh that is asked for")  # fmt: skip
+
+
+def cost(rows: list[Row]) -> tuple[float, ...]:
+    """What decides which side of a conditional is larger: FLOPs, then bytes sent, then bytes of memory."""
+    return tuple(sum(row.total(of) for row in rows) for of in ("flops", "wire_bytes", "hbm_bytes"))
