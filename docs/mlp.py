@@ -1,0 +1,25 @@
+"""A two-layer network on a mesh of two axes: the program of docs/planner.md, "Plan your own JAX program"."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+
+def local_loss(weights, x):
+    """One device's share. Weights are split over model, and the batch over data."""
+    w_up, w_down = weights
+    hidden = jax.nn.relu(x @ w_up)
+    partial = hidden @ w_down  # a sum over this device's hidden units
+    y = jax.lax.psum(partial, "model").astype(jnp.float32)
+    return jax.lax.pmean(jnp.mean(y**2), "data")
+
+
+splits = ((P(None, "model"), P("model", None)), P("data", None))
+step = jax.value_and_grad(jax.shard_map(local_loss, in_specs=splits, out_specs=P()))
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+
+arguments = ((shape(8192, 32768), shape(32768, 8192)), shape(16384, 8192))

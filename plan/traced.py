@@ -1,0 +1,300 @@
+"""Plan any JAX program: what one device computes and sends, read from its trace before any chip is rented.
+
+`read(function, *shapes, mesh=mesh)` is the call, `python -m plan.traced FILE:FUNCTION --mesh data=4,model=8` the
+command. HELP says how a file gives the shapes of its arguments.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import linecache
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import utils
+from plan import compiled, hardware
+from plan.planner import amount, is_tpu
+from plan.program import Program, abstract_mesh, argument_specs, error_place, read
+from plan.rows import COUNTED_ONCE
+from plan.show import titled
+from utils import UserError
+from xla import ledger
+
+__all__ = ["read"]
+
+HELP = """e.g. python -m plan.traced docs/mlp.py:step --mesh data=4,model=8 --topology v5p:4x4x2
+
+Trace a JAX program for a mesh that need not exist, and print what one device holds, computes and sends, with the
+seconds of a roofline. Mesh axes have the names that the program uses, outermost first. A complete FILE:
+
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    def local_loss(weights, x):  # shards of one device
+        w_up, w_down = weights
+        y = jax.lax.psum(jax.nn.relu(x @ w_up) @ w_down, "model").astype(jnp.float32)
+        return jax.lax.pmean(jnp.mean(y**2), "data")
+
+    splits = ((P(None, "model"), P("model", None)), P("data", None))
+    step = jax.value_and_grad(jax.shard_map(local_loss, in_specs=splits, out_specs=P()))
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    arguments = ((shape(8192, 32768), shape(32768, 8192)), shape(16384, 8192))
+
+FUNCTION is `step` here. `arguments` is a tuple of whole shapes, or a function that returns one; name another one with
+--arguments. A shape is split as its sharding says, or else as the first shard_map that takes it. Leave mesh= out of
+shard_map to run on the mesh of the command; a program may also make its own mesh of the same axes.
+
+What is counted: matmuls, convolutions, and kernels that declare a cost_estimate; collectives inside shard_map. A loop
+counts its trips, a conditional its larger side. The roofline takes bfloat16's peak. Communication that the compiler
+adds (jit with shardings, no shard_map) does not exist before compilation: --compile counts it in the compiled program,
+for simulated CPU devices, or for the TPUs of --topology. Exit status 2: the program cannot be traced."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE:FUNCTION")]
+    mesh: str  # axes and their sizes, outermost first: data=4,model=8
+    topology: str = ""  # the devices: v5p:4x4x2, v5e:4x4, h100:16 ..; empty: of no known speed
+    arguments: str = "arguments"  # what FILE calls the shapes of FUNCTION's arguments
+    compile: bool = False  # count in the compiled program instead of in the trace
+    rows: int = 10  # how many of the largest rows to print
+    json: bool = False  # print the numbers as JSON, with all rows, and nothing else
+
+
+# The user's file ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def their_errors(doing: str):
+    """Turn an error of the user's own code into one line that keeps its type, its message and its place."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # anything that a program may raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        place = error_place(error)
+        if not lines and (match := re.match(r"(\S+):(\d+) in ", place)):  # an assertion inside JAX has no words
+            lines = [linecache.getline(match[1], int(match[2])).strip()]
+        raise UserError(
+            f"{doing}: {f'{place}: ' * bool(place)}{type(error).__name__}: {' '.join(lines)[:300]}"
+        ) from error
+
+
+def load(text: str, arguments: str):
+    """Import FILE and return FUNCTION and what gives its arguments' shapes.
+
+    Raises: UserError if there is no such file, function or shapes; an error of the file as one line.
+    """
+    path, colon, name = text.rpartition(":")
+    if not colon or not path or not name:
+        raise UserError(f"{text!r} should be FILE:FUNCTION, as in docs/mlp.py:step")
+    if not Path(path).is_file():
+        raise UserError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(path).resolve())
+    if spec is None:
+        raise UserError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # for modules beside it
+    try:
+        with their_errors(f"cannot import {path}"):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{path} has no function {name!r}; {utils.nearest(name, known)}")
+    if not hasattr(module, arguments):
+        hint = "a tuple of jax.ShapeDtypeStruct, or a function that returns one"
+        raise UserError(f"{path} has no {arguments!r}, which should be {hint}; --arguments gives it another name")
+    return getattr(module, name), getattr(module, arguments)
+
+
+def shapes_of(arguments, mesh) -> tuple:
+    """The shapes that a file gives, as a tuple of trees.
+
+    Raises: UserError for what has no shape.
+    """
+    with their_errors("the shapes of the arguments"), jax.sharding.use_abstract_mesh(mesh):
+        found = arguments() if callable(arguments) else arguments
+    found = tuple(found) if isinstance(found, tuple | list) else (found,)
+    for leaf in jax.tree.leaves(found):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise UserError(f"an argument is {leaf!r:.80}, which has no shape; use jax.ShapeDtypeStruct(shape, dtype)")
+    return found
+
+
+# The compiled program -------------------------------------------------------------------------------------------------
+
+
+def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) -> Mesh:
+    """The mesh on devices of a TPU topology that need not be here, or on simulated CPU devices."""
+    if topology and is_tpu(topology.chip):
+        devices = compiled.topology_devices(topology)
+    else:
+        utils.use_devices(mesh.devices)
+        devices = jax.devices()[: mesh.devices]
+    shape = tuple(mesh.sizes.values())
+    arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(arranged, tuple(mesh.sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology: hardware.Topology | None) -> dict:
+    """Compile function(*shapes) and return the ledger's counts.
+
+    Raises: UserError for what cannot be compiled or counted.
+    """
+    mesh = device_mesh(named, topology)
+    given = [getattr(getattr(x, "sharding", None), "spec", None) for x in jax.tree.leaves(shapes)]
+    with their_errors("does not compile"), jax.set_mesh(mesh):
+        specs = [said or spec for said, spec in zip(given, argument_specs(function, shapes), strict=True)]
+        leaves, tree = jax.tree.flatten(shapes)
+        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+                  for x, spec in zip(leaves, specs, strict=True)]  # fmt: skip
+        program = function if hasattr(function, "lower") else jax.jit(function)
+        step, _ = compiled.compile_lowered(program.lower(*jax.tree.unflatten(tree, placed)))
+        found = ledger.read(step.as_text(), mesh)
+    memory = step.memory_analysis()
+    return {
+        "argument_bytes": memory.argument_size_in_bytes, "temp_bytes": memory.temp_size_in_bytes,
+        "flops": found.flops, "wire_bytes": found.total.wire_bytes, "unknown": found.unknown,
+        "sent": [{"axes": list(axes), "kind": kind, **counts} for (axes, kind), counts in by_kind(found).items()],
+        "rows": [dataclasses.asdict(one) for one in found.collectives],
+    }  # fmt: skip
+
+
+def by_kind(found: ledger.Ledger) -> dict:
+    """Executions and bytes sent by (axes, kind), the most bytes first."""
+    totals = {}
+    for one in found.collectives:
+        counts = totals.setdefault((one.axes, one.kind), {"count": 0, "wire_bytes": 0})
+        counts["count"] += one.count
+        counts["wire_bytes"] += one.count * one.wire_bytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]["wire_bytes"]))
+
+
+# Printing -------------------------------------------------------------------------------------------------------------
+
+
+def numbers(one: Program, topology: hardware.Topology | None) -> dict:
+    """A program as a dict of numbers, of one device and one call."""
+    seconds = one.seconds(topology)
+    return {
+        "mesh": str(one.mesh), "topology": topology and str(topology), "argument_bytes": one.argument_bytes,
+        "flops": one.flops, "hbm_bytes": one.hbm_bytes, "wire_bytes": one.wire_bytes, "wire_by_axes": one.wire_by_axes,
+        "sent": [{"axes": list(axes), "kind": kind, "wire_bytes": size}
+                 for (axes, kind), size in one.sent("axes", "kind").items()],
+        "seconds": seconds, "overlapped_s": seconds and max(seconds.values()),
+        "exposed_s": seconds and sum(seconds.values()), "notes": notes(one),
+        "rows": [dataclasses.asdict(row) for row in one.rows],
+    }  # fmt: skip
+
+
+def notes(one: Program) -> list[str]:
+    """What the numbers leave out or assume, a line each."""
+    found, places = [], lambda rows: ", ".join(sorted({row.source for row in rows}))
+    if unknown := [row for row in one.rows if row.unknown]:
+        found.append(f"kernels without a cost_estimate count 0 FLOPs: {places(unknown)}")
+    if loops := [row for row in one.rows if row.loop == COUNTED_ONCE]:
+        found.append(f"loops whose trips are known only at run time count once: {places(loops)}")
+    if branches := [row for row in one.rows if "larger of" in row.branch]:
+        found.append(f"conditionals count their larger side: {places(branches)}")
+    if one.reductions and one.mesh.devices > 1:
+        found.append(f"{one.reductions} reductions outside shard_map may communicate, which is not counted; "
+                     "--compile counts it")  # fmt: skip
+    return found
+
+
+def print_program(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
+    """Print the totals, the bytes sent by axes and kind, the seconds, and the largest rows."""
+    seconds = one.seconds(topology)
+    console.print(f"mesh       {one.mesh}" + f" on {topology}" * bool(topology))
+    for number, link in enumerate(hardware.layout(one.mesh, topology).values() if topology else ()):
+        console.print(f"{'' if number else 'wires':10} {link.note}")
+    console.print(f"arguments  {amount(one.argument_bytes, 'bytes')} on each device")
+    console.print(f"FLOPs      {amount(one.flops, 'FLOPs')} on each device in one call")
+    console.print(f"sent       {amount(one.wire_bytes, 'bytes')} by each device in one call")
+    for note in notes(one):
+        console.print(f"note       {note}", soft_wrap=True)
+    if one.wire_bytes:
+        print_sent([(axes, kind, size) for (axes, kind), size in one.sent("axes", "kind").items()], console)
+    if seconds:
+        table = titled("seconds at full speed", "what", "time")
+        for name, time in seconds.items():
+            table.add_row(name, amount(time, "s"))
+        table.add_section()
+        table.add_row("all communication overlapped", amount(max(seconds.values()), "s"))
+        table.add_row("all communication exposed", amount(sum(seconds.values()), "s"))
+        console.print(table)
+    table = titled("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
+    size = lambda row: one.row_seconds(row, topology) if seconds else row.total("flops") + row.total("wire_bytes")
+    for row in sorted(one.rows, key=size, reverse=True)[:most]:
+        what = row.kind + f" over {'*'.join(row.axes)}" * bool(row.axes)
+        table.add_row(what, row.source, f"{row.count:,.6g}", amount(row.total("flops") or None, "FLOPs"),
+                      amount(row.total("wire_bytes") or None, "bytes"),
+                      amount(one.row_seconds(row, topology), "s") if seconds else "-")  # fmt: skip
+    console.print(table)
+
+
+def print_sent(sent: list[tuple], console) -> None:
+    table = titled("sent by a device", "axes", "collective", "bytes", words=2)
+    for axes, kind, size in sent:
+        table.add_row("*".join(axes), kind, amount(size, "bytes"))
+    console.print(table)
+
+
+def print_compiled(found: dict, console) -> None:
+    """Print what the compiler made of a program."""
+    console.print(f"arguments  {amount(found['argument_bytes'], 'bytes')} on each device, as compiled")
+    console.print(f"temporary  {amount(found['temp_bytes'], 'bytes')}")
+    console.print(f"FLOPs      {amount(found['flops'], 'FLOPs')} on each device in one call")
+    console.print(f"sent       {amount(found['wire_bytes'], 'bytes')} by each device in one call")
+    for kernel, times in found["unknown"].items():
+        console.print(f"note       {kernel}: a kernel that declares no FLOPs, {times:,.0f} times", soft_wrap=True)
+    if found["sent"]:
+        print_sent([(one["axes"], one["kind"], one["wire_bytes"]) for one in found["sent"]], console)
+
+
+@utils.exit_status
+def main(argv: list[str] | None = None) -> int:
+    from rich.console import Console
+
+    args = tyro.cli(Arguments, args=argv, prog="python -m plan.traced", description=HELP, use_underscores=True)
+    console = Console(quiet=args.json, highlight=False, width=None if sys.stdout.isatty() else 120)
+    named = hardware.NamedMesh.parse(args.mesh)
+    topology = hardware.Topology.parse(args.topology) if args.topology else None
+    if topology:
+        hardware.layout(named, topology)  # refused before the program is read
+    with contextlib.suppress(RuntimeError):  # this process has devices already, as in tests
+        jax.config.update("jax_num_cpu_devices", named.devices)  # for a file that makes its own mesh
+    mesh = abstract_mesh(named, "tpu" if topology and is_tpu(topology.chip) else "cpu")
+    function, arguments = load(args.program, args.arguments)
+    shapes = shapes_of(arguments, mesh)
+    if args.compile:
+        found = compile_program(function, shapes, named, topology)
+        print_compiled(found, console)
+    else:
+        with their_errors("does not trace"):
+            one = read(function, *shapes, mesh=mesh)
+        one.check()
+        found = numbers(one, topology)
+        print_program(one, topology, args.rows, console)
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())
