@@ -237,13 +237,26 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
         table.add_row("all communication overlapped", amount(max(seconds.values()), "s"))
         table.add_row("all communication exposed", amount(sum(seconds.values()), "s"))
         console.print(table)
-    table = titled("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
-    size = lambda row: one.row_seconds(row, topology) if seconds else row.total("flops") + row.total("wire_bytes")
-    for row in sorted(one.rows, key=size, reverse=True)[:most]:
+    print_largest(one, topology if seconds else None, most, console)
+
+
+def print_largest(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
+    """Print what each line of the source costs, forward and backward together, the largest first."""
+    lines: dict[tuple, list] = {}
+    for row in one.rows:
         what = row.kind + f" over {'*'.join(row.axes)}" * bool(row.axes)
-        table.add_row(what, row.source, f"{row.count:,.6g}", amount(row.total("flops") or None, "FLOPs"),
-                      amount(row.total("wire_bytes") or None, "bytes"),
-                      amount(one.row_seconds(row, topology), "s") if seconds else "-")  # fmt: skip
+        lines.setdefault((what, row.source), []).append(row)
+    time = lambda row: one.row_seconds(row, topology) if topology else None
+    found = [
+        (*line, *(sum(row.total(of) for row in same) for of in ("flops", "wire_bytes")), sum(row.count for row in same),
+         sum(map(time, same)) if topology else None)
+        for line, same in lines.items()
+    ]  # fmt: skip
+    found.sort(key=lambda line: line[5] if topology else line[2] + line[3], reverse=True)
+    table = titled("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
+    for what, place, flops, sent, count, seconds in found[:most]:
+        table.add_row(what, place, f"{count:,.6g}", amount(flops or None, "FLOPs"), amount(sent or None, "bytes"),
+                      amount(seconds, "s"))  # fmt: skip
     console.print(table)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import model
@@ -225,3 +226,18 @@ def test_within_another_trace_nothing_is_ordered_twice():
     of_logits = lambda params: jnp.mean(pipeline.logits(cfg, mesh)(params, batch) ** 2)
     program = ordered.jit(jax.grad(of_logits), mesh)
     assert float(jnp.abs(program(params).norm_D).max()) > 0
+
+
+def test_what_nothing_uses_is_removed():
+    """Catches a JAX without `dce_jaxpr`: programs would be read with what their compiler removes, and tokens would keep
+    unused collectives alive."""
+
+    def wasteful(x):
+        unused = lambda carry, _: ((carry[0] + 1, carry[1] @ x), None)
+        return jax.lax.scan(unused, (x, x), length=3)[0][0] + jnp.sum(0 * (x @ x @ x).shape[0])
+
+    jaxpr = jax.make_jaxpr(wasteful)(jax.ShapeDtypeStruct((4, 4), jnp.float32)).jaxpr
+    assert hasattr(partial_eval, "dce_jaxpr"), "JAX has renamed dce_jaxpr: see ordered.without_dead_code"
+    kept = ordered.without_dead_code(jaxpr)
+    assert "dot_general" in str(jaxpr) and "dot_general" not in str(kept)
+    assert (len(kept.invars), len(kept.outvars)) == (1, 1)
