@@ -8,9 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import linecache
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +81,8 @@ def their_errors(doing: str):
     except UserError:
         raise
     except Exception as error:  # anything that a program may raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        place = error_place(error)
-        if not lines and (match := re.match(r"(\S+):(\d+) in ", place)):  # an assertion inside JAX has no words
-            lines = [linecache.getline(match[1], int(match[2])).strip()]
-        raise UserError(
-            f"{doing}: {f'{place}: ' * bool(place)}{type(error).__name__}: {' '.join(lines)[:300]}"
-        ) from error
+        place, words = error_place(error), " ".join(str(error).split())[:300]
+        raise UserError(f"{doing}: {f'{place}: ' * bool(place)}{type(error).__name__}: {words}") from error
 
 
 def load(text: str, arguments: str):

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import pipeline
-from config import PRESETS, preset
+from config import PRESETS, MeshConfig, preset
 from plan import costs, hardware, program, rows, traced
 from plan.program import abstract_mesh
 from utils import UserError
@@ -310,6 +310,7 @@ def test_a_share_counts_a_conditional_down_once():
 
     args, share = (shape(4, 4), shape(dtype=bool)), {"slot": lambda runs: 3 / runs}
     assert read_one(scoped, *args, shares=share).flops == pytest.approx(3 * 2 * 2 * 4**3)
+    assert read_one(scoped, *args, shares={"slot": 0.5}).flops == pytest.approx(5 * 2 * 2 * 4**3)
     assert {row.branch for row in read_one(branched, *args, shares={"slot": 0.25}).rows} == {"0.25 of runs (slot)"}
 
 
@@ -356,17 +357,26 @@ def test_seconds_are_work_over_speed():
         y = jax.lax.all_gather(x @ w, "model", axis=1, tiled=True)
         return jax.lax.ppermute(y, "data", [(i, (i + 1) % 4) for i in range(4)])
 
-    mesh, topology = mesh_of("data=4,model=8"), hardware.Topology.parse("v5p:4x4x2")
+    named, topology = hardware.NamedMesh.parse("data=4,model=16"), hardware.Topology.parse("v5p:4x4x4")
     function = jax.shard_map(local, in_specs=(P("data"), P(None, "model")), out_specs=P(("data", "model")))
-    one = traced.read(function, shape(512, 1024), shape(1024, 4096), mesh=mesh)
-    links, chip = hardware.layout(hardware.NamedMesh.parse("data=4,model=8"), topology), topology.chip
-    flops, moved = 2 * 128 * 1024 * 512, 4 * (128 * 1024 + 1024 * 512 + 128 * 512)
-    whole = 4 * 128 * 4096
+    one = traced.read(function, shape(512, 1024), shape(1024, 4096), mesh=abstract_mesh(named))
+    links, chip = hardware.layout(named, topology), topology.chip
+    flops, moved = 2 * 128 * 1024 * 256, 4 * (128 * 1024 + 1024 * 256 + 128 * 256)
+    whole, data, model = 4 * 128 * 4096, links["data"], links["model"]
+    assert len({data.bytes_per_s, data.neighbour_bytes_per_s, model.bytes_per_s}) == 3
     assert one.seconds(topology) == pytest.approx({
         "compute": max(flops / chip.peak_flops_per_s, moved / chip.hbm_bytes_per_s),
-        "model": 7 / 8 * whole / links["model"].bytes_per_s, "data": whole / links["data"].neighbour_bytes_per_s,
+        "model": 15 / 16 * whole / model.bytes_per_s, "data": whole / data.neighbour_bytes_per_s,
     })  # fmt: skip
     assert one.seconds(None) is None
+
+
+def test_axes_of_any_name_lie_on_the_same_links():
+    """Catches a link of another axis, where the axes are not the project's six."""
+    topology = hardware.Topology.parse("v5p:4x4x4")
+    ours, theirs = (mesh("fsdp=4,tensor=16") for mesh in (MeshConfig.parse, hardware.NamedMesh.parse))
+    assert hardware.layout(ours, topology) == hardware.layout(theirs, topology)
+    assert hardware.link(ours, topology, ("fsdp", "tensor")) == hardware.link(theirs, topology, ("fsdp", "tensor"))
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -515,9 +525,9 @@ def test_no_file_gets_one_line(capsys, words, message):
 
 def test_the_call_raises_the_users_own_error():
     """Catches an error of the program that a caller in Python cannot catch by its type, and a setting that stays."""
-    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "auto")  # as it is from the start
     with pytest.raises(ZeroDivisionError):
         read_one(lambda x: 1 / 0, shape(4))
     with pytest.raises(UserError, match="has no axis 'y'"):
         read_one(jax.shard_map(lambda x: jax.lax.psum(x, "y"), in_specs=P("x"), out_specs=P("x")), shape(4))
-    assert jax.config.jax_traceback_filtering == before
+    assert jax.config.jax_traceback_filtering == "auto"
