@@ -50,6 +50,7 @@ class Row:
     branch: str = ""  # how a conditional around it was counted: "larger of 2 sides", "0.57 of runs (forward_slot)"
     unknown: bool = False  # a kernel that declares no FLOPs
     automatic: tuple[str, ...] = ()  # mesh axes along which the compiler, not the program, splits it
+    callers: tuple[str, ...] = ()  # functions around it, innermost first, those of packages left out
 
     def total(self, of: str) -> float:
         return self.count * getattr(self, of)
@@ -134,6 +135,12 @@ def source(traceback) -> str:
     return "?"
 
 
+def callers(traceback) -> tuple[str, ...]:
+    """The names of the functions around an operation, innermost first, those of packages left out."""
+    frames = traceback.frames if traceback else ()
+    return tuple(x.function_name.rpartition(".")[2] for x in frames if not x.file_name.startswith(THEIRS))
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in a program an equation is, and how often it runs there."""
@@ -164,7 +171,7 @@ class Walk:
     shard_maps: int = 0
 
     def rows(self, jaxpr, at: Place) -> list[Row]:
-        return [row for equation in jaxpr.eqns for row in self.step(equation, at)]
+        return [row for equation in needed_equations(jaxpr) for row in self.step(equation, at)]
 
     def step(self, equation, at: Place) -> list[Row]:
         """The rows of one equation, and of what it runs."""
@@ -172,8 +179,9 @@ class Walk:
         if row := computation(equation) or collective(equation, self.sizes):
             at = at.within(equation)
             left = tuple(axis for axis, n in self.sizes.items() if n > 1 and axis not in at.manual)
-            place = dict(scope=at.scope, count=at.times, loop=at.loop, branch=at.branch, automatic=left)
-            return [replace(row, source=source(equation.source_info.traceback), **place)]
+            asked = equation.source_info.traceback
+            place = dict(source=source(asked), callers=callers(asked), scope=at.scope, loop=at.loop, branch=at.branch)
+            return [replace(row, count=at.times, automatic=left, **place)]
         if name == "cond":
             return self.branch(equation, at.within(equation))
         if name == "scan":
@@ -214,6 +222,16 @@ class Walk:
             place, mine, asked = source(equation.source_info.traceback), *map(hardware.named_mesh, (own, self.sizes))
             raise UserError(f"shard_map at {place} runs on its own mesh {mine}, not on {asked}; leave mesh= out of "
                             "shard_map to take the mesh that is asked for")  # fmt: skip
+
+
+def needed_equations(jaxpr) -> list:
+    """The equations of a jaxpr whose results are used. JAX 0.10 keeps unused Pallas kernels, and XLA removes them."""
+    found, used = [], {x for x in jaxpr.outvars if isinstance(x, jex.Var)}
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(equation.outvars):
+            found.append(equation)
+            used.update(x for x in equation.invars if isinstance(x, jex.Var))
+    return found[::-1]
 
 
 def cost(rows: list[Row]) -> tuple[float, ...]:

@@ -40,6 +40,7 @@ STEPS = {
     "laptop": ("laptop", "fsdp=2,expert=2,tensor=2", "cpu", {}),
     "tiny, gpipe": ("tiny", "stage=2,fsdp=2,tensor=2", "cpu", {"work.schedule": "gpipe"}),
     "deep, 1f1b": ("deep", "stage=4,fsdp=2", "cpu", {"work.schedule": "1f1b"}),
+    "deep, zero bubble": ("deep", "stage=2,fsdp=2", "tpu", {"work.schedule": "zb"}),
     "dense_124m, both rings": ("dense_124m", "fsdp=4,context=2,tensor=2", "cpu", MANY | STEP | RINGS | FULL),
     "moe1b, gpipe": ("moe1b", "stage=2,fsdp=8,tensor=2", "tpu", {"work.schedule": "gpipe"}),
     "gptj_6b": ("gptj_6b", "fsdp=8,tensor=2", "tpu", MANY | STEP),
@@ -327,6 +328,14 @@ def test_a_kernel_counts_what_it_declares():
     assert (said.flops, said.hbm_bytes, traced.notes(said)) == (77, 99, [])
     unsaid = read_one(call(None), shape(8, 8))
     assert unsaid.flops == 0 and "without a cost_estimate" in traced.notes(unsaid)[0]
+
+
+def test_a_kernel_that_nothing_uses_is_not_counted():
+    """Catches a kernel of a gradient that nobody asked for, with the matmul before it: XLA removes both."""
+    estimate = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=99)
+    kernel = pl.pallas_call(lambda x, out: None, shape(8, 8), cost_estimate=estimate)
+    assert read_one(lambda x: (kernel(x @ x), x + 1)[1], shape(8, 8)).flops == 0
+    assert read_one(lambda x: kernel(x @ x), shape(8, 8)).flops == 77 + 2 * 8**3
 
 
 def test_each_platform_has_its_own_side():
