@@ -7,6 +7,7 @@ absent devices, and `replayed.py` plays what came out against time; `inference.p
 training; `show.py` prints and draws. `python -m plan` is the command.
 
 `traced.py` plans any JAX program, also one with other axes: `rows.py` walks its trace, and `program.py` adds it up.
+`why.py` puts the traced step beside the plan.
 
 From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, `traced.read`, and `compiled` for who measures.
 """

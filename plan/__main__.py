@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import utils
 from config import AUTO, PRESETS, Config, Count, preset
 from flags import command_line
-from plan import hardware, inference, planner, show
+from plan import hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
 from utils import UserError
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
+     python -m plan moe1b --topology v4:4x4x2 --why         # the traced step line by line, beside it
      python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
      python -m plan moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
@@ -32,6 +33,7 @@ class Arguments(Config):
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices
     search: int = 0  # plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
+    why: bool = False  # trace the step, and print each line of the model with its FLOPs and bytes beside the plan's
     memory: float = 0.0  # GiB a device has; 0: what its kind has
     json: str = ""  # write the numbers to this file as JSON; -: print them, and nothing else
     # draw memory, wires and schedule, the layouts --search finds, or --inference by batch: png, svg or pdf
@@ -64,7 +66,7 @@ def say(text: str) -> None:
 
 def check(args: Arguments, topology: hardware.Topology | None) -> None:
     """Raises: UserError for flags of which one would do nothing, and a picture that could not be written."""
-    asked = [name for name in ("search", "max_batch", "compile") if getattr(args, name)]
+    asked = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
     if len(asked) > 1 and asked != ["max_batch", "compile"]:  # which compiles anyway
         raise UserError(f"{' and '.join(f'--{name}' for name in asked)}: ask for one of them at a time")
     if not args.plot:
@@ -77,7 +79,7 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
 
 
 ANSWERING = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
-TRAINING = ("search", "max_batch", "compile", "data.batch_size", "work.", "optim.")
+TRAINING = ("search", "max_batch", "why", "compile", "data.batch_size", "work.", "optim.")
 
 
 def check_said(argv: list[str], answers: bool) -> None:
@@ -155,6 +157,9 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     show.tables(one, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
+    rows = why.compared(one) if args.why else None
+    if rows:
+        why.print_why(rows, console)
     if args.plot:
         show.plot(one, found, args.plot)
         say(f"drew {args.plot}")
@@ -163,7 +168,9 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if found and "error" in found:
         say(f"error: {found['error']}")
     fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
-    return one.to_json() | ({"compiled": found} if found else {}) | told(better), 1 if fits is False else 0
+    return one.to_json() | ({"compiled": found} if found else {}) | told(better) | (
+        {"why": why.to_json(rows)} if rows else {}
+    ), 1 if fits is False else 0
 
 
 @utils.exit_status

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.extend.core as jex
@@ -214,7 +215,8 @@ def frames(error: BaseException):
 def error_place(error: BaseException) -> str:
     """The innermost line of the user's own that an error came through: "file.py:12 in f"; empty if there is none."""
     for frame, line in frames(error):
-        if not is_theirs(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith(str(ROOT / "plan")):
+        file = frame.f_code.co_filename
+        if not is_theirs(file) and Path(os.path.realpath(file)).parent != ROOT / "plan":
             return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
     return ""
 

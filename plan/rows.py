@@ -7,6 +7,7 @@ Bytes sent follow the prices in `sharding.py`, which are also the ledger's. FLOP
 kernels; a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
 """
 
+import functools
 import math
 import os
 import re
@@ -121,9 +122,11 @@ ROOT = Path(__file__).resolve().parent.parent
 THEIRS = (str(Path(jax.__file__).parent.parent), str(Path(os.__file__).parent), "<frozen")  # packages, Python's own
 
 
+@functools.cache
 def is_theirs(file: str) -> bool:
     """Whether a file is a package's or Python's own, or one of our files of thin collectives."""
-    return file.startswith(THEIRS) or (os.path.basename(file) in WRAPPERS and file.startswith(str(ROOT)))
+    ours = os.path.realpath(file).startswith(f"{ROOT}{os.sep}")  # a checkout may be reached through links
+    return file.startswith(THEIRS) or (ours and os.path.basename(file) in WRAPPERS)
 
 
 def source(traceback) -> str:

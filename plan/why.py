@@ -1,0 +1,95 @@
+"""Where a plan's numbers come from: the rows of the traced step beside those of the plan, with their lines of source.
+
+The plan's rows are those of `costs.py`, before a compiler changes a collective into another one.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+from plan import costs, program
+from plan.planner import Plan, amount, is_tpu
+from plan.rows import Row
+from plan.show import titled
+
+# A function of the model, and the part of `costs.py` that its matmuls are. The first that is around a row decides.
+PART_OF = {
+    "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts", "logit_sums": "logits",
+    "feed_forward": "feed-forward", "attention_branch": "attention", "feed_forward_branch": "feed-forward",
+    # Kernels that are traced apart from the layer that calls them.
+    "_attention": "attention", "_grouped_matmul": "experts",
+}  # fmt: skip
+
+
+@dataclass
+class Line:
+    """One line of source: what all its operations of one kind do in a step."""
+
+    source: str  # "model.py:123 in hidden"
+    count: float = 0  # executions
+    size: float = 0  # FLOPs, or bytes sent
+
+
+@dataclass
+class Group:
+    """The same of the plan and of the trace: FLOPs of a part, or bytes of a collective over some axes."""
+
+    name: str
+    parts: str  # as `costs.py` calls them
+    planned: float
+    traced: float = 0
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float | None:
+        return self.traced / self.planned if self.planned else None
+
+    def add(self, row: Row, of: str) -> None:
+        line = next((line for line in self.lines if line.source == row.source), None)
+        if line is None:
+            self.lines.append(line := Line(row.source))
+        line.count += row.count
+        line.size += row.total(of)
+        self.traced += row.total(of)
+
+
+def part_of(row: Row) -> str:
+    """The part of `costs.py` that a matmul or kernel belongs to; "other" if none does."""
+    return next((part for function, part in PART_OF.items() if function in row.callers), "other")
+
+
+def compared(one: Plan) -> dict[str, list[Group]]:
+    """Groups of "FLOPs" by part, and of "bytes" by collective and axes, the largest first."""
+    platform = "tpu" if is_tpu(one.topology and one.topology.chip) else "cpu"
+    step, flops, sent = program.training_step(one.cfg, platform), {}, {}
+    for part, planned in one.flops.items():
+        if planned:
+            flops[part] = Group(part, part, planned)
+    for x in costs.traffic(one.cfg, one.sched):
+        name = f"{x.kind} over {'*'.join(x.axes)}"
+        group = sent.setdefault(name, Group(name, "", 0))
+        group.parts = ", ".join(dict.fromkeys([*filter(None, [group.parts]), x.part]))
+        group.planned += x.wire_bytes
+    for row in step.rows:
+        groups, of = (sent, "wire_bytes") if row.axes else (flops, "flops")
+        name = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else part_of(row)
+        groups.setdefault(name, Group(name, "", 0)).add(row, of)
+    order = lambda groups: sorted(groups.values(), key=lambda group: -max(group.planned, group.traced))
+    return {"FLOPs": order(flops), "bytes": order(sent)}
+
+
+def print_why(found: dict[str, list[Group]], console) -> None:
+    """Print each group, what the plan and the trace say of it, and the lines of source below it."""
+    for unit, groups in found.items():
+        title = f"{unit} of a device and step: planned, and traced line by line"
+        table = titled(title, "what", "where", "count", "planned", "traced", "traced/planned", words=2)
+        for group in groups:
+            ratio = "-" if group.ratio is None else f"{group.ratio:.4f}"
+            parts = group.parts if group.parts != group.name else ""
+            table.add_row(group.name, parts, "", amount(group.planned, unit), amount(group.traced, unit), ratio)
+            for line in sorted(group.lines, key=lambda line: -line.size):
+                table.add_row("", line.source, f"{line.count:,.6g}", "", amount(line.size, unit), "")
+            table.add_section()
+        console.print(table)
+
+
+def to_json(found: dict[str, list[Group]]) -> dict:
+    return {unit: [asdict(group) for group in groups] for unit, groups in found.items()}

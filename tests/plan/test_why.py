@@ -1,0 +1,73 @@
+"""Claims about `python -m plan --why`: every row of a plan has lines of the model that add up to it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from config import preset
+from plan import planner, why
+from plan.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PLANS = {
+    "experts, shared and routed": ("laptop", "", {"mesh": "fsdp=2,expert=2,tensor=2"}),
+    "a parallel feed-forward": ("gptj_6b", "v5e:4x4", {"mesh": "fsdp=8,tensor=2", "data.batch_size": 64}),
+    "kernels in slots": ("deep", "v5e:2x4", {"mesh": "stage=4,fsdp=2", "work.schedule": "1f1b"}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_row_of_a_plan_has_its_lines(name):
+    """Catches a part whose matmuls are another part's, a row of the plan that is left out, and lines that do not add
+    up to what stands above them."""
+    model, topology, settings = PLANS[name]
+    one = planner.plan(preset(model, **settings), topology or None)
+    found = why.compared(one)
+    assert {group.name: group.planned for group in found["FLOPs"]} == {k: v for k, v in one.flops.items() if v}
+    for group in found["FLOPs"]:
+        assert group.ratio == pytest.approx(1, rel=1e-3), group.name
+    sent = sum(group.planned for group in found["bytes"])
+    for group in found["bytes"]:
+        assert group.traced == pytest.approx(group.planned, rel=0.01, abs=1e-4 * sent), group.name
+    for group in (*found["FLOPs"], *found["bytes"]):
+        assert group.traced == pytest.approx(sum(line.size for line in group.lines))
+        assert all(re.fullmatch(r"\w+\.py:\d+ in \S+", line.source) for line in group.lines)
+
+
+def test_the_lines_are_those_of_the_model():
+    """Catches a line of source that is another one's, as one that is counted after a change of the file."""
+    found = why.compared(planner.plan(preset("laptop", mesh="fsdp=2")))["FLOPs"]
+    text = (ROOT / "model.py").read_text().splitlines()
+    at = lambda line: text[int(re.search(r"model\.py:(\d+)", line.source)[1]) - 1]
+    [router] = next(group for group in found if group.name == "router").lines
+    assert "w.w_router_DE" in at(router)
+    shared = next(group for group in found if group.name == "shared experts").lines
+    assert {name for line in shared for name in re.findall(r"w\.(w_\w+)", at(line))} == {
+        "w_up_DF", "w_gate_DF", "w_down_FD"}  # fmt: skip
+
+
+def test_the_command_prints_lines_beside_the_plan(capsys):
+    """Catches a flag that prints nothing, and numbers of JSON that are others."""
+    words = ["laptop", "--mesh", "fsdp=2,tensor=2", "--why"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"│ router +│ +│ +│ +0\.006 GFLOP │ 0\.006 GFLOP │ +1\.0000 │", out)
+    assert re.search(r"│ +│ model\.py:\d+ in route +│ +6 │", out)
+    assert re.search(r"│ all-gather over tensor +│ activations, routes +│", out)
+    assert main([*words, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    groups = found["why"]["FLOPs"]
+    assert {group["name"] for group in groups} == {name for name, flops in found["flops"].items() if flops}
+    assert sum(group["traced"] for group in groups) == pytest.approx(found["hardware_flops"], rel=1e-3)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--inference", "--why"], "--why is of training"),
+    (["--search", "8", "--why"], "--search and --why: ask for one of them at a time"),
+])  # fmt: skip
+def test_what_it_cannot_explain_is_refused(capsys, words, message):
+    """Catches a flag that is passed over."""
+    assert main(["laptop", *words]) == 2
+    assert message in capsys.readouterr().err
