@@ -6,7 +6,8 @@ Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `co
 absent devices, and `replayed.py` plays what came out against time; `inference.py` is the plan of answers, in place of
 training; `show.py` prints and draws. `python -m plan` is the command.
 
-`traced.py` plans any JAX program, also one with other axes: `rows.py` walks its trace, and `program.py` adds it up.
+`traced.py` plans any JAX program, also one with other axes: `rows.py` walks its trace, and `program.py` adds it up;
+`user_file.py` imports a file that is not ours.
 `why.py` puts the traced step beside the plan.
 
 From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, `traced.read`, and `compiled` for who measures.

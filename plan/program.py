@@ -97,8 +97,10 @@ class Program:
             )
         for row in self.rows:
             if row.automatic:
-                raise UserError(f"{row.source}: the compiler splits this {row.kind} over {'*'.join(row.automatic)}, "
-                                f"as it is outside of shard_map's axes, and {hint}")  # fmt: skip
+                raise UserError(
+                    f"{row.source}: the compiler splits this {row.kind} over {'*'.join(row.automatic)}, "
+                    f"as it is outside of shard_map's axes, and {hint}"
+                )
 
 
 def specs_of_arguments(jaxpr) -> dict:
@@ -239,8 +241,11 @@ def axis_it_lacks(error: BaseException, sizes: dict[str, int]) -> str:
     return f"{place}: " * bool(place) + f"the mesh {hardware.named_mesh(sizes)} has no axis {lacks[0]!r}"
 
 
-DIVIDES = re.compile(r"args(.*?) of shape (\S+),.*?maps array axis (\d+) \(of size (\d+)\) to mesh ax[ei]s (.*?) "
-                     r"\(of (?:total )?size (\d+)\)", re.DOTALL)  # fmt: skip
+DIVIDES = re.compile(
+    r"args(.*?) of shape (\S+),.*?maps array axis (\d+) \(of size (\d+)\) to mesh ax[ei]s (.*?) "
+    r"\(of (?:total )?size (\d+)\)",
+    re.DOTALL,
+)
 
 
 def what_does_not_divide(error: BaseException) -> str:
@@ -251,8 +256,10 @@ def what_does_not_divide(error: BaseException) -> str:
     argument, shape, dim, size, axes, parts = match.groups()
     axes = re.sub(r"[()' ]", "", axes).replace(",", "*")
     near = sorted({max(int(size) // int(parts), 1) * int(parts), (int(size) // int(parts) + 1) * int(parts)})
-    return (f"argument {argument} of shape {shape} does not split: dim {dim} has {size} entries, and {axes} {parts} "
-            f"devices; use {' or '.join(map(str, near))}, or a smaller axis")  # fmt: skip
+    return (
+        f"argument {argument} of shape {shape} does not split: dim {dim} has {size} entries, and {axes} {parts} "
+        f"devices; use {' or '.join(map(str, near))}, or a smaller axis"
+    )
 
 
 def training_step(cfg: Config, platform: str = "cpu") -> Program:

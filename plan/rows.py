@@ -25,11 +25,18 @@ from xla.hlo import WRAPPERS
 from xla.ledger import Share
 
 KIND_OF = {
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
-    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all", "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
-}  # fmt: skip
+}
 # Calls to code that JAX cannot look into, and that declares no FLOPs.
 OPAQUE = ("ffi_call", "custom_call", "pure_callback", "io_callback")
 COUNTED_ONCE = "while: trips unknown, counted once"
@@ -223,8 +230,10 @@ class Walk:
         own = dict(equation.params["mesh"].shape)
         if own != self.sizes:
             place, mine, asked = source(equation.source_info.traceback), *map(hardware.named_mesh, (own, self.sizes))
-            raise UserError(f"shard_map at {place} runs on its own mesh {mine}, not on {asked}; leave mesh= out of "
-                            "shard_map to take the mesh that is asked for")  # fmt: skip
+            raise UserError(
+                f"shard_map at {place} runs on its own mesh {mine}, not on {asked}; leave mesh= out of "
+                "shard_map to take the mesh that is asked for"
+            )
 
 
 def needed_equations(jaxpr) -> list:

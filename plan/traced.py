@@ -4,14 +4,13 @@
 command. HELP says how a file gives the shapes of its arguments.
 """
 
+import collections
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -22,10 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import utils
 from plan import compiled, hardware
 from plan.planner import amount, is_tpu
-from plan.program import Program, abstract_mesh, argument_specs, error_place, read
+from plan.program import Program, abstract_mesh, argument_specs, read
 from plan.rows import COUNTED_ONCE
 from plan.show import titled
-from utils import UserError
+from plan.user_file import load, shapes_of, their_errors
 from xla import ledger
 
 __all__ = ["read"]
@@ -70,64 +69,6 @@ class Arguments:
     json: bool = False  # print the numbers as JSON, with all rows, and nothing else
 
 
-# The user's file ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def their_errors(doing: str):
-    """Turn an error of the user's own code into one line that keeps its type, its message and its place."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # anything that a program may raise
-        place, words = error_place(error), " ".join(str(error).split())[:300]
-        raise UserError(f"{doing}: {f'{place}: ' * bool(place)}{type(error).__name__}: {words}") from error
-
-
-def load(text: str, arguments: str):
-    """Import FILE and return FUNCTION and what gives its arguments' shapes.
-
-    Raises: UserError if there is no such file, function or shapes; an error of the file as one line.
-    """
-    path, colon, name = text.rpartition(":")
-    if not colon or not path or not name:
-        raise UserError(f"{text!r} should be FILE:FUNCTION, as in docs/mlp.py:step")
-    if not Path(path).is_file():
-        raise UserError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(path).resolve())
-    if spec is None:
-        raise UserError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # for modules beside it
-    try:
-        with their_errors(f"cannot import {path}"):
-            spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} has no function {name!r}; {utils.nearest(name, known)}")
-    if not hasattr(module, arguments):
-        hint = "a tuple of jax.ShapeDtypeStruct, or a function that returns one"
-        raise UserError(f"{path} has no {arguments!r}, which should be {hint}; --arguments gives it another name")
-    return getattr(module, name), getattr(module, arguments)
-
-
-def shapes_of(arguments, mesh) -> tuple:
-    """The shapes that a file gives, as a tuple of trees.
-
-    Raises: UserError for what has no shape.
-    """
-    with their_errors("the shapes of the arguments"), jax.sharding.use_abstract_mesh(mesh):
-        found = arguments() if callable(arguments) else arguments
-    found = tuple(found) if isinstance(found, tuple | list) else (found,)
-    for leaf in jax.tree.leaves(found):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise UserError(f"an argument is {leaf!r:.80}, which has no shape; use jax.ShapeDtypeStruct(shape, dtype)")
-    return found
-
-
 # The compiled program -------------------------------------------------------------------------------------------------
 
 
@@ -153,18 +94,23 @@ def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology
     with their_errors("does not compile"), jax.set_mesh(mesh):
         specs = [said or spec for said, spec in zip(given, argument_specs(function, shapes), strict=True)]
         leaves, tree = jax.tree.flatten(shapes)
-        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
-                  for x, spec in zip(leaves, specs, strict=True)]  # fmt: skip
+        placed = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
         program = function if hasattr(function, "lower") else jax.jit(function)
         step, _ = compiled.compile_lowered(program.lower(*jax.tree.unflatten(tree, placed)))
         found = ledger.read(step.as_text(), mesh)
     memory = step.memory_analysis()
     return {
-        "argument_bytes": memory.argument_size_in_bytes, "temp_bytes": memory.temp_size_in_bytes,
-        "flops": found.flops, "wire_bytes": found.total.wire_bytes, "unknown": found.unknown,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "flops": found.flops,
+        "wire_bytes": found.total.wire_bytes,
+        "unknown": found.unknown,
         "sent": [{"axes": list(axes), "kind": kind, **counts} for (axes, kind), counts in by_kind(found).items()],
         "rows": [dataclasses.asdict(one) for one in found.collectives],
-    }  # fmt: skip
+    }
 
 
 def by_kind(found: ledger.Ledger) -> dict:
@@ -184,14 +130,23 @@ def numbers(one: Program, topology: hardware.Topology | None) -> dict:
     """A program as a dict of numbers, of one device and one call."""
     seconds = one.seconds(topology)
     return {
-        "mesh": str(one.mesh), "topology": topology and str(topology), "argument_bytes": one.argument_bytes,
-        "flops": one.flops, "hbm_bytes": one.hbm_bytes, "wire_bytes": one.wire_bytes, "wire_by_axes": one.wire_by_axes,
-        "sent": [{"axes": list(axes), "kind": kind, "wire_bytes": size}
-                 for (axes, kind), size in one.sent("axes", "kind").items()],
-        "seconds": seconds, "overlapped_s": seconds and max(seconds.values()),
-        "exposed_s": seconds and sum(seconds.values()), "notes": notes(one),
+        "mesh": str(one.mesh),
+        "topology": topology and str(topology),
+        "argument_bytes": one.argument_bytes,
+        "flops": one.flops,
+        "hbm_bytes": one.hbm_bytes,
+        "wire_bytes": one.wire_bytes,
+        "wire_by_axes": one.wire_by_axes,
+        "sent": [
+            {"axes": list(axes), "kind": kind, "wire_bytes": size}
+            for (axes, kind), size in one.sent("axes", "kind").items()
+        ],
+        "seconds": seconds,
+        "overlapped_s": seconds and max(seconds.values()),
+        "exposed_s": seconds and sum(seconds.values()),
+        "notes": notes(one),
         "rows": [dataclasses.asdict(row) for row in one.rows],
-    }  # fmt: skip
+    }
 
 
 def notes(one: Program) -> list[str]:
@@ -204,8 +159,9 @@ def notes(one: Program) -> list[str]:
     if branches := [row for row in one.rows if "larger of" in row.branch]:
         found.append(f"conditionals count their larger side: {places(branches)}")
     if one.reductions and one.mesh.devices > 1:
-        found.append(f"{one.reductions} reductions outside shard_map may communicate, which is not counted; "
-                     "--compile counts it")  # fmt: skip
+        found.append(
+            f"{one.reductions} reductions outside shard_map may communicate, which is not counted; --compile counts it"
+        )
     return found
 
 
@@ -215,7 +171,9 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
     console.print(f"mesh       {one.mesh}" + f" on {topology}" * bool(topology))
     for number, link in enumerate(hardware.layout(one.mesh, topology).values() if topology else ()):
         console.print(f"{'' if number else 'wires':10} {link.note}")
-    console.print(f"arguments  {amount(one.argument_bytes, 'bytes')} on each device")
+    has = topology and topology.chip.memory_bytes
+    of = f", which has {amount(has, 'bytes')}" if has else ""
+    console.print(f"arguments  {amount(one.argument_bytes, 'bytes')} on each device{of}")
     console.print(f"FLOPs      {amount(one.flops, 'FLOPs')} on each device in one call")
     console.print(f"sent       {amount(one.wire_bytes, 'bytes')} by each device in one call")
     for note in notes(one):
@@ -233,23 +191,36 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
     print_largest(one, topology if seconds else None, most, console)
 
 
-def print_largest(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
-    """Print what each line of the source costs, forward and backward together, the largest first."""
-    lines: dict[tuple, list] = {}
+@dataclass
+class Line:
+    """What one line of source does in one call, forward and backward together."""
+
+    count: float = 0
+    flops: float = 0
+    wire_bytes: float = 0
+    seconds: float = 0
+
+
+def lines_of(one: Program, topology: hardware.Topology | None) -> dict[tuple[str, str], Line]:
+    """The rows of a program by what they do and where, the longest first, or the most FLOPs and then bytes."""
+    found = collections.defaultdict(Line)
     for row in one.rows:
-        what = row.kind + f" over {'*'.join(row.axes)}" * bool(row.axes)
-        lines.setdefault((what, row.source), []).append(row)
-    time = lambda row: one.row_seconds(row, topology) if topology else None
-    found = [
-        (*line, *(sum(row.total(of) for row in same) for of in ("flops", "wire_bytes")), sum(row.count for row in same),
-         sum(map(time, same)) if topology else None)
-        for line, same in lines.items()
-    ]  # fmt: skip
-    found.sort(key=lambda line: line[5] if topology else line[2] + line[3], reverse=True)
+        line = found[row.kind + f" over {'*'.join(row.axes)}" * bool(row.axes), row.source]
+        line.count += row.count
+        line.flops += row.total("flops")
+        line.wire_bytes += row.total("wire_bytes")
+        line.seconds += one.row_seconds(row, topology) if topology else 0
+    size = lambda item: (item[1].seconds, item[1].flops, item[1].wire_bytes)
+    return dict(sorted(found.items(), key=size, reverse=True))
+
+
+def print_largest(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
+    """Print what the largest lines of source cost; topology: where the speed is known."""
     table = titled("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
-    for what, place, flops, sent, count, seconds in found[:most]:
-        table.add_row(what, place, f"{count:,.6g}", amount(flops or None, "FLOPs"), amount(sent or None, "bytes"),
-                      amount(seconds, "s"))  # fmt: skip
+    for (what, place), line in list(lines_of(one, topology).items())[:most]:
+        flops, sent = amount(line.flops or None, "FLOPs"), amount(line.wire_bytes or None, "bytes")
+        time = amount(line.seconds if topology else None, "s")
+        table.add_row(what, place, f"{line.count:,.6g}", flops, sent, time)
     console.print(table)
 
 

@@ -12,11 +12,17 @@ from plan.show import titled
 
 # A function of the model, and the part of `costs.py` that its matmuls are. The first that is around a row decides.
 PART_OF = {
-    "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts", "logit_sums": "logits",
-    "feed_forward": "feed-forward", "attention_branch": "attention", "feed_forward_branch": "feed-forward",
+    "with_shared": "shared experts",
+    "route": "router",
+    "experts_feed_forward": "experts",
+    "logit_sums": "logits",
+    "feed_forward": "feed-forward",
+    "attention_branch": "attention",
+    "feed_forward_branch": "feed-forward",
     # Kernels that are traced apart from the layer that calls them.
-    "_attention": "attention", "_grouped_matmul": "experts",
-}  # fmt: skip
+    "_attention": "attention",
+    "_grouped_matmul": "experts",
+}
 
 
 @dataclass

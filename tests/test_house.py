@@ -53,8 +53,8 @@ ROOMS = {
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "files hub sources hf_json sp_model tokenizers shards units engine progress prepare check "
     "train_tokenizer tasks",
-    "plan": "hardware hiding costs memory expected compiled rows program replayed auto planner inference show traced "
-    "why __main__",
+    "plan": "hardware hiding costs memory expected compiled rows program replayed auto planner inference show "
+    "user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace processes directory interruptions start progress "
     "selfcheck",
     "weights": "folders families axis card convert slim init_from __main__",

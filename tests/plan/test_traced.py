@@ -6,6 +6,7 @@ What is expected is arithmetic on shapes, written out here or in `plan/costs.py`
 import ast
 import json
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -442,6 +443,25 @@ def test_a_program_may_bring_its_own_mesh(tmp_path, capsys):
     assert status == 0 and json.loads(out)["flops"] == 2 * 6 * 16 * 16
     status, _, err = run(tmp_path, capsys, own, mesh="rows=2,columns=4")
     assert status == 2 and "runs on its own mesh rows=4,columns=2, not on rows=2,columns=4" in err
+
+
+def test_modules_beside_a_file_are_its_own(tmp_path, capsys):
+    """Catches a user's model.py that is taken for ours, or stays in place of ours, and a dataclass of the file that
+    does not find its module."""
+    import model
+
+    sizes = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+    from model import WIDTH
+    @dataclass
+    class Sizes:
+        width: int = WIDTH
+    """
+    (tmp_path / "model.py").write_text("WIDTH = 16\n")
+    status, out, err = run(tmp_path, capsys, sizes + GOOD.replace("(16, 16)", "(Sizes().width, 16)"), "--json")
+    assert status == 0 and json.loads(out)["flops"] == 2 * 6 * 16 * 16, err
+    assert sys.modules["model"] is model and hasattr(model, "Transformer")
 
 
 JIT = """
