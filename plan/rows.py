@@ -5,6 +5,9 @@ equation, so the trace already says what each device computes and sends.
 
 Bytes sent follow the prices in `sharding.py`, which are also the ledger's. FLOPs are those of matmuls, convolutions and
 kernels; a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
+
+A compiler may still merge two equal matmuls. XLA does so on CPUs where attention is one block and a layer is
+recomputed: it makes the scores once, and the trace counts them twice, up to 7% of the FLOPs of `tiny`.
 """
 
 import functools
