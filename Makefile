@@ -40,6 +40,7 @@ help: ## list every command
 # python -m weights #: weights to and from Hugging Face, and those of a run alone
 # python -m evaluate #: tasks of lm-evaluation-harness, with extra-evaluate, and the loss of any tokens
 # python -m plan #: what a mesh needs, sends and takes, before you rent it; alone: the presets' sizes
+# python -m plan.traced #: plan any JAX program from its trace, before you rent chips
 # python -m pipeline #: print, draw and compare pipeline schedules
 # python -m tests.parity #: compare a mesh with one device
 # python -m tests.fuzz #: compare drawn meshes and models with one device
