@@ -148,7 +148,7 @@ MADE = ("runs/", "tokens/", "checkpoints/", "samples.txt", "hosts.txt", "__init_
 # Listed as a file; started by bench.gpu; started by a run, to send its rows to wandb; parts of docs.build; called by
 # `make test-rotation`.
 NOT_FOR_HELP = {"bench.deadlock", "bench.torch_trainer", "train.tracking", "docs.notebooks", "docs.reference",
-                "tests.rotation"}  # fmt: skip
+                "tests.rotation", "launch.agent", "launch.hosts"}  # fmt: skip
 
 
 def test_help_lists_every_command():
