@@ -43,6 +43,7 @@ from jax.sharding import PartitionSpec as P
 from config import ModelConfig
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
+from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
 from overlap.remat import BETWEEN, remat
 from overlap.weights import at_use, cast, slice_by_slice, tokens_go_to_table
@@ -162,9 +163,12 @@ def sends_latents(c: ModelConfig) -> bool:
     return 0 < c.d_query_latent < c.d_model - c.d_kv_latent - c.d_rope
 
 
-def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on):
-    """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D].
+def latent_attention(
+    w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context
+):
+    """Attend over the whole context, or to a cache. Shapes: [b, t, D] -> [b, t, D].
 
+    attend  as in `layer`
     Sends over TENSOR: latents side by side, Q + C + R numbers a position, or the stream; see `sends_latents`.
     """
 
@@ -187,9 +191,15 @@ def latent_attention(w: LatentAttention, c: ModelConfig, x_btD, positions_bs, se
         k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
+    def absorb(q_bshX):  # q . (w_key latent) = (w_key^T q) . latent: a query that meets latents (2.1.2)
+        q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshX[..., : c.d_head], w.w_key_CHK)
+        return jnp.concatenate([q_bshC, q_bshX[..., c.d_head :]], -1)
+
+    value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # of a mixed latent
+
     # A head's query and key are its content part and its rotary part, side by side:
-    # one product gives both scores.
-    o_bshU = over_context(c, q_bshX, latent_and_key, keys_values, segments_bs)
+    # one matmul gives both scores.
+    o_bshU = attend(c, q_bshX, latent_and_key, keys_values, segments_bs, (absorb, value_of))
     return apply_scatter(c, lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD), o_bshU)
 
 
@@ -213,15 +223,17 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
 
 
 def grouped_attention(
-    w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, parallel=None
-):
-    """Attend over the whole context. Shapes: [b, t, D] -> [b, t, D].
+    w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context,
+    parallel=None,
+):  # fmt: skip
+    """Attend over the whole context, or to a cache. Shapes: [b, t, D] -> [b, t, D].
 
+    attend    as in `layer`
     parallel  a FeedForward of the same x, added: TENSOR neighbours exchange x, and the sum, once for both
     """
     made = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
     q_bshK, *keys_and_values, x_bsD = gather_apply(c, made, x_btD, beside=(positions_bs,))
-    o_bshK = over_context(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
+    o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
 
     def out(o_bphK, x_bpD):
         partial_bpD = jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD)
@@ -535,10 +547,10 @@ def has_rotary(c: ModelConfig, number):
     return jnp.float32((number + 1) % c.no_rope_every != 0) if c.no_rope_every else 1.0
 
 
-def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number):
+def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, attend):
     """What attention, or it and a parallel feed-forward, adds to the stream. Shapes: [b, t, D] -> same."""
     h_btD = norm(x_btD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
-    asked = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number)
+    asked = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number), attend
     if c.attention == "mla":
         return latent_attention(*asked)
     return grouped_attention(*asked, parallel=w.feed_forward if c.parallel_residual else None)
@@ -554,14 +566,15 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     return gather_apply_scatter(c, into, lambda up_bpf: down(w.feed_forward, up_bpf), h_btD), {}
 
 
-def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
+def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=over_context):
     """Add attention, then feed-forward, to the residual stream, or both at once.
     Returns [b, t, D] and router statistics, if any.
 
-    w  whole matrices of one layer
+    w       gathered matrices of one layer
+    attend  `over_context` in training; prefill and decode pass a KV cache, `generate.cache.Attend`
     """
     key_attention, key_feed_forward = keys(key if key is None else jax.random.fold_in(key, number))
-    x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number), tokens, key_attention)
+    x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number, attend), tokens, key_attention)
     if c.parallel_residual:
         return x_btD, {}
     x_btD = checkpoint_name(x_btD, BETWEEN)
@@ -569,35 +582,24 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key):
     return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
 
 
-def block(w: Block, c: ModelConfig, x_btD, tokens: Tokens, first_number, key):
-    """Apply one repeating block, whose first layer has this number; weights are joined layer by layer."""
-    one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
-    statistics = {}
+def block(w: Block, c: ModelConfig, x_btD, one, first_number):
+    """Apply one repeating block by `one`, see `scan_layers`. Its first layer has this number."""
+    dense = moe = None
     if w.dense is not None:
-        x_btD, _ = in_turn(one, w.dense, x_btD, first_number)
+        x_btD, dense = scan_layers(one, w.dense, x_btD, lambda i: first_number + i)
     if w.moe is not None:
-        x_btD, statistics = one(w.moe, x_btD, first_number + c.layers_per_block - 1)
-    return x_btD, statistics
+        x_btD, moe = one(w.moe, x_btD, first_number + c.layers_per_block - 1)
+    return x_btD, Block(dense, moe)
 
 
-def in_turn(one, w_stack: Layer, x_btD, first_number):
-    """Apply stacked layers in order: one traced layer, scanned."""
-    numbers = first_number + jnp.arange(len(w_stack.norm_attention_D))
-    step = lambda x_btD, w_and_number: one(w_and_number[0], x_btD, w_and_number[1])
-    return jax.lax.scan(step, x_btD, (w_stack, numbers))
-
-
-def blocks(w_stack: Block, c: ModelConfig, x_btD, tokens: Tokens, key, chunk=0):
-    """Apply this stage's blocks in order.
-    Returns [b, t, D] and router statistics with a leading dim of blocks.
+def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
+    """Apply this stage's blocks by `one`. Returns [b, t, D] and, in a Block, what came besides.
 
     chunk  how often activations have been around the stages before
     """
-    n = len(jax.tree.leaves(w_stack)[0])
-    number = (chunk * axis_size(STAGE) + axis_index(STAGE)) * n + jnp.arange(n)
-    first = c.dense_prefix + c.layers_per_block * number
-    step = lambda x, w_and_first: block(w_and_first[0], c, x, tokens, w_and_first[1], key)
-    return jax.lax.scan(step, x_btD, (w_stack, first))
+    before = (chunk * axis_size(STAGE) + axis_index(STAGE)) * stack_size(stack)
+    first = lambda i: c.dense_prefix + c.layers_per_block * (before + i)
+    return scan_layers(lambda w, x, first: block(w, c, x, one, first), stack, x_btD, first)
 
 
 # Vocabulary -------------------------------------------------------------------------------------------------
@@ -631,7 +633,7 @@ def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
 def unembedding(w: Transformer, c: ModelConfig, form=at_use):
     """The table that makes logits of activations, [D, v]; tied, it is the embedding's.
 
-    form  `at_use`; or `cast`: its slices, as a step holds them
+    form  `at_use`; `cast`: its slices, as a step holds them; or as generation gathers weights
     """
     if w.unembedding_DV is None:
         return form(w, c, "embedding_VD")[0].T
@@ -702,24 +704,27 @@ def tokens_of(batch) -> Tokens:
     )
 
 
-def enter(w: Transformer, c: ModelConfig, batch, key):
-    """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]."""
+def enter(w: Transformer, c: ModelConfig, batch, key, form=at_use):
+    """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]. form: as in `unembedding`"""
     tokens_bs = batch["tokens_BT"]
-    if tokens_go_to_table(c, tokens_bs.size, len(w.embedding_VD)):
+    if tokens_go_to_table(c, tokens_bs.size, c.vocab_size // axis_size(TENSOR)):
         x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
     else:
-        x_btD = embed(*at_use(w, c, "embedding_VD"), tokens_bs)
+        x_btD = embed(*form(w, c, "embedding_VD"), tokens_bs)
     return dropout(c, x_btD, tokens_of(batch), keys(key)[0])
 
 
 def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
-    """Apply the layers of this stage, or a chunk of them; see `blocks`."""
+    """Apply the layers of this stage, or a chunk of them.
+    Returns [b, t, D] and router statistics with a leading dim of blocks."""
     tokens, key = tokens_of(batch), keys(key)[1]
+    one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
     if w.prefix is not None:
-        prefix = lambda x_btD: block(Block(dense=w.prefix), c, x_btD, tokens, 0, key)[0]
+        prefix = lambda x_btD: block(Block(dense=w.prefix), c, x_btD, one, 0)[0]
         is_first = (axis_index(STAGE) == 0) & (chunk == 0)
         x_btD = jax.lax.cond(is_first, prefix, lambda x_btD: x_btD, x_btD)
-    return blocks(w.blocks, c, x_btD, tokens, key, chunk)
+    x_btD, statistics = blocks(w.blocks, c, x_btD, one, chunk)
+    return x_btD, statistics.moe or {}
 
 
 def leave(w: Transformer, c: ModelConfig, x, *, dim):

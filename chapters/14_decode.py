@@ -453,18 +453,19 @@ assert round(100 * works) == 36, "the page says 64% padding"
 #
 # The project samples on the mesh that trained: requests are dealt out over `data`, `fsdp` and `expert`, the
 # cache's positions are cut along `context`, heads and vocabulary along `tensor`, layers and their cache along
-# `stage`. Latents are absorbed. Prefill and decode are one function, `extend` of `generate/cache.py`, as
-# above. A prompt of 6 tokens and a seventh alone, for the test model with MLA, against all seven at once:
+# `stage`. Latents are absorbed. Prefill and decode are one function, `cached_forward` of `generate/cache.py`,
+# as above. Its layers are `model.layer`, the ones that train, with attention to a cache in place of attention
+# to the context. A prompt of 6 tokens and a seventh alone, for the test model with MLA, against all seven at once:
 
 # %% tags=["hide-input"]
 import model
 import sharding
-from generate.cache import empty_cache, extend
+from generate.cache import cached_forward, empty_cache
 
 c = config.preset("tiny", **{"model.n_layers": 2, "model.moe_every": 1}).model
 six_axes = sharding.make_mesh("data=2,tensor=2")
 params = sharding.init(model.declare(c), six_axes, seed=0)
-run = extend(c, six_axes)
+run = cached_forward(c, six_axes)
 ids = np.random.default_rng(1).integers(0, c.vocab_size, (2, 7), dtype=np.int32)
 at = np.tile(np.arange(7, dtype=np.int32), (2, 1))
 last = lambda t: np.full(2, t, np.int32)

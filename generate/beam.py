@@ -50,7 +50,7 @@ def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
 
     spec = cache_spec(c)
     local = jax.shard_map(shards, mesh=mesh, in_specs=(spec, P(BATCH)), out_specs=spec)
-    # As `empty_cache` says it lies, or `extend` would be compiled again.
+    # Written as `empty_cache` writes it, or `cached_forward` would be compiled again.
     return ordered.jit(local, mesh, out_shardings=NamedSharding(mesh, spec))
 
 
@@ -81,7 +81,7 @@ def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty:
         last_b = [beam.tokens[-1] if beam.tokens else prompt[-1] for beam in live] + [0] * len(blank)
         positions_b = [len(prompt) - 1 + step] * len(live) + blank
         logprob_b = np.float32([beam.logprob for beam in live] + [-np.inf] * len(blank))
-        logits_bV, engine.cache = engine.decode(
+        logits_bV, engine.cache = engine.decode_step(
             engine.params, engine.cache, np.int32(last_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(rows, np.int32))  # fmt: skip
         # Each beam has one continuation that ends: of the 2 * width likeliest, `width` do not.

@@ -1,28 +1,33 @@
-"""The model, a few tokens at a time: what attention needs of earlier tokens is kept.
+"""The KV cache, and the model's forward pass over a few new tokens with it.
 
-Latent attention keeps its latents and rotary keys only; the projections from the latent to keys and values are absorbed
-into query and output (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Prefill and decode are one function, `extend`: s
-new tokens attend to the S slots of the cache. Mixtures of experts are dropless here, whatever capacity_factor they were
-trained with.
+Prefill and decode are one function, `cached_forward`: s new tokens of each sequence attend to the S slots of the cache.
+The layers are those of `model.py`, the same that train. Only `attend` differs: training passes attention over the
+context, and this file passes `CachedAttention`. For latent attention the cache holds latents and rotary keys. The
+projections from the latent to keys and values are absorbed into query and output (arXiv:2405.04434, section 2.1.2).
+Mixtures of experts are dropless here, whatever capacity_factor they were trained with.
 
-It runs on any mesh, parameters where training left them: sequences are split over BATCH, heads and vocabulary over
-TENSOR as in training, the cache's slots over CONTEXT, layers and their cache over STAGE, where one stage works after
-the other. Between blocks the new tokens of all sequences, n = b * s, are split over CONTEXT and TENSOR.
+It runs on any mesh, with the parameters where training left them. Sequences are split over BATCH, heads and vocabulary
+over TENSOR as in training, the cache's slots over CONTEXT, and layers with their cache over STAGE, where one stage
+works after the other. To the model, the new tokens of all sequences of a device are one row of n = b * s positions:
+split over CONTEXT everywhere, and over TENSOR between blocks.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
 import sharding
-from config import ModelConfig
-from generate.quantised import Quantised, gathered, kept, specs, used
+from config import ModelAtWork, ModelConfig
+from generate.quantised import Quantised, dequantize, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
+from overlap.layers import scan_layers
+from overlap.positions import side_by_side
 from pipeline.step import nothing
 from sharding import (
     AXES,
@@ -31,60 +36,58 @@ from sharding import (
     STAGE,
     TENSOR,
     all_gather,
+    all_to_all,
     axis_index,
     axis_size,
     own_slice,
     psum,
-    reduce_scatter,
     shift,
     vary,
 )
 from xla import ordered
 
 NOWHERE = 2**30  # a position past the last slot of any cache
-BETWEEN = (CONTEXT, TENSOR)  # neighbours hold different tokens between blocks, of the same sequences
 ROWS_DIM = 1  # of every array of a cache: its sequences
 
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
-@struct.dataclass
-class LatentCache:
-    """What latent attention keeps of each position: C + R numbers, whatever the number of heads."""
+class LatentCache(NamedTuple):
+    """One layer's cache of latent attention: C + R numbers a position, whatever the number of heads."""
 
-    latent_bSC: jax.Array
-    rotary_bSR: jax.Array
+    latent_bSC: Any
+    rotary_bSR: Any
 
 
-@struct.dataclass
-class GroupedCache:
-    """What grouped-query attention keeps of each position: a key and a value for each of the G heads.
+class GroupedCache(NamedTuple):
+    """One layer's cache of grouped-query attention: a key and a value for each of the G heads.
 
-    Slots of a head lie side by side, as a product with one query wants them.
+    The slots of a head are contiguous, because the matmul with one query reads them in that order.
     """
 
-    key_bgSK: jax.Array
-    value_bgSK: jax.Array
+    key_bgSK: Any
+    value_bgSK: Any
 
 
 def cache_spec(c: ModelConfig):
-    """How each array of the cache lies on the mesh: slots split over CONTEXT, key and value heads over TENSOR, where
-    latents are the same on neighbours. The first dim counts the stages: each has layers of its own."""
-    return P(STAGE, BATCH, *((TENSOR,) if c.attention == "gqa" else ()), CONTEXT)
+    """How the arrays of a cache are sharded: slots over CONTEXT, heads over TENSOR. The first dim counts stages, as
+    each has its own layers, and copies of latents, because each TENSOR device has one."""
+    return P(STAGE, BATCH, TENSOR, CONTEXT) if c.attention == "gqa" else P((STAGE, TENSOR), BATCH, CONTEXT)
 
 
 def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
-    """The cache of b sequences, as ShapeDtypeStructs, a part for each layer, as `unstack` has them: {"prefix": [..],
-    "blocks": [{"dense": [..], "moe": ..}, ..]}.
+    """The cache of b sequences as ShapeDtypeStructs, arranged as `unstack` arranges the layers' parameters:
+    {"prefix": [layer, ..], "blocks": [Block(dense=[layer, ..], moe=layer), ..]}.
 
-    slots  positions kept of a sequence, a multiple of the devices along CONTEXT
-    form   of its numbers: "compute", the compute dtype; "bfloat16"; or "int8", see `quantised.py`
-    Every stage has a prefix, of which only the first stage's is used.
+    slots  positions of a sequence that the cache holds, a multiple of the devices along CONTEXT
+    form   number format: "compute", the compute dtype; "bfloat16"; or "int8", see `quantised.py`
+    Every stage has a prefix, but only that of the first stage is used.
     """
     stages, place = mesh.shape[STAGE], NamedSharding(mesh, cache_spec(c))
+    copies = mesh.shape[TENSOR] if c.attention == "mla" else 1
 
     def array(*shape):
-        of = lambda dtype, *shape: jax.ShapeDtypeStruct((stages, b, *shape), dtype, sharding=place)
+        of = lambda dtype, *shape: jax.ShapeDtypeStruct((stages * copies, b, *shape), dtype, sharding=place)
         if form == "int8":
             return Quantised(of("int8", *shape), of("float32", *shape[:-1], 1))
         return of(c.precision.compute if form == "compute" else form, *shape)
@@ -95,9 +98,9 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
         return GroupedCache(*[array(c.n_kv_heads, slots, c.d_head)] * 2)
 
     is_moe = bool(c.n_experts)
-    block = lambda: {"dense": [layer() for _ in range(c.layers_per_block - is_moe)], "moe": layer() if is_moe else None}
-    blocks = [block() for _ in range(c.n_blocks // stages)]
-    return {"prefix": [layer() for _ in range(c.dense_prefix)], "blocks": blocks}
+    layers = lambda n: [layer() for _ in range(n)]
+    block = lambda: model.Block(dense=layers(c.layers_per_block - is_moe), moe=layer() if is_moe else None)
+    return {"prefix": layers(c.dense_prefix), "blocks": [block() for _ in range(c.n_blocks // stages)]}
 
 
 def empty_cache(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
@@ -106,166 +109,168 @@ def empty_cache(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "com
 
 
 def first_slot(S: int):
-    """The position that this device's first slot holds: CONTEXT neighbours hold runs of S, in order."""
+    """The position that this device's first slot holds. CONTEXT devices hold S consecutive positions each."""
     return axis_index(CONTEXT) * S
 
 
-def write(cache, new_bsX, positions_bs):
-    """Put what new tokens leave into the slots of their positions; what has no slot here is not written."""
+def write_entries(cache_bgSX, new_bsgX, positions_bs):
+    """Write new tokens into the slots of their positions. Positions that have no slot on this device are skipped."""
 
-    def put(cache_bgSX, new_bsgX):
+    def write(cache_bgSX, new_bsgX):
         at_bs = positions_bs - first_slot(cache_bgSX.shape[-2])
-        at_bs = jnp.where(at_bs < 0, NOWHERE, at_bs)  # below 0 it would count from the end
+        at_bs = jnp.where(at_bs < 0, NOWHERE, at_bs)  # a negative index would count from the end
         heads = (slice(None),) * (cache_bgSX.ndim - 3)  # latents have none
         return cache_bgSX.at[jnp.arange(len(at_bs))[:, None], *heads, at_bs].set(new_bsgX, mode="drop")
 
-    return jax.tree.map(put, cache, kept(new_bsX, cache))
+    return jax.tree.map(write, cache_bgSX, quantize_like(new_bsgX, cache_bgSX))
 
 
-def slot_weights(scores_bhsS, positions_bs):
-    """Softmax over the slots of all CONTEXT neighbours, of those up to a token's own position; slot i holds position i.
+def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
+    """Attend to this device's slots, up to each token's own position. Slot i holds position i. Queries are scaled.
 
-    Each neighbour then mixes the values of its slots, and all that follows is linear: the partial sums are added where
-    those over TENSOR are. Sends over CONTEXT: a maximum and a sum for each query and head.
+    Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log of the softmax's sum [b, s, h, 1];
+    latents without g. Each of g key heads serves r = h / g neighbours.
     """
-    S = scores_bhsS.shape[-1]
-    seen_b1sS = (positions_bs[:, :, None] >= first_slot(S) + jnp.arange(S)[None, None, :])[:, None]
-    scores_bhsS = jnp.where(seen_b1sS, scores_bhsS.astype(jnp.float32), HIDDEN)
-    top_bhs1 = jax.lax.pmax(jnp.max(scores_bhsS, axis=-1, keepdims=True), CONTEXT)
-    weight_bhsS = jnp.where(seen_b1sS, jnp.exp(scores_bhsS - top_bhs1), 0)
-    return weight_bhsS / psum(jnp.sum(weight_bhsS, axis=-1, keepdims=True), CONTEXT)
+    (b, s, h, X), g, S = q_bshX.shape, "g" * (k_bgSX.ndim - 3), k_bgSX.shape[-2]
+    q_bsgrX = q_bshX.reshape(b, s, *k_bgSX.shape[1:-2], -1, X)
+    scores_bgrsS = jnp.einsum(f"bs{g}rX,b{g}SX->b{g}rsS", q_bsgrX, k_bgSX).astype(jnp.float32)
+    seen_bsS = positions_bs[:, :, None] >= first_slot(S) + jnp.arange(S)[None, None, :]
+    scores_bgrsS = jnp.where(seen_bsS.reshape(b, *[1] * len(g), 1, s, S), scores_bgrsS, HIDDEN)
+    weight_bgrsS = jax.nn.softmax(scores_bgrsS, axis=-1).astype(v_bgSU.dtype)
+    o_bshU = jnp.einsum(f"b{g}rsS,b{g}SU->bs{g}rU", weight_bgrsS, v_bgSU).reshape(b, s, h, -1)
+    return o_bshU, jnp.moveaxis(jax.nn.logsumexp(scores_bgrsS, axis=-1), -1, 1).reshape(b, s, h, 1)
 
 
-def cached_latent_attention(w: model.LatentAttention, c: ModelConfig, x_bsD, positions_bs, cache, rotary_on):
-    """Attend from new tokens to the cache. Returns a partial sum over BETWEEN, and the cache with the new tokens.
+class CachedAttention:
+    """One layer's attention to its KV cache: what `model.layer` takes as `attend`, in place of `over_context`.
 
-    A score is q_K . (w_key latent_C) = (w_key^T q_K) . latent_C: with the query moved to the latent's width, keys are
-    never made. The same for values, after the mixing.
+    cache  a LatentCache or a GroupedCache. The call replaces it by the cache with the new tokens, which the caller
+           then reads: an instance serves one layer, once
     """
-    q_bshK, q_bshR = model.latent_queries(w, c, model.query_latent(w, c, x_bsD), positions_bs, rotary_on)
-    latent_bsC, rotary_bsR = model.latents(w, c, x_bsD, positions_bs, rotary_on)
-    cache = LatentCache(write(cache.latent_bSC, latent_bsC, positions_bs),
-                        write(cache.rotary_bSR, rotary_bsR, positions_bs))  # fmt: skip
-    q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshK, w.w_key_CHK)
-    scale = (c.d_head + c.d_rope) ** -0.5
-    q_bshX = jnp.concatenate([q_bshC, q_bshR], axis=-1) * scale
-    latent_bSC, rotary_bSR = (used(kept, x_bsD.dtype) for kept in (cache.latent_bSC, cache.rotary_bSR))
-    k_bSX = jnp.concatenate([latent_bSC, rotary_bSR], axis=-1)
-    weight_bhsS = slot_weights(jnp.einsum("bshX,bSX->bhsS", q_bshX, k_bSX), positions_bs).astype(k_bSX.dtype)
-    o_bshC = jnp.einsum("bhsS,bSC->bshC", weight_bhsS, latent_bSC)
-    o_bshU = jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)
-    return jnp.einsum("bshU,hUD->bsD", o_bshU, w.w_out_HUD), cache
+
+    def __init__(self, cache, positions_bs):
+        self.cache, self.positions_bs = cache, positions_bs
+
+    def __call__(self, c: ModelAtWork, q_1nhK, parts, keys_values, segments_1n, absorbed=None):
+        """Write the new tokens into the cache, and attend to it. Arguments and result as for `over_context`.
+
+        absorbed  how queries meet latents: a function of the queries, and one of the mixed latents; None: the cache
+                  holds keys and values
+        """
+        q_bshK, *new = gather_tokens((q_1nhK, *parts), *self.positions_bs.shape)
+        pairs = zip(self.cache, new, strict=True)
+        self.cache = type(self.cache)(*(write_entries(*pair, self.positions_bs) for pair in pairs))
+        k, v = entries = [dequantize(x, q_bshK.dtype) for x in self.cache]
+        absorb, value_of = absorbed or (lambda q_bshK: q_bshK, lambda o_bshU: o_bshU)
+        if absorbed:
+            k, v = jnp.concatenate(entries, axis=-1), entries[0]
+        q_bshX = absorb(q_bshK) * q_bshK.shape[-1] ** -0.5
+        o_bshX, log_sum_bsh1 = attend_to_slots(q_bshX, k, v, self.positions_bs)
+        return merge_softmaxes(value_of(o_bshX), log_sum_bsh1)
 
 
-def cached_grouped_attention(w: model.GroupedAttention, c: ModelConfig, x_bsD, positions_bs, cache, rotary_on):
-    """Attend from new tokens to the cache. Returns a partial sum over BETWEEN, and the cache with the new tokens.
+# Tokens of all sequences in one row -----------------------------------------------------------------------------------
 
-    Each of g key and value heads serves h / g neighbours.
+
+def as_row(x_bsX):
+    """All tokens in one row, [1, n, ..], with zeros at the end: it splits over CONTEXT and TENSOR."""
+    row = x_bsX.reshape(1, -1, *x_bsX.shape[2:])
+    return jnp.pad(row, ((0, 0), (0, -row.shape[1] % axis_size((CONTEXT, TENSOR))), *[(0, 0)] * (row.ndim - 2)))
+
+
+def gather_tokens(arrays_1n, b: int, s: int):
+    """The tokens of all CONTEXT devices by sequence and position. Shapes: [1, n, ..] -> [b, s, ..].
+
+    Sends over CONTEXT: (n - 1)/n of the gathered arrays, in one collective.
     """
-    q_bshK, k_bsgK, v_bsgK = model.queries_keys_values(w, c, x_bsD, positions_bs, rotary_on)
-    cache = GroupedCache(write(cache.key_bgSK, k_bsgK, positions_bs), write(cache.value_bgSK, v_bsgK, positions_bs))
-    (b, s, h, K), g = q_bshK.shape, k_bsgK.shape[2]
-    q_bsgrK = (q_bshK * K**-0.5).reshape(b, s, g, h // g, K)
-    scores_bgrsS = jnp.einsum("bsgrK,bgSK->bgrsS", q_bsgrK, used(cache.key_bgSK, x_bsD.dtype))
-    weight_bhsS = slot_weights(scores_bgrsS.reshape(b, h, s, -1), positions_bs).astype(x_bsD.dtype)
-    weight_bgrsS = weight_bhsS.reshape(scores_bgrsS.shape)
-    v_bgSK = used(cache.value_bgSK, x_bsD.dtype)
-    o_bshK = jnp.einsum("bgrsS,bgSK->bsgrK", weight_bgrsS, v_bgSK).reshape(b, s, h, K)
-    return jnp.einsum("bshK,hKD->bsD", o_bshK, w.w_out_HKD), cache
+    rows = arrays_1n
+    if axis_size(CONTEXT) > 1:
+        joined, apart = side_by_side([x.reshape(*x.shape[:2], -1) for x in arrays_1n])
+        rows = apart(all_gather(joined, CONTEXT, dim=1))
+    return [row[:, : b * s].reshape(b, s, *x.shape[2:]) for row, x in zip(rows, arrays_1n, strict=True)]
+
+
+def merge_softmaxes(o_bshU, log_sum_bsh1):
+    """One softmax over the slots of all CONTEXT devices, for this device's tokens. Shapes: [b, s, ..] -> [1, n, h, U].
+
+    Sends over CONTEXT: (n - 1)/n of both arrays, in float32, in one collective.
+    """
+    if axis_size(CONTEXT) == 1:
+        return as_row(o_bshU)
+    row = as_row(jnp.concatenate([o_bshU.astype(jnp.float32), log_sum_bsh1], axis=-1))
+    each_cnhX = all_to_all(row, CONTEXT, split_dim=1, join_dim=0)  # c: what each CONTEXT device found
+    share_cnh1 = jax.nn.softmax(each_cnhX[..., -1:], axis=0)
+    return jnp.sum(share_cnh1 * each_cnhX[..., :-1], axis=0, keepdims=True).astype(o_bshU.dtype)
 
 
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-def padded(x_1nX):
-    """Zeros behind, so that the tokens split over BETWEEN."""
-    return jnp.pad(x_1nX, ((0, 0), (0, -x_1nX.shape[1] % axis_size(BETWEEN)), *[(0, 0)] * (x_1nX.ndim - 2)))
+def decoding(c: ModelConfig) -> ModelAtWork:
+    """The model as generation runs it: dropless, and every weight gathered before it is used, never tokens sent to
+    the shards of a table, because an int8 table has to be gathered as int8."""
+    return ModelAtWork(**vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")})
 
 
-def cached_layer(w: model.Layer, c: ModelConfig, x_1tD, positions_bs, cache, number):
-    """One layer, as `model.layer`, attending to the cache. Returns [1, t, D] and the cache with the new tokens."""
-    w, (b, s) = gathered(w, c), positions_bs.shape
-    h_1tD = model.norm(x_1tD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
-    h_1nD = all_gather(h_1tD, BETWEEN, dim=1, to="invarying")  # so that the cached latents are known to be the same
-    h_bsD = h_1nD[:, : b * s].reshape(b, s, -1)
-    attention = cached_latent_attention if c.attention == "mla" else cached_grouped_attention
-    partial_bsD, cache = attention(w.attention, c, h_bsD, positions_bs, cache, model.has_rotary(c, number))
-    x_1tD += reduce_scatter(padded(partial_bsD.reshape(1, b * s, -1)), BETWEEN, dim=1)
-    if c.parallel_residual:
-        h_1sD = all_gather(h_1tD, TENSOR, dim=1)
-        return x_1tD + reduce_scatter(model.feed_forward(w.feed_forward, c, h_1sD), TENSOR, dim=1), cache
-    update_1tD, _ = model.feed_forward_branch(w, c, x_1tD, jnp.ones(x_1tD.shape[:2]))
-    return x_1tD + update_1tD, cache
+def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_bm, *, c: ModelAtWork):
+    """Run new tokens through the model. Returns logits [b, m, v] after the wanted tokens of each row, and the cache.
 
-
-def in_turn(layers, c: ModelConfig, x_1tD, positions_bs, caches, first_number):
-    """Layers in order, each with its part of the cache; the first has the number that is given."""
-    own = lambda tree: jax.tree.map(lambda x: x[0], tree)  # without the dim of stages
-    updated = []
-    for i, (w, cache) in enumerate(zip(layers, caches, strict=True)):
-        x_1tD, cache = cached_layer(own(w), c, x_1tD, positions_bs, own(cache), first_number + i)
-        updated.append(jax.tree.map(lambda x: x[None], cache))
-    return x_1tD, updated
-
-
-def cached_blocks(blocks: list[model.Block], c: ModelConfig, x_1tD, positions_bs, caches):
-    """This stage's blocks in order, as `model.blocks`, each with its part of the cache."""
-    first, updated = c.dense_prefix + axis_index(STAGE) * len(blocks) * c.layers_per_block, []
-    for block, cache in zip(blocks, caches, strict=True):
-        x_1tD, dense = in_turn(block.dense, c, x_1tD, positions_bs, cache["dense"], first)
-        if block.moe is not None:
-            number = first + len(block.dense)
-            x_1tD, (moe,) = in_turn([block.moe], c, x_1tD, positions_bs, [cache["moe"]], number)
-        updated.append({"dense": dense, "moe": None if block.moe is None else moe})
-        first += c.layers_per_block
-    return x_1tD, updated
-
-
-def extend_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_bm, *, c: ModelConfig):
-    """Run new tokens through the model. Returns logits [b, m, v] after the tokens wanted of each row, and the cache.
-
+    w  this stage's parameters, layers in lists, see `unstacked`
     Sends over STAGE: the activations, to the next stage at every tick; and the logits, to all.
     """
     stage, stages, b = axis_index(STAGE), axis_size(STAGE), len(tokens_bs)
+    prefix, blocks, cache = (jax.tree.map(lambda x: x[0], tree) for tree in (w.prefix, w.blocks, cache))
+    ours = lambda x_bs: own_slice(as_row(x_bs), CONTEXT, dim=1)
+    batch = {"tokens_BT": ours(tokens_bs), "positions_BT": ours(positions_bs)}
+    batch |= dict.fromkeys(("segments_BT", "index_BT"), jnp.ones_like(batch["tokens_BT"]))  # documents, dropout: none
+    tokens = model.tokens_of(batch)
 
-    def when(mine, run, *args):
-        return run(*args) if stages == 1 else jax.lax.cond(mine, run, lambda *same: same, *args)
+    def layer(w_and_cache, x_1tD, number):
+        w, attend = w_and_cache[0], CachedAttention(w_and_cache[1], positions_bs)
+        x_1tD, _ = model.layer(gather_weights(w, c), c, x_1tD, tokens, number, None, attend)
+        return x_1tD, attend.cache
 
-    ours_1s = own_slice(padded(tokens_bs.reshape(1, -1)), CONTEXT, dim=1)
-    x_1tD = vary(model.embed(*gathered(w, c, "embedding_VD"), ours_1s), AXES)
-    prefix = lambda x_1tD, cache: in_turn(w.prefix, c, x_1tD, positions_bs, cache, 0)
-    x_1tD, cache["prefix"] = when(stage == 0, prefix, x_1tD, cache["prefix"])
+    def with_caches(layers, caches):
+        is_layer = lambda x: isinstance(x, model.Layer)
+        return jax.tree.map(lambda w, cache: (w, cache), layers, caches, is_leaf=is_layer)
+
+    apply_prefix = lambda x_1tD, caches: scan_layers(layer, with_caches(prefix, caches), x_1tD, lambda i: i)
+    apply_blocks = lambda x_1tD, caches: model.blocks(with_caches(blocks, caches), c, x_1tD, layer)
+
+    def if_ours(mine, apply, x_1tD, caches):
+        return apply(x_1tD, caches) if stages == 1 else jax.lax.cond(mine, apply, lambda *same: same, x_1tD, caches)
 
     def tick(carry, at_work):
-        blocks = lambda x_1tD, cache: vary(cached_blocks(w.blocks, c, x_1tD, positions_bs, cache), STAGE)
-        x_1tD, cache = when(stage == at_work, blocks, *carry)
-        return (shift(x_1tD, STAGE), cache), None
+        x_1tD, caches = if_ours(stage == at_work, apply_blocks, *carry)
+        return (shift(x_1tD, STAGE), caches), None
 
+    x_1tD = vary(model.enter(w, c, batch, None, gather_weights), AXES)
+    x_1tD, cache["prefix"] = if_ours(stage == 0, apply_prefix, x_1tD, cache["prefix"])
     (x_1tD, cache["blocks"]), _ = jax.lax.scan(tick, (x_1tD, cache["blocks"]), jnp.arange(stages))
 
     def logits(x_1tD):
-        x_nD = model.leave(w, c, x_1tD, dim=1)[0]  # a CONTEXT neighbour's tokens: who has the one wanted, works
+        x_nD = model.leave(w, c, x_1tD, dim=1)[0]  # of CONTEXT devices, the one that has the wanted token computes
         at_bm = jnp.arange(b)[:, None] * tokens_bs.shape[1] + wanted_bm - axis_index(CONTEXT) * len(x_nD)
         mine_bm = (at_bm >= 0) & (at_bm < len(x_nD))
         x_bmD = x_nD[jnp.clip(at_bm, 0, len(x_nD) - 1)]
-        return vary(jnp.where(mine_bm[:, :, None], model.logits(w, c, x_bmD, gathered), 0), AXES)
+        return vary(jnp.where(mine_bm[:, :, None], model.logits(w, c, x_bmD, gather_weights), 0), AXES)
 
     # The last stage's output was shifted to the first.
     partial_bmv = jax.lax.cond(stage == 0, logits, lambda x_1tD: nothing(logits, x_1tD), x_1tD)
-    return psum(partial_bmv, (STAGE, CONTEXT)), cache
+    return psum(partial_bmv, (STAGE, CONTEXT)), jax.tree.map(lambda x: x[None], cache)
 
 
-def row_of(cache, at_1, then):
-    """Let `then`, which takes and returns a cache, work on one row of this device's: the row of number at_1."""
+def on_row(cache, at_1, function):
+    """Apply a function, which takes and returns a cache, to one row of this device's cache: row number at_1."""
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at_1[0], 1, ROWS_DIM), cache)
-    result, row = then(row)
+    result, row = function(row)
     put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at_1[0], ROWS_DIM)
     return result, jax.tree.map(put, cache, row)
 
 
 @functools.cache
-def copier(c: ModelConfig, mesh: Mesh) -> Callable:
-    """Compile fn(cache, from_b, to_b) -> the cache in which each device along BATCH has copied a row of its own onto
+def copy_rows(c: ModelConfig, mesh: Mesh) -> Callable:
+    """Compile fn(cache, from_b, to_b) -> the cache in which each device along BATCH has copied one of its rows onto
     another, or onto itself. The old cache's memory is reused. Sends nothing."""
 
     def shards(cache, from_1, to_1):
@@ -302,7 +307,7 @@ def unstacked(w: model.Transformer, c: ModelConfig):
 
 
 def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
-    """How parameters lie on the mesh, stacked or not, some of them perhaps `quantised`."""
+    """How parameters lie on the mesh, stacked or not, some of them perhaps `quantize`d."""
     if not is_unstacked(params):
         return specs(c, params)
     first = params.blocks[0]
@@ -315,7 +320,7 @@ def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
 
 
 def unstack(params, c: ModelConfig, mesh: Mesh):
-    """Parameters as `extend` is quickest with: each layer's arrays on their own, not parts of stacks, which would be
+    """Parameters as `cached_forward` is fastest with: each layer's arrays by themselves. Parts of stacks would be
     copied out, layer after layer, for every token. Sends nothing; the stacks stay."""
     if is_unstacked(params):
         return params
@@ -329,23 +334,25 @@ def unstack(params, c: ModelConfig, mesh: Mesh):
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
-def extend(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callable:
+def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callable:
     """Compile fn(params, cache, tokens_bs, positions_bs, last_b) -> (logits [b, V], cache), once per shape.
 
-    params  as trained, or better, for the speed, as `unstack` or `quantised` returns them
+    With a prompt's tokens it is a prefill, with one token of each sequence a decode step.
+
+    params  as trained; or, which is faster, as `unstack` or `quantize` returns them
     last_b  the token of each row after which logits are wanted; [b, m], several: then logits are [b, m, V]
-    rows    fn takes at_b too: of the rows of the cache that a device along BATCH holds, the one that its tokens extend.
-            There is one row of tokens for each such device
+    rows    fn takes at_b too: which of the cache's rows on a device along BATCH its tokens belong to. There is one row
+            of tokens for each such device
     The old cache's memory is reused: do not touch it again. Raises: UserError if a parameter does not split over the
     mesh.
     """
     sharding.check_divides(model.declare(c), mesh)
 
     def shards(w, cache, tokens_bs, positions_bs, wanted_bm, *at_1):
-        run = lambda cache: extend_shards(unstacked(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=c)
-        return row_of(cache, *at_1, run) if rows else run(cache)
+        run = lambda cache: forward_shards(unstacked(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=decoding(c))
+        return on_row(cache, *at_1, run) if rows else run(cache)
 
-    def extended(params, cache, tokens_bs, positions_bs, last_b, *at_b):
+    def forward(params, cache, tokens_bs, positions_bs, last_b, *at_b):
         local = jax.shard_map(
             shards, mesh=mesh, out_specs=(P(BATCH, None, TENSOR), cache_spec(c)),
             in_specs=(unstacked_specs(c, params, mesh), cache_spec(c), *[P(BATCH)] * (4 if rows else 3)))  # fmt: skip
@@ -353,5 +360,5 @@ def extend(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callable:
         logits_bmV, cache = local(params, cache, tokens_bs, positions_bs, wanted_bm, *at_b)
         return (logits_bmV[:, 0] if last_b.ndim == 1 else logits_bmV), cache
 
-    # As `empty_cache` says it lies: in other words for the same, the next call would be compiled again.
-    return ordered.jit(extended, mesh, donate_argnums=1, out_shardings=(None, NamedSharding(mesh, cache_spec(c))))
+    # Written as `empty_cache` writes it: the same sharding in other words would compile the next call again.
+    return ordered.jit(forward, mesh, donate_argnums=1, out_shardings=(None, NamedSharding(mesh, cache_spec(c))))

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
-from generate.cache import NOWHERE, copier, empty_cache, extend, unstack
+from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
 from generate.sampling import Asked, Chosen, Settings, choose, drawable, of_given
 from sharding import BATCH, CONTEXT
 from utils import UserError
@@ -87,7 +87,7 @@ class Engine:
 
     def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
                  piece: int = 64, at_once: int = 512, cache: str = "compute", absent: Sequence[int] = ()):  # fmt: skip
-        c = dataclasses.replace(cfg.model, capacity_factor=0.0)
+        c = cfg.model
         self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
         self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
@@ -99,7 +99,8 @@ class Engine:
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
         self.drawable_V = jax.device_put(drawable(vocabulary, absent), everywhere)
-        self.prefill, self.decode, self.copy = extend(c, mesh, rows=True), extend(c, mesh), copier(c, mesh)
+        self.prefill, self.decode_step = cached_forward(c, mesh, rows=True), cached_forward(c, mesh)
+        self.copy = copy_rows(c, mesh)
 
         def draw(logits_nV, asked: Asked, seen_bV, rows_n, drawable_V):
             whole_nV = jax.lax.with_sharding_constraint(logits_nV, everywhere)
@@ -236,7 +237,7 @@ class Engine:
         jobs = [job if on else None for job, on in zip(self.slots, writing, strict=True)]
         last = lambda job: (job.tokens[-1].id, len(job.prompt) + len(job.tokens) - 1)
         tokens_b, positions_b = zip(*((0, NOWHERE) if job is None else last(job) for job in jobs), strict=True)
-        logits_bV, self.cache = self.decode(
+        logits_bV, self.cache = self.decode_step(
             self.params, self.cache, np.int32(tokens_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(len(jobs), np.int32))  # fmt: skip
         return self.give(logits_bV, jobs, range(len(jobs)))

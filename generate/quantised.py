@@ -53,7 +53,7 @@ def shared_dims(d: Declaration) -> list[int]:
 
 
 def specs(c: ModelConfig, params):
-    """How parameters lie on the mesh, some of them `quantised`: int8 as declared, scales not in slices."""
+    """How parameters lie on the mesh, some of them `quantize`d: int8 as declared, scales not in slices."""
 
     def one(d, w):
         if not isinstance(w, Quantised):
@@ -64,8 +64,8 @@ def specs(c: ModelConfig, params):
     return jax.tree.map(one, model.declare(c), params)
 
 
-def quantised(params, c: ModelConfig, mesh: Mesh):
-    """Parameters with matrices in int8, which `extend` takes as it takes others.
+def quantize(params, c: ModelConfig, mesh: Mesh):
+    """Parameters with matrices in int8, which `cached_forward` takes like any others.
 
     Sends over FSDP, EXPERT, CONTEXT and TENSOR: scales.
     """
@@ -89,11 +89,12 @@ def quantised(params, c: ModelConfig, mesh: Mesh):
     return ordered.jit(local, mesh, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), out))(params)
 
 
-def gathered(w, c: ModelConfig, *names):
-    """`overlap.weights.gathered`, also of int8. Sends: (n - 1)/n of every matrix, an int8 a parameter if it is one."""
+def gather_weights(w, c: ModelConfig, *names):
+    """`overlap.weights.gathered` for weights of which some are int8. Sends: (n - 1)/n of every matrix, one byte
+    a parameter where it is int8."""
 
     def join(x, dim, axes, exact):
-        # XLA's CPU backend would copy every weight, for each token, to join one slice with nothing.
+        # With one shard there is nothing to gather, but XLA's CPU backend would copy every weight for each token.
         whole = lambda x: x if axis_size(axes) == 1 else all_gather(x, axes, dim=dim)
         if isinstance(x, Quantised):
             return (whole(x.values) * x.scale).astype(c.precision.compute)
@@ -105,14 +106,14 @@ def gathered(w, c: ModelConfig, *names):
 # A cache --------------------------------------------------------------------------------------------------------------
 
 
-def kept(x, like):
-    """Numbers as a cache keeps them, whose arrays are those of `like`; in int8, those of the last dim share a scale."""
+def quantize_like(x, like):
+    """Numbers in the format of a cache array; in int8, the numbers of the last dim share a scale."""
     if not isinstance(like, Quantised):
         return x.astype(like.dtype)
     scale = scale_of(x, -1)
     return Quantised(rounded(x, scale), scale)
 
 
-def used(x, dtype):
-    """The numbers again."""
+def dequantize(x, dtype):
+    """The inverse of `quantize_like`, up to rounding."""
     return (x.values * x.scale if isinstance(x, Quantised) else x).astype(dtype)

@@ -15,7 +15,7 @@ import sharding
 from config import Config, MeshConfig, WorkConfig, replace
 from data import tokenizers
 from generate.cache import unstack
-from generate.quantised import quantised
+from generate.quantised import quantize
 from overlap.weights import cast
 from train import checkpoint
 from utils import UserError
@@ -78,7 +78,7 @@ def in_form(params, cfg: Config, mesh: Mesh, form: Form):
     if form == "stored":
         return params
     if form == "int8":
-        params = quantised(params, cfg.model, mesh)
+        params = quantize(params, cfg.model, mesh)
     else:
         params = jax.jit(lambda w: cast(w, cfg.model), donate_argnums=0)(params)  # as each step would, once
     return unstack(params, cfg.model, mesh)

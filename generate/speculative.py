@@ -85,7 +85,7 @@ def read(engine: Engine, tokens_bs, at: int, wanted_m):
     positions_bs = np.full(tokens_bs.shape, NOWHERE, np.int32)
     positions_bs[0] = at + np.arange(tokens_bs.shape[1])
     wanted_bm = np.tile(np.int32(wanted_m), (len(tokens_bs), 1))
-    logits_bmV, engine.cache = engine.decode(engine.params, engine.cache, tokens_bs, positions_bs, wanted_bm)
+    logits_bmV, engine.cache = engine.decode_step(engine.params, engine.cache, tokens_bs, positions_bs, wanted_bm)
     return logits_bmV
 
 

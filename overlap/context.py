@@ -87,10 +87,13 @@ def chunk_starts(s: int, n: int):
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
-def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs):
+def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorbed=None):
     """Attend to the whole context: gathered from the devices along CONTEXT, passed around them, or exchanged for heads.
 
-    parts  what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U] of it
+    parts     what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U]
+              of it
+    absorbed  functions that attend to `parts` themselves, without keys and values: a KV cache uses them
+              (`generate/cache.py`), training does not
     Sends over CONTEXT: (n - 1) times this device's `parts`; a ring never holds more than two of them. For heads, see
     `over_heads`.
     """

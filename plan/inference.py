@@ -3,7 +3,7 @@
 `plan(cfg, topology, request)` adds up `rows`: what each part of the model does in a pass of a device, with the cut of
 `generate`. Parameters lie as in training; those in slices over FSDP, EXPERT and CONTEXT are gathered for every pass.
 Sequences are split over data, fsdp and expert; their cache by heads over TENSOR, where latents are the same, and by
-positions over CONTEXT. Between attentions, tokens are split over CONTEXT and TENSOR. Stages work one after another.
+positions over CONTEXT. Tokens are split over CONTEXT, and between blocks over TENSOR. Stages work one after another.
 Prompts are read in pieces, one sequence after another; logits are gathered everywhere, where tokens are drawn.
 
 A pass is a roofline: each part takes its FLOPs at the chip's peak, or what it reads of memory, whichever is longer,
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import model
 from config import AUTO, AXES, Config, ModelConfig
 from pipeline import fit
 from plan import costs, hardware, hiding
@@ -142,7 +143,11 @@ def rows_met(w: Weights, at: Pass) -> float:
     if len(dims) == 1 or part == "embedding":
         return 0
     if "E" not in dims:
-        return {"attention": at.tokens, "logits": at.b}.get(part, at.fed)
+        if dims.startswith("CH"):  # absorbed: applied where the cache is, to the tokens of all CONTEXT devices
+            return at.tokens
+        if dims in ("DQ", "DC", "DR") and model.sends_latents(c):  # latents are made before they are gathered
+            return at.own
+        return at.b if part == "logits" else at.fed
     if dims[-1] == "E":  # the router
         return at.own
     chosen, e = at.fed * at.n[EXPERT] * c.top_k, c.n_experts // at.n[EXPERT]
@@ -189,8 +194,7 @@ def mixing(at: Pass) -> Row:
     widths = 2 * c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.d_head
     each = WIDTHS[at.request.cache_dtype] * kept(c, at.n[TENSOR])
     moved = at.b * (at.slots + -(-at.s // at.n[CONTEXT])) * each
-    softmax = Sent("all-reduce", (CONTEXT,), 4 * at.tokens * heads, 2 * layers)  # the largest, and the sum
-    return Row("cache", layers * 2 * at.tokens * heads * at.slots * widths, 0, layers * moved, [softmax])
+    return Row("cache", layers * 2 * at.tokens * heads * at.slots * widths, 0, layers * moved)
 
 
 def exchanges(at: Pass):
@@ -198,11 +202,17 @@ def exchanges(at: Pass):
     c, E = at.cfg.model, at.n[EXPERT]
     moe = c.n_blocks if c.n_experts else 0
     around = lambda axes, size, count: [Sent(kind, axes, size, count) for kind in ("all-gather", "reduce-scatter")]
-    whole = at.own * at.n[CONTEXT] * at.n[TENSOR]
     yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.fed), 1)
-    for one in around((CONTEXT, TENSOR), at.stream(whole), c.n_layers):
-        yield "attention", one
-    for part, layers in (("feed-forward", c.n_layers - moe), ("experts", moe)):
+    arriving = c.d_query_latent + c.d_kv_latent + c.d_rope if model.sends_latents(c) else c.d_model
+    yield "attention", Sent("all-gather", (TENSOR,), at.width * arriving * at.fed, c.n_layers)
+    yield "attention", Sent("reduce-scatter", (TENSOR,), at.stream(at.fed), c.n_layers)
+    # Queries and entries of all CONTEXT devices' tokens; then what each mixed of its slots, and the log of its sum.
+    asked, mixed = (c.d_head + c.d_rope, c.d_value) if c.attention == "mla" else (c.d_head, c.d_head)
+    n, h = at.n[CONTEXT], c.n_heads // at.n[TENSOR]
+    numbers = h * asked + kept(c, at.n[TENSOR])
+    yield "attention", Sent("all-gather", (CONTEXT,), at.width * at.fed * n * numbers, c.n_layers)
+    yield "attention", Sent("all-to-all", (CONTEXT,), 4 * at.fed * n * n * h * (mixed + 1), c.n_layers)
+    for part, layers in (("feed-forward", 0 if c.parallel_residual else c.n_layers - moe), ("experts", moe)):
         for one in around((TENSOR,), at.stream(at.fed), layers) if layers else ():
             yield part, one
     if moe:

@@ -49,7 +49,7 @@ ROOMS = {
     "launch": "supervisor agent hosts launcher panes __main__",
     "xla": "hlo ledger options ordered links moved replay",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
-    "overlap": "positions context weights remat",
+    "overlap": "positions context weights remat layers",
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "files hub sources hf_json sp_model tokenizers shards units engine progress prepare check "
     "train_tokenizer tasks",

@@ -157,7 +157,7 @@ def test_sizes_of_one_letter_agree(w, x_BTD):
     (lambda w, x: model.feed_forward_branch(w, C, x, None), "all_gather", TENSOR),
     (lambda w, x: at_use(w.feed_forward, C), "all_gather", FSDP),
     (lambda w, x: model.embed(x[0], jnp.zeros((2, 3), int)), "axis_index", TENSOR),
-    (lambda w, x: model.blocks(model.Block(dense=w), C, x, None, None), "axis_size", STAGE),
+    (lambda w, x: model.blocks(model.Block(dense=w), C, x, None), "axis_size", STAGE),
     (lambda w, x: psum(x, (CONTEXT, TENSOR)), "psum", CONTEXT),
     (lambda w, x: vary(x, FSDP), "vary", FSDP),
 ])  # fmt: skip

@@ -85,7 +85,7 @@ def test_the_mesh_changes_where_beams_lie_not_what_they_find(mesh):
         got, want = (search(one, [first, *PROMPT], width=5, room=6) for one in (there, engine()))
         assert [beam.tokens for beam in got] == [beam.tokens for beam in want] and len(got) == 5
         np.testing.assert_allclose([b.logprob for b in got], [b.logprob for b in want], rtol=1e-4)  # float32
-    assert len(there.decode.programs) == 1
+    assert len(there.decode_step.programs) == 1
 
 
 def test_the_command_searches(run_directory):

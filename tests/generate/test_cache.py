@@ -10,7 +10,7 @@ import model
 import pipeline
 import sharding
 from config import Config, preset, replace
-from generate.cache import empty_cache, extend
+from generate.cache import cached_forward, empty_cache
 from generate.engine import Engine, Job
 from generate.sampling import Request
 from tests import helpers, parity
@@ -40,7 +40,7 @@ def test_cached_logits_equal_the_full_forward(name):
     tokens_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (3, T), dtype=np.int32)
     want_BTV = full_forward(cfg, params, tokens_BT)
 
-    run = extend(cfg.model, one_device())
+    run = cached_forward(cfg.model, one_device())
     s = lengths_B.max()
     prompts_Bs = np.where(np.arange(s) < lengths_B[:, None], tokens_BT[:, :s], 3)
     positions_Bs = np.tile(np.arange(s, dtype=np.int32), (3, 1))
@@ -74,7 +74,7 @@ def test_a_row_is_extended_as_if_all_were(name):
     tokens_BT = np.random.default_rng(2).integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
     positions_BT = np.tile(np.arange(T, dtype=np.int32), (B, 1))
     every_BT = np.tile(np.arange(T), (B, 1))
-    whole, one = extend(cfg.model, mesh), extend(cfg.model, mesh, rows=True)
+    whole, one = cached_forward(cfg.model, mesh), cached_forward(cfg.model, mesh, rows=True)
     want_BTV, want = whole(params, empty_cache(cfg.model, mesh, B, S), tokens_BT, positions_BT, every_BT)
     got, got_BTV = empty_cache(cfg.model, mesh, B, S), np.zeros(want_BTV.shape, np.float32)
     for at in (2, 0, 1):  # of the three rows that each of two devices holds

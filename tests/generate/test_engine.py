@@ -86,7 +86,7 @@ def test_samples_of_a_prompt_read_it_once(mesh, pieces, monkeypatch):
 def test_nothing_is_compiled_again():
     """Catches a shape that depends on a prompt's length, on how many wait, or on what is asked."""
     finished(job("a", 2))
-    sizes = lambda: [f._cache_size() for f in (engine().prefill, engine().decode, engine().draw)]
+    sizes = lambda: [f._cache_size() for f in (engine().prefill, engine().decode_step, engine().draw)]
     before = sizes()
     assert before[:2] == [1, 1]
     finished(*[job("x" * n, 1 + n % 5, temperature=n % 2, top_k=n, logprobs=n % 3) for n in range(1, 20)])

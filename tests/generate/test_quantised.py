@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import model
-from generate.cache import empty_cache, extend
-from generate.quantised import Quantised, quantised
+from generate.cache import cached_forward, empty_cache
+from generate.quantised import Quantised, quantize
 from sharding import make_mesh, named
 from tests.generate.models import CONFIGS, placed, rule_text
 from tests.generate.test_command import run
@@ -24,7 +24,7 @@ B, T, S = 6, 7, 12
 @functools.cache
 def parameters(cfg, mesh="data=1", weights="compute"):
     params = placed(cfg, make_mesh(mesh))
-    return quantised(params, cfg.model, make_mesh(mesh)) if weights == "int8" else params
+    return quantize(params, cfg.model, make_mesh(mesh)) if weights == "int8" else params
 
 
 def asked(cfg, mesh, weights, cache):
@@ -34,7 +34,7 @@ def asked(cfg, mesh, weights, cache):
     params, mesh = parameters(cfg, mesh, weights), make_mesh(mesh)
     first = params, empty_cache(cfg.model, mesh, B, S, cache), tokens_BT[:, :4], every_B4, every_B4
     then = lambda kept: (params, kept, tokens_BT[:, 3:], positions_B4, every_B4)
-    return extend(cfg.model, mesh), first, then
+    return cached_forward(cfg.model, mesh), first, then
 
 
 @functools.cache
@@ -141,4 +141,4 @@ def test_the_command_takes_int8(run_directory, monkeypatch):
     [sampler] = samplers
     [engine] = sampler.engines.values()
     assert sampler.params.embedding_VD.values.dtype == "int8"
-    assert engine.cache["blocks"][0]["dense"][0].key_bgSK.values.dtype == "int8"
+    assert engine.cache["blocks"][0].dense[0].key_bgSK.values.dtype == "int8"

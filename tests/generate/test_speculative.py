@@ -124,7 +124,7 @@ def test_the_likeliest_tokens_are_those_of_the_model_alone_on_one_device():
     """Catches a token of the draft that is let through, a position off by one, what a cache keeps of tokens that were
     not kept, log-probabilities of other tokens, a text longer than asked, and a program compiled for each round."""
     model, draft, k = engine(DENSE, MESH), engine(SMALL, MESH), 3
-    programs = lambda: [len(one.decode.programs) for one in (model, draft)]
+    programs = lambda: [len(one.decode_step.programs) for one in (model, draft)]
     counts = []
     for prompt in ("abcde", "x"):
         for settings in (dict(logprobs=3), dict(repetition_penalty=3.0)):

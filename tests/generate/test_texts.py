@@ -87,7 +87,8 @@ def test_shapes_are_bucketed(rule):
         sampler.texts([Request("x" * length, tokens=3, seed=length)])
     assert [*sampler.engines] == [(1, 16, 8), (1, 256, 64)]
     assert len({id(engine.params) for engine in sampler.engines.values()}) == 1, "each holds weights of its own"
-    assert [f._cache_size() for engine in sampler.engines.values() for f in (engine.prefill, engine.decode)] == [1] * 4
+    engines = sampler.engines.values()
+    assert [f._cache_size() for engine in engines for f in (engine.prefill, engine.decode_step)] == [1] * 4
 
 
 # The loop around a model that says what we like -----------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Scripted(Sampler):
     def engine(self, *sizes):
         new = super().engine(*sizes)
 
-        def extend(params, cache, tokens_bs, positions_bs, last_b, *at_b):
+        def forward(params, cache, tokens_bs, positions_bs, last_b, *at_b):
             self.calls.append(positions_bs)
             logits_bV = np.zeros((len(tokens_bs), self.cfg.model.vocab_size), np.float32)
             logits_bV[:, self.encoding.n_vocab :] = 1e9
@@ -114,7 +115,7 @@ class Scripted(Sampler):
                 logits_bV[row, self.next_token(int(tokens_bs[row, last]))] = 1e6
             return logits_bV, cache
 
-        new.prefill = new.decode = extend
+        new.prefill = new.decode_step = forward
         return new
 
 

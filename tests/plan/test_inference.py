@@ -17,7 +17,7 @@ import model
 import sharding
 import utils
 from config import PRESETS, ModelConfig, preset, replace
-from generate.cache import cache_shapes, extend
+from generate.cache import cache_shapes, cached_forward
 from generate.engine import Engine
 from plan import hardware, inference
 from plan.__main__ import main
@@ -56,16 +56,19 @@ def test_the_cache_is_the_one_that_is_made(mesh, model_of, compute):
     ("fsdp=2,stage=2", GROUPED, "decode"),
     ("expert=2,tensor=2", SHORT, "decode"),
     ("context=2,tensor=2", GROUPED | {"model.n_layers": 1}, "prefill"),
-], ids=["heads", "latents, experts", "prompts, slots over context"])  # fmt: skip
+    ("context=2,tensor=2", GROUPED | {"model.attention": "mla", "model.d_query_latent": 4}, "decode"),
+    ("tensor=2", GROUPED | {"model.parallel_residual": True}, "decode"),
+], ids=["heads", "latents, experts", "prompts, slots over context", "narrow latents, slots over context",
+        "attention and feed-forward in parallel"])  # fmt: skip
 def test_a_pass_is_the_compiled_one(mesh, model_of, phase):
     """Catches a product or an exchange of the program that the plan does not have, or has too often: gathers of weights
-    once a text, a stage's layers once, each expert with all tokens. Of logits, `extend` itself gathers none."""
+    once a text, a stage's layers once, each expert with all tokens. Of logits, `cached_forward` itself gathers none."""
     cfg = preset("tiny", mesh=mesh, **model_of)
     c, devices, n = cfg.model, lying(mesh), math.prod(cfg.mesh.sizes[axis] for axis in sharding.BATCH)
     rows, b, s = phase == "prefill", *((n, 6) if phase == "prefill" else (8, 1))
     shapes = sharding.shapes(model.declare(c), devices), cache_shapes(c, devices, 8, 18)
     ids, each = np.zeros((b, s), np.int32), np.zeros(b, np.int32)
-    compiled = extend(c, devices, rows=rows).lower(*shapes, ids, ids, each, *[each] * rows).compile()
+    compiled = cached_forward(c, devices, rows=rows).lower(*shapes, ids, ids, each, *[each] * rows).compile()
     counted = ledger.read(compiled.as_text(), devices)
     planned = inference.plan(cfg, None, request(piece=6)).rows(8, phase)
     times = 8 // n * 2 if rows else 1  # two pieces of each prompt

@@ -1,6 +1,5 @@
 """Collectives of simulated devices happen in one order: what is compiled says so, and what does not is refused."""
 
-import dataclasses
 import os
 
 import jax
@@ -129,15 +128,14 @@ def programs(cfg):
     mesh = sharding.make_mesh(cfg.mesh)
     state, batch = compiled.shapes(cfg, mesh)
     c, rows = cfg.model, 2 * mesh.size
-    decoding = dataclasses.replace(c, capacity_factor=0.0)
     yield "step", optimizer.train_step(cfg, mesh), (state, batch)
     yield "evaluation", pipeline.evaluate(cfg, mesh), (state.params, batch)
     yield "logits", pipeline.logits(cfg, mesh), (state.params, batch)
     yield "loss and gradients", pipeline.loss_and_grads(cfg, mesh), (state.params, batch, 0)
     if c.n_blocks % mesh.shape[STAGE] == 0:
-        kept = cache.cache_shapes(decoding, mesh, rows, 8)
+        kept = cache.cache_shapes(c, mesh, rows, 8)
         tokens = np.zeros((rows, 3), np.int32)
-        yield "sampling", cache.extend(decoding, mesh), (state.params, kept, tokens, tokens, tokens[:, 0])
+        yield "sampling", cache.cached_forward(c, mesh), (state.params, kept, tokens, tokens, tokens[:, 0])
 
 
 @pytest.mark.parametrize("number", helpers.with_repeats((22, 24, 27, 35, 38, 41), (27,)))
