@@ -21,6 +21,14 @@ from plan import show
 from sharding import AXES, TOKENS
 from xla import ordered
 
+GROUPED = {"attention": "gqa"}  # what every test of grouped attention switches on
+
+
+def in_model(settings: dict) -> dict:
+    """Settings of ModelConfig by their dotted names."""
+    return {f"model.{name}": value for name, value in settings.items()}
+
+
 # Batches --------------------------------------------------------------------------------------------------------------
 
 

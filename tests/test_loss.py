@@ -28,7 +28,7 @@ SETTINGS = {
     # A dense layer and a dropless MoE layer with latent attention, dropout and a balance loss that counts.
     "mla": {"n_layers": 2, "moe_every": 1, "no_rope_every": 2, "dropout": 0.25, "balance_loss": 0.5},
     # Two blocks of a dense layer and an MoE layer with grouped attention; what can be switched is.
-    "gqa": {"attention": "gqa", "n_layers": 4, "dense_prefix": 0, "router": "softmax", "activation": "gelu",
+    "gqa": {**helpers.GROUPED, "n_layers": 4, "dense_prefix": 0, "router": "softmax", "activation": "gelu",
             "capacity_factor": 1.0, "tie_embeddings": True, "balance_loss": 0.5, "balance_rate": 0.0,
             "norm": "layer", "bias": True, "rope_dims": 6,
             "z_loss": 0.03, "label_smoothing": 0.1},

@@ -87,7 +87,7 @@ def test_feed_forward_equals_numpy(activation):
 KINDS = {
     "mla": {},
     "mla, no query latent": {"d_query_latent": 0},
-    "gqa": {"attention": "gqa"},
+    "gqa": helpers.GROUPED,
 }
 
 

@@ -45,6 +45,10 @@ class Step:
     tests: tuple[str, ...]
 
 
+def tests_in(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`(tests/\S+::\w+)`", text))
+
+
 @functools.cache
 def recipes() -> dict[str, list[Step]]:
     """The steps of each section of the page, in order."""
@@ -55,8 +59,7 @@ def recipes() -> dict[str, list[Step]]:
             if kind in ("change", "block"):
                 steps.append(Step(len(steps) + 1, kind, tuple(lines), ()))
             elif lines[0].startswith("Without it: "):
-                tests = tuple(re.findall(r"`(tests/\S+::\w+)`", " ".join(lines)))
-                steps[-1] = dataclasses.replace(steps[-1], tests=tests)
+                steps[-1] = dataclasses.replace(steps[-1], tests=tests_in(" ".join(lines)))
     return found
 
 
@@ -120,8 +123,9 @@ def marks(tests):
 @pytest.mark.parametrize("title", recipes())
 def test_a_recipe_works(title, tmp_path):
     """Catches a line that has moved or changed since, and a place that a recipe forgets."""
-    steps = recipes()[title]
-    tests = list(dict.fromkeys(test for step in steps for test in step.tests))
+    steps, text = recipes()[title], (ROOT / PAGE).read_text(encoding="utf-8")
+    tests = list(dict.fromkeys(tests_in(text.split(f"## {title}\n")[1].split("\n## ")[0])))  # also those of no step
+    assert {test for step in steps for test in step.tests} <= {*tests}
     found = verdicts(copy_with(steps, tmp_path / "copy"), tests)
     assert all(found.values()), found
 

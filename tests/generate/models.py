@@ -20,6 +20,7 @@ def one_device():
     return sharding.make_mesh("", jax.local_devices()[:1])
 
 
+GROUPED = helpers.in_model(helpers.GROUPED)
 # Latents of queries too, MoE with bias and shared experts, dense prefix; dense layers of its blocks have no rotary.
 TINY = preset("tiny", **{"model.no_rope_every": 2})
 CONFIGS = {
@@ -28,11 +29,13 @@ CONFIGS = {
         TINY, **{"model.d_query_latent": 0, "model.n_experts": 0, "model.n_layers": 2, "model.dense_prefix": 0,
                  "model.no_rope_every": 0, "model.tie_embeddings": True}),
     "gqa, softmax router, no bias, none shared": replace(
-        TINY, **{"model.attention": "gqa", "model.router": "softmax", "model.balance_rate": 0.0, "model.n_shared": 0,
-                 "model.n_layers": 3, "model.moe_every": 1, "model.no_rope_every": 2, "model.activation": "gelu"}),
+        TINY, **GROUPED, **{
+            "model.router": "softmax", "model.balance_rate": 0.0, "model.n_shared": 0, "model.n_layers": 3,
+            "model.moe_every": 1, "model.no_rope_every": 2, "model.activation": "gelu"}),
     "gqa in parallel, LayerNorm, biases, half rotary": replace(
-        TINY, **{"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3, "model.norm": "layer",
-                 "model.parallel_residual": True, "model.bias": True, "model.rope_dims": 4}),
+        TINY, **GROUPED, **{
+            "model.n_experts": 0, "model.n_layers": 3, "model.norm": "layer", "model.parallel_residual": True,
+            "model.bias": True, "model.rope_dims": 4}),
 }  # fmt: skip
 
 

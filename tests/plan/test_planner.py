@@ -16,7 +16,7 @@ from pipeline import schedules
 from plan import compiled, costs, hardware, planner
 from plan.__main__ import main
 from tests import fuzz
-from tests.helpers import check_prediction
+from tests.helpers import GROUPED, check_prediction, in_model
 from utils import UserError
 
 GIB = 2**30
@@ -47,7 +47,7 @@ CASES = {
     "zb": ("bench", "stage=2,tensor=2", {"work.schedule": "zb", "model.balance_loss": 0.0}),
     "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
     "ring, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {
-        "work.context_attention": "ring", "model.attention": "gqa", "model.n_kv_heads": 2,
+        "work.context_attention": "ring", **in_model(GROUPED), "model.n_kv_heads": 2,
         "model.activation": "swiglu", "model.tie_embeddings": True}),
     "heads for positions": ("bench", "context=4,fsdp=2", LAYER | {"work.context_attention": "all_to_all"}),
     "grouped heads for positions": ("bench", "context=2,tensor=2", LAYER | DENSE | NONE | {
