@@ -453,9 +453,9 @@ assert round(100 * works) == 36, "the page says 64% padding"
 #
 # The project samples on the mesh that trained: requests are dealt out over `data`, `fsdp` and `expert`, the
 # cache's positions are cut along `context`, heads and vocabulary along `tensor`, layers and their cache along
-# `stage`. Latents are absorbed. Prefill and decode are one function, `cached_forward` of `generate/cache.py`,
-# as above. Its layers are `model.layer`, the ones that train, with attention to a cache in place of attention
-# to the context. A prompt of 6 tokens and a seventh alone, for the test model with MLA, against all seven at once:
+# `stage`. Latents are absorbed. Prefill and decode are `cached_forward` of `generate/cache.py`: the layers
+# that train, attending to a cache. Six tokens and a seventh alone, for a test model with MLA, against
+# all seven:
 
 # %% tags=["hide-input"]
 import model
