@@ -407,6 +407,7 @@ HELP = {  # command -> its examples, in the order of its help
                     "compare --stages 4 --microbatches 8"],
     "-m plan": ["moe1b --topology v4:4x4x2",
                 "moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed",
+                "moe1b --topology v4:4x4x2 --why         # the traced step line by line, beside it",
                 "moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first",
                 "moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling",
                 "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices",
