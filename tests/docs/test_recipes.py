@@ -45,7 +45,7 @@ class Step:
     tests: tuple[str, ...]
 
 
-def tests_in(text: str) -> tuple[str, ...]:
+def named_tests(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"`(tests/\S+::\w+)`", text))
 
 
@@ -59,7 +59,7 @@ def recipes() -> dict[str, list[Step]]:
             if kind in ("change", "block"):
                 steps.append(Step(len(steps) + 1, kind, tuple(lines), ()))
             elif lines[0].startswith("Without it: "):
-                steps[-1] = dataclasses.replace(steps[-1], tests=tests_in(" ".join(lines)))
+                steps[-1] = dataclasses.replace(steps[-1], tests=named_tests(" ".join(lines)))
     return found
 
 
@@ -124,7 +124,7 @@ def marks(tests):
 def test_a_recipe_works(title, tmp_path):
     """Catches a line that has moved or changed since, and a place that a recipe forgets."""
     steps, text = recipes()[title], (ROOT / PAGE).read_text(encoding="utf-8")
-    tests = list(dict.fromkeys(tests_in(text.split(f"## {title}\n")[1].split("\n## ")[0])))  # also those of no step
+    tests = list(dict.fromkeys(named_tests(text.split(f"## {title}\n")[1].split("\n## ")[0])))  # also those of no step
     assert {test for step in steps for test in step.tests} <= {*tests}
     found = verdicts(copy_with(steps, tmp_path / "copy"), tests)
     assert all(found.values()), found
