@@ -472,6 +472,8 @@ def problems(answer: Answer, commit: str):
 
 def run(argv: list[str]) -> int:
     verb, words, flags, command, names = hosts.parse(argv, TAKES, "./launcher.sh")
+    if verb == "exec" and not command:
+        raise UserError("exec needs a command: ./launcher.sh exec .. -- COMMAND..")
     fleet = Fleet(names)
     commands = {
         "": lambda: launch(fleet, command, flags), "status": lambda: status(fleet, flags),

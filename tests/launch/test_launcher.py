@@ -421,6 +421,8 @@ def test_what_was_asked_wrongly_is_said_in_a_line(fleet, tmp_path):
         ("--tpu", "x", "status"): "--tpu x needs --zone",
         ("--hosts", hosts): "say what to do",
         ("--hosts", hosts, "strat"): "'strat' is none of its commands",
+        ("--hosts", hosts, "exec"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
+        ("--hosts", hosts, "exec", "--"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
         ("--hosts", hosts, "stop", "now"): "stop takes no 'now'",
         ("--hosts", hosts, "status", "--", "true"): "'status' before -- is none of its options",
     }.items():
