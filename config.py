@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check
+from errors import UserError, nearest
+from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
 from reading import order
-from utils import UserError, is_remote, nearest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}

@@ -24,8 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, DataConfig, replace
+from devices import log
+from errors import UserError
+from fields import is_remote
 from reading import bucket, order, packing
-from utils import UserError, is_remote, log
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"

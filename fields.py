@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from utils import UserError
+from errors import UserError
 
 
 class Range(NamedTuple):
@@ -56,3 +56,8 @@ def check(config, prefix: str = "") -> None:
         for one in ranges:
             if isinstance(one, Range) and not one.holds(value):
                 raise UserError(f"{said}: {one.words}")
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an address: gs://, s3://, https://, .."""
+    return "://" in path

@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 
 from config import MOVED, ONCE, PRESETS, Config, ModelConfig, following, preset, replace
-from utils import UserError
+from errors import UserError
 
 
 def command_line(

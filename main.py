@@ -9,10 +9,10 @@ import time
 
 START = time.perf_counter()  # before the imports below: their time is reported
 
-import utils
+from errors import UserError, end_quietly, exit_status
 
 if __name__ == "__main__":
-    utils.end_quietly()
+    end_quietly()
 
 import json
 import os
@@ -22,12 +22,14 @@ import sys
 import jax
 
 import dataset
+import devices
 import generate
 import pipeline
 import ready
 import sharding
 from config import PRESETS, Config
 from data import tokenizers
+from devices import log
 from flags import command_line
 from plan import hardware, planner
 from train import checkpoint, guard, report, storage, tracking
@@ -36,7 +38,6 @@ from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join
 from train.progress import evaluate, in_words, progress_bar, say_complete, to_row
 from train.start import restore_or_init, state_before, trace_step
-from utils import UserError, log
 from weights import init_from
 from xla import ordered
 
@@ -169,7 +170,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
 
     encoding, run = tokenizers.of(manifest), cfg.run
     text = encoding and generate.sample(cfg, state.params, encoding, mesh, run.sample_prompt, run.sample_tokens)
-    if utils.is_main_process():
+    if devices.is_main_process():
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
@@ -207,12 +208,12 @@ def _replay(cfg: Config, directory, step: int) -> None:
 def compile_cache(cfg: Config, name: str = ""):
     """Meanwhile keep compiled programs, so that the next start is faster; `name`: of several processes, this one's."""
     asked = cfg.run.compile_cache
-    directory = os.path.join(utils.cache_directory(), "xla", name) if asked == "auto" else asked
-    return utils.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
+    directory = os.path.join(devices.cache_directory(), "xla", name) if asked == "auto" else asked
+    return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 
 @end_together
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> int | None:
     argv = sys.argv[1:] if argv is None else argv
     cfg = parse(argv)
@@ -223,7 +224,7 @@ def main(argv: list[str] | None = None) -> int | None:
         return ready.check(dataset.in_steps(cfg, argv))
     together = join(cfg.run)
     cfg = dataset.in_steps(cfg, argv)
-    utils.use_devices(cfg.run.devices, together.count)
+    devices.use_devices(cfg.run.devices, together.count)
     with compile_cache(cfg, together.own_name), together.keep_programs(cfg.run.compile_cache):
         if cfg.run.replay:
             return replay(cfg)

@@ -41,6 +41,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
+from errors import UserError
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.layers import scan_layers, stack_size
@@ -69,7 +70,6 @@ from sharding import (
     reduce_scatter,
     vary,
 )
-from utils import UserError
 
 float32 = jnp.float32
 

@@ -17,8 +17,8 @@ import model
 import pipeline
 import sharding
 from config import Config, OptimConfig, replace
+from errors import UserError
 from pipeline import fit
-from utils import UserError
 from xla import options, ordered
 
 

@@ -11,15 +11,15 @@ import jax
 import dataset
 import generate
 import sharding
-import utils
 from config import Config
 from data import tokenizers
+from devices import devices_of_each, log, memory_bytes, only_cpu, share_of_memory
+from errors import UserError
 from pipeline import fit
 from plan import hardware, planner
 from reading import order
 from train import checkpoint, storage
 from train.directory import check_place, check_writable, look
-from utils import UserError, log
 from xla import options
 
 LATE_S = 15  # after run.peer_timeout_s: until processes that miss another have ended
@@ -35,7 +35,7 @@ def tokens(cfg: Config):
 
 def planned(cfg: Config, mesh) -> planner.Plan:
     """The plan on these devices, in whose settings nothing is `auto`."""
-    return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), utils.memory_bytes(devices))
+    return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), memory_bytes(devices))
 
 
 def refuse_too_large(plan: planner.Plan) -> None:
@@ -113,15 +113,15 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
     Raises: UserError if the model does not split over the mesh, there are too few devices, or too little memory.
     """
-    on_cpu, of_each = cfg.run.devices or utils.only_cpu(), 1
+    on_cpu, of_each = cfg.run.devices or only_cpu(), 1
     if cfg.run.devices:
-        of_each = utils.devices_of_each(cfg.run.devices, processes)
+        of_each = devices_of_each(cfg.run.devices, processes)
     elif on_cpu:
         of_each = jax.config.jax_num_cpu_devices if jax.config.jax_num_cpu_devices > 0 else 1
     if on_cpu:
         sharding.check_enough(cfg.mesh, of_each * processes, "cpu")
     here = min(of_each, cfg.mesh.devices)
-    plan = planner.plan(cfg, limit_bytes=utils.share_of_memory(here) if on_cpu else None)
+    plan = planner.plan(cfg, limit_bytes=share_of_memory(here) if on_cpu else None)
     refuse_too_large(plan)
     return plan
 

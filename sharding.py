@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from config import AXES, MeshConfig
-from utils import UserError
+from errors import UserError
 from xla import ordered
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 from config import AXES
+from errors import UserError, require_multiple
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, Declaration, as_tuple, in_chunks, in_order
-from utils import UserError, require_multiple
 from xla import ordered
 
 # A lower-case letter of model.py's legend: the whole dim that it is a slice of, and the mesh axes that split it.

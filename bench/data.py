@@ -29,12 +29,11 @@ from dataclasses import dataclass
 import numpy as np
 
 import dataset
-import utils
 from config import Config, preset, replace
 from data import prepare, sources, tokenizers
+from errors import UserError, exit_status
 from flags import command_line
 from reading import packing
-from utils import UserError
 
 TOKENS = 20_000_000
 DOCUMENTS = 1_000_000  # that are packed
@@ -179,7 +178,7 @@ def table(found: dict, args: Arguments) -> str:
         f"{DOCUMENTS:,} documents packed in {found['packed_s']:.2f} s, once, when a run starts"])  # fmt: skip
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,11 +22,11 @@ from typing import Literal
 import numpy as np
 import tyro
 
-import utils
 from bench.step import random_batch, say
 from config import Config, NotNegative, Size, check, preset
+from devices import compile_cache
+from errors import UserError, exit_status, nearest
 from plan.hardware import PEAK_FLOPS_PER_S
-from utils import UserError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # steps after the first that are not timed
@@ -117,7 +117,7 @@ def measure(spec: dict) -> dict:
                         "CUDA's plugin with: make extra-gpu; without a GPU: --device cpu")  # fmt: skip
     mesh = sharding.make_mesh(cfg.mesh)
     begin = time.perf_counter()
-    with utils.compile_cache(""):
+    with compile_cache(""):
         step = optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh)).compile()
     compile_s = time.perf_counter() - begin
     state, batch, losses = optimizer.init(cfg, mesh), sharding.put(dict(np.load(spec["batch"])), mesh), []
@@ -265,7 +265,7 @@ def row(side: str, of: dict) -> str:
             f"{of['losses'][-1]:.3f}")  # fmt: skip
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--one"]:  # a measurement that `run` has started

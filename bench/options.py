@@ -18,8 +18,8 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sharding
-import utils
 from config import MeshConfig
+from errors import exit_status
 from plan import compiled, hardware
 from sharding import BATCH, FSDP
 from xla import ledger, options
@@ -88,7 +88,7 @@ def line(row: dict) -> str:
     return f"| `{row['topology']}` | {row['options']} | {' | '.join(shares)} | {'yes' if row['warns'] else 'no'} |"
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, prog="python -m bench.options", description=HELP, args=argv)
     for topology in args.topology:

@@ -14,11 +14,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-import utils
 from config import Config
+from errors import UserError, exit_status
 from flags import command_line
+from pictures import check_picture
 from plan import compiled, hardware, planner, replayed, show
-from utils import UserError
 
 LINES = 12  # of our source, those that wait longest
 MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`
@@ -57,7 +57,7 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
     if args.latency_us < 0:
         raise UserError(f"--latency_us {args.latency_us}: must be at least 0; about 1 on a TPU")
     if args.plot:
-        utils.check_picture(args.plot)
+        check_picture(args.plot)
     return cfg, args
 
 
@@ -147,7 +147,7 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
     cfg = planner.plan(cfg, args.topology).cfg

@@ -11,11 +11,10 @@ import random
 import sys
 from dataclasses import dataclass
 
-import utils
 from config import Config, preset
+from errors import UserError, exit_status
 from flags import command_line
 from plan import compiled, hardware, planner, replayed
-from utils import UserError
 
 TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 PRESETS = ("dense_124m", "moe1b", "llama3_8b", "mixtral_8x7b")
@@ -103,7 +102,7 @@ def line(row: dict) -> str:
             f"{apart('planned_peak_bytes', 'peak_bytes'):>5}")  # fmt: skip
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = command_line(sys.argv[1:] if argv is None else argv, "python -m bench.plan", HELP, "moe1b", Arguments)
     if args.first and not (args.topology and planner.is_tpu(hardware.Topology.parse(args.topology).chip)):

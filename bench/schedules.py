@@ -19,9 +19,10 @@ import sys
 
 import tyro
 
-import utils
 from bench import step
 from config import Config, replace
+from devices import simulate_devices
+from errors import exit_status
 from pipeline import schedules
 
 
@@ -58,11 +59,11 @@ def predicted(cfg: Config, args: Arguments) -> dict:
     }
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m bench.schedules", description=__doc__, use_underscores=True)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    utils.simulate_devices(args.stages)
+    simulate_devices(args.stages)
     if not args.json:
         print(
             f"{'':12} {'bubble':>7} {'makespan':>9} {'lock-step':>9} {'work':>6} {'live':>5}",

@@ -23,9 +23,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-import utils
 from config import Size, check
-from utils import UserError
+from errors import UserError, exit_status
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ HELP = """e.g. python -m bench.serve --batches 1 8 --rounds 3
 Tokens a second of our engine beside transformers' `generate`, on the same weights; needs extra-parity and torch."""
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m bench.serve", description=HELP, use_underscores=True)
     check(args)

@@ -23,8 +23,8 @@ import tyro
 import main
 import optimizer
 import sharding
-import utils
 from data import prepare
+from errors import exit_status
 from train import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +139,7 @@ def run_to_end(argv: list[str]) -> None:
     subprocess.run([sys.executable, "main.py", *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-@utils.exit_status
+@exit_status
 def command(args: Arguments) -> int:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

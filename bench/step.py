@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import utils
 from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, WorkConfig
+from devices import simulate_devices
+from errors import UserError, exit_status
 from flags import command_line
-from utils import UserError
 
 MOST_DEVICES = 64  # simulated devices are threads of one process
 DEFAULT = Config(
@@ -134,11 +134,11 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    utils.simulate_devices(cfg.mesh.devices)
+    simulate_devices(cfg.mesh.devices)
     found = measure(cfg, args.steps)
     print(json.dumps(found) if args.json else table(found))
 

@@ -11,9 +11,9 @@
 # (what these are is said below). *Runs in* 30 s on 2 cores.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import time
 
@@ -233,7 +233,7 @@ for panel, spec in zip(axes.flat, specs, strict=True):
 # %% [markdown]
 # ## What a simulated device is
 #
-# This machine has no eight chips. `utils.simulate_devices` makes JAX count eight in one process; they share
+# This machine has no eight chips. `simulate_devices` makes JAX count eight in one process; they share
 # its threads and its memory. Is a product faster on them? Each takes an eighth of the rows, and a copy of
 # `w`.
 

@@ -11,9 +11,9 @@
 # *Reading takes* 25 minutes, with the exercises 90.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 

@@ -11,9 +11,9 @@
 # `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores; reading takes 30 minutes, and the exercises an hour.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 from functools import cache
 

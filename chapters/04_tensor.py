@@ -12,9 +12,9 @@
 # on 2 cores; 60 minutes with the exercises.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import jax
 import jax.numpy as jnp

@@ -13,9 +13,9 @@
 # an hour.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import dataclasses
 

@@ -12,9 +12,9 @@
 # cores. Reading takes about 25 minutes, the exercises as long again.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import jax
 import jax.numpy as jnp

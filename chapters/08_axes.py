@@ -13,15 +13,16 @@
 # exercises as long again.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 import config
 from chapters import lesson
+from errors import UserError
 from plan import hardware, planner
 
 # %% [markdown]
@@ -717,7 +718,7 @@ def check_better(answer):
         return 'Write a mesh as text, as "context=16".'
     try:
         one = planned(split)
-    except utils.UserError as error:
+    except UserError as error:
         return f"The planner refuses: {str(error)[:150]}"
     said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if not one.fits:

@@ -11,9 +11,9 @@
 # again.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import dataclasses
 from functools import cache
@@ -23,6 +23,7 @@ import numpy as np
 
 import config
 from chapters import lesson
+from errors import UserError
 from plan import hardware, planner
 
 # %% [markdown]
@@ -229,7 +230,7 @@ def llama(mesh, T=8192, **more):
         try:
             settings = {**SHAPE, **WORK, **batch, **order, **more}
             return planner.plan(config.preset("llama3_8b", **settings), "h100:16384")
-        except utils.UserError as error:
+        except UserError as error:
             refused = error
     raise refused
 
@@ -628,7 +629,7 @@ def check_mesh(answer, topology):
         return 'A mesh is written in quotes, such as "data=4,fsdp=16".'
     try:
         one = planner.plan(dense(answer), topology)
-    except utils.UserError as error:
+    except UserError as error:
         return f"The planner refuses: {str(error).split(';')[0]}."
     if not one.fits:
         return too_large(one)

@@ -13,9 +13,9 @@
 # simulated. *Runs in* 40 s on 2 cores; reading takes 35 minutes, and the exercises an hour.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 from functools import partial
 

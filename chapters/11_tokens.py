@@ -11,9 +11,9 @@
 # *Runs in* 15 s on 2 cores; reading takes 30 minutes, trying it an hour.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 import sysconfig
 import tempfile
 from pathlib import Path

@@ -12,9 +12,9 @@
 # simulated. *Runs in* 35 s on 2 cores; about an hour to read and try.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -305,7 +305,7 @@ import sys
 
 from data import prepare
 
-runs = pathlib.Path(at)
+root, runs = pathlib.Path(lesson.__file__).parents[1], pathlib.Path(at)
 for n in range(12):
     (runs / f"{n}.txt").write_text("abcd efgh. " * (30 + n))
 words = prepare.Arguments(at + "/tokens", f"text:{at}/*.txt", "bytes", val_share=0.3)
@@ -324,7 +324,7 @@ def killed_after(step, name, mesh):
     # A notebook asks its programs for colours, and for a bar in place of lines.
     env = {k: v for k, v in os.environ.items() if "COLOR" not in k}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-    root, where, resumed, said = pathlib.Path(utils.__file__).parent, runs / name, 0, []
+    where, resumed, said = runs / name, 0, []
     number = lambda start, line: int((re.findall(start + r"(\d+)", line) or [0])[0])
     with subprocess.Popen(argv, cwd=root, **pipes) as process:
         for line in process.stdout:

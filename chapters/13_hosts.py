@@ -11,9 +11,9 @@
 # processes. *Runs in* 60 s on 2 cores, most of it waiting; half an hour to read.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import matplotlib.pyplot as plt
 

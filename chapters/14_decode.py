@@ -12,9 +12,9 @@
 # simulated. *Runs in* 35 s on 2 cores; reading takes about 25 minutes.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from utils import UserError, exit_status, nearest
+from errors import UserError, exit_status, nearest
 
 HELP = """e.g. python -m chapters
      python -m chapters 03 04

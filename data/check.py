@@ -11,7 +11,9 @@ import tyro
 import dataset
 from config import DataConfig
 from data import tokenizers
-from utils import UserError, check_picture, exit_status, log, new_picture
+from devices import log
+from errors import UserError, exit_status
+from pictures import check_picture, new_picture
 
 BAR_LETTERS = 40
 FIRST_LETTERS = 70  # of each document that is shown

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 
-from utils import UserError
+from errors import UserError
 
 ENGINES = ("processes", "ray")
 AHEAD = 2  # tasks that wait for each worker

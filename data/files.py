@@ -16,7 +16,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from utils import UserError, file_system, is_remote, tried
+from errors import UserError
+from fields import is_remote
+from reading.bucket import file_system, retry
 
 ANSWER_S = 25  # longest wait for a bucket or a server that has not answered at all
 REQUEST_S = 10  # longest wait for one answer of a web server; it is asked twice
@@ -75,7 +77,7 @@ def patiently(what: str, far: bool, work: Callable):
     Raises: UserError with the last reason; at once for what no wait mends, and for whatever happens on this machine.
     """
     at_once = (UserError, FileNotFoundError, PermissionError, MemoryError)
-    return tried(what, work, WAITS_S, at_once) if far else work()
+    return retry(what, work, WAITS_S, at_once) if far else work()
 
 
 def system(path: str):

@@ -5,7 +5,7 @@ import json
 
 import tiktoken
 
-from utils import UserError
+from errors import UserError
 
 ENDS = (
     "<|endoftext|>",

@@ -7,7 +7,7 @@ import urllib.parse
 
 from data import files
 from data.files import File
-from utils import UserError
+from errors import UserError
 
 ENDINGS = {"parquet": (".parquet",), "jsonl": (".jsonl", ".json", ".ndjson"), "text": (".txt", ".md")}
 READABLE = tuple(

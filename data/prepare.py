@@ -27,7 +27,9 @@ from data import engine, files, progress, shards, sources, tokenizers, units
 from data.shards import Folder, UnitFile
 from data.sources import Part, Unit
 from data.units import Job
-from utils import UserError, exit_status, is_remote, log
+from devices import log
+from errors import UserError, exit_status
+from fields import is_remote
 
 COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
 UNFINISHED = ".unfinished-"  # how the folder begins that holds the work until it is done

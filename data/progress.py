@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from utils import log
+from devices import log
 
 QUIET_S = 60  # between two lines where there is no terminal
 

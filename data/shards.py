@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data import files
-from utils import UserError, is_remote
+from errors import UserError
+from fields import is_remote
 
 SPLITS = ("train", "val")
 

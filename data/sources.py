@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from data import files, hub
 from data.files import File
-from utils import UserError
+from errors import UserError
 
 # Directories that are not the library's own code. pydoc_data is one generated file of prose, 6% of all bytes.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils import UserError
+from errors import UserError
 
 SPACE = "▁"  # what pieces write for a space
 # What a model changes that normalises text, or drops spaces, or has no bytes for letters it has not seen.

@@ -22,7 +22,7 @@ import tyro
 
 from data import prepare, sources, tokenizers, units
 from data.shards import SPLITS
-from utils import UserError, exit_status, nearest
+from errors import UserError, exit_status, nearest
 
 Document = dict[str, str]
 Preprocessor = Callable[[Document], Iterator[Document]]

@@ -13,7 +13,7 @@ import numpy as np
 import tiktoken
 
 from data import hf_json, sp_model
-from utils import UserError
+from errors import UserError
 
 Encoding = tiktoken.Encoding | sp_model.SentencePiece
 END_OF_TEXT = "<|endoftext|>"  # the token before each document

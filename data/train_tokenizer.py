@@ -10,7 +10,8 @@ import numpy as np
 import tyro
 
 from data import hf_json, shards, sources, tokenizers
-from utils import UserError, exit_status, log
+from devices import log
+from errors import UserError, exit_status
 
 CHECKED_BYTES = 2**20  # of the text, whose tokens are compared with the library's
 

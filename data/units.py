@@ -13,7 +13,8 @@ import tiktoken
 from data import files, shards, sources, tokenizers
 from data.shards import Folder, Shard, UnitFile, UnitHead
 from data.sources import Document, Unit
-from utils import UserError, is_remote
+from errors import UserError
+from fields import is_remote
 
 
 @dataclass(frozen=True)

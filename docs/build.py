@@ -16,7 +16,7 @@ import tyro
 
 from docs import layer_timeline, mesh_explorer, notebooks, planner_widget, reference, schedule_explorer
 from docs.notebooks import ROOT
-from utils import UserError, exit_status
+from errors import UserError, exit_status
 
 HELP = """e.g. python -m docs.build
      python -m docs.build 00 04    # of the chapters only these: a quick look at a page while writing it

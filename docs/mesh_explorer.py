@@ -158,8 +158,8 @@ def says(name: str) -> str:
 
 def limits(which: str) -> dict[str, list]:
     """The largest size of each axis, and what forbids the next; up to MOST devices."""
+    from errors import UserError
     from pipeline import fit
-    from utils import UserError
 
     found = {}
     for axis in AXES:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from utils import UserError, exit_status
+from errors import UserError, exit_status
 
 HELP = """e.g. python -m docs.notebooks
      python -m docs.notebooks 04 05

@@ -57,8 +57,8 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
 
     New links are added to `links`.
     """
+    from errors import UserError
     from plan import hardware
-    from utils import UserError
 
     found = {}
     for shape in shapes(chip).values():

@@ -12,8 +12,8 @@ from docs.notebooks import ROOT, chapters
 
 # Pages of the API, in the order of reading: a file at the root, or a room.
 API = ("model", "sharding", "overlap", "kernels", "optimizer", "pipeline", "plan", "xla", "config", "dataset",
-       "reading", "data", "train", "generate", "weights", "evaluate", "ready", "main", "sockets", "utils",
-       "chapters")  # fmt: skip
+       "reading", "data", "train", "generate", "weights", "evaluate", "ready", "main", "sockets", "errors",
+       "devices", "pictures", "chapters")  # fmt: skip
 
 
 # Letters and axes -----------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ Nothing of a schedule is computed in the browser: docs/_static/schedule.js reads
 from pathlib import Path
 
 from docs import planner_widget
+from errors import UserError
 from pipeline.__main__ import BOTH, PUBLISHED, RUN, Costs, Shape
 from pipeline.schedules import SCHEDULES, Op, Schedule
-from utils import UserError
 
 STAGES, MICROBATCHES = 8, 16  # the most that the page shows
 FIRST = "#"  # stands for tick 0, the next character for tick 1, and so on

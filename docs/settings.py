@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 
 import config
-from utils import exit_status
+from errors import exit_status
 
 PAGE = Path(__file__).parent / "settings.md"
 HEAD = """\

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import tyro
 
-import utils
 from config import Count, MeshConfig, MeshFlag, RunConfig, check
+from devices import is_main_process, use_devices
+from errors import UserError, exit_status
 from evaluate import show
 from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
 from generate.runs import Run, open_run
 from train.directory import to_json
 from train.processes import end_together, join
-from utils import UserError
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def of_tasks(args: Arguments) -> dict:
     answerer = Answerer(run, args.batch or 32, args.bos, args.cache)
     with harness.their_evaluate():
         found = harness.ask(answerer, harness.load(manager, names), args.limit, args.num_fewshot)
-    if not args.json and utils.is_main_process():
+    if not args.json and is_main_process():
         show.table(harness.rows(found), "task", "metric", "value", "stderr", "shots", "examples")
     return {"step": run.step} | found
 
@@ -70,26 +70,26 @@ def of_tasks(args: Arguments) -> dict:
 def of_tokens(args: Arguments) -> dict:
     run = opened(args)
     found = perplexity(run, args.perplexity, args.batches, args.batch)
-    if not args.json and utils.is_main_process():
+    if not args.json and is_main_process():
         show.table([tuple(found.values())[:4]], *list(found)[:4])
     return {"step": run.step} | found
 
 
 def opened(args: Arguments) -> Run:
     """The run, on the devices of all processes: each answers the same requests."""
-    utils.use_devices(args.devices, join(RunConfig()).count)
+    use_devices(args.devices, join(RunConfig()).count)
     return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks))
 
 
 @end_together
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m evaluate", description=HELP, use_underscores=True)
     check(args)
     if bool(args.tasks) == bool(args.perplexity):
         raise UserError("say what to measure: either --tasks NAMES or --perplexity TOKENS")
     found = {"run": args.run} | (of_tasks(args) if args.tasks else of_tokens(args))
-    if args.json and utils.is_main_process():
+    if args.json and is_main_process():
         print(json.dumps(to_json(found), indent=1))
 
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-import utils
 from config import first_difference
-from utils import UserError
+from devices import is_main_process
+from errors import UserError
 
 
 def key_of(kind: str, *asked) -> str:
@@ -44,7 +44,7 @@ class Answers(dict):
             self.write({"of": of})
 
     def write(self, row: dict) -> None:
-        if self.path and utils.is_main_process():
+        if self.path and is_main_process():
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -63,7 +63,7 @@ def rows_of(path: Path) -> list[dict]:
         assert all(set(row) == {"of"} for row in rows[:1]) and all({"key", "answer"} == set(row) for row in rows[1:])
     except (ValueError, AssertionError, TypeError):
         raise UserError(f"--cache {path} is no file of answers; name another") from None
-    if rest and utils.is_main_process():
+    if rest and is_main_process():
         with open(path, "r+b") as file:
             file.truncate(len(whole + newline))
     return rows

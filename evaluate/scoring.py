@@ -14,13 +14,13 @@ from jax.sharding import Mesh, PartitionSpec as P
 import model
 import sharding
 from config import Config, replace
+from errors import UserError
 from generate.texts import bucket
 from overlap.weights import ready_for_autodiff
 from pipeline import fit
 from pipeline.step import on_mesh, run_stages
 from pipeline.ticks import last_stages
 from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, in_order, psum
-from utils import UserError
 from xla import ordered
 
 READS = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT")

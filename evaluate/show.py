@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-import utils
+from devices import is_main_process
 
 QUIET_S = 60  # between two lines where there is no terminal
 
@@ -18,7 +18,7 @@ QUIET_S = 60  # between two lines where there is no terminal
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Yield a function to call when one of `total` is done: a bar on a terminal, a line now and then elsewhere."""
     console, begun, done = Console(stderr=True), time.monotonic(), 0
-    here = utils.is_main_process()
+    here = is_main_process()
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (here and console.is_terminal)) as bar:
         task, said = bar.add_task(what, total=total), begun

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 import tyro
 
 import generate
-import utils
 from config import Count, MeshConfig, MeshFlag, Size, check
+from devices import use_devices
+from errors import UserError, exit_status, nearest
 from generate.sampling import Request, Settings
 from generate.texts import Sampler, Writing, word
-from utils import UserError
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _settings(line: bytes, place: str) -> dict:
     fields = [field.name for field in dataclasses.fields(Request)]
     for setting in values:
         if setting not in fields:
-            raise UserError(f"{place}: {setting!r} is not a setting; {utils.nearest(setting, fields)}")
+            raise UserError(f"{place}: {setting!r} is not a setting; {nearest(setting, fields)}")
     if isinstance(values.get("stop"), list):
         values["stop"] = tuple(values["stop"])
     try:
@@ -159,7 +159,7 @@ e.g. python -m generate runs/laptop --prompt 'def '
 Continue texts with a trained model."""
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m generate", description=HELP, use_underscores=True)
     check(args)
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     if not args.json and any(request.logprobs for request in requests):
         raise UserError("--logprobs are printed as JSON; add --json")
     check_one_way(args, requests)
-    utils.use_devices(args.devices)
+    use_devices(args.devices)
     load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,
                              tokenizer=args.tokenizer)  # fmt: skip
     sampler = load(args.run, step=args.step)

@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
+from errors import UserError
 from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
 from generate.sampling import Asked, Chosen, Settings, choose, drawable, of_given
 from sharding import BATCH, CONTEXT
-from utils import UserError
 
 
 def common(one: list[int], other: list[int]) -> int:

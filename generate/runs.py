@@ -14,11 +14,11 @@ import model
 import sharding
 from config import Config, MeshConfig, WorkConfig, replace
 from data import tokenizers
+from errors import UserError
 from generate.cache import unstack
 from generate.quantised import quantize
 from overlap.weights import cast
 from train import checkpoint
-from utils import UserError
 from weights import convert
 from weights.folders import Folder
 

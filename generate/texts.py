@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 import sharding
 from config import Config, MeshConfig
 from data import tokenizers
+from errors import UserError
 from generate.beam import Beam, search
 from generate.cache import unstack
 from generate.engine import Engine, Job, Token
 from generate.runs import Form, open_run
 from generate.sampling import Request
 from generate.speculative import Rounds, write as speculate
-from utils import UserError
 
 MOST_AT_A_TIME = 16  # requests of one call that share a batch; others wait
 

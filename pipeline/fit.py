@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import model
 import sharding
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
-from utils import UserError, require_multiple
+from errors import UserError, require_multiple
 
 # A letter of a parameter -> the setting that is its size; of L, the blocks, and Q, the query latent, see `remedy`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from utils import UserError, nearest
+from errors import UserError, nearest
 
 KINDS = "FBW"
 IDLE = -1

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import model
 import sharding
 from config import AXES, Config, ModelConfig
+from errors import UserError
 from overlap.weights import ready_for_autodiff
 from pipeline import fit, schedules
 from pipeline.ticks import IDLE, last_stages, nothing, scheduled, spread_loss
@@ -32,7 +33,6 @@ from sharding import (
     shift,
     vary,
 )
-from utils import UserError
 from xla import ordered
 
 BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")

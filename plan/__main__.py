@@ -5,13 +5,14 @@ import os
 import sys
 from dataclasses import dataclass
 
-import utils
 from config import AUTO, PRESETS, Config, Count, preset
+from devices import use_devices
+from errors import UserError, exit_status
 from flags import command_line
+from pictures import check_picture
 from plan import hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
-from utils import UserError
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
@@ -71,7 +72,7 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         raise UserError(f"{' and '.join(f'--{name}' for name in asked)}: ask for one of them at a time")
     if not args.plot:
         return
-    utils.check_picture(args.plot)
+    check_picture(args.plot)
     if args.max_batch:
         raise UserError("--plot: --max_batch finds one number, and has nothing to draw; drop one of them")
     if args.search and topology and not topology.chip.peak_flops_per_s:
@@ -130,7 +131,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         return answering(cfg, args, topology, console)
     limit = round(args.memory * 2**30) or None
     if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
-        utils.use_devices(cfg.mesh.devices)
+        use_devices(cfg.mesh.devices)
     if args.search:
         if not topology or args.search != topology.devices:
             there = f"{topology} has {topology.devices}" if topology else "there is no --topology"
@@ -173,7 +174,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     ), 1 if fits is False else 0
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from config import Config, MeshConfig
+from errors import UserError
 from overlap.remat import REMAT
 from pipeline import fit, schedules
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
-from utils import UserError
 
 SPARE = 0.1  # of the memory is left free: a predicted peak may be exceeded by as much
 CLOSE = 1.01  # ways that take so much longer at most count as equally fast

@@ -22,13 +22,13 @@ from jax.sharding import Mesh, NamedSharding
 import optimizer
 import pipeline
 import sharding
-import utils
 from config import Config, MeshConfig
+from devices import compile_cache
+from errors import UserError
 from pipeline import fit
 from pipeline.step import BATCH_NAMES
 from plan import hardware
 from plan.hardware import Topology
-from utils import UserError
 from xla import ledger, options
 
 
@@ -222,7 +222,7 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
     """
     try:
         # A program out of a cache says nothing of the time it takes, and complains no more.
-        with options.refused(), utils.compile_cache(""), heard() as heard_text:
+        with options.refused(), compile_cache(""), heard() as heard_text:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = out_of_memory("\n".join([str(error), *heard_text]), advice)

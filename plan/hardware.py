@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import MeshConfig
-from utils import UserError, nearest
+from errors import UserError, nearest
 from xla import links
 
 MiB, GiB = 2**20, 2**30

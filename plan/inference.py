@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple
 
 import model
 from config import AUTO, AXES, Config, ModelConfig
+from errors import UserError
 from pipeline import fit
 from plan import costs, hardware, hiding
 from plan.auto import SPARE
 from plan.costs import Weights
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR
-from utils import UserError
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; int8's scales, one a column or position, are left out
 DType = Literal["auto", "float32", "bfloat16", "int8"]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import pipeline
 import sharding
 from config import AUTO, AXES, Config, MeshConfig, replace
+from errors import UserError
 from pipeline import fit, schedules
 from plan import auto, compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
 from sharding import TENSOR
-from utils import UserError
 from xla import ledger
 
 STATE = ("parameters", "optimizer", "batch")  # parts of memory that are there before a step and after it

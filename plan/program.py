@@ -22,12 +22,12 @@ import model
 import pipeline
 import sharding
 from config import Config
+from errors import UserError
 from pipeline.step import BATCH_NAMES
 from plan import hardware
 from plan.compiled import slot_shares
 from plan.rows import ROOT, THEIRS, Place, Row, Walk, array_bytes, is_theirs
 from sharding import as_tuple
-from utils import UserError
 from xla.ledger import Share
 from xla.ordered import without_dead_code
 

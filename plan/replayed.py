@@ -6,12 +6,12 @@
 import numpy as np
 from jax.sharding import Mesh
 
+import pictures
 import pipeline
-import utils
 from config import Config
+from errors import UserError
 from plan import costs
 from plan.hardware import Topology
-from utils import UserError
 from xla import links, replay
 
 # FLOPs of a device's matrix units in a cycle, two for each of their cells; so that peak / these is the clock: v4 has 8
@@ -87,7 +87,7 @@ def plot(found: replay.Replay, title: str, path: str) -> None:
     """Draw the two computations in which most seconds pass, a layer forward and one back: the core, and the wires."""
     names = found.longest()
     lanes = [["core", *sorted({e.lane for e in found.played[name].events} - {"core"})] for name in names]
-    figure = utils.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)
+    figure = pictures.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)
     panels = figure.subplots(len(names), 1, squeeze=False, height_ratios=[len(lane) for lane in lanes])[:, 0]
     for axes, name, rows in zip(panels, names, lanes, strict=True):
         for event in found.played[name].events:

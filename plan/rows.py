@@ -21,9 +21,9 @@ from pathlib import Path
 import jax
 import jax.extend.core as jex
 
+from errors import UserError
 from plan import hardware
 from sharding import as_tuple
-from utils import UserError
 from xla.hlo import WRAPPERS
 from xla.ledger import Share
 

@@ -2,7 +2,7 @@
 
 import math
 
-import utils
+import pictures
 from pipeline import draw, fit, schedules
 from plan import compiled, costs, hardware, inference
 from plan.planner import STATE, Plan, amount
@@ -229,7 +229,7 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
     """Draw tokens a second, the seconds of a step by cause, and the time to the first token, against the batch."""
     found = [one.answered(batch) for batch in one.batches(asked)]
     batches = [row["batch"] for row in found]
-    figure = utils.new_picture(figsize=(12, 3.9), dpi=150)
+    figure = pictures.new_picture(figsize=(12, 3.9), dpi=150)
     rate, step, first = figure.subplots(1, 3)
     rate.loglog(batches, [row["tokens_per_s"] for row in found], "o-", label="of all")
     rate.loglog(batches, [row["sequence_tokens_per_s"] for row in found], "s--", label="of each sequence")
@@ -270,7 +270,7 @@ def scale(largest_bytes: float) -> tuple[int, str]:
 def plot(one: Plan, found: dict | None, path: str) -> None:
     """Draw memory by part, bytes on the wire by mesh axes, and the schedule into a picture file."""
     staged, wired = one.cfg.mesh.stage > 1, bool(one.wire_bytes)
-    figure = utils.new_picture(figsize=(11 if wired else 5.5, 7.3 if staged else 4), dpi=150)
+    figure = pictures.new_picture(figsize=(11 if wired else 5.5, 7.3 if staged else 4), dpi=150)
     grid = figure.add_gridspec(1 + staged, 1 + wired, width_ratios=(3, 4)[: 1 + wired])
     plot_memory(figure.add_subplot(grid[0, 0]), one, found)
     if wired:
@@ -343,7 +343,7 @@ def plot_schedule(axes, one: Plan) -> None:
 def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
     """Draw where the time of a step goes in the fastest layouts into a picture file."""
     fit = fit[:most]
-    figure = utils.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
+    figure = pictures.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
     axes, ends = figure.subplots(), [0.0] * len(fit)
     for name in ("compute", "wires", "optimizer", "bubble"):
         times = [1e3 * sum(time for part, time in one.seconds().items() if (part if part in FIXED else "wires") == name)

@@ -18,7 +18,8 @@ import tyro
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import utils
+from devices import use_devices
+from errors import exit_status
 from plan import compiled, hardware
 from plan.planner import amount, is_tpu
 from plan.program import Program, abstract_mesh, argument_specs, read
@@ -77,7 +78,7 @@ def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) ->
     if topology and is_tpu(topology.chip):
         devices = compiled.topology_devices(topology)
     else:
-        utils.use_devices(mesh.devices)
+        use_devices(mesh.devices)
         devices = jax.devices()[: mesh.devices]
     shape = tuple(mesh.sizes.values())
     arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -243,7 +244,7 @@ def print_compiled(found: dict, console) -> None:
         print_sent([(one["axes"], one["kind"], one["wire_bytes"]) for one in found["sent"]], console)
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
 

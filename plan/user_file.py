@@ -7,10 +7,9 @@ from pathlib import Path
 
 import jax
 
-import utils
+from errors import UserError, nearest
 from plan.program import error_place
 from plan.rows import ROOT
-from utils import UserError
 
 
 def is_ours(module) -> bool:
@@ -21,7 +20,7 @@ def is_ours(module) -> bool:
 
 @contextlib.contextmanager
 def modules_beside(file: Path):
-    """Meanwhile a file imports the modules beside it first. A model.py or utils.py there is not taken for ours."""
+    """Meanwhile a file imports the modules beside it first. A model.py or errors.py there is not taken for ours."""
     hidden = {} if file.is_relative_to(ROOT) else {name: one for name, one in sys.modules.items() if is_ours(one)}
     for name in hidden:
         del sys.modules[name]
@@ -64,7 +63,7 @@ def load(text: str, arguments: str):
         spec.loader.exec_module(module)
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} has no function {name!r}; {utils.nearest(name, known)}")
+        raise UserError(f"{path} has no function {name!r}; {nearest(name, known)}")
     if not hasattr(module, arguments):
         hint = "a tuple of jax.ShapeDtypeStruct, or a function that returns one"
         raise UserError(f"{path} has no {arguments!r}, which should be {hint}; --arguments gives it another name")

@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-import utils
-from utils import UserError, cache_directory, log
+from devices import cache_directory, log
+from errors import UserError
 
 BLOCK_BYTES = 2**18  # an answer takes as long as that of one window, and in time its neighbours are asked for too
 AT_ONCE = 32  # requests that are under way together
@@ -27,6 +28,42 @@ WAITS_S = (1, 2, 4, 8, 12)  # before each further try
 
 class Missing(UserError):
     """What was asked for is not there."""
+
+
+def file_system(address: str):
+    """The file system that fsspec has for a path or an address, and the path in it.
+
+    Of S3 and GCS, nothing is tried again by the client, which would for half a minute without a word: `retry` does.
+    """
+    import fsspec  # here, because it is slow to import
+
+    once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if address.startswith("s3") else {}
+    files, path = fsspec.core.url_to_fs(address, **once)
+    if address.startswith("s3"):
+        files.retries = 1
+    if address.startswith(("gs:", "gcs:")):
+        files._request = type(files)._request.__wrapped__.__get__(files)
+    return files, path
+
+
+def retry(what: str, work, waits_s, at_once: tuple, heading: str = ""):
+    """Return what a call returns, calling again with longer and longer waits; each reason to is printed.
+
+    at_once  what no wait mends, and is raised as it is
+    Raises: UserError with the last reason.
+    """
+    for wait_s in (*waits_s, None):
+        try:
+            return work()
+        except at_once:
+            raise
+        except Exception as error:  # each protocol has errors of its own
+            said = " ".join(str(error).split())[:300]  # a server may answer with a page
+            reason = f"{what}: {type(error).__name__}: {said}"
+            if wait_s is None:
+                raise UserError(f"{reason}; tried {len(waits_s) + 1} times. Is the network there?") from error
+        log(f"{heading}{reason}; again in {wait_s} s")
+        time.sleep(wait_s)
 
 
 def tried(what: str, work: Callable, heading: str = "data       "):
@@ -45,7 +82,7 @@ def tried(what: str, work: Callable, heading: str = "data       "):
             raise
 
     try:
-        return utils.tried(what, ask, WAITS_S, at_once, heading)
+        return retry(what, ask, WAITS_S, at_once, heading)
     except UserError:
         raise
     except FileNotFoundError:
@@ -125,7 +162,7 @@ class Bucket:
 
     def __init__(self, path: str):
         self.path = path.rstrip("/")
-        self.files, self.root = tried(path, lambda: utils.file_system(self.path))
+        self.files, self.root = tried(path, lambda: file_system(self.path))
         self.version, self.asking = "", [threading.Lock() for _ in range(4 * AT_ONCE)]
 
     def whole(self, name: str) -> bytes:

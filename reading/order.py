@@ -12,7 +12,7 @@ import zlib
 from fractions import Fraction
 from typing import NamedTuple
 
-from utils import UserError
+from errors import UserError
 
 PERIOD = 1000  # sequences of which a mixture's shares hold exactly, wherever one begins to count
 

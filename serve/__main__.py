@@ -14,9 +14,9 @@ from typing import Annotated
 import tyro
 
 import generate
-import utils
 from config import Count, MeshConfig, MeshFlag, Positive, Size, check
-from utils import UserError
+from devices import use_devices
+from errors import UserError, exit_status
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ e.g. python -m serve runs/laptop
 Serve a trained model over HTTP, as OpenAI's clients ask for it: /v1/completions, /v1/chat/completions."""
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python -m serve", description=HELP, use_underscores=True)
     check(args)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         from serve import lifetime, template
     except ModuleNotFoundError as error:
         raise UserError(f"{error}; install it with: make extra-serve") from error
-    utils.use_devices(args.devices)
+    use_devices(args.devices)
     with listen(args.host, args.port) as knock:
         sampler, engine = load(args)
         beside = [str(Path(args.tokenizer).parent)] if Path(args.tokenizer).is_file() else []

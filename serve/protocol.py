@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import jinja2
 import tiktoken
 
+from errors import UserError, nearest
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
 from generate.texts import word
 from serve.template import Template
 from serve.worker import News, Text
-from utils import UserError, nearest
 
 MOST_TEXTS = 128  # of one request
 MOST_COMPLETION_LOGPROBS = 5  # as OpenAI's own

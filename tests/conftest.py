@@ -6,17 +6,17 @@ import socket
 
 import hypothesis
 
-import utils
+from devices import cache_directory, simulate_devices
 from tests import extras, quick, rotation
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; processes that tests start would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-utils.simulate_devices(8)
+simulate_devices(8)
 quick.compile_quickly()
 # Settings that processes started by a test inherit; what is kept between runs is kept outside the checkout.
-os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(utils.cache_directory(), "hypothesis"))
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(cache_directory(), "hypothesis"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(utils.cache_directory(), "tests"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(cache_directory(), "tests"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import tyro
 
-import utils
 from config import AXES, MeshConfig
+from errors import exit_status
 from tests import parity
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +133,7 @@ def run(number: int, args: Arguments) -> dict:
     return about | found | {"verdict": "equal" if found["ok"] else "DIFFERENT"}
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python -m tests.fuzz", description=__doc__, use_underscores=True)
     if args.only >= 0:

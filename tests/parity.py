@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
-import utils
 from config import Config, WorkConfig, replace
+from devices import use_devices
+from errors import exit_status
 from flags import command_line
 from tests import helpers, quick
 from xla import ordered
@@ -244,12 +245,12 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
     return command_line(argv, "python -m tests.parity", __doc__, "tiny", Arguments, float32)
 
 
-@utils.exit_status
+@exit_status
 def main(argv: list[str]) -> int:
     cfg, args = parse(argv)
     quick.compile_quickly()
     jax.config.update("jax_platforms", "cpu")
-    utils.use_devices(cfg.mesh.devices)
+    use_devices(cfg.mesh.devices)
     comparison = compare(cfg)
     print(json.dumps(comparison.to_dict()) if args.json else table(cfg, comparison))
     return 0 if comparison.worst().ok else 1

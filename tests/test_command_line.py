@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import glob
 import importlib.util
 import io
 import json
@@ -19,10 +20,11 @@ import pytest
 
 import main
 import optimizer
-import utils
+import ready
 from bench import overlap, step as bench_step
 from config import PRESETS, Config, preset, replace
 from data import prepare
+from devices import memory_bytes, skip_absent_tpu
 from plan import __main__ as plan_command
 from tests import parity
 
@@ -126,7 +128,7 @@ def test_a_mistake_is_named_at_once(typed, tokens, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatch):
     """Catches a model that is begun and killed minutes later, a refusal without numbers, and a --force that is none."""
     begun = []
-    monkeypatch.setattr(utils, "memory_bytes", lambda devices: 2**20)
+    monkeypatch.setattr(ready, "memory_bytes", lambda devices: 2**20)
     monkeypatch.setattr(main, "restore_or_init", lambda *_: begun.append(True) or sys.exit(7))
     words = ["tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--work.remat", "none"]
     status, _, err = run(*words)
@@ -140,10 +142,10 @@ def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatc
 
 def test_the_memory_of_simulated_devices_is_the_machines(monkeypatch):
     """Catches eight devices that believe to have a machine each."""
-    whole, share = utils.memory_bytes(jax.devices()[:1]), utils.memory_bytes([jax.devices()[0]] * 8)
+    whole, share = memory_bytes(jax.devices()[:1]), memory_bytes([jax.devices()[0]] * 8)
     assert share == whole // 8 and 2**30 < whole <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     chip = types.SimpleNamespace(platform="tpu", memory_stats=lambda: {"bytes_limit": 123})
-    assert utils.memory_bytes([chip, chip]) == 123
+    assert memory_bytes([chip, chip]) == 123
 
 
 def test_a_mistake_deletes_nothing(tokens, tmp_path):
@@ -331,10 +333,10 @@ def test_no_tpu_is_looked_for_where_there_is_none(monkeypatch, libtpu, env, file
     """Catches libtpu's page of errors before every command on a machine without a TPU; and a TPU that is not used."""
     monkeypatch.setattr(os, "environ", dict(env))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: libtpu if name == "libtpu" else None)
-    monkeypatch.setattr(utils.glob, "glob", lambda pattern: fnmatch.filter(files, pattern))
+    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(files, pattern))
     set_to = []
     monkeypatch.setattr(jax.config, "update", lambda name, value: set_to.append((name, value)))
-    utils.skip_absent_tpu()
+    skip_absent_tpu()
     assert os.environ.get("JAX_PLATFORMS") == wanted
     assert set_to == ([("jax_platforms", "cpu")] if wanted == "cpu" else []), "JAX has read its environment before"
 
@@ -514,7 +516,8 @@ def test_programs_of_several_simulated_devices_are_not_kept(tmp_path):
     compile_something(23, "--run.compile_cache", cache)
     assert list(Path(cache).iterdir())
 
-    code = "import utils; utils.{}(2); import jax; print(jax.config.jax_enable_compilation_cache, jax.device_count())"
+    asked = "jax.config.jax_enable_compilation_cache, jax.device_count()"
+    code = "import devices; devices.{}(2); import jax; print(" + asked + ")"
     here = {"JAX_NUM_CPU_DEVICES", "JAX_ENABLE_COMPILATION_CACHE", "NPROC", "XLA_FLAGS"}
     env = {name: value for name, value in os.environ.items() if name not in here} | {"JAX_COMPILATION_CACHE_DIR": cache}
     for function in ("simulate_devices", "use_devices"):

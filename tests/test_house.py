@@ -18,29 +18,31 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Who may import whom among our files at the root and our rooms. A new one gets a row. None: anything.
 MAY_IMPORT = {
-    "utils": "",
-    "fields": "utils",
-    "reading": "utils",
-    "config": "utils fields reading",
-    "flags": "utils config",
+    "errors": "",
+    "devices": "errors",
+    "pictures": "errors devices",
+    "fields": "errors",
+    "reading": "errors devices",
+    "config": "errors fields reading",
+    "flags": "errors config",
     "launch": "",
-    "xla": "utils",
-    "sharding": "utils config xla",
-    "sockets": "utils config xla sharding",
+    "xla": "errors devices",
+    "sharding": "errors config xla",
+    "sockets": "errors config xla sharding",
     "kernels": "sharding",
     "overlap": "config sharding kernels",
-    "model": "utils config sharding kernels overlap",
-    "pipeline": "utils config xla sharding overlap model",
-    "optimizer": "utils config xla sharding model pipeline",
-    "dataset": "utils config reading",
-    "data": "utils config dataset",
-    "plan": "utils config flags xla sharding kernels overlap model pipeline optimizer",
-    "train": "utils config reading sharding model pipeline optimizer dataset",
-    "weights": "utils fields config xla sharding kernels overlap model data train",
-    "generate": "utils fields config xla sharding kernels overlap model pipeline data train weights",
-    "evaluate": "utils config xla sharding overlap model pipeline dataset data train weights generate",
-    "serve": "utils config generate",
-    "ready": "utils config reading xla sharding pipeline dataset data plan train generate",
+    "model": "errors config sharding kernels overlap",
+    "pipeline": "errors pictures config xla sharding overlap model",
+    "optimizer": "errors config xla sharding model pipeline",
+    "dataset": "errors devices fields reading config",
+    "data": "errors devices pictures fields reading config dataset",
+    "plan": "errors devices pictures config flags xla sharding kernels overlap model pipeline optimizer",
+    "train": "errors devices pictures fields reading config sharding model pipeline optimizer dataset",
+    "weights": "errors devices fields config xla sharding kernels overlap model data train",
+    "generate": "errors devices fields config xla sharding kernels overlap model pipeline data train weights",
+    "evaluate": "errors devices config xla sharding overlap model pipeline dataset data train weights generate",
+    "serve": "errors devices config generate",
+    "ready": "errors devices reading config xla sharding pipeline dataset data plan train generate",
     "main": None,
 }
 # The files of a room: each may import those before it.
@@ -181,6 +183,13 @@ def test_entering_a_room_loads_nothing():
     code = f"import sys; before = set(sys.modules); import {', '.join(ROOMS)}; print(*(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == set(ROOMS)
+
+
+def test_errors_and_devices_are_imported_quickly():
+    """Catches a command whose `--help`, and whose first error, wait for JAX or NumPy."""
+    code = "import sys, devices, pictures; print(*{'jax', 'numpy', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
 
 
 MOST_LINES = {"model.py": 800, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600

@@ -15,11 +15,11 @@ import pipeline
 import sharding
 import sockets
 from config import Precision, preset
+from errors import UserError
 from overlap import weights as overlap_weights
 from overlap.remat import REMAT
 from pipeline import fit
 from tests import helpers
-from utils import UserError
 
 B, T, V = 16, 18, 280
 SLICE = 35  # words whose logits exist at once: 8 slices make V

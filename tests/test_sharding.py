@@ -28,11 +28,11 @@ from config import (
     preset,
     replace,
 )
+from errors import UserError
 from flags import command_line
 from pipeline import fit
 from plan import planner
 from sharding import AXES, DATA, FSDP, TENSOR
-from utils import UserError
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
 

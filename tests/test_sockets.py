@@ -17,12 +17,12 @@ import pipeline
 import sharding
 import sockets
 from config import OptimConfig, preset
+from errors import UserError
 from overlap.weights import at_use
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
 from sockets import on_mesh
 from tests import helpers
 from tests.test_house import NOT_OURS, ROOT
-from utils import UserError
 from weights import families
 
 C = preset("tiny").model

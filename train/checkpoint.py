@@ -36,10 +36,13 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference, moved
+from devices import is_main_process
+from errors import DiskLost, UserError, exit_status
+from fields import is_remote
 from sharding import map_named, named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
-from utils import DiskLost, UserError, exit_status, is_main_process, is_remote, replace_file
+from train.storage import replace_file
 
 CHUNK_BYTES = 2**26  # most of an array that is unpacked to read any part of it
 KEEPER = "keeper"  # a file: the name of the host that keeps the checkpoints, where hosts share no disk

@@ -22,13 +22,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import dataset
-import utils
 from config import ONCE, Config, first_difference, moved
+from devices import is_main_process, log, log_to_file, open_log
+from errors import UserError
 from reading import order
 from train import checkpoint, storage, tracking
 from train.processes import Processes
-from train.storage import Far
-from utils import UserError, log, replace_file
+from train.storage import Far, replace_file
 
 LOGS = "logs"  # of each process, where there are several
 SAVED = "saved"
@@ -153,7 +153,7 @@ def locked(run: Path | Far) -> Iterator[None]:
     The kernel lets go when this one dies, however it dies.
     Raises: UserError naming who is in there, or why nothing can be written.
     """
-    if not utils.is_main_process():
+    if not is_main_process():
         yield
         return
     directory = storage.here(run)
@@ -206,8 +206,8 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
         return
     far = isinstance(directory, Far)
     together.share_disk = all(together.gather("disk", far or sees(directory / ".lock", lock)))
-    utils.open_log(directory / LOGS / f"{together.own_name}.log")
-    utils.log_to_file(f"{together.name(together.rank)}, id {os.getpid()}, of {together.count}")
+    open_log(directory / LOGS / f"{together.own_name}.log")
+    log_to_file(f"{together.name(together.rank)}, id {os.getpid()}, of {together.count}")
     if not together.share_disk:
         log(f"directory  {directory} is no disk that all hosts share: that of {together.name(0)} keeps the checkpoints")
 
@@ -270,7 +270,7 @@ class Metrics:
         Rows of what is done again are set aside.
         """
         self.path = directory / "metrics.jsonl"
-        if not utils.is_main_process():
+        if not is_main_process():
             return
 
         def again(row: dict) -> bool:
@@ -287,7 +287,7 @@ class Metrics:
         note_saved(directory, step)
 
     def write(self, kind: str, step: int, **values) -> None:
-        if utils.is_main_process():
+        if is_main_process():
             with self.path.open("a") as file:
                 file.write(json.dumps({"kind": kind, "step": step, **to_json(values)}) + "\n")
 

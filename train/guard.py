@@ -12,7 +12,8 @@ import dataset
 import optimizer
 import sharding
 from config import Config
-from utils import UserError, log
+from devices import log
+from errors import UserError
 
 
 def mean_loss(losses: list) -> float:

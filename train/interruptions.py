@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from devices import log, log_to_file
+from fields import is_remote
 from train import checkpoint
 from train.processes import Processes
-from utils import is_remote, log, log_to_file
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
 

@@ -32,10 +32,11 @@ from pathlib import Path
 
 import jax
 
-import utils
 from config import RunConfig, differences
+from devices import has_tpu_files, log, log_files, log_to_file, patient
+from errors import UserError
 from train import pace
-from utils import UserError, replace_file
+from train.storage import replace_file
 
 LOST = 75  # exit status where another try may go well: sysexits.h calls it EX_TEMPFAIL
 POLL_S = 0.5
@@ -110,7 +111,7 @@ def join(run: RunConfig) -> "Processes":
     if count > 1:
         own_output()
         initialize(run, num_processes=count, process_id=rank)
-    elif "tpu" in os.environ.get("JAX_PLATFORMS", "tpu") and utils.has_tpu_files() and initialize(run):
+    elif "tpu" in os.environ.get("JAX_PLATFORMS", "tpu") and has_tpu_files() and initialize(run):
         rank, count = jax.process_index(), jax.process_count()
         if (started := int(os.environ.get("AXIS_PROCESSES", count))) != count:
             raise UserError(f"{started} processes were started, and the TPU has {count} hosts; name each of them once")
@@ -128,7 +129,7 @@ def own_output() -> None:
         sys.stdout.flush()
         kept = os.dup(sys.stdout.fileno())
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stdout, sys.stderr = utils.patient(kept), utils.patient(os.dup(sys.stderr.fileno()))
+        sys.stdout, sys.stderr = patient(kept), patient(os.dup(sys.stderr.fileno()))
 
 
 def say_alive(silent_s: float, what: str) -> None:
@@ -233,7 +234,7 @@ def end_together(main: Callable) -> Callable:
             if here is None or here.count == 1:
                 raise
             if isinstance(error, (RuntimeError, ValueError)):  # what one meets whose peer is gone; who, the thread says
-                utils.log_to_file(f"a device, or another process, fails: {error}")
+                log_to_file(f"a device, or another process, fails: {error}")
                 time.sleep(here.peer_timeout_s + 4 * POLL_S)
             if here.line.status:  # the thread is ending this process, because of what led to this error
                 time.sleep(4 * LAST_WORDS_S)
@@ -447,7 +448,7 @@ class Processes:
         if say:
             with contextlib.suppress(OSError):  # a full disk
                 print(f"\nerror: {why}", file=sys.stderr)
-                utils.log_to_file(f"error: {why}")
+                log_to_file(f"error: {why}")
         self.line.status, self.line.why, self.line.ended = status, why, True
         if self.gone != 0:  # process 0 keeps the board
             with contextlib.suppress(RuntimeError):
@@ -535,12 +536,12 @@ class Processes:
         slow = pace.slowest({rank: line.products_ms for rank, line in lines.items()}) if self.rank == 0 else None
         if slow and slow[0] not in self.slow:
             self.slow.add(slow[0])
-            utils.log(f"slow       {self.name(slow[0])} takes {slow[1]:.1f} ms for products that take the median host "
-                      f"{slow[2]:.1f} ms, twice in a row: all wait for it at every step")  # fmt: skip
+            log(f"slow       {self.name(slow[0])} takes {slow[1]:.1f} ms for products that take the median host "
+                f"{slow[2]:.1f} ms, twice in a row: all wait for it at every step")  # fmt: skip
 
     def show_stacks(self, now: float) -> float:
         """Write what every thread of this process does, and put on its line what the main one does. Returns `now`."""
-        for file in utils.log_files():
+        for file in log_files():
             with contextlib.suppress(OSError):  # a full disk
                 print(f"no step was finished for {self.hang_timeout_s} s; {self.name(self.rank)} does this:", file=file)
                 file.flush()

@@ -11,11 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import dataset
 import sharding
-import utils
 from config import Config
+from devices import is_main_process, log
 from train import guard
 from train.interruptions import command
-from utils import log
 
 
 def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[[], None] = lambda: None) -> dict:
@@ -56,7 +55,7 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
     console = Console()
     mfu = lambda row: f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
     words = lambda row: f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s{mfu(row)}"
-    if not (console.is_terminal and utils.is_main_process()):
+    if not (console.is_terminal and is_main_process()):
         yield lambda step, row: log(f"step {step:>5}/{cfg.run.steps}  {words(row)}")
         return
     columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),

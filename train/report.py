@@ -18,8 +18,10 @@ from typing import Annotated
 import tyro
 from etils import epath
 
-import utils
-from utils import UserError, is_remote
+import pictures
+from devices import log
+from errors import UserError, exit_status
+from fields import is_remote
 
 # kind -> the fields that the picture needs; a row may hold more.
 FIELDS = {
@@ -77,7 +79,7 @@ def read_run(directory: str | Path) -> Run:
     rows = {kind: [] for kind in FIELDS}
     for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
         if not line.endswith("\n") and not _is_json(line):
-            utils.log(f"note: {path}:{number}: left out the last line, which is only half written")
+            log(f"note: {path}:{number}: left out the last line, which is only half written")
             continue
         row = _parse(line, f"{path}:{number}")
         rows[row["kind"]].append(row)
@@ -117,14 +119,14 @@ def draw(run_directories: list[str | Path], out: str | Path) -> Path:
     Raises: UserError for a run that cannot be read, or a kind of picture that cannot be written.
     """
     runs = [read_run(directory) for directory in run_directories]
-    utils.check_picture(out)
+    pictures.check_picture(out)
     make_figure(runs).savefig(out)
     return Path(out)
 
 
 def make_figure(runs: list[Run]):
     """Lay out the panels that these runs have something to say in: no expert panels for dense runs."""
-    figure = utils.new_picture(figsize=(12, 7), dpi=130)
+    figure = pictures.new_picture(figsize=(12, 7), dpi=130)
     import matplotlib
 
     one_moe = len(runs) == 1 and runs[0].is_moe
@@ -319,14 +321,14 @@ e.g. python -m train.report runs/laptop
      python -m train.report runs/a runs/b --out both.png"""
 
 
-@utils.exit_status
+@exit_status
 def main() -> None:
     args = tyro.cli(Arguments, prog="python -m train.report", description=f"{EXAMPLES}\n\n{Arguments.__doc__}")
     if not args.runs:
         raise UserError("no run given; give a run's directory, e.g. runs/laptop")
     alone = len(args.runs) == 1 and not is_remote(args.runs[0])
     default = os.path.join(args.runs[0] if alone else "", "report.png")
-    utils.log(f"wrote {draw(args.runs, args.out or default)}")
+    log(f"wrote {draw(args.runs, args.out or default)}")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-import utils
 from config import RunConfig
+from devices import log, use_devices
+from errors import exit_status
 from train.processes import Processes, end_together, join
-from utils import exit_status, log
 
 HELP = """\
 e.g. python -m train.selfcheck --devices 8
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Annotated[Check, tyro.conf.arg(name="")], args=argv, prog="python -m train.selfcheck",
                     description=HELP)  # fmt: skip
     together = join(RunConfig(join_timeout_s=args.join_timeout_s))
-    utils.use_devices(args.devices, together.count)
+    use_devices(args.devices, together.count)
     found = rows(together)
     total, seconds = sum_over_devices()
     said = problems(found)

@@ -12,8 +12,9 @@ from typing import Literal
 
 from etils import epath
 
+from errors import UserError
+from fields import is_remote
 from train import storage
-from utils import UserError, is_remote
 
 MANIFEST = "manifest.json"
 REST = os.path.join("state", "rest", "")  # what a reader of parameters alone does not need

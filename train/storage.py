@@ -26,10 +26,11 @@ from pathlib import Path
 
 from etils import epath
 
-import utils
 from config import Config
+from devices import cache_directory, is_main_process, log
+from errors import DiskLost, UserError
+from fields import is_remote
 from reading import bucket
-from utils import DiskLost, UserError, cache_directory, is_remote, log
 
 CHECKPOINTS, OWNER = "checkpoints", "owner"
 
@@ -143,7 +144,7 @@ def send(directory: Path | Far) -> None:
 @contextlib.contextmanager
 def fetched(directory: Path | Far) -> Iterator[None]:
     """Within, process 0 has a run's files here, and at the end they are where the run is kept, if this one took it."""
-    if not isinstance(directory, Far) or not utils.is_main_process():
+    if not isinstance(directory, Far) or not is_main_process():
         yield
         return
     directory.fetch()
@@ -238,7 +239,7 @@ def in_bucket(address: str):
     import fsspec  # here, because only a run in a bucket needs it
 
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False  # of Orbax's own too
-    return utils.file_system(address)
+    return bucket.file_system(address)
 
 
 def absolute(path: str | os.PathLike) -> str:
@@ -247,6 +248,13 @@ def absolute(path: str | os.PathLike) -> str:
         in_bucket(path)
         return path.rstrip("/")
     return os.path.abspath(path)
+
+
+def replace_file(path: str | os.PathLike, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = f"{path}.partial"
+    Path(partial).write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def clear(path: str | os.PathLike) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from config import Config
-from utils import is_main_process, log
+from devices import is_main_process, log
 
 FILES = ("wandb.json", "wandb.log", "wandb")  # what it leaves in a run's directory
 PATIENCE_S = 30.0  # for the last rows to be sent, once training is done

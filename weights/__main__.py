@@ -5,7 +5,7 @@ import sys
 import jax
 import tyro
 
-from utils import exit_status
+from errors import exit_status
 from weights.convert import from_hf, to_hf
 from weights.slim import slim
 

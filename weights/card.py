@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from utils import UserError
+from errors import UserError
 from weights.folders import Folder
 
 Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON of an evaluation, for the model card")]

@@ -20,8 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 
 import sharding
 from config import Config, ModelConfig, Precision, replace
+from devices import log
+from errors import UserError, nearest
+from fields import is_remote
 from train import checkpoint
-from utils import UserError, is_remote, log, nearest
 from weights import card
 from weights.axis import AXIS
 from weights.families import (

@@ -24,8 +24,8 @@ import numpy as np
 
 import sharding
 from config import ModelConfig
+from errors import UserError, nearest
 from model import declare
-from utils import UserError, nearest
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 import model
 from config import Config, ModelConfig, differences
-from utils import log
+from devices import log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")

@@ -8,7 +8,8 @@ import tyro
 
 import sharding
 from config import Config
-from utils import UserError, log, nearest
+from devices import log
+from errors import UserError, nearest
 from weights import card
 from weights.convert import Step, in_parts, open_run, read_about
 from weights.families import declare

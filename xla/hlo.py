@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils import UserError
+from errors import UserError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Files of thin collectives, and of forms of them: the line that calls one is meant.

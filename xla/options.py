@@ -9,7 +9,7 @@ import re
 import jax
 from jax.sharding import Mesh
 
-from utils import UserError
+from errors import UserError
 
 OPTIONS = {
     # libtpu takes them for every generation without a warning.

@@ -23,8 +23,8 @@ import numpy as np
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import Mesh, PartitionSpec as P
 
-import utils
-from utils import UserError
+from devices import compile_cache
+from errors import UserError
 from xla import ledger, options
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",
@@ -73,7 +73,7 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
         with options.refused():
             return lowered.compile()
     # What is in order may be read from a file: it loses nothing there but the order of the text.
-    with options.refused(), utils.compile_cache(jax.config.jax_compilation_cache_dir or ""):
+    with options.refused(), compile_cache(jax.config.jax_compilation_cache_dir or ""):
         program = lowered.compile()
     if pairs := ledger.unordered(program.as_text()):
         raise UserError(

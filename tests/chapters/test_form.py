@@ -89,8 +89,8 @@ def header(found: list[Cell]) -> list[str]:
     faults = [
         f"the first cell lacks {what}" for what, sought in wanted.items() if not re.search(sought, first, re.DOTALL)
     ]
-    if not re.match(r"import utils\n+utils\.simulate_devices\(8\)\n", second):
-        faults.append("the second cell does not begin with `import utils` and `utils.simulate_devices(8)`")
+    if not re.match(r"from devices import simulate_devices\n+simulate_devices\(8\)\n", second):
+        faults.append("the second cell does not begin with the import and the call of `simulate_devices(8)`")
     imports = re.findall(r"(?m)^(?:import|from) ", second)
     return faults + ([f"{len(imports)} lines of imports, more than 10"] if len(imports) > 10 else [])
 
@@ -357,9 +357,9 @@ GOOD = f"""\
 # *Before this:* 03. *Mesh:* `fsdp=8`. *Runs in* 9 s on 2 cores.
 
 # %%
-import utils
+from devices import simulate_devices
 
-utils.simulate_devices(8)
+simulate_devices(8)
 
 import sharding
 
@@ -419,7 +419,7 @@ lesson.predicted("it", None, 3)
         (header, "# # 04 · A title", "# # A title"),
         (header, "**Question.**", "Question."),
         (header, "*Runs in* 9 s", "*Runs in* a moment"),
-        (header, "utils.simulate_devices(8)\n", ""),
+        (header, "simulate_devices(8)\n", ""),
         (header, "import sharding\n", "import sharding\n" * 10),
         (sizes, "mine = None", "mine = None  # " + "-" * 80),
         (sizes, "mine = None", "mine = None\n" * 21),

@@ -20,8 +20,8 @@ import pytest
 import dataset
 from config import preset
 from data import prepare
+from errors import UserError
 from reading import bucket
-from utils import UserError
 
 B, T = 8, 64
 TOKENS, SHARD = 200_000, 30_000

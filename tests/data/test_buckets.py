@@ -18,9 +18,9 @@ import pytest
 
 import dataset
 import sharding
-import utils
 from config import preset
 from data import check, files, prepare
+from errors import UserError
 from generate import load
 from reading import bucket
 from tests.test_training import STEPS, flags, restored, rows, run, untimed
@@ -28,7 +28,6 @@ from tests.train.test_processes import pair
 from train import checkpoint, report, storage
 from train.directory import Metrics
 from train.processes import LOST
-from utils import UserError
 from weights import __main__ as weights_command
 
 pytestmark = pytest.mark.extra("buckets")
@@ -84,7 +83,7 @@ def servers():
         for name, value in where.items():
             patch.setenv(name, value)
         for kind in KINDS:
-            utils.file_system(f"{kind}://own")[0].mkdir("own")
+            bucket.file_system(f"{kind}://own")[0].mkdir("own")
         yield
         s3.stop(), gcs.stop()
 
@@ -144,7 +143,7 @@ def prepared(source, out):
 def test_tokens_are_the_same_in_a_bucket(place, source, tmp_path, capsys):
     """Catches shards that are put together otherwise, work that is left in a bucket, and tokens that are made twice."""
     assert prepared(source, tmp_path / "here") == prepared(source, place) == 0
-    system, root = utils.file_system(place)
+    system, root = bucket.file_system(place)
     there = {os.path.relpath(name, root): system.cat_file(name) for name in system.find(root)}
     assert there == {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} and len(there) > 5
     assert prepared(source, place) == check.main([place]) == 0
@@ -155,7 +154,7 @@ def test_tokens_are_the_same_in_a_bucket(place, source, tmp_path, capsys):
 def test_a_damaged_object_is_found(place, source, capsys):
     """Catches a check that trusts a bucket."""
     prepared(source, place)
-    system, root = utils.file_system(place)
+    system, root = bucket.file_system(place)
     shard = f"{root}/train-00001.npy"
     system.pipe_file(shard, system.cat_file(shard)[:-1] + b"\xff")
     assert check.main([place]) == 2
@@ -203,7 +202,7 @@ def test_a_bucket_that_is_not_there_is_said_at_once(place, source, capsys):
     assert not [line for line in lines if "Traceback" in line]
     with pytest.raises(UserError, match=rf"no tokens at '{gone}'"):
         dataset.load(gone)
-    assert time.monotonic() - begin < 10 and not utils.file_system(gone)[0].exists("gone")
+    assert time.monotonic() - begin < 10 and not bucket.file_system(gone)[0].exists("gone")
 
 
 @pytest.mark.parametrize("address", ["AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"])
@@ -213,7 +212,7 @@ def test_a_server_that_is_gone_ends_a_start_within_half_a_minute(servers, addres
     monkeypatch.setenv(address, "http://127.0.0.1:9")  # nobody answers at the port called discard
     assert sum(bucket.WAITS_S) <= 27 and sum(files.WAITS_S) <= 27
     monkeypatch.setattr(bucket, "WAITS_S", (0, 0))
-    system = utils.file_system(f"{kind}://own")[0]
+    system = bucket.file_system(f"{kind}://own")[0]
     type(system).clear_instance_cache()
     asleep, sleep, fall_asleep = [], time.sleep, asyncio.sleep
     monkeypatch.setattr(time, "sleep", lambda s: asleep.append(s) or sleep(0))
@@ -272,7 +271,7 @@ def die_at(monkeypatch, step):
 
 
 def rows_at(address):
-    text = utils.file_system(address)[0].cat_file(f"{address}/metrics.jsonl").decode()
+    text = bucket.file_system(address)[0].cat_file(f"{address}/metrics.jsonl").decode()
     return untimed([row for row in map(json.loads, text.splitlines()) if row["kind"] in ("train", "eval", "end")])
 
 
@@ -293,7 +292,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(home, tmp_path, monkeypatch, capsys
     assert (status, complaint) == (0, "") and f"resumed    at step 4 from {address}/checkpoints" in out
     assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
     assert f"{address} is complete: 6 of 6 steps taken" in run(there)[1]
-    files = {Path(name).name for name in utils.file_system(address)[0].ls(address, detail=False)}
+    files = {Path(name).name for name in bucket.file_system(address)[0].ls(address, detail=False)}
     assert {"config.json", "metrics.jsonl", "saved", "samples.txt", "report.png", "checkpoints"} <= files
     for mesh in ("data=1", "fsdp=2,tensor=2"):
         ours, theirs = (sharding.named(restored(home, place, mesh)) for place in (disk, Address(address)))
@@ -340,7 +339,7 @@ def test_a_run_of_two_processes_in_a_bucket_goes_on_where_one_was_killed(home, t
     status, said, errors = pair(there, there)
     assert status == [0, 0] and f"resumed    at step {good} from {address}/checkpoints" in said[0], errors
     assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
-    parts = utils.file_system(address)[0].ls(f"{address}/checkpoints/6/state/params", detail=False)
+    parts = bucket.file_system(address)[0].ls(f"{address}/checkpoints/6/state/params", detail=False)
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= {Path(part).name for part in parts}
 
 
@@ -362,7 +361,7 @@ def test_only_a_step_with_a_manifest_counts_and_only_as_it_was_written(servers, 
     """Catches a half-written step that is trained on, or stays; an object that was changed; and a check by fetching."""
     address = f"gs://own/{uuid.uuid4().hex}/checkpoints"
     save(address, [1, 2, 3, 4])
-    system = utils.file_system(address)[0]
+    system = bucket.file_system(address)[0]
     system.rm_file(f"{address}/4/manifest.json")
     damaged = max(system.find(f"{address}/3/state/params"), key=system.size)
     system.pipe_file(damaged, system.cat_file(damaged)[:-1] + b"?")
@@ -400,7 +399,7 @@ def test_what_a_bucket_refuses_is_said(home, tmp_path, monkeypatch):
     for more in ([], ["--run.check"]):
         status, _, complaint = run([*home, "--run.dir", "gs://gone/runs", *more])
         assert status == 2 and "error: gs://gone/runs/small: there is no bucket gs://gone; make it" in complaint
-    assert not utils.file_system("gs://gone")[0].exists("gone")
+    assert not bucket.file_system("gs://gone")[0].exists("gone")
     address, honest, denied_of = f"gs://own/{uuid.uuid4().hex}", HANDLER.parse_request, "/upload/"
 
     def parse(self):

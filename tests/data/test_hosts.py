@@ -123,8 +123,8 @@ def digest(batch):
 
 PROCESS = """
 import json, os, sys
-import utils
-utils.simulate_devices(2)
+from devices import simulate_devices
+simulate_devices(2)
 import jax
 jax.distributed.initialize(sys.argv[1], 4, int(sys.argv[2]))
 import numpy as np

@@ -11,8 +11,8 @@ from scipy.stats import spearmanr
 import dataset
 from config import preset, replace
 from data import prepare
+from errors import UserError
 from train import directory
-from utils import UserError
 
 B, T = 8, 5
 SIZES = {"code": 300, "prose": 700, "maths": 45}  # tokens of each source; its ids begin at a place of its own

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data import engine, prepare
-from utils import UserError
+from errors import UserError
 
 
 class StandIn(types.ModuleType):

@@ -10,7 +10,7 @@ import pytest
 
 import dataset
 from data import prepare, tokenizers
-from utils import UserError
+from errors import UserError
 
 needs_package = pytest.mark.extra("sentencepiece")
 TEXTS = [

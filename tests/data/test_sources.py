@@ -19,7 +19,7 @@ import pytest
 
 import dataset
 from data import files, prepare, sources
-from utils import UserError
+from errors import UserError
 
 END = "<|endoftext|>"
 

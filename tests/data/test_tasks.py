@@ -10,7 +10,7 @@ import dataset
 from config import preset
 from data import prepare, tasks
 from data.tasks import Task
-from utils import UserError
+from errors import UserError
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 import dataset
 from data import engine, prepare, shards, sources, units
-from utils import UserError
+from errors import UserError
 
 ROOT = Path(__file__).parents[2]
 UNITS = 8

@@ -10,6 +10,7 @@ import pytest
 import tiktoken
 
 from config import replace
+from errors import UserError
 from generate.engine import Engine, Job
 from generate.sampling import Asked, Request, drawable, filtered
 from generate.speculative import judge, propose, write
@@ -18,7 +19,6 @@ from sharding import make_mesh
 from tests import helpers
 from tests.generate.models import CONFIGS, EOT, one_device, placed, rule_text
 from tests.generate.test_command import run
-from utils import UserError
 
 V, K, N = 5, 2, 20_000
 

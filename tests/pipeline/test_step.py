@@ -10,9 +10,9 @@ import model
 import pipeline
 import sharding
 from config import preset
+from errors import UserError
 from pipeline import ticks
 from tests import helpers, parity
-from utils import UserError
 from xla import ledger
 
 # Sixteen blocks of one layer, so that 8 stages can have 2 chunks each; every dim a different size.

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
-import utils
 from config import MeshConfig, preset
+from devices import compile_cache
+from errors import UserError
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
-from utils import UserError
 from xla import ledger
 
 GIB = 2**30
@@ -173,7 +173,7 @@ def test_a_program_is_compiled_anew(tmp_path):
         jax.clear_caches()
         jax.jit(lambda x: x * 3 + 1).lower(jnp.float32(1)).compile()
 
-    with utils.compile_cache(str(tmp_path)):
+    with compile_cache(str(tmp_path)):
         for _ in range(2):  # JAX decides at a program whether it keeps programs, then keeps to it
             compile_once()
             hits.clear()

@@ -18,9 +18,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from config import MeshConfig, ModelConfig
+from errors import UserError
 from plan import hardware, planner
 from plan.hardware import CHIPS, Topology, collective_seconds, layout
-from utils import UserError
 
 approx = pytest.approx
 V5P = CHIPS["v5p"]

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import model
+import pictures
 import sharding
-import utils
 from config import PRESETS, ModelConfig, preset, replace
+from errors import UserError
 from generate.cache import cache_shapes, cached_forward
 from generate.engine import Engine
 from plan import hardware, inference
 from plan.__main__ import main
-from utils import UserError
 from xla import ledger
 
 GROUPED = {"model.attention": "gqa", "model.n_kv_heads": 2, "model.n_experts": 0, "model.n_layers": 2,
@@ -240,8 +240,8 @@ def run(capsys, *words):
 
 def test_the_table_and_the_numbers_say_the_same(capsys, tmp_path, monkeypatch):
     """Catches a column of another batch or phase, a picture of nothing, and a memory that is full without a word."""
-    figures, new = [], utils.new_picture
-    monkeypatch.setattr(utils, "new_picture", lambda **how: figures.append(new(**how)) or figures[-1])
+    figures, new = [], pictures.new_picture
+    monkeypatch.setattr(pictures, "new_picture", lambda **how: figures.append(new(**how)) or figures[-1])
     path, picture = tmp_path / "a.json", tmp_path / "a.png"
     words = ["--prompt", "7680", "--answer", "512", "--weights_dtype", "int8", "--cache_dtype", "int8"]
     status, out, _ = run(capsys, "llama3_70b", *EIGHT, *words, "--json", str(path), "--plot", str(picture))

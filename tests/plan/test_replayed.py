@@ -7,9 +7,9 @@ import pytest
 
 from bench import overlap
 from config import preset
+from errors import UserError
 from plan import replayed
 from plan.hardware import Topology
-from utils import UserError
 from xla import replay
 
 

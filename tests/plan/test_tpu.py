@@ -16,12 +16,12 @@ from jax.experimental import pallas, topologies
 import optimizer
 import sharding
 from config import MeshConfig, preset
+from errors import UserError
 from kernels import attention, grouped
 from overlap import context
 from plan import compiled, planner, replayed
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction, with_repeats
-from utils import UserError
 from xla import ledger
 
 pytestmark = pytest.mark.tpu

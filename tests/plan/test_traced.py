@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import pipeline
 from config import PRESETS, MeshConfig, preset
+from errors import UserError
 from plan import costs, hardware, program, rows, traced
 from plan.program import abstract_mesh
-from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -50,8 +50,8 @@ def drawn_meshes(number: int, devices=(2, 4, 8, 16, 32)) -> list[MeshConfig]:
 
 INDICES = """
 import json, sys
-import utils
-utils.simulate_devices(32)
+from devices import simulate_devices
+simulate_devices(32)
 import jax
 from jax.sharding import NamedSharding
 import model, sharding

@@ -10,10 +10,10 @@ from config import AXES, preset, replace
 from docs import planner_widget
 from docs.build import MADE
 from docs.notebooks import ROOT
+from errors import UserError
 from overlap.weights import vocabulary_slices
 from plan import costs, planner
 from sharding import FSDP, TENSOR
-from utils import UserError
 
 pytestmark = pytest.mark.site
 

@@ -10,7 +10,7 @@ import pytest
 
 from docs import build, layer_timeline, notebooks
 from docs.notebooks import ROOT
-from utils import UserError
+from errors import UserError
 
 pytestmark = pytest.mark.site
 LOOK, MODULES = ROOT / "docs/browser/look.mjs", build.BUILD / "browser"

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-import utils
 from config import RunConfig
+from devices import unreachable
+from errors import UserError, exit_status
 from tests.train.several import SHORT, Ended, pair, together
 from tests.train.small_run import ROOT, flags
 from train import processes
 from train.interruptions import Interruptions
 from train.processes import LOST, OwnBoard
-from utils import UserError, unreachable
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -252,7 +252,7 @@ def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
     ones[1].closed.set()
 
     @processes.end_together
-    @utils.exit_status
+    @exit_status
     def command():
         processes.here = ones[0]
         raise error
@@ -291,7 +291,7 @@ def test_a_slow_host_is_named_once(crew, capfd):
 def tpu(monkeypatch):
     """A machine that looks like one of 4 hosts of a TPU slice; what `initialize` was told comes into the dict."""
     told = {}
-    monkeypatch.setattr("utils.has_tpu_files", lambda: True)
+    monkeypatch.setattr(processes, "has_tpu_files", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(processes.jax.distributed, "initialize", lambda **how: told.update(how))
     monkeypatch.setattr(processes.jax, "process_count", lambda: 4)

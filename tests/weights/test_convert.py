@@ -21,9 +21,9 @@ import model
 import pipeline
 import sharding
 from config import FLOAT32, Config, MeshConfig, ModelConfig, Precision, preset, replace
+from errors import UserError
 from tests.helpers import assert_gradients_close, draw
 from train import checkpoint
-from utils import UserError
 from weights import convert, families, folders, init_from
 from weights.__main__ import main
 from weights.families import FAMILIES, config_from_hf, config_to_hf, declare

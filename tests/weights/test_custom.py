@@ -16,8 +16,8 @@ import pytest
 import pipeline
 import sharding
 from config import ModelConfig, preset, replace
+from errors import UserError
 from tests.helpers import draw
-from utils import UserError
 from weights import axis, convert, families
 from weights.__main__ import main
 from weights.families import config_from_hf, config_to_hf

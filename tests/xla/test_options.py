@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import optimizer
 import sharding
 from config import MeshConfig, preset
+from errors import UserError
 from plan import compiled
-from utils import UserError
 from xla import options
 
 

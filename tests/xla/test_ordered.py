@@ -13,13 +13,13 @@ import model
 import optimizer
 import pipeline
 import sharding
-import utils
 from config import preset
+from devices import compile_cache
+from errors import UserError
 from generate import cache
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
 from tests import fuzz, helpers, parity
-from utils import UserError
 from xla import ledger, ordered
 
 MESH = "stage=2,fsdp=2,tensor=2"
@@ -203,7 +203,7 @@ def test_only_what_is_in_order_is_kept(tmp_path):
     heard = []
     jax.monitoring.register_event_listener(lambda name, **_: heard.append(name))
     hits = lambda: heard.count("/jax/compilation_cache/cache_hits")
-    with utils.compile_cache(str(tmp_path), enabled=False):
+    with compile_cache(str(tmp_path), enabled=False):
         plain = toy_program(lambda function, mesh: jax.jit(function))
         plain.lower(*TOY_ARRAYS).compile()
         assert os.listdir(tmp_path) == []

@@ -9,8 +9,8 @@ import pytest
 
 from bench import overlap
 from config import preset
+from errors import UserError
 from plan import planner
-from utils import UserError
 from xla import ledger
 
 SIZES = {"fsdp": 2}

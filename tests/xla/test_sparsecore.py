@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from config import MeshConfig
+from errors import UserError
 from plan import compiled
 from sharding import FSDP
-from utils import UserError
 from xla import ledger, options
 
 SIZES = {"data": 2, "fsdp": 2}
