@@ -14,6 +14,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
+import parameters
 import pipeline
 import sharding
 from config import Config, OptimConfig, replace
@@ -101,7 +102,7 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
 
 def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     """The state at step 0, of new parameters or of given ones. Moments lie on the mesh as their parameters do."""
-    params = sharding.init(model.declare(cfg.model), mesh, cfg.run.seed) if params is None else params
+    params = parameters.init(model.declare(cfg.model), mesh, cfg.run.seed) if params is None else params
     # Three arrays, not one thrice: each is donated.
     return TrainState(
         params, moments(cfg, mesh)(params), *(jax.device_put(jnp.int32(0), NamedSharding(mesh, P())) for _ in range(3))

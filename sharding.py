@@ -9,19 +9,16 @@ import functools
 import itertools
 import math
 import re
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.extend.random import threefry2x32_p
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from config import AXES, MeshConfig
 from errors import UserError
-from xla import ordered
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
 BATCH = (DATA, FSDP, EXPERT)  # neighbours hold different sequences
@@ -180,93 +177,6 @@ def shapes(declarations, mesh: Mesh | None = None):
         lambda d: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=NamedSharding(mesh, d.spec) if mesh else None),
         declarations,
     )
-
-
-def init(declarations, mesh: Mesh, seed: int):
-    """Make the parameters, each split as declared: the same values on every mesh.
-
-    The key of a parameter is folded from its name, so that adding one changes no other. A device draws its own slices
-    alone, a piece at a time: beside them it needs less than twice the largest.
-    Raises: UserError if one does not split over the mesh.
-    """
-    return initializer(declarations, mesh)(jax.random.key(seed))
-
-
-def initializer(declarations, mesh: Mesh):
-    """Compile fn(key) -> parameters."""
-    check_divides(declarations, mesh)
-
-    def make(key):  # an argument: were it a constant, the compiler would work out small parameters itself, slowly
-        folded = lambda name: jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return map_named(lambda name, d: own_draw(folded(name), d), declarations)
-
-    mapped = jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs(declarations))
-    # Said once more: `shard_map` writes a spec in another way, for which a step would be compiled again.
-    return ordered.jit(mapped, mesh, out_shardings=jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations))
-
-
-def own_draw(key, d: Declaration):
-    """This device's slice of mean + std * jax.random.normal(key, d.shape), bit for bit."""
-    shape = [size // axis_size(as_tuple(axes)) for size, axes in zip(d.shape, d.spec, strict=True)]
-    if not d.std:
-        return jnp.full(shape, d.mean, d.dtype)
-    n = math.prod(shape)
-    size = min(n, max(2**14, n // 64))  # entries of a piece
-
-    def piece(start):
-        normal = normal_at(key, *places(d, shape, start + jnp.arange(size, dtype=jnp.uint32)))
-        normal = jax.lax.optimization_barrier(normal)  # fused with what follows, the last bit would depend on the mesh
-        return (d.mean + d.std * normal).astype(d.dtype)
-
-    def add(number, row_n):
-        start = jnp.minimum(number * size, n - size)  # the last piece may lie on the one before, and says the same
-        return jax.lax.dynamic_update_slice(row_n, piece(start.astype(jnp.uint32)), (start,))
-
-    if size == n:
-        return piece(jnp.uint32(0)).reshape(shape)
-    row_n = vary(jnp.zeros(n, d.dtype), split_axes(d))
-    return jax.lax.fori_loop(0, -(-n // size), add, row_n).reshape(shape)
-
-
-def split_axes(d: Declaration) -> tuple[str, ...]:
-    return tuple(axis for axes in d.spec for axis in as_tuple(axes))
-
-
-def places(d: Declaration, shape, local_n):
-    """Where entries of this device's slice, numbered along it, lie in the whole array.
-
-    local_n  uint32
-    Returns the upper and the lower 32 bits, as an array of an expert's layers has more than 2^32 entries.
-    """
-    high_n, low_n = (vary(jnp.zeros(local_n.shape, jnp.uint32), split_axes(d)) for _ in range(2))
-
-    def plus(high_n, low_n, x_n, stride: int):  # by halves of 16 bits, whose products fit
-        (x1, x0), (s1, s0) = (x_n >> 16, x_n & 0xFFFF), (np.uint32(stride >> 16 & 0xFFFF), np.uint32(stride & 0xFFFF))
-        middle = x1 * s0 + (x0 * s0 >> 16)
-        upper = x1 * s1 + (middle >> 16) + (x0 * s1 + (middle & 0xFFFF) >> 16) + x_n * np.uint32(stride >> 32)
-        total = low_n + x_n * np.uint32(stride & 0xFFFFFFFF)
-        return (high_n + upper + (total < low_n) if d.size > 2**32 else high_n), total
-
-    stride = inner = outer = 1
-    for mine, whole, axes in reversed([*zip(shape, d.shape, d.spec, strict=True)]):
-        inner, outer = inner * mine, outer * whole  # of this dim, and of whole ones after it
-        if axes:
-            here = axis_index(axes).astype(jnp.uint32) * np.uint32(inner)
-            high_n, low_n = plus(high_n, low_n, here + local_n % np.uint32(inner), stride)
-            local_n, stride, inner, outer = local_n // np.uint32(inner), stride * outer, 1, 1
-    return plus(high_n, low_n, local_n, stride)
-
-
-def normal_at(key, high_n, low_n):
-    """The float32 entries of jax.random.normal(key) at some places of a large array: a key's bits depend on nothing but
-    an entry's number (`jax_threefry_partitionable`)."""
-    first, second = threefry2x32_p.bind(
-        *vary(jax.random.key_data(key), tuple(jax.typeof(low_n).mat.varying)), high_n, low_n
-    )
-    below_1 = jax.lax.bitcast_convert_type((first ^ second) >> 9 | np.uint32(0x3F800000), jnp.float32) - 1
-    least = np.nextafter(np.float32(-1), np.float32(0))
-    uniform = jnp.maximum(least, below_1 * (1 - least) + least)
-    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
 
 
 class DoesNotSplit(UserError):
@@ -475,71 +385,6 @@ def shift(x, axis, by=1, *, in_branch=False):
 
     send = exchange if in_branch and platform() == "cpu" else permute
     return jax.tree.map(lambda x: send(vary(x, axis)), x)
-
-
-def around(x, axis) -> list:
-    """What `all_gather` brings, as it comes: entry k is the x of the device k places on along an axis, entry 0 our own.
-
-    Half of them come from either side, by permutes. What is done with an entry waits for no later one, so products of
-    one run while the next is on its way.
-    Sends: the array, n - 1 times, as all_gather; half of it over each direction of a link. Backward: `back`.
-    """
-    n = axis_size(axis)
-    found = [vary(x, axis)] * n
-    for k in range(1, n // 2 + 1):
-        found[-k] = shift(found[1 - k], axis, in_branch=branches())
-    for k in range(1, (n - 1) // 2 + 1):
-        found[k] = shift(found[k - 1], axis, by=-1, in_branch=branches())
-    return found
-
-
-def back(partials: list, axis):
-    """What `reduce_scatter` leaves here: the sum over an axis of what each device made for this one.
-
-    partials  entry k is for the device k places on. A sum sets out from the farthest device, and each on its way adds
-              its own: products for the next one run while it travels
-    Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
-    """
-    n = axis_size(axis)
-    total = (
-        jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
-    )  # fused with the sum, it would wait for it
-    for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
-        travelling = None
-        for k in range(far, 0, -1):
-            here = partials[k * by]
-            travelling = shift(here if travelling is None else travelling + here, axis, by, in_branch=branches())
-        total = total if travelling is None else total + travelling
-    return total
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def joined(parts: list, axis, dim):
-    """Put what `around` brought into the order of the devices: `all_gather`'s result. Sends nothing."""
-    size, here = parts[0].shape[dim], axis_index(axis)
-    shape = [n * len(parts) if i == dim else n for i, n in enumerate(parts[0].shape)]
-    whole = vary(jnp.zeros(shape, parts[0].dtype), tuple(jax.typeof(parts[0]).mat.varying))
-    for k, part in enumerate(parts):
-        place = (here + k) % len(parts)
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, place * size, axis=dim)
-    return whole
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def parted(whole, axis, dim) -> list:
-    """The inverse of `joined`: entry k is the slice of the device k places on. Sends nothing."""
-    n, here = axis_size(axis), axis_index(axis)
-    size = whole.shape[dim] // n
-    return [jax.lax.dynamic_slice_in_dim(whole, (here + k) % n * size, size, axis=dim) for k in range(n)]
-
-
-# Each is the other's way back. Autodiff would add n arrays that are zero but for one slice.
-joined.defvjp(
-    lambda parts, axis, dim: (joined(parts, axis, dim), None), lambda axis, dim, _, d: (parted(d, axis, dim),)
-)
-parted.defvjp(
-    lambda whole, axis, dim: (parted(whole, axis, dim), None), lambda axis, dim, _, d: (joined(d, axis, dim),)
-)
 
 
 def own_slice(x, axes, *, dim):

@@ -40,15 +40,15 @@ def on_mesh(function, mesh: Mesh, *inputs, out):
 
     The feed-forward of one layer, from arrays in to arrays out:
 
-    >>> import config, model
+    >>> import config, model, parameters
     >>> from overlap.weights import at_use
-    >>> from sharding import all_gather, init, make_mesh, reduce_scatter
+    >>> from sharding import all_gather, make_mesh, reduce_scatter
     >>> c, mesh = config.preset("tiny").model, make_mesh("fsdp=2,tensor=4")
     >>> declared = unstacked(model.declare(c).prefix.feed_forward)
     >>> def branch(w, x_btD):
     ...     x_bsD = all_gather(x_btD, TENSOR, dim=1)
     ...     return reduce_scatter(model.feed_forward(at_use(w, c), c, x_bsD), TENSOR, dim=1)
-    >>> w, x_BTD = init(declared, mesh, seed=0), jnp.ones((4, 12, c.d_model))
+    >>> w, x_BTD = parameters.init(declared, mesh, seed=0), jnp.ones((4, 12, c.d_model))
     >>> on_mesh(branch, mesh, declared, "btD", out="btD")(w, x_BTD).shape
     (4, 12, 24)
     """

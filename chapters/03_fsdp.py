@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+import parameters
 import sharding
 from chapters import lesson
 from sharding import DATA, FSDP, P
@@ -569,7 +570,7 @@ def random_batch(B, T, V):
 
 # %% tags=["hide-input"]
 declared = model.declare(tiny("data=1", "layer").model)  # shapes and specs, no arrays
-weights = sharding.init(declared, sharding.make_mesh("data=1"), seed=0)
+weights = parameters.init(declared, sharding.make_mesh("data=1"), seed=0)
 
 
 def train_on(name, gather="layer"):

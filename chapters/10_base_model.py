@@ -979,7 +979,7 @@ print(check_start(start))
 # ```
 #
 # and `keys` are split from it. `check_vma` could not help, as equal values may always be taken for slices.
-# Better still: draw each entry by its place in the whole, as `sharding.init` does. The weights are then the
+# Better still: draw each entry by its place in the whole, as `parameters.init` does. The weights are then the
 # same on every mesh, and the first losses can be compared. Here they differ by 0.1 nats, which passes for
 # another draw.
 #

@@ -459,12 +459,13 @@ assert round(100 * works) == 36, "the page says 64% padding"
 
 # %% tags=["hide-input"]
 import model
+import parameters
 import sharding
 from generate.cache import cached_forward, empty_cache
 
 c = config.preset("tiny", **{"model.n_layers": 2, "model.moe_every": 1}).model
 six_axes = sharding.make_mesh("data=2,tensor=2")
-params = sharding.init(model.declare(c), six_axes, seed=0)
+params = parameters.init(model.declare(c), six_axes, seed=0)
 run = cached_forward(c, six_axes)
 ids = np.random.default_rng(1).integers(0, c.vocab_size, (2, 7), dtype=np.int32)
 at = np.tile(np.arange(7, dtype=np.int32), (2, 1))

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
 from config import ModelConfig
-from sharding import FSDP, Declaration, all_gather, as_tuple, axis_size, map_sliced, split_axes
+from parameters import split_axes
+from sharding import FSDP, Declaration, all_gather, as_tuple, axis_size, map_sliced
 from xla import ordered
 
 

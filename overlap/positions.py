@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from config import ModelAtWork
-from sharding import TENSOR, all_gather, around, back, joined, parted, reduce_scatter
+from overlap.rings import around, back, joined, parted
+from sharding import TENSOR, all_gather, reduce_scatter
 
 
 def gather_apply(c: ModelAtWork, function, *arrays_bt, beside=()):

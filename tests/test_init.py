@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import optimizer
+import parameters
 import sharding
 from config import ModelConfig, preset
 from plan import compiled
@@ -38,7 +39,7 @@ def test_a_device_draws_its_own_slice_of_what_jax_would_draw(mesh):
     declared = declare(Some, SIZES, ModelConfig())
     if "context" in mesh:
         declared = declared.replace(w_YXZ=None, w_UZ=None)
-    made = sharding.init(declared, sharding.make_mesh(mesh), seed=11)
+    made = parameters.init(declared, sharding.make_mesh(mesh), seed=11)
     for name, d in sharding.named(declared).items():
         key = jax.random.fold_in(jax.random.key(11), zlib.crc32(name.encode()))
         want = d.mean + d.std * np.asarray(jax.random.normal(key, d.shape)) if d.std else np.ones(d.shape)
@@ -54,7 +55,7 @@ def test_a_place_beyond_32_bits_is_counted(shape):
     numbers = [0, 1, local[3] - 1, local[3], local[2] * local[3] - 1, most // 3, most]
 
     def ask(numbers_n):
-        places_n = sharding.places(d, local, numbers_n)
+        places_n = parameters.places(d, local, numbers_n)
         return [sharding.all_gather(x[None, None], (FSDP, TENSOR), dim=0) for x in places_n]
 
     found = jax.jit(jax.shard_map(ask, mesh=mesh, in_specs=P(), out_specs=P((FSDP, TENSOR)), check_vma=True))
@@ -68,7 +69,7 @@ def test_a_place_beyond_32_bits_is_counted(shape):
 
 
 def largest_slice_bytes(declared, mesh) -> int:
-    share = lambda d: math.prod(mesh.shape[a] for a in sharding.split_axes(d))
+    share = lambda d: math.prod(mesh.shape[a] for a in parameters.split_axes(d))
     return max(d.size // share(d) * d.dtype.itemsize for d in jax.tree.leaves(declared))
 
 
@@ -76,7 +77,7 @@ def test_the_first_state_needs_little_more_than_itself():
     """Catches a parameter that is made whole on every device: it need not fit there."""
     mesh = sharding.make_mesh("fsdp=8")
     declared = model.declare(preset("dense_124m", **{"model.n_layers": 2}).model)
-    made = sharding.initializer(declared, mesh).lower(jax.random.key(0)).compile().memory_analysis()
+    made = parameters.initializer(declared, mesh).lower(jax.random.key(0)).compile().memory_analysis()
     assert made.temp_size_in_bytes < 2 * largest_slice_bytes(declared, mesh)
 
 
@@ -86,7 +87,7 @@ def test_a_large_model_can_be_made_on_its_chips():
     cfg = preset("mixtral_8x7b", mesh="fsdp=32,tensor=2")
     mesh, declared = compiled.topology_mesh(cfg.mesh, "v4:4x4x4"), model.declare(cfg.model)
     largest = largest_slice_bytes(declared, mesh)
-    made = sharding.initializer(declared, mesh).lower(jax.eval_shape(lambda: jax.random.key(0))).compile()
+    made = parameters.initializer(declared, mesh).lower(jax.eval_shape(lambda: jax.random.key(0))).compile()
     assert made.memory_analysis().temp_size_in_bytes < 2 * largest
     moments = optimizer.moments(cfg, mesh).lower(sharding.shapes(declared, mesh)).compile()
     assert moments.memory_analysis().temp_size_in_bytes < largest

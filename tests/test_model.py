@@ -15,6 +15,7 @@ import pipeline
 import sharding
 import sockets
 from config import PRESETS, preset
+from parameters import init
 from plan import planner
 from tests import helpers
 from tests.scores import attend as attend_at_once
@@ -312,7 +313,7 @@ def test_a_name_ends_with_its_letters(name):
 @pytest.fixture(scope="module")
 def initial():
     cfg = preset("tiny")
-    params = sharding.init(model.declare(cfg.model), sharding.make_mesh("data=1"), seed=0)
+    params = init(model.declare(cfg.model), sharding.make_mesh("data=1"), seed=0)
     return sharding.named(jax.tree.map(np.asarray, params))
 
 
@@ -370,7 +371,7 @@ def test_declared_deviations_by_hand():
 def test_the_mesh_does_not_change_the_start(initial):
     """Catches random numbers drawn per device: bits must be equal, or runs on two meshes are two experiments."""
     mesh = sharding.make_mesh("fsdp=2,tensor=2,expert=2")
-    split = sharding.init(model.declare(preset("tiny").model), mesh, seed=0)
+    split = init(model.declare(preset("tiny").model), mesh, seed=0)
     assert len(split.embedding_VD.sharding.device_set) == 8
     for name, x in sharding.named(split).items():
         np.testing.assert_array_equal(np.asarray(x), initial[name], err_msg=name)

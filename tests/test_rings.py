@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import sharding
-from overlap import positions
+from overlap import positions, rings
 from sharding import AXES, TENSOR
 from xla import ledger, ordered
 
@@ -74,7 +74,7 @@ def test_an_entry_is_that_of_the_device_so_many_places_on(mesh):
     along = neighbours(mesh)
     n = along.shape[1]
     x, d = whole_numbers(along.size, X, Y), whole_numbers(along.size, n, X, Y, seed=1)
-    both = with_gradient(lambda x: jnp.stack(sharding.around(x, TENSOR)))
+    both = with_gradient(lambda x: jnp.stack(rings.around(x, TENSOR)))
     entries, dx = map(np.asarray, on_each(both, mesh)(x, d))
     for group in along:
         for place, device in enumerate(group):
@@ -89,7 +89,7 @@ def test_what_goes_around_is_joined_as_gathered(mesh):
     n = neighbours(mesh).shape[1]
 
     def compared(x, d):
-        joined = lambda x: sharding.joined(sharding.around(x, TENSOR), TENSOR, 1)
+        joined = lambda x: rings.joined(rings.around(x, TENSOR), TENSOR, 1)
         whole = lambda x: sharding.all_gather(x, TENSOR, dim=1)
         return [with_gradient(f)(x, d) for f in (joined, whole)]
 
@@ -105,7 +105,7 @@ def test_what_comes_back_is_summed_as_reduce_scattered(mesh):
     n = neighbours(mesh).shape[1]
 
     def compared(partial, d):
-        parts = lambda partial: sharding.back(sharding.parted(partial, TENSOR, 1), TENSOR)
+        parts = lambda partial: rings.back(rings.parted(partial, TENSOR, 1), TENSOR)
         whole = lambda partial: sharding.reduce_scatter(partial, TENSOR, dim=1)
         return [with_gradient(f)(partial, d) for f in (parts, whole)]
 
@@ -120,8 +120,8 @@ def test_a_ring_sends_slices_both_ways(way, n):
     """Catches a whole array sent where a slice was meant, one sent once more, and a link of which half is idle; in
     the backward pass too."""
     function, arrived = {
-        "around": (lambda x: jnp.stack(sharding.around(x, TENSOR)), (X, Y)),
-        "back": (lambda parts: sharding.back([*parts], TENSOR), (n, X, Y)),
+        "around": (lambda x: jnp.stack(rings.around(x, TENSOR)), (X, Y)),
+        "back": (lambda parts: rings.back([*parts], TENSOR), (n, X, Y)),
     }[way]
     left = (n, X, Y) if way == "around" else (X, Y)
     backward = lambda x, d: jax.vjp(function, x)[1](d)[0]
@@ -134,7 +134,7 @@ def test_a_ring_sends_slices_both_ways(way, n):
 def test_no_part_waits_for_all_others():
     """Catches a ring of one direction, in which the last entry has come n - 1 places and not half as many."""
     mesh = sharding.make_mesh("tensor=8")
-    local = lambda x: jnp.stack(sharding.around(x, TENSOR))
+    local = lambda x: jnp.stack(rings.around(x, TENSOR))
     traced = jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES)))(
         np.zeros((8, 3))
     )

@@ -13,6 +13,7 @@ import pytest
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
+import parameters
 import sharding
 from config import (
     PRESETS,
@@ -302,10 +303,10 @@ def test_a_declaration_is_read_once_and_stacked():
 def test_adding_a_parameter_changes_no_other():
     """Catches keys dealt out in order: a new field would change every parameter after it."""
     mesh = sharding.make_mesh("data=1")
-    small, large = sharding.init(pair(), mesh, 5), sharding.init(pair(inner=pair()), mesh, 5)
+    small, large = parameters.init(pair(), mesh, 5), parameters.init(pair(inner=pair()), mesh, 5)
     np.testing.assert_array_equal(small.w_XY, large.w_XY)
     assert np.all(np.asarray(large.inner.w_XY) != np.asarray(large.w_XY)), "two parameters start equal"
-    assert np.all(np.asarray(sharding.init(pair(), mesh, 6).w_XY) != np.asarray(small.w_XY)), "the seed does nothing"
+    assert np.all(np.asarray(parameters.init(pair(), mesh, 6).w_XY) != np.asarray(small.w_XY)), "the seed does nothing"
     np.testing.assert_array_equal(small.gain_Y, np.full(10, 2.0, np.float32))
 
 
@@ -319,7 +320,7 @@ def test_a_dim_that_does_not_split_is_refused():
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         sharding.check_divides(pair(X=8, inner=pair()), mesh)
     with pytest.raises(UserError, match="cannot split X=6 of w_XY"):
-        sharding.init(pair(), mesh, 0)
+        parameters.init(pair(), mesh, 0)
     sharding.check_divides(pair(X=8), mesh)
 
 

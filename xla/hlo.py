@@ -15,7 +15,7 @@ from errors import UserError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Files of thin collectives, and of forms of them: the line that calls one is meant.
-WRAPPERS = ("sharding.py", "positions.py", "context.py")
+WRAPPERS = ("sharding.py", "positions.py", "rings.py", "context.py")
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^  (ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, (.*))?$")

@@ -16,6 +16,7 @@ import pytest
 
 import model
 import optimizer
+import parameters
 import sharding
 from bench import gpu
 from bench.step import random_batch
@@ -232,7 +233,7 @@ def test_both_train_the_same_model(name, compute, seeds, rtol):
     cfg = small(name, **{"model.precision.compute": compute, "model.balance_loss": 0.5, "optim.lr": 2e-3,
                          "optim.weight_decay": 3.0, "optim.clip_norm": 0.5})  # fmt: skip
     batch, mesh, declarations = random_batch(cfg), sharding.make_mesh(cfg.mesh), model.declare(cfg.model)
-    started = [sharding.init(declarations, mesh, seed) for seed in range(3, 3 + seeds)]
+    started = [parameters.init(declarations, mesh, seed) for seed in range(3, 3 + seeds)]
     theirs, ours = (np.array([losses(cfg, params, batch) for params in started])
                     for losses in (their_losses, our_losses))  # fmt: skip
     np.testing.assert_allclose(np.mean(theirs / ours, axis=0), 1, rtol=rtol)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import model
 import optimizer
+import parameters
 import pipeline
 import sharding
 from config import preset
@@ -219,7 +220,7 @@ def test_within_another_trace_nothing_is_ordered_twice():
     """Catches gradients through a function of ours that end in a primitive without a derivative."""
     cfg = preset("tiny", **{"mesh": "fsdp=2", "model.n_layers": 1, "model.n_experts": 0, "model.dense_prefix": 0})
     mesh = sharding.make_mesh(cfg.mesh)
-    params = sharding.init(model.declare(cfg.model), mesh, 0)
+    params = parameters.init(model.declare(cfg.model), mesh, 0)
     batch = sharding.put(helpers.random_batch(cfg, 0), mesh)
     of_logits = lambda params: jnp.mean(pipeline.logits(cfg, mesh)(params, batch) ** 2)
     program = ordered.jit(jax.grad(of_logits), mesh)
