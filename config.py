@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+import fields
 from errors import UserError, nearest
 from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
-from reading import order
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
@@ -266,7 +266,7 @@ class DataConfig:
 
     def __post_init__(self):
         check(self, "data.")
-        order.skips(self.skip), order.mixture(self.mixture)  # refuse what cannot be read
+        fields.parse_skips(self.skip), fields.parse_mixture(self.mixture)  # refuse what cannot be read
         if self.packing == "documents" and not self.shuffle:
             raise UserError("data.packing='documents' and data.shuffle=False: it puts documents together by their "
                             "lengths, not in the order of the text; leave out one of them")  # fmt: skip

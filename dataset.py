@@ -3,9 +3,9 @@
 A split is one stream of tokens, however many shards it is kept in: document after document, an end-of-text token before
 each. It is cut into windows, T tokens apart. Window i reads tokens i*T .. i*T+T: the first T are inputs, the last T are
 targets, so every token but the stream's first is a target exactly once. So it is if rows hold whole documents, which
-`reading/packing.py` puts there. Letters: B sequences, T positions.
+`data/packing.py` puts there. Letters: B sequences, T positions.
 
-Which row is whose is said in `reading/order.py`; a mixture shuffles several directories, each on its own.
+Which row is whose is said in `data/order.py`; a mixture shuffles several directories, each on its own.
 """
 
 import functools
@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, DataConfig, replace
+from data import bucket, order, packing
 from devices import log
 from errors import UserError
-from fields import is_remote
-from reading import bucket, order, packing
+from fields import PERIOD, is_remote, parse_mixture
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
@@ -135,7 +135,7 @@ def opened(cfg: Config) -> Corpus:
         bucket.bound(d.cache_gib)
     if not d.mixture:
         return load(d.path, *limits)
-    shares = order.mixture(d.mixture)[0].shares
+    shares = parse_mixture(d.mixture)[0].shares
     return _joined(d.path, tuple(shares.items()), *(load(f"{d.path.rstrip('/')}/{name}", *limits) for name in shares))
 
 
@@ -179,8 +179,8 @@ def in_steps(cfg: Config, argv: Sequence[str] = ()) -> Config:
         return cfg
     rows = {name: rows_of(one.splits["train"], d) for name, one in opened(cfg).sources.items()}
     if rows:
-        shares = order.mixture(d.mixture)[0].shares
-        steps = {n: math.ceil(rows[n] * order.PERIOD / shares[n] / d.batch_size) for n in rows if shares[n]}
+        shares = parse_mixture(d.mixture)[0].shares
+        steps = {n: math.ceil(rows[n] * PERIOD / shares[n] / d.batch_size) for n in rows if shares[n]}
         once = ", ".join(f"{name} in {count} steps" for name, count in steps.items())
         raise UserError(f"run.epochs={epochs:g}: each source of data.mixture has epochs of its own (as it begins, each "
                         f"is read once: {once}); use run.steps")  # fmt: skip
@@ -357,7 +357,7 @@ def in_words(split: Split, d: DataConfig) -> str:
 
 
 def _of_mixture(corpus: Corpus, d: DataConfig, number: int) -> list[Piece]:
-    phases = order.mixture(d.mixture)
+    phases = parse_mixture(d.mixture)
     starts = tuple(order.place(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
     name, own = order.turn(phases, starts, number)
     return _sequence(corpus.sources[name].splits["train"], d, order.seed_of(name, d.seed), own)

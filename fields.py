@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import math
 import numbers
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from errors import UserError
@@ -61,3 +63,69 @@ def check(config, prefix: str = "") -> None:
 def is_remote(path: str) -> bool:
     """Whether a path is an address: gs://, s3://, https://, .."""
     return "://" in path
+
+
+# Text that stands for several values: data.skip and data.mixture ------------------------------------------------------
+
+PERIOD = 1000  # sequences of which a mixture's shares hold exactly, wherever one begins to count
+
+
+@functools.lru_cache(maxsize=64)
+def parse_skips(text: str) -> tuple[tuple[int, int], ...]:
+    """Read `1200:1210,5000:5001`: (the step, from 0, that is the first to see another batch, batches passed over).
+
+    Raises: UserError naming the part that cannot be read.
+    """
+    found = []
+    for part in filter(None, text.split(",")):
+        first, last = map(int, match.groups()) if (match := re.fullmatch(r"(\d+):(\d+)", part)) else (0, 0)
+        if not 1 <= first < last:
+            raise UserError(f"data.skip={text!r}: {part!r} should be FIRST:AFTER, steps of the log, as 1200:1210: step "
+                            "1200 takes the batch that step 1210 would have taken, so 10 are passed over")  # fmt: skip
+        found.append((first - 1, last - first))
+    return tuple(sorted(found))
+
+
+class Phase(NamedTuple):
+    """What a mixture is made of from a step on."""
+
+    first: int  # step, from 0
+    shares: dict[str, int]  # name -> sequences of PERIOD
+
+
+@functools.lru_cache(maxsize=64)
+def parse_mixture(text: str) -> tuple[Phase, ...]:
+    """Read `code=0.7,prose=0.3@5000:code=0.5,prose=0.5`: shares, and others from step 5000 of the log on.
+
+    Raises: UserError naming the part that cannot be read, or shares that are no whole, with the arithmetic.
+    """
+    phases = []
+    for part in text.split("@") if text else ():
+        begins, colon, words = part.rpartition(":")
+        if bool(colon) != bool(phases) or (colon and not (begins.isdecimal() and int(begins) > phases[-1].first + 1)):
+            form = "STEP:NAME=SHARE,.. with a later step of the log" if phases else "NAME=SHARE,.."
+            raise UserError(f"data.mixture={text!r}: {part!r} should be {form}")
+        phases.append(Phase(int(begins) - 1 if colon else 0, _shares(text, words)))
+    if len({frozenset(phase.shares) for phase in phases}) > 1:
+        raise UserError(f"data.mixture={text!r}: name the same sources from each step on; a share may be 0")
+    return tuple(phases)
+
+
+def _shares(text: str, words: str) -> dict[str, int]:
+    shares, sum_is = {}, []
+    for part in words.split(","):
+        match = re.fullmatch(r"([A-Za-z0-9_.-][A-Za-z0-9_./-]*)=(\d*\.?\d+)", part)
+        if not match:
+            raise UserError(f"data.mixture={text!r}: {part!r} should be NAME=SHARE, NAME a directory of tokens in "
+                            "data.path, as code=0.7")  # fmt: skip
+        name, share = match[1], Fraction(match[2]) * PERIOD
+        if name in shares:
+            raise UserError(f"data.mixture={text!r}: {name!r} is given twice")
+        if share.denominator > 1:
+            raise UserError(f"data.mixture={text!r}: {part!r}: shares hold exactly over any {PERIOD:,} sequences, so "
+                            f"give at most 3 decimals: {name}={round(share) / PERIOD}")  # fmt: skip
+        shares[name] = int(share)
+        sum_is.append(match[2])
+    if (total := sum(shares.values())) != PERIOD:
+        raise UserError(f"data.mixture={text!r}: the shares {' + '.join(sum_is)} = {total / PERIOD} should be 1 in all")
+    return shares

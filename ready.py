@@ -15,9 +15,9 @@ from config import Config
 from data import tokenizers
 from devices import devices_of_each, log, memory_bytes, only_cpu, share_of_memory
 from errors import UserError
+from fields import parse_skips
 from pipeline import fit
 from plan import hardware, planner
-from reading import order
 from train import checkpoint, storage
 from train.directory import check_place, check_writable, look
 from xla import options
@@ -57,7 +57,7 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     for name, one in (corpus.sources or {"": corpus}).items():
         log(f"rows       {dataset.in_words(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name))
     log(f"settings   {plan.settings()}")
-    for first, count in order.skips(cfg.data.skip):
+    for first, count in parse_skips(cfg.data.skip):
         log(f"skip       step {first + 1} and those after it take the batch of {count} steps later")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
     return plan

@@ -30,10 +30,9 @@ import numpy as np
 
 import dataset
 from config import Config, preset, replace
-from data import prepare, sources, tokenizers
+from data import packing, prepare, sources, tokenizers
 from errors import UserError, exit_status
 from flags import command_line
-from reading import packing
 
 TOKENS = 20_000_000
 DOCUMENTS = 1_000_000  # that are packed

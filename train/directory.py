@@ -23,9 +23,9 @@ from pathlib import Path
 
 import dataset
 from config import ONCE, Config, first_difference, moved
+from data import order
 from devices import is_main_process, log, log_to_file, open_log
 from errors import UserError
-from reading import order
 from train import checkpoint, storage, tracking
 from train.processes import Processes
 from train.storage import Far, replace_file

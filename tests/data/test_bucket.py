@@ -19,9 +19,8 @@ import pytest
 
 import dataset
 from config import preset
-from data import prepare
+from data import bucket, prepare
 from errors import UserError
-from reading import bucket
 
 B, T = 8, 64
 TOKENS, SHARD = 200_000, 30_000

@@ -19,10 +19,9 @@ import pytest
 import dataset
 import sharding
 from config import preset
-from data import check, files, prepare
+from data import bucket, check, files, prepare
 from errors import UserError
 from generate import load
-from reading import bucket
 from tests.test_training import STEPS, flags, restored, rows, run, untimed
 from tests.train.test_processes import pair
 from train import checkpoint, report, storage

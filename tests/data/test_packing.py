@@ -14,9 +14,8 @@ import model
 import pipeline
 import sharding
 from config import preset, replace
-from data import prepare
+from data import packing, prepare
 from errors import UserError
-from reading import packing
 from tests import helpers
 from tests.data import test_hosts
 
