@@ -25,14 +25,13 @@ import dataset
 import devices
 import generate
 import pipeline
-import ready
 import sharding
 from config import PRESETS, Config
 from data import tokenizers
 from devices import log
 from flags import command_line
 from plan import hardware, planner
-from train import checkpoint, guard, report, storage, tracking
+from train import checkpoint, guard, preflight, report, storage, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join
@@ -58,13 +57,13 @@ def parse(argv: list[str]) -> Config:
 
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
-    encoding = ready.tokens(cfg)
+    encoding = preflight.tokens(cfg)
     together.same(**describe(cfg))
     if done := together.first("done", lambda: look(cfg, directory)):
         return say_complete(cfg, directory, done, argv)
 
     mesh = sharding.make_mesh(cfg.mesh)
-    plan = ready.announce(cfg, mesh)
+    plan = preflight.announce(cfg, mesh)
     asked, cfg = cfg, plan.cfg
     if not encoding:
         log(f"sample     none at the end: {cfg.data.path} holds ids of no known tokenizer")
@@ -199,7 +198,7 @@ def _replay(cfg: Config, directory, step: int) -> None:
         raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
     check_same(cfg, directory)
     mesh = sharding.make_mesh(cfg.mesh)
-    cfg = ready.planned(cfg, mesh).cfg
+    cfg = preflight.planned(cfg, mesh).cfg
     state = state_before(step, cfg, mesh, directory / "checkpoints", init_from.given_params)
     log(f"replaying step {step} of {directory}, from step {int(state.step)}")
     guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
@@ -221,7 +220,7 @@ def main(argv: list[str] | None = None) -> int | None:
         raise UserError(f"--devices {cfg.run.devices}: say how they share the work, or one does it all, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip
     if cfg.run.check:
-        return ready.check(dataset.in_steps(cfg, argv))
+        return preflight.check(dataset.in_steps(cfg, argv))
     together = join(cfg.run)
     cfg = dataset.in_steps(cfg, argv)
     devices.use_devices(cfg.run.devices, together.count)

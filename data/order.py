@@ -72,6 +72,5 @@ def offset(seed: int, epoch: int, seq_len: int) -> int:
 def seen(mixture_text: str, skip: str, steps: int) -> tuple:
     """Of both settings, what has decided the first `steps` steps: a run may change the rest when it goes on."""
     phases = tuple((phase.first, tuple(phase.shares.items())) for phase in parse_mixture(mixture_text))
-    return tuple(one for one in phases if one[0] < steps or not one[0]), tuple(
-        s for s in parse_skips(skip) if s[0] < steps
-    )
+    skips = tuple(one for one in parse_skips(skip) if one[0] < steps)
+    return tuple(one for one in phases if one[0] < steps or not one[0]), skips

@@ -20,13 +20,13 @@ import pytest
 
 import main
 import optimizer
-import ready
 from bench import overlap, step as bench_step
 from config import PRESETS, Config, preset, replace
 from data import prepare
 from devices import memory_bytes, skip_absent_tpu
 from plan import __main__ as plan_command
 from tests import parity
+from train import preflight
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,7 +128,7 @@ def test_a_mistake_is_named_at_once(typed, tokens, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatch):
     """Catches a model that is begun and killed minutes later, a refusal without numbers, and a --force that is none."""
     begun = []
-    monkeypatch.setattr(ready, "memory_bytes", lambda devices: 2**20)
+    monkeypatch.setattr(preflight, "memory_bytes", lambda devices: 2**20)
     monkeypatch.setattr(main, "restore_or_init", lambda *_: begun.append(True) or sys.exit(7))
     words = ["tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--work.remat", "none"]
     status, _, err = run(*words)

@@ -3,10 +3,10 @@
 Open `directory.py` first: what lies in a run's directory, and who may write there; `storage.py` has it in a bucket too.
 `start.py` says what a run starts from, `checkpoint.py` what is saved of it, and how it goes on from there, `steps.py`
 whether what was saved is good; `progress.py` measures how far it is.
-`interruptions.py` ends it early, with nothing lost; `processes.py` makes one run of the processes of several hosts, and
-`pace.py` says which of them is slow. `guard.py` watches for steps that are not finite; `tracking.py` tells wandb;
-`report.py` draws; `selfcheck.py` looks at the hosts. Three are commands too: `python -m train.checkpoint`,
-`train.report` and `train.selfcheck`.
+`interruptions.py` ends it early, with nothing lost; `processes.py` makes one run of the processes of several hosts,
+and `pace.py` says which of them is slow. `guard.py` watches for steps that are not finite; `tracking.py` tells wandb;
+`report.py` draws; `selfcheck.py` looks at the hosts. `preflight.py` is what is known of a run before it starts. Three
+are commands too: `python -m train.checkpoint`, `train.report` and `train.selfcheck`.
 
 From outside: all of them by `main.py`; `checkpoint` by who reads a run, as `generate/` and `weights/` do.
 """
