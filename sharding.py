@@ -281,7 +281,7 @@ def inside_shard_map(function):
                 raise
             raise UserError(
                 f"{function.__name__} needs the mesh axis {unbound[1]!r}, and outside of `shard_map` there is none: "
-                "it works on one device's slices. `sockets.on_mesh` runs such a function on whole arrays"
+                "it works on one device's slices. `on_mesh.on_mesh` runs such a function on whole arrays"
             ) from None
 
     return wrapped

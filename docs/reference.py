@@ -12,7 +12,7 @@ from docs.notebooks import ROOT, chapters
 
 # Pages of the API, in the order of reading: a file at the root, or a room.
 API = ("model", "sharding", "parameters", "overlap", "kernels", "optimizer", "pipeline", "plan", "xla", "config",
-       "dataset", "data", "train", "generate", "weights", "evaluate", "main", "sockets", "errors",
+       "dataset", "data", "train", "generate", "weights", "evaluate", "main", "on_mesh", "errors",
        "devices", "pictures", "chapters")  # fmt: skip
 
 

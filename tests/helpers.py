@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import sharding
-import sockets
 from config import Config, MeshConfig, ModelConfig
+from on_mesh import unstacked
 from plan import show
 from sharding import AXES, TOKENS
 from xla import ordered
@@ -70,12 +70,12 @@ def draw(declarations, seed: int = 0):
 
 @functools.cache
 def moe_declarations(c: ModelConfig):
-    return sockets.unstacked(model.declare(c).blocks.moe.feed_forward)
+    return unstacked(model.declare(c).blocks.moe.feed_forward)
 
 
 @functools.cache
 def attention_declarations(c: ModelConfig):
-    return sockets.unstacked(model.declare(c).blocks.moe.attention)
+    return unstacked(model.declare(c).blocks.moe.attention)
 
 
 def compiled(function, declarations, n_arrays: int, mesh="data=1"):

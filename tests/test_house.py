@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "xla": "errors devices",
     "sharding": "errors config xla",
     "parameters": "xla sharding",
-    "sockets": "errors config xla sharding parameters",
+    "on_mesh": "errors config xla sharding parameters",
     "kernels": "sharding",
     "overlap": "config sharding kernels",
     "model": "errors config sharding kernels overlap",

@@ -13,9 +13,9 @@ import pytest
 import model
 import pipeline
 import sharding
-import sockets
 from config import Precision, preset
 from errors import UserError
+from on_mesh import unstacked
 from overlap import weights as overlap_weights
 from overlap.remat import REMAT
 from pipeline import fit
@@ -242,7 +242,7 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean():
 def test_dropout_differs_by_layer_and_branch(monkeypatch):
     """Catches one key used for all layers, or for both branches of a layer: the same coordinates would always drop."""
     c = config("mla").model
-    declarations = sockets.unstacked(model.declare(c).prefix)
+    declarations = unstacked(model.declare(c).prefix)
     monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
     ten = lambda w, c, x, *_: (sharding.vary(jnp.full_like(x, 10.0), x_axes), {})
     monkeypatch.setattr(model, "feed_forward_branch", ten)

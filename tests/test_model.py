@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import model
 import pipeline
 import sharding
-import sockets
 from config import PRESETS, preset
+from on_mesh import unstacked
 from parameters import init
 from plan import planner
 from tests import helpers
@@ -75,7 +75,7 @@ def test_rotate_turns_pairs_by_position_times_frequency():
 def test_feed_forward_equals_numpy(activation):
     """Catches gate and up in each other's place, the wrong nonlinearity, and a matrix left out."""
     c = config(activation=activation)
-    declarations = sockets.unstacked(model.declare(c).prefix.feed_forward)
+    declarations = unstacked(model.declare(c).prefix.feed_forward)
     w = helpers.draw(declarations)
     got = helpers.run(lambda w, x: model.feed_forward(w, c, x), declarations, w, activations())
     assert (w.w_gate_DF is None) == (activation == "gelu")
@@ -143,7 +143,7 @@ def test_without_rotary_only_the_order_counts(kind):
 def test_every_third_layer_has_no_rotary():
     """Catches layers counted from 0 when those without RoPE are chosen; the whole model's count is compared below."""
     c = config(n_experts=0, balance_loss=0.0)
-    declarations = sockets.unstacked(model.declare(c).prefix)
+    declarations = unstacked(model.declare(c).prefix)
     positions_BT, segments_BT = three_rows()
 
     def local(w, x, positions, segments, number):

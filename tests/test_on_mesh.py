@@ -15,18 +15,17 @@ import model
 import optimizer
 import pipeline
 import sharding
-import sockets
 from config import OptimConfig, preset
 from errors import UserError
+from on_mesh import on_mesh, unstacked
 from overlap.weights import at_use
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
-from sockets import on_mesh
 from tests import helpers
 from tests.test_house import NOT_OURS, ROOT
 from weights import families
 
 C = preset("tiny").model
-FEED_FORWARD = sockets.unstacked(model.declare(C).prefix.feed_forward)
+FEED_FORWARD = unstacked(model.declare(C).prefix.feed_forward)
 B, T, D = 4, 16, C.d_model
 
 
@@ -40,7 +39,7 @@ def x_BTD():
     return np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 
 
-OURS = ("sockets", "optimizer", "weights.families", "data.prepare")
+OURS = ("on_mesh", "optimizer", "weights.families", "data.prepare")
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -57,7 +56,7 @@ def test_every_file_with_an_example_is_run():
     found = {
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in ours if ">>> " in path.read_text()
     }
-    assert found - {"tests.test_sockets"} == set(OURS)
+    assert found - {"tests.test_on_mesh"} == set(OURS)
 
 
 def test_one_function_on_a_mesh_takes_ten_lines():
@@ -84,7 +83,7 @@ def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
 def test_positions_are_cut_as_the_model_cuts_them(kind):
     """Catches attention to chunks in another order than the ring expects, which is right on one device only."""
     c = preset("tiny", **{"work.context_attention": kind}).at_work
-    declared = sockets.unstacked(model.declare(c).prefix.attention)
+    declared = unstacked(model.declare(c).prefix.attention)
     w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
     x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)
 
