@@ -343,6 +343,9 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
+KERNELS_AS_CALLS = "kernels as calls"  # platform of a mesh on which `plan.layers` reads what kernels are given
+
+
 def platform() -> str:
     """What the mesh is made of: cpu, gpu or tpu. Known while a function is traced: no branch is compiled for it."""
     return jax.sharding.get_abstract_mesh().abstract_device.platform
@@ -357,6 +360,8 @@ def by_platform(*args, tpu, gpu, default):
         gpu = default
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is None:
         return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
+    if device.platform == KERNELS_AS_CALLS:
+        return jax.jit(default)(*args)
     return {"tpu": tpu, "gpu": gpu}.get(device.platform, default)(*args)
 
 

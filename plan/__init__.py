@@ -1,6 +1,7 @@
-"""Know before you rent: what a configuration needs, sends and takes, by arithmetic, and by the compiler beside it.
+"""Know before you rent: what a configuration needs, sends and takes, read from the program and from the compiler.
 
-Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `costs.py` is the arithmetic, row by row;
+Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `traced_layer.py` reads a layer's matmuls
+and collectives from its trace, as formulas; `costs.py` says how often each runs and what it costs on a mesh;
 `memory.py` what a device keeps; `hiding.py` what runs beside products; `hardware.py` chips and wires, with sources;
 `expected.py` how long a step takes as compiled; `auto.py` chooses what is left to it; `compiled.py` compiles for
 absent devices, and `replayed.py` plays what came out against time; `inference.py` is the plan of answers, in place of

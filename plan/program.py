@@ -172,13 +172,16 @@ def trace(function, shapes: tuple, mesh: AbstractMesh):
             return jax.make_jaxpr(function)(*plain).jaxpr
 
 
-def read(function, *shapes, mesh: Mesh | AbstractMesh, shares: dict[str, Share] | None = None) -> Program:
+def read(
+    function, *shapes, mesh: Mesh | AbstractMesh, shares: dict[str, Share] | None = None, kernels=frozenset()
+) -> Program:
     """Trace function(*shapes) and list what one device of the mesh computes and sends. No device is used.
 
     shapes  trees of `jax.ShapeDtypeStruct`, or arrays, of the whole arguments
     mesh    its axes may have any names. A `shard_map` without `mesh=` runs on it
     shares  named scope -> the share of runs in which a conditional in that scope does something, as in `ledger.read`;
             any other conditional counts its larger side, and its rows say so
+    kernels  names of functions under `jit` that become one row, with the shapes of their operands
     Raises: UserError for a mesh axis that does not exist and a shape that does not divide; any other error of the
     function as it is.
     """
@@ -191,7 +194,7 @@ def read(function, *shapes, mesh: Mesh | AbstractMesh, shares: dict[str, Share] 
             raise UserError(why) from error
         raise
     platform = abstract.abstract_device.platform if abstract.abstract_device else "cpu"
-    walk = Walk(sizes, platform, shares or {})
+    walk = Walk(sizes, platform, shares or {}, kernels)
     found = collections.Counter()
     for row in walk.rows(jaxpr, Place()):
         found[replace(row, count=0)] += row.count

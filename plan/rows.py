@@ -62,6 +62,7 @@ class Row:
     unknown: bool = False  # a kernel that declares no FLOPs
     automatic: tuple[str, ...] = ()  # mesh axes along which the compiler, not the program, splits it
     callers: tuple[str, ...] = ()  # functions around it, innermost first, those of packages left out
+    arrays: tuple[tuple[tuple[int, ...], int], ...] = ()  # shape and item size: of its operands, then of its results
 
     def total(self, of: str) -> float:
         return self.count * getattr(self, of)
@@ -92,6 +93,12 @@ def convolution_flops(equation) -> int:
     out, rhs = equation.outvars[0].aval.shape, equation.invars[1].aval.shape
     features = rhs[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(out) * math.prod(rhs) // features
+
+
+def arrays_of(equation) -> tuple:
+    """Shape and item size of the operands and results of an operation."""
+    avals = (x.aval for x in (*equation.invars, *equation.outvars))
+    return tuple((x.shape, x.dtype.itemsize) for x in avals if hasattr(x, "shape"))
 
 
 def computation(equation) -> Row | None:
@@ -180,6 +187,7 @@ class Walk:
     sizes: dict[str, int]  # of the mesh axes
     platform: str
     shares: dict[str, Share]  # of conditionals by named scope, as `ledger.read` takes them
+    kernels: frozenset[str] = frozenset()  # names of functions under `jit` that are one row, whatever is in them
     reductions: int = 0  # outside `shard_map`: a compiler may make collectives of them
     shard_maps: int = 0
 
@@ -194,7 +202,11 @@ class Walk:
             left = tuple(axis for axis, n in self.sizes.items() if n > 1 and axis not in at.manual)
             asked = equation.source_info.traceback
             place = dict(source=source(asked), callers=callers(asked), scope=at.scope, loop=at.loop, branch=at.branch)
-            return [replace(row, count=at.times, automatic=left, **place)]
+            return [replace(row, count=at.times, automatic=left, arrays=arrays_of(equation), **place)]
+        if name == "jit" and params["name"] in self.kernels:
+            at, asked = at.within(equation), equation.source_info.traceback
+            place = dict(callers=callers(asked), scope=at.scope, loop=at.loop, branch=at.branch, count=at.times)
+            return [Row(params["name"], source(asked), arrays=arrays_of(equation), **place)]
         if name == "cond":
             return self.branch(equation, at.within(equation))
         if name == "scan":

@@ -59,8 +59,8 @@ ROOMS = {
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "bucket packing order files hub sources hf_json sp_model tokenizers shards units engine progress prepare "
     "check train_tokenizer tasks",
-    "plan": "hardware hiding costs memory expected compiled rows program replayed auto planner inference show "
-    "user_file traced why __main__",
+    "plan": "hardware hiding compiled rows program traced_layer costs memory expected replayed auto planner "
+    "inference show user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace processes directory interruptions start progress "
     "selfcheck preflight",
     "weights": "folders families axis card convert slim init_from __main__",

@@ -1,0 +1,301 @@
+"""The rows of one layer as formulas in letters, read from its trace: forward, recomputed and backward.
+
+`model.layer` is traced once for each kind of layer and each way of executing it, on sizes that are all different
+primes. A FLOP count, or the bytes of a collective, then factors into letters in one way only, and the row holds for any
+sizes and any mesh: `2 b t tensor D f` is a matmul of all positions of the TENSOR neighbours.
+
+Kernels (attention and experts' matmuls) stay one row with the letters of their operands; what they compute and move is
+what they declare, see `kernels/`.
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import devices
+import model
+from config import ModelAtWork
+from overlap.remat import remat
+from plan import hardware
+from plan.program import abstract_mesh, read
+from plan.rows import ROOT, Row
+from sharding import AXES, BATCH, CONTEXT, FSDP, KERNELS_AS_CALLS, TENSOR, map_named, vary
+
+# Letters of the legend in `model.py`, and: r query heads of a key head, k experts of a token, x shared experts; tensor,
+# context and expert are sizes of mesh axes. Lower case: this device's share. A width that rotary needs to be even, and
+# positions, which CONTEXT cuts in two, are twice a prime; sums of widths have a prime that no letter has.
+PRIMES = {
+    "b": 11, "t": 2 * 13, "tensor": 3, "context": 5, "expert": 7, "k": 23, "e": 67, "X": 73, "D": 1009, "g": 37,
+    "r": 43, "K": 2 * 29, "R": 2 * 53, "(K + R)": 2 * 29 + 2 * 53, "U": 31, "Q": 17, "C": 19,
+    "(Q + C + R)": 17 + 19 + 2 * 53, "x": 61, "f": 47, "m": 59,
+}  # fmt: skip
+WIDE_LATENT = 1013  # a query latent that is not sent: see `model.sends_latents`
+LETTER_OF = {max(p for p in range(3, value + 1) if value % p == 0 and all(p % q for q in range(2, p))): letter
+             for letter, value in PRIMES.items()} | {WIDE_LATENT: "Q"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Term:
+    """A coefficient times letters; a letter that occurs twice is there twice."""
+
+    coefficient: float
+    letters: tuple[str, ...] = ()
+
+    def at(self, sizes: dict):
+        """Its value. `sizes` may hold anything that multiplies."""
+        value = self.coefficient
+        for letter in self.letters:
+            value = value * sizes[letter]
+        return value
+
+    def __mul__(self, other: "Term") -> "Term":
+        return Term(self.coefficient * other.coefficient, (*self.letters, *other.letters))
+
+    def __str__(self) -> str:
+        letters = sorted(self.letters, key=[*PRIMES, "(tensor - 1)", "(context - 1)"].index)
+        return " ".join([f"{self.coefficient:g}"] * (self.coefficient != 1) + letters) or "1"
+
+
+def term(value: float) -> Term:
+    """Write a number of a trace in letters. Raises: ValueError if it has a factor that no letter explains."""
+    left, coefficient, letters = round(value), round(value), []
+    for prime, letter in LETTER_OF.items():
+        while left and left % prime == 0:
+            left, coefficient = left // prime, coefficient / (prime if prime == WIDE_LATENT else PRIMES[letter])
+            letters.append(letter)
+    if left & (left - 1):
+        raise ValueError(f"{value:,.0f} has the factor {left}, which no letter of plan/traced_layer.py explains")
+    return Term(coefficient, tuple(letters))
+
+
+# The trace ------------------------------------------------------------------------------------------------------------
+
+KERNELS = {  # name of the form that a trace finds: attention or experts' matmuls, forward or backward
+    "mixed_in_blocks": "attention", "pulled_in_blocks": "attention",
+    "grouped_matmul_in_tiles": "experts", "pulled_in_tiles": "experts",
+}  # fmt: skip
+
+
+def in_letters(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
+    """A model of one layer that is computed like a layer of `c`, and whose sizes are PRIMES."""
+    n, heads, group = PRIMES, PRIMES["g"] * PRIMES[TENSOR], 1 if c.attention == "mla" else PRIMES["r"]
+    if c.work.context_attention == "all_to_all":  # then g is a share of the heads for each device along CONTEXT
+        heads *= PRIMES[CONTEXT]
+    query_latent = n["Q"] if model.sends_latents(c) else WIDE_LATENT
+    positions = n["t"] * n["tensor"] * n["context"]
+    sizes = dict(
+        vocab_size=1, d_model=n["D"], n_layers=1, n_heads=heads * group, n_kv_heads=heads, d_head=n["K"],
+        d_rope=n["R"], d_value=n["U"], d_kv_latent=n["C"], d_query_latent=query_latent if c.d_query_latent else 0,
+        rope_dims=0, rope_theta=1e4, no_rope_every=0, d_ff=n["f"] * n["tensor"],
+        n_experts=n["e"] * n["expert"] * is_moe, top_k=n["k"], n_shared=n["x"] * bool(c.n_shared and is_moe),
+        d_expert=n["m"] * n["tensor"], moe_every=1, dense_prefix=0, router="sigmoid", normalize_gates=True,
+        routed_scaling=1.0, balance_loss=0.0, balance_rate=0.0, z_loss=0.0, label_smoothing=0.0, tie_embeddings=False,
+        dropout=0.0, norm_eps=1e-6,
+        capacity_factor=bool(c.capacity_factor and is_moe) * n["X"] * n["e"] * n["expert"] / (n["k"] * positions),
+    )  # fmt: skip
+    work = replace(type(c.work)().settled, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,
+                   context_attention=c.work.context_attention)  # fmt: skip
+    return replace(c, work=work, **sizes)
+
+
+def whole_over_slices(spec: P) -> P:
+    """A parameter's spec once its slices over FSDP are gathered, as a layer takes it."""
+    return P(*(None if FSDP in (entry if isinstance(entry, tuple) else (entry,)) else entry for entry in spec))
+
+
+def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
+    """Every operation of one layer of a model `in_letters`, and of its backward pass."""
+    declared = model.declare(c).blocks
+    layer = jax.tree.map(lambda d: replace(d, dims=d.dims[-len(d.shape) :]), declared.moe if is_moe else declared.dense)
+    stacked = 1 if is_moe else 2
+
+    def shape(name, d):
+        vector = len(d.shape) - stacked == 1
+        dtype = d.dtype if vector or d.exact else jnp.dtype(c.precision.compute)
+        return jax.ShapeDtypeStruct(d.shape[stacked:], dtype)
+
+    w, specs = map_named(shape, layer), jax.tree.map(lambda d: whole_over_slices(P(*d.spec[stacked:])), layer)
+    B, T = PRIMES["b"] * PRIMES["expert"], PRIMES["t"] * PRIMES["tensor"] * PRIMES["context"]
+    x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.precision.compute))
+    numbers_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def local(w, x_btD, positions_bs, segments_bs):
+        batch = {"positions_BT": positions_bs, "segments_BT": segments_bs, "index_BT": positions_bs}
+        one = remat(c, lambda w, x_btD: model.layer(w, c, x_btD, model.tokens_of(batch), 0, None)[0])
+        y_btD, pull = jax.vjp(one, *vary((w, x_btD), AXES))
+        return vary((y_btD, *pull(y_btD)), AXES)
+
+    mesh = abstract_mesh(hardware.named_mesh({axis: PRIMES.get(axis, 1) for axis in AXES}), KERNELS_AS_CALLS)
+    in_specs = specs, P(BATCH, (CONTEXT, TENSOR)), P(BATCH, CONTEXT), P(BATCH, CONTEXT)
+    layer_and_gradient = jax.shard_map(local, in_specs=in_specs, out_specs=P(AXES))
+    return read(layer_and_gradient, w, x_BTD, numbers_BT, numbers_BT, mesh=mesh, kernels=frozenset(KERNELS)).rows
+
+
+# A function of the model, and the part of a plan that its operations are. The first that is around a row decides; the
+# last ones are inside of loops and kernels, which are traced apart from the layer that calls them.
+PART_OF = {
+    "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts", "logit_sums": "logits",
+    "feed_forward": "feed-forward", "attention_branch": "attention", "feed_forward_branch": "feed-forward",
+    "meet": "attention", "_attention": "attention", "_grouped_matmul": "experts",
+}  # fmt: skip
+
+
+def part_of(row) -> str:
+    """The part of a plan that a matmul or kernel, a Row or a LayerRow, belongs to; "other" if none does."""
+    return next((part for function, part in PART_OF.items() if function in row.callers), "other")
+
+
+# Rows in letters ------------------------------------------------------------------------------------------------------
+
+BACK_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  # the collective of a gradient
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One operation of a layer's forward pass, and how often the backward pass repeats it and takes its gradient."""
+
+    kind: str  # matmul, a name of KERNELS, or a collective
+    source: str  # "model.py:123 in hidden"
+    callers: tuple[str, ...]
+    axes: tuple[str, ...]
+    count: Term
+    flops: Term  # of one execution; of a kernel see `dims`
+    moved: tuple[Term, ...]  # bytes of operands and results
+    payload: Term  # bytes of a collective: of the joined array for a gather or scatter, of the array for the others
+    dims: tuple[tuple[Term, ...], ...]  # shapes of a kernel's operands
+    again: float  # times that the backward pass repeats it
+    back: float  # of a matmul or kernel: the backward FLOPs in forward ones; of a collective: 1 if a gradient is sent
+
+    @property
+    def function(self) -> str:
+        return self.source.rpartition(" ")[2]
+
+    @property
+    def formula(self) -> str:
+        """FLOPs of one forward pass, or the bytes whose share a collective sends; of a kernel the operands' shapes."""
+        if self.dims:
+            operands = (" x ".join(map(str, dims)) for dims in self.dims[:3] if len(dims) > 1)
+            return f"{KERNELS[self.kind]}({', '.join(operands)})"
+        return str(self.count * (self.payload if self.axes else self.flops))
+
+
+def when(row: Row) -> str:
+    """Whether a row of `rows` is of the forward pass, repeated for the backward pass ("again"), or backward."""
+    return "again" if "rematted_computation" in row.scope else "back" if "transpose(" in row.scope else "forward"
+
+
+def count_term(row: Row) -> Term:
+    """How often a row runs in a layer. A ring over TENSOR is unrolled: a matmul for each device's positions, and one
+    permute fewer. A ring over CONTEXT is a loop."""
+    n, steps = PRIMES[TENSOR], PRIMES[CONTEXT] - 1
+    if row.loop:
+        return Term(row.count / steps, ("(context - 1)",))
+    if row.kind == "collective-permute" and row.axes == (TENSOR,):
+        return Term(row.count / (n - 1), ("(tensor - 1)",))
+    if row.count % n == 0 and {"gather_apply", "apply_scatter", "gather_apply_scatter"} & {*row.callers}:
+        return Term(row.count / n, (TENSOR,))
+    return Term(row.count)
+
+
+def payload(row: Row) -> float:
+    """Bytes whose share a device of the traced mesh sends, see `sharding.py`'s prices."""
+    n = math.prod(PRIMES[axis] for axis in row.axes)
+    return row.wire_bytes / {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(row.kind, (n - 1) / n)
+
+
+def of_row(row: Row, again: float, back: float) -> LayerRow:
+    """A forward row in letters."""
+    bytes_of = lambda shape, width: term(math.prod(shape) * width)
+    return LayerRow(
+        row.kind, row.source, row.callers, row.axes, count_term(row), term(row.flops),
+        tuple(bytes_of(*array) for array in row.arrays), term(payload(row)) if row.axes else Term(0),
+        tuple(tuple(map(term, shape)) for shape, _ in row.arrays) if row.kind in KERNELS else (), again, back,
+    )  # fmt: skip
+
+
+def take(rows: list[Row], fits, most: float = math.inf) -> float:
+    """Count the executions of the rows that fit, up to `most`, and take those rows out of the list."""
+    total = 0.0
+    for row in [row for row in rows if fits(row)]:
+        if total < most:
+            total += row.count
+            rows.remove(row)
+    return total
+
+
+@functools.cache
+def layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+    """The rows of one layer of `c`, in the order of its forward pass."""
+    return kept_on_disk(in_letters(c, is_moe), is_moe)
+
+
+SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "plan/rows.py", "plan/traced_layer.py")
+
+
+@functools.cache
+def state() -> str:
+    """What rows depend on besides their model: the code that is traced, the code that reads it, and JAX's version."""
+    files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + jax.__version__.encode()).hexdigest()
+
+
+@functools.cache
+def kept_on_disk(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+    """`from_trace`, whose half second is spent once on a machine: rows are kept in the user's cache folder."""
+    name = hashlib.sha256(repr((state(), c, c.work, is_moe)).encode()).hexdigest()
+    file = Path(devices.cache_directory(), "layers", name)
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        return pickle.loads(file.read_bytes())
+    found = from_trace(c, is_moe)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+            temporary.write(pickle.dumps(found))
+        os.replace(temporary.name, file)
+    return found
+
+
+def from_trace(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+    """The rows of one layer of a model `in_letters`.
+
+    Raises: ValueError for an operation of the backward pass that belongs to none of the forward pass.
+    """
+    every = rows(c, is_moe)
+    forward, again, back = ([row for row in every if when(row) == one] for one in ("forward", "again", "back"))
+    found = []
+    for row in forward:
+        same = lambda x, row=row: place(x) == place(row) and (x.kind, operands(x)) == (row.kind, operands(row))
+        pulled = lambda x, row=row: place(x) == place(row) and is_gradient(x, row)
+        found.append(of_row(row, take(again, same) / row.count, take(back, pulled, 2 * row.count) / row.count))
+    if again or back:
+        raise ValueError(f"no operation of a layer's forward pass explains these: {again + back}")
+    return found
+
+
+def place(row: Row) -> tuple:
+    """What an operation has in common with its repetition and its gradient. `around`: a ring that gathers."""
+    return row.source, row.axes, row.loop, "around" in row.callers
+
+
+def operands(row: Row) -> tuple:
+    """The arrays by which operations of one line are told apart."""
+    return row.arrays[:3] if row.kind in KERNELS else row.arrays
+
+
+def is_gradient(x: Row, row: Row) -> bool:
+    """Whether x, of the same line, is the backward pass of a forward row."""
+    if row.kind in KERNELS:
+        return KERNELS.get(x.kind) == KERNELS[row.kind] and operands(x) == operands(row)
+    if row.axes:
+        return (x.kind, x.wire_bytes) == (BACK_OF.get(row.kind, row.kind), row.wire_bytes)
+    return x.kind == "matmul" and x.flops == row.flops

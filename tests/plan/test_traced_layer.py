@@ -1,0 +1,117 @@
+"""Claims about a layer's rows in letters: they are what the trace says at any sizes, and nothing of it is lost."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from config import preset
+from plan import costs, traced_layer
+from plan.rows import Row
+from plan.traced_layer import LETTER_OF, PRIMES, Term, term
+
+FULL = {"work.remat": "full"}
+
+
+def formulas(name: str, is_moe: bool, **settings) -> dict[str, str]:
+    """Of each function of the model: what its matmuls, or its collectives, are in letters."""
+    rows = traced_layer.layer_rows(preset(name, **FULL, **settings).at_work, is_moe)
+    found = {}
+    for row in rows:
+        label = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else row.function
+        found.setdefault(label, []).append(row.formula)
+    return found
+
+
+def test_a_dense_layer_in_letters():
+    """Catches a letter that stands for another one. The formulas are those of chapters 03 and 04, written by hand."""
+    assert formulas("llama3_8b", False) == {
+        "all-gather over tensor": ["2 b t tensor D", "2 b t tensor D"],
+        "reduce-scatter over tensor": ["2 b t tensor D", "2 b t tensor D"],
+        "all-gather over context": ["4 b t tensor context g K", "4 b t tensor context"],  # keys and values; documents
+        "queries_keys_values": ["2 b t tensor D g r K", "2 b t tensor D g K", "2 b t tensor D g K"],
+        "partial_attention": ["attention(b x t tensor x g r x K, b x t tensor context x g x K, "
+                              "b x t tensor context x g x K)"],
+        "grouped_attention.out": ["2 b t tensor D g r K"],
+        "hidden": ["2 b t tensor D f", "2 b t tensor D f"],
+        "down": ["2 b t tensor D f"],
+    }  # fmt: skip
+
+
+def test_experts_and_latents_in_letters():
+    """Catches rows of latents, routed and shared experts that are another part's."""
+    found = formulas("deepseek_v3", True)
+    assert found["all-gather over tensor"][0] == "2 b t tensor (Q + C + R)"  # latents, narrower than the stream
+    assert found["all-gather over expert"][0] == found["reduce-scatter over expert"][0] == "2 b t tensor expert D"
+    assert found["route"] == ["2 b t expert e D"]
+    assert found["grouped_matmul"] == ["experts(b t tensor expert k x D, e x D x m)"] * 1 + [
+        "experts(b t tensor expert k x m, e x m x D)"]  # fmt: skip
+    assert found["hidden"] == ["2 b t tensor D x m"] * 2
+    assert found["latent_attention.keys_values"] == ["2 b t tensor context g K C", "2 b t tensor context g U C"]
+
+
+def test_rings_run_once_for_each_device():
+    """Catches a ring that is counted as one exchange, or as one for each device, its own positions too."""
+    rings = {"work.tensor_exchange": "ring", "work.context_attention": "ring"}
+    found = formulas("llama3_8b", False, **rings)
+    assert found["collective-permute over tensor"] == ["2 b t D (tensor - 1)"] * 4
+    assert set(found["collective-permute over context"]) == {
+        "4 b t tensor g K (context - 1)", "4 b t tensor (context - 1)"}  # fmt: skip
+    assert found["down"] == ["2 b t tensor D f"]  # of all positions, however many come at a time
+
+
+def test_every_number_has_one_factorization():
+    """Catches two letters, or a letter and a sum, that share a prime: a row would have the wrong letters."""
+    assert len(LETTER_OF) == len(PRIMES) + 1
+    assert all(math.gcd(x, y) in (1, 2) for x in PRIMES.values() for y in PRIMES.values() if x != y)
+    for letter, value in PRIMES.items():
+        assert term(8 * value * value) == Term(8, (letter, letter))
+    with pytest.raises(ValueError, match="has the factor 158, which no letter"):
+        term(2 * 79 * PRIMES["D"])
+
+
+@pytest.mark.parametrize("remat, again", [("none", 0), ("dots", 0), ("branches", 1), ("full", 1)])
+def test_what_is_repeated_is_the_policys(remat, again):
+    """Catches a policy that is passed over. Attention's scores and collectives repeat under every policy but none."""
+    rows = traced_layer.layer_rows(preset("llama3_8b", **{"work.remat": remat}).at_work, False)
+    of = {row.function: row.again for row in rows if not row.axes}
+    assert of["hidden"] == of["queries_keys_values"] == again and of["down"] == 0
+    assert of["partial_attention"] == (remat != "none")
+    assert of["grouped_attention.out"] == (remat == "full")
+
+
+def test_nothing_of_a_backward_pass_is_lost(monkeypatch):
+    """Catches a backward operation that belongs to no forward row, and would not be planned."""
+    stray = Row("matmul", "model.py:1 in nowhere", scope="transpose(jvp())", flops=2.0)
+    every = traced_layer.rows
+    monkeypatch.setattr(traced_layer, "rows", lambda *args: [*every(*args), stray])
+    c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
+    with pytest.raises(ValueError, match="no operation of a layer's forward pass explains these"):
+        traced_layer.from_trace(c, False)
+
+
+def test_rows_are_kept_on_disk_as_long_as_the_code_is_the_same(monkeypatch, tmp_path):
+    """Catches rows of yesterday's model, and a damaged file that ends the command."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = traced_layer.kept_on_disk.__wrapped__
+    traced = []
+    monkeypatch.setattr(traced_layer, "from_trace", lambda c, is_moe: traced.append(c) or [Term(len(traced))])
+    c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
+    assert kept(c, False) == kept(c, False) == [Term(1)]
+    kept(replace(c, work=replace(c.work, remat="dots")), False)
+    assert len(traced) == 2  # another policy is another file
+    monkeypatch.setattr(traced_layer, "state", lambda: "model.py has changed")
+    assert kept(c, False) == [Term(3)]
+    for file in (tmp_path / "axis-by-axis" / "layers").iterdir():
+        file.write_bytes(b"half a pick")
+    assert kept(c, False) == [Term(4)]
+
+
+def test_a_plan_asks_for_the_letters_of_its_mesh():
+    """Catches sizes of all devices in place of this one's: they are those of the model's shards."""
+    cfg = preset("mixtral_8x7b", mesh="fsdp=2,expert=2,context=2,tensor=4", **FULL, **{"data.batch_size": 32})
+    z = costs.Sizes.of(cfg)
+    sizes = costs.letters(cfg.at_work, z)
+    assert (sizes["b"], sizes["t"], sizes["g"], sizes["r"], sizes["e"], sizes["m"]) == (8, 512, 2, 4, 4, 3584)
+    [out] = [x for x in costs.layer(cfg.at_work, z, True) if getattr(x, "function", "") == "grouped_attention.out"]
+    assert out.flops == 2 * 8 * 2048 * 8 * 128 * 4096
