@@ -20,12 +20,11 @@ DRAWN = {"DHK": ("D", "H", ""), "DGK": ("D", "G", ""), "HKD": ("H", "D", ""), "D
          "BTF": ("B", "T", "F")}  # fmt: skip
 STACKED = "LJ"  # letters of layers
 
-# The rows of a layer in `costs.moe` and `costs.dense`, in their order: which line of the page each belongs to.
-ATTENTION = ["positions for attention", "sums of attention", "keys and values", "keys and values"]
+# The collectives of a layer, in the order of its forward pass: which line of the page each belongs to.
+ATTENTION = ["positions for attention", "keys and values", "keys and values", "sums of attention"]
 LINES = {
-    "mixtral_8x7b": [*ATTENTION, "positions for the experts", "gates over tensor", "gates over tensor",
-                     "sums of the experts", "tokens for experts", "gates over expert", "gates over expert",
-                     "tokens back from experts"],
+    "mixtral_8x7b": [*ATTENTION, "positions for the experts", "gates over tensor", "tokens for experts",
+                     "gates over expert", "gates over expert", "tokens back from experts", "sums of the experts"],
     "llama3_8b": [*ATTENTION, "positions for the feed-forward", "sums of the feed-forward"],
 }  # fmt: skip
 SAYS = {

@@ -1,9 +1,10 @@
-"""What one training step costs a device, by arithmetic on the declarations: FLOPs and bytes on the wire.
+"""What one training step costs a device: FLOPs and bytes on the wire.
 
-Every product and every exchange of `model.py` and `pipeline/step.py` is one row below. A row says what the forward pass
-of one microbatch does once, and whether the backward pass does it again; `passes` says how often each happens in a
-step. The rows are those of the busiest device, one of the first stage. `python -m plan --compile` puts the compiler's
-counts beside them.
+A layer's matmuls and collectives are read from its trace as formulas in letters (`traced_layer.py`), and evaluated here
+for a model on a mesh. Written here are the embedding, the logits, and what is sent for each declared parameter. A row
+says what the forward pass of one microbatch does once, and whether the backward pass does it again; `passes` says how
+often each happens in a step. The rows are those of the busiest device, one of the first stage.
+`python -m plan --compile` puts the compiler's counts beside them.
 
 Letters are sizes and as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths
 of this device.
@@ -20,7 +21,7 @@ from kernels import attention as attending, grouped
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
 from pipeline import fit, schedules
-from plan import hiding
+from plan import hiding, traced_layer
 from plan.hiding import WHOLE
 from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 
@@ -94,12 +95,7 @@ class Product:
     hbm_bytes: float  # operands and results
     again: tuple[str, ...] = WHOLE
     back: tuple[float, float] | None = None  # the two of a backward pass; None: of one for inputs, and one for weights
-
-
-def product(part: str, z: Sizes, rows: int, inner: int, columns: int, tables=1, **more) -> Product:
-    """Rows by one table of weights, or by several in turn."""
-    arrays = rows * inner + tables * inner * columns + rows * columns
-    return Product(part, 2 * rows * inner * columns, arrays * z.width, **more)
+    function: str = ""  # of the model that does it
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class Exchange:
     axes: tuple[str, ...]
     size: float  # bytes: of the joined array for a gather or scatter, of the array for the others
     again: tuple[str, ...] = BATCHED  # remat policies under which it is repeated
-    back: bool = True  # a gradient takes the way back
+    back: float = 1  # gradients sent for each
     times: float = 1  # in one forward pass
     of: str = "layer"  # what it is for, as `waits` asks
 
@@ -127,149 +123,96 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
-def mixing(c: ModelAtWork, z: Sizes, way: str, sizes: tuple[int, int, int, int]):
-    """Scores, and values mixed by them, a block of queries and keys at a time."""
-    n, (h, g, score, value) = z.mesh[CONTEXT], sizes
-    s = z.s
-    if way == "all_to_all":  # all positions, with a share of the heads
-        s, h, g, n = z.T, h // n, g // n, 1
-
-    def met(s: int, S: int, starts, times=1, **more):
-        flops = attending.flops(s, S, starts, h, score, value, z.width, z.platform)
-        moved = attending.hbm_bytes(s, S, starts, h, g, score, value, z.width, z.platform)
-        ahead, back = ((times * z.b * x, times * z.b * y) for x, y in zip(flops, moved, strict=True))
-        return Product("attention", *ahead, BATCHED, back)
-
-    if way != "ring":
-        one = met(s, z.T, chunk_starts(s, n))
-        if z.platform != "tpu" and c.work.remat in BATCHED and z.T <= attending.BLOCK and n == 1:
-            # Of one block, scores made again are those of the backward pass.
-            one = replace(one, back=(one.back[0] - 2 * h * score * s * z.T * z.b, one.back[1]))
-        yield one
-        return
-    yield met(z.s, z.s, ((0,),))
-    # Of everyone else's keys all queries see half, or half of them all; the way back repeats each step.
-    others = met(z.s // 2, z.s, ((z.s,),), n - 1)
-    yield replace(others, back=tuple(map(sum, zip(others.back, (others.flops, others.hbm_bytes), strict=True))))
-
-
-def arriving(c: ModelAtWork, z: Sizes, size: float, **more) -> Exchange:
-    """What TENSOR neighbours hold, joined; see `overlap.positions`."""
-    return over_tensor(c, z, "all-gather", size, **more)
-
-
-def leaving(c: ModelAtWork, z: Sizes, size: float, again: tuple[str, ...] = (), **more) -> Exchange:
-    """Partial sums that TENSOR neighbours add up. After feed-forward nothing needs the result again."""
-    return over_tensor(c, z, "reduce-scatter", size, again=again, **more)
-
-
-def over_tensor(c: ModelAtWork, z: Sizes, kind: str, size: float, **more) -> Exchange:
-    n = z.mesh[TENSOR]
-    if c.work.tensor_exchange == "gather":
-        return Exchange("activations", kind, (TENSOR,), size, **more)
-    return Exchange("activations", "collective-permute", (TENSOR,), size / n, times=n - 1, **more)
-
-
 def over_context(c: ModelAtWork, z: Sizes) -> str:
     """How keys of other devices are met: gather, ring or all_to_all."""
     return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
 
 
-def attention(c: ModelAtWork, z: Sizes):
-    """Products and exchanges of one attention."""
-    h, n = c.n_heads // z.mesh[TENSOR], z.mesh[CONTEXT]
-    g = h if c.attention == "mla" else c.n_kv_heads // z.mesh[TENSOR]
-    N, keys = z.b * z.s, z.b * z.T  # tokens that ask, tokens that are looked at
-    way = over_context(c, z)
-    if c.attention == "mla":
-        Q, score, value = c.d_query_latent or c.d_model, c.d_head + c.d_rope, c.d_value
-        latent = c.d_query_latent + c.d_kv_latent + c.d_rope
-        yield product("attention", z, z.b * (z.t if model.sends_latents(c) else z.s), c.d_model, latent)
-        yield product("attention", z, N, Q, h * score)
-        arrives = latent if model.sends_latents(c) else c.d_model  # numbers of a position
-        made = lambda keys: product("attention", z, keys, c.d_kv_latent, h * (c.d_head + value))
-        yield made(keys if way == "gather" else N)
-        if way == "ring":  # of everyone else's keys each step makes them, and again on the way back
-            others = made((n - 1) * N)
-            yield replace(others, again=BATCHED, back=(3 * others.flops, 3 * others.hbm_bytes))
-        parts = (c.d_kv_latent, c.d_rope)
+def letters(c: ModelAtWork, z: Sizes) -> dict:
+    """The sizes of the letters in `traced_layer.PRIMES`, of one device."""
+    tensor, context, heads = z.mesh[TENSOR], z.mesh[CONTEXT], c.n_heads if c.attention == "mla" else c.n_kv_heads
+    found = {
+        "tensor": tensor, "context": context, "expert": z.mesh[EXPERT], "(tensor - 1)": tensor - 1,
+        "(context - 1)": context - 1, "b": z.b, "t": z.t, "D": c.d_model, "Q": c.d_query_latent, "C": c.d_kv_latent,
+        "K": c.d_head, "R": c.d_rope, "U": c.d_value, "r": c.n_heads // heads, "f": c.d_ff // tensor,
+        "m": c.d_expert // tensor, "x": c.n_shared, "e": c.n_experts // z.mesh[EXPERT], "k": c.top_k,
+        "(K + R)": c.d_head + c.d_rope, "(Q + C + R)": c.d_query_latent + c.d_kv_latent + c.d_rope,
+        "g": heads // tensor // (context if over_context(c, z) == "all_to_all" else 1),
+    }  # fmt: skip
+    return found | ({"X": model.slots_per_expert(c, z.T)} if c.capacity_factor else {})
+
+
+def whole(x):
+    """A number of positions or heads, which halves in a formula have made a float."""
+    return int(x) if isinstance(x, float) else x
+
+
+def attention(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
+    """FLOPs and HBM bytes of attention, forward and backward, as `kernels.attention` declares them."""
+    queries, keys = row.dims[0][1], row.dims[1][1]
+    (b, s, h, K), (_, S, g, _), (*_, U) = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
+    if CONTEXT in keys.letters and CONTEXT not in queries.letters:
+        starts = chunk_starts(s, z.mesh[CONTEXT])
     else:
-        score = value = c.d_head
-        yield product("attention", z, N, c.d_model, (h + 2 * g) * c.d_head)
-        arrives, parts = c.d_model, (2 * g * c.d_head,)
-    needs = () if c.parallel_residual else ("full", "dots")  # a feed-forward that follows needs the sum
-    yield product("attention", z, N, h * value, c.d_model, again=needs[:1])
-    yield from mixing(c, z, way, (h, g, score, value))
-    yield arriving(c, z, N * arrives * z.width)
-    yield leaving(c, z, N * c.d_model * z.width, again=needs, of="attention's sums")
-    yield from keys_met(z, way, N * sum(parts) * z.width, (h * score, g * score, g * value, h * value))
+        starts = ((0,),) if queries == keys else ((S,),)  # a ring's own keys, or those of another device: all earlier
+    flops = attending.flops(s, S, starts, h, K, U, z.width, z.platform)
+    moved = attending.hbm_bytes(s, S, starts, h, g, K, U, z.width, z.platform)
+    ahead, back = zip(flops, moved, strict=True)
+    if z.platform != "tpu" and row.again and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
+        back = back[0] - 2 * h * K * s * S, back[1]  # of one block, scores made again are those of the backward pass
+    return [b * x for x in ahead], [b * x for x in back]
 
 
-def keys_met(z: Sizes, way: str, own: float, of_heads: tuple[int, ...]):
-    """The exchanges by which queries meet the keys of other devices.
+def experts(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
+    """FLOPs and HBM bytes of a matmul of experts, forward: rows that a tile pads or repeats count."""
+    (A, _), (e, D, M), *_ = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims)
+    rows = grouped_rows(A, e, z.platform)
+    return 2 * rows * D * M, (rows * D + e * D * M + rows * M) * z.width
 
-    own       bytes of what this device knows of its positions
-    of_heads  numbers of a position: queries, keys, values, and what is mixed
-    """
-    N, n = z.b * z.s, z.mesh[CONTEXT]
-    if way == "ring":
-        yield Exchange("keys", "collective-permute", (CONTEXT,), own, times=n - 1)
-        yield Exchange("keys", "collective-permute", (CONTEXT,), 4 * N, back=False, times=n - 1)
-        return
-    if way == "all_to_all":
-        yield from (Exchange("heads", "all-to-all", (CONTEXT,), N * numbers * z.width) for numbers in of_heads)
+
+def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Product:
+    """A matmul or kernel of a layer, on one device."""
+    count, back = row.count.at(sizes), None
+    if traced_layer.KERNELS.get(row.kind) == "attention":
+        ahead, back = attention(row, sizes, c, z)
+    elif traced_layer.KERNELS.get(row.kind) == "experts":
+        ahead = experts(row, sizes, z)
     else:
-        yield Exchange("keys", "all-gather", (CONTEXT,), own * n)
-    yield Exchange("keys", "all-gather", (CONTEXT,), 4 * N * n, back=False)  # documents
+        ahead = row.flops.at(sizes), sum(moved.at(sizes) for moved in row.moved)
+    once_more = max(row.again - 1, 0)  # a step of a ring is repeated, whatever the layer keeps
+    if back is None and (once_more or row.back not in (1, 2)):
+        back = [row.back * x for x in ahead]
+    back = back and tuple(count * (y + once_more * x) for x, y in zip(ahead, back, strict=True))
+    again = (c.work.remat,) if row.again else ()
+    return Product(traced_layer.part_of(row), *(count * x for x in ahead), again, back, row.function)
 
 
-def feed_forward(c: ModelAtWork, z: Sizes, hidden: int, part: str):
-    """Products of a dense feed-forward or of the shared experts. Nothing needs the last one's result again."""
-    N, f = z.b * z.s, hidden // z.mesh[TENSOR]
-    yield product(part, z, N, c.d_model, f * (1 + model.swiglu(c)))
-    yield product(part, z, N, f, c.d_model, again=())
-
-
-def dense(c: ModelAtWork, z: Sizes):
-    """Products and exchanges of one dense layer."""
-    yield from attention(c, z)
-    yield from feed_forward(c, z, c.d_ff, "feed-forward")
-    if c.parallel_residual:
-        return  # attention's exchanges are for both
-    X = z.b * z.s * c.d_model * z.width
-    yield arriving(c, z, X, of="feed-forward")
-    yield leaving(c, z, X)
-
-
-def moe(c: ModelAtWork, z: Sizes):
-    """Products and exchanges of one MoE layer."""
-    yield from attention(c, z)
-    N, n, k = z.b * z.s, z.mesh[EXPERT], c.top_k
-    e, m = c.n_experts // n, c.d_expert // z.mesh[TENSOR]
-    X = N * c.d_model * z.width
-    yield product("router", z, z.b * z.t, c.d_model, c.n_experts)
-    yield arriving(c, z, X, of="feed-forward")
-    yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k)
-    yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
-    yield leaving(c, z, X)
-    if c.capacity_factor:
-        slots = model.slots_per_expert(c, z.T)
-        rows, buffers = e * n * z.b * slots, c.n_experts * z.b * slots * c.d_model * z.width
-        yield Exchange("routes", "all-gather", (CONTEXT, TENSOR), 4 * z.b * z.T * k, back=False)
-        yield Exchange("routes", "all-gather", (TENSOR,), 4 * N * k, back=False)
-        yield Exchange("tokens", "all-to-all", (EXPERT,), buffers)
-        yield Exchange("routes", "all-to-all", (EXPERT,), 4 * c.n_experts * z.b * slots)
-        yield Exchange("tokens", "all-to-all", (EXPERT,), buffers, again=())
+def exchange(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork) -> Exchange:
+    """A collective of a layer."""
+    small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "around" in row.callers
+    if row.axes == (CONTEXT,):
+        part = "heads" if row.kind == "all-to-all" else "keys"
+    elif EXPERT in row.axes or "k" in row.payload.letters:
+        part = "routes" if small else "tokens"
     else:
-        rows = grouped_rows(N * n * k, e, z.platform)
-        yield Exchange("tokens", "all-gather", (EXPERT,), n * X)
-        yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k)
-        yield Exchange("routes", "all-gather", (EXPERT,), 4 * n * N * k, back=False)
-        yield Exchange("tokens", "reduce-scatter", (EXPERT,), n * X, again=())
-    yield product("experts", z, rows, c.d_model, m * (1 + model.swiglu(c)), e, again=BATCHED)
-    yield product("experts", z, rows, m, c.d_model, e, again=())
-    if c.n_shared:
-        yield from feed_forward(c, z, c.n_shared * c.d_expert, "shared experts")
+        part = "activations"
+    of = "layer"
+    if part == "activations" and arrives and "feed_forward_branch" in row.callers:
+        of = "feed-forward"
+    elif part == "activations" and not arrives and "attention_branch" in row.callers:
+        of = "attention's sums"
+    again = (c.work.remat,) if row.again else ()
+    return Exchange(part, row.kind, row.axes, row.payload.at(sizes), again, row.back, row.count.at(sizes), of)
+
+
+def layer(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Product | Exchange]:
+    """Every matmul, kernel and collective of one layer, read from its trace, see `traced_layer`."""
+    way = replace(c, work=replace(c.work, context_attention=over_context(c, z)))
+    sizes = letters(c, z)
+    return [
+        exchange(row, sizes, c) if row.axes else product(row, sizes, c, z)
+        for row in traced_layer.layer_rows(way, is_moe)
+    ]
 
 
 def tokens_go(c: ModelAtWork, z: Sizes) -> bool:
@@ -293,7 +236,8 @@ def logits(c: ModelAtWork, z: Sizes):
     """Logits and loss, a share of the tokens on each stage."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
     slices, words = vocabulary_slices(c, tokens, c.vocab_size // n)
-    one = product("logits", z, tokens, c.d_model, words)
+    arrays = tokens * c.d_model + c.d_model * words + tokens * words
+    one = Product("logits", 2 * tokens * c.d_model * words, arrays * z.width)
     yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes, again=ALWAYS)
     yield replace(one, again=())  # the last slice's, the backward pass finds made
     X = tokens * c.d_model * z.width
@@ -331,7 +275,7 @@ def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
     """(how many, rows of one) of each kind of layer on the first stage."""
     n_moe = z.blocks if c.n_experts else 0
     n_dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
-    return [(n_dense, list(dense(c, z))), (n_moe, list(moe(c, z)) if n_moe else [])]
+    return [(many, layer(c, z, bool(is_moe)) if many else []) for is_moe, many in enumerate((n_dense, n_moe))]
 
 
 @dataclass(frozen=True)

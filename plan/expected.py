@@ -93,7 +93,7 @@ def positions(one, speed: float, chip: hardware.Chip) -> float:
     for many, rows in filter(lambda layer: layer[0], costs.layers(c, z)):
         exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)
                      and row.kind == "collective-permute"]  # fmt: skip
-        for exchange, product in zip(exchanges, beside(rows), strict=True):
+        for exchange, product in zip(exchanges, beside(rows)[: len(exchanges)], strict=True):
             part = product * (n - 1) / n
             took = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
             peak = chip.peak_flops_per_s / slower(chip)
@@ -102,10 +102,13 @@ def positions(one, speed: float, chip: hardware.Chip) -> float:
     return waits
 
 
+BESIDE = (  # functions of the model whose matmuls each ring of a layer overlaps with: arriving and leaving, twice
+    ("latent_queries", "queries_keys_values"), ("latent_attention.<lambda>", "grouped_attention.out"), ("hidden",),
+    ("down",),
+)  # fmt: skip
+
+
 def beside(rows: list) -> list[float]:
-    """FLOPs of the product that each ring of a layer stands beside: arriving and leaving, attention's first."""
-    of = lambda *parts: [row.flops for row in rows if isinstance(row, costs.Product) and row.part in parts]
-    attention, rest = of("attention"), of("feed-forward", "shared experts") or [0.0, 0.0]
-    out = next(row.flops for row in rows if isinstance(row, costs.Product) and row.again == ("full",))
-    queries = attention[1] if attention[1] != out else attention[0]  # out of a latent, or of the stream
-    return [queries, out, rest[0], rest[1]]
+    """FLOPs of the matmuls that each ring of a layer overlaps with: arriving and leaving, attention's first."""
+    of = lambda names: sum(x.flops for x in rows if isinstance(x, costs.Product) and x.function in names)
+    return [of(names) for names in BESIDE]

@@ -1,6 +1,7 @@
 """Claims about programs read from their trace: FLOPs and bytes are the program's, and what cannot be read is refused.
 
-What is expected is arithmetic on shapes, written out here or in `plan/costs.py`; none of it reads a trace.
+What is expected is arithmetic on shapes, written out here, or a plan: how often layers run, times formulas that were
+read from one layer at other sizes (`plan/traced_layer.py`). Both count a step at its own sizes.
 """
 
 import ast
