@@ -1,28 +1,16 @@
 """Where a plan's numbers come from: the rows of the traced step beside those of the plan, with their lines of source.
 
-The plan's rows are those of `costs.py`, before a compiler changes a collective into another one.
+The plan's rows are those of `costs.py`, before a compiler changes a collective into another one. A line of a layer has
+its formula: the FLOPs of one forward pass, or the bytes of a collective, in letters.
 """
 
 from dataclasses import asdict, dataclass, field
 
-from plan import costs, program
+from plan import costs, program, traced_layer
 from plan.planner import Plan, amount, is_tpu
 from plan.rows import Row
 from plan.show import titled
-
-# A function of the model, and the part of `costs.py` that its matmuls are. The first that is around a row decides.
-PART_OF = {
-    "with_shared": "shared experts",
-    "route": "router",
-    "experts_feed_forward": "experts",
-    "logit_sums": "logits",
-    "feed_forward": "feed-forward",
-    "attention_branch": "attention",
-    "feed_forward_branch": "feed-forward",
-    # Kernels that are traced apart from the layer that calls them.
-    "_attention": "attention",
-    "_grouped_matmul": "experts",
-}
+from plan.traced_layer import part_of
 
 
 @dataclass
@@ -30,6 +18,7 @@ class Line:
     """One line of source: what all its operations of one kind do in a step."""
 
     source: str  # "model.py:123 in hidden"
+    formula: str = ""  # of one forward pass of a layer, in the letters of LEGEND
     count: float = 0  # executions
     size: float = 0  # FLOPs, or bytes sent
 
@@ -48,24 +37,36 @@ class Group:
     def ratio(self) -> float | None:
         return self.traced / self.planned if self.planned else None
 
-    def add(self, row: Row, of: str) -> None:
+    def add(self, row: Row, of: str, formula: str) -> None:
         line = next((line for line in self.lines if line.source == row.source), None)
         if line is None:
-            self.lines.append(line := Line(row.source))
+            self.lines.append(line := Line(row.source, formula))
         line.count += row.count
         line.size += row.total(of)
         self.traced += row.total(of)
 
 
-def part_of(row: Row) -> str:
-    """The part of `costs.py` that a matmul or kernel belongs to; "other" if none does."""
-    return next((part for function, part in PART_OF.items() if function in row.callers), "other")
+LEGEND = (
+    "letters: a device's b sequences, t positions between blocks, D model width, g key heads with r query heads each, "
+    "K, R, U widths of a head's content, rotary part and value, Q and C latents, f hidden width, e experts of width m, "
+    "k experts a token, x shared ones, X slots; tensor, context, expert: devices along an axis"
+)
+
+
+def formulas(one: Plan) -> dict[tuple[str, bool], str]:
+    """For each line of source in a layer, and of its collectives or not: what one forward pass does, in letters."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for is_moe in (False, True)[: 1 + bool(one.cfg.model.n_experts)]:
+        for row in traced_layer.layer_rows(one.cfg.at_work, is_moe):
+            terms = found.setdefault((row.source, bool(row.axes)), [])
+            terms += [row.formula] * (row.formula not in terms)
+    return {line: " + ".join(terms) for line, terms in found.items()}
 
 
 def compared(one: Plan) -> dict[str, list[Group]]:
     """Groups of "FLOPs" by part, and of "bytes" by collective and axes, the largest first."""
     platform = "tpu" if is_tpu(one.topology and one.topology.chip) else "cpu"
-    step, flops, sent = program.training_step(one.cfg, platform), {}, {}
+    step, flops, sent, of_line = program.training_step(one.cfg, platform), {}, {}, formulas(one)
     for part, planned in one.flops.items():
         if planned:
             flops[part] = Group(part, part, planned)
@@ -77,7 +78,7 @@ def compared(one: Plan) -> dict[str, list[Group]]:
     for row in step.rows:
         groups, of = (sent, "wire_bytes") if row.axes else (flops, "flops")
         name = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else part_of(row)
-        groups.setdefault(name, Group(name, "", 0)).add(row, of)
+        groups.setdefault(name, Group(name, "", 0)).add(row, of, of_line.get((row.source, bool(row.axes)), ""))
     order = lambda groups: sorted(groups.values(), key=lambda group: -max(group.planned, group.traced))
     return {"FLOPs": order(flops), "bytes": order(sent)}
 
@@ -86,15 +87,17 @@ def print_why(found: dict[str, list[Group]], console) -> None:
     """Print each group, what the plan and the trace say of it, and the lines of source below it."""
     for unit, groups in found.items():
         title = f"{unit} of a device and step: planned, and traced line by line"
-        table = titled(title, "what", "where", "count", "planned", "traced", "traced/planned", words=2)
+        columns = "what", "where", "forward pass of a layer", "count", "planned", "traced", "traced/planned"
+        table = titled(title, *columns, words=3)
         for group in groups:
             ratio = "-" if group.ratio is None else f"{group.ratio:.4f}"
             parts = group.parts if group.parts != group.name else ""
-            table.add_row(group.name, parts, "", amount(group.planned, unit), amount(group.traced, unit), ratio)
+            table.add_row(group.name, parts, "", "", amount(group.planned, unit), amount(group.traced, unit), ratio)
             for line in sorted(group.lines, key=lambda line: -line.size):
-                table.add_row("", line.source, f"{line.count:,.6g}", "", amount(line.size, unit), "")
+                table.add_row("", line.source, line.formula, f"{line.count:,.6g}", "", amount(line.size, unit), "")
             table.add_section()
         console.print(table)
+    console.print(LEGEND)
 
 
 def to_json(found: dict[str, list[Group]]) -> dict:

@@ -53,9 +53,9 @@ def test_the_command_prints_lines_beside_the_plan(capsys):
     words = ["laptop", "--mesh", "fsdp=2,tensor=2", "--why"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert re.search(r"│ router +│ +│ +│ +0\.006 GFLOP │ 0\.006 GFLOP │ +1\.0000 │", out)
-    assert re.search(r"│ +│ model\.py:\d+ in route +│ +6 │", out)
-    assert re.search(r"│ all-gather over tensor +│ activations, routes +│", out)
+    assert re.search(r"│ router +│ +│ +│ +│ +0\.006 GFLOP │ 0\.006 GFLOP │ +1\.0000 │", out)
+    assert re.search(r"│ +│ model\.py:\d+ in route +│ 2 b t expert e D +│ +6 │", out)
+    assert re.search(r"│ all-gather over +│ activations, routes +│", out)
     assert main([*words, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     groups = found["why"]["FLOPs"]
