@@ -1,10 +1,11 @@
 """What answering costs: prompts are read (prefill), then every sequence gets a token at a time (decode).
 
-`plan(cfg, topology, request)` adds up `rows`: what each part of the model does in a pass of a device, with the cut of
-`generate`. Parameters lie as in training; those in slices over FSDP, EXPERT and CONTEXT are gathered for every pass.
-Sequences are split over data, fsdp and expert; their cache by heads over TENSOR, where latents are the same, and by
-positions over CONTEXT. Tokens are split over CONTEXT, and between blocks over TENSOR. Stages work one after another.
-Prompts are read in pieces, one sequence after another; logits are gathered everywhere, where tokens are drawn.
+`plan(cfg, topology, request)` adds up `rows`: what each part of the model does in a pass of a device. What the layers
+compute and send is read from their trace with a KV cache (`traced_layer.cached_rows`). Parameters lie as in training;
+those in slices over FSDP, EXPERT and CONTEXT are gathered for every pass. Sequences are split over data, fsdp and
+expert; their cache by heads over TENSOR, where latents are the same, and by positions over CONTEXT. Tokens are split
+over CONTEXT, and between blocks over TENSOR. Stages work one after another. Prompts are read in pieces, one sequence
+after another; logits are gathered everywhere, where tokens are drawn.
 
 A pass is a roofline: each part takes its FLOPs at the chip's peak, or what it reads of memory, whichever is longer,
 and then its collectives, their hops too. Nothing hides them. All slots of a cache are read, filled or not. Activations
@@ -17,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, NamedTuple
 
-import model
 from config import AUTO, AXES, Config, ModelConfig
 from errors import UserError
+from generate.cache import decoding
 from pipeline import fit
-from plan import costs, hardware, hiding
+from plan import costs, hardware, hiding, traced_layer
 from plan.auto import SPARE
 from plan.costs import Weights
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR
@@ -136,24 +137,6 @@ def part_of(w: Weights) -> str:
     return "shared experts" if ".shared." in w.name else "experts" if ".moe." in w.name else "feed-forward"
 
 
-def rows_met(w: Weights, at: Pass) -> float:
-    """How many activations meet each entry of a weight: none those of a gain, or a table that is looked up in."""
-    c, dims = at.cfg.model, w.d.dims.lstrip("PLJ")
-    part = part_of(w)
-    if len(dims) == 1 or part == "embedding":
-        return 0
-    if "E" not in dims:
-        if dims.startswith("CH"):  # absorbed: applied where the cache is, to the tokens of all CONTEXT devices
-            return at.tokens
-        if dims in ("DQ", "DC", "DR") and model.sends_latents(c):  # latents are made before they are gathered
-            return at.own
-        return at.b if part == "logits" else at.fed
-    if dims[-1] == "E":  # the router
-        return at.own
-    chosen, e = at.fed * at.n[EXPERT] * c.top_k, c.n_experts // at.n[EXPERT]
-    return (costs.grouped_rows(chosen, e, "cpu") if at.padded else chosen / at.n[EXPERT]) / e
-
-
 def share_read(w: Weights, at: Pass) -> float:
     """Of a weight, the part that is read: of experts those that a token has chosen, if each is as likely.
 
@@ -168,7 +151,7 @@ def share_read(w: Weights, at: Pass) -> float:
 
 
 def of_weights(at: Pass):
-    """(part, FLOPs, bytes moved, gathers) of each weight."""
+    """(part, FLOPs, bytes moved, gathers) of each weight. FLOPs: only those of logits; a layer's are in `of_layers`."""
     c = at.cfg.model
     for w in costs.weights(at.cfg):
         stages = at.n[STAGE] if "L" in w.d.dims else 1
@@ -176,10 +159,45 @@ def of_weights(at: Pass):
         each = width(w, at.request.weights_dtype)
         gather = Sent("all-gather", w.gathered_over, w.joined / w.layers * each, layers)
         gathered = w.parts > 1
-        yield (part_of(w), 2 * rows_met(w, at) * entries, each * entries * (share_read(w, at) + gathered),
-               [gather] * gathered)  # fmt: skip
+        flops = 2 * at.b * entries if w.name == "unembedding_DV" else 0
+        yield part_of(w), flops, each * entries * (share_read(w, at) + gathered), [gather] * gathered
         if w.name == "embedding_VD" and c.tie_embeddings:
             yield "logits", 2 * at.b * entries, each * entries * (1 + gathered), [gather] * gathered
+
+
+def letters(at: Pass) -> dict:
+    """The sizes of the letters in `traced_layer.PRIMES`, of one device."""
+    c, n = decoding(at.cfg.at_work), at.n
+    g, r = (c.n_heads, 1) if c.attention == "mla" else (c.n_kv_heads, c.n_heads // c.n_kv_heads)
+    g, z = g // n[TENSOR], costs.Sizes(at.b, 0, 0, 0, at.width, 0, n, "cpu")
+    return costs.letters(c, z) | {
+        "g": g, "s": at.s, "n": at.own, "S": at.slots, "(r + 2)": r + 2, "(K + 1)": c.d_head + 1,
+        "(U + 1)": c.d_value + 1, "(C + R)": c.d_kv_latent + c.d_rope,
+        "(g (K + R) + C + R)": g * (c.d_head + c.d_rope) + c.d_kv_latent + c.d_rope,
+    }  # fmt: skip
+
+
+def of_layers(at: Pass):
+    """(part, FLOPs, collectives) of each operation of the layers, read from their trace: see `traced_layer`.
+
+    A matmul of experts multiplies as many rows as if each expert were as likely.
+    """
+    c, sizes = decoding(at.cfg.at_work), letters(at)
+    of_moe = c.n_blocks if c.n_experts else 0
+    for is_moe, layers in ((False, c.n_layers - of_moe), (True, of_moe)):
+        for row in traced_layer.cached_layer_rows(c, is_moe) if layers else ():
+            part, count = traced_layer.part_of(row), layers * row.count.at(sizes)
+            if is_moe and part in ("router", "feed-forward"):
+                part = "experts"
+            if row.axes:
+                n = math.prod(at.n[axis] for axis in row.axes) if row.kind == "all-to-all" else 1
+                yield part, 0, [Sent(row.kind, row.axes, n * row.payload.at(sizes), count)]
+            elif row.dims:
+                (A, _), (e, D, m), *_ = ([dim.at(sizes) for dim in dims] for dims in row.dims)
+                rows = costs.grouped_rows(A, e, "cpu") if at.padded else A / at.n[EXPERT]
+                yield part, 2 * count * rows * D * m, []
+            else:
+                yield part, count * row.flops.at(sizes), []
 
 
 def kept(c: ModelConfig, tensor: int = 1) -> int:
@@ -187,39 +205,17 @@ def kept(c: ModelConfig, tensor: int = 1) -> int:
     return c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.n_kv_heads // tensor * c.d_head
 
 
-def mixing(at: Pass) -> Row:
-    """Scores of new tokens with the slots of the cache, and what they mix. Each CONTEXT neighbour has some slots."""
-    c, layers = at.cfg.model, at.cfg.model.n_layers
-    heads = c.n_heads // at.n[TENSOR]
-    widths = 2 * c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.d_head
+def cache_moved(at: Pass) -> float:
+    """Bytes of the cache that a pass reads and writes. Each CONTEXT neighbour has some slots."""
+    c = at.cfg.model
     each = WIDTHS[at.request.cache_dtype] * kept(c, at.n[TENSOR])
-    moved = at.b * (at.slots + -(-at.s // at.n[CONTEXT])) * each
-    return Row("cache", layers * 2 * at.tokens * heads * at.slots * widths, 0, layers * moved)
+    return c.n_layers * at.b * (at.slots + -(-at.s // at.n[CONTEXT])) * each
 
 
 def exchanges(at: Pass):
-    """(part, collective) of activations."""
-    c, E = at.cfg.model, at.n[EXPERT]
-    moe = c.n_blocks if c.n_experts else 0
-    around = lambda axes, size, count: [Sent(kind, axes, size, count) for kind in ("all-gather", "reduce-scatter")]
+    """(part, collective) of activations outside of layers."""
+    c = at.cfg.model
     yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.fed), 1)
-    arriving = c.d_query_latent + c.d_kv_latent + c.d_rope if model.sends_latents(c) else c.d_model
-    yield "attention", Sent("all-gather", (TENSOR,), at.width * arriving * at.fed, c.n_layers)
-    yield "attention", Sent("reduce-scatter", (TENSOR,), at.stream(at.fed), c.n_layers)
-    # Queries and entries of all CONTEXT devices' tokens; then what each mixed of its slots, and the log of its sum.
-    asked, mixed = (c.d_head + c.d_rope, c.d_value) if c.attention == "mla" else (c.d_head, c.d_head)
-    n, h = at.n[CONTEXT], c.n_heads // at.n[TENSOR]
-    numbers = h * asked + kept(c, at.n[TENSOR])
-    yield "attention", Sent("all-gather", (CONTEXT,), at.width * at.fed * n * numbers, c.n_layers)
-    yield "attention", Sent("all-to-all", (CONTEXT,), 4 * at.fed * n * n * h * (mixed + 1), c.n_layers)
-    for part, layers in (("feed-forward", 0 if c.parallel_residual else c.n_layers - moe), ("experts", moe)):
-        for one in around((TENSOR,), at.stream(at.fed), layers) if layers else ():
-            yield part, one
-    if moe:
-        for one in around((EXPERT,), at.stream(E * at.fed), moe):
-            yield "experts", one
-        for axes, tokens in (((TENSOR,), at.fed), ((EXPERT,), E * at.fed)):  # gates, and which experts
-            yield "experts", Sent("all-gather", axes, 4 * c.top_k * tokens, 2 * moe)
     yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.fed), 1)
     yield "logits", Sent("all-reduce", (STAGE, CONTEXT), 4 * at.b * c.vocab_size / at.n[TENSOR], 1)
     yield "drawing", Sent("all-gather", (*BATCH, TENSOR), at.logits_bytes, 1)
@@ -230,7 +226,11 @@ def rows(at: Pass) -> list[Row]:
     """Each part of a pass."""
     names = ("embedding", "attention", "cache", "feed-forward", "experts", "shared experts", "stages", "logits",
              "drawing")  # fmt: skip
-    found = {name: Row(name) for name in names} | {"cache": mixing(at)}
+    found = {name: Row(name) for name in names}
+    found["cache"].cache_bytes = cache_moved(at)
+    for part, flops, sent in of_layers(at):
+        found[part].flops += flops
+        found[part].exchanges += sent
     for part, flops, weight_bytes, gathers in of_weights(at):
         found[part].flops += flops
         found[part].weight_bytes += weight_bytes

@@ -32,12 +32,14 @@ from plan.rows import ROOT, Row
 from sharding import AXES, BATCH, CONTEXT, FSDP, KERNELS_AS_CALLS, TENSOR, map_named, vary
 
 # Letters of the legend in `model.py`, and: r query heads of a key head, k experts of a token, x shared experts; tensor,
-# context and expert are sizes of mesh axes. Lower case: this device's share. A width that rotary needs to be even, and
-# positions, which CONTEXT cuts in two, are twice a prime; sums of widths have a prime that no letter has.
+# context and expert are sizes of mesh axes. Lower case: this device's share. With a cache: S slots, s new tokens of a
+# sequence, n tokens between blocks: a share of all new ones, padded to whole shares. A width that rotary needs to be
+# even, and positions, which CONTEXT cuts in two, are twice a prime; sums of widths have a prime that no letter has.
 PRIMES = {
-    "b": 11, "t": 2 * 13, "tensor": 3, "context": 5, "expert": 7, "k": 23, "e": 67, "X": 73, "D": 1009, "g": 37,
-    "r": 43, "K": 2 * 29, "R": 2 * 53, "(K + R)": 2 * 29 + 2 * 53, "U": 31, "Q": 17, "C": 19,
-    "(Q + C + R)": 17 + 19 + 2 * 53, "x": 61, "f": 47, "m": 59,
+    "b": 11, "s": 107, "n": 79, "t": 2 * 13, "S": 83, "tensor": 3, "context": 5, "expert": 7, "k": 23, "e": 67, "X": 73,
+    "D": 1009, "g": 37, "r": 101, "(r + 2)": 103, "K": 2 * 29, "(K + 1)": 59, "R": 2 * 53, "(K + R)": 58 + 106,
+    "U": 193, "(U + 1)": 194, "Q": 71, "C": 127, "(C + R)": 127 + 106, "(Q + C + R)": 71 + 127 + 106,
+    "(g (K + R) + C + R)": 37 * (58 + 106) + 127 + 106, "x": 61, "f": 47, "m": 89,
 }  # fmt: skip
 WIDE_LATENT = 1013  # a query latent that is not sent: see `model.sends_latents`
 LETTER_OF = {max(p for p in range(3, value + 1) if value % p == 0 and all(p % q for q in range(2, p))): letter
@@ -113,18 +115,31 @@ def whole_over_slices(spec: P) -> P:
     return P(*(None if FSDP in (entry if isinstance(entry, tuple) else (entry,)) else entry for entry in spec))
 
 
-def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
-    """Every operation of one layer of a model `in_letters`, and of its backward pass."""
-    declared = model.declare(c).blocks
-    layer = jax.tree.map(lambda d: replace(d, dims=d.dims[-len(d.shape) :]), declared.moe if is_moe else declared.dense)
-    stacked = 1 if is_moe else 2
+def gathered_layer(c: ModelAtWork, is_moe: bool):
+    """Shapes and specs of one layer's parameters, gathered and in the compute dtype, as `model.layer` takes them."""
+    blocks, stacked = model.declare(c).blocks, 1 if is_moe else 2
 
     def shape(name, d):
         vector = len(d.shape) - stacked == 1
         dtype = d.dtype if vector or d.exact else jnp.dtype(c.precision.compute)
         return jax.ShapeDtypeStruct(d.shape[stacked:], dtype)
 
-    w, specs = map_named(shape, layer), jax.tree.map(lambda d: whole_over_slices(P(*d.spec[stacked:])), layer)
+    layer = blocks.moe if is_moe else blocks.dense
+    return map_named(shape, layer), jax.tree.map(lambda d: whole_over_slices(P(*d.spec[stacked:])), layer)
+
+
+MESH = hardware.named_mesh({axis: PRIMES.get(axis, 1) for axis in AXES})
+
+
+def read_rows(function, in_specs, *shapes) -> list[Row]:
+    """The rows of a function on local shards, on a mesh of PRIMES."""
+    on_mesh = jax.shard_map(function, in_specs=in_specs, out_specs=P(AXES))
+    return read(on_mesh, *shapes, mesh=abstract_mesh(MESH, KERNELS_AS_CALLS), kernels=frozenset(KERNELS)).rows
+
+
+def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
+    """Every operation of one layer of a model `in_letters`, and of its backward pass."""
+    w, specs = gathered_layer(c, is_moe)
     B, T = PRIMES["b"] * PRIMES["expert"], PRIMES["t"] * PRIMES["tensor"] * PRIMES["context"]
     x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.precision.compute))
     numbers_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
@@ -135,18 +150,43 @@ def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
         y_btD, pull = jax.vjp(one, *vary((w, x_btD), AXES))
         return vary((y_btD, *pull(y_btD)), AXES)
 
-    mesh = abstract_mesh(hardware.named_mesh({axis: PRIMES.get(axis, 1) for axis in AXES}), KERNELS_AS_CALLS)
     in_specs = specs, P(BATCH, (CONTEXT, TENSOR)), P(BATCH, CONTEXT), P(BATCH, CONTEXT)
-    layer_and_gradient = jax.shard_map(local, in_specs=in_specs, out_specs=P(AXES))
-    return read(layer_and_gradient, w, x_BTD, numbers_BT, numbers_BT, mesh=mesh, kernels=frozenset(KERNELS)).rows
+    return read_rows(local, in_specs, w, x_BTD, numbers_BT, numbers_BT)
+
+
+def cached_rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
+    """Every operation of one layer of a model `in_letters` in prefill and decode: new tokens attend to a KV cache."""
+    from generate import cache
+
+    w, specs = gathered_layer(c, is_moe)
+    of = PRIMES
+    dtype, groups, devices = jnp.dtype(c.precision.compute), of["expert"], of["context"] * of["tensor"]
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    slots = groups * of["b"], of["S"] * of["context"]
+    if c.attention == "mla":
+        entries = cache.LatentCache(*(array(of["tensor"], *slots, width) for width in (c.d_kv_latent, c.d_rope)))
+    else:
+        entries = cache.GroupedCache(*[array(1, slots[0], c.n_kv_heads, slots[1], c.d_head)] * 2)
+    x_1nD = array(groups, of["n"] * devices, c.d_model)
+    numbers_1n = jax.ShapeDtypeStruct((groups, of["n"] * devices), jnp.int32)
+    positions_bs = jax.ShapeDtypeStruct((groups * of["b"], of["s"]), jnp.int32)
+
+    def local(w, entries, x_1nD, numbers_1n, positions_bs):
+        batch = dict.fromkeys(("positions_BT", "segments_BT", "index_BT"), numbers_1n)
+        attend = cache.CachedAttention(jax.tree.map(lambda x: x[0], entries), positions_bs)
+        y_1nD, _ = model.layer(w, c, x_1nD, model.tokens_of(batch), 0, None, attend)
+        return vary((y_1nD, attend.cache), AXES)
+
+    in_specs = specs, cache.cache_spec(c), P(BATCH, (CONTEXT, TENSOR)), P(BATCH, CONTEXT), P(BATCH)
+    return read_rows(local, in_specs, w, entries, x_1nD, numbers_1n, positions_bs)
 
 
 # A function of the model, and the part of a plan that its operations are. The first that is around a row decides; the
 # last ones are inside of loops and kernels, which are traced apart from the layer that calls them.
 PART_OF = {
-    "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts", "logit_sums": "logits",
-    "feed_forward": "feed-forward", "attention_branch": "attention", "feed_forward_branch": "feed-forward",
-    "meet": "attention", "_attention": "attention", "_grouped_matmul": "experts",
+    "attend_to_slots": "cache", "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts",
+    "logit_sums": "logits", "feed_forward": "feed-forward", "attention_branch": "attention",
+    "feed_forward_branch": "feed-forward", "meet": "attention", "_attention": "attention", "_grouped_matmul": "experts",
 }  # fmt: skip
 
 
@@ -239,7 +279,15 @@ def layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
     return kept_on_disk(in_letters(c, is_moe), is_moe)
 
 
-SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "plan/rows.py", "plan/traced_layer.py")
+@functools.cache
+def cached_layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+    """The same of prefill and decode, see `cached_rows`."""
+    work = replace(c.work, remat="none", tensor_exchange=c.work.tensor_exchange, context_attention="gather")
+    return kept_on_disk(in_letters(replace(c, work=work), is_moe), is_moe, cached=True)
+
+
+SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/cache.py", "plan/rows.py",
+           "plan/traced_layer.py")  # fmt: skip
 
 
 @functools.cache
@@ -250,13 +298,13 @@ def state() -> str:
 
 
 @functools.cache
-def kept_on_disk(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+def kept_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
     """`from_trace`, whose half second is spent once on a machine: rows are kept in the user's cache folder."""
-    name = hashlib.sha256(repr((state(), c, c.work, is_moe)).encode()).hexdigest()
+    name = hashlib.sha256(repr((state(), c, c.work, is_moe, cached)).encode()).hexdigest()
     file = Path(devices.cache_directory(), "layers", name)
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         return pickle.loads(file.read_bytes())
-    found = from_trace(c, is_moe)
+    found = from_trace(c, is_moe, cached)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
@@ -265,12 +313,12 @@ def kept_on_disk(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
     return found
 
 
-def from_trace(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+def from_trace(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
     """The rows of one layer of a model `in_letters`.
 
     Raises: ValueError for an operation of the backward pass that belongs to none of the forward pass.
     """
-    every = rows(c, is_moe)
+    every = cached_rows(c, is_moe) if cached else rows(c, is_moe)
     forward, again, back = ([row for row in every if when(row) == one] for one in ("forward", "again", "back"))
     found = []
     for row in forward:

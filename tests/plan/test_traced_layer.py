@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from config import preset
+from generate.cache import decoding
 from plan import costs, traced_layer
 from plan.rows import Row
 from plan.traced_layer import LETTER_OF, PRIMES, Term, term
@@ -44,8 +45,8 @@ def test_experts_and_latents_in_letters():
     assert found["all-gather over tensor"][0] == "2 b t tensor (Q + C + R)"  # latents, narrower than the stream
     assert found["all-gather over expert"][0] == found["reduce-scatter over expert"][0] == "2 b t tensor expert D"
     assert found["route"] == ["2 b t expert e D"]
-    assert found["grouped_matmul"] == ["experts(b t tensor expert k x D, e x D x m)"] * 1 + [
-        "experts(b t tensor expert k x m, e x m x D)"]  # fmt: skip
+    assert found["grouped_matmul"] == [
+        "experts(b t tensor expert k x D, e x D x m)", "experts(b t tensor expert k x m, e x m x D)"]  # fmt: skip
     assert found["hidden"] == ["2 b t tensor D x m"] * 2
     assert found["latent_attention.keys_values"] == ["2 b t tensor context g K C", "2 b t tensor context g U C"]
 
@@ -60,14 +61,28 @@ def test_rings_run_once_for_each_device():
     assert found["down"] == ["2 b t tensor D f"]  # of all positions, however many come at a time
 
 
+def test_a_layer_that_decodes_in_letters():
+    """Catches keys and values of every token in place of the slots of a cache, and absorbed projections as if keys were
+    made of the latents of all slots."""
+    c = decoding(preset("deepseek_v3").at_work)
+    found = {}
+    for row in traced_layer.cached_layer_rows(c, False):
+        found.setdefault(f"{row.kind} over {'*'.join(row.axes)}" if row.axes else row.function, []).append(row.formula)
+    assert found["attend_to_slots"] == ["2 b s S g (C + R)", "2 b s S g C"]
+    assert found["latent_attention.absorb"] == ["2 b s g K C"] and "latent_attention.keys_values" not in found
+    assert found["all-gather over context"] == ["2 n tensor context (g (K + R) + C + R)"]
+    assert found["all-to-all over context"] == ["4 n tensor context g (U + 1)"]  # float32, and the log of the sum
+    assert found["hidden"] == ["2 n tensor D f"] * 2
+
+
 def test_every_number_has_one_factorization():
     """Catches two letters, or a letter and a sum, that share a prime: a row would have the wrong letters."""
     assert len(LETTER_OF) == len(PRIMES) + 1
-    assert all(math.gcd(x, y) in (1, 2) for x in PRIMES.values() for y in PRIMES.values() if x != y)
+    assert all(math.gcd(x, y) in (1, 2, 4) for x in PRIMES.values() for y in PRIMES.values() if x != y)
     for letter, value in PRIMES.items():
         assert term(8 * value * value) == Term(8, (letter, letter))
-    with pytest.raises(ValueError, match="has the factor 158, which no letter"):
-        term(2 * 79 * PRIMES["D"])
+    with pytest.raises(ValueError, match="has the factor 218, which no letter"):
+        term(2 * 109 * PRIMES["D"])
 
 
 @pytest.mark.parametrize("remat, again", [("none", 0), ("dots", 0), ("branches", 1), ("full", 1)])
@@ -95,7 +110,7 @@ def test_rows_are_kept_on_disk_as_long_as_the_code_is_the_same(monkeypatch, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = traced_layer.kept_on_disk.__wrapped__
     traced = []
-    monkeypatch.setattr(traced_layer, "from_trace", lambda c, is_moe: traced.append(c) or [Term(len(traced))])
+    monkeypatch.setattr(traced_layer, "from_trace", lambda c, *which: traced.append(c) or [Term(len(traced))])
     c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
     assert kept(c, False) == kept(c, False) == [Term(1)]
     kept(replace(c, work=replace(c.work, remat="dots")), False)
