@@ -16,6 +16,7 @@ import tyro
 import fields
 from errors import UserError, nearest
 from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
+from migrations import GONE_SETTINGS, MOVED, flatten, moved
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
@@ -330,10 +331,9 @@ class RunConfig:
     compile_cache: str = "auto"
     # NAME=VALUE,.. of XLA, added to those of xla/options.py; NAME= leaves one out
     compiler_options: str = ""
-    join_timeout_s: Size = 300  # of several processes: seconds until all have to be there
-    peer_timeout_s: Size = 60  # of several processes: seconds without a word from one after which the others end
-    # seconds without a finished step, or batch of an evaluation, after which all stacks are shown; 0: never
-    hang_timeout_s: Count = 1800
+    # of several processes: seconds without a heartbeat of one after which the others end. They have 5 times as long to
+    # join at the start, and 30 times as long to finish a step, or a batch of an evaluation, before the run ends as hung
+    peer_timeout_s: Size = 60
     # start even if the plan says that it does not fit in memory
     force: Annotated[bool, tyro.conf.arg(aliases=["--force"])] = False
     restart: bool = False  # delete this run's results and start at step 0
@@ -347,6 +347,14 @@ class RunConfig:
         if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
             raise UserError(f"run.dir={self.dir!r}: a run is kept on a disk, or at gs://BUCKET/DIR: Orbax writes "
                             "checkpoints to no other address; tokens may lie at any (--data.path)")  # fmt: skip
+
+    @property
+    def join_timeout_s(self) -> int:
+        return 5 * self.peer_timeout_s
+
+    @property
+    def hang_timeout_s(self) -> int:
+        return 30 * self.peer_timeout_s
 
 
 ONCE = ("check", "force", "restart", "go_back")  # flags of `run` that are said once, not properties of the run
@@ -382,30 +390,6 @@ def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
     return ModelAtWork(**vars(c), work=work.settled)
 
 
-# What settings were called once, and values that they had; none of them changes a number.
-MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
-                                                      "loss_chunk")}  # fmt: skip
-MOVED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
-MOVED |= {"optim.max_device_batch": "work.device_batch"}
-GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
-        "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
-
-
-def moved(values: dict) -> dict:
-    """Settings as `to_dict` writes them now, of some that an older version wrote."""
-    if not isinstance(values, dict):
-        return values
-    values = {group: dict(x) if isinstance(x, dict) else x for group, x in values.items()}
-    for old, new in MOVED.items():
-        (group, name), (_, now) = old.split("."), new.split(".")
-        if isinstance(values.get(group), dict) and name in values[group]:
-            value = values[group].pop(name)
-            values.setdefault("work", {})[now] = GONE.get(new, {}).get(value, value)
-    if values.get("pipeline") == {}:
-        del values["pipeline"]
-    return values
-
-
 def _build(cls, values: dict, prefix: str):
     if not isinstance(values, dict):
         raise UserError(f"{prefix.rstrip('.') or 'it'} should hold settings, {{name: value}}, and is {values!r:.60}")
@@ -434,8 +418,10 @@ def replace(cfg: Config, **dotted: Any) -> Config:
             here = here.get(part) if isinstance(here, dict) else None
         if name in MOVED:
             raise UserError(f"the setting {name} is called {MOVED[name]} now")
+        if name in GONE_SETTINGS:
+            raise UserError(f"the setting {name} is gone: {GONE_SETTINGS[name][1]}")
         if not isinstance(here, dict) or last not in here:
-            raise UserError(f"no setting is called {name!r}; {nearest(name, list(_flatten(values)))}")
+            raise UserError(f"no setting is called {name!r}; {nearest(name, list(flatten(values)))}")
         if dataclasses.is_dataclass(value):
             value = dataclasses.asdict(value)
         elif name == "mesh" and isinstance(value, str):
@@ -468,17 +454,10 @@ def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
     return {name: value for name, value in found.items() if name not in given}
 
 
-def _flatten(values: dict, prefix="") -> dict:
-    flat = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
     """Every setting whose value differs, with both values. One that is not there has its default: it is younger."""
-    default = _flatten(Config().to_dict())
-    ours, theirs = default | _flatten(moved(ours)), default | _flatten(moved(theirs))
+    default = flatten(Config().to_dict())
+    ours, theirs = default | flatten(moved(ours)), default | flatten(moved(theirs))
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
     return [(name, x, y) for name, x, y in pairs if x != y]
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import tyro
 
-from config import MOVED, ONCE, PRESETS, Config, ModelConfig, following, preset, replace
+from config import ONCE, PRESETS, Config, ModelConfig, following, preset, replace
+from devices import log
 from errors import UserError
+from migrations import GONE_SETTINGS, MOVED, dropped
 
 
 def command_line(
@@ -52,6 +54,8 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
         name, equals, value = word.partition("=")
         if (setting := name[2:].replace("-", "_")) in MOVED:
             raise UserError(f"{name} is called --{MOVED[setting]} now")
+        if setting in GONE_SETTINGS:
+            raise UserError(f"{name} is gone: {GONE_SETTINGS[setting][1]}")
         if name == "--config":
             files.append(value if equals else next(words, ""))
         else:
@@ -92,4 +96,6 @@ def read_config(file: str) -> Config:
         cfg = Config.from_dict(values)
     except UserError as error:
         raise UserError(f"--config {file}: {error}") from None
+    for line in dropped(values):
+        log(line)
     return replace(cfg, **{"run.replay": 0} | {f"run.{name}": False for name in ONCE})

@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "devices": "errors",
     "pictures": "errors devices",
     "fields": "errors",
-    "config": "errors fields",
-    "flags": "errors config",
+    "migrations": "fields",
+    "config": "errors fields migrations",
+    "flags": "errors devices migrations config",
     "launch": "",
     "xla": "errors devices",
     "sharding": "errors config xla",
@@ -43,7 +44,8 @@ MAY_IMPORT = {
     "generate.quantised": "config xla sharding parameters overlap model",
     "generate.cache": "config xla sharding kernels overlap model pipeline generate.quantised",
     "plan": "errors devices pictures config flags xla sharding kernels overlap model pipeline optimizer generate.cache",
-    "train": "errors devices pictures fields config sharding model pipeline optimizer dataset data.bucket data.order",
+    "train": "errors devices pictures fields migrations config sharding model pipeline optimizer dataset data.bucket "
+    "data.order",
     "weights": "errors devices fields config xla sharding kernels overlap model data train",
     "generate": "errors devices fields config xla sharding parameters kernels overlap model pipeline data train "
     "weights generate.cache generate.quantised",

@@ -22,10 +22,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import dataset
-from config import ONCE, Config, first_difference, moved
+from config import ONCE, Config, first_difference
 from data import order
 from devices import is_main_process, log, log_to_file, open_log
 from errors import UserError
+from migrations import dropped, moved
 from train import checkpoint, storage, tracking
 from train.processes import Processes
 from train.storage import Far, replace_file
@@ -89,6 +90,8 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "
             "start another run with --run.name, or delete this one with --run.restart")  # fmt: skip
+    for line in dropped(written["config"]):
+        log(line)
     if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
         checkpoint.check_about(checkpoints, step, ours, read)
     check_seen(cfg, written["config"]["data"], directory, step or 0)

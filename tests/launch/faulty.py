@@ -3,6 +3,8 @@
 KIND    term, kill: the process sends itself that signal; hang: it waits for ever
 PLACE   compile, restore, data, step, eval, save: what it does instead of, or before, what stands there
 STEP    at which step; -: the first time
+
+AXIS_HANG_S is the number of seconds without a finished step after which a run counts as hung.
 """
 
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import config
 import dataset
 import main
 from train import checkpoint
@@ -67,5 +70,7 @@ if __name__ == "__main__":
         if once != Path(os.devnull):
             once.touch()
         inject(kind, place, step)
+    if "AXIS_HANG_S" in os.environ:
+        config.RunConfig.hang_timeout_s = int(os.environ["AXIS_HANG_S"])
     sys.argv[0] = str(ROOT / "main.py")
     sys.exit(main.main())

@@ -24,7 +24,7 @@ FLAGS = shlex.split(
     "tiny --model.n_layers 4 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
     "--devices 8 --mesh fsdp=2,stage=2,tensor=2 --work.microbatches 2 --data.path tokens/train --run.name r "
     f"--run.steps {STEPS} --run.checkpoint_every {EVERY} --run.log_every 1 --run.eval_every 14 --run.eval_batches 1 "
-    "--run.sample_tokens 5 --run.keep_checkpoints 3 --run.peer_timeout_s 10 --run.hang_timeout_s 120"
+    "--run.sample_tokens 5 --run.keep_checkpoints 3 --run.peer_timeout_s 10"
 )
 
 
@@ -182,7 +182,7 @@ def test_a_run_goes_on_after_a_process_was_killed(four, alone, victim, moment):
 def test_a_process_that_hangs_is_named_with_its_line(four):
     """Catches hosts that wait for one another without a word, and a stack of someone who only waits."""
     two = four.hosts[:2]
-    command = words("--run.name", "h", "--run.hang_timeout_s", "8", fault="hang:1:step:7")
+    command = words("--run.name", "h", fault="hang:1:step:7", AXIS_HANG_S="8")
     done = four.run("launcher.sh", "--", *command, input=names(two))
     assert done.returncode == 0, done.stdout + done.stderr
     assert wait_for_end(four, two) == [75, 75]

@@ -3,10 +3,10 @@
 import shutil
 import signal
 import threading
+import types
 
 import pytest
 
-from config import RunConfig
 from data import prepare
 from tests.train.several import Ended
 from tests.train.small_run import flags, run, stopped_at
@@ -56,7 +56,7 @@ def crew(monkeypatch):
 
     def make(count, **settings):
         board, exits = OwnBoard(), {}
-        run = RunConfig(**{"peer_timeout_s": 60, **settings})
+        run = types.SimpleNamespace(**{"peer_timeout_s": 60, "hang_timeout_s": 1800, **settings})
 
         def exit_of(rank):
             def end(status):
