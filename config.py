@@ -16,7 +16,7 @@ import tyro
 import fields
 from errors import UserError, nearest
 from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
-from migrations import GONE_SETTINGS, MOVED, flatten, moved
+from migrations import flatten, instead_of, moved
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
@@ -312,13 +312,11 @@ class RunConfig:
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
     eval_batches: Count = 4  # batches of an evaluation on the way; 0: the whole validation split (always, at the end)
     checkpoint_every: Size = 100  # steps between checkpoints; one more is written at the end
-    keep_checkpoints: Size = 2  # newest checkpoints kept
-    keep_every: Count = 0  # checkpoints of steps that are a multiple of this are kept too; 0: none
-    keep_best: Count = 1  # checkpoints with the lowest validation loss kept too, of those saved where one was measured
-    sample_prompt: str = "def "  # text the sample at the end continues
-    sample_tokens: Size = 200  # tokens in that sample
-    layer_norms_every: Count = 0  # steps between rows of norms per parameter and layer; it takes twice as long; 0: none
-    noise_scale_every: Count = 0  # steps between gradient noise scales (arXiv:1812.06162), as dear as norms; 0: none
+    keep_checkpoints: Size = 2  # newest checkpoints that are kept; the one with the lowest validation loss stays too
+    sample_prompt: str = "def "  # text that the sample at the end continues, by up to 200 tokens; empty: no sample
+    # steps between rows of norms per parameter and layer, and of the gradient noise scale (arXiv:1812.06162); such a
+    # step takes about three times as long; 0: none
+    gradient_stats_every: Count = 0
     tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
     # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
     replay: Annotated[Count, tyro.conf.arg(aliases=["--replay"])] = 0
@@ -416,10 +414,8 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         here = values
         for part in path:
             here = here.get(part) if isinstance(here, dict) else None
-        if name in MOVED:
-            raise UserError(f"the setting {name} is called {MOVED[name]} now")
-        if name in GONE_SETTINGS:
-            raise UserError(f"the setting {name} is gone: {GONE_SETTINGS[name][1]}")
+        if instead := instead_of(name):
+            raise UserError(f"the setting {name} {instead}")
         if not isinstance(here, dict) or last not in here:
             raise UserError(f"no setting is called {name!r}; {nearest(name, list(flatten(values)))}")
         if dataclasses.is_dataclass(value):
@@ -492,7 +488,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, precision=FLOAT32),
         "work.loss_chunk": 36, "data.seq_len": 18, "data.batch_size": 16, "optim.warmup_steps": 2,
         "run.name": "tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
-        "run.checkpoint_every": 5, "run.sample_tokens": 8,
+        "run.checkpoint_every": 5,
     }),
     "dense_124m": ("comparison with GPT-2-sized trainers", {
         "model": ModelConfig(

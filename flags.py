@@ -12,7 +12,7 @@ import tyro
 from config import ONCE, PRESETS, Config, ModelConfig, following, preset, replace
 from devices import log
 from errors import UserError
-from migrations import GONE_SETTINGS, MOVED, dropped
+from migrations import dropped, instead_of
 
 
 def command_line(
@@ -52,10 +52,8 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
-        if (setting := name[2:].replace("-", "_")) in MOVED:
-            raise UserError(f"{name} is called --{MOVED[setting]} now")
-        if setting in GONE_SETTINGS:
-            raise UserError(f"{name} is gone: {GONE_SETTINGS[setting][1]}")
+        if word.startswith("--") and (instead := instead_of(name[2:].replace("-", "_"))):
+            raise UserError(f"{name} {instead}")
         if name == "--config":
             files.append(value if equals else next(words, ""))
         else:

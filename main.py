@@ -41,6 +41,7 @@ from weights import init_from
 from xla import ordered
 
 IMPORT_S = time.perf_counter() - START
+SAMPLE_TOKENS = 200  # at most, of the sample at the end; it ends with the context
 HELP = """\
 e.g. python main.py laptop --run.steps 100
 
@@ -87,7 +88,6 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
                   import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
 
     evaluation = pipeline.evaluate(cfg, mesh)
-    keep = cfg.run.keep_checkpoints, cfg.run.keep_every, cfg.run.keep_best
     send = lambda: storage.send(directory)
 
     def saved(step: int) -> None:
@@ -96,7 +96,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
         together.saved(step)
 
     with tracking.Tracker(cfg, storage.here(directory)):
-        places = directory / "checkpoints", *keep, together.keeper, send, saved
+        places = directory / "checkpoints", cfg.run.keep_checkpoints, together.keeper, send, saved
         with interruptions.saved(), checkpoint.open_directory(*places) as manager:
             if interruptions.begins_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
@@ -167,8 +167,9 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
     log(f"validation {in_words(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
-    encoding, run = tokenizers.of(manifest), cfg.run
-    text = encoding and generate.sample(cfg, state.params, encoding, mesh, run.sample_prompt, run.sample_tokens)
+    encoding, prompt, text = tokenizers.of(manifest), cfg.run.sample_prompt, None
+    if encoding and prompt:
+        text = generate.sample(cfg, state.params, encoding, mesh, prompt, SAMPLE_TOKENS)
     if devices.is_main_process():
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:

@@ -1,27 +1,49 @@
-"""Settings of earlier versions: what they are called now, and what became of those that are gone."""
+"""Settings of earlier versions: what they are called now, and what became of those that are gone.
+
+A file that an earlier version wrote is read by `moved`; `dropped` reports what it cannot keep, and `instead_of` answers
+an old flag.
+"""
 
 from fields import AUTO
 
-# What settings were called once, and values that they had; none of them changes a number.
+# Settings that have another name now.
 MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
                                                       "loss_chunk")}  # fmt: skip
 MOVED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
 MOVED |= {"optim.max_device_batch": "work.device_batch"}
+# Values that have another name now. None of them changes a number.
 GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
         "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
 
-# Settings of earlier versions that are gone: what they were unless they were changed, and what to use instead.
-GONE_SETTINGS = {
+# Settings that are part of another one now, which `merge` gives their value; what to use instead.
+MERGED = {
+    "run.layer_norms_every": "use --run.gradient_stats_every",
+    "run.noise_scale_every": "use --run.gradient_stats_every",
+}
+
+# Settings that no longer exist: their default, and what to do instead. None of them changed a result.
+DROPPED = {
     "run.join_timeout_s": (300, "processes have 5 times --run.peer_timeout_s to join"),
     "run.hang_timeout_s": (1800, "a step has 30 times --run.peer_timeout_s to finish"),
+    "run.keep_every": (0, "the newest --run.keep_checkpoints and the best are kept"),
+    "run.keep_best": (1, "the checkpoint with the lowest validation loss is kept"),
+    "run.sample_tokens": (200, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
 }
+
+
+def instead_of(name: str) -> str | None:
+    """What to do about a setting that an earlier version had; None: no version had it."""
+    if name in MOVED:
+        return f"is called {MOVED[name]} now"
+    gone = MERGED.get(name) or DROPPED.get(name, (None, None))[1]
+    return gone and f"no longer exists: {gone}"
 
 
 def dropped(values: dict) -> list[str]:
     """A line for each value in `values`, which an earlier version wrote, that this version does not keep."""
     flat = flatten(values) if isinstance(values, dict) else {}
-    return [f"note: {name}={flat[name]!r}, of an earlier version, is dropped: {instead}"
-            for name, (usual, instead) in GONE_SETTINGS.items() if flat.get(name, usual) != usual]  # fmt: skip
+    return [f"note: {name}={flat[name]!r} no longer exists: {instead}"
+            for name, (default, instead) in DROPPED.items() if flat.get(name, default) != default]  # fmt: skip
 
 
 def moved(values: dict) -> dict:
@@ -34,12 +56,22 @@ def moved(values: dict) -> dict:
         if isinstance(values.get(group), dict) and name in values[group]:
             value = values[group].pop(name)
             values.setdefault("work", {})[now] = GONE.get(new, {}).get(value, value)
-    for group, name in (setting.split(".") for setting in GONE_SETTINGS):
-        if isinstance(values.get(group), dict):
-            values[group].pop(name, None)
+    for group, settings in values.items():
+        if isinstance(settings, dict):
+            merge(group, settings)
+            for name in [name for name in settings if f"{group}.{name}" in DROPPED]:
+                del settings[name]
     if values.get("pipeline") == {}:
         del values["pipeline"]
     return values
+
+
+def merge(group: str, settings: dict) -> None:
+    """Replace the settings of a group that are part of another one now."""
+    if group == "run":
+        stats = [settings.pop(name, 0) for name in ("layer_norms_every", "noise_scale_every")]
+        if any(stats):
+            settings["gradient_stats_every"] = min(filter(None, stats))
 
 
 def flatten(values: dict, prefix="") -> dict:

@@ -252,7 +252,7 @@ def noise_scale(cfg: Config, mesh: Mesh):
     B = cfg.data.batch_size
     if B // split.shards % pieces:
         raise UserError(
-            f"run.noise_scale_every={cfg.run.noise_scale_every}: the {B // split.shards} sequences of a batch shard "
+            f"the {B // split.shards} sequences of a batch shard "
             f"(data.batch_size={B} / {split.shards} shards) cannot be cut in {pieces}; "
             f"use a multiple of {pieces * split.shards} sequences"
         )

@@ -287,9 +287,7 @@ def test_a_run_is_repeated_or_continued_by_its_settings(tokens, tmp_path):
     """Catches settings that do not survive their way through config.json, a repeated run that continues the first, and
     a run that is taken for another one, or trained again, because its settings came from its file."""
     small = "--model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
-    more = (
-        f"--optim.lr 0.013 --data.path {tokens} --run.name one --run.dir {tmp_path} --run.steps 3 --run.sample_tokens 1"
-    )
+    more = f"--optim.lr 0.013 --data.path {tokens} --run.name one --run.dir {tmp_path} --run.steps 3"
     cache = ["--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
     losses = lambda name: [(row["step"], row["loss"]) for row in map(json.loads, (tmp_path / name / "metrics.jsonl")
                            .read_text().splitlines()) if row["kind"] in ("train", "eval")]  # fmt: skip
@@ -345,7 +343,7 @@ def test_a_run_on_simulated_devices_goes_on_with_another_mesh(tokens, tmp_path):
     """Catches a flag that comes after JAX has counted its devices, a run that fails where its parameters lie on several
     of them (evaluation, checkpoint, sample), and a checkpoint that only its own mesh can read."""
     small = "--model.n_layers 2 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
-    every = "--run.steps 5 --run.eval_every 3 --run.checkpoint_every 2 --run.sample_tokens 5"
+    every = "--run.steps 5 --run.eval_every 3 --run.checkpoint_every 2"
     argv = ["tiny", *small.split(), "--data.path", tokens, "--run.dir", str(tmp_path), *every.split(), "--devices", "8",
             "--mesh"]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}

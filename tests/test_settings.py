@@ -31,12 +31,15 @@ def test_settings_of_the_version_with_104_are_those_of_today():
     assert len(migrations.flatten(old())) == 104
     assert Config.from_dict(old()) == preset("tiny")
     assert config.first_difference(old(), preset("tiny").to_dict()) is None
-    assert migrations.dropped(old()) == []
+    assert migrations.dropped(old(**{"run.sample_tokens": 200})) == []
 
 
 DROPPED = {  # a setting that is gone, a value it had -> what is said of it
     "run.join_timeout_s": (70, "processes have 5 times --run.peer_timeout_s to join"),
     "run.hang_timeout_s": (0, "a step has 30 times --run.peer_timeout_s to finish"),
+    "run.keep_every": (24, "the newest --run.keep_checkpoints and the best are kept"),
+    "run.keep_best": (0, "the checkpoint with the lowest validation loss is kept"),
+    "run.sample_tokens": (8, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
 }
 
 
@@ -47,15 +50,28 @@ def test_a_value_that_is_dropped_is_reported(name, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(old(**{name: value})))
     assert main.parse(["--config", str(file)]) == preset("tiny")
-    assert capsys.readouterr().out == f"note: {name}={value!r}, of an earlier version, is dropped: {instead}\n"
+    assert f"note: {name}={value!r} no longer exists: {instead}\n" in capsys.readouterr().out
+    assert {*DROPPED} == {*migrations.DROPPED}
 
 
-@pytest.mark.parametrize("name", migrations.GONE_SETTINGS)
+MERGED = [  # settings as they were -> as they are
+    ({"run.layer_norms_every": 5}, {"run.gradient_stats_every": 5}),
+    ({"run.layer_norms_every": 8, "run.noise_scale_every": 4}, {"run.gradient_stats_every": 4}),
+]
+
+
+@pytest.mark.parametrize("before, now", MERGED)
+def test_a_value_that_is_part_of_another_setting_is_kept(before, now):
+    """Catches a run that resumes in another way, because one of its settings was merged with another."""
+    assert Config.from_dict(old(**before)) == preset("tiny", **now)
+
+
+@pytest.mark.parametrize("name", [*migrations.MERGED, *migrations.DROPPED])
 def test_an_old_flag_names_what_replaces_it(name):
     """Catches a flag of an earlier version that is only called unknown."""
-    instead = migrations.GONE_SETTINGS[name][1]
+    instead = migrations.instead_of(name)
     for flag in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=1"]):
-        with pytest.raises(UserError, match=re.escape(f" is gone: {instead}")):
+        with pytest.raises(UserError, match=re.escape(f" {instead}")):
             main.parse(["tiny", *flag])
-    with pytest.raises(UserError, match=re.escape(f"the setting {name} is gone: {instead}")):
+    with pytest.raises(UserError, match=re.escape(f"the setting {name} {instead}")):
         preset("tiny", **{name: 1})

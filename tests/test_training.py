@@ -36,7 +36,7 @@ SMALL = shlex.split(
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
     "--work.gather step --work.tensor_exchange ring "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 25 --run.eval_batches 1 "
-    "--run.checkpoint_every 20 --run.sample_tokens 5"
+    "--run.checkpoint_every 20"
 )
 TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes"}
 
@@ -120,7 +120,7 @@ def test_a_run_starts_from_another(home, tmp_path):
     dense = (
         "--model.n_experts 0 --model.attention gqa --model.n_layers 2 --model.dense_prefix 0 --model.no_rope_every 0"
     )
-    common = ["--data.path", home / "easy", "--run.dir", tmp_path, "--run.steps", 1, "--run.sample_tokens", 1,
+    common = ["--data.path", home / "easy", "--run.dir", tmp_path, "--run.steps", 1, "--run.sample_prompt", "",
               "--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]  # fmt: skip
     assert run(["tiny", *dense.split(), *common, "--run.name", "source"])[0] == 0
     source, folder, converted = tmp_path / "source", tmp_path / "hf", tmp_path / "converted"

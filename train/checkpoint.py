@@ -61,14 +61,13 @@ def keeper(directory: str | os.PathLike) -> str | None:
 class Saver:
     """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
 
-    def __init__(self, directory: str | os.PathLike, keep: int, every: int, best: int, keeper: str | None, send, saved):
+    def __init__(self, directory: str | os.PathLike, keep: int, keeper: str | None, send, saved):
         self.directory, self.keeper, self.shared = storage.absolute(directory), keeper, keeper is None
         self.send, self.saved, self.far = send, saved, is_remote(self.directory)
-        kept = [policies.LatestN(keep)]
-        kept += [policies.EveryNSteps(every)] if every else []
-        kept += [policies.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=best,
-                                keep_checkpoints_without_metrics=False)] if best else []  # fmt: skip
-        self.policy = policies.AnyPreservationPolicy(kept)
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: -metrics["loss"], n=1, keep_checkpoints_without_metrics=False
+        )
+        self.policy = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
         self.pending = None  # (step, future) of the save in the background
         self.failed = False
 
@@ -175,19 +174,18 @@ def of_a_bucket(error: Exception) -> bool:
 
 
 def open_directory(
-    directory: str | os.PathLike, keep: int = 2, every: int = 0, best: int = 0, keeper: str | None = None,
+    directory: str | os.PathLike, keep: int = 2, keeper: str | None = None,
     send: Callable[[], None] = lambda: None, saved: Callable[[int], None] = lambda step: None,
 ) -> Saver:  # fmt: skip
     """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Left-overs are removed.
 
-    keep, every, best   a good step stays while it is one of the newest `keep`, a multiple of `every`, or one of the
-                        `best` with the lowest loss; the newest always stays, and nothing damaged is ever deleted
-    keeper              the host of the first process, if not all processes see this directory: it is given whole
-                        arrays, and writes them alone; None: each writes its part
-    send, saved         called in the first process, from another thread: before a step is made whole, and with one
-                        that is
+    keep         a good step stays while it is one of the newest `keep`, or the one with the lowest loss; nothing
+                 damaged is ever deleted
+    keeper       the host of the first process, if not all processes see this directory: it is given whole
+                 arrays, and writes them alone; None: each writes its part
+    send, saved  called in the first process, from another thread: before a step is made whole, and with one that is
     """
-    return Saver(directory, keep, every, best, keeper, send, saved)
+    return Saver(directory, keep, keeper, send, saved)
 
 
 def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:

@@ -73,17 +73,22 @@ class Questions:
 
     def __init__(self, cfg: Config, mesh, write):
         self.cfg, self.run, self.write = cfg, cfg.run, write
-        self.norms = optimizer.layer_norms(cfg, mesh) if self.run.layer_norms_every else None
-        self.noise = optimizer.noise_scale(cfg, mesh) if self.run.noise_scale_every else None
+        self.norms = self.noise = None
+        if self.run.gradient_stats_every:
+            self.norms = optimizer.layer_norms(cfg, mesh)
+            try:
+                self.noise = optimizer.noise_scale(cfg, mesh)
+            except UserError as error:
+                log(f"noise      no noise scale is written: {error}")
 
     def ask(self, taken: int, state, batch, skips: SkipWatch) -> None:
         """Write what is due at the step that will be the `taken`-th; `batch` lies on the mesh."""
-        due = lambda every: every and taken % every == 0
-        if due(self.run.layer_norms_every) or due(self.run.noise_scale_every):
-            skips.settle()  # rows are written in the order of their steps
-        if due(self.run.layer_norms_every):
-            self.write("norms", taken, **self.norms(state, batch))
-        if due(self.run.noise_scale_every):
+        every = self.run.gradient_stats_every
+        if not every or taken % every:
+            return
+        skips.settle()  # rows are written in the order of their steps
+        self.write("norms", taken, **self.norms(state, batch))
+        if self.noise:
             whole = dataset.batch(self.cfg, taken - 1)  # its pieces lie on other devices than its rows do in a step
             self.write("noise", taken, **self.noise(state.params, whole, state.step))
 

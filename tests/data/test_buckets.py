@@ -252,7 +252,7 @@ def home(servers, source, tmp_path, monkeypatch):
     prepared(source, tmp_path / "tokens")
     monkeypatch.setattr(bucket, "WAITS_S", (0, 0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    more = f"--run.checkpoint_every 2 --run.keep_best 0 --optim.decay_steps {STEPS} --run.steps 6".split()
+    more = f"--run.checkpoint_every 2 --optim.decay_steps {STEPS} --run.steps 6".split()
     return [*flags(tmp_path / "tokens", "-"), *more]
 
 

@@ -24,7 +24,7 @@ FLAGS = shlex.split(
     "tiny --model.n_layers 4 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
     "--devices 8 --mesh fsdp=2,stage=2,tensor=2 --work.microbatches 2 --data.path tokens/train --run.name r "
     f"--run.steps {STEPS} --run.checkpoint_every {EVERY} --run.log_every 1 --run.eval_every 14 --run.eval_batches 1 "
-    "--run.sample_tokens 5 --run.keep_checkpoints 3 --run.peer_timeout_s 10"
+    "--run.keep_checkpoints 3 --run.peer_timeout_s 10"
 )
 
 

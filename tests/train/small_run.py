@@ -19,7 +19,7 @@ FLAGS = shlex.split(  # the model of test_training.py, so that its compiled prog
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
     "--work.gather step --work.tensor_exchange ring "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 10 --run.eval_batches 1 "
-    f"--run.checkpoint_every {EVERY} --run.keep_every 24 --run.sample_tokens 5"
+    f"--run.checkpoint_every {EVERY}"
 )
 
 

@@ -246,7 +246,7 @@ class Unready:
 @pytest.fixture(scope="module")
 def finished(home):
     """A run that asked for everything, and one that asked for nothing."""
-    asked = flags(home, "--run.layer_norms_every", "5", "--run.noise_scale_every", "8", "--run.name", "asked")
+    asked = flags(home, "--run.gradient_stats_every", "5", "--run.name", "asked")
     plain = flags(home)
     for argv in (asked, plain):
         status, _, err = run(argv)
@@ -369,7 +369,7 @@ def test_a_run_writes_its_noise_scale(finished):
     """Catches a row at another step, and a scale that is not what the row's two parts say."""
     _, _, runs = finished
     found = rows(runs / "asked", "noise")
-    assert [row["step"] for row in found] == [8, 16] and not rows(runs / "small", "noise")
+    assert [row["step"] for row in found] == [5, 10, 15] and not rows(runs / "small", "noise")
     for row in found:
         assert row["noise_square"] > 0 or row["gradient_square"] > 0
         if row["noise_scale_tokens"] is not None:
@@ -402,8 +402,10 @@ def test_noise_is_measured_on_pieces_of_the_batch(monkeypatch, limit, pieces):
     assert (got["gradient_square"], got["noise_square"]) == pytest.approx(want, rel=1e-3)  # float32, differences
 
 
-def test_a_batch_that_cannot_be_cut_is_refused():
-    """Catches a half of three sequences."""
-    cfg = preset("tiny", **{"data.batch_size": 3, "run.noise_scale_every": 4})
-    with pytest.raises(UserError, match=r"noise_scale_every=4: the 3 sequences of a batch shard .* cannot be cut in 2"):
-        optimizer.noise_scale(cfg, sharding.make_mesh("data=1"))
+def test_a_batch_that_cannot_be_cut_has_no_noise_scale(capsys):
+    """Catches a half of three sequences, and norms that are refused with it."""
+    cfg = preset("tiny", **{"data.batch_size": 3, "run.gradient_stats_every": 4})
+    questions = guard.Questions(cfg, sharding.make_mesh("data=1"), None)
+    assert questions.norms and questions.noise is None
+    said = r"noise      no noise scale is written: the 3 sequences of a batch shard .* cannot be cut in 2; use .*\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
