@@ -257,13 +257,10 @@ class DataConfig:
     shuffle: bool = True  # each epoch in another order; False: every epoch in the order of the text
     # 1200:1210,..: from step 1200 on, a step takes the batch of 10 steps later: 10 are passed over
     skip: str = ""
-    # what a row holds. windows: data.seq_len tokens that follow each other, wherever a document ends; shifted: so too,
-    # cut at other places in each epoch after the first; documents: whole ones, by best fit (arXiv:2404.10830), and
-    # padding; only those longer than a row are cut
-    packing: Literal["windows", "shifted", "documents"] = "windows"
+    # what a row holds. windows: data.seq_len tokens that follow each other, wherever a document ends; documents: whole
+    # ones, by best fit (arXiv:2404.10830), and padding; only those longer than a row are cut
+    packing: Literal["windows", "documents"] = "windows"
     mask_documents: bool = True  # attention stays inside a document, and positions restart with it
-    prefetch: Count = 4  # batches made ahead in the background
-    cache_gib: Positive = 20.0  # most of a bucket's shards that each host keeps in the user's cache folder, in GiB
 
     def __post_init__(self):
         check(self, "data.")

@@ -31,6 +31,7 @@ from fields import PERIOD, is_remote, parse_mixture
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
+AHEAD = 4  # batches that are made in the background
 EVALUATION_SEED = 0  # which windows a short evaluation sees: the same in every run
 
 
@@ -67,13 +68,10 @@ class Split:
         """Count the windows of `seq_len` targets; the last may be shorter."""
         return -(-self.targets // seq_len)
 
-    def pieces(self, window: int, seq_len: int, shift: int = 0) -> list["Piece"]:
-        """Where the inputs of a window lie: windows follow each other from token `shift` on, around the end."""
-        length = min(seq_len, self.targets - window * seq_len)
-        start = (window * seq_len + shift) % self.targets
-        stop = min(start + length, self.targets)
-        rest = length - (stop - start)
-        return [(self, start, stop), (self, 0, rest)] if rest else [(self, start, stop)]
+    def piece(self, window: int, seq_len: int) -> "Piece":
+        """Where the inputs of a window are in the stream; the last window may be shorter."""
+        start = window * seq_len
+        return self, start, min(start + seq_len, self.targets)
 
     def edges(self) -> np.ndarray:
         """Where in the stream each document begins, and where the inputs of the last one end.
@@ -131,8 +129,6 @@ class Corpus:
 def opened(cfg: Config) -> Corpus:
     """The tokens of a run; of a mixture, its sources too. Raises: UserError as `load` does."""
     limits, d = (cfg.model.vocab_size, cfg.data.seq_len), cfg.data
-    if is_remote(d.path):
-        bucket.bound(d.cache_gib)
     if not d.mixture:
         return load(d.path, *limits)
     shares = parse_mixture(d.mixture)[0].shares
@@ -323,13 +319,12 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
 
 
 def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
-    """The row at a place of the endless order: documents; or a window, the end and beginning of the stream at most."""
+    """The row at a place of the endless order: documents, or a window."""
     count = rows_of(split, d)
     row = _shuffled(count, seed)[number] if d.shuffle else number % count
     if d.packing == "documents":
         return [(split, *piece) for piece in packed(split, d.seq_len).pieces(row)]
-    shift = order.offset(seed, number // count, d.seq_len) if d.packing == "shifted" else 0
-    return split.pieces(row, d.seq_len, shift)
+    return [split.piece(row, d.seq_len)]
 
 
 def rows_of(split: Split, d: DataConfig) -> int:
@@ -382,7 +377,7 @@ def evaluation_batches(
         windows = [shuffled[i] for i in range(min(count, batches * cfg.data.batch_size))]
     for first in range(0, len(windows), cfg.data.batch_size):
         numbers = [first + row for row in _rows(cfg, rows)]
-        yield _cut([split.pieces(windows[n], T) if n < len(windows) else [] for n in numbers], corpus.eot, cfg)
+        yield _cut([[split.piece(windows[n], T)] if n < len(windows) else [] for n in numbers], corpus.eot, cfg)
 
 
 @functools.lru_cache(maxsize=8)
@@ -430,16 +425,16 @@ def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
 
 
 def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield (step, batch) from `start` on, made data.prefetch steps ahead by a thread that ends with the iterator.
+    """Yield (step, batch) from `start` on, made AHEAD steps ahead by a thread that ends with the iterator.
 
     `rows` as for `batch`.
     """
     make = functools.partial(batch, cfg, rows=rows)
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:
-        ahead = deque(background.submit(make, start + n) for n in range(cfg.data.prefetch))
+        ahead = deque(background.submit(make, start + n) for n in range(AHEAD))
         for step in itertools.count(start):
-            ahead.append(background.submit(make, step + cfg.data.prefetch))
+            ahead.append(background.submit(make, step + AHEAD))
             yield step, ahead.popleft().result()
     finally:
         background.shutdown(cancel_futures=True)

@@ -28,6 +28,8 @@ DROPPED = {
     "run.keep_every": (0, "the newest --run.keep_checkpoints and the best are kept"),
     "run.keep_best": (1, "the checkpoint with the lowest validation loss is kept"),
     "run.sample_tokens": (200, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
+    "data.cache_gib": (20.0, "each host keeps at most 20 GiB of a bucket's shards in its cache folder"),
+    "data.prefetch": (4, "4 batches are made ahead in the background"),
 }
 
 

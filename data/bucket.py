@@ -22,6 +22,7 @@ from devices import cache_directory, log
 from errors import UserError
 
 BLOCK_BYTES = 2**18  # an answer takes as long as that of one window, and in time its neighbours are asked for too
+CACHE_BYTES = 20 * 2**30  # most that a host keeps of all buckets
 AT_ONCE = 32  # requests that are under way together
 WAITS_S = (1, 2, 4, 8, 12)  # before each further try
 
@@ -144,12 +145,7 @@ class Cache:
 @functools.cache
 def cache() -> Cache:
     """The folder of this host, for all buckets."""
-    return Cache(Path(cache_directory()) / "shards", float("inf"))
-
-
-def bound(gib: float) -> None:
-    """Keep at most so much of all buckets."""
-    cache().limit_bytes = gib * 2**30
+    return Cache(Path(cache_directory()) / "shards", CACHE_BYTES)
 
 
 @functools.cache

@@ -1,11 +1,10 @@
-"""Which window comes when: steps that are passed over, mixtures of sources, windows cut elsewhere each epoch.
+"""Which window comes when: steps that are passed over, and mixtures of sources.
 
 Everything is arithmetic of settings and a number: nothing is remembered, so a run goes on anywhere. Steps in settings
 are those of the log, from 1; a step in the code counts from 0.
 """
 
 import functools
-import hashlib
 import math
 import zlib
 
@@ -55,15 +54,6 @@ def turn(phases: tuple[Phase, ...], starts: tuple[int, ...], number: int) -> tup
 def seed_of(name: str, seed: int) -> int:
     """The seed of a source's own shuffle: another source beside it changes nothing."""
     return zlib.crc32(f"{seed} {name}".encode())
-
-
-# Windows --------------------------------------------------------------------------------------------------------------
-
-
-def offset(seed: int, epoch: int, seq_len: int) -> int:
-    """By how many tokens the windows of an epoch are shifted; 0 in the first."""
-    drawn = hashlib.sha256(f"offset {seed} {epoch}".encode()).digest()
-    return int.from_bytes(drawn[:8], "little") % seq_len if epoch else 0
 
 
 # What a run has seen --------------------------------------------------------------------------------------------------

@@ -195,11 +195,12 @@ def test_a_late_step_is_as_cheap_as_the_first(path):
     assert calls(1_000_000) <= 1.2 * calls(0)
 
 
-def test_prefetched_batches_are_the_batches(path):
+def test_prefetched_batches_are_the_batches(path, monkeypatch):
     """Catches a step label off by one, a lost or doubled batch, and a thread left behind."""
     for depth in (0, 1, 4):
         threads = threading.active_count()
-        cfg = config(path, **{"data.prefetch": depth})
+        cfg = config(path)
+        monkeypatch.setattr(dataset, "AHEAD", depth)
         ahead = dataset.prefetch(cfg, start=11)
         for step in range(11, 31):
             got, batch = next(ahead)
@@ -220,7 +221,8 @@ def test_prefetch_works_ahead_but_no_further_than_told(path, monkeypatch):
         return {}
 
     monkeypatch.setattr(dataset, "batch", batch)
-    ahead = dataset.prefetch(config(path, **{"data.prefetch": 3}), start=5)
+    monkeypatch.setattr(dataset, "AHEAD", 3)
+    ahead = dataset.prefetch(config(path), start=5)
     next(ahead)
     assert third.wait(timeout=5), "only one batch was asked for, three more should be under way"
     ahead.close()

@@ -579,7 +579,7 @@ def test_what_does_not_decide_results_may_differ(finished, home, tmp_path):
     """Catches a run that is lost because it logs more often, its tokens moved, or it goes on on another machine."""
     argv, directory, _ = finished
     shutil.copytree(home / "easy", tmp_path / "moved")
-    more = f"--data.path {tmp_path}/moved --data.prefetch 1 --mesh fsdp=2 --work.device_batch 4 --work.remat full"
+    more = f"--data.path {tmp_path}/moved --mesh fsdp=2 --work.device_batch 4 --work.remat full"
     more += " --work.loss_chunk 20 --run.log_every 7 --run.eval_every 0 --run.keep_checkpoints 5 --run.sample_prompt x"
     status, out, err = run([*argv, *more.split()])
     assert (status, err) == (0, "") and out.startswith(f"{directory} is complete")

@@ -12,7 +12,7 @@ from weights.folders import Folder
 
 Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON of an evaluation, for the model card")]
 SETTINGS = ("model", "data", "optim", "mesh")
-PLACES = ("path", "dir", "cache_gib", "prefetch")  # of one machine
+PLACES = ("path", "dir")  # of one machine
 
 
 def read_scores(path: str) -> dict[tuple[str, str], float]:

@@ -152,10 +152,11 @@ def test_a_host_fetches_what_it_needs_and_once(path, loop):
     assert [name for name, *_ in Loopback.asked] == ["serial/manifest.json"]
 
 
-def test_the_folder_is_bounded(path, loop):
+def test_the_folder_is_bounded(path, loop, monkeypatch):
     """Catches a disk that fills up, and a bound that throws away what was just used."""
     bound = 15 * 4096
-    cfg = config(loop, **{"data.cache_gib": bound / 2**30})
+    monkeypatch.setattr(bucket.cache(), "limit_bytes", bound)
+    cfg = config(loop)
     for step in range(60):
         assert same(dataset.batch(cfg, step), dataset.batch(config(path), step))
         assert kept() <= bound

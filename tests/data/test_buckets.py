@@ -164,8 +164,8 @@ def test_a_run_reads_what_it_needs_through_a_bounded_folder(place, source, tmp_p
     """Catches other batches than those of a disk, whole shards that are fetched, and a folder that grows."""
     monkeypatch.setattr(bucket, "BLOCK_BYTES", 1024)
     prepared(source, tmp_path / "here"), prepared(source, place)
-    cfg = lambda path: preset("tiny", **{"data.path": str(path), "data.seq_len": 64, "data.batch_size": 3,
-                                         "data.cache_gib": 9 * 1024 / 2**30})  # fmt: skip
+    monkeypatch.setattr(bucket.cache(), "limit_bytes", 9 * 1024)
+    cfg = lambda path: preset("tiny", **{"data.path": str(path), "data.seq_len": 64, "data.batch_size": 3})
     asked.clear()
     for step in range(12):
         one, other = dataset.batch(cfg(place), step), dataset.batch(cfg(tmp_path / "here"), step)

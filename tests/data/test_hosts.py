@@ -162,7 +162,7 @@ def test_four_processes_read_their_share_and_hold_the_global_batch(path):
     assert not any(one.returncode for one in begun), said
     found = [json.loads(out.splitlines()[-1]) for out, _ in said]
     wanted = dataset.batch(config(path), 7)["targets_BT"]
-    made = 1 + config(path).data.prefetch  # batches that were begun when the first was there
+    made = 1 + dataset.AHEAD  # batches that were begun when the first was there
     for number, rows in enumerate(MESHES.values()):
         whole = np.full((B, T), -1)
         for reads, own, shape, pieces in (one[number] for one in found):

@@ -74,8 +74,6 @@ def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
         assert np.array_equal(targets, np.resize(text, len(targets)))
     assert len(read["prose"]) > 2 * SIZES["prose"], "it went through the text twice"
     assert sequences(replace(cfg, **{"data.seed": 5}), range(60)) == sequences(cfg, range(60))
-    shifted = sequences(replace(cfg, **{"data.packing": "shifted"}), range(60))
-    assert shifted != sequences(cfg, range(60)) and shifted[:9] == sequences(cfg, range(60))[:9]
 
 
 def test_a_sorted_text_comes_out_unsorted(tmp_path):
@@ -92,36 +90,15 @@ def test_a_sorted_text_comes_out_unsorted(tmp_path):
     assert spearmanr(buffered, range(3600)).statistic > 10 * bound, "the claim sees a buffer of 512"
 
 
-@pytest.mark.parametrize("packing", ["windows", "shifted"])
-def test_every_target_comes_once_an_epoch(path, packing):
-    """Catches windows cut elsewhere that leave tokens out, or read them twice, where the stream ends."""
-    cfg = config(f"{path}/code", **{"data.packing": packing, "data.seq_len": 7})
+def test_every_target_comes_once_an_epoch(path):
+    """Catches windows that leave tokens out, or read them twice, where the stream ends."""
+    cfg = config(f"{path}/code", **{"data.seq_len": 7})
     count = dataset.opened(cfg).splits["train"].windows(7)
     assert count % B and 300 % 7, "an epoch here must end inside a batch, and the last window be short"
     read = sequences(cfg, range(6 * count // B + 1))
     for epoch in range(6):
         targets = Counter(t for s in read[epoch * count : (epoch + 1) * count] for t in s)
         assert targets == Counter(range(300)), epoch
-    firsts = [{s[0] % 7 for s in read[epoch * count : (epoch + 1) * count] if len(s) == 7} for epoch in range(6)]
-    assert len(firsts[0]) == 1, "the first epoch is cut as ever"
-    assert (len(set().union(*firsts)) > 2) == (packing == "shifted")
-
-
-def test_a_window_around_the_end_is_two_documents(tmp_path):
-    """Catches attention, and a target, that reach from the last token of a text to its first."""
-    prepare.from_ids(np.arange(1, 23), str(tmp_path / "own"), vocab_size=30, eot=0, validation_ids=np.arange(1, 9))
-    cfg = config(str(tmp_path / "own"), **{"data.packing": "shifted", "model.vocab_size": 30})
-    seen = 0
-    for batch in batches(cfg, range(12)):
-        for row in range(B):
-            tokens, targets = batch["tokens_BT"][row].tolist(), batch["targets_BT"][row].tolist()
-            weights, segments = batch["weights_BT"][row] > 0, batch["segments_BT"][row].tolist()
-            assert all(t == (x + 1) % 23 for x, t, w in zip(tokens, targets, weights, strict=True) if w)
-            if 0 in np.array(tokens)[weights][1:]:
-                seen += 1
-                place = 1 + tokens[1:].index(0)
-                assert segments[place] == segments[place - 1] + 1 and batch["positions_BT"][row, place] == 0
-    assert seen, "no window here lies around the end"
 
 
 # Mixtures -------------------------------------------------------------------------------------------------------------
