@@ -15,7 +15,7 @@ import tyro
 
 import fields
 from errors import UserError, nearest
-from fields import AUTO, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
+from fields import AUTO, Betas, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
 from migrations import flatten, instead_of, moved
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
@@ -282,10 +282,8 @@ class OptimConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay, or stay, then linear decay
     warmup_steps: Count = 20  # linear from 0 to lr
     decay_fraction: Share = 0.2  # wsd: share of all steps spent decaying
-    decay_steps: Count = 0  # steps until the learning rate has fallen, and stays where it is; 0: run.steps
     final_lr: NotNegative = 0.1  # learning rate when it has fallen, as a share of lr
-    beta1: ShareBelow1 = 0.9  # decay of the first moment, per step
-    beta2: ShareBelow1 = 0.95  # decay of the second moment, per step
+    betas: Betas = (0.9, 0.95)  # decay of the first and of the second moment, per step
     eps: Positive = 1e-8  # added to the root of the second moment
     weight_decay: NotNegative = 0.1  # per step, times the learning rate; none on norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # largest global norm of the gradient; 0: no clipping
@@ -300,8 +298,7 @@ class RunConfig:
 
     name: str = "laptop"  # the run lives in DIR/NAME
     dir: str = "runs"  # parent of all runs: a directory of a disk, or a bucket's, gs://BUCKET/DIR
-    steps: Size = 320  # optimizer steps
-    epochs: NotNegative = 0.0  # times that the text is read, in place of run.steps; 0: run.steps counts
+    steps: Size = 320  # optimizer steps; a start prints how many an epoch has
     seed: Count = 0  # initial parameters and dropout
     # directory of a run, converted or trained, whose parameters this one starts from, at step 0; empty: new ones
     init_from: Annotated[str, tyro.conf.arg(aliases=["--init_from"])] = ""
@@ -395,6 +392,7 @@ def _build(cls, values: dict, prefix: str):
             raise UserError(f"no setting is called {prefix}{name}; {nearest(name, types)}")
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
+        value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         parts[name] = _build(factory, value, f"{prefix}{name}.") if nested else value
     return cls(**parts)
 

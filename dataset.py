@@ -23,11 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config, DataConfig, replace
+from config import Config, DataConfig
 from data import bucket, order, packing
-from devices import log
 from errors import UserError
-from fields import PERIOD, is_remote, parse_mixture
+from fields import is_remote, parse_mixture
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
@@ -163,31 +162,6 @@ def _join(splits: list[Split], eot: int) -> Split:
     known = all(split.text_bytes is not None for split in splits)
     text_bytes = sum(split.text_bytes for split in splits) if known else None
     return Split(shards, np.cumsum([0] + [len(shard) for shard in shards]), text_bytes, weights, begins, eot)
-
-
-def in_steps(cfg: Config, argv: Sequence[str] = ()) -> Config:
-    """The settings with run.steps for run.epochs, if those are asked for.
-
-    Raises: UserError if `argv` asks for both, or for epochs of a mixture, with the arithmetic.
-    """
-    epochs, d = cfg.run.epochs, cfg.data
-    if not epochs:
-        return cfg
-    rows = {name: rows_of(one.splits["train"], d) for name, one in opened(cfg).sources.items()}
-    if rows:
-        shares = parse_mixture(d.mixture)[0].shares
-        steps = {n: math.ceil(rows[n] * PERIOD / shares[n] / d.batch_size) for n in rows if shares[n]}
-        once = ", ".join(f"{name} in {count} steps" for name, count in steps.items())
-        raise UserError(f"run.epochs={epochs:g}: each source of data.mixture has epochs of its own (as it begins, each "
-                        f"is read once: {once}); use run.steps")  # fmt: skip
-    count, kind = rows_of(opened(cfg).splits["train"], d), "rows" if d.packing == "documents" else "windows"
-    steps = max(1, math.ceil(count * epochs / d.batch_size))
-    what = f"{epochs:g} * {count:,} {kind} / {d.batch_size} sequences a step = {steps:,} steps"
-    if any(word.partition("=")[0] == "--run.steps" for word in argv):
-        other = f"run.steps={cfg.run.steps} is {cfg.run.steps * d.batch_size / count:.3g} epochs"
-        raise UserError(f"run.epochs={epochs:g} is {what}, and {other}; use one (--run.epochs 0: none)")
-    log(f"epochs     {what}")
-    return replace(cfg, **{"run.steps": steps})
 
 
 def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -> Corpus:
@@ -330,6 +304,15 @@ def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece
 def rows_of(split: Split, d: DataConfig) -> int:
     """Count the rows of an epoch."""
     return len(packed(split, d.seq_len)) if d.packing == "documents" else split.windows(d.seq_len)
+
+
+def epoch_steps(cfg: Config) -> dict[str, int]:
+    """Steps in which a run reads all its rows once; of a mixture, all rows of each source, at its first shares."""
+    d, corpus = cfg.data, opened(cfg)
+    shares = order.mixture(d.mixture)[0].shares if d.mixture else {"": order.PERIOD}
+    rows = {name: rows_of(one.splits["train"], d) for name, one in (corpus.sources or {"": corpus}).items()}
+    read = {name: rows[name] * order.PERIOD / share for name, share in shares.items() if share}
+    return {name: math.ceil(count / d.batch_size) for name, count in read.items()}
 
 
 @functools.lru_cache(maxsize=64)  # of a mixture, all

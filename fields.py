@@ -23,6 +23,7 @@ Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "must be above 0, 
 NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "must be at least 0, and finite")]
 Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must lie between 0 and 1")]
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
+Betas = tuple[ShareBelow1, ShareBelow1]
 
 AUTO = "auto"  # a setting that is chosen from mesh, chip and memory, see `plan/auto.py`
 SizeOrAuto = Size | Literal["auto"]
@@ -37,27 +38,36 @@ def check(config, prefix: str = "") -> None:
     Raises: UserError for the first that is not as it should be.
     """
     for name, hint in hints(type(config)).items():
-        value = getattr(config, name)
-        if hint == SizeOrAuto:
-            if value == AUTO:
-                continue
-            hint = Size
-        ranges = getattr(hint, "__metadata__", ())
-        kind = get_args(hint)[0] if ranges else hint
-        said = f"{prefix}{name}={value!r}"
-        if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                choices = get_args(kind)
-                raise UserError(f"{said}: should be one of {', '.join(map(repr, choices))}")
-        elif kind in KINDS:
-            numbers_are = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
-            if not isinstance(value, numbers_are) or (isinstance(value, bool) and kind is not bool):
-                raise UserError(f"{said}: should be {KINDS[kind]}")
-        elif dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-            raise UserError(f"{said}: should hold settings, as {kind.__name__} does")
-        for one in ranges:
-            if isinstance(one, Range) and not one.holds(value):
-                raise UserError(f"{said}: {one.words}")
+        check_value(f"{prefix}{name}", getattr(config, name), hint)
+
+
+def check_value(name: str, value, hint) -> None:
+    """Raises: UserError if the value of a setting is not what its type asks for."""
+    if hint == SizeOrAuto:
+        if value == AUTO:
+            return
+        hint = Size
+    ranges = getattr(hint, "__metadata__", ())
+    kind = get_args(hint)[0] if ranges else hint
+    said = f"{name}={value!r}"
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = get_args(kind)
+            raise UserError(f"{said}: should be one of {', '.join(map(repr, choices))}")
+    elif get_origin(kind) is tuple:
+        if not isinstance(value, tuple) or len(value) != len(get_args(kind)):
+            raise UserError(f"{said}: should be {len(get_args(kind))} values")
+        for one, of in zip(value, get_args(kind), strict=True):
+            check_value(name, one, of)
+    elif kind in KINDS:
+        numbers_are = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
+        if not isinstance(value, numbers_are) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(f"{said}: should be {KINDS[kind]}")
+    elif dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+        raise UserError(f"{said}: should hold settings, as {kind.__name__} does")
+    for one in ranges:
+        if isinstance(one, Range) and not one.holds(value):
+            raise UserError(f"{said}: {one.words}")
 
 
 def is_remote(path: str) -> bool:

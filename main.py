@@ -221,9 +221,8 @@ def main(argv: list[str] | None = None) -> int | None:
         raise UserError(f"--devices {cfg.run.devices}: say how they share the work, or one does it all, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip
     if cfg.run.check:
-        return preflight.check(dataset.in_steps(cfg, argv))
+        return preflight.check(cfg)
     together = join(cfg.run)
-    cfg = dataset.in_steps(cfg, argv)
     devices.use_devices(cfg.run.devices, together.count)
     with compile_cache(cfg, together.own_name), together.keep_programs(cfg.run.compile_cache):
         if cfg.run.replay:

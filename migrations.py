@@ -17,12 +17,16 @@ GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step
 
 # Settings that are part of another one now, which `merge` gives their value; what to use instead.
 MERGED = {
+    "optim.beta1": "use --optim.betas B1 B2",
+    "optim.beta2": "use --optim.betas B1 B2",
+    "run.epochs": "use --run.steps; a start, and --run.check, print how many steps an epoch has",
     "run.layer_norms_every": "use --run.gradient_stats_every",
     "run.noise_scale_every": "use --run.gradient_stats_every",
 }
 
-# Settings that no longer exist: their default, and what to do instead. None of them changed a result.
+# Settings that no longer exist, and that a run could change when it resumed: their default, and what to do instead.
 DROPPED = {
+    "optim.decay_steps": (0, "the learning rate falls over --run.steps; --optim.schedule wsd holds it before that"),
     "run.join_timeout_s": (300, "processes have 5 times --run.peer_timeout_s to join"),
     "run.hang_timeout_s": (1800, "a step has 30 times --run.peer_timeout_s to finish"),
     "run.keep_every": (0, "the newest --run.keep_checkpoints and the best are kept"),
@@ -70,7 +74,10 @@ def moved(values: dict) -> dict:
 
 def merge(group: str, settings: dict) -> None:
     """Replace the settings of a group that are part of another one now."""
+    if group == "optim" and {"beta1", "beta2"} & {*settings}:
+        settings["betas"] = [settings.pop("beta1", 0.9), settings.pop("beta2", 0.95)]
     if group == "run":
+        settings.pop("epochs", None)  # run.steps has their steps
         stats = [settings.pop(name, 0) for name in ("layer_norms_every", "noise_scale_every")]
         if any(stats):
             settings["gradient_stats_every"] = min(filter(None, stats))
@@ -80,5 +87,6 @@ def flatten(values: dict, prefix="") -> dict:
     """Settings by dotted name."""
     flat = {}
     for name, value in values.items():
+        value = list(value) if isinstance(value, tuple) else value  # as JSON has it
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat

@@ -37,11 +37,9 @@ class TrainState:
 def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
     """Learning rate of each step, counted from 0: linear warm-up, then cosine decay, or a plateau with a linear end.
 
-    The first step is already above 0, step warmup_steps - 1 has the peak, the last step final_lr times the peak. So has
-    every step from decay_steps on, if that says where the decay ends: a run that goes on longer keeps its schedule.
+    The first step is already above 0, step warmup_steps - 1 has the peak, the last step final_lr times the peak.
     Source of the plateau: WSD, arXiv:2404.06395.
     """
-    steps = o.decay_steps or steps
     warmup = min(o.warmup_steps, steps)
     rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))
     # A fall starts from the peak at the last step of what precedes it, so that it ends at the last step of all.
@@ -77,7 +75,7 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
     """
     return optax.chain(
         clip(o.clip_norm),
-        optax.scale_by_adam(o.beta1, o.beta2, o.eps),
+        optax.scale_by_adam(*o.betas, o.eps),
         optax.add_decayed_weights(o.weight_decay, mask=decay),
         optax.scale_by_learning_rate(learning_rate(o, steps)),
     )

@@ -197,7 +197,7 @@ def trainer(model: Transformer, o, compile: bool):
     matrices = [p for name, p in named.items() if p.ndim > 1 and name != "embedding"]
     others = [p for name, p in named.items() if p.ndim == 1 or name == "embedding"]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
     forward = torch.compile(model) if compile else model
 
     def step(tokens_BT, targets_BT):

@@ -58,12 +58,15 @@ def kind(hint) -> str:
     """What may be typed after a flag: its choices, or the name of its type."""
     if hint == config.SizeOrAuto:
         return "`auto`, `int`"
+    if typing.get_origin(hint) is tuple:
+        return " ".join(f"`{plain(one).__name__}`" for one in typing.get_args(hint))
     if typing.get_origin(plain(hint)) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(plain(hint)))
     return f"`{plain(hint).__name__}`"
 
 
 def value(x) -> str:
+    x = " ".join(map(str, x)) if isinstance(x, tuple) else x
     return f"`{x}`" if x != "" else "empty"
 
 

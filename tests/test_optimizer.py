@@ -51,7 +51,7 @@ def test_three_steps_equal_numpy():
     """Catches decay that goes through the moments, a bias correction that starts at 0, eps inside the root, a norm that
     is taken per parameter or applied where it is below the limit, and a learning rate one step off."""
     cfg = preset("tiny", **{"optim.warmup_steps": 2, "optim.weight_decay": 0.3, "optim.clip_norm": 2.0,
-                            "optim.lr": 0.01, "optim.beta1": 0.8, "optim.beta2": 0.9, "optim.eps": 1e-3})  # fmt: skip
+                            "optim.lr": 0.01, "optim.betas": (0.8, 0.9), "optim.eps": 1e-3})  # fmt: skip
     shapes = sharding.shapes(model.declare(cfg.model))
     params = random_tree(0, shapes)
     gradients = [
@@ -118,16 +118,6 @@ def test_wsd_at_named_steps():
     np.testing.assert_allclose(rate[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
     np.testing.assert_array_equal(rate[3:18], 2.0)
     np.testing.assert_allclose(rate[18:], 2.0 - 0.3 * np.arange(1, 7), rtol=1e-6)  # six steps down to 0.2
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_schedule_that_ends_before_the_run(schedule):
-    """A run of 24 steps that goes on to 60. Catches a rate that rises again, or steps of the past that had another."""
-    short = rates(schedule, steps=24, warmup=4)
-    longer = rates(schedule, steps=60, warmup=4, **{"optim.decay_steps": 24})
-    np.testing.assert_array_equal(longer[:24], short)
-    np.testing.assert_allclose(longer[24:], 0.2, rtol=1e-6)  # float32
-    assert rates(schedule, steps=60, warmup=4)[24] > 1.0, "the test needs a schedule that would rise"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

@@ -35,6 +35,7 @@ def test_settings_of_the_version_with_104_are_those_of_today():
 
 
 DROPPED = {  # a setting that is gone, a value it had -> what is said of it
+    "optim.decay_steps": (5, "the learning rate falls over --run.steps; --optim.schedule wsd holds it before that"),
     "run.join_timeout_s": (70, "processes have 5 times --run.peer_timeout_s to join"),
     "run.hang_timeout_s": (0, "a step has 30 times --run.peer_timeout_s to finish"),
     "run.keep_every": (24, "the newest --run.keep_checkpoints and the best are kept"),
@@ -57,6 +58,8 @@ def test_a_value_that_is_dropped_is_reported(name, tmp_path, capsys):
 
 
 MERGED = [  # settings as they were -> as they are
+    ({"optim.beta2": 0.99}, {"optim.betas": (0.9, 0.99)}),
+    ({"run.epochs": 2.5, "run.steps": 44}, {"run.steps": 44}),  # as it was written: steps were counted at the start
     ({"run.layer_norms_every": 5}, {"run.gradient_stats_every": 5}),
     ({"run.layer_norms_every": 8, "run.noise_scale_every": 4}, {"run.gradient_stats_every": 4}),
 ]

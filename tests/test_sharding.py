@@ -224,7 +224,8 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
 @pytest.mark.parametrize("make, message", [
     (lambda: Precision(compute="float8"), "model.precision.compute='float8': should be one of 'float32', 'bfloat16'"),
     (lambda: OptimConfig(lr=-1), "optim.lr=-1: must be at least 0, and finite"),
-    (lambda: OptimConfig(beta1=1.5), "optim.beta1=1.5: must be at least 0 and below 1"),
+    (lambda: OptimConfig(betas=(0.9, 1.5)), "optim.betas=1.5: must be at least 0 and below 1"),
+    (lambda: OptimConfig(betas=(0.9,)), "optim.betas=(0.9,): should be 2 values"),
     (lambda: OptimConfig(warmup_steps=-3), "optim.warmup_steps=-3: must be at least 0"),
     (lambda: OptimConfig(eps=0), "optim.eps=0: must be above 0, and finite"),
     (lambda: OptimConfig(decay_fraction=1.1), "optim.decay_fraction=1.1: must lie between 0 and 1"),

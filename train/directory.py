@@ -37,7 +37,7 @@ OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt"
 SET_ASIDE = "metrics.set_aside.jsonl"
 VISIBLE_S = 5.0  # until a file of one host is seen by all, on a disk they share
 # Settings of a run that may change when it goes on: they decide where, how fast and how long, not what comes out.
-FREE = ("run", "mesh", "work", "data.path", "optim.decay_steps")
+FREE = ("run", "mesh", "work", "data.path")
 FROM_A_STEP = ("data.mixture", "data.skip")  # may change for the steps that are still to come, see `check_seen`
 
 

@@ -55,8 +55,10 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f", and {idle} are left idle" * bool(idle))
     log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
     corpus = dataset.opened(cfg)
+    steps = dataset.epoch_steps(cfg)
     for name, one in (corpus.sources or {"": corpus}).items():
-        log(f"rows       {dataset.in_words(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name))
+        epoch = f"; an epoch is {steps[name]:,} steps" if name in steps else ""
+        log(f"rows       {dataset.in_words(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
     log(f"settings   {plan.settings()}")
     for first, count in parse_skips(cfg.data.skip):
         log(f"skip       step {first + 1} and those after it take the batch of {count} steps later")
@@ -79,11 +81,13 @@ def check(cfg: Config) -> None:
     if wait is not None:
         check_restarts(cfg, wait)
     plan = check_mesh(cfg, count or 1)
+    steps = dataset.epoch_steps(cfg).items()
+    epochs = ", ".join(f"an epoch{f' of {name}' * bool(name)} is {n:,} steps" for name, n in steps)
     where = "process 0 knows where it goes on from"
     if os.environ.get("JAX_PROCESS_ID", "0") == "0":
         where = check_directory(cfg)
     print(f"checked    {cfg.run.name}: {plan.params_total:,} parameters on mesh {cfg.mesh}, {count or 1} "
-          f"process{'es' * ((count or 1) > 1)}; {where}")  # fmt: skip
+          f"process{'es' * ((count or 1) > 1)}; {epochs}; {where}")  # fmt: skip
 
 
 def told(*names: str) -> int | None:

@@ -73,8 +73,5 @@ def in_words(result: dict) -> str:
 def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
     """Say that a run has taken all its steps, and what to type to take more."""
     log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
-    more = {"run.epochs": 2 * cfg.run.epochs} if cfg.run.epochs else {"run.steps": 2 * done}
-    log(f"  continue it:  {command(argv, more)}")
-    if not cfg.optim.decay_steps:
-        log(f"  at its last learning rate:  {command(argv, more | {'optim.decay_steps': done})}")
+    log(f"  continue it:  {command(argv, {'run.steps': 2 * done})}")
     log(f"  start again:  {command(argv, restart=True)}    # deletes its results")

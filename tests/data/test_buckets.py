@@ -22,7 +22,7 @@ from config import preset
 from data import bucket, check, files, prepare
 from errors import UserError
 from generate import load
-from tests.test_training import STEPS, flags, restored, rows, run, untimed
+from tests.test_training import flags, restored, rows, run, untimed
 from tests.train.test_processes import pair
 from train import checkpoint, report, storage
 from train.directory import Metrics
@@ -227,7 +227,8 @@ def test_a_server_that_is_gone_ends_a_start_within_half_a_minute(servers, addres
 def test_a_run_trains_and_goes_on_from_tokens_in_a_bucket(servers, source, tmp_path, monkeypatch):
     """Catches a run whose losses are others with its tokens in a bucket, or that does not go on there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place, schedule = f"gs://own/{uuid.uuid4().hex}", ["--optim.decay_steps", str(STEPS)]  # a program that is kept
+    place = f"gs://own/{uuid.uuid4().hex}"
+    schedule = "--optim.schedule wsd --optim.decay_fraction 0".split()  # the same for 5 steps and 8
     prepared(source, tmp_path / "here"), prepared(source, place)
     for tokens, runs, steps in ((tmp_path / "here", "a", 8), (place, "b", 5), (place, "b", 8)):
         status, _, complaint = run([*flags(tokens, tmp_path / runs), "--run.steps", str(steps), *schedule])
@@ -252,7 +253,7 @@ def home(servers, source, tmp_path, monkeypatch):
     prepared(source, tmp_path / "tokens")
     monkeypatch.setattr(bucket, "WAITS_S", (0, 0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    more = f"--run.checkpoint_every 2 --optim.decay_steps {STEPS} --run.steps 6".split()
+    more = "--run.checkpoint_every 2 --run.steps 6".split()
     return [*flags(tmp_path / "tokens", "-"), *more]
 
 

@@ -221,16 +221,10 @@ def test_what_is_still_to_come_may_change(path, tmp_path, monkeypatch):
 # Epochs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_become_steps(path, capsys):
-    """Catches an epoch short of a window, and one of two settings that is silently ignored."""
-    cfg = config(f"{path}/prose", **{"run.epochs": 2.5, "run.steps": 7})
-    settled = dataset.in_steps(cfg)
-    assert settled.run.steps == 44  # ceil(2.5 * 140 windows / 8)
-    assert capsys.readouterr().out == "epochs     2.5 * 140 windows / 8 sequences a step = 44 steps\n"
-    assert dataset.in_steps(replace(cfg, **{"run.epochs": 0.0})).run.steps == 7
-    with pytest.raises(UserError, match=r"2\.5 \* 140 windows / 8 .* = 44 steps, and run\.steps=7 is 0\.4 epochs; use"):
-        dataset.in_steps(cfg, ["tiny", "--run.steps", "7"])
+def test_the_steps_of_an_epoch(path):
+    """Catches an epoch short of a window, and a source that is counted at another share than its own."""
+    cfg = config(f"{path}/prose")
+    assert dataset.epoch_steps(cfg) == {"": 18}  # ceil(140 windows / 8)
     read = Counter(t for s in sequences(cfg, range(35)) for t in s)
     assert read == Counter(dict.fromkeys(range(1000, 1700), 2))
-    with pytest.raises(UserError, match=r"each is read once: code in 11 steps, prose in 59 steps\); use run\.steps"):
-        dataset.in_steps(config(path, TWO, **{"run.epochs": 1.0}))
+    assert dataset.epoch_steps(config(path, TWO)) == {"code": 11, "prose": 59}

@@ -271,7 +271,7 @@ def test_what_rows_hold_is_said(path):
         cfg, noun = config(path, **{"data.packing": kind}), "rows" if more else "windows"
         said = f"120 documents in {count} {noun} of 14 tokens, {cut / 120:.1%} of them cut{more}"
         assert dataset.in_words(split, cfg.data) == said
-        assert dataset.in_steps(replace(cfg, **{"run.epochs": 2.0})).run.steps == -(-2 * count // B)
+        assert dataset.epoch_steps(cfg) == {"": -(-count // B)}
     far = dataset.load(f"file://{path}").splits["train"]
     assert dataset.in_words(far, cfg.data) == f"documents in {count} windows of 14 tokens", "no file is read for it"
 

@@ -120,6 +120,6 @@ def test_the_command_repeats_what_was_typed():
     own = ["tiny", "--run.dir", "my runs", "--run.steps", "5", "--run.restart", "--run.steps=7", "--run.seed=1"]
     words = lambda *changed, **how: shlex.split(interruptions.command(own, *changed, **how))[2:]
     assert words({"run.steps": 9}) == ["tiny", "--run.dir", "my runs", "--run.seed=1", "--run.steps", "9"]
-    assert words({"run.seed": 2, "optim.decay_steps": 5})[-4:] == ["--run.seed", "2", "--optim.decay_steps", "5"]
+    assert words({"run.seed": 2, "optim.lr": 0.5})[-4:] == ["--run.seed", "2", "--optim.lr", "0.5"]
     assert words(restart=True) == [*own[:5], "--run.steps=7", "--run.seed=1", "--run.restart"]
     assert words() == [*own[:5], "--run.steps=7", "--run.seed=1"]
