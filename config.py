@@ -318,9 +318,6 @@ class RunConfig:
     check: bool = False
     # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
-    # directory of compiled programs; auto: the user's cache folder, of each host; empty: none. One that you name is
-    # written by process 0, and read by all
-    compile_cache: str = "auto"
     # NAME=VALUE,.. of XLA, added to those of xla/options.py; NAME= leaves one out
     compiler_options: str = ""
     # of several processes: seconds without a heartbeat of one after which the others end. They have 5 times as long to

@@ -128,7 +128,7 @@ def compile_cache(directory: str, enabled: bool = True):
     from jax.experimental.compilation_cache import compilation_cache
 
     if directory and (why := unreachable(directory)):
-        log(f"note: compiled programs are not kept: {directory} {why}; --run.compile_cache names another directory")
+        log(f"note: compiled programs are not kept: {directory} {why}; JAX_COMPILATION_CACHE_DIR names another one")
         directory = ""
     settings = {"jax_enable_compilation_cache": enabled and bool(directory),
                 "jax_compilation_cache_dir": directory or None}  # fmt: skip

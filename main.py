@@ -205,10 +205,14 @@ def _replay(cfg: Config, directory, step: int) -> None:
     guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
 
 
+def programs() -> str:
+    """The directory of compiled programs; auto: the user's cache folder; empty: none."""
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR", "auto")
+
+
 def compile_cache(cfg: Config, name: str = ""):
     """Meanwhile keep compiled programs, so that the next start is faster; `name`: of several processes, this one's."""
-    asked = cfg.run.compile_cache
-    directory = os.path.join(devices.cache_directory(), "xla", name) if asked == "auto" else asked
+    directory = os.path.join(devices.cache_directory(), "xla", name) if (asked := programs()) == "auto" else asked
     return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 
@@ -224,7 +228,7 @@ def main(argv: list[str] | None = None) -> int | None:
         return preflight.check(cfg)
     together = join(cfg.run)
     devices.use_devices(cfg.run.devices, together.count)
-    with compile_cache(cfg, together.own_name), together.keep_programs(cfg.run.compile_cache):
+    with compile_cache(cfg, together.own_name), together.keep_programs(programs()):
         if cfg.run.replay:
             return replay(cfg)
         storage.check(directory := storage.of(cfg))

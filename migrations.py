@@ -32,6 +32,7 @@ DROPPED = {
     "run.keep_every": (0, "the newest --run.keep_checkpoints and the best are kept"),
     "run.keep_best": (1, "the checkpoint with the lowest validation loss is kept"),
     "run.sample_tokens": (200, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
+    "run.compile_cache": ("auto", "set the environment variable JAX_COMPILATION_CACHE_DIR to the directory"),
     "data.cache_gib": (20.0, "each host keeps at most 20 GiB of a bucket's shards in its cache folder"),
     "data.prefetch": (4, "4 batches are made ahead in the background"),
 }

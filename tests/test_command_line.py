@@ -220,7 +220,7 @@ def test_settings_are_read_from_a_file(tmp_path, command, whole):
     """Catches a value that is lost or replaced by a preset's, a flag that loses against the file, a file's `restart`
     that deletes a run or `replay` that trains nothing, and a command that reads another form."""
     wanted = preset("tiny", **{"model.d_ff": 48, "optim.lr": 1, "mesh": "fsdp=2", "run.name": "mine", "data.path": "t",
-                               "run.compile_cache": "", "model.tie_embeddings": True})  # fmt: skip
+                               "run.sample_prompt": "", "model.tie_embeddings": True})  # fmt: skip
     said_once = replace(wanted, **{"run.restart": True, "run.replay": 3}).to_dict()
     (tmp_path / "c.json").write_text(json.dumps({"config": said_once, "data": {"source": "x"}} if whole else said_once))
     file = str(tmp_path / "c.json")
@@ -288,10 +288,9 @@ def test_a_run_is_repeated_or_continued_by_its_settings(tokens, tmp_path):
     a run that is taken for another one, or trained again, because its settings came from its file."""
     small = "--model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
     more = f"--optim.lr 0.013 --data.path {tokens} --run.name one --run.dir {tmp_path} --run.steps 3"
-    cache = ["--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
     losses = lambda name: [(row["step"], row["loss"]) for row in map(json.loads, (tmp_path / name / "metrics.jsonl")
                            .read_text().splitlines()) if row["kind"] in ("train", "eval")]  # fmt: skip
-    assert run("tiny", *small.split(), *more.split(), *cache)[::2] == (0, "")
+    assert run("tiny", *small.split(), *more.split())[::2] == (0, "")
     given = ("--config", str(tmp_path / "one" / "config.json"))
     status, out, err = run(*given, "--run.name", "two")
     assert (status, err) == (0, "") and "resumed" not in out
@@ -478,29 +477,33 @@ def test_help_is_quick_in_a_process():
 # Compiled programs ----------------------------------------------------------------------------------------------------
 
 
-def compile_something(n, *argv):
-    with main.compile_cache(main.parse(["tiny", *argv])):
-        jax.jit(lambda x: x * n + 1)(np.ones(n, np.float32)).block_until_ready()
+def compile_something(n, asked, *argv):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JAX_COMPILATION_CACHE_DIR", asked)
+        if asked == "auto":
+            patched.delenv("JAX_COMPILATION_CACHE_DIR")
+        with main.compile_cache(main.parse(["tiny", *argv])):
+            jax.jit(lambda x: x * n + 1)(np.ones(n, np.float32)).block_until_ready()
 
 
 def test_compiled_programs_are_kept_where_asked(tmp_path, monkeypatch):
-    """Catches a flag that is ignored because programs were kept elsewhere before, `auto` outside the user's cache
-    folder, an empty flag that keeps them all the same, and settings that outlive the run."""
+    """Catches a directory that is ignored because programs were kept elsewhere before, `auto` outside the user's cache
+    folder, an empty name that keeps them all the same, and settings that outlive the run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     count = lambda: len([path for path in tmp_path.rglob("*") if path.is_file()])
     settings = lambda: (jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir)
     before = settings()
 
-    compile_something(11, "--run.compile_cache", str(tmp_path / "mine"))
+    compile_something(11, str(tmp_path / "mine"))
     assert list((tmp_path / "mine").iterdir()) and not (tmp_path / "xdg").exists()
-    compile_something(13)
+    compile_something(13, "auto")
     assert list((tmp_path / "xdg" / "axis-by-axis").rglob("*"))
     kept = count()
-    compile_something(17, "--run.compile_cache", "")
+    compile_something(17, "")
     assert count() == kept
     monkeypatch.delenv("XDG_CACHE_HOME")
-    compile_something(19)
+    compile_something(19, "auto")
     assert list((tmp_path / "home" / ".cache" / "axis-by-axis").rglob("*"))
     assert settings() == before
 
@@ -509,9 +512,9 @@ def test_programs_of_several_simulated_devices_are_not_kept(tmp_path):
     """Catches a run that reads such a program from a file: what only the text ordered has lost its order there. What
     `xla/ordered.py` compiles is kept: tests/xla."""
     cache = str(tmp_path / "cache")
-    compile_something(23, "--run.compile_cache", cache, "--devices", "8", "--mesh", "fsdp=2")
+    compile_something(23, cache, "--devices", "8", "--mesh", "fsdp=2")
     assert not [*Path(cache).iterdir()]
-    compile_something(23, "--run.compile_cache", cache)
+    compile_something(23, cache)
     assert list(Path(cache).iterdir())
 
     asked = "jax.config.jax_enable_compilation_cache, jax.device_count()"

@@ -41,6 +41,7 @@ DROPPED = {  # a setting that is gone, a value it had -> what is said of it
     "run.keep_every": (24, "the newest --run.keep_checkpoints and the best are kept"),
     "run.keep_best": (0, "the checkpoint with the lowest validation loss is kept"),
     "run.sample_tokens": (8, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
+    "run.compile_cache": ("", "set the environment variable JAX_COMPILATION_CACHE_DIR to the directory"),
     "data.cache_gib": (5.0, "each host keeps at most 20 GiB of a bucket's shards in its cache folder"),
     "data.prefetch": (1, "4 batches are made ahead in the background"),
 }

@@ -54,8 +54,7 @@ def run(argv):
 
 def flags(tokens, runs):
     """The small run on these tokens; its programs are kept where those of all tests are."""
-    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    return [*SMALL, "--data.path", str(tokens), "--run.dir", str(runs), "--run.compile_cache", cache]
+    return [*SMALL, "--data.path", str(tokens), "--run.dir", str(runs)]
 
 
 def rows(directory, kind=None):
@@ -120,8 +119,7 @@ def test_a_run_starts_from_another(home, tmp_path):
     dense = (
         "--model.n_experts 0 --model.attention gqa --model.n_layers 2 --model.dense_prefix 0 --model.no_rope_every 0"
     )
-    common = ["--data.path", home / "easy", "--run.dir", tmp_path, "--run.steps", 1, "--run.sample_prompt", "",
-              "--run.compile_cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]  # fmt: skip
+    common = ["--data.path", home / "easy", "--run.dir", tmp_path, "--run.steps", 1, "--run.sample_prompt", ""]
     assert run(["tiny", *dense.split(), *common, "--run.name", "source"])[0] == 0
     source, folder, converted = tmp_path / "source", tmp_path / "hf", tmp_path / "converted"
     assert weights_command.main(["to-hf", str(source), "--out", str(folder)]) == 0

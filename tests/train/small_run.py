@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 from pathlib import Path
@@ -24,8 +23,7 @@ FLAGS = shlex.split(  # the model of test_training.py, so that its compiled prog
 
 
 def flags(home, runs):
-    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    return [*FLAGS, "--data.path", str(home / "tokens"), "--run.dir", str(runs), "--run.compile_cache", cache]
+    return [*FLAGS, "--data.path", str(home / "tokens"), "--run.dir", str(runs)]
 
 
 def trained_steps(directory):
