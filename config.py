@@ -314,8 +314,9 @@ class RunConfig:
     tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
     # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
     replay: Annotated[Count, tyro.conf.arg(aliases=["--replay"])] = 0
-    # train nothing: say whether settings, tokens, mesh and this run's directory will do; no device is touched
-    check: bool = False
+    # yes: train if the plan says that it fits in memory; no: train even if it does not; only: train nothing, but report
+    # whether settings, tokens, mesh and this run's directory are right; no device is touched
+    check: Literal["yes", "no", "only"] = "yes"
     # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
     # NAME=VALUE,.. of XLA, added to those of xla/options.py; NAME= leaves one out
@@ -323,11 +324,9 @@ class RunConfig:
     # of several processes: seconds without a heartbeat of one after which the others end. They have 5 times as long to
     # join at the start, and 30 times as long to finish a step, or a batch of an evaluation, before the run ends as hung
     peer_timeout_s: Size = 60
-    # start even if the plan says that it does not fit in memory
-    force: Annotated[bool, tyro.conf.arg(aliases=["--force"])] = False
-    restart: bool = False  # delete this run's results and start at step 0
-    # go on from the newest checkpoint there is, or from step 0, though a later one was saved and is gone
-    go_back: bool = False
+    # no: resume, and stop if the newest checkpoint that was saved is gone; newest: resume from the newest one that is
+    # there, or from step 0; scratch: delete this run's results and start at step 0
+    restart: Literal["no", "newest", "scratch"] = "no"
 
     def __post_init__(self):
         check(self, "run.")
@@ -346,7 +345,7 @@ class RunConfig:
         return 30 * self.peer_timeout_s
 
 
-ONCE = ("check", "force", "restart", "go_back")  # flags of `run` that are said once, not properties of the run
+ONCE = {"check": "yes", "restart": "no", "replay": 0}  # settings of one start, not of the run; none is written
 
 
 @dataclass(frozen=True)

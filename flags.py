@@ -12,7 +12,7 @@ import tyro
 from config import ONCE, PRESETS, Config, ModelConfig, following, preset, replace
 from devices import log
 from errors import UserError
-from migrations import dropped, instead_of
+from migrations import CHOICES, dropped, instead_of
 
 
 def command_line(
@@ -49,6 +49,10 @@ OR_FILE = ", or with --config FILE a run's settings"
 
 def starting_point(argv: list[str], default: str | Config | None) -> tuple[Config, str, list[str]]:
     """Take `PRESET` or `--config FILE` out of a command line: the settings, what to call them, and the flags."""
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+        setting = word[2:].replace("-", "_")
+        if setting in CHOICES and after.startswith("-"):
+            raise UserError(f"{word} takes a value now: {word} {CHOICES[setting]}")
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
@@ -79,7 +83,7 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
 def read_config(file: str) -> Config:
     """Read settings from a run's config.json, or from a file of settings alone; those not in it have their defaults.
 
-    What is said once, run.replay and those in ONCE, is not taken from there.
+    Settings of one start, those in ONCE, are not taken from there.
     Raises: UserError if there is no such file, it is no JSON, or a setting in it is unknown or has no such value.
     """
     hint = "name a run's config.json, e.g. --config runs/laptop/config.json"
@@ -96,4 +100,4 @@ def read_config(file: str) -> Config:
         raise UserError(f"--config {file}: {error}") from None
     for line in dropped(values):
         log(line)
-    return replace(cfg, **{"run.replay": 0} | {f"run.{name}": False for name in ONCE})
+    return replace(cfg, **{f"run.{name}": value for name, value in ONCE.items()})

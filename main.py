@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> int | None:
     if cfg.run.devices > 1 == cfg.mesh.devices:
         raise UserError(f"--devices {cfg.run.devices}: say how they share the work, or one does it all, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip
-    if cfg.run.check:
+    if cfg.run.check == "only":
         return preflight.check(cfg)
     together = join(cfg.run)
     devices.use_devices(cfg.run.devices, together.count)

@@ -17,12 +17,18 @@ GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step
 
 # Settings that are part of another one now, which `merge` gives their value; what to use instead.
 MERGED = {
+    "force": "use --run.check no",
+    "run.force": "use --run.check no",
+    "run.go_back": "use --run.restart newest",
     "optim.beta1": "use --optim.betas B1 B2",
     "optim.beta2": "use --optim.betas B1 B2",
-    "run.epochs": "use --run.steps; a start, and --run.check, print how many steps an epoch has",
+    "run.epochs": "use --run.steps; a start, and --run.check only, print how many steps an epoch has",
     "run.layer_norms_every": "use --run.gradient_stats_every",
     "run.noise_scale_every": "use --run.gradient_stats_every",
 }
+
+# Settings that were flags without a value: what is said with one now.
+CHOICES = {"run.check": "only", "run.restart": "scratch"}
 
 # Settings that no longer exist, and that a run could change when it resumed: their default, and what to do instead.
 DROPPED = {
@@ -78,6 +84,11 @@ def merge(group: str, settings: dict) -> None:
     if group == "optim" and {"beta1", "beta2"} & {*settings}:
         settings["betas"] = [settings.pop("beta1", 0.9), settings.pop("beta2", 0.95)]
     if group == "run":
+        forced, went_back = settings.pop("force", False), settings.pop("go_back", False)
+        if isinstance(settings.get("check"), bool):
+            settings["check"] = "only" if settings["check"] else "no" if forced else "yes"
+        if isinstance(settings.get("restart"), bool):
+            settings["restart"] = "scratch" if settings["restart"] else "newest" if went_back else "no"
         settings.pop("epochs", None)  # run.steps has their steps
         stats = [settings.pop(name, 0) for name in ("layer_norms_every", "noise_scale_every")]
         if any(stats):

@@ -939,7 +939,7 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 # | killed within a save | no final name, or another sha256 | one interval more | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
 # | fewer devices | the mesh changes | rounding, 1e-7 a step | whole arrays by name; any mesh reads them |
 # | a NaN | the loss or a gradient, summed over all | one step | the step is skipped and named; ten in a row end the run (`train/guard.py`) |
-# | a spike | the loss, or the norm, against its median | the batches; or back to a file | gradients are clipped; going back is yours: `--run.go_back --data.skip 40:42` |
+# | a spike | the loss, or the norm, against its median | the batches; or back to a file | gradients are clipped; going back is yours: `--run.restart newest --data.skip 40:42` |
 # | a replica differs | checksums over `data`, 4 bytes each | reading 4 P bytes of memory | not compared |
 # | a chip computes wrongly | a step taken again elsewhere | a step | `--replay N` compares with the log, to the bit |
 # | a slow host (straggler) | its own time for a fixed product | all wait for it | named (`train/pace.py`) |

@@ -183,9 +183,12 @@ def facts(commit: str) -> dict:
 
 
 def check(commit: str, command: list[str], environment: dict) -> dict:
-    """Ask main.py whether it would run here; it does not start."""
-    done = subprocess.run([*command, "--run.check"], cwd=f"commits/{commit}", env=environment_of(commit, environment),
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    """Ask main.py whether it would run here; it does not start. With `--run.check no` it is not to ask."""
+    if re.search(r" --run[.]check[ =]no\b", " ".join(command)):
+        return {}
+    done = subprocess.run([*command, "--run.check", "only"], cwd=f"commits/{commit}",
+                          env=environment_of(commit, environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)  # fmt: skip
     if done.returncode:
         raise Refused(reason(done.stdout.decode(errors="replace")) or f"exit status {done.returncode}")
     return {}

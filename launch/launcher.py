@@ -205,7 +205,8 @@ def start_request(fleet: Fleet, address: str | None, about: dict):
 
 def default_restarts(fleet: Fleet, command: list[str]) -> int:
     """main.py resumes, so a fleet that trains starts again by itself, unless each start would delete what is done."""
-    return 3 if is_training(command) and len(fleet.hosts) > 1 and "--run.restart" not in command else 0
+    deletes = "scratch" in command or "--run.restart=scratch" in command
+    return 3 if is_training(command) and len(fleet.hosts) > 1 and not deletes else 0
 
 
 def is_training(command: list[str]) -> bool:

@@ -252,7 +252,7 @@ def test_lines_that_name_no_host_are_refused(line, message):
 @pytest.mark.parametrize(
     "names, words, restarts",
     [("a b", "python main.py laptop", 3), ("a", "python main.py laptop", 0), ("a b", "python -m data.prepare", 0),
-     ("a b", "python main.py laptop --run.restart", 0)],
+     ("a b", "python main.py laptop --run.restart scratch", 0)],
 )  # fmt: skip
 def test_a_fleet_that_trains_starts_again_by_itself(names, words, restarts):
     """Catches a cut of the network that ends a run for good, and a restart that deletes what was done before it."""

@@ -126,7 +126,7 @@ def test_a_mistake_is_named_at_once(typed, tokens, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatch):
-    """Catches a model that is begun and killed minutes later, a refusal without numbers, and a --force that is none."""
+    """Catches a model that is begun and killed minutes later, and a refusal without numbers or without a way out."""
     begun = []
     monkeypatch.setattr(preflight, "memory_bytes", lambda devices: 2**20)
     monkeypatch.setattr(main, "restore_or_init", lambda *_: begun.append(True) or sys.exit(7))
@@ -136,8 +136,8 @@ def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatc
     asked = float(re.search(r"a device would need ([\d.]+) MiB, and has 1.000 MiB: ", err)[1])
     assert status == 2 and not begun
     assert sum(map(float, numbers.values())) == pytest.approx(asked, abs=0.005) and len(numbers) > 3
-    assert "; try work.remat=full" in err and err.endswith("; --force starts it all the same\n")
-    assert run(*words, "--force")[0] == 7 and begun
+    assert "; try work.remat=full" in err and err.endswith("; --run.check no starts it all the same\n")
+    assert run(*words, "--run.check", "no")[0] == 7 and begun
 
 
 def test_the_memory_of_simulated_devices_is_the_machines(monkeypatch):
@@ -155,7 +155,7 @@ def test_a_mistake_deletes_nothing(tokens, tmp_path):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text("{}\n")
     for wrong in ("--mesh=fsdp=3", "--mesh=tensor=8", "--model.capacity_factor=0.01"):
-        status, _, _ = run("tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--run.restart", wrong)
+        status, _, _ = run("tiny", "--data.path", tokens, "--run.dir", str(tmp_path), "--run.restart", "scratch", wrong)
         assert status == 2
         assert len([path for path in directory.rglob("*") if path.is_file()]) == 3, wrong
 
@@ -197,7 +197,7 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
 
     monkeypatch.setattr(main, "train", train)
     words = ["tiny", "--devices", "8", "--mesh", "data=8", "--run.dir", str(tmp_path)]
-    status, out, err = run(*words, "--run.restart", "--run.steps", "7")
+    status, out, err = run(*words, "--run.restart", "scratch", "--run.steps", "7")
     assert (status, err) == (130, "") and "no checkpoint was saved; this starts at step 0" in out
     assert out.rstrip().endswith(f"main.py {' '.join(words)} --run.steps 7")
 
@@ -221,7 +221,7 @@ def test_settings_are_read_from_a_file(tmp_path, command, whole):
     that deletes a run or `replay` that trains nothing, and a command that reads another form."""
     wanted = preset("tiny", **{"model.d_ff": 48, "optim.lr": 1, "mesh": "fsdp=2", "run.name": "mine", "data.path": "t",
                                "run.sample_prompt": "", "model.tie_embeddings": True})  # fmt: skip
-    said_once = replace(wanted, **{"run.restart": True, "run.replay": 3}).to_dict()
+    said_once = replace(wanted, **{"run.restart": "scratch", "run.check": "only", "run.replay": 3}).to_dict()
     (tmp_path / "c.json").write_text(json.dumps({"config": said_once, "data": {"source": "x"}} if whole else said_once))
     file = str(tmp_path / "c.json")
     assert settings_of(command, "--config", file) == settings_of(command, f"--config={file}") == wanted

@@ -59,6 +59,9 @@ def test_a_value_that_is_dropped_is_reported(name, tmp_path, capsys):
 
 
 MERGED = [  # settings as they were -> as they are
+    ({"run.force": True}, {"run.check": "no"}),
+    ({"run.check": True, "run.restart": True}, {"run.check": "only", "run.restart": "scratch"}),
+    ({"run.go_back": True}, {"run.restart": "newest"}),
     ({"optim.beta2": 0.99}, {"optim.betas": (0.9, 0.99)}),
     ({"run.epochs": 2.5, "run.steps": 44}, {"run.steps": 44}),  # as it was written: steps were counted at the start
     ({"run.layer_norms_every": 5}, {"run.gradient_stats_every": 5}),
@@ -81,3 +84,12 @@ def test_an_old_flag_names_what_replaces_it(name):
             main.parse(["tiny", *flag])
     with pytest.raises(UserError, match=re.escape(f"the setting {name} {instead}")):
         preset("tiny", **{name: 1})
+
+
+@pytest.mark.parametrize("flag, now", [("--run.check", "only"), ("--run.restart", "scratch")])
+def test_a_flag_that_takes_a_value_now_says_which(flag, now):
+    """Catches a box of usage in place of the word that is missing."""
+    for more in ([], ["--run.steps", "3"]):
+        with pytest.raises(UserError, match=re.escape(f"{flag} takes a value now: {flag} {now}")):
+            main.parse(["tiny", flag, *more])
+    assert main.parse(["tiny", flag, now]) == preset("tiny", **{flag[2:]: now})

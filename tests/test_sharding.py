@@ -23,7 +23,6 @@ from config import (
     ModelConfig,
     OptimConfig,
     Precision,
-    RunConfig,
     WorkConfig,
     first_difference,
     preset,
@@ -232,7 +231,7 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
     (lambda: WorkConfig(schedule="zzz"), "work.schedule='zzz': should be one of 'auto', 'gpipe', '1f1b', "),
     (lambda: MeshConfig(fsdp=0), "mesh.fsdp=0: must be at least 1"),
     (lambda: DataConfig(path=3), "data.path=3: should be text"),
-    (lambda: RunConfig(restart="no"), "run.restart='no': should be true or false"),
+    (lambda: DataConfig(shuffle="no"), "data.shuffle='no': should be true or false"),
     (lambda: preset("laptop", **{"optim.lr": float("inf")}), "optim.lr=inf: must be at least 0, and finite"),
 ])  # fmt: skip
 def test_the_library_refuses_what_the_command_line_does(make, message):

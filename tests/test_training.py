@@ -498,7 +498,7 @@ def test_another_run_is_refused(finished, home, change, named):
         status, out, err = run([*argv, *more, "--run.steps", steps])
         assert (status, out) == (2, "")
         assert err.startswith(f"error: {directory} was started with other settings: ")
-        assert "start another run with --run.name, or delete this one with --run.restart" in err
+        assert "start another run with --run.name, or delete this one with --run.restart scratch" in err
         assert named.replace("HOME", str(home)) in err
     assert snapshot(directory) == before
 

@@ -44,7 +44,7 @@ FROM_A_STEP = ("data.mixture", "data.skip")  # may change for the steps that are
 def describe(cfg: Config) -> dict:
     """What config.json holds: every setting, and which tokens they met."""
     config = cfg.to_dict()
-    config["run"] |= dict.fromkeys(ONCE, False)
+    config["run"] |= ONCE
     return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
@@ -64,11 +64,11 @@ def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> i
     read   what of its newest checkpoint is compared with the manifest
     Raises: UserError if it has other settings, or lacks the checkpoint it had come to.
     """
-    if cfg.run.restart:
+    if cfg.run.restart == "scratch":
         return None
     check_same(cfg, directory, read)
     done = steps_done(cfg, directory, read)
-    if done is None and not cfg.run.go_back:
+    if done is None and cfg.run.restart == "no":
         check_saved(directory, read)
     return done
 
@@ -89,7 +89,7 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
     if difference := first_difference(ours, theirs):
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "
-            "start another run with --run.name, or delete this one with --run.restart")  # fmt: skip
+            "start another run with --run.name, or delete this one with --run.restart scratch")  # fmt: skip
     for line in dropped(written["config"]):
         log(line)
     if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
@@ -106,7 +106,7 @@ def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> 
                 raise UserError(
                     f"{directory} has taken {step} steps with data.{name}={was!r}, and data.{name}={ours!r} would have "
                     f"changed one of them; say again what was said, and add what begins after step {step}; to go back "
-                    "before that, put later checkpoints aside and say --run.go_back")  # fmt: skip
+                    "before that, put later checkpoints aside and say --run.restart newest")  # fmt: skip
 
 
 def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
@@ -126,8 +126,8 @@ def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
     there = "there is none" if step is None else f"the newest is that of step {step}"
     raise UserError(
         f"{directory} has come to step {taken}, and its checkpoint of step {newest} is gone: in {checkpoints} {there}; "
-        f"put it back, or say --run.go_back: steps {(step or 0) + 1} to {taken} are taken again, their rows kept in "
-        f"{SET_ASIDE}")  # fmt: skip
+        f"put it back, or say --run.restart newest: steps {(step or 0) + 1} to {taken} are taken again, their rows "
+        f"kept in {SET_ASIDE}")  # fmt: skip
 
 
 def check_place(directory: Path, keepers: list[str | None], ours: str | None) -> None:
@@ -190,7 +190,7 @@ def locked(run: Path | Far) -> Iterator[None]:
 
 
 def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
-    """Make the run's directory and write its config.json; under run.restart delete what an earlier run wrote there.
+    """Make the run's directory and write its config.json; with --run.restart scratch, delete an earlier run's.
 
     Process 0 does. Each of several then sees whether the hosts share this disk, and opens a log of its own there.
     """
@@ -198,7 +198,7 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
     def write() -> str:
         storage.here(directory).mkdir(parents=True, exist_ok=True)
         storage.take(directory)
-        for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart else ():
+        for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart == "scratch" else ():
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
         storage.send(directory)

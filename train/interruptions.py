@@ -17,9 +17,6 @@ from train.processes import Processes
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
 
 
-ONCE = [f"__run.{no}{name}" for name in ("restart", "go_back", "check") for no in ("", "no_")]
-
-
 class Stopped(KeyboardInterrupt):
     """The user or the system asked the run to stop, and all there was to save is saved."""
 
@@ -176,11 +173,11 @@ def command(argv: list[str], changed: dict[str, int] | None = None, restart: boo
     changed, kept, words = changed or {}, [], iter(argv)
     for word in words:
         name, equals, _ = word.partition("=")
-        if name.removeprefix("--").replace("-", "_") in changed:
+        if name.removeprefix("--").replace("-", "_") in {*changed, "run.restart"}:
             _ = equals or next(words)  # its value goes with it
-        elif name.replace("-", "_") not in ONCE:
+        else:
             kept.append(word)
     kept += [text for name, value in changed.items() for text in (f"--{name}", str(value))]
-    kept += ["--run.restart"] if restart else []
+    kept += ["--run.restart", "scratch"] if restart else []
     python = os.path.relpath(sys.executable)  # .venv/bin/python: it holds the packages, the shell's may not
     return shlex.join([sys.executable if python.startswith("..") else python, os.path.relpath(MAIN), *kept])

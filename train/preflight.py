@@ -1,6 +1,6 @@
 """What is known of a run before it starts: its tokens, its plan, and what would be refused.
 
-`python main.py .. --run.check` says it and ends. No device is touched, nothing is written, and no other process is
+`python main.py .. --run.check only` says it and ends. No device is touched, nothing is written, and no other process is
 waited for, so it may be asked on every host of a run first, while another run is alive there.
 """
 
@@ -41,8 +41,8 @@ def planned(cfg: Config, mesh) -> planner.Plan:
 
 def refuse_too_large(plan: planner.Plan) -> None:
     """Raises: UserError if it needs more memory than there is."""
-    if plan.fits is False and not plan.cfg.run.force:
-        raise UserError(f"{plan.refusal()}; --force starts it all the same")
+    if plan.fits is False and plan.cfg.run.check != "no":
+        raise UserError(f"{plan.refusal()}; --run.check no starts it all the same")
 
 
 def announce(cfg: Config, mesh) -> planner.Plan:
@@ -108,9 +108,9 @@ def check_restarts(cfg: Config, wait: int) -> None:
             f"RESTART_WAIT={wait}: the others notice after run.peer_timeout_s={silent} s that a process is gone, and "
             f"have ended {LATE_S} s later ({silent} + {LATE_S} = {least}); set RESTART_WAIT={least}"
             + (f", or --run.peer_timeout_s {most}" if most > 0 else ""))  # fmt: skip
-    if cfg.run.restart:
-        raise UserError("--run.restart with --restarts: each start after a failure would delete what was done before "
-                        "it; leave out one of them, or take another --run.name")  # fmt: skip
+    if cfg.run.restart == "scratch":
+        raise UserError("--run.restart scratch with --restarts: each start after a failure would delete what was "
+                        "done before it; leave out one of them, or take another --run.name")  # fmt: skip
 
 
 def check_mesh(cfg: Config, processes: int) -> planner.Plan:
@@ -141,7 +141,7 @@ def check_directory(cfg: Config) -> str:
 def where(cfg: Config, directory) -> str:
     if done := look(cfg, directory, "none"):
         return f"it is complete, with {done} steps"
-    step = None if cfg.run.restart else checkpoint.latest_step(directory / "checkpoints", print, "none")
+    step = None if cfg.run.restart == "scratch" else checkpoint.latest_step(directory / "checkpoints", print, "none")
     if step is None:
         if ours := os.environ.get("AXIS_HOST"):  # how the launcher names this host; it may have other names
             check_place(directory, [checkpoint.keeper(directory / "checkpoints")], ours)

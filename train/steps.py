@@ -112,7 +112,7 @@ def latest_step(
         return None
     raise UserError(
         f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.whole)
-        + "; to begin at step 0 move them away, or use --run.restart")  # fmt: skip
+        + "; to begin at step 0 move them away, or use --run.restart scratch")  # fmt: skip
 
 
 def write_manifest(path: str, step: int, loss: float | None) -> None:

@@ -66,7 +66,7 @@ def inject(kind: str, place: str, step: str) -> None:
 if __name__ == "__main__":
     kind, process, place, step = os.environ.get("AXIS_FAULT", "::-:").split(":")
     once = Path(os.environ.get("AXIS_FAULT_ONCE", os.devnull))  # restarted, the process is well
-    if process == os.environ.get("JAX_PROCESS_ID") and not once.is_file() and "--run.check" not in sys.argv:
+    if process == os.environ.get("JAX_PROCESS_ID") and not once.is_file() and "only" not in sys.argv:
         if once != Path(os.devnull):
             once.touch()
         inject(kind, place, step)

@@ -132,7 +132,8 @@ def test_ctrl_c_while_it_starts_undoes_it(fleet):
 
 
 CHECKED = """case $* in
-  *--run.check) if [ "$JAX_PROCESS_ID" = 1 ] || [ "$2" = all ]; then echo noise; echo "error: $1" >&2; exit 2; fi ;;
+  *"--run.check only")
+    if [ "$JAX_PROCESS_ID" = 1 ] || [ "$2" = all ]; then echo noise; echo "error: $1" >&2; exit 2; fi ;;
   *) echo "$*"; sleep 100 ;;
 esac"""
 

@@ -498,7 +498,7 @@ def test_a_run_without_a_good_step_is_refused(partway):
     status, out, err = run(argv)
     assert (status, out) == (2, "") and err.startswith(f"error: no checkpoint in {directory}/checkpoints can be used; ")
     assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to begin at step 0 move them away, or "
-                                                                         "use --run.restart\n")  # fmt: skip
+                                                                         "use --run.restart scratch\n")  # fmt: skip
     assert snapshot(directory) == before
     with pytest.raises(ValueError, match=r"can be used; .*/49: state/"):
         generate.load(str(directory))

@@ -23,7 +23,7 @@ def test_two_runs_in_one_directory_are_refused(straight, home):
     before = snapshot(straight)
     with locked(straight):
         with_lock = snapshot(straight)
-        for more in ([], ["--run.restart"]):
+        for more in ([], ["--run.restart", "scratch"]):
             status, out, err = run([*argv, *more])
             assert (status, out) == (2, "")
             assert re.fullmatch(
@@ -72,16 +72,16 @@ def test_a_run_whose_checkpoints_are_gone_is_a_question(partway, straight):
     status, out, err = run(argv)
     assert (status, out) == (2, "")
     assert err == (f"error: {directory} has come to step 49, and its checkpoint of step 49 is gone: in {directory}/"
-                   "checkpoints there is none; put it back, or say --run.go_back: steps 1 to 49 are taken again, their "
-                   f"rows kept in {SET_ASIDE}\n")  # fmt: skip
+                   "checkpoints there is none; put it back, or say --run.restart newest: steps 1 to 49 are taken "
+                   f"again, their rows kept in {SET_ASIDE}\n")  # fmt: skip
     assert snapshot(directory) == before
 
-    status, out, err = run([*argv, "--run.go_back"])
+    status, out, err = run([*argv, "--run.restart", "newest"])
     assert (status, err) == (0, "") and "resumed" not in out
     assert f"set aside  {len(record) - 1} rows, which come again after step 0, in {directory}/{SET_ASIDE}\n" in out
     assert rows_of(directory, SET_ASIDE) == record[1:]
     assert soak.differences(argv, directory, straight) == []
-    assert json.loads((directory / "config.json").read_text())["config"]["run"]["go_back"] is False
+    assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
 
 
 def test_the_newest_checkpoint_is_the_one_that_counts(partway):
@@ -97,7 +97,7 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
         ValueError, match=r"checkpoint of step 49 is gone: .* the newest is that of step 48; .* 49 to 49"
     ):
         look(cfg, directory)
-    assert look(replace(cfg, **{"run.go_back": True}), directory) is None
+    assert look(replace(cfg, **{"run.restart": "newest"}), directory) is None
     Metrics(directory, 48, 60)  # who goes on from there has settled it
     assert look(cfg, directory) is None
 

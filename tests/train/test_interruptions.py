@@ -117,9 +117,10 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path):
 
 def test_the_command_repeats_what_was_typed():
     """Catches a number of steps given twice, a restart repeated by accident, and words that a shell would split."""
-    own = ["tiny", "--run.dir", "my runs", "--run.steps", "5", "--run.restart", "--run.steps=7", "--run.seed=1"]
+    own = "tiny --run.dir 'my runs' --run.steps 5 --run.restart scratch --run.steps=7 --run.seed=1"
+    own = shlex.split(own)
     words = lambda *changed, **how: shlex.split(interruptions.command(own, *changed, **how))[2:]
     assert words({"run.steps": 9}) == ["tiny", "--run.dir", "my runs", "--run.seed=1", "--run.steps", "9"]
     assert words({"run.seed": 2, "optim.lr": 0.5})[-4:] == ["--run.seed", "2", "--optim.lr", "0.5"]
-    assert words(restart=True) == [*own[:5], "--run.steps=7", "--run.seed=1", "--run.restart"]
+    assert words(restart=True) == [*own[:5], "--run.steps=7", "--run.seed=1", "--run.restart", "scratch"]
     assert words() == [*own[:5], "--run.steps=7", "--run.seed=1"]

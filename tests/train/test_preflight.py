@@ -1,4 +1,4 @@
-"""`--run.check` says before the start what would end a run there, and neither touches nor writes anything."""
+"""`--run.check only` says before the start what would end a run there, and neither touches nor writes anything."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def home(tmp_path_factory):
 @pytest.fixture
 def asked(home, tmp_path):
     """The flags of a run that would start, in a directory of the test's own."""
-    return ["tiny", "--data.path", home / "tokens", "--run.dir", tmp_path / "runs", "--run.check"]
+    return ["tiny", "--data.path", home / "tokens", "--run.dir", tmp_path / "runs", "--run.check", "only"]
 
 
 def test_it_needs_no_device_no_peer_and_no_lock(asked, tmp_path):
@@ -52,13 +52,13 @@ REFUSED = {
     "more mesh than devices": ("--devices 4 --mesh fsdp=8", {}, "mesh fsdp=8 needs 8 devices, and there are 4; "),
     "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, "8 / 3 is no whole number; start 1, 2, 4, 8"),
     "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, "8 / 5 is no whole number"),
-    "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "a device would need .*; --force starts it"),
+    "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "would need .*; --run.check no starts it"),
     "options": ("--run.compiler_options nonsense", {}, "'nonsense' should be NAME=VALUE"),
     "no way back": ("--run.init_from nowhere", {}, "nowhere"),
     "too early": ("", {"AXIS_RESTART_WAIT": "60"}, r"RESTART_WAIT=60: .*peer_timeout_s=60 s .*\(60 \+ 15 = 75\); set "
                   "RESTART_WAIT=75, or --run.peer_timeout_s 45"),
     "much too early": ("--run.peer_timeout_s 4", {"AXIS_RESTART_WAIT": "9"}, r"\(4 \+ 15 = 19\); set RESTART_WAIT=19$"),
-    "again from the start": ("--run.restart", {"AXIS_RESTART_WAIT": "80"}, "each start after a failure would delete"),
+    "again from the start": ("--run.restart scratch", {"AXIS_RESTART_WAIT": "80"}, "each start after a failure"),
     "place": ("--run.dir /dev/null", {},
               "cannot write to /dev/null/tiny: /dev/null is no directory; choose another --run.dir"),
 }  # fmt: skip
@@ -79,13 +79,13 @@ def test_what_would_end_a_run_is_said(asked, monkeypatch, what):
 def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path, monkeypatch):
     """Catches settings that differ, checkpoints that are gone or another host's, and are found when all have come; and
     a look at a directory that does not matter."""
-    begun = [*asked[:-1], "--run.steps", "4", "--run.checkpoint_every", "2"]
+    begun = [*asked[:-2], "--run.steps", "4", "--run.checkpoint_every", "2"]
     assert run(begun)[0] == 0
     directory, before = tmp_path / "runs/tiny", snapshot(tmp_path)
-    check = lambda *more: run([*begun, "--run.check", *more])[1:]
+    check = lambda *more: run([*begun, "--run.check", "only", *more])[1:]
     assert check()[0].endswith("; it is complete, with 4 steps\n")
     assert check("--run.steps", "9")[0].endswith("; it goes on from step 4 of 9\n")
-    assert check("--run.restart")[0].endswith("; it starts at step 0\n")
+    assert check("--run.restart", "scratch")[0].endswith("; it starts at step 0\n")
     assert "optim.lr is 0.5 here and" in check("--optim.lr", "0.5")[1]
     assert snapshot(tmp_path) == before
     monkeypatch.setenv("JAX_PROCESS_ID", "1")

@@ -203,6 +203,6 @@ def test_a_restart_begins_another_run(directory, tmp_path, monkeypatch):
     (directory / "wandb").mkdir()
     monkeypatch.setattr("train.directory.describe", lambda cfg: {})
     alone = Processes(0, 1, OwnBoard(), RunConfig())
-    open_run(preset("tiny", **{"run.restart": True}), directory, alone)
+    open_run(preset("tiny", **{"run.restart": "scratch"}), directory, alone)
     alone.closed.set()
     assert {path.name for path in directory.iterdir()} == {"config.json"}
