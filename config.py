@@ -93,17 +93,6 @@ BARE = tyro.conf.arg(help="")  # a group of flags whose name says enough: --help
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Which number format is used where. Sums and what is sensitive to them are always float32; see `model.py`."""
-
-    parameters: Literal["float32", "bfloat16"] = "float32"  # stored parameters and optimizer moments
-    compute: Literal["float32", "bfloat16"] = "bfloat16"  # activations and the inputs of matrix products
-
-    def __post_init__(self):
-        check(self, "model.precision.")
-
-
-@dataclass(frozen=True)
 class WorkConfig:
     """How the work is done. None of it changes a number but by rounding: a run may go on with other values.
 
@@ -195,7 +184,9 @@ class ModelConfig:
     dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
     norm: Literal["rms", "layer"] = "rms"  # of the stream: RMSNorm (arXiv:1910.07467), LayerNorm with bias (1607.06450)
     norm_eps: NotNegative = 1e-6  # added to the mean square, or the variance, in norms
-    precision: Annotated[Precision, BARE] = field(default_factory=Precision)  # number formats
+    # float32; mixed: float32 parameters and optimizer moments, bfloat16 activations and inputs of matmuls; bfloat16:
+    # all of these. Sums, and what is sensitive to them, are always float32
+    precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
     work = WorkConfig().settled  # no setting of the model: see `ModelAtWork`
 
     def __post_init__(self):
@@ -226,6 +217,16 @@ class ModelConfig:
         raise UserError(f"model.{name}={getattr(self, name)}: {why}")
 
     @property
+    def param_dtype(self) -> str:
+        """Of stored parameters and optimizer moments."""
+        return "bfloat16" if self.precision == "bfloat16" else "float32"
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of activations and the inputs of matmuls."""
+        return "float32" if self.precision == "float32" else "bfloat16"
+
+    @property
     def layers_per_block(self) -> int:
         """Layers of one repeating block: moe_every - 1 dense ones, then an MoE; or one dense layer."""
         return self.moe_every if self.n_experts else 1
@@ -253,7 +254,6 @@ class DataConfig:
     mixture: str = ""
     seq_len: Size = 256  # T, positions in one sequence
     batch_size: Size = 8  # B, sequences in one step, over all devices
-    seed: Count = 0  # order of the sequences
     shuffle: bool = True  # each epoch in another order; False: every epoch in the order of the text
     # 1200:1210,..: from step 1200 on, a step takes the batch of 10 steps later: 10 are passed over
     skip: str = ""
@@ -299,7 +299,7 @@ class RunConfig:
     name: str = "laptop"  # the run lives in DIR/NAME
     dir: str = "runs"  # parent of all runs: a directory of a disk, or a bucket's, gs://BUCKET/DIR
     steps: Size = 320  # optimizer steps; a start prints how many an epoch has
-    seed: Count = 0  # initial parameters and dropout
+    seed: Count = 0  # initial parameters, dropout, and the order of the sequences
     # directory of a run, converted or trained, whose parameters this one starts from, at step 0; empty: new ones
     init_from: Annotated[str, tyro.conf.arg(aliases=["--init_from"])] = ""
     log_every: Size = 10  # steps between rows of metrics.jsonl
@@ -385,7 +385,10 @@ def _build(cls, values: dict, prefix: str):
     parts = {}
     for name, value in values.items():
         if name not in types:
-            raise UserError(f"no setting is called {prefix}{name}; {nearest(name, types)}")
+            instead = instead_of(f"{prefix}{name}")
+            raise UserError(
+                f"{prefix}{name}={value!r} {instead}" if instead
+                else f"no setting is called {prefix}{name}; {nearest(name, types)}")  # fmt: skip
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -451,10 +454,10 @@ def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
 
 def first_difference(ours: dict, theirs: dict) -> str | None:
     """Name the first setting whose value differs, with both values; None if all are equal."""
-    return next((f"{name} is {x!r} here and {y!r} there" for name, x, y in differences(ours, theirs)), None)
+    for name, x, y in differences(ours, theirs):
+        instead = instead_of(name)
+        return f"{name}={y!r} there {instead}" if instead else f"{name} is {x!r} here and {y!r} there"
 
-
-FLOAT32 = Precision(compute="float32")
 
 # name -> (what for, {dotted setting: value})
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -462,13 +465,13 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
             d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=320, dense_prefix=2, balance_loss=0.01,
-            balance_rate=0.001, precision=FLOAT32),
+            balance_rate=0.001, precision="float32"),
         "optim.lr": 5e-3,
     }),
     "deep": ("8 blocks of one MoE layer, for stage=4 or 8 and every schedule; 1.4M parameters", {
         "model": ModelConfig(
             vocab_size=272, d_model=64, n_layers=8, n_heads=8, d_head=8, d_rope=8, d_value=8, d_kv_latent=32,
-            n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, precision=FLOAT32),
+            n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, precision="float32"),
         "data.seq_len": 128, "data.batch_size": 16, "optim.lr": 5e-3,
         "run.name": "deep", "run.steps": 100, "run.eval_every": 50, "run.checkpoint_every": 50,
     }),
@@ -476,7 +479,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=280, d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, d_head=10, d_rope=6, d_value=14,
             d_query_latent=20, d_kv_latent=12, d_ff=40, n_experts=8, top_k=2, n_shared=2, d_expert=28, moe_every=2,
-            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, precision=FLOAT32),
+            dense_prefix=1, no_rope_every=3, balance_loss=0.01, balance_rate=0.001, precision="float32"),
         "work.loss_chunk": 36, "data.seq_len": 18, "data.batch_size": 16, "optim.warmup_steps": 2,
         "run.name": "tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
         "run.checkpoint_every": 5,

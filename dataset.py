@@ -285,10 +285,10 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
     other is read: a host makes its `sharding.own_rows`.
     """
     corpus, d = opened(cfg), cfg.data
-    sequence, first = functools.partial(_sequence, corpus.splits[split], d, d.seed), step * d.batch_size
+    sequence, first = functools.partial(_sequence, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
     if split == "train":
         first = order.place(d.skip, step) * d.batch_size
-        sequence = functools.partial(_of_mixture, corpus, d) if d.mixture else sequence
+        sequence = functools.partial(_of_mixture, corpus, d, cfg.run.seed) if d.mixture else sequence
     return _cut([sequence(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
 
 
@@ -334,11 +334,11 @@ def in_words(split: Split, d: DataConfig) -> str:
     return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
 
 
-def _of_mixture(corpus: Corpus, d: DataConfig, number: int) -> list[Piece]:
+def _of_mixture(corpus: Corpus, d: DataConfig, seed: int, number: int) -> list[Piece]:
     phases = parse_mixture(d.mixture)
     starts = tuple(order.place(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
     name, own = order.turn(phases, starts, number)
-    return _sequence(corpus.sources[name].splits["train"], d, order.seed_of(name, d.seed), own)
+    return _sequence(corpus.sources[name].splits["train"], d, order.seed_of(name, seed), own)
 
 
 def _rows(cfg: Config, rows: Sequence[int] | None) -> list[int]:

@@ -54,7 +54,7 @@ def check_value(name: str, value, hint) -> None:
         if value not in get_args(kind):
             choices = get_args(kind)
             raise UserError(f"{said}: should be one of {', '.join(map(repr, choices))}")
-    elif get_origin(kind) is tuple:
+    elif get_origin(kind) is tuple and Ellipsis not in get_args(kind):
         if not isinstance(value, tuple) or len(value) != len(get_args(kind)):
             raise UserError(f"{said}: should be {len(get_args(kind))} values")
         for one, of in zip(value, get_args(kind), strict=True):

@@ -17,6 +17,9 @@ GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step
 
 # Settings that are part of another one now, which `merge` gives their value; what to use instead.
 MERGED = {
+    "data.seed": "use --run.seed, for the order of the sequences too",
+    "model.precision.compute": "use --model.precision float32, mixed or bfloat16",
+    "model.precision.parameters": "use --model.precision float32, mixed or bfloat16",
     "force": "use --run.check no",
     "run.force": "use --run.check no",
     "run.go_back": "use --run.restart newest",
@@ -26,6 +29,8 @@ MERGED = {
     "run.layer_norms_every": "use --run.gradient_stats_every",
     "run.noise_scale_every": "use --run.gradient_stats_every",
 }
+
+PRECISION = {("float32", "float32"): "float32", ("float32", "bfloat16"): "mixed", ("bfloat16", "bfloat16"): "bfloat16"}
 
 # Settings that were flags without a value: what is said with one now.
 CHOICES = {"run.check": "only", "run.restart": "scratch"}
@@ -74,6 +79,9 @@ def moved(values: dict) -> dict:
             merge(group, settings)
             for name in [name for name in settings if f"{group}.{name}" in DROPPED]:
                 del settings[name]
+    data, run = values.get("data"), values.get("run")
+    if isinstance(data, dict) and data.get("seed") == (run or {}).get("seed", 0):
+        del data["seed"]
     if values.get("pipeline") == {}:
         del values["pipeline"]
     return values
@@ -83,6 +91,9 @@ def merge(group: str, settings: dict) -> None:
     """Replace the settings of a group that are part of another one now."""
     if group == "optim" and {"beta1", "beta2"} & {*settings}:
         settings["betas"] = [settings.pop("beta1", 0.9), settings.pop("beta2", 0.95)]
+    if group == "model" and isinstance(formats := settings.get("precision"), dict):
+        pair = formats.get("parameters", "float32"), formats.get("compute", "bfloat16")
+        settings["precision"] = PRECISION.get(pair, formats)
     if group == "run":
         forced, went_back = settings.pop("force", False), settings.pop("go_back", False)
         if isinstance(settings.get("check"), bool):

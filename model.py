@@ -26,7 +26,7 @@ pays for it. Three verbs say so, of which f and g work on each position by itsel
 They may call f once, or once for each neighbour's positions: p is the positions of such a part. How, and when
 weights are joined (`at_use`), `overlap/` says: it alone reads `c.work`, see `config.ModelAtWork`.
 
-Numbers: parameters and their products are in `precision.compute`; softmax, norms, router and loss in float32.
+Numbers: parameters and their products are in `compute_dtype`; softmax, norms, router and loss in float32.
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 2405.04434, Switch 2101.03961, GShard 2006.16668.
 """
 
@@ -626,7 +626,7 @@ def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
     Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations.
     Backward: the activations again.
     """
-    x_NtD = embed(table_vD, all_gather(tokens_bs, SLICED, dim=0), c.precision.compute)
+    x_NtD = embed(table_vD, all_gather(tokens_bs, SLICED, dim=0), c.compute_dtype)
     return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
 
 

@@ -125,7 +125,7 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
             dims=dims,
             shape=tuple(sizes[letter] for letter in dims),
             spec=P(*(axes.get(letter) for letter in dims)),
-            std=deviation, mean=mean, dtype=jnp.dtype(c.precision.parameters), decay=decay, trainable=trainable,
+            std=deviation, mean=mean, dtype=jnp.dtype(c.param_dtype), decay=decay, trainable=trainable,
             exact=exact, fan_in=fan_in,
         )  # fmt: skip
 

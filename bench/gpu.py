@@ -40,7 +40,7 @@ MODELS = {
             "model.balance_loss": 0.01},
 }  # fmt: skip
 SMALL = {"model.vocab_size": 512, "model.d_model": 64, "model.n_layers": 2, "model.n_heads": 4, "model.d_ff": 256,
-         "model.d_expert": 128, "model.precision.compute": "float32", "data.seq_len": 64}  # fmt: skip
+         "model.d_expert": 128, "model.precision": "float32", "data.seq_len": 64}  # fmt: skip
 
 
 @dataclass(frozen=True)

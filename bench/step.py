@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config import FLOAT32, Config, DataConfig, MeshConfig, ModelConfig, WorkConfig
+from config import Config, DataConfig, MeshConfig, ModelConfig, WorkConfig
 from devices import simulate_devices
 from errors import UserError, exit_status
 from flags import command_line
@@ -27,7 +27,7 @@ DEFAULT = Config(
     model=ModelConfig(
         vocab_size=512, d_model=128, n_layers=8, n_heads=4, d_head=32, d_rope=32, d_value=32, d_query_latent=32,
         d_kv_latent=32, d_ff=512, activation="gelu", n_experts=4, top_k=2, n_shared=1, d_expert=512, moe_every=2,
-        balance_loss=0.01, precision=FLOAT32),
+        balance_loss=0.01, precision="float32"),
     mesh=MeshConfig(fsdp=2, stage=2, tensor=2),
     data=DataConfig(seq_len=128, batch_size=16),
     work=WorkConfig(remat="full", gather="step", microbatches=4),
@@ -64,7 +64,7 @@ def say(*words) -> None:
 
 def random_batch(cfg: Config) -> dict[str, np.ndarray]:
     """A batch like those of dataset.batch: one document a row, a target at every position."""
-    rng, shape = np.random.default_rng(cfg.data.seed), (cfg.data.batch_size, cfg.data.seq_len)
+    rng, shape = np.random.default_rng(cfg.run.seed), (cfg.data.batch_size, cfg.data.seq_len)
     tokens = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
     return {
         "tokens_BT": tokens(),

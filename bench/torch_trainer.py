@@ -22,7 +22,7 @@ from torch.nn import functional as F
 # Settings of config.py that this trainer has in one form alone.
 FIXED = {
     "model.attention": "gqa", "model.activation": "gelu", "model.tie_embeddings": True, "model.no_rope_every": 0,
-    "model.dropout": 0.0, "model.z_loss": 0.0, "model.label_smoothing": 0.0, "model.precision.parameters": "float32",
+    "model.dropout": 0.0, "model.z_loss": 0.0, "model.label_smoothing": 0.0,
     "optim.warmup_steps": 0, "optim.final_lr": 1.0,
 }  # fmt: skip
 FIXED_EXPERTS = {
@@ -41,7 +41,10 @@ def settings(cfg: dict) -> tuple[SimpleNamespace, SimpleNamespace]:
         if given != value:
             raise ValueError(f"{name}={given!r}: the torch trainer has {value!r} alone; leave it, or give --ours_only")
     c = SimpleNamespace(**cfg["model"])
-    c.compute = getattr(torch, c.precision["compute"])
+    if c.precision == "bfloat16":
+        raise ValueError("model.precision='bfloat16': the torch trainer has 'mixed' and 'float32'; leave it, or give "
+                         "--ours_only")  # fmt: skip
+    c.compute = torch.float32 if c.precision == "float32" else torch.bfloat16
     return c, SimpleNamespace(**cfg["optim"])
 
 

@@ -862,7 +862,7 @@ assert "Nothing there" in check_place(place)
 # %% tags=["hide-input"]
 B_all = 64
 wide = preset("tiny", **{**SERIAL, "data.batch_size": B_all})
-ORDER = dataset._shuffled(141, wide.data.seed)
+ORDER = dataset._shuffled(141, wide.run.seed)
 
 
 class Counted:

@@ -91,7 +91,7 @@ def model_of(which: str) -> dict:
             "loss_chunk": cfg.work.settled.loss_chunk,
             "swiglu": int(cfg.model.activation == "swiglu"),
             "parallel_residual": int(cfg.model.parallel_residual), "tie_embeddings": int(cfg.model.tie_embeddings),
-            "compute": cfg.model.precision.compute},
+            "compute": cfg.model.compute_dtype},
         "declarations": [
             {"name": label, "dims": d.dims, "shape": d.shape, "spec": [as_list(entry) for entry in d.spec],
              "itemsize": d.dtype.itemsize, "trainable": d.trainable, "exact": d.exact}

@@ -31,7 +31,7 @@ class Arguments(Settings):
     length_penalty: float = 1.0  # a beam's score is its log-probability / length**length_penalty; above 0 favours long
     draft: str = ""  # directory of a small run with the same tokenizer, which proposes tokens; the text is not changed
     draft_tokens: Size = 4  # tokens that the draft proposes for each step of the model
-    weights: Literal["compute", "int8"] = "compute"  # numbers of matrices: precision.compute, or int8 with scales
+    weights: Literal["compute", "int8"] = "compute"  # numbers of matrices: model.precision's, or int8 with scales
     cache: Literal["compute", "bfloat16", "int8"] = "compute"  # numbers of the cache
     samples: Size = 1  # continuations of each prompt; the n-th (from 0) of all uses seed + n
     json: bool = False  # print one JSON object a text instead

@@ -90,7 +90,7 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
         of = lambda dtype, *shape: jax.ShapeDtypeStruct((stages * copies, b, *shape), dtype, sharding=place)
         if form == "int8":
             return Quantised(of("int8", *shape), of("float32", *shape[:-1], 1))
-        return of(c.precision.compute if form == "compute" else form, *shape)
+        return of(c.compute_dtype if form == "compute" else form, *shape)
 
     def layer():
         if c.attention == "mla":

@@ -98,8 +98,8 @@ def gather_weights(w, c: ModelConfig, *names):
         # With one shard there is nothing to gather, but XLA's CPU backend would copy every weight for each token.
         whole = lambda x: x if axis_size(axes) == 1 else all_gather(x, axes, dim=dim)
         if isinstance(x, Quantised):
-            return (whole(x.values) * x.scale).astype(c.precision.compute)
-        return whole(x if exact else x.astype(c.precision.compute))
+            return (whole(x.values) * x.scale).astype(c.compute_dtype)
+        return whole(x if exact else x.astype(c.compute_dtype))
 
     return map_sliced(join, w, *names)
 

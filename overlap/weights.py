@@ -16,14 +16,14 @@ def cast(w, c: ModelAtWork, *names):
 
     names  only these parameters, as a tuple; none: the whole class, and the classes in it
     """
-    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.precision.compute), w, *names)
+    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.compute_dtype), w, *names)
 
 
 def gathered(w, c: ModelAtWork, *names):
     """The same with their slices joined. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
 
     def join(x, dim, axes, exact):
-        return all_gather(x if exact else x.astype(c.precision.compute), axes, dim=dim)
+        return all_gather(x if exact else x.astype(c.compute_dtype), axes, dim=dim)
 
     return map_sliced(join, w, *names)
 

@@ -402,6 +402,6 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
     sums, d_w = follow(w, c, batch, key, sched, d_loss, d_router)
     loss, metrics = model.loss(c, in_order(sums))
     # The way back from what a step holds to slices, in float32: the forward result is not used.
-    exact = dataclasses.replace(c, precision=dataclasses.replace(c.precision, compute="float32"))
+    exact = dataclasses.replace(c, precision="float32")
     held, pull = jax.vjp(lambda params: hold(params, exact), params)
     return loss, metrics, pull(jax.tree.map(lambda d, x: d.astype(x.dtype), d_w, held))[0]

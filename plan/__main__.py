@@ -43,8 +43,8 @@ class Arguments(Config):
     prompt: Count = 0  # of --inference: tokens of a prompt; 0: three quarters of data.seq_len
     answer: Count = 0  # of --inference: tokens of an answer; 0: a quarter of data.seq_len
     piece: Count = 64  # of --inference: tokens of a prompt that are read at once
-    weights_dtype: DType = AUTO  # of --inference: how weights are kept; auto: as model.precision.compute
-    cache_dtype: DType = AUTO  # of --inference: how the cache is kept; auto: as model.precision.compute
+    weights_dtype: DType = AUTO  # of --inference: how weights are kept; auto: as activations are
+    cache_dtype: DType = AUTO  # of --inference: how the cache is kept; auto: as activations are
     batch: tuple[int, ...] = ()  # of --inference: sequences at once; none: powers of two up to the most that fit
 
 

@@ -73,7 +73,7 @@ class Sizes:
     def of(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
         mesh, c = cfg.mesh.sizes, cfg.at_work
         s = cfg.data.seq_len // mesh[CONTEXT]
-        width = 2 if c.precision.compute == "bfloat16" else 4
+        width = 2 if c.compute_dtype == "bfloat16" else 4
         return cls(fit.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
                    c.n_blocks // mesh[STAGE], mesh, platform)  # fmt: skip
 
@@ -350,7 +350,7 @@ class Weights:
     @property
     def width(self) -> int:
         """Bytes of an entry in use."""
-        narrow = self.gathered_over and not self.d.exact and self.c.precision.compute == "bfloat16"
+        narrow = self.gathered_over and not self.d.exact and self.c.compute_dtype == "bfloat16"
         return 2 if narrow else self.d.dtype.itemsize
 
     @property

@@ -38,7 +38,7 @@ class Request:
 
     prompt: int  # tokens
     answer: int  # tokens
-    weights_dtype: DType = AUTO  # auto: as activations are, model.precision.compute
+    weights_dtype: DType = AUTO  # auto: as activations are
     cache_dtype: DType = AUTO
     piece: int = 64  # tokens of a prompt that are read at once; as `generate.engine` does, if nobody says otherwise
 
@@ -104,7 +104,7 @@ class Pass:
 
     @property
     def width(self) -> int:
-        return WIDTHS[self.cfg.model.precision.compute]
+        return WIDTHS[self.cfg.model.compute_dtype]
 
     def stream(self, tokens: int) -> int:
         return tokens * self.cfg.model.d_model * self.width
@@ -492,6 +492,6 @@ def plan(
         value = getattr(request, name)
         if value < 1:
             raise UserError(f"--{name} {value}: must be at least 1 token")
-    formats = {name: cfg.model.precision.compute for name in ("weights_dtype", "cache_dtype")
+    formats = {name: cfg.model.compute_dtype for name in ("weights_dtype", "cache_dtype")
                if getattr(request, name) == AUTO}  # fmt: skip
     return Plan(cfg, topology, replace(request, **formats), limit_bytes)

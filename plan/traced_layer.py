@@ -121,7 +121,7 @@ def gathered_layer(c: ModelAtWork, is_moe: bool):
 
     def shape(name, d):
         vector = len(d.shape) - stacked == 1
-        dtype = d.dtype if vector or d.exact else jnp.dtype(c.precision.compute)
+        dtype = d.dtype if vector or d.exact else jnp.dtype(c.compute_dtype)
         return jax.ShapeDtypeStruct(d.shape[stacked:], dtype)
 
     layer = blocks.moe if is_moe else blocks.dense
@@ -141,7 +141,7 @@ def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
     """Every operation of one layer of a model `in_letters`, and of its backward pass."""
     w, specs = gathered_layer(c, is_moe)
     B, T = PRIMES["b"] * PRIMES["expert"], PRIMES["t"] * PRIMES["tensor"] * PRIMES["context"]
-    x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.precision.compute))
+    x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.compute_dtype))
     numbers_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
     def local(w, x_btD, positions_bs, segments_bs):
@@ -160,7 +160,7 @@ def cached_rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
 
     w, specs = gathered_layer(c, is_moe)
     of = PRIMES
-    dtype, groups, devices = jnp.dtype(c.precision.compute), of["expert"], of["context"] * of["tensor"]
+    dtype, groups, devices = jnp.dtype(c.compute_dtype), of["expert"], of["context"] * of["tensor"]
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     slots = groups * of["b"], of["S"] * of["context"]
     if c.attention == "mla":

@@ -217,7 +217,7 @@ def table(cfg: Config, comparison: Comparison) -> str:
     """What a person reads: one line for each kind, and the five worst gradients."""
     n_devices = f"{cfg.mesh.devices} devices" if cfg.mesh.devices > 1 else "1 device"
     lines = [
-        f"mesh {cfg.mesh} ({n_devices}) against one device, {cfg.model.precision.compute}, {STEPS} steps",
+        f"mesh {cfg.mesh} ({n_devices}) against one device, {cfg.model.compute_dtype}, {STEPS} steps",
         f"loss {comparison.loss:.7f}, on one device {comparison.loss_on_one_device:.7f}",
         "",
         f"{'worst of its kind':66} {'off by':>8} {'allowed':>8}",
@@ -241,7 +241,7 @@ class Arguments(Config):
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
     """Read `[PRESET | --config FILE] [--flags]`; float32, unless a flag says otherwise."""
-    float32 = lambda start, flags: replace(start, **{"model.precision.compute": "float32"})
+    float32 = lambda start, flags: replace(start, **{"model.precision": "float32"})
     return command_line(argv, "python -m tests.parity", __doc__, "tiny", Arguments, float32)
 
 

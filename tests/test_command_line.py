@@ -376,7 +376,7 @@ def test_help_fits_two_screens():
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert len(lines) <= 130 and max(map(len, lines)) <= 120
-    for group in ("model", "model.precision", "work", "data", "optim", "run"):
+    for group in ("model", "work", "data", "optim", "run"):
         assert f" {group} options " in out
     for name in PRESETS:
         assert re.search(rf"\b{name}\b", out), name

@@ -134,7 +134,7 @@ def test_epochs_and_seeds_differ_in_order(texts, path):
     """Catches a shuffle repeated in every epoch, a seed that is not used, and no shuffle at all."""
     wanted = windows(stream(texts), True)
     orders = [epoch(config(path), number, len(wanted)) for number in range(2)]
-    orders += [epoch(config(path, **{"data.seed": 1}), 0, len(wanted)), wanted]
+    orders += [epoch(config(path, **{"run.seed": 1}), 0, len(wanted)), wanted]
     assert len(set(map(tuple, orders))) == len(orders)
 
 
@@ -166,7 +166,7 @@ def test_a_short_evaluation_is_a_fixed_fair_sample(path):
     """Catches the first N batches taken for a sample, and a sample that changes with the training seed."""
     everything = [row for batch in dataset.evaluation_batches(config(path)) for row in rows(batch) if any(row[4])]
     some = [row for batch in dataset.evaluation_batches(config(path), 2) for row in rows(batch)]
-    again = [row for batch in dataset.evaluation_batches(config(path, **{"data.seed": 5}), 2) for row in rows(batch)]
+    again = [row for batch in dataset.evaluation_batches(config(path, **{"run.seed": 5}), 2) for row in rows(batch)]
     assert some == again and len(some) == 2 * B
     assert not Counter(some) - Counter(everything)
     assert sorted(some) != sorted(everything[: 2 * B])

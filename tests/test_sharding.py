@@ -22,7 +22,6 @@ from config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    Precision,
     WorkConfig,
     first_difference,
     preset,
@@ -130,7 +129,7 @@ def test_a_config_survives_a_round_trip(name):
     """Catches a setting lost on the way to config.json, and a nested one that comes back as a dict."""
     cfg = preset(name)
     again = Config.from_dict(json.loads(json.dumps(cfg.to_dict())))
-    assert again == cfg and type(again.model.precision) is type(cfg.model.precision)
+    assert again == cfg
     assert first_difference(cfg.to_dict(), again.to_dict()) is None
 
 
@@ -162,9 +161,9 @@ def test_what_nobody_has_chosen_is_plain():
 
 def test_settings_change_by_dotted_name():
     """Catches an override that changes nothing, something else, or the preset itself."""
-    cfg = preset("tiny", **{"model.n_heads": 6, "mesh": "fsdp=2", "model.precision.compute": "bfloat16"})
-    assert (cfg.model.n_heads, cfg.mesh, cfg.model.precision.compute) == (6, MeshConfig(fsdp=2), "bfloat16")
-    back = replace(cfg, **{"model.n_heads": 4, "mesh": MeshConfig(), "model.precision": preset("tiny").model.precision})
+    cfg = preset("tiny", **{"model.n_heads": 6, "mesh": "fsdp=2", "model.precision": "mixed"})
+    assert (cfg.model.n_heads, cfg.mesh, cfg.model.compute_dtype) == (6, MeshConfig(fsdp=2), "bfloat16")
+    back = replace(cfg, **{"model.n_heads": 4, "mesh": MeshConfig(), "model.precision": "float32"})
     assert back == preset("tiny")
     assert first_difference(cfg.to_dict(), back.to_dict()) == "model.n_heads is 6 here and 4 there"
 
@@ -209,7 +208,6 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"n_layers": 2.5}, "model.n_layers=2.5: should be a whole number"),
     ({"n_layers": True}, "model.n_layers=True: should be a whole number"),
     ({"z_loss": float("nan")}, "model.z_loss=nan: must be at least 0, and finite"),
-    ({"precision": "bfloat16"}, "model.precision='bfloat16': should hold settings, as Precision does"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(setting, message):
     """Catches a shape that fails only when it is compiled, and a suggestion that does not fit either."""
@@ -221,7 +219,7 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: Precision(compute="float8"), "model.precision.compute='float8': should be one of 'float32', 'bfloat16'"),
+    (lambda: ModelConfig(precision="float8"), "model.precision='float8': should be one of 'float32', 'mixed', "),
     (lambda: OptimConfig(lr=-1), "optim.lr=-1: must be at least 0, and finite"),
     (lambda: OptimConfig(betas=(0.9, 1.5)), "optim.betas=1.5: must be at least 0 and below 1"),
     (lambda: OptimConfig(betas=(0.9,)), "optim.betas=(0.9,): should be 2 values"),
@@ -283,7 +281,7 @@ class Pair:
 
 
 def pair(X=6, Y=10, biased=True, **more):
-    c = types.SimpleNamespace(biased=biased, n_layers=3, precision=preset("tiny").model.precision)
+    c = types.SimpleNamespace(biased=biased, n_layers=3, param_dtype="float32")
     return sharding.declare(Pair, dict(X=X, Y=Y, L=3), c, **more)
 
 

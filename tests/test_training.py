@@ -477,7 +477,6 @@ def test_a_run_cut_after_its_last_step_is_finished(finished, copied, monkeypatch
     "change, named",
     [
         ("--run.seed 3", "run.seed is 3 here and 0 there"),
-        ("--data.seed 3", "data.seed is 3 here and 0 there"),
         ("--model.d_ff 48 --optim.lr 0.5", "model.d_ff is 48 here and 40 there"),
         ("--optim.lr 0.5", "optim.lr is 0.5 here and 0.01 there"),
         ("--data.batch_size 8", "data.batch_size is 8 here and 16 there"),

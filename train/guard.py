@@ -64,7 +64,7 @@ class SkipWatch:
                 f"steps {first} to {taken} were skipped, {in_a_row} in a row. At the last, {why}. The parameters are "
                 f"those after step {first - 1}. Look at the first one with --replay {first}; then begin again with a "
                 f"lower --optim.lr (it is {o.lr}), more --optim.warmup_steps (they are {o.warmup_steps}), a smaller "
-                f"--optim.clip_norm (it is {o.clip_norm}), or --model.precision.compute float32"
+                f"--optim.clip_norm (it is {o.clip_norm}), or --model.precision float32"
             )
 
 

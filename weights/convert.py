@@ -19,7 +19,7 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
-from config import Config, ModelConfig, Precision, replace
+from config import Config, ModelConfig, replace
 from devices import log
 from errors import UserError, nearest
 from fields import is_remote
@@ -92,19 +92,20 @@ def from_hf(
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in KEPT}}
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
-    log(f"precision  {c.precision.parameters} parameters, as the files hold them, {c.precision.compute} compute")
+    log(f"precision  {c.param_dtype} parameters, as the files hold them, {c.compute_dtype} compute")
 
 
-def held_precision(tensors: Tensors, all_pieces: list[Piece]) -> Precision:
-    """The settings under which nothing the files hold is rounded, and a model computes in the type it is stored in.
+def held_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
+    """The precision under which nothing the files hold is rounded, and a model computes in the type it is stored in.
 
     bfloat16 if every tensor is, else float32, which holds float16 too; compute follows the embedding, as it stands for
     the matrices: a router's bias may be float32 among them.
     """
     dtypes = {piece.theirs: tensors.dtype(piece.theirs) for piece in all_pieces}
     [embedding] = [piece.theirs for piece in all_pieces for part in piece.parts if part.name == "embedding_VD"]
-    narrow = lambda found: "bfloat16" if found == {"bfloat16"} else "float32"
-    return Precision(parameters=narrow(set(dtypes.values())), compute=narrow({dtypes[embedding]}))
+    if {*dtypes.values()} == {"bfloat16"}:
+        return "bfloat16"
+    return "mixed" if dtypes[embedding] == "bfloat16" else "float32"
 
 
 def _run_config(c: ModelConfig, out: str) -> dict:
@@ -141,7 +142,8 @@ def read_about(run: str | Path) -> dict:
 
 
 def read_config(run: str | Path) -> ModelConfig:
-    return Config.from_dict(read_about(run)["config"]).model
+    config = read_about(run)["config"]
+    return Config.from_dict({"model": config["model"]} if "model" in config else {}).model
 
 
 def holds_weights_alone(run: str | Path) -> bool:

@@ -29,7 +29,7 @@ needs_torch = pytest.mark.extra("torch")
 
 # Every dimension another size. A row of bfloat16 fills multiples of 16 bytes: grouped_mm asks for it.
 SHAPE = {"model.vocab_size": 56, "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 6, "model.n_kv_heads": 2,
-         "model.d_head": 10, "model.d_ff": 40, "model.d_expert": 24, "model.precision.compute": "float32",
+         "model.d_head": 10, "model.d_ff": 40, "model.d_expert": 24, "model.precision": "float32",
          "data.seq_len": 18, "data.batch_size": 5, "run.steps": 4}  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_both_models_take_the_settings_that_are_given():
     dense, moe = found["dense_124m"], found["moe"]
     for cfg in (dense, moe):
         assert fit.split_batch(cfg).accumulation == 1 and cfg.data.tokens_per_step == 48 * 512
-        assert cfg.work.remat == "none" and cfg.model.precision.compute == "bfloat16"
+        assert cfg.work.remat == "none" and cfg.model.compute_dtype == "bfloat16"
     assert costs.parameters(dense.model)[0] == preset_parameters("dense_124m")
     router = 12 * 768 * 8
     assert costs.parameters(moe.model)[1] == costs.parameters(dense.model)[1] + router
@@ -222,15 +222,15 @@ def their_losses(cfg, params, batch):
 
 
 @needs_torch
-@pytest.mark.parametrize("name, compute, seeds, rtol", [
-    ("dense_124m", "float32", 1, 1e-5), ("dense_124m", "bfloat16", 1, 3e-3),
-    ("moe", "float32", 1, 1e-5), ("moe", "bfloat16", 5, 5e-3),
+@pytest.mark.parametrize("name, precision, seeds, rtol", [
+    ("dense_124m", "float32", 1, 1e-5), ("dense_124m", "mixed", 1, 3e-3),
+    ("moe", "float32", 1, 1e-5), ("moe", "mixed", 5, 5e-3),
 ])  # fmt: skip
-def test_both_train_the_same_model(name, compute, seeds, rtol):
+def test_both_train_the_same_model(name, precision, seeds, rtol):
     """Catches a comparison with another model or optimizer: a head less, gates not divided, a balance loss of another
     size, decay of the embedding, no clipping. From the same weights both have the losses of four steps. bfloat16 rounds
     to 1/256; and of an MoE it may send a token to another expert, which moves a loss either way: so on average."""
-    cfg = small(name, **{"model.precision.compute": compute, "model.balance_loss": 0.5, "optim.lr": 2e-3,
+    cfg = small(name, **{"model.precision": precision, "model.balance_loss": 0.5, "optim.lr": 2e-3,
                          "optim.weight_decay": 3.0, "optim.clip_norm": 0.5})  # fmt: skip
     batch, mesh, declarations = random_batch(cfg), sharding.make_mesh(cfg.mesh), model.declare(cfg.model)
     started = [parameters.init(declarations, mesh, seed) for seed in range(3, 3 + seeds)]
@@ -294,7 +294,7 @@ def test_torch_compiles_it_whole(name, monkeypatch):
 
     from bench import torch_trainer
 
-    cfg = small(name, **{"model.precision.compute": "bfloat16"})
+    cfg = small(name, **{"model.precision": "mixed"})
     c, o = torch_trainer.settings(cfg.to_dict())
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     losses = {}

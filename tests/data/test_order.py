@@ -73,7 +73,7 @@ def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
         text = np.arange(FIRST[name], FIRST[name] + SIZES[name])
         assert np.array_equal(targets, np.resize(text, len(targets)))
     assert len(read["prose"]) > 2 * SIZES["prose"], "it went through the text twice"
-    assert sequences(replace(cfg, **{"data.seed": 5}), range(60)) == sequences(cfg, range(60))
+    assert sequences(replace(cfg, **{"run.seed": 5}), range(60)) == sequences(cfg, range(60))
 
 
 def test_a_sorted_text_comes_out_unsorted(tmp_path):
@@ -126,7 +126,7 @@ def test_each_source_is_shuffled_on_its_own(path, tmp_path):
     for mixture in (TWO, "prose=0.85,code=0.15"):
         mixed = [s for s in sequences(config(path, mixture), range(100)) if source_of(s) == "code"]
         assert mixed == alone[: len(mixed)]
-    other = [s for s in sequences(config(path, TWO, **{"data.seed": 1}), range(100)) if source_of(s) == "code"]
+    other = [s for s in sequences(config(path, TWO, **{"run.seed": 1}), range(100)) if source_of(s) == "code"]
     assert other[:60] != alone[:60] and sorted(other[:60]) == sorted(alone[:60])
 
 

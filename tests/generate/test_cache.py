@@ -56,10 +56,10 @@ def test_cached_logits_equal_the_full_forward(name):
     assert want_BTV.std() > 0.3, "logits this flat would agree whatever the cache holds"
 
 
-@pytest.mark.parametrize("n_heads, compute, itemsize", [(4, "float32", 4), (8, "bfloat16", 2)])
-def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, compute, itemsize):
+@pytest.mark.parametrize("n_heads, precision, itemsize", [(4, "float32", 4), (8, "mixed", 2)])
+def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, precision, itemsize):
     """Catches a cache of keys and values of heads, or of another number format than activations have."""
-    c = preset("tiny", **{"model.n_heads": n_heads, "model.precision.compute": compute}).model
+    c = preset("tiny", **{"model.n_heads": n_heads, "model.precision": precision}).model
     size = lambda slots: sum(x.nbytes for x in jax.tree.leaves(empty_cache(c, one_device(), 3, slots)))
     assert size(1) == 3 * c.n_layers * (c.d_kv_latent + c.d_rope) * itemsize
     assert size(7) == 7 * size(1)

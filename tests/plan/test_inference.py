@@ -40,13 +40,13 @@ def lying(mesh: str):
 # As our program does it -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
 @pytest.mark.parametrize("model_of", [{}, GROUPED], ids=["latents", "heads"])
 @pytest.mark.parametrize("mesh", ["data=1", "tensor=2", "stage=2", "data=2,fsdp=2,expert=2", "context=2,tensor=2"])
-def test_the_cache_is_the_one_that_is_made(mesh, model_of, compute):
+def test_the_cache_is_the_one_that_is_made(mesh, model_of, precision):
     """Catches keys without values, layers of another stage, latents that are split, and slots of the whole sequence
     where each device has some."""
-    cfg = preset("tiny", mesh=mesh, **model_of | {"model.precision.compute": compute})
+    cfg = preset("tiny", mesh=mesh, **model_of | {"model.precision": precision})
     cache = jax.tree.leaves(cache_shapes(cfg.model, lying(mesh), 8, 18))
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in cache)
     assert inference.plan(cfg, None, request()).cache_bytes(8) == held

@@ -203,7 +203,7 @@ def test_ten_in_a_row_stop_the_run(home, monkeypatch):
     assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At the last, the norm of the gradient is ")
     assert "The parameters are those after step 5. Look at the first one with --replay 6; then begin again with" in err
     for advice in ("--optim.lr (it is 0.003)", "--optim.warmup_steps (they are 2)", "--optim.clip_norm (it is 1.0)",
-                   "--model.precision.compute float32"):  # fmt: skip
+                   "--model.precision float32"):  # fmt: skip
         assert advice in err
     directory = home / "runs" / "stopped"
     assert [row["step"] for row in rows(directory, "skip")] == [3, 4, *range(6, 16)]

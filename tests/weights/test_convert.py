@@ -20,7 +20,7 @@ import safetensors.numpy
 import model
 import pipeline
 import sharding
-from config import FLOAT32, Config, MeshConfig, ModelConfig, Precision, preset, replace
+from config import Config, MeshConfig, ModelConfig, preset, replace
 from errors import UserError
 from tests.helpers import assert_gradients_close, draw
 from train import checkpoint
@@ -91,7 +91,7 @@ def compiled(family, c):
 
 def difference(family, run):
     """The largest difference between our logits and the library's."""
-    c = dataclasses.replace(convert.read_config(run), precision=FLOAT32)
+    c = dataclasses.replace(convert.read_config(run), precision="float32")
     mesh, logits = compiled(family, c)
     want_BTV = np.load(FIXTURES / family / "reference.npz")["logits_BTV"]
     return np.abs(logits(convert.load_weights(run, declare(c), mesh)) - want_BTV).max()
@@ -533,19 +533,19 @@ def test_bfloat16_weights_are_loaded_as_declared(tmp_path):
         assert x.dtype == np.float32 and np.array_equal(x, want[name].astype(np.float32)), name
 
 
-DTYPES = {"float32": ("float32", "float32"), "bfloat16": ("bfloat16", "bfloat16"), "float16": ("float32", "float32")}
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_family
 def test_a_run_has_the_precision_of_its_files(family, dtype, tmp_path, capsys):
     """Catches float32 weights that are then computed with in bfloat16, or stored so, and a choice nobody learns of."""
-    folder, (parameters, compute) = copy(family, tmp_path / "hf"), DTYPES[dtype]
+    folder, precision = copy(family, tmp_path / "hf"), DTYPES[dtype]
     change_tensors(folder, lambda tensors: tensors.update({name: x.astype(dtype) for name, x in tensors.items()}))
     status, said, _ = command("from-hf", folder, "--out", tmp_path / "run", capsys=capsys)
     assert status == 0
-    assert convert.read_config(tmp_path / "run").precision == Precision(parameters=parameters, compute=compute)
-    assert said.endswith(f"precision  {parameters} parameters, as the files hold them, {compute} compute\n")
+    assert convert.read_config(tmp_path / "run").precision == precision
+    assert said.endswith(f"precision  {precision} parameters, as the files hold them, {precision} compute\n")
 
 
 def test_a_bias_in_float32_does_not_make_the_model_compute_in_it(tmp_path):
@@ -555,4 +555,4 @@ def test_a_bias_in_float32_does_not_make_the_model_compute_in_it(tmp_path):
         {name: x.astype("bfloat16") for name, x in tensors.items() if "e_score_correction_bias" not in name}
     ))  # fmt: skip
     assert command("from-hf", folder, "--out", tmp_path / "run") == 0
-    assert convert.read_config(tmp_path / "run").precision == Precision(parameters="float32", compute="bfloat16")
+    assert convert.read_config(tmp_path / "run").precision == "mixed"
