@@ -9,13 +9,29 @@ import functools
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 import fields
 from errors import UserError, nearest
-from fields import AUTO, Betas, Count, NotNegative, Positive, Share, ShareBelow1, Size, SizeOrAuto, check, is_remote
+from fields import (
+    AUTO,
+    Affects,
+    Betas,
+    Count,
+    NotNegative,
+    Positive,
+    Share,
+    ShareBelow1,
+    Size,
+    SizeOrAuto,
+    Way,
+    check,
+    declared,
+    hints,
+    is_remote,
+)
 from migrations import flatten, instead_of, moved
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
@@ -100,14 +116,15 @@ class WorkConfig:
     """
 
     # kept for the way back, where the rest is made again: all; products; what comes into a branch; into a layer
-    remat: Literal["auto", "none", "dots", "branches", "full"] = AUTO
+    remat: Annotated[Literal["auto", "none", "dots", "branches", "full"], Way("none", "full")] = AUTO
     # weights are joined for each use of a layer; or once a step, and kept
-    gather: Literal["auto", "layer", "step"] = AUTO
+    gather: Annotated[Literal["auto", "layer", "step"], Way("layer", "layer")] = AUTO
     # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
-    tensor_exchange: Literal["auto", "gather", "ring"] = AUTO
+    tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Way("gather", "ring")] = AUTO
     # keys of other devices: all at once; in turn; or all_to_all, a share of the heads for all positions, never by auto
-    context_attention: Literal["auto", "gather", "ring", "all_to_all"] = AUTO
-    loss_chunk: SizeOrAuto = AUTO  # logits that exist at once, per device: as many as so many tokens have
+    context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Way("gather", "gather")] = AUTO
+    # logits that exist at once, per device: as many as so many tokens have
+    loss_chunk: Annotated[SizeOrAuto, Way(512)] = AUTO
     # who works on what when, in stages: `python -m pipeline`
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
     chunks: SizeOrAuto = AUTO  # interleaved: parts of the layers on each stage, around which microbatches go in turn
@@ -118,6 +135,12 @@ class WorkConfig:
         check(self, "work.")
         if self.chunks not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
             raise UserError(f"work.chunks={self.chunks}: only the schedule 'interleaved' has chunks")
+
+    @classmethod
+    def ways(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
+        """The plainest value, or that of least memory, of each setting that declares one."""
+        found = {name: declared(hint, Way) for name, hint in hints(cls).items()}
+        return {name: getattr(way, which) for name, way in found.items() if way and getattr(way, which) is not None}
 
     @property
     def autos(self) -> list[str]:
@@ -132,16 +155,13 @@ class WorkConfig:
         """
         schedule = "gpipe" if self.chunks in (AUTO, 1) else "interleaved"
         chunks = 2 if self.schedule == "interleaved" else 1
-        plain = PLAIN | {"schedule": schedule, "chunks": chunks}
+        plain = self.ways("plain") | {"schedule": schedule, "chunks": chunks}
         chosen = {name: value for name, value in plain.items() if name in self.autos}
         return dataclasses.replace(self, **chosen)
 
     def __str__(self) -> str:
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return " ".join(f"{name}={value}" for name, value in values if value != AUTO) or "all auto"
-
-
-PLAIN = dict(remat="none", gather="layer", tensor_exchange="gather", context_attention="gather", loss_chunk=512)
 
 
 @dataclass(frozen=True)
@@ -161,7 +181,7 @@ class ModelConfig:
     d_kv_latent: Size = 64  # mla: width of the key/value latent
     rope_dims: Count = 0  # gqa: the first coordinates of a head that are rotary, as 64 of GPT-J's 256; 0: all
     rope_theta: Positive = 10_000.0  # longest rotary wavelength / 2 pi, in positions
-    no_rope_every: Count = 0  # every n-th layer has no rotary; 0: all have
+    no_rope_every: Annotated[Count, Affects.OWN] = 0  # every n-th layer has no rotary; 0: all have
     d_ff: Size = 512  # hidden width of a dense feed-forward
     activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of dense, shared and routed feed-forwards
     parallel_residual: bool = False  # attention and feed-forward read the same norm, and are added at once; gqa, dense
@@ -175,18 +195,24 @@ class ModelConfig:
     router: Literal["sigmoid", "softmax"] = "sigmoid"  # scores before the top-k
     normalize_gates: bool = True  # a token's gates are divided by their sum; not where top_k=1, whose gate would be 1
     routed_scaling: Positive = 1.0  # factor on the gates
-    balance_loss: NotNegative = 0.0  # weight of the balance loss over the global batch (arXiv:2101.03961); 0: off
-    balance_rate: NotNegative = 0.0  # step of the selection bias per training step (arXiv:2408.15664); 0: no bias
-    z_loss: NotNegative = 0.0  # weight of the mean of log(sum of exp(logits)) squared (arXiv:2204.02311); 0: off
-    label_smoothing: ShareBelow1 = 0.0  # share of a target's probability given to all words (arXiv:1512.00567); 0: off
-    capacity_factor: NotNegative = 0.0  # slots an expert keeps per sequence, over top_k * T / n_experts; 0: dropless
+    # weight of the balance loss over the global batch (arXiv:2101.03961); 0: off
+    balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    # step of the selection bias per training step (arXiv:2408.15664); 0: no bias
+    balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    # weight of the mean of log(sum of exp(logits)) squared (arXiv:2204.02311); 0: off
+    z_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    # share of a target's probability given to all words (arXiv:1512.00567); 0: off
+    label_smoothing: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
+    # slots an expert keeps per sequence, over top_k * T / n_experts; 0: dropless
+    capacity_factor: Annotated[NotNegative, Affects.TRAINING] = 0.0
     tie_embeddings: bool = False  # one table for embedding and unembedding
-    dropout: ShareBelow1 = 0.0  # share of activations zeroed after the embedding and every residual branch
+    # share of activations zeroed after the embedding and every residual branch
+    dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
     norm: Literal["rms", "layer"] = "rms"  # of the stream: RMSNorm (arXiv:1910.07467), LayerNorm with bias (1607.06450)
     norm_eps: NotNegative = 1e-6  # added to the mean square, or the variance, in norms
     # float32; mixed: float32 parameters and optimizer moments, bfloat16 activations and inputs of matmuls; bfloat16:
     # all of these. Sums, and what is sensitive to them, are always float32
-    precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
+    precision: Annotated[Literal["float32", "mixed", "bfloat16"], Affects.NUMBERS] = "mixed"
     work = WorkConfig().settled  # no setting of the model: see `ModelAtWork`
 
     def __post_init__(self):
@@ -248,15 +274,15 @@ class DataConfig:
     """Which tokens, and how they are cut into global batches."""
 
     # directory of token shards, written by `python -m data.prepare`; or a bucket's, gs://BUCKET/DIR
-    path: str = "tokens/stdlib-bytes"
+    path: Annotated[str, Affects.RUN] = "tokens/stdlib-bytes"
     # shares of directories in data.path, exact over any 1,000 sequences: code=0.7,prose=0.3; others from a step on:
     # code=0.7,prose=0.3@5000:code=0.5,prose=0.5
-    mixture: str = ""
-    seq_len: Size = 256  # T, positions in one sequence
+    mixture: Annotated[str, Affects.ORDER] = ""
+    seq_len: Annotated[Size, Affects.FUNCTION] = 256  # T, positions in one sequence
     batch_size: Size = 8  # B, sequences in one step, over all devices
     shuffle: bool = True  # each epoch in another order; False: every epoch in the order of the text
     # 1200:1210,..: from step 1200 on, a step takes the batch of 10 steps later: 10 are passed over
-    skip: str = ""
+    skip: Annotated[str, Affects.ORDER] = ""
     # what a row holds. windows: data.seq_len tokens that follow each other, wherever a document ends; documents: whole
     # ones, by best fit (arXiv:2404.10830), and padding; only those longer than a row are cut
     packing: Literal["windows", "documents"] = "windows"
@@ -299,9 +325,9 @@ class RunConfig:
     name: str = "laptop"  # the run lives in DIR/NAME
     dir: str = "runs"  # parent of all runs: a directory of a disk, or a bucket's, gs://BUCKET/DIR
     steps: Size = 320  # optimizer steps; a start prints how many an epoch has
-    seed: Count = 0  # initial parameters, dropout, and the order of the sequences
+    seed: Annotated[Count, Affects.TRAINING] = 0  # initial parameters, dropout, and the order of the sequences
     # directory of a run, converted or trained, whose parameters this one starts from, at step 0; empty: new ones
-    init_from: Annotated[str, tyro.conf.arg(aliases=["--init_from"])] = ""
+    init_from: Annotated[str, Affects.TRAINING, tyro.conf.arg(aliases=["--init_from"])] = ""
     log_every: Size = 10  # steps between rows of metrics.jsonl
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
     eval_batches: Count = 4  # batches of an evaluation on the way; 0: the whole validation split (always, at the end)
@@ -313,10 +339,10 @@ class RunConfig:
     gradient_stats_every: Count = 0
     tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
     # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
-    replay: Annotated[Count, tyro.conf.arg(aliases=["--replay"])] = 0
+    replay: Annotated[Count, Affects.START, tyro.conf.arg(aliases=["--replay"])] = 0
     # yes: train if the plan says that it fits in memory; no: train even if it does not; only: train nothing, but report
     # whether settings, tokens, mesh and this run's directory are right; no device is touched
-    check: Literal["yes", "no", "only"] = "yes"
+    check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
     # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
     # NAME=VALUE,.. of XLA, added to those of xla/options.py; NAME= leaves one out
@@ -326,7 +352,7 @@ class RunConfig:
     peer_timeout_s: Size = 60
     # no: resume, and stop if the newest checkpoint that was saved is gone; newest: resume from the newest one that is
     # there, or from step 0; scratch: delete this run's results and start at step 0
-    restart: Literal["no", "newest", "scratch"] = "no"
+    restart: Annotated[Literal["no", "newest", "scratch"], Affects.START] = "no"
 
     def __post_init__(self):
         check(self, "run.")
@@ -345,19 +371,16 @@ class RunConfig:
         return 30 * self.peer_timeout_s
 
 
-ONCE = {"check": "yes", "restart": "no", "replay": 0}  # settings of one start, not of the run; none is written
-
-
 @dataclass(frozen=True)
 class Config:
     """Everything a run depends on."""
 
-    model: Annotated[ModelConfig, BARE] = field(default_factory=ModelConfig)
-    mesh: MeshFlag = field(default_factory=MeshConfig)  # devices along each mesh axis
-    work: Annotated[WorkConfig, BARE] = field(default_factory=WorkConfig)  # remat, schedule, ..: changes no result
-    data: Annotated[DataConfig, BARE] = field(default_factory=DataConfig)
-    optim: Annotated[OptimConfig, BARE] = field(default_factory=OptimConfig)
-    run: Annotated[RunConfig, BARE] = field(default_factory=RunConfig)
+    model: Annotated[ModelConfig, BARE, Affects.FUNCTION] = field(default_factory=ModelConfig)
+    mesh: Annotated[MeshFlag, Affects.SPEED] = field(default_factory=MeshConfig)  # devices along each mesh axis
+    work: Annotated[WorkConfig, BARE, Affects.SPEED] = field(default_factory=WorkConfig)  # remat, schedule, ..
+    data: Annotated[DataConfig, BARE, Affects.TRAINING] = field(default_factory=DataConfig)
+    optim: Annotated[OptimConfig, BARE, Affects.TRAINING] = field(default_factory=OptimConfig)
+    run: Annotated[RunConfig, BARE, Affects.RUN] = field(default_factory=RunConfig)
 
     @property
     def at_work(self) -> ModelAtWork:
@@ -371,6 +394,17 @@ class Config:
     def from_dict(cls, values: dict) -> "Config":
         """Rebuild what `to_dict` wrote, in an older version too. Raises: UserError for a field that is not known."""
         return _build(cls, moved(values), "")
+
+
+def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
+    """The settings that affect one of these, by dotted name, or of one group by their own; each with its default."""
+    found = {}
+    for part, hint in hints(Config).items():
+        for f in dataclasses.fields(cls := get_args(hint)[0]):
+            kind = declared(hints(cls)[f.name], Affects) or declared(hint, Affects)
+            if kind in kinds and group in ("", part):
+                found[f.name if group else f"{part}.{f.name}"] = f.default
+    return found
 
 
 @functools.cache

@@ -26,7 +26,7 @@ import numpy as np
 from config import Config, DataConfig
 from data import bucket, order, packing
 from errors import UserError
-from fields import is_remote, parse_mixture
+from fields import PERIOD, is_remote, parse_mixture
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
@@ -309,7 +309,7 @@ def rows_of(split: Split, d: DataConfig) -> int:
 def epoch_steps(cfg: Config) -> dict[str, int]:
     """Steps in which a run reads all its rows once; of a mixture, all rows of each source, at its first shares."""
     d, corpus = cfg.data, opened(cfg)
-    shares = order.mixture(d.mixture)[0].shares if d.mixture else {"": order.PERIOD}
+    shares = parse_mixture(d.mixture)[0].shares if d.mixture else {"": PERIOD}
     rows = {name: rows_of(one.splits["train"], d) for name, one in (corpus.sources or {"": corpus}).items()}
     read = {name: rows[name] * order.PERIOD / share for name, share in shares.items() if share}
     return {name: math.ceil(count / d.batch_size) for name, count in read.items()}

@@ -1,6 +1,7 @@
 """What a setting may hold besides its type, and the check of it. Nothing here imports JAX."""
 
 import dataclasses
+import enum
 import functools
 import math
 import numbers
@@ -28,6 +29,33 @@ Betas = tuple[ShareBelow1, ShareBelow1]
 AUTO = "auto"  # a setting that is chosen from mesh, chip and memory, see `plan/auto.py`
 SizeOrAuto = Size | Literal["auto"]
 
+
+class Affects(enum.Enum):
+    """What a setting affects: declared with its type, or for all settings of a group in `Config`."""
+
+    FUNCTION = enum.auto()  # what the parameters compute: it comes with them where a run starts from another's
+    OWN = enum.auto()  # the same, by a part that no family of published weights has: off at its default
+    NUMBERS = enum.auto()  # number formats, of training and of what comes after it
+    TRAINING = enum.auto()  # how parameters are trained, and on what
+    ORDER = enum.auto()  # which tokens come when; it may change for steps that are still to come
+    SPEED = enum.auto()  # time and memory, and results by rounding alone
+    RUN = enum.auto()  # how long a run is, where its files are, and what it reports
+    START = enum.auto()  # one start of a run; not written to its config.json
+
+
+class Way(NamedTuple):
+    """Two values of a setting of `work`: the plainest, which all others are compared with, and the one that takes least
+    memory, or about as little as any."""
+
+    plain: str | int
+    least: str | None = None
+
+
+def declared(hint, kind: type):
+    """What the annotation of a setting holds of a kind; None: nothing."""
+    return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, kind)), None)
+
+
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
@@ -43,12 +71,10 @@ def check(config, prefix: str = "") -> None:
 
 def check_value(name: str, value, hint) -> None:
     """Raises: UserError if the value of a setting is not what its type asks for."""
-    if hint == SizeOrAuto:
-        if value == AUTO:
-            return
-        hint = Size
     ranges = getattr(hint, "__metadata__", ())
     kind = get_args(hint)[0] if ranges else hint
+    if kind == SizeOrAuto:
+        return None if value == AUTO else check_value(name, value, Size)
     said = f"{name}={value!r}"
     if get_origin(kind) is Literal:
         if value not in get_args(kind):

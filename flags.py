@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from config import ONCE, PRESETS, Config, ModelConfig, following, preset, replace
+from config import PRESETS, Affects, Config, ModelConfig, affecting, following, preset, replace
 from devices import log
 from errors import UserError
 from migrations import CHOICES, dropped, instead_of
@@ -83,7 +83,7 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
 def read_config(file: str) -> Config:
     """Read settings from a run's config.json, or from a file of settings alone; those not in it have their defaults.
 
-    Settings of one start, those in ONCE, are not taken from there.
+    Settings of one start are not taken from there.
     Raises: UserError if there is no such file, it is no JSON, or a setting in it is unknown or has no such value.
     """
     hint = "name a run's config.json, e.g. --config runs/laptop/config.json"
@@ -100,4 +100,4 @@ def read_config(file: str) -> Config:
         raise UserError(f"--config {file}: {error}") from None
     for line in dropped(values):
         log(line)
-    return replace(cfg, **{f"run.{name}": value for name, value in ONCE.items()})
+    return replace(cfg, **affecting(Affects.START))

@@ -840,7 +840,7 @@ print(check_place(place))
 # `return min(step, change) * before + max(step - change, 0) * after`. So "a function of the step" was short
 # for "of the sequences before it". `dataset.batch` multiplies the step with the batch size of *today*:
 # correct as long as it is that of yesterday. A run of this project therefore refuses to go on with another
-# `data.batch_size` (`train.directory.FREE` lists what may change); OLMo keeps the number of sequences in the
+# `data.batch_size` (`train.directory.decisive` says what may change); OLMo keeps the number of sequences in the
 # checkpoint, for this very reason ([OLMo 182](https://github.com/allenai/OLMo/pull/182)).
 # </details>
 

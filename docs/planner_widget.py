@@ -4,13 +4,14 @@ What depends on the mesh is computed in the browser. Written here: what a preset
 which wires JAX lays each mesh of a slice, as `plan.hardware` finds it.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
 from pathlib import Path
 
-from config import AUTO, AXES, PRESETS, MeshConfig, preset
+from config import AUTO, AXES, PRESETS, MeshConfig, WorkConfig, preset
 from docs.notebooks import ROOT
 
 SHAPES = {
@@ -24,9 +25,6 @@ GROUPS = [[axis for axis in AXES if axis in group.split("*")] for group in (
     "fsdp*expert*context*tensor", "data*fsdp*expert*context", "data*fsdp*expert*context*tensor",
     "data*stage*fsdp*expert*context", "*".join(AXES))
 ]  # axes along which a collective may go at once: slices of weights, a table's gradients, sums of the loss  # fmt: skip
-MODEL = ("vocab_size", "d_model", "n_layers", "n_heads", "attention", "n_kv_heads", "d_head", "d_rope", "d_value",
-         "d_query_latent", "d_kv_latent", "d_ff", "n_experts", "top_k", "n_shared", "d_expert", "dense_prefix",
-         "balance_loss", "capacity_factor", "layers_per_block", "n_blocks")  # fmt: skip
 
 
 def meshes(devices: int) -> list[MeshConfig]:
@@ -78,7 +76,7 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
 def model_of(which: str) -> dict:
     import model
     import sharding
-    from plan import costs, planner
+    from plan import costs
 
     cfg = preset(which)
     total, active = costs.parameters(cfg.model)
@@ -87,7 +85,8 @@ def model_of(which: str) -> dict:
         "what": PRESETS[which][0], "params_total": total, "params_active": active,
         "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes,
         "max_device_batch": 0 if cfg.work.device_batch == AUTO else cfg.work.device_batch,
-        "model": {field: getattr(cfg.model, field) for field in MODEL} | planner.LEAST | {
+        "model": dataclasses.asdict(cfg.model) | WorkConfig.ways("least") | {
+            "layers_per_block": cfg.model.layers_per_block, "n_blocks": cfg.model.n_blocks,
             "loss_chunk": cfg.work.settled.loss_chunk,
             "swiglu": int(cfg.model.activation == "swiglu"),
             "parallel_residual": int(cfg.model.parallel_residual), "tie_embeddings": int(cfg.model.tie_embeddings),

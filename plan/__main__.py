@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from config import AUTO, PRESETS, Config, Count, preset
+from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset
 from devices import use_devices
 from errors import UserError, exit_status
 from flags import command_line
@@ -80,14 +80,14 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
 
 
 ANSWERING = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
-TRAINING = ("search", "max_batch", "why", "compile", "data.batch_size", "work.", "optim.")
 
 
 def check_said(argv: list[str], answers: bool) -> None:
     """Raises: UserError for a flag that does nothing, as it is one of training, or of --inference."""
     said = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    training = {"search", "max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
     for name in said:
-        if answers and name.startswith(TRAINING):
+        if answers and (name in training or name.startswith("work.")):
             raise UserError(f"--{name} is of training, and --inference of answering; leave one of them out")
         if not answers and name in ANSWERING:
             raise UserError(f"--{name} is of answering; say --inference too")

@@ -218,7 +218,7 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
     if one.likely_s is None or one.limit_bytes is None:
         return None
     work = one.cfg.work
-    free = dataclasses.replace(work, **dict.fromkeys(LEAST, AUTO))
+    free = dataclasses.replace(work, **dict.fromkeys(work.ways("least"), AUTO))
     other = plan(dataclasses.replace(one.cfg, work=free), one.topology, one.limit_bytes)
     if not other.fits or (one.fits and other.likely_s > (1 - WORTH) * one.likely_s):
         return None
@@ -310,7 +310,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     """
     fit, large, refused = [], [], {}
     autos, dense = cfg.work.autos, not cfg.model.n_experts  # dense: then an expert axis is another fsdp axis
-    least = {name: value for name, value in LEAST.items() if name in autos}
+    least = {name: value for name, value in cfg.work.ways("least").items() if name in autos}
     tried = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
     for number, mesh in enumerate(tried):
         if number % 50 == 0:
@@ -332,10 +332,6 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
         free = dataclasses.replace(cfg.work, schedule=work.schedule, chunks=work.chunks)
         fit[place] = plan(dataclasses.replace(one.cfg, work=free), topology, limit_bytes)
     return sorted(fit, key=order), large, refused
-
-
-# Of each setting that is `auto`, what takes least memory, or about as little as any.
-LEAST = dict(remat="full", gather="layer", tensor_exchange="ring", context_attention="gather")
 
 
 def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None, say) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
-from config import Config, WorkConfig, replace
+from config import Affects, Config, affecting, replace
 from devices import use_devices
 from errors import exit_status
 from flags import command_line
@@ -28,9 +28,8 @@ from xla import ordered
 
 STEPS, TRIES = 3, 3
 
-# How the work is done, never what comes out: one device takes a step in the plainest way.
 # One device, working in the plainest way; the loss in larger chunks than any preset's.
-PLAIN = {"mesh": "data=1", "work": WorkConfig(loss_chunk=1024)}
+ONE_DEVICE = affecting(Affects.SPEED) | {"work.loss_chunk": 1024}
 
 # Adam divides by sqrt(v) + eps. Where v is all rounding noise, a small eps would turn noise into a whole step; clipped
 # to 0.05, most entries of the gradient lie below 1e-3, and a step is nearly proportional to them. The rate is high, so
@@ -207,7 +206,7 @@ def compare(cfg: Config) -> Comparison:
     """
     for attempt in range(TRIES if cfg.model.n_experts else 1):
         first = attempt * STEPS
-        comparison = differences(run(cfg, first), run_on_one_device(replace(cfg, **PLAIN), first))
+        comparison = differences(run(cfg, first), run_on_one_device(replace(cfg, **ONE_DEVICE), first))
         if comparison.worst().ok:
             break
     return comparison._replace(tries=attempt + 1)

@@ -302,7 +302,7 @@ def test_clipping_by_part_of_the_norm_is_seen(monkeypatch):
     """Catches a comparison of gradients alone: clipping each parameter by its own norm leaves them as they are."""
     settings = {"mesh": "fsdp=2", "model.dropout": 0.0, **{k: v for k, v in SETTINGS.items() if k != "model.dropout"}}
     cfg = preset("tiny", **settings)
-    want = parity.run_on_one_device(preset("tiny", **settings | parity.PLAIN))
+    want = parity.run_on_one_device(preset("tiny", **settings | parity.ONE_DEVICE))
 
     def clip_each(limit):
         shrink = lambda g: g * jnp.minimum(1, limit / jnp.sqrt(jnp.sum(g * g)))

@@ -302,7 +302,7 @@ WRONG = {  # kind, name, what is done to the values -> how far they are then off
 
 
 def right_results():
-    return parity.run_on_one_device(parity.replace(RIGHT, **parity.PLAIN))
+    return parity.run_on_one_device(parity.replace(RIGHT, **parity.ONE_DEVICE))
 
 
 @pytest.mark.parametrize("mistake", WRONG)

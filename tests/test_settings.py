@@ -118,3 +118,9 @@ def test_there_are_no_more_settings():
     """Catches a flag that nobody weighed against the others. A page of them cannot be read."""
     settings = len(migrations.flatten(Config().to_dict()))
     assert settings == 88, f"{settings} settings: a new one needs a reason in its commit, and another one to go"
+
+
+def test_every_setting_declares_what_it_affects():
+    """Catches a setting that is in no list made from the declarations, or in two."""
+    kinds = [config.affecting(kind) for kind in config.Affects]
+    assert sorted(name for kind in kinds for name in kind) == sorted(migrations.flatten(Config().to_dict()))

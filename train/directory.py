@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import dataset
-from config import ONCE, Config, first_difference
+from config import Affects, Config, affecting, first_difference
 from data import order
 from devices import is_main_process, log, log_to_file, open_log
 from errors import UserError
@@ -36,26 +36,23 @@ SAVED = "saved"
 OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
 SET_ASIDE = "metrics.set_aside.jsonl"
 VISIBLE_S = 5.0  # until a file of one host is seen by all, on a disk they share
-# Settings of a run that may change when it goes on: they decide where, how fast and how long, not what comes out.
-FREE = ("run", "mesh", "work", "data.path")
-FROM_A_STEP = ("data.mixture", "data.skip")  # may change for the steps that are still to come, see `check_seen`
 
 
 def describe(cfg: Config) -> dict:
     """What config.json holds: every setting, and which tokens they met."""
     config = cfg.to_dict()
-    config["run"] |= ONCE
+    config["run"] |= affecting(Affects.START, group="run")
     return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
 def decisive(about: dict) -> dict:
     """The part of `describe` that decides results: a run goes on only where it is the same."""
     config = moved(json.loads(json.dumps(about["config"])))
-    run = {name: config["run"][name] for name in ("seed", "init_from") if name in config["run"]}
-    for name in (*FREE, *FROM_A_STEP):
-        part, _, setting = name.partition(".")
-        (config[part] if setting else config).pop(setting or part, None)
-    return config | {"run": run, "tokens": about["data"]}
+    may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # the last as `check_seen` says
+    for name in may_change:
+        group, _, setting = name.partition(".")
+        config.get(group, {}).pop(setting, None)
+    return {group: settings for group, settings in config.items() if settings} | {"tokens": about["data"]}
 
 
 def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
@@ -99,7 +96,7 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
 
 def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> None:
     """Raises: UserError if a mixture or a skip was `written` otherwise for steps that are taken."""
-    old = {name: written.get(name, "") for name in ("mixture", "skip")}
+    old = {name: written.get(name, usual) for name, usual in affecting(Affects.ORDER, group="data").items()}
     if order.seen(cfg.data.mixture, cfg.data.skip, step) != order.seen(old["mixture"], old["skip"], step):
         for name, was in old.items():
             if (ours := getattr(cfg.data, name)) != was:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import tyro
 
+from config import Affects, affecting
 from errors import UserError
 from weights.folders import Folder
 
 Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON of an evaluation, for the model card")]
 SETTINGS = ("model", "data", "optim", "mesh")
-PLACES = ("path", "dir")  # of one machine
 
 
 def read_scores(path: str) -> dict[tuple[str, str], float]:
@@ -120,6 +120,7 @@ def text(run, about: dict, declared: dict, step: int | None, scores: dict, hf: d
         rows = [(on, measure, f"{value:g}") for (on, measure), value in scores.items()]
         parts += ["## Scores", table(("on", "measure", ""), rows)]
     if settings := {part: about["config"][part] for part in SETTINGS if part in about.get("config", {})}:
-        kept = {part: {n: x for n, x in values.items() if n not in PLACES} for part, values in settings.items()}
+        places = affecting(Affects.RUN)  # of one machine
+        kept = {part: {n: x for n, x in of.items() if f"{part}.{n}" not in places} for part, of in settings.items()}
         parts += ["## Settings", f"```json\n{json.dumps(kept, indent=1)}\n```"]
     return "\n\n".join(parts) + "\n"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sharding
-from config import ModelConfig
+from config import Affects, ModelConfig, affecting
 from errors import UserError, nearest
 from model import declare
 
@@ -157,8 +157,8 @@ _COMMON = (
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
 _THEIRS_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
-_PLAIN = {"no_rope_every": 0, "capacity_factor": 0.0}
-_OURS_FIXED = _PLAIN | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
+_OWN = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
+_OURS_FIXED = _OWN | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
 
 FAMILIES = {
     "llama": Family(
@@ -209,7 +209,7 @@ FAMILIES = {
          Setting("n_head", "n_heads"), Setting("", "n_kv_heads", lambda hf: hf["n_head"]),
          Setting("", "d_head", lambda hf: hf["n_embd"] // hf["n_head"]), Setting("rotary_dim", "rope_dims"),
          Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
-        _PLAIN | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu", "norm": "layer",
+        _OWN | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu", "norm": "layer",
                   "parallel_residual": True, "bias": True, "rope_theta": 10_000.0, "tie_embeddings": False},
         ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,

@@ -6,15 +6,13 @@ import itertools
 from jax.sharding import Mesh
 
 import model
-from config import Config, ModelConfig, differences
+from config import Affects, Config, ModelConfig, affecting, differences
 from devices import log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
-# Settings of the model that steer training: parameters mean the same under any of them. All others decide
-# what the parameters are, and come with them.
-STEERING = ("balance_loss", "balance_rate", "z_loss", "label_smoothing", "capacity_factor", "dropout",
-            "precision")  # fmt: skip
+# Settings of the model under any of which parameters mean the same. All others come with the parameters.
+OURS = affecting(Affects.TRAINING, Affects.NUMBERS, group="model")
 
 
 def start_from(start: Config, flags: list[str]) -> Config:
@@ -28,7 +26,7 @@ def start_from(start: Config, flags: list[str]) -> Config:
 
 def with_shape_of(theirs: ModelConfig, ours: ModelConfig) -> ModelConfig:
     """Our settings for the parameters of another model: what they are is as there, what steers training as here."""
-    steering = {name: getattr(ours, name) for name in STEERING}
+    steering = {name: getattr(ours, name) for name in OURS}
     if bool(theirs.balance_rate) != bool(ours.balance_rate):
         steering["balance_rate"] = theirs.balance_rate  # at 0 the selection bias, a parameter, does not exist
     return dataclasses.replace(theirs, **steering)

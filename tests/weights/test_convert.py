@@ -405,7 +405,7 @@ UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "axis": "",
 def test_every_setting_of_ours_is_known_to_a_family(family):
     """Catches a new setting that changes what the model computes, and that to-hf passes over. It is one of theirs, has
     one value that theirs is like, steers training only, or plays no part in a model of this family."""
-    known = {s.ours for s in FAMILIES[family].settings} | set(FAMILIES[family].ours_fixed) | set(init_from.STEERING)
+    known = {s.ours for s in FAMILIES[family].settings} | set(FAMILIES[family].ours_fixed) | set(init_from.OURS)
     assert known | set(UNUSED[family].split()) == {f.name for f in dataclasses.fields(ModelConfig)}
 
 
