@@ -241,7 +241,7 @@ def words(found: list[Cell]) -> list[str]:
 
 def names(found: list[Cell]) -> list[str]:
     """What is named like `model.feed_forward` has to be there: a symbol, a setting, or a file."""
-    ours, settings, faults = {*modules()} | {"lesson"}, {*config._flatten(config.Config().to_dict())}, []
+    ours, settings, faults = {*modules()} | {"lesson"}, {*config.affecting(*config.Affects)}, []
     for name in sorted(set(re.findall(r"`([A-Za-z_]+(?:\.\w+)+)(?:\([^`]*\))?`", prose_of(found)))):
         first = name.split(".")[0]
         if first in ours and name not in settings and not exists(name):
