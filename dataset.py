@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, DataConfig
+from config.fields import PERIOD, is_remote, parse_mixture
 from data import bucket, order, packing
 from errors import UserError
-from fields import PERIOD, is_remote, parse_mixture
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"

@@ -7,6 +7,8 @@ samples.txt, report.png.
 
 import time
 
+from devices import log
+
 START = time.perf_counter()  # before the imports below: their time is reported
 
 from errors import UserError, end_quietly, exit_status
@@ -27,9 +29,8 @@ import generate
 import pipeline
 import sharding
 from config import PRESETS, Config
+from config.flags import command_line
 from data import tokenizers
-from devices import log
-from flags import command_line
 from plan import hardware, planner
 from train import checkpoint, guard, preflight, report, storage, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows

@@ -30,9 +30,9 @@ import numpy as np
 
 import dataset
 from config import Config, preset, replace
+from config.flags import command_line
 from data import packing, prepare, sources, tokenizers
 from errors import UserError, exit_status
-from flags import command_line
 
 TOKENS = 20_000_000
 DOCUMENTS = 1_000_000  # that are packed

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 
 from config import Config
+from config.flags import command_line
 from errors import UserError, exit_status
-from flags import command_line
 from pictures import check_picture
 from plan import compiled, hardware, planner, replayed, show
 

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 
 from config import Config, preset
+from config.flags import command_line
 from errors import UserError, exit_status
-from flags import command_line
 from plan import compiled, hardware, planner, replayed
 
 TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from config import Config, DataConfig, MeshConfig, ModelConfig, WorkConfig
+from config.flags import command_line
 from devices import simulate_devices
 from errors import UserError, exit_status
-from flags import command_line
 
 MOST_DEVICES = 64  # simulated devices are threads of one process
 DEFAULT = Config(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Settings of config.py that this trainer has in one form alone.
+# Settings of config/settings.py that this trainer has in one form alone.
 FIXED = {
     "model.attention": "gqa", "model.activation": "gelu", "model.tie_embeddings": True, "model.no_rope_every": 0,
     "model.dropout": 0.0, "model.z_loss": 0.0, "model.label_smoothing": 0.0,

@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from config.fields import is_remote
 from data.bucket import file_system, retry
 from errors import UserError
-from fields import is_remote
 
 ANSWER_S = 25  # longest wait for a bucket or a server that has not answered at all
 REQUEST_S = 10  # longest wait for one answer of a web server; it is asked twice

@@ -8,7 +8,7 @@ import functools
 import math
 import zlib
 
-from fields import PERIOD, Phase, parse_mixture, parse_skips
+from config.fields import PERIOD, Phase, parse_mixture, parse_skips
 
 # Steps that are passed over -------------------------------------------------------------------------------------------
 

@@ -23,13 +23,13 @@ import tyro
 
 import dataset
 from config import first_difference
+from config.fields import is_remote
 from data import engine, files, progress, shards, sources, tokenizers, units
 from data.shards import Folder, UnitFile
 from data.sources import Part, Unit
 from data.units import Job
 from devices import log
 from errors import UserError, exit_status
-from fields import is_remote
 
 COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
 UNFINISHED = ".unfinished-"  # how the folder begins that holds the work until it is done

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config.fields import is_remote
 from data import files
 from errors import UserError
-from fields import is_remote
 
 SPLITS = ("train", "val")
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import tiktoken
 
+from config.fields import is_remote
 from data import files, shards, sources, tokenizers
 from data.shards import Folder, Shard, UnitFile, UnitHead
 from data.sources import Document, Unit
 from errors import UserError
-from fields import is_remote
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,8 @@ def tables() -> dict:
 
 def state(page: str) -> str:
     """A hash of what the tables of a page are made from."""
-    files = ["docs/planner_widget.py", page, "config.py", "model.py", "sharding.py", "generate/cache.py"]
-    rooms = [path for room in ("kernels", "pipeline", "plan") for path in sorted((ROOT / room).glob("*.py"))]
+    files = ["docs/planner_widget.py", page, "model.py", "sharding.py", "generate/cache.py"]
+    rooms = [path for room in ("config", "kernels", "pipeline", "plan") for path in sorted((ROOT / room).glob("*.py"))]
     text = b"".join(path.read_bytes() for path in [*(ROOT / file for file in [*files, "requirements.txt"]), *rooms])
     return hashlib.sha256(text).hexdigest()
 

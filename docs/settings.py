@@ -1,4 +1,4 @@
-"""Write docs/settings.md, every setting and what each preset changes, from config.py alone: `python -m docs.settings`.
+"""Write docs/settings.md, every setting and what each preset changes, from config/ alone: `python -m docs.settings`.
 
 A setting's sentence is the comment behind its field, or the lines of comment before it: what `--help-verbose` prints.
 """
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent / "settings.md"
 HEAD = """\
 # Settings
 
-This page is made from `config.py`, which is the place to change it, by
+This page is made from `config/settings.py` and `config/presets.py`, which is the place to change it, by
 
 ```
 python -m docs.settings
@@ -66,7 +66,7 @@ def kind(hint) -> str:
 
 
 def value(x) -> str:
-    x = " ".join(map(str, x)) if isinstance(x, tuple) else x
+    x = " ".join(map(str, x)) if isinstance(x, tuple | list) else x
     return f"`{x}`" if x != "" else "empty"
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from config.fields import Count, NotNegative, Positive, Range, ShareBelow1, Size, check
 from errors import UserError
-from fields import Count, NotNegative, Positive, Range, ShareBelow1, Size, check
 
 MOST_ALTERNATIVES = 20
 Alternatives = Annotated[int, Range(lambda x: 0 <= x <= MOST_ALTERNATIVES, f"must lie from 0 to {MOST_ALTERNATIVES}")]

@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 
 from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset
+from config.flags import command_line
 from devices import use_devices
 from errors import UserError, exit_status
-from flags import command_line
 from pictures import check_picture
 from plan import hardware, inference, planner, show, why
 from plan.costs import parameters

@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import optimizer
 import sharding
 from config import Affects, Config, affecting, replace
+from config.flags import command_line
 from devices import use_devices
 from errors import exit_status
-from flags import command_line
 from tests import helpers, quick
 from xla import ordered
 

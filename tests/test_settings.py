@@ -8,8 +8,7 @@ import pytest
 
 import config
 import main
-import migrations
-from config import Config, preset
+from config import Config, migrations, preset
 from errors import UserError
 
 # The config.json of `tiny`, written when there were 104 settings.

@@ -27,8 +27,8 @@ from config import (
     preset,
     replace,
 )
+from config.flags import command_line
 from errors import UserError
-from flags import command_line
 from pipeline import fit
 from plan import planner
 from sharding import AXES, DATA, FSDP, TENSOR

@@ -36,10 +36,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference
+from config.fields import is_remote
+from config.migrations import moved
 from devices import is_main_process
 from errors import DiskLost, UserError, exit_status
-from fields import is_remote
-from migrations import moved
 from sharding import map_named, named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import dataset
 from config import Affects, Config, affecting, first_difference
+from config.migrations import dropped, moved
 from data import order
 from devices import is_main_process, log, log_to_file, open_log
 from errors import UserError
-from migrations import dropped, moved
 from train import checkpoint, storage, tracking
 from train.processes import Processes
 from train.storage import Far, replace_file

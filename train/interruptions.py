@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from config.fields import is_remote
 from devices import log, log_to_file
-from fields import is_remote
 from train import checkpoint
 from train.processes import Processes
 

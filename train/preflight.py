@@ -12,10 +12,10 @@ import dataset
 import generate
 import sharding
 from config import Config
+from config.fields import parse_skips
 from data import tokenizers
 from devices import devices_of_each, log, memory_bytes, only_cpu, share_of_memory
 from errors import UserError
-from fields import parse_skips
 from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, storage

@@ -19,9 +19,9 @@ import tyro
 from etils import epath
 
 import pictures
+from config.fields import is_remote
 from devices import log
 from errors import UserError, exit_status
-from fields import is_remote
 
 # kind -> the fields that the picture needs; a row may hold more.
 FIELDS = {

@@ -12,8 +12,8 @@ from typing import Literal
 
 from etils import epath
 
+from config.fields import is_remote
 from errors import UserError
-from fields import is_remote
 from train import storage
 
 MANIFEST = "manifest.json"

@@ -27,10 +27,10 @@ from pathlib import Path
 from etils import epath
 
 from config import Config
+from config.fields import is_remote
 from data import bucket
 from devices import cache_directory, is_main_process, log
 from errors import DiskLost, UserError
-from fields import is_remote
 
 CHECKPOINTS, OWNER = "checkpoints", "owner"
 

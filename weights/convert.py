@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import sharding
 from config import Config, ModelConfig, replace
+from config.fields import is_remote
 from devices import log
 from errors import UserError, nearest
-from fields import is_remote
 from train import checkpoint
 from weights import card
 from weights.axis import AXIS

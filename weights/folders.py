@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import ml_dtypes  # names bfloat16 to NumPy
 import numpy as np
 
+from config.fields import is_remote
 from data.files import patiently, system
 from devices import log
 from errors import UserError
-from fields import is_remote
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}

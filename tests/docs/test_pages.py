@@ -85,7 +85,7 @@ def test_no_command_is_left_out():
 
 
 def test_the_page_of_settings_is_what_config_says():
-    """Catches a setting, a default or a preset that was changed in config.py alone. Mend: python -m docs.settings"""
+    """Catches a setting, a default or a preset that was changed in config/ alone. Mend: python -m docs.settings"""
     assert settings.page() == settings.PAGE.read_text(encoding="utf-8")
 
 

@@ -113,9 +113,10 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
 def test_a_repaired_checkpoint_says_which_rows_are_missing(partway):
     """Catches a record without steps 51 to 58, and no message, where a checkpoint that was damaged is good again."""
     argv, directory = partway
+    argv = [*argv, "--run.keep_checkpoints", "9"]
     with stopped_at(58, signal.SIGINT):
         assert run(argv)[0] == 0
-    hidden = [(directory / f"checkpoints/{step}/manifest.json") for step in (56, 58)]
+    hidden = [(directory / f"checkpoints/{step}/manifest.json") for step in (49, 52, 56, 58)]
     texts = [path.read_text() for path in hidden]
     for path in hidden:
         path.write_text("damaged")

@@ -4,7 +4,7 @@ A file that an earlier version wrote is read by `moved`; `dropped` reports what 
 an old flag.
 """
 
-from fields import AUTO
+from config.fields import AUTO
 
 # Settings that have another name now.
 MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
@@ -110,6 +110,5 @@ def flatten(values: dict, prefix="") -> dict:
     """Settings by dotted name."""
     flat = {}
     for name, value in values.items():
-        value = list(value) if isinstance(value, tuple) else value  # as JSON has it
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat

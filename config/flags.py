@@ -9,10 +9,11 @@ from typing import Any
 
 import tyro
 
-from config import PRESETS, Affects, Config, ModelConfig, affecting, following, preset, replace
+from config.migrations import CHOICES, dropped, instead_of
+from config.presets import PRESETS, preset
+from config.settings import Affects, Config, ModelConfig, affecting, following, replace
 from devices import log
 from errors import UserError
-from migrations import CHOICES, dropped, instead_of
 
 
 def command_line(
