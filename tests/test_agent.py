@@ -257,3 +257,11 @@ def test_lines_that_name_no_host_are_refused(line, message):
 def test_a_fleet_that_trains_starts_again_by_itself(names, words, restarts):
     """Catches a cut of the network that ends a run for good, and a restart that deletes what was done before it."""
     assert launcher.default_restarts(hosts.Fleet(names.split()), words.split()) == restarts
+
+
+def test_a_host_is_not_asked_where_the_user_said_so():
+    """Catches a run that --run.check no would start, refused by a host because it does not fit in memory."""
+    for said in (["--run.check", "no"], ["--run.check=no"]):
+        assert agent.check("no such commit", ["python", "main.py", *said], {}) == {}
+    with pytest.raises(FileNotFoundError):
+        agent.check("no such commit", ["python", "main.py", "--run.name", "no"], {})

@@ -368,7 +368,7 @@ def test_the_printed_command_starts_again(copied, finished):
     assert untimed(rows(directory)) == untimed(rows(finished[1]))
     assert (directory / "samples.txt").read_text() == (finished[1] / "samples.txt").read_text()
     assert (directory / "notes.txt").read_text() == "mine"
-    assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] is False
+    assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------
