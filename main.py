@@ -35,7 +35,7 @@ from plan import hardware, planner
 from train import checkpoint, guard, preflight, report, storage, tracking
 from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows
 from train.interruptions import Interruptions
-from train.processes import Processes, end_together, join
+from train.processes import Processes, end_together, join, write_own_programs
 from train.progress import evaluate, in_words, progress_bar, say_complete, to_row
 from train.start import restore_or_init, state_before, trace_step
 from weights import init_from
@@ -60,8 +60,8 @@ def parse(argv: list[str]) -> Config:
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
     """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
     encoding = preflight.tokens(cfg)
-    together.same(**describe(cfg))
-    if done := together.first("done", lambda: look(cfg, directory)):
+    together.agreement.same(**describe(cfg))
+    if done := together.board.first("done", lambda: look(cfg, directory)):
         return say_complete(cfg, directory, done, argv)
 
     mesh = sharding.make_mesh(cfg.mesh)
@@ -94,16 +94,16 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     def saved(step: int) -> None:
         note_saved(directory, step)
         send()
-        together.saved(step)
+        together.board.message.saved = step
 
     with tracking.Tracker(cfg, storage.here(directory)):
-        places = directory / "checkpoints", cfg.run.keep_checkpoints, together.keeper, send, saved
+        places = directory / "checkpoints", cfg.run.keep_checkpoints, together.agreement.keeper, send, saved
         with interruptions.saved(), checkpoint.open_directory(*places) as manager:
             if interruptions.begins_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
                 # Over the batches of every evaluation on the way: losses of checkpoints are compared.
-                result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, together.moves)
+                result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, together.watchdog.touch)
                 checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)), result["loss"])
         finish(cfg, mesh, state, evaluation, metrics, directory, together)
 
@@ -126,7 +126,7 @@ def loop(
                 return state
             manager.check()  # a save in the background that failed stops the run here, not at the next save
             taken = step + 1
-            together.at(taken)
+            together.watchdog.begin_step(taken)
             placed = sharding.put(batch, mesh, size)
             questions.ask(taken, state, placed, skips)
             state, values = step_function(state, placed)
@@ -145,10 +145,10 @@ def loop(
                 row |= {"mfu": plan.model_flops / step_s / peak} if peak else {}
                 metrics.write("train", taken, **row)
                 show(taken, row)
-                together.show(run.steps, row)
+                together.watchdog.show(run.steps, row)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
-                result = evaluate(cfg, mesh, evaluation, state.params, run.eval_batches, together.moves)
+                result = evaluate(cfg, mesh, evaluation, state.params, run.eval_batches, together.watchdog.touch)
                 metrics.write("eval", taken, **result)
                 log(f"step {taken:>5}/{run.steps}  validation {in_words(result)}")
             if checkpoint_due:
@@ -163,7 +163,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
     """Evaluate on the whole validation split, print a sample, draw the report."""
     step, manifest = int(state.step), dataset.opened(cfg).manifest
     log("evaluating on the whole validation split ..")
-    result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.moves)
+    result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.touch)
     metrics.write("eval", step, **result)
     log(f"validation {in_words(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
@@ -180,7 +180,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: without it the run is not complete
-    together.complete = True
+    together.agreement.complete = True
     if text is not None:
         log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
     peak = f"peak memory {peak_bytes / 2**30:.2f} GiB"
@@ -228,14 +228,16 @@ def main(argv: list[str] | None = None) -> int | None:
     if cfg.run.check == "only":
         return preflight.check(cfg)
     together = join(cfg.run)
-    devices.use_devices(cfg.run.devices, together.count)
-    with compile_cache(cfg, together.own_name), together.keep_programs(programs()):
+    board, agreement = together.board, together.agreement
+    devices.use_devices(cfg.run.devices, board.count)
+    own_cache = f"process-{board.rank:02}" if board.count > 1 and programs() == "auto" else ""
+    with compile_cache(cfg, own_cache), write_own_programs(bool(own_cache)):
         if cfg.run.replay:
             return replay(cfg)
         storage.check(directory := storage.of(cfg))
         interruptions = Interruptions(argv, directory / "checkpoints", together)
         try:
-            writes = lambda: together.share_disk or together.rank == 0
+            writes = lambda: agreement.share_disk or board.rank == 0
             with interruptions, locked(directory), storage.fetched(directory), storage.watched(directory, writes):
                 train(cfg, directory, argv, interruptions, together)
         except KeyboardInterrupt:

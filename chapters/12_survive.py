@@ -935,7 +935,7 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 #
 # | what happens | how it is seen | what it costs | this project |
 # |---|---|---|---|
-# | a process dies | it is gone, or silent for a minute | t/2 of work, and r | all end and start again from the newest good file (`train/processes.py`, `launcher.sh`) |
+# | a process dies | it is gone, or silent for a minute | t/2 of work, and r | all end and start again from the newest good file (`train/watchdog.py`, `launcher.sh`) |
 # | killed within a save | no final name, or another sha256 | one interval more | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
 # | fewer devices | the mesh changes | rounding, 1e-7 a step | whole arrays by name; any mesh reads them |
 # | a NaN | the loss or a gradient, summed over all | one step | the step is skipped and named; ten in a row end the run (`train/guard.py`) |

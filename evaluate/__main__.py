@@ -77,7 +77,7 @@ def of_tokens(args: Arguments) -> dict:
 
 def opened(args: Arguments) -> Run:
     """The run, on the devices of all processes: each answers the same requests."""
-    use_devices(args.devices, join(RunConfig()).count)
+    use_devices(args.devices, join(RunConfig()).board.count)
     return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks))
 
 

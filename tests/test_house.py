@@ -62,8 +62,8 @@ ROOMS = {
     "check train_tokenizer tasks",
     "plan": "hardware hiding compiled rows program traced_layer costs memory expected replayed auto planner "
     "inference show user_file traced why __main__",
-    "train": "storage steps checkpoint guard tracking report pace processes directory interruptions start progress "
-    "selfcheck preflight",
+    "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
+    "directory interruptions start progress selfcheck preflight",
     "weights": "folders families axis card convert slim init_from __main__",
     "generate": "quantised cache sampling engine beam speculative runs texts __main__",
     "evaluate": "show answers scoring answering harness perplexity __main__",

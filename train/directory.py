@@ -191,6 +191,7 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
 
     Process 0 does. Each of several then sees whether the hosts share this disk, and opens a log of its own there.
     """
+    board = together.board
 
     def write() -> str:
         storage.here(directory).mkdir(parents=True, exist_ok=True)
@@ -199,17 +200,17 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
         storage.send(directory)
-        return (directory / ".lock").read_text() if together.count > 1 else ""
+        return (directory / ".lock").read_text() if board.count > 1 else ""
 
-    lock = together.first("lock", write)
-    if together.count == 1:
+    lock = board.first("lock", write)
+    if board.count == 1:
         return
     far = isinstance(directory, Far)
-    together.share_disk = all(together.gather("disk", far or sees(directory / ".lock", lock)))
-    open_log(directory / LOGS / f"{together.own_name}.log")
-    log_to_file(f"{together.name(together.rank)}, id {os.getpid()}, of {together.count}")
-    if not together.share_disk:
-        log(f"directory  {directory} is no disk that all hosts share: that of {together.name(0)} keeps the checkpoints")
+    together.agreement.share_disk = all(board.gather("disk", far or sees(directory / ".lock", lock)))
+    open_log(directory / LOGS / f"process-{board.rank:02}.log")
+    log_to_file(f"{board.name(board.rank)}, id {os.getpid()}, of {board.count}")
+    if not together.agreement.share_disk:
+        log(f"directory  {directory} is no disk that all hosts share: that of {board.name(0)} keeps the checkpoints")
 
 
 def sees(path: Path, text: str) -> bool:

@@ -34,16 +34,17 @@ class Interruptions:
 
     def __init__(self, argv: list[str], checkpoints: Path, together: Processes):
         self.argv, self.checkpoints, self.together = argv, checkpoints, together
+        self.board, self.agreement, self.watchdog = together.board, together.agreement, together.watchdog
         self.asked, self.saving, self.before = 0, False, {}
 
     def __enter__(self):
-        if not self.together.rank:
-            self.together.saved(newest(self.checkpoints))
+        if not self.board.rank:
+            self.board.message.saved = newest(self.checkpoints)
         if threading.current_thread() is threading.main_thread():
             self.reads, self.writes = os.pipe()
             os.set_blocking(self.writes, False)
             self.before = {number: signal.signal(number, self.handle) for number in (*self.SIGNALS, self.ELSEWHERE)}
-            self.together.on_stop = lambda: signal.pthread_kill(threading.main_thread().ident, self.ELSEWHERE)
+            self.watchdog.on_stop = lambda: signal.pthread_kill(threading.main_thread().ident, self.ELSEWHERE)
             self.wakeup = signal.set_wakeup_fd(self.writes)
             threading.Thread(target=self.watch, args=(self.reads,), daemon=True).start()
             self.patience = threading.Timer(self.PATIENCE_S, self.lose_patience)
@@ -53,7 +54,7 @@ class Interruptions:
     def __exit__(self, *_):
         if self.before:
             self.patience.cancel()
-            self.together.on_stop = lambda: None
+            self.watchdog.on_stop = lambda: None
             signal.set_wakeup_fd(self.wakeup)
             for number, handler in self.before.items():
                 signal.signal(number, handler)
@@ -62,16 +63,16 @@ class Interruptions:
     def handle(self, number, frame) -> None:
         self.note_sender(number)
         self.asked = self.asked or (signal.SIGTERM if number == self.ELSEWHERE else number)
-        if not (self.saving or self.together.complete):
+        if not (self.saving or self.agreement.complete):
             raise Stopped
 
     def note_sender(self, number: int) -> None:
         """Remember who asked this process to stop. `launcher.sh stop` leaves a file before it sends SIGTERM."""
         alive = os.environ.get("AXIS_ALIVE")
         if number == signal.SIGTERM and alive and not Path(alive).with_name("stop").exists():
-            self.together.line.by = self.together.line.by or "system"
+            self.board.message.by = self.board.message.by or "system"
         elif number in self.SIGNALS:
-            self.together.line.by = "user"
+            self.board.message.by = "user"
 
     def watch(self, reads: int) -> None:
         """Sees a signal at once, in a thread: the main one may be inside XLA for a minute, where `handle` waits."""
@@ -82,31 +83,31 @@ class Interruptions:
             self.note_sender(number[0])
             if seen > 1:
                 self.end_now(128 + number[0])
-            elif (own or number[0] == self.ELSEWHERE) and not (told or self.together.complete):
+            elif (own or number[0] == self.ELSEWHERE) and not (told or self.agreement.complete):
                 told = True
                 end = "stopping after this step, and saving it" if self.saving else "stopping"
-                self.together.ask()
+                self.agreement.ask_to_stop()
                 with suppress(OSError):  # a full disk
                     print(f"\n{self.reason}{end}; once more stops at once", file=sys.stderr, flush=True)
                     log_to_file(f"{self.reason}{end}")
-                if not self.saving and self.together.count > 1:  # the main thread may wait for another process
+                if not self.saving and self.board.count > 1:  # the main thread may wait for another process
                     self.patience.start()
         os.close(reads)
 
     @property
     def reason(self) -> str:
         """Say whose host the system takes away; empty if somebody stops the run."""
-        rank = self.together.preempted
+        rank = self.agreement.preempted
         if rank is None:
             return ""
-        host = "this host" if rank == self.together.rank else self.together.name(rank)
+        host = "this host" if rank == self.board.rank else self.board.name(rank)
         return f"preempted: the system asked {host} to stop (SIGTERM); "
 
     def end_now(self, status: int) -> None:
         cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the progress bar hides it
         with suppress(OSError):  # a full disk
             print(f"{cursor}stopped at once; {self.outlook[1]}", file=sys.stderr, flush=True)
-        self.together.end(status, "it was stopped at once", say=False)
+        self.watchdog.end(status, "it was stopped at once", say=False)
 
     def lose_patience(self) -> None:
         if not self.saving:
@@ -114,15 +115,17 @@ class Interruptions:
 
     def begins_after(self, step: int) -> bool:
         """Whether the loop begins, which has taken `step` steps: on all processes, or on none."""
-        if not (begins := self.together.begin(step)):
+        self.watchdog.finish_step(step)
+        if not (begins := self.agreement.begin(step)):
             self.asked = self.asked or signal.SIGTERM
         return begins
 
     def stops_after(self, step: int) -> bool:
         """Whether the loop stops after this step: on all processes, where one was asked to."""
         if self.asked:
-            self.together.ask()
-        if stops := self.together.stops_after(step):
+            self.agreement.ask_to_stop()
+        self.watchdog.finish_step(step)
+        if stops := self.agreement.stops_after(step):
             self.asked = self.asked or signal.SIGTERM
         return stops
 
@@ -143,21 +146,22 @@ class Interruptions:
 
         Process 0 knows; the others, who may share no disk with it, what it has told them.
         """
-        first = self.together.lines.get(0) if self.together.rank else self.together.line
+        first = self.board.messages.get(0) if self.board.rank else self.board.message
         step = first and first.saved
         what = "no checkpoint was saved; this starts at step 0"
         if step is None:
             what = "process 0 knows where this goes on from"
         elif step:
             path = str(self.checkpoints / str(step))
-            what = f"this goes on from {path if is_remote(path) else os.path.relpath(path)}" + self.together.on_keeper
+            what = f"this goes on from {path if is_remote(path) else os.path.relpath(path)}"
+            what += f" on {self.agreement.keeper}" if self.agreement.keeper else ""
         return bool(step), f"{what}:  {command(self.argv)}"
 
     def end(self) -> int:
         """Say how to go on; returns the exit status: that of the signal, if there is nothing to go on from."""
-        self.together.line.stopped = True
-        saved, goes_on = self.together.first("outlook", lambda: self.outlook)
-        if self.together.count > 1:
+        self.board.message.stopped = True
+        saved, goes_on = self.board.first("outlook", lambda: self.outlook)
+        if self.board.count > 1:
             goes_on += "  (on the same hosts, by launcher.sh)"
         log(f"stopped    {goes_on}")
         return 0 if saved else 128 + (self.asked or signal.SIGINT)

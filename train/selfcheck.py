@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from config import RunConfig
 from devices import log, use_devices
 from errors import exit_status
-from train.processes import Processes, end_together, join
+from train.board import Board
+from train.processes import end_together, join
 
 HELP = """\
 e.g. python -m train.selfcheck --devices 8
@@ -49,13 +50,13 @@ class Row:
     clock_s: float
 
 
-def rows(together: Processes) -> list[Row]:
+def rows(board: Board) -> list[Row]:
     """A row of each process, in their order."""
-    together.gather("all are here", None)
+    board.gather("all are here", None)
     device, now = jax.local_devices()[0], time.time()
-    mine = Row(together.line.host, platform.python_version(), jax.__version__, jax.local_device_count(),
+    mine = Row(board.message.host, platform.python_version(), jax.__version__, jax.local_device_count(),
                device.device_kind, shutil.disk_usage(".").free // 2**30, now)  # fmt: skip
-    found = [Row(**row) for row in together.gather("rows", dataclasses.asdict(mine))]
+    found = [Row(**row) for row in board.gather("rows", dataclasses.asdict(mine))]
     return [dataclasses.replace(row, clock_s=round(row.clock_s - found[0].clock_s, 1)) for row in found]
 
 
@@ -90,16 +91,16 @@ def sum_over_devices() -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Annotated[Check, tyro.conf.arg(name="")], args=argv, prog="python -m train.selfcheck",
                     description=HELP)  # fmt: skip
-    together = join(RunConfig(peer_timeout_s=24))  # all have 2 minutes to join
-    use_devices(args.devices, together.count)
-    found = rows(together)
+    board = join(RunConfig(peer_timeout_s=24)).board  # all have 2 minutes to join
+    use_devices(args.devices, board.count)
+    found = rows(board)
     total, seconds = sum_over_devices()
     said = problems(found)
     if total != jax.device_count():
         said.append(f"the sum over {jax.device_count()} devices is {total:g}")
     if args.json:
         log(json.dumps({"hosts": [dataclasses.asdict(row) for row in found], "sum_s": seconds, "problems": said}))
-    elif together.rank == 0:
+    elif board.rank == 0:
         log(f"{'host':16} {'python':8} {'jax':8} {'devices':20} {'free GiB':>8} {'clock s':>8}")
         for row in found:
             devices = f"{row.devices} x {row.kind}"

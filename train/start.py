@@ -29,11 +29,12 @@ def trace_step(cfg: Config, mesh):
 def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Callable, together: Processes):
     """The TrainState of a run's newest checkpoint, placed on this mesh, or the one at step 0."""
     checkpoints = directory / "checkpoints"
-    step = together.first("step", lambda: checkpoint.latest_step(checkpoints, log))
-    together.saved(step or 0)
-    keepers = together.gather("keeper", None if together.share_disk or step else checkpoint.keeper(checkpoints))
-    check_place(directory, keepers, together.keeper)
-    state = state_at(step, cfg, mesh, checkpoints, given_params, together.share_disk)
+    board, agreement = together.board, together.agreement
+    step = board.first("step", lambda: checkpoint.latest_step(checkpoints, log))
+    board.message.saved = step or 0
+    keepers = board.gather("keeper", None if agreement.share_disk or step else checkpoint.keeper(checkpoints))
+    check_place(directory, keepers, agreement.keeper)
+    state = state_at(step, cfg, mesh, checkpoints, given_params, agreement.share_disk)
     if step is not None:
         log(f"resumed    at step {int(state.step)} from {checkpoints}")
         if is_main_process() and (missing := missing_rows(directory, step)):

@@ -26,7 +26,7 @@ from tests.test_training import flags, restored, rows, run, untimed
 from tests.train.test_processes import pair
 from train import checkpoint, report, storage
 from train.directory import Metrics
-from train.processes import LOST
+from train.watchdog import LOST
 from weights import __main__ as weights_command
 
 pytestmark = pytest.mark.extra("buckets")

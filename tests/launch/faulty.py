@@ -20,6 +20,7 @@ import config
 import dataset
 import main
 from train import checkpoint
+from train.watchdog import Watchdog
 from xla import ordered
 
 
@@ -41,11 +42,11 @@ def inject(kind: str, place: str, step: str) -> None:
         "compile": (ordered, "compile", lambda *_: taken["step"]),
         "restore": (checkpoint, "restore", lambda *_: taken["step"]),
         "data": (dataset, "batch", lambda cfg, n, *_: n),
-        "step": (main.Processes, "at", lambda _, n: n),
+        "step": (Watchdog, "begin_step", lambda _, n: n),
         "eval": (main, "evaluate", lambda *_: taken["step"]),
         "save": (checkpoint, "save", lambda _, n, *__: n),
     }[place]
-    function, at, left = getattr(module, name), main.Processes.at, [1]
+    function, at, left = getattr(module, name), Watchdog.begin_step, [1]
 
     def faulty(*args, **kwargs):
         if left and step in ("-", str(step_of(*args))):
@@ -59,7 +60,7 @@ def inject(kind: str, place: str, step: str) -> None:
         taken["step"] = n
         at(self, n)
 
-    main.Processes.at = count
+    Watchdog.begin_step = count
     setattr(module, name, faulty)
 
 

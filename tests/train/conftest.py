@@ -10,8 +10,11 @@ import pytest
 from data import prepare
 from tests.train.several import Ended
 from tests.train.small_run import flags, run, stopped_at
-from train import processes
-from train.processes import OwnBoard, Processes
+from train import processes, watchdog
+from train.agreement import Agreement
+from train.board import Board, LocalStore
+from train.processes import Processes
+from train.watchdog import Watchdog
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +52,14 @@ def partway(home, stopped, tmp_path):
 
 @pytest.fixture
 def crew(monkeypatch):
-    """crew(count): so many `Processes` that share a board; what they end with is in `.exits`, {rank: status}."""
-    monkeypatch.setattr(processes, "POLL_S", 0.02)
-    monkeypatch.setattr(processes, "LAST_WORDS_S", 0.3)
+    """crew(count): so many `Processes` that share a store. `watchdog.exits` of each is {rank: exit status}."""
+    monkeypatch.setattr(Board, "POLL_S", 0.02)
+    for module in (processes, watchdog):
+        monkeypatch.setattr(module, "GRACE_S", 0.3)
     made = []
 
     def make(count, **settings):
-        board, exits = OwnBoard(), {}
+        store, exits = LocalStore(), {}
         run = types.SimpleNamespace(**{"peer_timeout_s": 60, "hang_timeout_s": 1800, **settings})
 
         def exit_of(rank):
@@ -67,8 +71,9 @@ def crew(monkeypatch):
 
         for rank in range(count):
             monkeypatch.setenv("AXIS_HOST", f"host{rank:02}")
-            one = Processes(rank, count, board, run, exit=exit_of(rank))
-            one.exits = exits
+            agreement = Agreement(Board(rank, count, store))
+            one = Processes(agreement.board, agreement, Watchdog(agreement, run, exit=exit_of(rank)))
+            one.watchdog.exits = exits
             made.append(one)
         return made
 
@@ -76,5 +81,5 @@ def crew(monkeypatch):
     yield make
     threading.excepthook = before
     for one in made:
-        one.closed.set()
-        one.thread.join(5)
+        one.watchdog.closed.set()
+        one.watchdog.thread.join(5)

@@ -21,9 +21,9 @@ def together(ones, work):
 
     def call(one):
         try:
-            found[one.rank] = work(one)
+            found[one.board.rank] = work(one)
         except Ended:
-            found[one.rank] = None
+            found[one.board.rank] = None
 
     threads = [threading.Thread(target=call, args=(one,), daemon=True) for one in ones]
     for thread in threads:
@@ -31,7 +31,7 @@ def together(ones, work):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive(), "it waits for ever"
-    return [found[one.rank] for one in ones]
+    return [found[one.board.rank] for one in ones]
 
 
 def free_port():

@@ -12,7 +12,7 @@ from errors import DiskLost
 from tests.train.small_run import run, snapshot
 from train import checkpoint, storage
 from train.directory import Metrics
-from train.processes import LOST
+from train.watchdog import LOST
 
 
 def rename_before(monkeypatch, module, name, directory, calls):

@@ -18,15 +18,15 @@ import sys, time
 from config import RunConfig
 from train import processes
 one = processes.join(RunConfig(peer_timeout_s=60))
-one.gather("joined", one.rank)
+one.board.gather("joined", one.board.rank)
 {then}
-one.gather("done", one.rank)
-sys.exit(one.leave(0))
+one.board.gather("done", one.board.rank)
+sys.exit(one.watchdog.leave(0))
 """
 READ_TIMEOUTS = """
 import json, os, socket, stat
 found = []
-for name in os.listdir("/proc/self/fd") if one.rank == 0 else ():
+for name in os.listdir("/proc/self/fd") if one.board.rank == 0 else ():
     if os.path.exists(path := f"/proc/self/fd/{name}") and stat.S_ISSOCK(os.stat(path).st_mode):
         with socket.socket(fileno=os.dup(int(name))) as each:
             if each.family in (socket.AF_INET, socket.AF_INET6) and each.getsockname()[1] == int(PORT):

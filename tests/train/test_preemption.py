@@ -8,7 +8,7 @@ import pytest
 import main
 from tests.train.several import SHORT, pair, together
 from tests.train.small_run import flags, run, stopped_at
-from train import processes
+from train import watchdog
 from train.interruptions import Interruptions
 
 FINISHED, PREEMPTED, STOPPED = "joined", "preempted", "joined"
@@ -79,7 +79,7 @@ def test_who_sent_a_signal(crew, launch, number, stop, by):
     if stop:
         (launch / "stop").touch()
     Interruptions([], launch, one).note_sender(number)
-    assert one.line.by == by
+    assert one.board.message.by == by
 
 
 def test_without_a_supervisor_nobody_is_preempted(crew, monkeypatch):
@@ -87,7 +87,7 @@ def test_without_a_supervisor_nobody_is_preempted(crew, monkeypatch):
     monkeypatch.delenv("AXIS_ALIVE", raising=False)
     (one,) = crew(1)
     Interruptions([], Path(), one).note_sender(signal.SIGTERM)
-    assert one.line.by == "user"
+    assert one.board.message.by == "user"
 
 
 @pytest.mark.parametrize("status", [0, 143])
@@ -98,19 +98,19 @@ def test_without_a_supervisor_nobody_is_preempted(crew, monkeypatch):
 def test_all_processes_end_with_one_word(crew, monkeypatch, status, by, word):
     """Catches a fleet of which one half restarts, and a `stop --only HOST` that the other hosts take for preemption."""
     words = []
-    monkeypatch.setattr(processes, "say_alive", lambda _, what: words.append(what))
-    monkeypatch.setattr(processes, "ALIVE_S", 1000)
+    monkeypatch.setattr(watchdog, "say_alive", lambda _, what: words.append(what))
+    monkeypatch.setattr(watchdog, "ALIVE_S", 1000)
     ones = crew(3)
     for one in ones:
-        one.wait(lambda lines: True)
+        one.board.wait(lambda lines: True)
 
     def work(one):
-        one.line.by = by[one.rank]
-        one.ask()
-        one.wait(lambda lines: all(line.stop for line in lines))
-        one.judge(one.read(), 0)
-        one.line.stopped = not status  # else `end` says it
-        return one.leave(status)
+        one.board.message.by = by[one.board.rank]
+        one.agreement.ask_to_stop()
+        one.board.wait(lambda lines: all(line.stop for line in lines))
+        one.watchdog.judge(one.board.read(), 0)
+        one.board.message.stopped = not status  # else `end` says it
+        return one.watchdog.leave(status)
 
     together(ones, work)
     assert words[-3:] == [word] * 3

@@ -20,9 +20,10 @@ from devices import unreachable
 from errors import UserError, exit_status
 from tests.train.several import SHORT, Ended, pair, together
 from tests.train.small_run import ROOT, flags
-from train import processes
+from train import agreement, processes, watchdog
+from train.board import Board
 from train.interruptions import Interruptions
-from train.processes import LOST, OwnBoard
+from train.watchdog import LOST
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -33,24 +34,24 @@ def test_all_stop_after_the_same_step(crew, seed):
     ones = crew(3)
     barriers = [threading.Barrier(3, timeout=20) for _ in range(400)]  # a step waits for all, as a collective does
     asked, when = draw.randrange(3), draw.uniform(0, 0.4)
-    threading.Timer(when, ones[asked].ask).start()
+    threading.Timer(when, ones[asked].agreement.ask_to_stop).start()
     pauses = [[draw.choice((0, 0, 0.004)) for _ in range(400)] for _ in ones]
 
     def work(one):
         step = 0
-        if not one.begin(step):
+        if not one.agreement.begin(step):
             return step
         while True:
-            time.sleep(pauses[one.rank][step])
-            one.at(step + 1)
+            time.sleep(pauses[one.board.rank][step])
+            one.watchdog.begin_step(step + 1)
             barriers[step].wait()
             step += 1
-            if one.stops_after(step):
+            if one.agreement.stops_after(step):
                 return step
 
     taken = together(ones, work)
     assert len(set(taken)) == 1, taken
-    granted = [one.line.granted for one in ones]
+    granted = [one.board.message.last_step for one in ones]
     assert taken[0] == max(granted) <= min(granted) + 1
 
 
@@ -59,11 +60,11 @@ def test_none_begins_where_one_has_ended_before(crew):
     ones = crew(3)
 
     def work(one):
-        if one.rank == 1:
-            one.ask()
-            return one.leave(0)
-        begins = one.begin(7)
-        return begins or one.leave(0)
+        if one.board.rank == 1:
+            one.agreement.ask_to_stop()
+            return one.watchdog.leave(0)
+        begins = one.agreement.begin(7)
+        return begins or one.watchdog.leave(0)
 
     assert together(ones, work) == [0, 0, 0]
 
@@ -72,10 +73,10 @@ def test_none_begins_where_one_has_ended_before(crew):
 def test_the_end_of_one_ends_all_and_says_why(crew, capsys, status, others):
     """Catches a process that waits for one that has left, and a status that would start a run again in vain."""
     ones = crew(3)
-    together(ones[1:2], lambda one: one.end(status, "no tokens at 'x'"))
+    together(ones[1:2], lambda one: one.watchdog.end(status, "no tokens at 'x'"))
     for one in (ones[0], ones[2]):
-        one.thread.join(5)
-    assert ones[0].exits == {0: others, 1: status, 2: others}
+        one.watchdog.thread.join(5)
+    assert ones[0].watchdog.exits == {0: others, 1: status, 2: others}
     assert capsys.readouterr().err.count("process 1 on host01 has ended, and so does this one: no tokens at 'x'") == 2
 
 
@@ -83,12 +84,12 @@ def test_one_that_is_silent_is_named(crew, capsys):
     """Catches survivors that wait for ever, or say only that something is gone."""
     ones = crew(3, peer_timeout_s=1)
     for one in ones:
-        one.at(4)
+        one.watchdog.begin_step(4)
     time.sleep(0.1)
-    ones[2].closed.set()  # it says nothing any more
+    ones[2].watchdog.closed.set()  # it says nothing any more
     for one in ones[:2]:
-        one.thread.join(5)
-    assert ones[0].exits == {0: LOST, 1: LOST}
+        one.watchdog.thread.join(5)
+    assert ones[0].watchdog.exits == {0: LOST, 1: LOST}
     assert "process 2 on host02 has been silent for 1 s; it had come to step 4" in capsys.readouterr().err
 
 
@@ -97,9 +98,9 @@ def test_a_clock_that_jumps_ends_nothing(crew, monkeypatch, jump_s):
     """Catches a process that is taken for dead, or stuck, because the clock of a host was set meanwhile."""
     ones = crew(2, hang_timeout_s=60)
     for one in ones:
-        one.at(4)
+        one.watchdog.begin_step(4)
     clock = time.time
-    heard = lambda: [one.heard[rank] for one in ones for rank in (0, 1)]
+    heard = lambda: [one.watchdog.heard[rank] for one in ones for rank in (0, 1)]
     for jumped in (False, True):
         if jumped:
             monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
@@ -107,8 +108,8 @@ def test_a_clock_that_jumps_ends_nothing(crew, monkeypatch, jump_s):
         while min(now - then for now, then in zip(heard(), before, strict=True)) <= 0:  # all are heard again
             assert time.monotonic() < end, "it is not heard any more"
             time.sleep(0.02)
-        time.sleep(5 * processes.POLL_S)  # and judged
-    assert not ones[0].exits and not any(one.line.stuck for one in ones)
+        time.sleep(5 * Board.POLL_S)  # and judged
+    assert not ones[0].watchdog.exits and not any(one.board.message.stuck for one in ones)
     assert all(now - then < 60 for now, then in zip([time.monotonic()] * 4, heard(), strict=True))
 
 
@@ -116,12 +117,12 @@ def test_one_that_hangs_is_named_with_its_line(crew, capfd):
     """Catches a watchdog that blames those who wait, or that cannot say where the one hangs."""
     ones = crew(2, hang_timeout_s=1)
     for one, step in zip(ones, (9, 8), strict=True):
-        one.moved = time.monotonic()
-        one.at(step)
+        one.watchdog.moved = time.monotonic()
+        one.watchdog.begin_step(step)
     for one in ones:
-        one.thread.join(8)
+        one.watchdog.thread.join(8)
     err = capfd.readouterr().err
-    assert ones[0].exits == {0: LOST, 1: LOST}
+    assert ones[0].watchdog.exits == {0: LOST, 1: LOST}
     assert "no step was finished for 1 s: process 1 on host01 did not come to step 9, it is at threading.py:" in err
     assert "called from test_processes.py:" in err and "test_one_that_hangs_is_named_with_its_line" in err
     assert "did not come to step 8" not in err
@@ -130,25 +131,25 @@ def test_one_that_hangs_is_named_with_its_line(crew, capfd):
 def test_what_takes_long_and_moves_is_left_alone(crew):
     """Catches an evaluation of many batches that is taken for a hang, and a watch before the first step."""
     one, other = crew(2, hang_timeout_s=1)
-    one.moved = time.monotonic()
+    one.watchdog.moved = time.monotonic()
     for _ in range(8):
         time.sleep(0.2)
-        one.moves()
-    assert not one.exits and other.moved is None
+        one.watchdog.touch()
+    assert not one.watchdog.exits and other.watchdog.moved is None
 
 
 @pytest.mark.parametrize("what", ["optim.lr", "tokens.x", "program", "devices of each"])
 def test_those_who_differ_are_named(crew, monkeypatch, what):
     """Catches hosts that train different things together."""
     ones, differs = crew(3), threading.local()
-    monkeypatch.setattr(processes, "program_sha256", lambda: "p" * (1 + (what == "program") * differs.now))
-    monkeypatch.setattr(processes.jax, "local_device_count", lambda: 2 + (what == "devices of each") * differs.now)
+    monkeypatch.setattr(agreement, "program_sha256", lambda: "p" * (1 + (what == "program") * differs.now))
+    monkeypatch.setattr(agreement.jax, "local_device_count", lambda: 2 + (what == "devices of each") * differs.now)
 
     def work(one):
-        differs.now = one.rank == 2
+        differs.now = one.board.rank == 2
         lr = 0.02 if what == "optim.lr" and differs.now else 0.01
         with pytest.raises(UserError) as caught:
-            one.same({"optim": {"lr": lr}}, {"x": "abd" if what == "tokens.x" and differs.now else "abc"})
+            one.agreement.same({"optim": {"lr": lr}}, {"x": "abd" if what == "tokens.x" and differs.now else "abc"})
         return str(caught.value)
 
     said = together(ones, work)
@@ -158,7 +159,7 @@ def test_those_who_differ_are_named(crew, monkeypatch, what):
 
 def test_those_who_are_the_same_go_on(crew):
     """Catches a comparison that refuses everyone."""
-    assert together(crew(3), lambda one: one.same({"optim": {"lr": 0.01}}, {"x": "abc"})) == [None] * 3
+    assert together(crew(3), lambda one: one.agreement.same({"optim": {"lr": 0.01}}, {"x": "abc"})) == [None] * 3
 
 
 def test_the_first_alone_decides(crew):
@@ -169,7 +170,7 @@ def test_the_first_alone_decides(crew):
         calls.append(1)
         return {"step": 40}
 
-    assert together(ones, lambda one: one.first("step", decide)) == [{"step": 40}] * 3
+    assert together(ones, lambda one: one.board.first("step", decide)) == [{"step": 40}] * 3
     assert calls == [1]
 
 
@@ -177,8 +178,8 @@ def test_progress_is_written_whole(crew, tmp_path, monkeypatch):
     """Catches a status that shows half a line, or another step."""
     monkeypatch.setenv("AXIS_PROGRESS", str(tmp_path / "progress"))
     (one,) = crew(1)
-    one.show(300, {"loss": 2.5, "tokens_per_s": 1234.6})
-    assert one.begin(12)
+    one.watchdog.show(300, {"loss": 2.5, "tokens_per_s": 1234.6})
+    one.watchdog.finish_step(12)
     end = time.monotonic() + 5
     while not (tmp_path / "progress").exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -192,7 +193,7 @@ def alive(tmp_path, monkeypatch):
     """alive(): the text of the file that the supervisor watches, once it is younger than this call."""
     path = tmp_path / "alive"
     monkeypatch.setenv("AXIS_ALIVE", str(path))
-    monkeypatch.setattr(processes, "ALIVE_S", 0.1)
+    monkeypatch.setattr(watchdog, "ALIVE_S", 0.1)
 
     def fresh():
         with contextlib.suppress(FileNotFoundError):
@@ -210,20 +211,20 @@ def test_one_that_lives_says_so(crew, alive, monkeypatch):
     """Catches a frozen process that nobody ends, since its file is written once, or by another process; a healthy one
     that is ended: while process 0 does not answer it, or since its disk is full."""
     one, other = crew(2, peer_timeout_s=50)
-    other.closed.set()
+    other.watchdog.closed.set()
     assert alive() == alive() == "50\tjoined\n"
 
     with monkeypatch.context() as full:
-        full.setattr(processes, "replace_file", lambda *_: raise_(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(watchdog, "replace_file", lambda *_: raise_(OSError(errno.ENOSPC, "No space left on device")))
         assert alive() == alive() == "50\tjoined\n"
 
     stuck = threading.Event()
-    monkeypatch.setattr(one.board, "read", lambda folder: stuck.wait(20) and {})
+    monkeypatch.setattr(one.board.store, "key_value_dir_get", lambda folder: stuck.wait(20) and {})
     time.sleep(0.3)
     assert alive() == alive() == "50\tjoined\n"
     stuck.set()
-    one.closed.set()
-    one.thread.join(5)
+    one.watchdog.closed.set()
+    one.watchdog.thread.join(5)
     with pytest.raises(AssertionError, match="it is silent"):
         alive()
 
@@ -231,9 +232,9 @@ def test_one_that_lives_says_so(crew, alive, monkeypatch):
 def test_the_last_words_are_not_cut_short(crew, alive):
     """Catches a process that is ended, and started again, while it waits until the others have read why it ends."""
     ones = crew(2, peer_timeout_s=50)
-    ones[1].closed.set()
-    together(ones[:1], lambda one: one.end(2, "a full disk"))
-    assert Path(os.environ["AXIS_ALIVE"]).read_text() == "50\tjoined\n"  # and 0.3 s of LAST_WORDS_S
+    ones[1].watchdog.closed.set()
+    together(ones[:1], lambda one: one.watchdog.end(2, "a full disk"))
+    assert Path(os.environ["AXIS_ALIVE"]).read_text() == "50\tjoined\n"  # and 0.3 s of GRACE_S
 
 
 def raise_(error):
@@ -249,7 +250,7 @@ def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
     with which nothing is started again."""
     ones = crew(2, peer_timeout_s=1)
     time.sleep(0.1)
-    ones[1].closed.set()
+    ones[1].watchdog.closed.set()
 
     @processes.end_together
     @exit_status
@@ -259,7 +260,7 @@ def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
 
     with pytest.raises(Ended):
         command()
-    assert ones[0].exits == {0: LOST}
+    assert ones[0].watchdog.exits == {0: LOST}
     err = capfd.readouterr().err
     assert "error: process 1 on host01 has been silent for 1 s" in err.partition("Traceback")[0]
 
@@ -267,12 +268,12 @@ def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
 def test_where_a_run_goes_on_from_is_told_by_the_first(crew, tmp_path):
     """Catches a host without the checkpoints that says the run begins again at step 0."""
     ones, place = crew(2), tmp_path / "checkpoints"
-    ones[1].share_disk = False
+    ones[1].agreement.share_disk = False
     outlook = lambda one: Interruptions([], place, one).outlook[1]
     assert outlook(ones[1]).startswith("process 0 knows where this goes on from:  ")
     for step, said in ((40, f"this goes on from {os.path.relpath(place)}/40 on host00:  "),
                        (0, "no checkpoint was saved; this starts at step 0:  ")):  # fmt: skip
-        ones[0].saved(step)
+        ones[0].board.message.saved = step
         time.sleep(0.3)
         assert outlook(ones[1]).startswith(said)
 
@@ -281,9 +282,9 @@ def test_a_slow_host_is_named_once(crew, capfd):
     """Catches a slow host that everybody waits for and nobody names, or that is named with every step."""
     ones = crew(3)
     for one, ms in zip((ones[0], ones[2], ones[1]), (10.0, 12.0, 24.5), strict=True):
-        one.line.products_ms = [ms, ms + 1]
+        one.board.message.matmuls_ms = [ms, ms + 1]
         time.sleep(0.3)  # until all have read it: the slow one comes when both others are known
-    said = "slow       process 1 on host01 takes 24.5 ms for products that take the median host 12.0 ms, twice in a row"
+    said = "slow       process 1 on host01 takes 24.5 ms for matmuls that take the median host 12.0 ms, twice in a row"
     assert capfd.readouterr().out.count(said) == 1
 
 
@@ -296,8 +297,7 @@ def tpu(monkeypatch):
     monkeypatch.setattr(processes.jax.distributed, "initialize", lambda **how: told.update(how))
     monkeypatch.setattr(processes.jax, "process_count", lambda: 4)
     monkeypatch.setattr(processes.jax, "process_index", lambda: 3)
-    monkeypatch.setattr(processes, "SharedBoard", OwnBoard)
-    monkeypatch.setattr(processes, "own_output", lambda: None)
+    monkeypatch.setattr(processes, "redirect_output", lambda: None)
     return told
 
 
@@ -305,8 +305,8 @@ def test_a_tpu_says_itself_which_hosts_there_are(tpu, monkeypatch):
     """Catches hosts of a slice that train alone, and a launch on some of them, who wait for the others for ever."""
     monkeypatch.setenv("AXIS_PROCESSES", "4")
     found = processes.join(RunConfig(peer_timeout_s=20))
-    found.closed.set()
-    assert (found.rank, found.count) == (3, 4)
+    found.watchdog.closed.set()
+    assert (found.board.rank, found.board.count) == (3, 4)
     assert tpu == {"initialization_timeout": 160, "shutdown_timeout_seconds": 60, "heartbeat_timeout_seconds": 60}
     monkeypatch.setenv("AXIS_PROCESSES", "2")
     with pytest.raises(UserError, match="2 processes were started, and the TPU has 4 hosts; name each of them once"):
@@ -322,8 +322,8 @@ def test_a_tpu_that_belongs_to_no_slice_is_alone(tpu, monkeypatch):
     monkeypatch.setattr(processes.jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(processes.jax, "process_count", lambda: pytest.fail("a device is used: too early"))
     found = processes.join(RunConfig())
-    found.closed.set()
-    assert (found.rank, found.count) == (0, 1)
+    found.watchdog.closed.set()
+    assert (found.board.rank, found.board.count) == (0, 1)
 
 
 HERE = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9"}
@@ -376,7 +376,7 @@ def test_one_that_waits_in_vain_says_for_whom(home, tmp_path, rank):
 
 def test_what_native_code_prints_goes_nowhere():
     """Catches Gloo's lines among ours, and ours lost with them; and a full disk behind either that ends the process."""
-    code = ("import os, sys; from train import processes; print('before'); processes.own_output(); "
+    code = ("import os, sys; from train import processes; print('before'); processes.redirect_output(); "
             "os.write(1, b'Gloo\\n'); print('after'); print('error', file=sys.stderr)")  # fmt: skip
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

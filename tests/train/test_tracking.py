@@ -15,7 +15,7 @@ import pytest
 from config import RunConfig, preset
 from train import tracking
 from train.directory import open_run
-from train.processes import OwnBoard, Processes
+from train.processes import join
 
 ROOT = Path(__file__).parents[2]
 RECORDER = """
@@ -202,7 +202,7 @@ def test_a_restart_begins_another_run(directory, tmp_path, monkeypatch):
         (directory / name).write_text("{}")
     (directory / "wandb").mkdir()
     monkeypatch.setattr("train.directory.describe", lambda cfg: {})
-    alone = Processes(0, 1, OwnBoard(), RunConfig())
+    alone = join(RunConfig())
     open_run(preset("tiny", **{"run.restart": "scratch"}), directory, alone)
-    alone.closed.set()
+    alone.watchdog.closed.set()
     assert {path.name for path in directory.iterdir()} == {"config.json"}

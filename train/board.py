@@ -1,0 +1,100 @@
+"""The message board of a run's processes: the key-value store of `jax.distributed`, which process 0 hosts.
+
+    axis/message/3      what process 3 reports about itself: a `Message`, sent again with every heartbeat
+    axis/value/NAME/3   a value that process 3 sends once under a name
+
+Both are JSON. A process that trains alone has its own store.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+
+@dataclasses.dataclass
+class Message:
+    """What a process reports about itself."""
+
+    host: str
+    heartbeat: int = 0  # grows with every message: the process is alive
+    step: int = 0  # the step that it has begun
+    ready: bool = False  # it waits to begin the loop
+    stop: bool = False  # it was asked to stop, or has read that another process was
+    by: str = ""  # who asked it: the "user", or the "system", which preempts its host; "": nobody
+    stopped: bool = False  # it exits before the run is complete, because a process was asked to stop
+    last_step: int = -1  # the last step that it may begin; fixed once `stop` is true
+    saved: int | None = None  # from process 0: the step of the newest checkpoint, 0: there is none; None: not known yet
+    matmuls_ms: list[float] = dataclasses.field(default_factory=list)  # the speed of its device: two measurements
+    stuck: bool = False  # it finished no step for hang_timeout_s
+    where: str = ""  # what its main thread does, if a process is stuck
+    ended: bool = False
+    status: int = 0  # its exit status
+    why: str = ""
+
+
+class LocalStore(dict):
+    """The store of a process that trains alone: the two methods of a jax.distributed client that `Board` calls."""
+
+    def key_value_set(self, key: str, text: str, allow_overwrite: bool) -> None:
+        self[key] = text
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        return [(key, text) for key, text in [*self.items()] if key.rpartition("/")[0] == folder]
+
+
+class Board:
+    """Process `rank` of `count` sends its own message and values here, and reads those of all processes."""
+
+    POLL_S = 0.5
+
+    def __init__(self, rank: int, count: int, store):
+        self.rank, self.count, self.store, self.lock = rank, count, store, threading.RLock()
+        self.message = Message(os.environ.get("AXIS_HOST") or socket.gethostname())
+        self.messages: dict[int, Message] = {}  # of all processes, as last read
+
+    def name(self, rank: int) -> str:
+        host = self.messages[rank].host if rank in self.messages else "a host that has said nothing"
+        return f"process {rank} on {host}"
+
+    def write(self, folder: str, value) -> None:
+        self.store.key_value_set(f"axis/{folder}/{self.rank}", json.dumps(value), allow_overwrite=True)
+
+    def values(self, folder: str) -> dict[int, object]:
+        """{rank: value} of the processes that have written to a folder."""
+        found = self.store.key_value_dir_get(f"axis/{folder}")
+        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+
+    def send(self) -> None:
+        """Send the message of this process: one heartbeat."""
+        with self.lock:
+            self.message.heartbeat += 1
+            self.write("message", dataclasses.asdict(self.message))
+
+    def read(self) -> dict[int, Message]:
+        return {rank: Message(**fields) for rank, fields in self.values("message").items()}
+
+    def wait(self, condition: Callable[[list[Message]], bool]) -> list[Message]:
+        """Wait until a condition is true of the messages of all processes."""
+        while len(messages := self.read()) < self.count or not condition([*messages.values()]):
+            time.sleep(self.POLL_S / 10)
+        return [*messages.values()]
+
+    def gather(self, name: str, value) -> list:
+        """What each process sends under a name, in the order of their ranks. Waits for all."""
+        self.write(f"value/{name}", value)
+        while len(values := self.values(f"value/{name}")) < self.count:
+            time.sleep(self.POLL_S / 5)
+        return [values[rank] for rank in range(self.count)]
+
+    def first(self, name: str, function: Callable):
+        """function() of process 0, the only one that calls it. The others wait for its value, which JSON can hold."""
+        if self.rank == 0:
+            self.write(f"value/{name}", value := function())
+            return value
+        while not (values := self.values(f"value/{name}")):
+            time.sleep(self.POLL_S / 5)
+        return values[0]

@@ -1,0 +1,208 @@
+"""The watchdog of a process: a thread that sends heartbeats, and ends the process if another one is lost or hangs."""
+
+import contextlib
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from config import RunConfig
+from devices import log, log_files, log_to_file
+from train import pace
+from train.agreement import ROOT, Agreement
+from train.board import Message
+from train.storage import replace_file
+
+LOST = 75  # exit status where another attempt may succeed: sysexits.h calls it EX_TEMPFAIL
+ALIVE_S = 2.0  # between two heartbeats for the supervisor
+SHUTDOWN_S = 60  # how long jax.distributed waits at the end until all processes have reached it
+GRACE_S = 10.0  # how long the others have to read why process 0 ends, and to report that they end too
+
+
+def say_alive(silent_s: float, state: str) -> None:
+    """Tell the supervisor, if there is one, that this process is alive, and `joining`, `joined` or `preempted`.
+
+    It reads the age of the file AXIS_ALIVE, which holds the age in seconds at which the process is dead, and the state.
+    """
+    if path := os.environ.get("AXIS_ALIVE"):
+        with contextlib.suppress(OSError):
+            os.utime(path)  # a full disk may refuse the new file
+        with contextlib.suppress(OSError):
+            replace_file(path, f"{silent_s:.0f}\t{state}\n")
+
+
+class Watchdog:
+    """Watches the other processes, and the steps of its own. `exit` ends the process; a test has another."""
+
+    def __init__(self, agreement: Agreement, run: RunConfig, exit: Callable = os._exit):
+        self.agreement, self.board, self.exit = agreement, agreement.board, exit
+        self.peer_timeout_s, self.hang_timeout_s = run.peer_timeout_s, run.hang_timeout_s
+        self.heard = dict.fromkeys(range(self.board.count), time.monotonic())  # the newest heartbeat of each process
+        self.moved = None  # when a step, or a part of something longer, was last finished; None: nobody waits for one
+        self.found_stuck = None  # when a process was first seen stuck
+        self.taken, self.report, self.written = None, ("-", "-", "-"), None
+        self.pace, self.slow, self.said_alive = pace.Pace(), set(), -math.inf
+        self.on_stop = lambda: None  # called once, from the thread, when another process was asked to stop
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def begin_step(self, step: int) -> None:
+        """The process has come to a step, which may wait for the other processes."""
+        self.board.message.step, self.moved = step, time.monotonic()
+
+    def finish_step(self, step: int) -> None:
+        self.taken, self.moved = (step, int(time.time())), time.monotonic()
+
+    def touch(self) -> None:
+        """Something was finished that does not take long by itself, such as a batch of an evaluation."""
+        self.moved = time.monotonic()
+
+    def show(self, steps: int, row: dict) -> None:
+        """What `launcher.sh status` shows next to the last step."""
+        self.report = steps, f"{row['loss']:.4f}", f"{row['tokens_per_s']:.0f}"
+        if self.board.count > 1 and (ms := self.pace.measure()) is not None:  # between two steps: the device is idle
+            self.board.message.matmuls_ms = [*self.board.message.matmuls_ms[-1:], round(ms, 3)]
+
+    def write_progress(self) -> None:
+        """Tell the supervisor, if there is one: step, steps, loss, tokens/s, time of the step."""
+        path, now = os.environ.get("AXIS_PROGRESS"), (self.taken, self.report)
+        if path and self.taken and now != self.written:
+            with contextlib.suppress(OSError):  # a full disk
+                replace_file(path, "\t".join(map(str, (self.taken[0], *self.report, self.taken[1]))) + "\n")
+                self.written = now
+
+    def say_alive(self, more_s: float = 0.0) -> None:
+        """Tell the supervisor that this process is alive. The last state it writes marks a preempted run."""
+        stopped = any(message.stopped for message in (self.board.message, *self.board.messages.values()))
+        preempted = stopped and self.agreement.preempted is not None
+        say_alive(self.peer_timeout_s + more_s, "preempted" if preempted else "joined")
+
+    def leave(self, status: int, error: str = "") -> int:
+        """End the command: wait for the others if all is well. If not, tell them why and end the process."""
+        board = self.board
+        if status and board.count > 1:
+            self.end(status, error or ("it was asked to stop" if status > 128 else f"exit status {status}"), say=False)
+        self.moved = None
+        with board.lock:
+            board.message.ended = True
+            board.send()
+        board.wait(lambda messages: all(message.ended for message in messages))
+        self.closed.set()
+        self.thread.join()
+        board.messages = board.read()
+        self.say_alive(SHUTDOWN_S)
+        if board.count > 1:
+            with contextlib.suppress(RuntimeError):  # all work is done, whoever else is gone by now
+                jax.distributed.shutdown()
+        return status
+
+    def end(self, status: int, why: str, say: bool = True, lost: int | None = None) -> None:
+        """End this process now, from any thread; the others read why on the board. `lost`: the one that was silent."""
+        board, message = self.board, self.board.message
+        message.stopped |= status > 128  # of a signal
+        self.say_alive(GRACE_S)
+        if say:
+            with contextlib.suppress(OSError):  # a full disk
+                print(f"\nerror: {why}", file=sys.stderr)
+                log_to_file(f"error: {why}")
+        message.status, message.why, message.ended = status, why, True
+        if lost != 0:  # process 0 hosts the board
+            with contextlib.suppress(RuntimeError):
+                board.send()
+                end, left = time.monotonic() + GRACE_S, {*range(board.count)} - {lost}
+                while board.rank == 0 and time.monotonic() < end and left:
+                    time.sleep(board.POLL_S / 5)
+                    left -= {rank for rank, message in board.read().items() if message.ended}
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        self.exit(status)
+
+    def watch(self) -> None:
+        """Until `closed`: send heartbeats, check those of the others, and check how long a step takes."""
+        exchange = ThreadPoolExecutor(1, thread_name_prefix="board")  # a request to a host that hangs may hang too
+        request, answered, poll_s = None, time.monotonic(), self.board.POLL_S
+        while not self.closed.wait(poll_s):
+            if time.monotonic() - self.said_alive >= ALIVE_S:
+                self.say_alive()
+                self.said_alive = time.monotonic()
+            request = request or exchange.submit(lambda: self.board.send() or self.board.read())
+            try:
+                messages, request = request.result(poll_s), None
+            except (RuntimeError, TimeoutError) as error:
+                request = request if isinstance(error, TimeoutError) else None
+                if time.monotonic() - answered > self.peer_timeout_s:
+                    why = f"{self.board.name(0)}, to whom all others are connected, does not answer any more"
+                    return self.end(LOST, why, lost=0)
+                continue
+            answered = time.monotonic()
+            self.judge(messages, answered)
+            self.write_progress()
+        exchange.shutdown()
+
+    def judge(self, messages: dict[int, Message], now: float) -> None:
+        """Act on the messages: another process has ended, is to stop, is silent, or is stuck."""
+        own, name = self.board.message, self.board.name
+        for rank, message in messages.items():
+            if rank not in self.board.messages or message.heartbeat > self.board.messages[rank].heartbeat:
+                self.heard[rank] = now
+        self.board.messages = messages
+        if own.status:
+            return  # it is ending
+        for rank, message in messages.items():
+            if message.ended and message.status:
+                status = message.status if message.status in (2, 130, 143) else LOST
+                return self.end(status, f"{name(rank)} has ended, and so does this one: {message.why}")
+        for rank, since in self.heard.items():
+            if now - since > self.peer_timeout_s and not (rank in messages and messages[rank].ended):
+                step = f"; it had come to step {messages[rank].step}" if rank in messages else ""
+                return self.end(LOST, f"{name(rank)} has been silent for {self.peer_timeout_s} s{step}", lost=rank)
+        if any(message.stop for message in messages.values()) and not own.stop:
+            self.agreement.ask_to_stop()
+            self.on_stop()
+        self.name_slow(messages)
+        if self.hang_timeout_s and self.moved is not None and now - self.moved > self.hang_timeout_s:
+            own.stuck = True
+        if any(message.stuck for message in [*messages.values(), own]):
+            self.found_stuck = self.found_stuck or self.show_stacks(now)
+            if now - self.found_stuck > GRACE_S / 2:
+                self.end(LOST, self.verdict(messages))
+
+    def name_slow(self, messages: dict[int, Message]) -> None:
+        """Process 0 names a slow host, once."""
+        slow = pace.slowest({rank: message.matmuls_ms for rank, message in messages.items()})
+        if self.board.rank == 0 and slow and slow[0] not in self.slow:
+            self.slow.add(slow[0])
+            log(f"slow       {self.board.name(slow[0])} takes {slow[1]:.1f} ms for matmuls that take the median "
+                      f"host {slow[2]:.1f} ms, twice in a row: all wait for it at every step")  # fmt: skip
+
+    def show_stacks(self, now: float) -> float:
+        """Print what every thread of this process does, and report what the main thread does. Returns `now`."""
+        for file in log_files():
+            with contextlib.suppress(OSError):  # a full disk
+                name = self.board.name(self.board.rank)
+                print(f"no step was finished for {self.hang_timeout_s} s; {name} does this:", file=file)
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT) and ".venv" not in frame.filename]
+        frames = dict.fromkeys(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in (stack[-1], *ours[-1:]))
+        self.board.message.where = ", called from ".join(frames)
+        return now
+
+    def verdict(self, messages: dict[int, Message]) -> str:
+        """Which process did not come to the step that the others wait at, and what it does instead."""
+        step, name, own = max(message.step for message in messages.values()), self.board.name, self.board.rank
+        late = "; ".join(f"{name(rank)} did not come to step {step}, it is at {messages[rank].where}"
+                         for rank in sorted(messages) if messages[rank].step < step)  # fmt: skip
+        does = late or f"all have come to step {step}, process {own} is at {messages[own].where}"
+        return f"no step was finished for {self.hang_timeout_s} s: {does}; the stacks of each are in its log"
