@@ -16,7 +16,6 @@ DAY_OF_EXTRAS = {
     ("sentencepiece",): 3,
     ("evaluate", "parity", "torch"): 4,
     ("parity",): 5,
-    ("parity", "torch"): 6,
 }
 # The longest repeats have a day here, by a part of their id, so that no day has two of them and much else. The days of
 # all others follow from a hash.

@@ -57,8 +57,7 @@ def last_rows(run: str | Path, about: dict, step: int | None) -> dict[str, dict]
 def header(name: str, scores: dict, hf: dict | None) -> str:
     """The hub's header is YAML, of which JSON is a part."""
     values = {"library_name": "transformers" if hf else "jax", "pipeline_tag": "text-generation",
-              "tags": ["axis-by-axis", *([hf["model_type"]] if hf else []),
-                       *(["custom_code"] if hf and "auto_map" in hf else [])]}  # fmt: skip
+              "tags": ["axis-by-axis", *([hf["model_type"]] if hf else [])]}  # fmt: skip
     if scores:
         on = lambda data: {"name": data or "validation", "type": data or "validation"}
         results = [{"task": {"type": "text-generation"}, "dataset": on(data),
@@ -103,7 +102,7 @@ python main.py --init-from DIR ..
 python -m weights to-hf DIR --out HF
 ```"""
 USE_THEIRS = """```python
-transformers.AutoModelForCausalLM.from_pretrained(DIR{flag})
+transformers.AutoModelForCausalLM.from_pretrained(DIR)
 ```"""
 
 
@@ -112,7 +111,7 @@ def text(run, about: dict, declared: dict, step: int | None, scores: dict, hf: d
     step = about.get("slim", {}).get("step") if step is None else step
     name = about.get("config", {}).get("run", {}).get("name") or Path(str(run)).name
     parameters = f"{sum(d.size for d in declared.values()):,} parameters"
-    use = USE_THEIRS.format(flag=", trust_remote_code=True" if "auto_map" in hf else "") if hf else USE_OURS
+    use = USE_THEIRS if hf else USE_OURS
     parts = [header(name, scores, hf), f"# {name}", f"A language model of {parameters}, by Axis by Axis.", use]
     if known := training(about, last_rows(run, about, step), step):
         parts += ["## Training", table(("", ""), known)]

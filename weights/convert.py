@@ -25,12 +25,10 @@ from devices import log
 from errors import UserError, nearest
 from train import checkpoint
 from weights import card
-from weights.axis import AXIS
 from weights.families import (
     FAMILIES,
     KEPT,
     Piece,
-    check_fits,
     config_from_hf,
     config_to_hf,
     declare,
@@ -311,33 +309,24 @@ def to_hf(
     found = card.read_scores(scores)
     about = read_about(run)
     c = Config.from_dict(about["config"]).model
-    kind = family or about.get("family") or fitting_family(c)
+    kind = family or about.get("family") or family_of(c)
     if kind not in FAMILIES:
         there = "--family" if family else f"{run}/config.json"
         raise UserError(f"{there} names the table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
-    config_to_hf(c, kind=kind)  # refuses what cannot be written, before a checkpoint is read
+    try:
+        config_to_hf(c, kind=kind)  # before a checkpoint is read
+    except UserError as error:
+        raise UserError(
+            f"{error}; train with other settings, or share the run's own weights, which python -m weights slim writes"
+        ) from None
     declared = sharding.named(declare(c))
     weights, taken = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
     with fresh_folder(out) as folder:
         write_tensors(folder, [tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
-        for file in sorted(FAMILIES[kind].code.glob("*.py")) if FAMILIES[kind].code else ():
-            folder.write(file.name, file.read_text())
         folder.write("README.md", card.text(run, about, declared, taken, found, hf))
         folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
-
-
-def fitting_family(c: ModelConfig) -> str:
-    """The family that has a class in the library, or else `AXIS`, whose folder brings the code; says why."""
-    kind = family_of(c)
-    try:
-        check_fits(c, kind)
-    except UserError as error:
-        check_fits(c, AXIS)
-        log(f"note: {error}; so its folder brings code of its own: load it with trust_remote_code=True")
-        return AXIS
-    return kind
 
 
 def tensor(piece: Piece, weights: dict, declared) -> Tensor:

@@ -17,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,8 +134,6 @@ class Family:
     outside: tuple[Row, ...]  # tensors outside the layers
     layer: tuple[Row, ...]  # tensors of a layer; those that a layer does not have are passed over
     layer_name: str = "model.layers.{layer}."
-    lone_gate: bool = False  # a gate that is alone stays as it is, as ours does
-    code: Path | None = None  # folder of the code that loads it, where the library has none
 
 
 # Settings that do not change the function: training, generation, bookkeeping. Kept, for the way back.
@@ -304,24 +301,23 @@ def _without_rope_parameters(hf: dict) -> dict:
 
 
 def check_fits(c: ModelConfig, kind: str) -> None:
-    """Raises: UserError for the first of our settings that this family cannot express."""
+    """Raises: UserError naming every one of our settings that this family cannot express."""
     family = FAMILIES[kind]
-    for name, want in family.ours_fixed.items():
-        if getattr(c, name) != want:
-            raise UserError(f"model.{name}={getattr(c, name)!r} cannot be written as {kind}, which has only {want!r}")
-    for name in family.ours_positive:
-        if not getattr(c, name):
-            raise UserError(f"model.{name}={getattr(c, name)!r} cannot be written as {kind}, where it is never 0")
-    alone = c.n_experts and c.top_k == 1 and c.normalize_gates
-    if alone and not family.lone_gate:
-        raise UserError(f"model.top_k=1 cannot be written as {kind}, where a gate that is alone becomes 1, and here it "
-                        "stays as it is; where theirs has the setting, normalize_gates=False does so")  # fmt: skip
+    faults = [f"model.{name}={getattr(c, name)!r} (it has only {want!r})"
+              for name, want in family.ours_fixed.items() if getattr(c, name) != want]  # fmt: skip
+    faults += [f"model.{name}={getattr(c, name)!r} (it has no 0)" for name in family.ours_positive
+               if not getattr(c, name)]  # fmt: skip
+    if c.n_experts and c.top_k == 1 and c.normalize_gates:
+        faults.append("model.top_k=1 (it normalizes a single gate to 1, and ours does not; where it has "
+                      "normalize_gates, False is the same on both sides)")  # fmt: skip
+    if faults:
+        raise UserError(f"transformers' {family.architecture} ({kind}) cannot express {', '.join(faults)}")
 
 
 def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict:
     """The config.json of our config, as a model of a family: of this `kind`, or of the one that fits.
 
-    Raises: UserError naming the first of our settings that the family cannot express.
+    Raises: UserError naming every one of our settings that the family cannot express.
     """
     kind = kind or family_of(c)
     family = FAMILIES[kind]
@@ -333,10 +329,8 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
         if s.theirs:
             hf[s.theirs] = None if s.zero_is_null and not value else value
         elif value != (want := s.absent(hf)):
-            raise UserError(f"model.{s.ours}={value!r} cannot be written as {kind}, where it would be {want!r}")
-    if family.code:
-        hf["auto_map"] = {"AutoConfig": f"configuration_{kind}.{family.architecture.removesuffix('ForCausalLM')}Config",
-                          "AutoModelForCausalLM": f"modeling_{kind}.{family.architecture}"}  # fmt: skip
+            raise UserError(f"transformers' {family.architecture} ({kind}) cannot express model.{s.ours}={value!r} "
+                            f"(it would be {want!r})")  # fmt: skip
     return hf
 
 

@@ -57,13 +57,10 @@ def test_what_slim_keeps_is_said_of_its_folder_too(run, tmp_path):
 
 
 def test_a_folder_for_transformers_says_how_it_is_loaded(run):
-    """Catches a card whose reader is not told that code comes with it, or is told so of a class of the library."""
-    code = {"AutoConfig": "configuration_axis.AxisConfig"}
-    for hf, tags in (({"model_type": "axis", "auto_map": code}, ["axis-by-axis", "axis", "custom_code"]),
-                     ({"model_type": "llama"}, ["axis-by-axis", "llama"])):  # fmt: skip
-        header, text = written(run, hf=hf)
-        assert (header["library_name"], header["tags"]) == ("transformers", tags)
-        assert ("trust_remote_code=True" in text) == ("auto_map" in hf)
+    """Catches a card that shows our commands for a folder that transformers loads."""
+    header, text = written(run, hf={"model_type": "llama"})
+    assert (header["library_name"], header["tags"]) == ("transformers", ["axis-by-axis", "llama"])
+    assert "AutoModelForCausalLM.from_pretrained(DIR)" in text and "python -m generate" not in text
 
 
 def test_scores_are_the_hubs_results(run, tmp_path):

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"
 # Each must divide its family's odd sizes. Llama keeps its two key heads together, or their order would not matter.
 MESHES = {"llama": "fsdp=2,context=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
-          "arcee": "fsdp=2,tensor=2", "axis": "expert=2,tensor=2",
+          "arcee": "fsdp=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -177,8 +177,6 @@ WRONG_ROWS = [
     ("gptj", "ln_1.bias", "D", ["feed_forward.bias_down_D"]),
     ("gptj", "ln_1.weight", "D", ["norm_attention_bias_D"]),
     ("arcee", "mlp.down_proj.weight", "D F", ["feed_forward.w_up_DF"]),
-    ("axis", "self_attn.q_b_proj.weight", "H[K|R'] Q", None),  # neighbours where they are halves apart
-    ("axis", "self_attn.kv_a_proj_with_mqa.weight", "[C|R'] D", None),
 ]  # fmt: skip
 
 
@@ -358,7 +356,7 @@ UNSUPPORTED = [
     ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
     ("deepseek_v3", "num_key_value_heads", 2), ("deepseek_v3", "num_nextn_predict_layers", 1),
     ("deepseek_v3", "n_shared_experts", 0), ("deepseek_v3", "scoring_func", "softmax"),
-    ("arcee", "hidden_act", "relu2"), ("arcee", "mlp_bias", True), ("axis", "window", 7),
+    ("arcee", "hidden_act", "relu2"), ("arcee", "mlp_bias", True),
     ("gptj", "activation_function", "relu"), ("gptj", "tie_word_embeddings", True), ("gptj", "rotary_dim", 16),
 ]  # fmt: skip
 
@@ -389,13 +387,37 @@ def test_a_setting_left_out_is_not_guessed(family, name):
 def test_what_their_model_cannot_do_is_refused_by_name(setting, value):
     """Catches a folder that loads over there and computes something else."""
     c = tiny(**{f"model.{setting}": value, "model.n_layers": 5}).model
-    with pytest.raises(UserError, match=rf"model\.{setting}={value!r} cannot be written as deepseek_v3"):
+    with pytest.raises(UserError, match=rf"\(deepseek_v3\) cannot express .*model\.{setting}={value!r}"):
         config_to_hf(c)
+
+
+FITS = {"laptop": "deepseek_v3", "dense_124m": "arcee", "llama3_8b": "llama", "mixtral_8x7b": "mixtral",
+        "deepseek_v3": "deepseek_v3"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_preset_has_a_class_in_transformers(name):
+    """Catches a preset that `to-hf` wrote, and no longer does."""
+    c = preset(name).model
+    assert config_to_hf(c)["model_type"] == FITS[name] and families.pieces(c)
+
+
+@pytest.mark.parametrize("family", ["", "llama"])
+def test_a_model_without_a_class_in_transformers_is_refused(family, tmp_path, capsys):
+    """Catches a refusal that names the first setting of several, or not what else to do."""
+    write_run(preset("tiny"), tmp_path / "run")
+    flags = ["--family", family] if family else []
+    status, _, said = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf", *flags, capsys=capsys)
+    wanted = {"": "error: transformers' DeepseekV3ForCausalLM (deepseek_v3) cannot express "
+                  "model.no_rope_every=3 (it has only 0), model.moe_every=2 (it has only 1); ",
+              "llama": "LlamaForCausalLM (llama) cannot express model.no_rope_every=3 (it has only 0), "}  # fmt: skip
+    assert status == 2 and wanted[family] in said and "; train with other settings, or share the run's own " in said
+    assert said.count("\n") == 1 and not (tmp_path / "hf").exists()
 
 
 DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert moe_every router normalize_gates "
               "routed_scaling")  # fmt: skip
-UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "axis": "",
+UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY,
           "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff",
           "deepseek_v3": "n_kv_heads",
           "gptj": DENSE_ONLY}  # fmt: skip
