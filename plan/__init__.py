@@ -9,7 +9,7 @@ training; `show.py` prints and draws. `python -m plan` is the command.
 
 `traced.py` plans any JAX program, also one with other axes: `rows.py` walks its trace, and `program.py` adds it up;
 `user_file.py` imports a file that is not ours.
-`why.py` puts the traced step beside the plan.
+`why.py` puts the traced step beside the plan. `formulas.py` runs all of this in letters, for the planner's page.
 
 From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, `traced.read`, and `compiled` for who measures.
 """

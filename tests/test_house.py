@@ -60,7 +60,7 @@ ROOMS = {
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "bucket packing order files hub sources hf_json sp_model tokenizers shards units engine progress prepare "
     "check train_tokenizer tasks",
-    "plan": "hardware hiding compiled rows program traced_layer costs memory expected replayed auto planner "
+    "plan": "formulas hardware hiding compiled rows program traced_layer costs memory expected replayed auto planner "
     "inference show user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
     "directory interruptions start progress selfcheck preflight",
