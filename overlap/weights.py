@@ -60,12 +60,12 @@ def tokens_go_to_table(c: ModelAtWork, tokens: int, words: int) -> bool:
     return c.work.gather == "layer" and tokens < words  # then they are less to send
 
 
-def vocabulary_slices(c: ModelAtWork, n: int, v: int) -> tuple[int, int]:
+def vocabulary_slices(loss_chunk: int, n: int, v: int) -> tuple[int, int]:
     """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
 
     As few as that takes, or up to twice as many, if a number of them divides v; else the last one is shorter.
     """
-    least = -(-n // c.work.loss_chunk)
+    least = -(-n // loss_chunk)
     words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
     return -(-v // words), words
 
@@ -80,7 +80,7 @@ def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
     Shapes: [D/n, v], [v] each -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
     """
     v = w_Dv.shape[-1]
-    slices, u = vocabulary_slices(c, n, v)
+    slices, u = vocabulary_slices(c.work.loss_chunk, n, v)
     w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
     cut = lambda x_v: jnp.pad(x_v, (0, slices * u - v), constant_values=-1).reshape(slices, u)
     words_ku = jax.tree.map(cut, words_v)

@@ -82,6 +82,7 @@ class BatchSplit:
                 f"{microbatches}x {self.accumulation} accumulation passes")  # fmt: skip
 
 
+@functools.singledispatch
 def split_batch(cfg: Config) -> BatchSplit:
     """Derive microbatches and accumulation from the global batch, the mesh and `cfg.work`.
 

@@ -64,6 +64,20 @@ class Schedule:
     def splits_backward(self) -> bool:
         return any(op.kind == "W" for op in self.orders[0])
 
+    @property
+    def ticks(self) -> int:
+        return len(self.table)
+
+    @property
+    def slots(self) -> "Slots":
+        """Of each buffer; in one piece, what autodiff keeps."""
+        return Slots(0, 1, 0) if self.in_one_piece else rows(self)[1]
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds layers move to the stages that interleaving puts them on."""
+        return sum(any(a != b for a, _, b, _ in one) for one in routes(self.stages, self.chunks))
+
 
 # The schedules --------------------------------------------------------------------------------------------------------
 # In their published form a backward pass follows as soon as it can. In lock-step, where a message takes one tick and a
@@ -259,6 +273,7 @@ def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> S
     return Simulation(begin, 1 - sum(cost[op.kind] for op in sched.orders[0]) / begin, live(sched), spans)
 
 
+@functools.singledispatch
 def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> float:
     """Makespan in lock-step."""
     return in_lock_step(sched, F, B, W).makespan
@@ -377,6 +392,7 @@ def last_use(own: dict, m: int, c: int, moment) -> int:
     return moment(own[op], op.kind)
 
 
+@functools.singledispatch
 def forward_only(sched: Schedule) -> Schedule:
     """The forward passes of a schedule, for what must be known before the first backward pass."""
     keep = lambda order: tuple(op for op in order if op.kind == "F")

@@ -18,10 +18,12 @@ import model
 import sharding
 from config import AXES, Config, ModelAtWork
 from kernels import attention as attending, grouped
+from overlap import weights as slicing
 from overlap.context import chunk_starts
-from overlap.weights import tokens_go_to_table, vocabulary_slices
+from overlap.weights import tokens_go_to_table
 from pipeline import fit, schedules
-from plan import hiding, traced_layer
+from plan import formulas, hiding, traced_layer
+from plan.formulas import present
 from plan.hiding import WHOLE
 from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 
@@ -47,7 +49,7 @@ def model_flops_per_token(cfg: Config) -> int:
     with causal attention counted as causal.
     """
     c = cfg.at_work
-    _, active = parameters(c)
+    _, active = parameters(cfg.model)
     lookup = 0 if c.tie_embeddings else c.vocab_size * c.d_model
     width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
     return 6 * (active - lookup) + 3 * c.n_layers * c.n_heads * width * (cfg.data.seq_len + 1)
@@ -82,18 +84,17 @@ class Sizes:
         return math.prod(self.mesh[axis] for axis in axes)
 
 
-BATCHED = (*WHOLE, "dots")  # "dots" keeps products without batch dims
-ALWAYS = (*BATCHED, "none")
+vocabulary_slices = formulas.table(2)(slicing.vocabulary_slices)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of one layer's forward pass. `again`: remat policies under which it is repeated."""
+    """A matmul of one layer's forward pass. `again`: it is repeated for the backward pass."""
 
     part: str
     flops: float
     hbm_bytes: float  # operands and results
-    again: tuple[str, ...] = WHOLE
+    again: bool = True
     back: tuple[float, float] | None = None  # the two of a backward pass; None: of one for inputs, and one for weights
     function: str = ""  # of the model that does it
 
@@ -106,18 +107,19 @@ class Exchange:
     kind: str  # one of ledger.KINDS
     axes: tuple[str, ...]
     size: float  # bytes: of the joined array for a gather or scatter, of the array for the others
-    again: tuple[str, ...] = BATCHED  # remat policies under which it is repeated
+    again: bool = True  # repeated for the backward pass
     back: float = 1  # gradients sent for each
     times: float = 1  # in one forward pass
     of: str = "layer"  # what it is for, as `waits` asks
 
     def wire_bytes(self, n: int) -> float:
         """What one of n devices sends in one execution."""
-        return {"all-reduce": 2 * (n - 1) / n, "collective-permute": min(n - 1, 1)}.get(
+        return {"all-reduce": 2 * (n - 1) / n, "collective-permute": formulas.minimum(n - 1, 1)}.get(
             self.kind, (n - 1) / n
         ) * self.size
 
 
+@formulas.by_cases
 def grouped_rows(A: int, e: int, platform: str) -> int:
     """Rows that the grouped product of e experts multiplies for A assignments: it pads, or repeats parts of tiles."""
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
@@ -147,17 +149,27 @@ def whole(x):
     return int(x) if isinstance(x, float) else x
 
 
+@formulas.table(5)
+def head_costs(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> tuple[int, ...]:
+    """FLOPs of a head in one sequence, forward and backward, its bytes, forward and backward, and bytes of its keys.
+
+    n        devices along CONTEXT that have a share of the queries, as `chunk_starts` says
+    earlier  whether all keys are earlier than all queries
+    """
+    starts = ((S,),) if earlier else chunk_starts(s, n)
+    of_head, of_keys = (attending.hbm_bytes(s, S, starts, h, g, K, U, width, platform) for h, g in ((1, 0), (0, 1)))
+    return *attending.flops(s, S, starts, 1, K, U, width, platform), *of_head, of_keys[1]
+
+
 def attention(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
     """FLOPs and HBM bytes of attention, forward and backward, as `kernels.attention` declares them."""
     queries, keys = row.dims[0][1], row.dims[1][1]
     (b, s, h, K), (_, S, g, _), (*_, U) = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
-    if CONTEXT in keys.letters and CONTEXT not in queries.letters:
-        starts = chunk_starts(s, z.mesh[CONTEXT])
-    else:
-        starts = ((0,),) if queries == keys else ((S,),)  # a ring's own keys, or those of another device: all earlier
-    flops = attending.flops(s, S, starts, h, K, U, z.width, z.platform)
-    moved = attending.hbm_bytes(s, S, starts, h, g, K, U, z.width, z.platform)
-    ahead, back = zip(flops, moved, strict=True)
+    gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
+    # Else a ring's own keys, or those of another device: all earlier.
+    n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
+    flops, flops_back, moved, moved_back, of_keys = head_costs(s, S, n, earlier, K, U, z.width, z.platform)
+    ahead, back = (h * flops, h * moved), (h * flops_back, h * moved_back + g * of_keys)
     if z.platform != "tpu" and row.again and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
         back = back[0] - 2 * h * K * s * S, back[1]  # of one block, scores made again are those of the backward pass
     return [b * x for x in ahead], [b * x for x in back]
@@ -183,11 +195,10 @@ def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -
     if back is None and (once_more or row.back not in (1, 2)):
         back = [row.back * x for x in ahead]
     back = back and tuple(count * (y + once_more * x) for x, y in zip(ahead, back, strict=True))
-    again = (c.work.remat,) if row.again else ()
-    return Product(traced_layer.part_of(row), *(count * x for x in ahead), again, back, row.function)
+    return Product(traced_layer.part_of(row), *(count * x for x in ahead), bool(row.again), back, row.function)
 
 
-def exchange(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork) -> Exchange:
+def exchange(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     """A collective of a layer."""
     small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "around" in row.callers
     if row.axes == (CONTEXT,):
@@ -201,30 +212,46 @@ def exchange(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork) -> Exchang
         of = "feed-forward"
     elif part == "activations" and not arrives and "attention_branch" in row.callers:
         of = "attention's sums"
-    again = (c.work.remat,) if row.again else ()
-    return Exchange(part, row.kind, row.axes, row.payload.at(sizes), again, row.back, row.count.at(sizes), of)
+    return Exchange(part, row.kind, row.axes, row.payload.at(sizes), bool(row.again), row.back, row.count.at(sizes), of)
+
+
+@functools.cache
+def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
+    return replace(c, work=replace(c.work, context_attention=way))
 
 
 def layer(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Product | Exchange]:
     """Every matmul, kernel and collective of one layer, read from its trace, see `traced_layer`."""
-    way = replace(c, work=replace(c.work, context_attention=over_context(c, z)))
-    sizes = letters(c, z)
+    way, sizes = with_attention(c, over_context(c, z)), letters(c, z)
     return [
-        exchange(row, sizes, c) if row.axes else product(row, sizes, c, z)
-        for row in traced_layer.layer_rows(way, is_moe)
+        exchange(row, sizes) if row.axes else product(row, sizes, c, z) for row in traced_layer.layer_rows(way, is_moe)
     ]
+
+
+def by_form(*settings: str):
+    """Decorate a function that lists rows: in letters it lists those of each value of these settings."""
+
+    def decorate(rows):
+        @functools.wraps(rows)
+        def of(c: ModelAtWork, z: Sizes) -> list:
+            return list(rows(formulas.settled(c, settings), formulas.settled(z, ("platform",))))
+
+        return formulas.by_cases(of)
+
+    return decorate
 
 
 def tokens_go(c: ModelAtWork, z: Sizes) -> bool:
     return tokens_go_to_table(c, z.b * z.s, c.vocab_size // z.mesh[TENSOR])
 
 
+@by_form("gather")
 def enter(c: ModelAtWork, z: Sizes):
     """The embedding: it looks up, and adds what TENSOR neighbours found."""
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=())
+    yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=False)
     if tokens_go(c, z):
-        yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=(), back=False)
-        yield Exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, again=())
+        yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=False, back=False)
+        yield Exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, again=False)
 
 
 def logits_tokens(z: Sizes) -> int:
@@ -232,18 +259,19 @@ def logits_tokens(z: Sizes) -> int:
     return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
 
 
+@by_form()
 def logits(c: ModelAtWork, z: Sizes):
     """Logits and loss, a share of the tokens on each stage."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
-    slices, words = vocabulary_slices(c, tokens, c.vocab_size // n)
+    slices, words = vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // n)
     arrays = tokens * c.d_model + c.d_model * words + tokens * words
     one = Product("logits", 2 * tokens * c.d_model * words, arrays * z.width)
-    yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes, again=ALWAYS)
-    yield replace(one, again=())  # the last slice's, the backward pass finds made
+    yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes)
+    yield replace(one, again=False)  # the last slice's, the backward pass finds made
     X = tokens * c.d_model * z.width
-    yield Exchange("activations", "reduce-scatter", (STAGE,), X // n * z.mesh[STAGE], again=())
-    yield Exchange("activations", "all-gather", (TENSOR,), X, again=())
-    yield Exchange("logits", "all-reduce", (TENSOR,), 3 * 4 * tokens, again=(), back=False)  # largest, sum, target's
+    yield Exchange("activations", "reduce-scatter", (STAGE,), X // n * z.mesh[STAGE], again=False)
+    yield Exchange("activations", "all-gather", (TENSOR,), X, again=False)
+    yield Exchange("logits", "all-reduce", (TENSOR,), 3 * 4 * tokens, again=False, back=False)  # largest, sum, target's
 
 
 # How often ------------------------------------------------------------------------------------------------------------
@@ -259,6 +287,7 @@ class Passes:
     weights: int  # gradients of weights
 
 
+@formulas.by_cases
 def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     """How often the layers of a stage are passed.
 
@@ -271,11 +300,18 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
 
 
-def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
-    """(how many, rows of one) of each kind of layer on the first stage."""
+def layer_counts(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
+    """How many dense and MoE layers the first stage has."""
     n_moe = z.blocks if c.n_experts else 0
     n_dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
-    return [(many, layer(c, z, bool(is_moe)) if many else []) for is_moe, many in enumerate((n_dense, n_moe))]
+    return n_dense, n_moe
+
+
+@by_form("remat", "tensor_exchange", "context_attention")
+def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
+    """(how many, rows of one) of each kind of layer on the first stage."""
+    counts = enumerate(layer_counts(c, z))
+    return [(many, layer(c, z, bool(is_moe)) if present(many) else []) for is_moe, many in counts]
 
 
 @dataclass(frozen=True)
@@ -292,7 +328,7 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
     c, z, once, run = cfg.at_work, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
 
     def count(row: Product, many: int, run: Passes) -> Work:
-        ahead = run.forward + run.again * (c.work.remat in row.again)
+        ahead = run.forward + run.again * row.again
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
         return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both))
@@ -390,13 +426,16 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
     once, found = Passes(*(sched.microbatches,) * 4), {}
 
     def add(part, kind, axes, size, count, when="once", of=""):
-        axes = tuple(axis for axis in AXES if axis in axes and z.mesh[axis] > 1)
-        kind = hiding.made_of(kind, axes, z.mesh, platform)
-        if axes and count and size:
-            wire = count * Exchange(part, kind, axes, size).wire_bytes(z.group(*axes))
-            waits = wire * hiding.exposed(c, z.mesh, chip, kind, axes, when, of)
-            old = found.get((part, kind, axes), (0, 0, 0))
-            found[part, kind, axes] = old[0] + count, old[1] + wire, old[2] + waits
+        def compiled():
+            split = tuple(axis for axis in AXES if axis in axes and z.mesh[axis] > 1)
+            return split and (part, hiding.made_of(kind, split, z.mesh, platform), split)
+
+        for here, key in formulas.cases(compiled) if present(count) and present(size) else ():
+            if key:
+                wire = count * Exchange(*key, size).wire_bytes(z.group(*key[2]))
+                waits = wire * hiding.exposed(c, z.mesh, chip, *key[1:], when, of)
+                sums = zip(found.get(key, (0, 0, 0)), (count, wire, waits), strict=True)
+                found[key] = tuple(old + formulas.where(here, new, 0) for old, new in sums)
 
     def activations(rows, many: int, run: Passes, inside=True):
         for row in rows:
@@ -405,7 +444,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
                 more = lambda when, of=row.of: (when, of) if inside else ()
                 times = many * row.times
                 add(row.part, row.kind, *one, times * run.forward, *more("forward"))
-                add(row.part, row.kind, *one, times * run.again * (c.work.remat in row.again), *more("again"))
+                add(row.part, row.kind, *one, times * run.again * row.again, *more("again"))
                 back = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(row.kind, row.kind)
                 add(row.part, back, *one, times * run.inputs * row.back, *more("back"))
 
@@ -413,19 +452,29 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
         activations(rows, many, run)
     activations(enter(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0), inside=False)
     activations(logits(c, z), 1, once, inside=False)
-    ahead = schedules.forward_only(sched) if run.forward > sched.microbatches else None
-    ticks = len(sched.table) * (1 if sched.turns else 2) + (len(ahead.table) if ahead else 0)
-    if sched.stages > 1:
-        add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, ticks)
+    add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, messages(cfg, sched))
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
-    parts = fit.split_batch(cfg)
-    sequences = parts.device_batch * parts.microbatches * parts.accumulation
-    add("batch", "all-gather", (CONTEXT,), 6 * 4 * sequences * z.T, 1)
+    add("batch", "all-gather", (CONTEXT,), 6 * 4 * z.b * sched.microbatches * z.T, 1)
     for w in weights(cfg):
-        of_weights(w, cfg, sched, add, platform)
-    rare = {"batch", "replicas"} | ({"weights", "gradients"} if c.work.gather == "step" else set())
-    return [Traffic(*key, *value, key[0] not in rare and STAGE not in key[2]) for key, value in found.items()]
+        for row in of_weights(w, cfg, sched, platform):
+            add(row.part, row.kind, row.axes, row.size, row.count, row.when, row.of)
+    return [Traffic(*key, *value, in_a_slot(c, key[0], key[2])) for key, value in found.items()]
+
+
+@formulas.by_cases
+def messages(cfg: Config, sched: schedules.Schedule) -> int:
+    """How often a stage sends to its neighbour: after each tick, forward and backward."""
+    if sched.stages == 1:
+        return 0
+    once_more = passes(cfg, sched).forward > sched.microbatches
+    return sched.ticks * (1 if sched.turns else 2) + (schedules.forward_only(sched).ticks if once_more else 0)
+
+
+@formulas.by_cases
+def in_a_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
+    rare = part in ("batch", "replicas") or (part in ("weights", "gradients") and c.work.gather == "step")
+    return not rare and STAGE not in axes
 
 
 @dataclass(frozen=True)
@@ -454,31 +503,44 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
         yield Use(run.forward, 0, M, w.d.dims, w.joined, 1)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
         v = c.vocab_size // z.mesh[TENSOR]
-        slices, words = vocabulary_slices(c, logits_tokens(z), v)
+        slices, words = vocabulary_slices(c.work.loss_chunk, logits_tokens(z), v)
         yield Use(M, 0, M, "DV", w.joined / v * words, slices - 1, "vocabulary")
         yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first one, and the last gradient: nothing is beside
 
 
-def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform: str) -> None:
-    """Add what is sent for one parameter: its slices, its gradients."""
+@dataclass(frozen=True)
+class Sent:
+    """What is sent for one parameter, as `hiding.exposed` asks."""
+
+    part: str
+    kind: str
+    axes: tuple[str, ...]
+    size: float
+    count: float
+    when: str = "once"
+    of: str = ""
+
+
+@formulas.by_cases
+def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
+    """What is sent for one parameter: its slices, its gradients."""
     once, M = cfg.at_work.work.gather == "step", sched.microbatches
     for use in uses(w, cfg, sched):
         size = use.size * w.width
-        add("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
-        add("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
+        yield Sent("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
+        yield Sent("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
         if not w.d.trainable:
             continue
         if once and M * sched.stages > 1:  # added up in float32 before
             size = 4 * use.size
         kind = "reduce-scatter" if once else hiding.scatter_of(use.dims, w.slice, platform)  # of a layer's alone
-        add("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
+        yield Sent("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
-        add("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
+        yield Sent("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
         held = (w.joined if cfg.at_work.work.gather == "step" else w.held) / sched.chunks
-        rounds = sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(sched.stages, sched.chunks))
-        add("weights", "collective-permute", (STAGE,), held * w.width, rounds)
-        add("gradients", "collective-permute", (STAGE,), held * 4, rounds)
+        yield Sent("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
+        yield Sent("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
 
 
 # Waiting --------------------------------------------------------------------------------------------------------------
@@ -487,16 +549,15 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, add, platform
 def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     """Cost of a forward slot, a backward slot and a weight slot, in forward passes of a stage."""
     c = cfg.at_work
-    again = (
-        1.0 if c.work.remat in WHOLE else {"none": 0.0, "dots": 0.2}[c.work.remat]
-    )  # "dots": scores, and the experts
+    again = 1.0 if c.work.remat in WHOLE else 0.2 if c.work.remat == "dots" else 0.0  # "dots": scores, and the experts
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 
+@formulas.by_cases
 def bubble(cfg: Config, sched: schedules.Schedule) -> float:
     """Share of the time of the layers that a stage waits for others: all wait for the slowest after every tick."""
     F, B, W = slots(cfg, sched)
     busy, whole = sched.microbatches * (F + B + W), schedules.lock_step(sched, F, B, W)
     if passes(cfg, sched).forward > sched.microbatches:
         busy, whole = busy + sched.microbatches * F, whole + schedules.lock_step(schedules.forward_only(sched), F)
-    return max(1 - busy / whole, 0.0)  # rounding
+    return formulas.maximum(1 - busy / whole, 0.0)  # rounding

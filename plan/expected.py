@@ -14,8 +14,9 @@ rules say why; their numbers were read off replays of compiled steps, of four pr
   longer than the products that use them, and of gradients that a SparseCore sends while products run, HELD_UP.
 """
 
-from plan import costs, hardware, hiding
+from plan import costs, formulas, hardware, hiding
 from plan.costs import Sizes
+from plan.formulas import maximum, present, where
 from sharding import SLICED, TENSOR
 
 # Read off the causes of played steps (`python -m bench.plan --json` has both), MOVED, STREAM, KEPT and ROWS by least
@@ -36,27 +37,34 @@ def seconds(one) -> dict[str, float] | None:
     if not chip or not chip.torus_dims:
         return None
     found = {"products": products(one, chip), "other ops": others(one, chip) / chip.hbm_bytes_per_s}
-    hides, run = hiding.HIDES.get(chip.key, ()), costs.passes(one.cfg, one.sched)
+    ring = hiding.rings_hide(one.cfg.mesh.sizes, chip.key)
+    scatters = hiding.hides(chip.key, hiding.SCATTERS)
+    run, in_slots = costs.passes(one.cfg, one.sched), sum(found.values())
     use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
-    ring, in_slots = hiding.rings_hide(one.cfg.mesh.sizes, chip.key), sum(found.values())
     for row in one.traffic:
         speed, name = one.speed(row), "*".join(row.axes)
         waits = row.exposed_bytes / speed
-        if row.part == "gradients" and hiding.SCATTERS in hides and {*row.axes} <= {*SLICED}:
-            waits = max(waits, HELD_UP * row.wire_bytes / speed)
+        if row.part == "gradients" and {*row.axes} <= {*SLICED}:
+            waits = where(scatters, maximum(waits, HELD_UP * row.wire_bytes / speed), waits)
         elif row.part == "weights":
-            waits += max((row.wire_bytes - row.exposed_bytes) / speed - use_weights * found["products"], 0)
-        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and ring:
-            waits = positions(one, speed, chip)
+            hidden = (row.wire_bytes - row.exposed_bytes) / speed
+            waits += maximum(hidden - use_weights * found["products"], 0)
+        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and present(ring):
+            waits = where(ring, positions(one, speed, chip), waits)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
     found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
     return found
 
 
+@formulas.by_cases
+def of_chip(numbers: dict[str, float], chip: hardware.Chip) -> float:
+    return next((number for key, number in numbers.items() if chip.key == key), numbers["v5p"])
+
+
 def slower(chip: hardware.Chip) -> float:
     """Times that a product takes of what its FLOPs take at the peak."""
-    return PRODUCT.get(chip.key, PRODUCT["v5p"])
+    return of_chip(PRODUCT, chip)
 
 
 def products(one, chip: hardware.Chip) -> float:
@@ -64,14 +72,15 @@ def products(one, chip: hardware.Chip) -> float:
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
-        total += max(computing, moving) if row.part == "experts" else slower(chip) * computing + MOVED * moving
+        total += maximum(computing, moving) if row.part == "experts" else slower(chip) * computing + MOVED * moving
     return total
 
 
+@formulas.by_cases
 def others(one, chip: hardware.Chip) -> float:
     """Bytes that all but products move."""
     cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
-    z, run = Sizes.of(cfg, "tpu"), costs.passes(cfg, sched)
+    z, run, step = Sizes.of(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
     layers = c.n_layers / cfg.mesh.stage
     stream = z.b * z.s * c.d_model * z.width * layers
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
@@ -79,25 +88,29 @@ def others(one, chip: hardware.Chip) -> float:
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
     activations = STREAM * stream * passes + KEPT * kept + ROWS * rows
     # Sums of gradients in float32, a microbatch after the other: read, written, and what is added.
-    sums = sum(w.joined if c.work.gather == "step" else w.held for w in costs.weights(cfg))
-    added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or c.work.gather == "step")
+    sums = sum(w.joined if step else w.held for w in costs.weights(cfg))
+    added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or step)
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
-    return OTHERS.get(chip.key, OTHERS["v5p"]) * activations + added + STATE * state
+    return of_chip(OTHERS, chip) * activations + added + STATE * state
 
 
 def positions(one, speed: float, chip: hardware.Chip) -> float:
     """Seconds waited for rings over TENSOR: each part's permute against the product of another part."""
+    return waits_of_rings(one, speed, chip.peak_flops_per_s / slower(chip))
+
+
+@formulas.by_cases
+def waits_of_rings(one, speed: float, peak: float) -> float:
     cfg, c = one.cfg, one.cfg.at_work
     z, run, n = Sizes.of(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
     waits = 0.0
-    for many, rows in filter(lambda layer: layer[0], costs.layers(c, z)):
+    for many, rows in filter(lambda layer: present(layer[0]), costs.layers(c, z)):
         exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)
                      and row.kind == "collective-permute"]  # fmt: skip
         for exchange, product in zip(exchanges, beside(rows)[: len(exchanges)], strict=True):
             part = product * (n - 1) / n
-            took = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
-            peak = chip.peak_flops_per_s / slower(chip)
-            ahead = run.forward + run.again * (c.work.remat in exchange.again)
+            took = lambda times, row=exchange, part=part: maximum(0.0, row.times * row.size / speed - times * part)
+            ahead = run.forward + run.again * exchange.again
             waits += many * (ahead * took(1 / peak) + run.inputs * took(2 / peak))
     return waits
 

@@ -7,6 +7,7 @@ to them, within 10% of all bytes. Of a chip that HIDES does not name no schedule
 import math
 
 from config import ModelAtWork
+from plan import formulas
 from sharding import STAGE, TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that repeat products
@@ -18,9 +19,10 @@ HIDES = {  # chip: of what it sends, what stands beside products. A SparseCore i
 
 def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
     """The collective that is compiled: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
-    split = {axis: n for axis, n in mesh.items() if n > 1}
-    everywhere = set(axes) == set(split) and math.prod(split.values()) > 4
-    return "all-reduce" if platform == "tpu" and kind == "reduce-scatter" and everywhere else kind
+    if kind != "reduce-scatter" or platform != "tpu":
+        return kind
+    n = math.prod(mesh[axis] for axis in axes)
+    return "all-reduce" if n > 4 and n == math.prod(mesh.values()) else kind
 
 
 LANES = 128  # of a TPU's vector: the entries of an array's narrowest dim lie along them
@@ -32,11 +34,18 @@ def scatter_of(dims: str, width: int, platform: str) -> str:
     The sliced dim lies along lanes: of matrices by head, of the embedding, and of an unembedding in slices of words.
     What is no whole vector, nor an even share of one, is cut out of a sum; of slices of words, a share too.
     """
-    by_head, part, uneven = {*dims} & {*"HG"}, width % LANES, width % LANES and LANES % width
-    cut = {"VD": width < LANES and uneven, "DV": part}.get(dims, by_head and uneven)
-    return "all-reduce" if platform == "tpu" and cut else "reduce-scatter"
+    if platform != "tpu" or width % LANES == 0 or not (dims in ("VD", "DV") or {*dims} & {*"HG"}):
+        return "reduce-scatter"
+    whole = dims != "DV" and LANES % width == 0
+    return "reduce-scatter" if whole or (dims == "VD" and width > LANES) else "all-reduce"
 
 
+@formulas.by_cases
+def hides(chip: str, what: str) -> bool:
+    return any(chip == key and what in found for key, found in HIDES.items())
+
+
+@formulas.by_cases
 def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
     """The share of a collective's bytes that no products stand beside.
 
@@ -44,22 +53,22 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
     when  forward, again (repeated for the backward pass) or back
     of    the part of a layer that it is for, or vocabulary; "": outside of loops, where the next product waits for it
     """
-    hides = HIDES.get(chip, ())
-    if not of or not hides:
+    if not of or not any(chip == key for key in HIDES):
         return 1
     if axes == (TENSOR,):
         waits = kind == "collective-permute" and not rings_hide(mesh, chip)
         return 1 if waits or kind == "reduce-scatter" else of_positions(c, kind, mesh[TENSOR], when, of)
     if of in ("weights", "experts", "vocabulary"):
         if kind == "all-gather":
-            return of_weights(c, when, of) if GATHERS in hides else 1
-        return float(SCATTERS not in hides)
+            return of_weights(c, when, of) if hides(chip, GATHERS) else 1
+        return float(not hides(chip, SCATTERS))
     return 1
 
 
+@formulas.by_cases
 def rings_hide(mesh: dict[str, int], chip: str) -> bool:
     """v5e's compiler puts the permutes of a ring one behind the other; but not in a branch, where stages compute."""
-    return RINGS in HIDES.get(chip, ()) or (chip == "v5e" and mesh[STAGE] > 1)
+    return hides(chip, RINGS) or (chip == "v5e" and mesh[STAGE] > 1)
 
 
 def of_positions(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:

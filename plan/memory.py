@@ -3,13 +3,14 @@
 import model
 from config import Config, ModelAtWork
 from kernels import grouped
-from overlap.weights import vocabulary_slices
-from pipeline import fit, schedules
-from plan import hiding
-from plan.costs import WHOLE, Sizes, grouped_rows, layers, logits_tokens, over_context, weights
+from pipeline import schedules
+from plan import formulas, hiding
+from plan.costs import WHOLE, Sizes, grouped_rows, layer_counts, logits_tokens, over_context, vocabulary_slices, weights
+from plan.formulas import maximum, present, where
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
+@formulas.by_cases
 def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
     """Bytes that one layer keeps of one microbatch for its backward pass. one_piece: it is the only one of the step.
 
@@ -48,7 +49,7 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
             less = stream + whole
         if on_tpu and c.attention == "mla" and one_piece:
             made += keys * h * c.d_rope
-        return (branches * stream + whole * (2 if dense else 1) - less + N * latent + N * h * score + made
+        return (branches * stream + whole * (2 if present(dense) else 1) - less + N * latent + N * h * score + made
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
     matrices = 2 + model.swiglu(c)
     attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
@@ -70,32 +71,32 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
-    c, z, split = cfg.at_work, Sizes.of(cfg, platform), fit.split_batch(cfg)
+    c, z = cfg.at_work, Sizes.of(cfg, platform)
     one_piece, w = sched.in_one_piece, weights(cfg)
     state = sum(x.held * x.d.dtype.itemsize for x in w)
-    sequences = split.device_batch * split.microbatches * split.accumulation
-    there = [(many, bool(is_moe)) for is_moe, (many, _) in enumerate(layers(c, z)) if many]
+    there = [(many, bool(is_moe)) for is_moe, many in enumerate(layer_counts(c, z)) if present(many)]
     saved = sum(many * kept(c, z, is_moe, c.work.remat, one_piece) for many, is_moe in there) / sched.chunks
     on_tpu = platform == "tpu"
-    work = max(kept(c, z, is_moe, "fused" if on_tpu else "none") for _, is_moe in there)
-    of_layer = max(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
-                   for part in ("prefix.", "blocks.dense.", "blocks.moe."))  # fmt: skip
-    buffers = schedules.Slots(0, 1, 0) if one_piece else schedules.rows(sched)[1]
-    whole, stream = c.work.gather == "step", z.b * z.t * c.d_model * z.width
-    table = max(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
+    work = maximum(*(where(on_tpu, *(kept(c, z, is_moe, remat) for remat in ("fused", "none"))) for _, is_moe in there))
+    of_layer = maximum(*(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
+                   for part in ("prefix.", "blocks.dense.", "blocks.moe.")))  # fmt: skip
+    buffers, stream = sched.slots, z.b * z.t * c.d_model * z.width
+    step = c.work.gather == "step"
+    table = maximum(*(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
     # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
-    each = (4 if on_tpu else 8) if not one_piece else None
-    gradients = sum(x.joined * (each or x.width) if whole else x.held * 4 for x in w)
+    each = where(on_tpu, 4, 8)
+    gradients = sum(where(step, x.joined * where(one_piece, x.width, each), x.held * 4) for x in w)
     tokens = logits_tokens(z)
-    logits = tokens * vocabulary_slices(c, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
+    logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
+    freed = where(one_piece, where(on_tpu, gradients, 0), 0)
     return {
         "parameters": state,
         "optimizer": 2 * state,
-        "batch": 5 * 4 * sequences * z.s,
+        "batch": 5 * 4 * z.b * sched.microbatches * z.s,
         "gradients": gradients,
-        "weights": sum(x.joined * x.width for x in w) if whole else 2 * of_layer,
-        "saved": (buffers.kept + (not one_piece)) * saved,
+        "weights": where(step, sum(x.joined * x.width for x in w), 2 * of_layer),
+        "saved": (buffers.kept + where(one_piece, 0, 1)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        # On one layer; or on logits, when in one piece no layer has a gradient yet.
-        "at work": max(work, (1 if on_tpu else 3) * logits + table - (gradients if one_piece and on_tpu else 0)),
+        # On one layer; or on logits, when in one piece no layer has a gradient yet (`freed`).
+        "at work": maximum(work, where(on_tpu, 1, 3) * logits + table - freed),
     }

@@ -17,6 +17,7 @@ from errors import UserError
 from pipeline import fit, schedules
 from plan import auto, compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
+from plan.formulas import maximum, minimum
 from sharding import TENSOR
 from xla import ledger
 
@@ -111,7 +112,7 @@ class Plan:
         chip = self.topology and self.topology.chip
         if not chip or not chip.peak_flops_per_s:
             return None
-        compute = sum(max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
+        compute = sum(maximum(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
         if flops is not None:
             compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
         found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: what a stage does in its slots
@@ -122,8 +123,8 @@ class Plan:
             hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
             waits += exposed_bytes / speed * one.in_a_slot
         for name, time in hidden.items():
-            found[name] += max(time - compute, 0)
-            waits += max(time - compute, 0)
+            longer = maximum(time - compute, 0)
+            found[name], waits = found[name] + longer, waits + longer
         state = sum(self.memory_bytes[part] for part in ("parameters", "optimizer"))
         found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
@@ -131,14 +132,17 @@ class Plan:
 
     def speed(self, one: costs.Traffic) -> float:
         """Bytes per second of a collective along mesh axes. Positions go around TENSOR both ways at once."""
-        link = hardware.link(self.cfg.mesh, self.topology, one.axes)
+        link = self.link(one.axes)
         if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
         if one.kind == "collective-permute":
             n = self.cfg.mesh.tensor
             both_ways = (n - 1) / (n // 2) if one.axes == (TENSOR,) else 1
-            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
+            return minimum(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
         return link.bytes_per_s
+
+    def link(self, axes: tuple[str, ...]) -> hardware.Link:
+        return hardware.link(self.cfg.mesh, self.topology, axes)
 
     @property
     def step_s(self) -> float | None:

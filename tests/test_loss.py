@@ -148,7 +148,7 @@ def test_the_loss_by_slices_equals_the_plain_one(words):
     weights_BT = (rng.uniform(0.5, 2, (3, 7)) * (rng.random((3, 7)) < 0.7)).astype(np.float32)
     assert 0 < np.sum(weights_BT == 0) < 21
     sized = [in_chunks(c, chunk) for chunk in chunks]
-    assert [overlap_weights.vocabulary_slices(one, 21, words) for one in sized] == slices[words]
+    assert [overlap_weights.vocabulary_slices(chunk, 21, words) for chunk in chunks] == slices[words]
 
     def local(w_DV, x_btD, targets_bt, weights_bt):
         def plain(w_DV, x_btD):
@@ -181,7 +181,7 @@ def largest_logits(shapes):
 
 def test_the_full_logits_never_exist():
     """Catches logits of all words made in the forward pass, kept for the backward pass, or stacked over slices."""
-    assert overlap_weights.vocabulary_slices(config("mla").at_work, B * T, V) == (8, SLICE)
+    assert overlap_weights.vocabulary_slices(config("mla").at_work.work.loss_chunk, B * T, V) == (8, SLICE)
     shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
     assert largest_logits(shapes_of(trace("mla"))) == B * T * SLICE
     assert largest_logits(shapes_of(trace("mla", **{"work.loss_chunk": B * T}))) == B * T * V  # it would be seen
