@@ -1,17 +1,16 @@
-"""The planner of the site: tables that docs/_static/planner.js computes with, and the page's controls.
+"""The planner of the site: what docs/_static/planner.js evaluates, and the page's controls.
 
-What depends on the mesh is computed in the browser. Written here: what a preset declares, what a chip can do, and on
-which wires JAX lays each mesh of a slice, as `plan.hardware` finds it.
+`planner_formulas.py` writes the formulas of each preset. Written here: which meshes a preset splits over, what a chip
+can do, and over which links JAX lays each mesh of a slice, as `plan.hardware` finds it.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import math
 from pathlib import Path
 
-from config import AUTO, AXES, PRESETS, MeshConfig, WorkConfig, preset
+from config import AXES, PRESETS, MeshConfig, WorkConfig, preset
 from docs.notebooks import ROOT
 
 SHAPES = {
@@ -37,7 +36,8 @@ def meshes(devices: int) -> list[MeshConfig]:
 def shapes(chip) -> dict[int, str]:
     """Devices of a slice, at most MOST, and its shape."""
     all_sizes = {n * chip.devices_per_chip: shape for n, shape in SHAPES[chip.torus_dims].items()}
-    return {n: shape for n, shape in all_sizes.items() if n <= MOST}
+    whole = lambda n: n <= max(chip.domain, 1) or n % max(chip.domain, 1) == 0  # nodes of GPUs
+    return {n: shape for n, shape in all_sizes.items() if n <= MOST and whole(n)}
 
 
 def name(mesh: MeshConfig) -> str:
@@ -50,22 +50,18 @@ def groups(mesh: MeshConfig) -> list[tuple[str, ...]]:
     return [*dict.fromkeys(group for group in split if len(group) > 1)]
 
 
-def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
-    """The links of each mesh that JAX can lay: of its axes of more than one device, then of its groups of axes.
+def links_of(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
+    """The links of each mesh: of its axes of more than one device, then of its groups of axes.
 
     New links are added to `links`.
     """
-    from errors import UserError
     from plan import hardware
 
     found = {}
     for shape in shapes(chip).values():
         topology = hardware.Topology.parse(f"{chip.key}:{shape}")
         for mesh in meshes(topology.devices):
-            try:
-                laid = [*hardware.layout(mesh, topology).values()]
-            except UserError:
-                continue
+            laid = [*hardware.layout(mesh, topology).values()]
             laid += [hardware.link(mesh, topology, group) for group in groups(mesh)]
             speeds = [(x.bytes_per_s, x.neighbour_bytes_per_s, x.all_to_all_bytes_per_s) for x in laid]
             shares = [tuple(speed / chip.link_bytes_per_s for speed in one) for one in speeds]
@@ -74,35 +70,27 @@ def wires(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
 
 
 def model_of(which: str) -> dict:
+    """What the page checks and shows of a preset besides its formulas."""
     import model
     import sharding
-    from plan import costs
 
-    cfg = preset(which)
-    total, active = costs.parameters(cfg.model)
-    as_list = lambda entry: [entry] if isinstance(entry, str) else list(entry or ())
+    cfg, dims = preset(which), {}
+    c = cfg.model
+    for label, d in sharding.named(model.declare(c)).items():
+        for letter, size, entry in zip(d.dims, d.shape, d.spec, strict=True):
+            if axes := sharding.as_tuple(entry):
+                dims.setdefault((size, axes), (label, letter, size, axes))
     return {
-        "what": PRESETS[which][0], "params_total": total, "params_active": active,
         "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes,
-        "max_device_batch": 0 if cfg.work.device_batch == AUTO else cfg.work.device_batch,
-        "model": dataclasses.asdict(cfg.model) | WorkConfig.ways("least") | {
-            "layers_per_block": cfg.model.layers_per_block, "n_blocks": cfg.model.n_blocks,
-            "loss_chunk": cfg.work.settled.loss_chunk,
-            "swiglu": int(cfg.model.activation == "swiglu"),
-            "parallel_residual": int(cfg.model.parallel_residual), "tie_embeddings": int(cfg.model.tie_embeddings),
-            "compute": cfg.model.compute_dtype},
-        "declarations": [
-            {"name": label, "dims": d.dims, "shape": d.shape, "spec": [as_list(entry) for entry in d.spec],
-             "itemsize": d.dtype.itemsize, "trainable": d.trainable, "exact": d.exact}
-            for label, d in sharding.named(model.declare(cfg.model)).items()],
+        "start": WorkConfig.ways("least"), "n_blocks": c.n_blocks, "dims": [*dims.values()],
+        "heads": ("n_heads", c.n_heads) if c.attention == "mla" else ("n_kv_heads", c.n_kv_heads),
     }  # fmt: skip
 
 
 def tables() -> dict:
     """Everything that planner.js reads."""
-    from kernels import attention, grouped
-    from pipeline import schedules
-    from plan import hardware
+    from docs import planner_formulas
+    from plan import hardware, hiding
 
     links: dict[tuple, int] = {}
     chips = {}
@@ -110,22 +98,19 @@ def tables() -> dict:
         if key != "cpu":
             chips[key] = {field: getattr(chip, field) for field in (
                 "name", "peak_flops_per_s", "memory_bytes", "hbm_bytes_per_s", "torus_dims", "link_bytes_per_s",
-                "dcn_bytes_per_s", "domain", "devices_per_chip")} | {"shapes": shapes(chip)}  # fmt: skip
-            chips[key]["wires"] = wires(chip, links) if chip.torus_dims else {}
-    moving = lambda S: sum(any(a != b for a, _, b, _ in r) for r in schedules.routes(S, 2))
-    return {
-        "presets": {which: model_of(which) for which in PRESETS if which != "tiny"},
-        "chips": chips, "links": list(links), "groups": GROUPS, "BLOCK": attention.BLOCK,
-        "VMEM_BYTES": attention.VMEM_BYTES,
-        "TILE": grouped.TILE, "PART": grouped.PART,
-        "rounds": {2**n: moving(2**n) for n in range(int(math.log2(MOST)) + 1)},
+                "devices_per_chip")} | {"shapes": shapes(chip), "links": links_of(chip, links)}  # fmt: skip
+    presets = [which for which in PRESETS if which != "tiny"]
+    return planner_formulas.tables(presets) | {
+        "presets": {which: model_of(which) for which in presets}, "chips": chips, "links": list(links),
+        "groups": GROUPS, "hides": list(hiding.HIDES),
     }  # fmt: skip
 
 
 def state(page: str) -> str:
     """A hash of what the tables of a page are made from."""
-    files = ["docs/planner_widget.py", page, "model.py", "sharding.py", "generate/cache.py"]
-    rooms = [path for room in ("config", "kernels", "pipeline", "plan") for path in sorted((ROOT / room).glob("*.py"))]
+    files = ["docs/planner_widget.py", "docs/planner_formulas.py", page, "model.py", "sharding.py", "generate/cache.py"]
+    rooms = ("config", "kernels", "overlap", "pipeline", "plan")
+    rooms = [path for room in rooms for path in sorted((ROOT / room).glob("*.py"))]
     text = b"".join(path.read_bytes() for path in [*(ROOT / file for file in [*files, "requirements.txt"]), *rooms])
     return hashlib.sha256(text).hexdigest()
 
@@ -141,7 +126,7 @@ def write_tables(file: Path, variable: str, page: str, made) -> Path:
 
 
 def write(folder: Path) -> Path:
-    """Write planner_data.js: JAX takes 20 s to lay 6,000 meshes."""
+    """Write planner_data.js: it takes minutes, most of them for the links of 14,000 meshes."""
     return write_tables(folder / "planner_data.js", "PLANNER_DATA", "docs/planner_widget.py", tables)
 
 
@@ -167,9 +152,9 @@ def planner_widget() -> str:
     same = lambda *names: [(one, one) for one in names]
     powers = lambda low, high: [(str(2**n), f"{2**n:,}") for n in range(low, high + 1)]
     chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
-    recompute = [("full", "whole layers"), ("branches", "attention and feed-forward apart"),
-                 ("dots", "all but products"), ("none", "nothing")]  # fmt: skip
-    keys = [("gather", "all at once"), ("ring", "in turn"), ("all_to_all", "heads for positions")]
+    recompute = [("full", "whole layers"), ("branches", "attention and feed-forward separately"),
+                 ("dots", "all but matmuls"), ("none", "nothing")]  # fmt: skip
+    keys = [("gather", "all-gather"), ("ring", "ring"), ("all_to_all", "all-to-all of heads")]
     join = [("layer", "for each layer"), ("step", "once a step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
@@ -180,9 +165,9 @@ def planner_widget() -> str:
 {select("positions in a sequence", "seq_len", powers(7, 17))}
 {select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
 {select("recompute", "remat", recompute)}
-{select("join weights", "gather", join)}
-{select("positions along tensor", "tensor_exchange", [("ring", "in turn"), ("gather", "all at once")])}
-{select("keys along context", "context_attention", keys)}
+{select("gather weights", "gather", join)}
+{select("activations over tensor", "tensor_exchange", [("ring", "ring"), ("gather", "all-gather")])}
+{select("keys over context", "context_attention", keys)}
 </div>
 <fieldset><legend>mesh</legend>{sliders}</fieldset>
 <output aria-live="polite"></output>

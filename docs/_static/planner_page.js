@@ -1,4 +1,4 @@
-// The controls and bars of the planner's page; planner.js computes.
+// The controls and bars of the planner's page; planner.js evaluates.
 "use strict";
 
 (function () {
@@ -8,8 +8,8 @@
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
   const PARTS = { parameters: "#3f74b5", optimizer: "#6f97cc", gradients: "#9a5fb0", weights: "#8c6d4f", saved: "#3f9a4d",
                   pipeline: "#e08a1e", "at work": "#cf4446", batch: "#7d7d7d" };
-  const MEANS = { parameters: "the slices it keeps", optimizer: "two moments of each", gradients: "of its slices, or of all if joined once a step",
-                  weights: "joined for use", saved: "activations for the way back", pipeline: "activations between stages",
+  const MEANS = { parameters: "this device's shards", optimizer: "two moments of each parameter", gradients: "of the shards, or unsharded if gathered once a step",
+                  weights: "gathered for use", saved: "activations for the backward pass", pipeline: "activations between stages",
                   "at work": "one layer, or logits, while it is computed", batch: "tokens" };
 
   const number = (x, digits = 3) => x.toLocaleString("en", { maximumSignificantDigits: digits });
@@ -38,12 +38,11 @@
   }
 
   function startOf(name, chip) {
-    const { model, mesh, batch_size, seq_len } = data.presets[name];
+    const { start: least, mesh, batch_size, seq_len } = data.presets[name];
     const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, llama3_70b: { fsdp: 64 },
                     mixtral_8x7b: { fsdp: 32, tensor: 2 }, deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
     const size = { dense_124m: 512, llama3_8b: 64, llama3_70b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
-    return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", remat: model.remat,
-             gather: model.gather, tensor_exchange: model.tensor_exchange, context_attention: model.context_attention };
+    return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", ...least };
   }
 
   const escape = (text) => text.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt(0)};`);
@@ -69,11 +68,18 @@
     if (one.error) return `<p class="verdict refused"><code>${mesh}</code></p><p>${escape(one.error)}</p>`;
     const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size]) => [part, size, PARTS[part], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
-    const names = { compute: "products", bubble: "waiting for other stages", optimizer: "optimizer's memory" };
-    const paint = { compute: "#7d7d7d", bubble: "#d9c9a3", optimizer: "#b0b0b0" };
-    const spent = Object.entries(one.seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
-      .map(([what, s]) => [names[what] ?? `wires of ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / one.step_s)}`]);
-    const { device_batch, microbatches, accumulation } = one.split;
+    const names = { compute: "matmuls", products: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",
+                    "other ops": "other ops: HBM traffic" };
+    const paint = { compute: "#7d7d7d", products: "#7d7d7d", bubble: "#d9c9a3", optimizer: "#b0b0b0", "other ops": "#b0b0b0" };
+    const timed = (seconds, step_s) => {
+      const spent = Object.entries(seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
+        .map(([what, s]) => [names[what] ?? `exposed communication over ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / step_s)}`]);
+      return bar(spent, step_s) + legend(spent);
+    };
+    const { device_batch, microbatches } = one.split;
+    const expected = one.expected
+      ? `<h3>Expected time of a step: ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</h3>${timed(one.expected, one.likely_s)}`
+      : `<p>How long a compiled step takes on a GPU is not modeled here, so only the roofline is shown.</p>`;
     // What the page computes with: on the command line each of them is auto.
     const pinned = ["remat", "gather", ...(cfg.mesh.tensor > 1 ? ["tensor_exchange"] : []),
                     ...(cfg.mesh.context > 1 ? ["context_attention"] : [])];
@@ -83,14 +89,15 @@
       + (cfg.mesh.stage > 1 ? ` --work.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --work.chunks 2" : ""}` : "");
     const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
     return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${verdict}</strong>
-        <span>step ${time(one.step_s)}, MFU ${percent(one.mfu)}</span></p>
+        <span>${one.expected ? "expected" : "at best"}: step ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</span></p>
       <p><code>${mesh}</code> on ${one.devices} ${chip.name}${chip.torus_dims ? ` (${cfg.chip}:${chip.shapes[one.devices]}${chip.devices_per_chip > 1 ? `, ${chip.devices_per_chip} devices a chip` : ""})` : ", of whose memory JAX takes 75%"}. Each device has
-      ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}${accumulation > 1 ? `, ${accumulation} accumulation passes` : ""}.
-      ${cfg.mesh.stage > 1 ? `Stages wait ${percent(one.bubble)} of the time of the layers.` : ""}</p>
+      ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}.
+      ${cfg.mesh.stage > 1 ? `The pipeline bubble is ${percent(one.bubble)}.` : ""}</p>
+      ${expected}
+      <h3>${one.expected ? "Roofline (at best)" : "Time of a step, at best (roofline)"}: ${time(one.step_s)}, MFU ${percent(one.mfu)}</h3>${timed(one.seconds, one.step_s)}
       <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => MEANS[part])}
-      <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}, ${bytes(one.exposed_bytes)} not beside products</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
-      <h3>Time of a step</h3>${bar(spent, one.step_s)}${legend(spent)}
-      <p>The same, and what the compiler makes of it:</p>
+      <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}, of which ${bytes(one.exposed_bytes)} exposed</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
+      <p>To get the same numbers on the command line (add <code>--compile</code> to compare them with the compiler's):</p>
       <pre>python -m plan ${cfg.preset} --topology ${cfg.chip}:${chip.shapes[one.devices] ?? one.devices} --mesh ${mesh}${flags}</pre>`;
   }
 

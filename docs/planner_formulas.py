@@ -1,0 +1,204 @@
+"""What the planner's page evaluates: `plan` in letters, a preset at a time, and tables of what is no formula.
+
+A letter is a mesh axis, a size, a setting, a speed of the chip or a number of the schedule. `plan.planner` runs once on
+letters (`plan/formulas.py`); what comes out are the numbers that the page shows, as lists of operations.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+
+from config import AXES, Config, preset
+from errors import UserError
+from pipeline import fit, schedules
+from plan import costs, formulas, hiding, memory, planner
+from plan.formulas import Choice, Formula, flag, letter
+from sharding import CONTEXT, STAGE, TENSOR
+
+MOST = 128  # devices
+BATCHES, LENGTHS = [2**n for n in range(13)], [2**n for n in range(7, 18)]
+SETTINGS = {
+    "remat": ("full", "branches", "dots", "none"), "gather": ("layer", "step"), "tensor_exchange": ("ring", "gather"),
+    "context_attention": ("gather", "ring", "all_to_all"),
+}  # fmt: skip
+AGAIN = {1.0: "again", 0.2: "dots", 0.0: "none"}  # forward passes that a backward pass repeats: `costs.slots`
+
+
+# Letters --------------------------------------------------------------------------------------------------------------
+
+
+class LetterConfig:
+    """A preset on a mesh of letters, as `plan` reads a `config.Config`."""
+
+    def __init__(self, cfg: Config):
+        sizes = {axis: letter(axis) for axis in AXES}
+        work = copy.copy(cfg.work.settled)
+        for name, options in SETTINGS.items():
+            object.__setattr__(work, name, Choice(name, options))
+        self.model, self.at_work = cfg.model, replace(cfg.at_work, work=work)
+        self.mesh = SimpleNamespace(sizes=sizes, devices=math.prod(sizes.values()), **sizes)
+        self.data = SimpleNamespace(seq_len=letter("seq_len"), tokens_per_step=letter("batch_size") * letter("seq_len"))
+
+
+@fit.split_batch.register
+def _(cfg: LetterConfig):
+    return SimpleNamespace(device_batch=letter("device_batch"))
+
+
+class LetterSchedule:
+    """A schedule as `plan` reads a `schedules.Schedule`."""
+
+    stages, chunks, microbatches = letter(STAGE), letter("chunks"), letter("microbatches")
+    ticks, rounds = letter("ticks"), letter("rounds")
+    turns, splits_backward = flag("turns"), flag("splits")
+    in_one_piece = formulas.negate(stages * microbatches > 1)
+    slots = schedules.Slots(*map(letter, schedules.Slots._fields))
+
+
+class LetterForward:
+    """Its forward passes alone."""
+
+    ticks = letter("forward_ticks")
+
+
+@schedules.forward_only.register
+def _(sched: LetterSchedule):
+    return LetterForward()
+
+
+@schedules.lock_step.register
+def _(sched: LetterSchedule, F: float, B: float, W: float):
+    return letter(f"lock_step {AGAIN[round(B - (1 if W else 2), 6)]}")
+
+
+@schedules.lock_step.register
+def _(sched: LetterForward, F: float):
+    return letter("forward_s")
+
+
+@dataclass(frozen=True)
+class LetterPlan(planner.Plan):
+    def link(self, axes: tuple[str, ...]):
+        speeds = ("bytes_per_s", "neighbour_bytes_per_s", "all_to_all_bytes_per_s")
+        return SimpleNamespace(**{name: letter(f"{'*'.join(axes)} {i}") for i, name in enumerate(speeds)})
+
+
+def plan_in_letters(which: str) -> dict:
+    """What `plan.planner.of_settled` does, in letters."""
+    cfg, sched = LetterConfig(preset(which)), LetterSchedule()
+    platform, chip = Choice("platform", ("tpu", "cpu")), Choice("chip", (*hiding.HIDES, ""))
+    speeds = {name: letter(name) for name in ("peak_flops_per_s", "hbm_bytes_per_s")}
+    topology = SimpleNamespace(chip=SimpleNamespace(key=chip, torus_dims=letter("torus_dims"), **speeds))
+    total, active = costs.parameters(cfg.model)
+    tokens = cfg.data.tokens_per_step
+    with formulas.in_letters():
+        one = LetterPlan(
+            cfg, topology, total, active, tokens, tokens * costs.model_flops_per_token(cfg) / cfg.mesh.devices,
+            costs.work(cfg, sched, platform), memory.memory(cfg, sched, platform),
+            costs.traffic(cfg, sched, platform, chip), sched, None, costs.bubble(cfg, sched),
+        )  # fmt: skip
+        names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
+                 "exposed_bytes", "peak_bytes", "temp_bytes", "bubble", "memory_bytes", "wire_by_axes", "flops",
+                 "step_s", "expected")  # fmt: skip
+        return {name: getattr(one, name) for name in names} | {"seconds": one.seconds()}
+
+
+# What the page reads --------------------------------------------------------------------------------------------------
+
+
+def used(roots: list) -> list[Formula]:
+    """The formulas that some are made of, operands first."""
+    found, todo = {}, [x for x in roots if isinstance(x, Formula)]
+    while todo:
+        x = todo.pop()
+        if x.number not in found:
+            found[x.number] = x
+            todo += [arg for arg in x.args if isinstance(arg, Formula)]
+    return [found[number] for number in sorted(found)]
+
+
+def written(results: dict) -> tuple[dict, list[Formula]]:
+    """Formulas as planner.js reads them: operations, whose operands are numbers, or [place] of earlier operations."""
+    parts = lambda of: of.values() if isinstance(of, dict) else (of,)
+    there = used([x for of in results.values() for x in parts(of)])
+    place = {x.number: i for i, x in enumerate(there)}
+    short = lambda x: [place[x.number]] if isinstance(x, Formula) else x
+    of = {name: {k: short(x) for k, x in value.items()} if isinstance(value, dict) else short(value)
+          for name, value in results.items()}  # fmt: skip
+    return {"operations": [[x.op, *map(short, x.args)] for x in there], "results": of}, there
+
+
+def value(x, letters: dict, found: dict):
+    """A formula's numbers, on arrays of those of its letters."""
+    if not isinstance(x, Formula):
+        return x
+    if x.op == "letter":
+        return letters[x.args[0]]
+    if x.number not in found:
+        args = [value(arg, letters, found) for arg in x.args]
+        others = {"where": np.where, "not": np.logical_not, "max": np.maximum, "min": np.minimum}
+        found[x.number] = (others.get(x.op) or formulas.OPERATORS[x.op])(*args)
+    return found[x.number]
+
+
+def whole(x):
+    return int(x) if isinstance(x, float) else x  # halves of positions are floats
+
+
+def looked_up(there: list[Formula], batches: set[int], stages: list[int], tables: dict) -> None:
+    """Add to `tables` what each table has for all letters that the page can reach."""
+    powers = [2**n for n in range(MOST.bit_length())]
+    meshes = [(s, c, t) for s in stages for c in powers for t in powers if s * c * t <= MOST]
+    points = [(*mesh, T, b) for mesh in meshes for T in LENGTHS for b in sorted(batches)
+              if T % max(mesh[1] * mesh[2], 2 * mesh[1]) == 0]  # fmt: skip
+    letters = dict(zip((STAGE, CONTEXT, TENSOR, "seq_len", "device_batch"), np.array(points).T, strict=True))
+    found = {}
+    for name, args in [(x.args[0], x.args[2:]) for x in there if x.op == "look" and x.args[1] == 0]:
+        columns = [np.broadcast_to(value(arg, letters, found), len(points)).tolist() for arg in args]
+        rows = tables.setdefault(name, {})
+        for row in {tuple(map(whole, row)) for row in zip(*columns, strict=True)}:
+            if (key := " ".join(map(str, row))) not in rows:
+                rows[key] = formulas.TABLES[name](*row)
+
+
+def schedule_row(name: str, S: int, M: int) -> dict[str, float] | str:
+    """What letters of a schedule stand for; or why there is none."""
+    v = 2 if name == "interleaved" else 1
+    try:
+        sched = schedules.schedule(name, S, M, v, lead=2)
+    except UserError as error:
+        return str(error).split("; ")[0]
+    forward, splits = schedules.forward_only(sched), sched.splits_backward
+    row = {name: getattr(sched, name) for name in ("chunks", "ticks", "rounds")} | sched.slots._asdict()
+    row |= {"turns": int(sched.turns), "splits": int(splits), "forward_ticks": forward.ticks,
+            "forward_s": schedules.lock_step(forward, 1.0)}  # fmt: skip
+    for again, label in AGAIN.items():
+        row[f"lock_step {label}"] = schedules.lock_step(sched, 1.0, again + 2 - splits, (again + 2) * splits)
+    return row
+
+
+def microbatches(batches: list[int], S: int) -> set[tuple[int, int]]:
+    """Microbatches and sequences of one, for all batches and meshes that the page can reach."""
+    local = {batch // 2**n for batch in batches for n in range(MOST.bit_length()) if batch % 2**n == 0}
+    each = {(n, max(M for M in range(1, (4 * S if S > 1 else 1) + 1) if n % M == 0)) for n in local}
+    return {(M, n // M) for n, M in each}
+
+
+def tables(presets: list[str]) -> dict:
+    """Formulas of presets, and what they look up."""
+    found, looked, rows = {}, {}, {}
+    batches = sorted({*BATCHES, *(preset(which).data.batch_size for which in presets)})
+    for which in presets:
+        found[which], there = written(plan_in_letters(which))
+        n_blocks = preset(which).model.n_blocks
+        stages = [2**n for n in range(MOST.bit_length()) if n_blocks % 2**n == 0]
+        of = {S: microbatches(batches, S) for S in stages}
+        looked_up(there, {b for pairs in of.values() for _, b in pairs}, stages, looked)
+        for S, M in {(S, M) for S, pairs in of.items() for M, _ in pairs}:
+            for name in schedules.SCHEDULES if S > 1 else ("1f1b",):
+                if (key := f"{name} {S} {M}") not in rows:
+                    rows[key] = schedule_row(name, S, M)
+    return {"formulas": found, "tables": looked, "schedules": rows, "settings": SETTINGS}
