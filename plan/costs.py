@@ -186,16 +186,16 @@ def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -
     """A matmul or kernel of a layer, on one device."""
     count, back = row.count.at(sizes), None
     if traced_layer.KERNELS.get(row.kind) == "attention":
-        ahead, back = attention(row, sizes, c, z)
+        ahead, back = ([count * x for x in one] for one in attention(row, sizes, c, z))
     elif traced_layer.KERNELS.get(row.kind) == "experts":
-        ahead = experts(row, sizes, z)
+        ahead = [count * x for x in experts(row, sizes, z)]
     else:
-        ahead = row.flops.at(sizes), sum(moved.at(sizes) for moved in row.moved)
+        ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
     once_more = max(row.again - 1, 0)  # a step of a ring is repeated, whatever the layer keeps
     if back is None and (once_more or row.back not in (1, 2)):
         back = [row.back * x for x in ahead]
-    back = back and tuple(count * (y + once_more * x) for x, y in zip(ahead, back, strict=True))
-    return Product(traced_layer.part_of(row), *(count * x for x in ahead), bool(row.again), back, row.function)
+    back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
+    return Product(traced_layer.part_of(row), *ahead, bool(row.again), back, row.function)
 
 
 def exchange(row: traced_layer.LayerRow, sizes: dict) -> Exchange:

@@ -197,6 +197,7 @@ def part_of(row) -> str:
 
 # Rows in letters ------------------------------------------------------------------------------------------------------
 
+TOKENS = {"b", "n"}  # letters of what is not a weight
 BACK_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  # the collective of a gradient
 
 
@@ -210,7 +211,7 @@ class LayerRow:
     axes: tuple[str, ...]
     count: Term
     flops: Term  # of one execution; of a kernel see `dims`
-    moved: tuple[Term, ...]  # bytes of operands and results
+    moved: tuple[Term, ...]  # bytes of operands and results; an operand that the matmul before it has read is left out
     payload: Term  # bytes of a collective: of the joined array for a gather or scatter, of the array for the others
     dims: tuple[tuple[Term, ...], ...]  # shapes of a kernel's operands
     again: float  # times that the backward pass repeats it
@@ -219,6 +220,11 @@ class LayerRow:
     @property
     def function(self) -> str:
         return self.source.rpartition(" ")[2]
+
+    def hbm_bytes(self, sizes: dict):
+        """Bytes that all its executions in a forward pass read and write. Weights are read once for a whole ring."""
+        count = self.count.at(sizes)
+        return sum(x.at(sizes) * (count if TOKENS & {*x.letters} else self.count.coefficient) for x in self.moved)
 
     @property
     def formula(self) -> str:
@@ -327,7 +333,18 @@ def from_trace(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[Layer
         found.append(of_row(row, take(again, same) / row.count, take(back, pulled, 2 * row.count) / row.count))
     if again or back:
         raise ValueError(f"no operation of a layer's forward pass explains these: {again + back}")
-    return found
+    return read_once(found)
+
+
+def read_once(found: list[LayerRow]) -> list[LayerRow]:
+    """The rows, where matmuls of the same operand that follow each other read it once: compilers merge them."""
+    rows, operand = [], None
+    for row in found:
+        if row.kind == "matmul":
+            same, operand = row.moved[0] == operand, row.moved[0]
+            row = replace(row, moved=row.moved[same:])
+        rows.append(row)
+    return rows
 
 
 def place(row: Row) -> tuple:

@@ -75,6 +75,21 @@ def test_a_layer_that_decodes_in_letters():
     assert found["hidden"] == ["2 n tensor D f"] * 2
 
 
+def test_memory_is_read_once_where_it_can_be():
+    """Catches the stream read three times for queries, keys and values, and weights read again for each part of a
+    ring: the constants of `plan/expected.py` were fitted to one reading."""
+    rows = traced_layer.layer_rows(preset("llama3_8b", **FULL, **{"work.tensor_exchange": "ring"}).at_work, False)
+    read = {}
+    for row in rows:
+        if row.kind == "matmul":
+            read.setdefault(row.function, []).append([str(x) for x in row.moved])
+    assert read["hidden"] == [["2 b t D", "2 D f", "2 b t f"], ["2 D f", "2 b t f"]]
+    assert [len(moved) for moved in read["queries_keys_values"]] == [3, 2, 2]
+    [up, _] = [row for row in rows if row.function == "hidden"]
+    sizes = {"b": 2, "t": 3, "D": 5, "f": 7, "tensor": 4}
+    assert up.hbm_bytes(sizes) == 4 * 2 * 2 * 3 * (5 + 7) + 2 * 5 * 7
+
+
 def test_every_number_has_one_factorization():
     """Catches two letters, or a letter and a sum, that share a prime: a row would have the wrong letters."""
     assert len(LETTER_OF) == len(PRIMES) + 1
