@@ -356,12 +356,13 @@ def by_platform(*args, tpu, gpu, default):
 
     gpu  in Triton, which XLA compiles for NVIDIA's GPUs since Ampere, compute capability 8.0; others get the default
     """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device and device.platform == KERNELS_AS_CALLS:  # first of all: a plan touches no device
+        return jax.jit(default)(*args)
     if not re.match(r"([89]|1\d)\.", getattr(jax.local_devices()[0], "compute_capability", "8.0")):
         gpu = default
-    if (device := jax.sharding.get_abstract_mesh().abstract_device) is None:
+    if device is None:
         return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)
-    if device.platform == KERNELS_AS_CALLS:
-        return jax.jit(default)(*args)
     return {"tpu": tpu, "gpu": gpu}.get(device.platform, default)(*args)
 
 

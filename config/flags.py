@@ -1,6 +1,7 @@
 """Command lines: settings that start from a preset or a file, and flags that change them."""
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -50,7 +51,7 @@ OR_FILE = ", or with --config FILE a run's settings"
 
 def starting_point(argv: list[str], default: str | Config | None) -> tuple[Config, str, list[str]]:
     """Take `PRESET` or `--config FILE` out of a command line: the settings, what to call them, and the flags."""
-    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, after in itertools.pairwise([*argv, "--"]):
         setting = word[2:].replace("-", "_")
         if setting in CHOICES and after.startswith("-"):
             raise UserError(f"{word} takes a value now: {word} {CHOICES[setting]}")
