@@ -160,7 +160,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         show.compiled_tables(found, step, console)
     rows = why.compared(one) if args.why else None
     if rows:
-        why.print_why(rows, console)
+        why.print_why(one, rows, console)
     if args.plot:
         show.plot(one, found, args.plot)
         say(f"drew {args.plot}")

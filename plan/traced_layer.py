@@ -230,8 +230,8 @@ class LayerRow:
     def formula(self) -> str:
         """FLOPs of one forward pass, or the bytes whose share a collective sends; of a kernel the operands' shapes."""
         if self.dims:
-            operands = (" x ".join(map(str, dims)) for dims in self.dims[:3] if len(dims) > 1)
-            return f"{KERNELS[self.kind]}({', '.join(operands)})"
+            operands = (f"[{', '.join(map(str, dims))}]" for dims in self.dims[:3] if len(dims) > 1)
+            return f"{KERNELS[self.kind]} of {' '.join(operands)}"
         return str(self.count * (self.payload if self.axes else self.flops))
 
 

@@ -4,6 +4,7 @@ The plan's rows are those of `costs.py`, before a compiler changes a collective 
 its formula: the FLOPs of one forward pass, or the bytes of a collective, in letters.
 """
 
+import re
 from dataclasses import asdict, dataclass, field
 
 from plan import costs, program, traced_layer
@@ -18,7 +19,7 @@ class Line:
     """One line of source: what all its operations of one kind do in a step."""
 
     source: str  # "model.py:123 in hidden"
-    formula: str = ""  # of one forward pass of a layer, in the letters of LEGEND
+    formula: str = ""  # of one forward pass of a layer, in the letters of MEANS
     count: float = 0  # executions
     size: float = 0  # FLOPs, or bytes sent
 
@@ -46,11 +47,28 @@ class Group:
         self.traced += row.total(of)
 
 
-LEGEND = (
-    "letters: a device's b sequences, t positions between blocks, D model width, g key heads with r query heads each, "
-    "K, R, U widths of a head's content, rotary part and value, Q and C latents, f hidden width, e experts of width m, "
-    "k experts a token, x shared ones, X slots; tensor, context, expert: devices along an axis"
-)
+MEANS = {  # what each letter of a formula is, of one device
+    "b": "sequences of a microbatch", "t": "positions of a sequence between blocks", "D": "model width",
+    "g": "heads of keys and values", "r": "query heads that share one", "K": "width of a head", "R": "its rotary part",
+    "U": "width of a value", "Q": "query latent", "C": "key and value latent", "f": "hidden width",
+    "k": "experts a token", "e": "experts", "m": "hidden width of an expert", "x": "shared experts",
+    "X": "slots of an expert",
+    "tensor": "devices along tensor", "context": "along context", "expert": "along expert",
+}  # fmt: skip
+
+
+def legend(one: Plan) -> str:
+    """How to read a formula, and every letter that a formula of this plan has, with its value."""
+    text = " ".join(formulas(one).values())
+    sizes = costs.letters(one.cfg.at_work, costs.Sizes.of(one.cfg))
+    said = (
+        f"{letter}={sizes[letter]:,} {means}" for letter, means in MEANS.items() if re.search(rf"\b{letter}\b", text)
+    )
+    return (
+        "A formula is FLOPs of a matmul, or bytes of a collective, in one forward pass of one layer; outside of layers "
+        "there is none. Letters are one device's share: " + ", ".join(said) + ". A count is all executions in a step, "
+        "with every layer, pass, microbatch and part of a ring."
+    )
 
 
 def formulas(one: Plan) -> dict[tuple[str, bool], str]:
@@ -83,8 +101,8 @@ def compared(one: Plan) -> dict[str, list[Group]]:
     return {"FLOPs": order(flops), "bytes": order(sent)}
 
 
-def print_why(found: dict[str, list[Group]], console) -> None:
-    """Print each group, what the plan and the trace say of it, and the lines of source below it."""
+def print_why(one: Plan, found: dict[str, list[Group]], console) -> None:
+    """Print each group that `compared` found, what the plan and the trace say of it, and its lines of source."""
     for unit, groups in found.items():
         title = f"{unit} of a device and step: planned, and traced line by line"
         columns = "what", "where", "forward pass of a layer", "count", "planned", "traced", "traced/planned"
@@ -97,7 +115,7 @@ def print_why(found: dict[str, list[Group]], console) -> None:
                 table.add_row("", line.source, line.formula, f"{line.count:,.6g}", "", amount(line.size, unit), "")
             table.add_section()
         console.print(table)
-    console.print(LEGEND)
+    console.print(legend(one))
 
 
 def to_json(found: dict[str, list[Group]]) -> dict:

@@ -31,8 +31,8 @@ def test_a_dense_layer_in_letters():
         "reduce-scatter over tensor": ["2 b t tensor D", "2 b t tensor D"],
         "all-gather over context": ["4 b t tensor context g K", "4 b t tensor context"],  # keys and values; documents
         "queries_keys_values": ["2 b t tensor D g r K", "2 b t tensor D g K", "2 b t tensor D g K"],
-        "partial_attention": ["attention(b x t tensor x g r x K, b x t tensor context x g x K, "
-                              "b x t tensor context x g x K)"],
+        "partial_attention": ["attention of [b, t tensor, g r, K] [b, t tensor context, g, K] "
+                              "[b, t tensor context, g, K]"],
         "grouped_attention.out": ["2 b t tensor D g r K"],
         "hidden": ["2 b t tensor D f", "2 b t tensor D f"],
         "down": ["2 b t tensor D f"],
@@ -46,7 +46,7 @@ def test_experts_and_latents_in_letters():
     assert found["all-gather over expert"][0] == found["reduce-scatter over expert"][0] == "2 b t tensor expert D"
     assert found["route"] == ["2 b t expert e D"]
     assert found["grouped_matmul"] == [
-        "experts(b t tensor expert k x D, e x D x m)", "experts(b t tensor expert k x m, e x m x D)"]  # fmt: skip
+        "experts of [b t tensor expert k, D] [e, D, m]", "experts of [b t tensor expert k, m] [e, m, D]"]  # fmt: skip
     assert found["hidden"] == ["2 b t tensor D x m"] * 2
     assert found["latent_attention.keys_values"] == ["2 b t tensor context g K C", "2 b t tensor context g U C"]
 

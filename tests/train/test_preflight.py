@@ -35,7 +35,9 @@ def test_it_needs_no_device_no_peer_and_no_lock(asked, tmp_path, tmp_path_factor
     words = [sys.executable, "main.py", *map(str, asked), "--devices", "8", "--mesh", "fsdp=4,tensor=2"]
     for rank, where in (("0", "it starts at step 0"), ("3", "process 0 knows where it goes on from")):
         env = os.environ | told | {"JAX_PROCESS_ID": rank, "AXIS_RESTART_WAIT": "75"}
-        env |= {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}  # no rows of layers are kept there: each plan traces them
+        env |= {
+            "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))
+        }  # no rows of layers are kept there: each plan traces them
         done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
         said = (
             f"checked    tiny: 86,648 parameters on mesh fsdp=4,tensor=2, 4 processes; an epoch is 14 steps; {where}\n"
