@@ -80,7 +80,8 @@ class Agreement:
     @property
     def preempted(self) -> int | None:
         """The process whose host the system takes away; None: there is none, or a user has asked for this stop too."""
-        by = {m.by: rank for rank, m in [*self.board.messages.items(), (self.board.rank, self.board.message)]}
+        messages = {**self.board.messages, self.board.rank: self.board.message}
+        by = {messages[rank].by: rank for rank in sorted(messages, reverse=True)}  # of several, all name the lowest
         return None if "user" in by else by.get("system")
 
 

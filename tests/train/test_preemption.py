@@ -1,6 +1,7 @@
 """A host that the system takes away is told apart from a run that a user stops, on every process of the run."""
 
 import signal
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import main
 from tests.train.several import SHORT, pair, together
 from tests.train.small_run import flags, run, stopped_at
 from train import watchdog
+from train.agreement import Agreement
 from train.interruptions import Interruptions
 
 FINISHED, PREEMPTED, STOPPED = "joined", "preempted", "joined"
@@ -135,3 +137,11 @@ def test_two_processes_agree_on_the_reason(home, tmp_path, fault, stop, statuses
     assert [last_word(folder) for folder in launches] == [word] * 2
     assert ("preempted: the system asked process 1 on host01 to stop (SIGTERM)" in errors[0]) is (word == PREEMPTED)
     assert ("preempted: the system asked this host to stop (SIGTERM)" in errors[1]) is (word == PREEMPTED)
+
+
+def test_of_several_preempted_hosts_all_name_the_lowest():
+    """Catches hosts that each name themselves: their operators would look for as many causes."""
+    asked = types.SimpleNamespace(by="system")
+    names = lambda rank: Agreement.preempted.fget(types.SimpleNamespace(board=types.SimpleNamespace(
+        rank=rank, message=asked, messages={other: asked for other in range(3) if other != rank})))  # fmt: skip
+    assert [names(rank) for rank in range(3)] == [0, 0, 0]
