@@ -173,7 +173,7 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
     try:  # what lies in a bucket is opened once
         state = () if is_remote(path) else os.stat(os.path.join(path, MANIFEST))
         corpus = _open(path, state.st_mtime_ns, state.st_size) if state else _open(path)
-    except (FileNotFoundError, NotADirectoryError, bucket.Missing):
+    except (FileNotFoundError, NotADirectoryError, bucket.MissingFile):
         raise UserError(f"no tokens at {path!r} (no {MANIFEST} there); make them with\n  {_command(path)}") from None
     vocabulary = corpus.manifest["tokenizer"]["vocabulary"]
     if vocab_size is not None and vocabulary > vocab_size:
@@ -209,7 +209,7 @@ def _command(path: str) -> str:
 def _open(path: str, *_state) -> Corpus:
     """Open manifest and shards; `_state` changes with the manifest, so that a rewritten one is read again."""
     remote = bucket.Bucket(path) if is_remote(path) else None
-    contents = remote.whole(MANIFEST) if remote else Path(path, MANIFEST).read_bytes()
+    contents = remote.read_file(MANIFEST) if remote else Path(path, MANIFEST).read_bytes()
     try:
         manifest = json.loads(contents)
     except ValueError as error:
@@ -287,7 +287,7 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
     corpus, d = opened(cfg), cfg.data
     sequence, first = functools.partial(_sequence, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
     if split == "train":
-        first = order.place(d.skip, step) * d.batch_size
+        first = order.batch_number(d.skip, step) * d.batch_size
         sequence = functools.partial(_of_mixture, corpus, d, cfg.run.seed) if d.mixture else sequence
     return _cut([sequence(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
 
@@ -336,8 +336,8 @@ def in_words(split: Split, d: DataConfig) -> str:
 
 def _of_mixture(corpus: Corpus, d: DataConfig, seed: int, number: int) -> list[Piece]:
     phases = parse_mixture(d.mixture)
-    starts = tuple(order.place(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
-    name, own = order.turn(phases, starts, number)
+    starts = tuple(order.batch_number(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
+    name, own = order.source_and_index(phases, starts, number)
     return _sequence(corpus.sources[name].splits["train"], d, order.seed_of(name, seed), own)
 
 

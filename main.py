@@ -54,7 +54,9 @@ def parse(argv: list[str]) -> Config:
     too_big = [name for name, (what, _) in PRESETS.items() if what.startswith("planner only")]
     presets = {name: what for name, (what, _) in PRESETS.items() if name not in too_big}
     lines = [f"  {name:13} {what}" for name, what in (presets | {"planner only": ", ".join(too_big)}).items()]
-    return command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop", change=init_from.start_from)[0]
+    return command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop", change=init_from.apply_init_from)[
+        0
+    ]
 
 
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
@@ -73,7 +75,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     traced = trace_step(cfg, mesh)
     open_run(asked, directory, together)
     trace_s, begin = time.perf_counter() - begin, time.perf_counter()
-    state = restore_or_init(cfg, mesh, directory, init_from.given_params, together)
+    state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)
     restore_s, begin = time.perf_counter() - begin, time.perf_counter()
     step_function = ordered.compile(traced, mesh)
@@ -168,7 +170,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
     log(f"validation {in_words(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
-    encoding, prompt, text = tokenizers.of(manifest), cfg.run.sample_prompt, None
+    encoding, prompt, text = tokenizers.from_manifest(manifest), cfg.run.sample_prompt, None
     if encoding and prompt:
         text = generate.sample(cfg, state.params, encoding, mesh, prompt, SAMPLE_TOKENS)
     if devices.is_main_process():
@@ -201,7 +203,7 @@ def _replay(cfg: Config, directory, step: int) -> None:
     check_same(cfg, directory)
     mesh = sharding.make_mesh(cfg.mesh)
     cfg = preflight.planned(cfg, mesh).cfg
-    state = state_before(step, cfg, mesh, directory / "checkpoints", init_from.given_params)
+    state = state_before(step, cfg, mesh, directory / "checkpoints", init_from.load_init_params)
     log(f"replaying step {step} of {directory}, from step {int(state.step)}")
     guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
 

@@ -76,7 +76,7 @@ def random_tokens(cfg: Config, folder: str) -> Config:
 
 def tokenizing(folder: str, text_mib: int) -> dict:
     """Processor seconds of tiktoken alone and of `data.prepare` with a process for each core, for the same text."""
-    library = b"".join(document.text for document in sources.documents("stdlib"))
+    library = b"".join(document.text for document in sources.read_documents("stdlib"))
     words = [word for word, _ in Counter(library.split()).most_common(4000)]
     prefixes = {(b" " + word)[:length] for word in words for length in range(2, len(word) + 2)}
     ranks = [bytes([byte]) for byte in range(256)] + sorted(prefixes, key=lambda token: (len(token), token))

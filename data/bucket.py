@@ -23,11 +23,11 @@ from errors import UserError
 
 BLOCK_BYTES = 2**18  # an answer takes as long as that of one window, and in time its neighbours are asked for too
 CACHE_BYTES = 20 * 2**30  # most that a host keeps of all buckets
-AT_ONCE = 32  # requests that are under way together
+MAX_REQUESTS = 32  # requests that are under way together
 WAITS_S = (1, 2, 4, 8, 12)  # before each further try
 
 
-class Missing(UserError):
+class MissingFile(UserError):
     """What was asked for is not there."""
 
 
@@ -67,7 +67,7 @@ def retry(what: str, work, waits_s, at_once: tuple, heading: str = ""):
         time.sleep(wait_s)
 
 
-def tried(what: str, work: Callable, heading: str = "data       "):
+def call_with_retries(what: str, work: Callable, heading: str = "data       "):
     """Call until it works, with longer and longer waits; each reason to try again is printed.
 
     Raises: UserError with the last reason; at once for what is not there or not allowed, or a protocol that is not.
@@ -87,7 +87,7 @@ def tried(what: str, work: Callable, heading: str = "data       "):
     except UserError:
         raise
     except FileNotFoundError:
-        raise Missing(f"{what}: not there") from None
+        raise MissingFile(f"{what}: not there") from None
     except at_once as error:
         raise UserError(f"{what}: {type(error).__name__}: {error}") from error
 
@@ -150,7 +150,7 @@ def cache() -> Cache:
 
 @functools.cache
 def pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket")
+    return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="bucket")
 
 
 class Bucket:
@@ -158,17 +158,17 @@ class Bucket:
 
     def __init__(self, path: str):
         self.path = path.rstrip("/")
-        self.files, self.root = tried(path, lambda: file_system(self.path))
-        self.version, self.asking = "", [threading.Lock() for _ in range(4 * AT_ONCE)]
+        self.files, self.root = call_with_retries(path, lambda: file_system(self.path))
+        self.version, self.locks = "", [threading.Lock() for _ in range(4 * MAX_REQUESTS)]
 
-    def whole(self, name: str) -> bytes:
+    def read_file(self, name: str) -> bytes:
         """A small file, never kept; what is fetched afterwards belongs to this one's contents."""
-        contents = tried(f"{self.path}/{name}", lambda: self.files.cat_file(f"{self.root}/{name}"))
+        contents = call_with_retries(f"{self.path}/{name}", lambda: self.files.cat_file(f"{self.root}/{name}"))
         self.version = hashlib.sha256(self.path.encode() + contents).hexdigest()[:16]
         return contents
 
     def open(self, name: str):
-        return tried(f"{self.path}/{name}", lambda: self.files.open(f"{self.root}/{name}", "rb"))
+        return call_with_retries(f"{self.path}/{name}", lambda: self.files.open(f"{self.root}/{name}", "rb"))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes start .. stop-1 of a file, fewer where it ends."""
@@ -178,12 +178,12 @@ class Bucket:
     def _block(self, name: str, number: int, start: int, stop: int) -> bytes:
         key = f"{self.version}-{name.replace('/', '-')}-{number}"
         stop = min(stop, BLOCK_BYTES)
-        with self.asking[hash(key) % len(self.asking)]:  # two rows of one block ask once
+        with self.locks[hash(key) % len(self.locks)]:  # two rows of one block ask once
             if (found := cache().get(key, start, stop)) is not None:
                 return found
             first = number * BLOCK_BYTES
             ask = lambda: self.files.cat_file(f"{self.root}/{name}", start=first, end=first + BLOCK_BYTES)
-            contents = tried(f"{self.path}/{name}, bytes from {first}", ask)
+            contents = call_with_retries(f"{self.path}/{name}, bytes from {first}", ask)
             cache().put(key, contents)
             return contents[start:stop]
 
@@ -198,7 +198,7 @@ class Shard:
         return self.tokens
 
     @functools.cached_property
-    def begin(self) -> int:
+    def data_start(self) -> int:
         """Where its tokens begin, behind a header that says what the manifest does."""
         file = io.BytesIO(self.bucket.read(self.name, 0, 4096))
         where = f"{self.bucket.path}/{self.name}"
@@ -215,7 +215,7 @@ class Shard:
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self.tokens)
         size = self.dtype.itemsize
-        found = self.bucket.read(self.name, self.begin + start * size, self.begin + stop * size)
+        found = self.bucket.read(self.name, self.data_start + start * size, self.data_start + stop * size)
         if len(found) != (stop - start) * size:
             raise self.damaged(f"{self.bucket.path}/{self.name}", f"ends before its token {stop - 1}")
         return np.frombuffer(found, self.dtype)

@@ -60,7 +60,7 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
     for name, split in corpus.splits.items():
         counts = np.zeros(64, np.int64)
         seen = np.zeros(vocabulary, bool)
-        for length, count in _lengths(split, f"{args.path}: split {name!r}", seen):
+        for length, count in _count_lengths(split, f"{args.path}: split {name!r}", seen):
             counts[length] += count
         histograms[name] = counts
         said = manifest["splits"][name]
@@ -75,12 +75,12 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
             log(f"  {dataset.in_words(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
         _show_documents(split, corpus, args.documents)
     if args.plot:
-        _draw(histograms, args.plot)
+        _plot(histograms, args.plot)
         log(f"\n{args.plot} written")
     return histograms
 
 
-def _lengths(split: dataset.Split, where: str, seen: np.ndarray):
+def _count_lengths(split: dataset.Split, where: str, seen: np.ndarray):
     """Yield (n, how many documents have 2**n .. 2**(n+1) - 1 tokens, their end among them); note ids in `seen`.
 
     Raises: UserError if documents begin elsewhere than the files beside the shards say.
@@ -99,13 +99,13 @@ def _lengths(split: dataset.Split, where: str, seen: np.ndarray):
                                 f"files beside its shards name {len(same)}; remake all with data.prepare --overwrite"
                                 )  # fmt: skip
         edges = begins if last is None else np.append(last, begins)
-        yield from _binned(np.diff(edges))
+        yield from _bin_lengths(np.diff(edges))
         last = edges[-1] if len(edges) else None
     if last is not None:
-        yield from _binned(np.array([split.tokens - last]))
+        yield from _bin_lengths(np.array([split.tokens - last]))
 
 
-def _binned(lengths: np.ndarray):
+def _bin_lengths(lengths: np.ndarray):
     if len(lengths):
         exponents, counts = np.unique(np.frexp(lengths)[1] - 1, return_counts=True)  # length = x * 2**e, 1/2 <= x < 1
         yield from zip(exponents.tolist(), counts.tolist(), strict=True)
@@ -121,7 +121,7 @@ def _show_histogram(counts: np.ndarray) -> None:
 
 def _show_documents(split: dataset.Split, corpus: dataset.Corpus, count: int) -> None:
     """The first line of each of the first documents."""
-    encoding = tokenizers.of(corpus.manifest)
+    encoding = tokenizers.from_manifest(corpus.manifest)
     start = 0
     for _ in range(count):
         if encoding is None or start >= split.tokens:
@@ -131,10 +131,10 @@ def _show_documents(split: dataset.Split, corpus: dataset.Corpus, count: int) ->
         ids = tokens[: ends[0]] if len(ends) else tokens
         line = encoding.decode(ids.tolist()).lstrip().partition("\n")[0][:FIRST_LETTERS]
         log(f"  | {line}")
-        start = start + 1 + int(ends[0]) if len(ends) else _next(split, corpus.eot, start + 1)
+        start = start + 1 + int(ends[0]) if len(ends) else _next_document(split, corpus.eot, start + 1)
 
 
-def _next(split: dataset.Split, eot: int, start: int) -> int:
+def _next_document(split: dataset.Split, eot: int, start: int) -> int:
     """Where the next document begins."""
     for place in range(start, split.tokens, CHUNK_TOKENS):
         ends = np.flatnonzero(split.read(place, min(place + CHUNK_TOKENS, split.tokens)) == eot)
@@ -143,7 +143,7 @@ def _next(split: dataset.Split, eot: int, start: int) -> int:
     return split.tokens
 
 
-def _draw(histograms: dict[str, np.ndarray], path: str) -> None:
+def _plot(histograms: dict[str, np.ndarray], path: str) -> None:
     figure = new_picture(figsize=(6, 3))
     axes = figure.subplots()
     for name, counts in histograms.items():

@@ -12,7 +12,7 @@ from multiprocessing import connection
 from errors import UserError
 
 ENGINES = ("processes", "ray")
-AHEAD = 2  # tasks that wait for each worker
+QUEUED_PER_WORKER = 2  # tasks that wait for each worker
 WAIT_S = 1.0
 
 _shared = None  # what each task of this process needs
@@ -24,11 +24,11 @@ def run(work: Callable, shared, tasks: Iterable, workers: int, engine: str, ray_
     The first failure ends it: what other workers have begun is given up.
     """
     if engine == "ray":
-        return _on_ray(work, shared, tasks, ray_address)
-    return _in_processes(work, shared, tasks, workers) if workers > 1 else (work(shared, task) for task in tasks)
+        return _run_on_ray(work, shared, tasks, ray_address)
+    return _run_in_processes(work, shared, tasks, workers) if workers > 1 else (work(shared, task) for task in tasks)
 
 
-def _begin(shared) -> None:
+def _init_worker(shared) -> None:
     """In a new process: Ctrl-C is its parent's, and so is the end."""
     global _shared
     _shared = shared
@@ -45,15 +45,15 @@ def _call(work: Callable, task):
     return work(_shared, task)
 
 
-def _in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> Iterator:
+def _run_in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> Iterator:
     # Not forked: a fork copies locks that threads of this process hold.
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(shared,)
+        workers, multiprocessing.get_context("spawn"), initializer=_init_worker, initargs=(shared,)
     )
     tasks, waiting = iter(tasks), set()
     try:
         while True:
-            for task in itertools.islice(tasks, workers * AHEAD - len(waiting)):
+            for task in itertools.islice(tasks, workers * QUEUED_PER_WORKER - len(waiting)):
                 waiting.add(pool.submit(_call, work, task))
             if not waiting:
                 return
@@ -68,7 +68,7 @@ def _in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> Iter
         pool.shutdown(cancel_futures=True)
 
 
-def _on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterator:
+def _run_on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterator:
     """The same as tasks of a Ray cluster. Ray gives those of a node that is lost to another."""
     try:
         import ray  # an extra
@@ -84,7 +84,9 @@ def _on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterator:
     remote = ray.remote(max_retries=-1)(work)
     held, tasks, waiting = ray.put(shared), iter(tasks), []
     while True:
-        most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)  # as it is now: machines come and go
+        most = QUEUED_PER_WORKER * max(
+            int(ray.cluster_resources().get("CPU", 1)), 1
+        )  # as it is now: machines come and go
         waiting += [remote.remote(held, task) for task in itertools.islice(tasks, max(most - len(waiting), 0))]
         if not waiting:
             return

@@ -36,12 +36,12 @@ class File(NamedTuple):
     version: str  # changes when the contents do: time of the last change, or what a bucket says of it
 
 
-def local(path: str) -> str:
+def local_path(path: str) -> str:
     """The path behind file://; any other as it is."""
     return path.removeprefix("file://") if path.startswith("file://") else path
 
 
-def within(what: str, seconds: float, work: Callable):
+def call_with_timeout(what: str, seconds: float, work: Callable):
     """Return what a call returns, waiting so long at most: many a client retries for minutes.
 
     Raises: UserError if it takes longer, or fails for want of a package, a right, a network.
@@ -71,40 +71,40 @@ def within(what: str, seconds: float, work: Callable):
         ) from error
 
 
-def patiently(what: str, far: bool, work: Callable):
+def call_patiently(what: str, remote: bool, work: Callable):
     """Call until it works, if it needs a network, with longer and longer waits; each reason is printed.
 
     Raises: UserError with the last reason; at once for what no wait mends, and for whatever happens on this machine.
     """
     at_once = (UserError, FileNotFoundError, PermissionError, MemoryError)
-    return retry(what, work, WAITS_S, at_once) if far else work()
+    return retry(what, work, WAITS_S, at_once) if remote else work()
 
 
-def system(path: str):
+def file_system_of(path: str):
     """The file system that a path or address belongs to, and the path in it."""
-    return within(path, ANSWER_S, lambda: file_system(local(path)))
+    return call_with_timeout(path, ANSWER_S, lambda: file_system(local_path(path)))
 
 
 # Which files ----------------------------------------------------------------------------------------------------------
 
 
-def matching(pattern: str, in_folder: str = "**") -> list[File]:
+def find_files(pattern: str, in_folder: str = "**") -> list[File]:
     """List the files a glob matches, by name: the path below the last directory without a wildcard.
 
     Of a folder, those that match `in_folder` below it. A file that matches under several names, through links or as
     `**/**` does, counts once, under the first of them.
     """
-    pattern = os.path.expanduser(local(pattern))
+    pattern = os.path.expanduser(local_path(pattern))
     if pattern.startswith(("http://", "https://")):
-        return [_on_the_web(pattern)]
-    found = _in_a_bucket(pattern, in_folder) if is_remote(pattern) else _here(pattern, in_folder)
+        return [_web_file(pattern)]
+    found = _find_in_bucket(pattern, in_folder) if is_remote(pattern) else _find_local(pattern, in_folder)
     if not found:
         where = "" if is_remote(pattern) else f" (in {os.getcwd()})"
         raise UserError(f"no file matches {pattern!r}{where}; quote the pattern, ** crosses directories")
     return found
 
 
-def _here(pattern: str, in_folder: str) -> list[File]:
+def _find_local(pattern: str, in_folder: str) -> list[File]:
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), in_folder)
     elif os.path.isfile(pattern):
@@ -113,7 +113,7 @@ def _here(pattern: str, in_folder: str) -> list[File]:
     paths = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
     names = sorted(((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths), reverse=True)
     once = sorted({os.path.realpath(path): (name, path) for name, path in names}.values())
-    return [at(path, name) for name, path in once]
+    return [local_file(path, name) for name, path in once]
 
 
 def _before_wildcards(pattern: str) -> str:
@@ -123,14 +123,14 @@ def _before_wildcards(pattern: str) -> str:
     return root.translate({1: "*", 2: "?", 3: "["})
 
 
-def at(path: str, name: str) -> File:
+def local_file(path: str, name: str) -> File:
     """A file of this machine."""
     state = os.stat(path)
     return File(name, path, state.st_size, str(state.st_mtime_ns))
 
 
-def _in_a_bucket(pattern: str, in_folder: str) -> list[File]:
-    files, path = system(pattern)
+def _find_in_bucket(pattern: str, in_folder: str) -> list[File]:
+    files, path = file_system_of(pattern)
 
     def look():
         root = os.path.dirname(re.split(r"[*?\[]", path)[0])
@@ -140,7 +140,7 @@ def _in_a_bucket(pattern: str, in_folder: str) -> list[File]:
             found = files.glob(f"{root}/{in_folder}", detail=True)
         return root, found
 
-    root, found = within(pattern, ANSWER_S, look)
+    root, found = call_with_timeout(pattern, ANSWER_S, look)
     said = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
     return sorted(
         File(os.path.relpath(one, root), files.unstrip_protocol(one), info["size"],
@@ -149,8 +149,8 @@ def _in_a_bucket(pattern: str, in_folder: str) -> list[File]:
     )  # fmt: skip
 
 
-def _on_the_web(address: str) -> File:
-    with asked(address, method="HEAD") as answer:
+def _web_file(address: str) -> File:
+    with open_url(address, method="HEAD") as answer:
         size = int(answer.headers.get("Content-Length") or 0)
         version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
     return File(os.path.basename(address), address, size, version)
@@ -163,20 +163,20 @@ def compression(path: str) -> str | None:
     return COMPRESSED.get(os.path.splitext(path)[1])
 
 
-def opened(path: str) -> BinaryIO:
+def open_stored(path: str) -> BinaryIO:
     """Open a file for reading from any place in it, as it is stored."""
     if path.startswith(("http://", "https://")):
-        return io.BufferedReader(_OnTheWeb(path), CHUNK_BYTES)
+        return io.BufferedReader(_WebStream(path), CHUNK_BYTES)
     if not is_remote(path):
         return open(path, "rb")
-    files, name = system(path)
+    files, name = file_system_of(path)
     return files.open(name, "rb")
 
 
 @contextlib.contextmanager
-def contents(path: str) -> Iterator[BinaryIO]:
+def open_decompressed(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading what is in it, from the beginning. Raises: UserError where that is damaged."""
-    with opened(path) as stored:
+    with open_stored(path) as stored:
         try:
             kind = compression(path)
             if kind == "gzip":
@@ -185,14 +185,14 @@ def contents(path: str) -> Iterator[BinaryIO]:
                 import pyarrow  # here, because every other kind works without it
 
                 inside = pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), "zstd")
-                yield io.BufferedReader(_Reads(path, inside.read), CHUNK_BYTES)
+                yield io.BufferedReader(_ReaderStream(path, inside.read), CHUNK_BYTES)
             else:
                 yield stored
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{path}: not whole, or not gzip: {error}") from error
 
 
-class _Reads(io.RawIOBase):
+class _ReaderStream(io.RawIOBase):
     """A stream made of a function that reads so many bytes."""
 
     def __init__(self, path: str, read: Callable[[int], bytes]):
@@ -213,10 +213,10 @@ class _Reads(io.RawIOBase):
 # http -----------------------------------------------------------------------------------------------------------------
 
 
-def asked(address: str, method: str = "GET", **headers: str):
+def open_url(address: str, method: str = "GET", **headers: str):
     """Open an answer of a web server. Raises: UserError, within half a minute, with its reason."""
     request = urllib.request.Request(address, headers=headers, method=method)
-    if address.startswith(hub()) and (token := os.environ.get("HF_TOKEN")):
+    if address.startswith(hub_url()) and (token := os.environ.get("HF_TOKEN")):
         request.add_unredirected_header("Authorization", f"Bearer {token}")  # for the hub, not for where it points to
     for last in (False, True):
         try:
@@ -234,19 +234,19 @@ def asked(address: str, method: str = "GET", **headers: str):
                                 ) from error  # fmt: skip
 
 
-def hub() -> str:
+def hub_url() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/") + "/"
 
 
-class _OnTheWeb(io.RawIOBase):
+class _WebStream(io.RawIOBase):
     """A file behind http, read by ranges: one request goes on until another place is asked for."""
 
     def __init__(self, address: str):
-        self.address, self.place, self.answer = address, 0, None
+        self.address, self.position, self.response = address, 0, None
 
     @functools.cached_property
     def size(self) -> int:
-        return _on_the_web(self.address).size
+        return _web_file(self.address).size
 
     def readable(self) -> bool:
         return True
@@ -255,41 +255,41 @@ class _OnTheWeb(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self.place
+        return self.position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
-        if place != self.place and self.answer:
-            self.answer.close()
-            self.answer = None
-        self.place = place
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
+        if place != self.position and self.response:
+            self.response.close()
+            self.response = None
+        self.position = place
         return place
 
     def readinto(self, buffer) -> int:
-        if self.place >= self.size:
+        if self.position >= self.size:
             return 0
         found = b""
         for last in (False, True):
-            if self.answer is None:
-                self.answer = asked(self.address, Range=f"bytes={self.place}-")
-                if self.place and self.answer.status != 206:
+            if self.response is None:
+                self.response = open_url(self.address, Range=f"bytes={self.position}-")
+                if self.position and self.response.status != 206:
                     raise UserError(f"{self.address}: its server does not answer ranges; copy the file")
             try:
-                found = self.answer.read(min(len(buffer), self.size - self.place))
+                found = self.response.read(min(len(buffer), self.size - self.position))
             except OSError as error:
                 if last:
-                    raise UserError(f"{self.address}: ends at byte {self.place} of {self.size}: {error}") from error
+                    raise UserError(f"{self.address}: ends at byte {self.position} of {self.size}: {error}") from error
             if found:
                 break
-            self.answer.close()
-            self.answer = None
+            self.response.close()
+            self.response = None
         if not found:
-            raise UserError(f"{self.address}: ends at byte {self.place} of {self.size}")
+            raise UserError(f"{self.address}: ends at byte {self.position} of {self.size}")
         buffer[: len(found)] = found
-        self.place += len(found)
+        self.position += len(found)
         return len(found)
 
     def close(self) -> None:
-        if self.answer:
-            self.answer.close()
+        if self.response:
+            self.response.close()
         super().close()

@@ -24,7 +24,7 @@ def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
     try:
         with open(path, encoding="utf-8") as file:
             said = json.load(file)
-        return encoding(f"json:{path}", said, end_name, gpt2_pattern)
+        return parse_tokenizer(f"json:{path}", said, end_name, gpt2_pattern)
     except OSError as error:
         raise UserError(f"tokenizer 'json:{path}': {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -33,14 +33,14 @@ def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
         raise UserError(f"tokenizer 'json:{path}': not a tokenizer.json ({type(error).__name__}: {error})") from error
 
 
-def encoding(name: str, said: dict, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
+def parse_tokenizer(name: str, contents: dict, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
     """Turn what a tokenizer.json says into an encoding."""
-    if said.get("normalizer"):
-        raise UserError(f"it changes text before it cuts it ({said['normalizer'].get('type')}); tokens would not give "
+    if contents.get("normalizer"):
+        raise UserError(f"it changes text before it cuts it ({contents['normalizer'].get('type')}); tokens would not give "
                         "the text back")  # fmt: skip
-    special = {one["content"]: one["id"] for one in said.get("added_tokens") or []}
-    ranks = ranks_of(said["model"], special)
-    pattern = _pattern(said.get("pre_tokenizer") or {}, gpt2_pattern)
+    special = {one["content"]: one["id"] for one in contents.get("added_tokens") or []}
+    ranks = ranks_of(contents["model"], special)
+    pattern = _pattern(contents.get("pre_tokenizer") or {}, gpt2_pattern)
     end = next((special.pop(end) for end in ENDS if end in special), max([*ranks.values(), *special.values()]) + 1)
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special | {end_name: end})
 
@@ -50,7 +50,7 @@ def ranks_of(model: dict, special: dict[str, int]) -> dict[bytes, int]:
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, as SentencePiece makes it" if model.get("byte_fallback") else model.get("type")
         raise UserError(f"it is a {kind}, not a byte-level BPE")
-    byte_of = {letter: byte for byte, letter in letters().items()}
+    byte_of = {letter: byte for byte, letter in byte_letters().items()}
     if unknown := next((t for t in model["vocab"] if t not in special and not set(t) <= byte_of.keys()), None):
         raise UserError(f"its token {unknown!r} is not written in the letters of bytes: it is not a byte-level BPE")
     to_bytes = lambda token: bytes(byte_of[letter] for letter in token)
@@ -64,7 +64,7 @@ def ranks_of(model: dict, special: dict[str, int]) -> dict[bytes, int]:
     return ranks
 
 
-def letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """The letter that stands for each byte: itself if it can be seen, else one after U+0100. Source: GPT-2, encoder.py,
     `bytes_to_unicode`."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

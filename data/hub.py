@@ -16,7 +16,7 @@ READABLE = tuple(
 SPLIT = "train"  # what a data set calls the part to train on; ours are made of it
 
 
-def kind(file: File) -> str:
+def file_kind(file: File) -> str:
     """How a file of a data set is read, by its ending."""
     name = file.name.removesuffix(".gz").removesuffix(".zst")
     return next(kind for kind, endings in ENDINGS.items() if name.endswith(endings))
@@ -30,8 +30,8 @@ def dataset_files(name: str) -> list[File]:
     Source: https://huggingface.co/docs/hub/datasets-manual-configuration, for `configs` and `data_files`.
     """
     name, _, config = name.partition(":")
-    about = f"{files.hub()}api/datasets/{urllib.parse.quote(name)}"
-    with files.asked(f"{about}?full=true") as answer:
+    about = f"{files.hub_url()}api/datasets/{urllib.parse.quote(name)}"
+    with files.open_url(f"{about}?full=true") as answer:
         said = json.load(answer)
     commit = said["sha"]
     there = [one["rfilename"] for one in said["siblings"] if one["rfilename"].endswith(READABLE)]
@@ -43,7 +43,7 @@ def dataset_files(name: str) -> list[File]:
         raise UserError(f"hf:{name}: none of its {len(said['siblings'])} files is {' or '.join(patterns) or 'text'}, "
                         "and ends in .parquet, .jsonl or .txt; name some with parquet:ADDRESS")  # fmt: skip
     sizes = _sizes(about, commit, chosen)
-    root = f"{files.hub()}datasets/{urllib.parse.quote(name)}/resolve/{commit}/"
+    root = f"{files.hub_url()}datasets/{urllib.parse.quote(name)}/resolve/{commit}/"
     return [File(path, root + urllib.parse.quote(path), sizes[path], commit) for path in chosen]
 
 
@@ -81,7 +81,7 @@ def _sizes(about: str, commit: str, paths: list[str]) -> dict[str, int]:
     for folder in sorted({os.path.dirname(path) for path in paths}):
         address = f"{about}/tree/{commit}" + (f"/{urllib.parse.quote(folder)}" if folder else "")
         while address:
-            with files.asked(address) as answer:
+            with files.open_url(address) as answer:
                 sizes |= {one["path"]: one["size"] for one in json.load(answer) if one["type"] == "file"}
                 link = answer.headers.get("Link") or ""
             address = link.partition("<")[2].partition(">")[0] if 'rel="next"' in link else ""

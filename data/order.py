@@ -13,7 +13,7 @@ from config.fields import PERIOD, Phase, parse_mixture, parse_skips
 # Steps that are passed over -------------------------------------------------------------------------------------------
 
 
-def place(skip: str, step: int) -> int:
+def batch_number(skip: str, step: int) -> int:
     """The number of a step's batch in the endless order of batches."""
     return step + sum(count for first, count in parse_skips(skip) if first <= step)
 
@@ -22,7 +22,7 @@ def place(skip: str, step: int) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _turns(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+def _interleave(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     """Of PERIOD sequences: whose turn it is, spread evenly, and how many turns each source has had before."""
     credit, had, turns = [0] * len(shares), [0] * len(shares), []
     for _ in range(PERIOD):
@@ -34,7 +34,7 @@ def _turns(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     return turns
 
 
-def turn(phases: tuple[Phase, ...], starts: tuple[int, ...], number: int) -> tuple[str, int]:
+def source_and_index(phases: tuple[Phase, ...], starts: tuple[int, ...], number: int) -> tuple[str, int]:
     """Whose sequence has this number in the endless order, and its number among those of that source.
 
     starts  number of the first sequence of each phase
@@ -44,7 +44,7 @@ def turn(phases: tuple[Phase, ...], starts: tuple[int, ...], number: int) -> tup
     for phase, start, end in zip(phases, starts, (*starts[1:], math.inf), strict=True):
         shares = tuple(phase.shares[name] for name in names)
         rounds, rest = divmod(min(end, number) - start, PERIOD)
-        whose, before = _turns(shares)[rest]
+        whose, before = _interleave(shares)[rest]
         had = [h + rounds * share + b for h, share, b in zip(had, shares, before, strict=True)]
         if number < end:
             return names[whose], had[whose]
@@ -59,7 +59,7 @@ def seed_of(name: str, seed: int) -> int:
 # What a run has seen --------------------------------------------------------------------------------------------------
 
 
-def seen(mixture_text: str, skip: str, steps: int) -> tuple:
+def settings_before(mixture_text: str, skip: str, steps: int) -> tuple:
     """Of both settings, what has decided the first `steps` steps: a run may change the rest when it goes on."""
     phases = tuple((phase.first, tuple(phase.shares.items())) for phase in parse_mixture(mixture_text))
     skips = tuple(one for one in parse_skips(skip) if one[0] < steps)

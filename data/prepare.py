@@ -66,7 +66,7 @@ class Arguments:
             raise UserError(f"workers={self.workers}: must be 0, for every core, or more")
 
     @property
-    def recorded(self) -> dict:
+    def manifest_arguments(self) -> dict:
         """What decides the tokens, as the manifest keeps it."""
         how = ("out", "overwrite", "workers", "engine", "ray_address")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in how}
@@ -91,28 +91,28 @@ def prepare(args: Arguments) -> dict:
     """Make the token shards in args.out, unless they are there, and return their manifest."""
     out = Folder(args.out)
     if out.size(dataset.MANIFEST) is not None and not args.overwrite:
-        manifest = _existing(args)
-        _clear(out)  # of a run that was killed when all was in place
-        log(f"{_name(args.out)} is complete: {_summary(manifest)}; --overwrite makes it again")
+        manifest = _check_existing(args)
+        _remove_work(out)  # of a run that was killed when all was in place
+        log(f"{_display_name(args.out)} is complete: {_summary(manifest)}; --overwrite makes it again")
         return manifest
     encoding = tokenizers.load(args.tokenizer)
-    with _unfinished(out) as work:
+    with _work_folder(out) as work:
         job = Job(work, encoding, args.text_field, args.val_share, tails=False)
-        cut = sources.units(args.source, functools.partial(_parts, work))
+        cut = sources.make_units(args.source, functools.partial(_split_file_once, work))
         manifest = _publish(out, work, {
             "format": dataset.FORMAT,
-            "arguments": args.recorded,
+            "arguments": args.manifest_arguments,
             "sources": [{"source": args.source, "weight": 1.0}],
             "tokenizer": {"name": args.tokenizer, "fingerprint": job.fingerprint,
                           "vocabulary": encoding.n_vocab, "eot": encoding.eot_token},
             "dtype": job.dtype.name,
             **_write_shards(args, job, cut),
         })  # fmt: skip
-    log(f"{_name(args.out)}: {_summary(manifest)}")
+    log(f"{_display_name(args.out)}: {_summary(manifest)}")
     return manifest
 
 
-def _name(out: str) -> str:
+def _display_name(out: str) -> str:
     """What to call a directory in a line of output: as it was given, but of an absolute path the last part."""
     return os.path.basename(os.path.normpath(out)) if os.path.isabs(out) else out
 
@@ -121,38 +121,38 @@ def _name(out: str) -> str:
 
 
 @contextlib.contextmanager
-def _unfinished(out: Folder) -> Iterator[Folder]:
+def _work_folder(out: Folder) -> Iterator[Folder]:
     """Give a folder in the directory for what is not finished.
 
     What is done when a run fails or is killed stays there, and the next run of the same command goes on from it; if
     nothing is, the directory is as before.
     """
     path = Path(out.path)
-    missing = [one for one in (path, *path.parents) if not one.exists()] if out.here else []  # the innermost first
-    work = out.below(UNFINISHED + "units")
+    missing = [one for one in (path, *path.parents) if not one.exists()] if out.is_local else []  # the innermost first
+    work = out.subfolder(UNFINISHED + "units")
     work.make()
     try:
-        with shards.alone(work):
-            for name in work.names():
+        with shards.lock_folder(work):
+            for name in work.file_names():
                 if name.endswith(".part"):  # of a process that was killed
                     work.remove(name)
             yield work
-        _clear(out)
+        _remove_work(out)
     except BaseException:
-        kept = sum(name.startswith("unit-") for name in work.names())
+        kept = sum(name.startswith("unit-") for name in work.file_names())
         if kept:
             log(f"{kept} units are kept in {work.path}: the same command goes on from there")
         else:
-            _clear(out)
+            _remove_work(out)
             for path in missing:
                 with contextlib.suppress(OSError):
                     path.rmdir()
         raise
 
 
-def _clear(out: Folder) -> None:
-    out.below(UNFINISHED + "units").clear()
-    for path in glob.glob(os.path.join(glob.escape(out.path), UNFINISHED + "*")) if out.here else ():
+def _remove_work(out: Folder) -> None:
+    out.subfolder(UNFINISHED + "units").clear()
+    for path in glob.glob(os.path.join(glob.escape(out.path), UNFINISHED + "*")) if out.is_local else ():
         shutil.rmtree(path)
 
 
@@ -163,20 +163,20 @@ def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
     """
     manifest |= entropies(_first_train_tokens(work, manifest), manifest["tokenizer"]["vocabulary"])
     out.remove(dataset.MANIFEST)
-    for name in out.names():
+    for name in out.file_names():
         if re.fullmatch(r"(train|val)-\d+(\.(weights|begins))?\.npy", name):
             out.remove(name)
     for file in dataset.files_of(manifest):
-        out.take(file["file"], work)
+        out.move_from(file["file"], work)
     out.write(dataset.MANIFEST, lambda file: file.write((json.dumps(manifest, indent=1) + "\n").encode()))
     return manifest
 
 
-def _existing(args: Arguments) -> dict:
+def _check_existing(args: Arguments) -> dict:
     """Return the manifest of a directory that is complete and was made from the same arguments."""
     manifest = dataset.load(args.out).manifest
     recorded = dict(manifest["arguments"], fingerprint=manifest["tokenizer"]["fingerprint"])
-    asked = dict(args.recorded, fingerprint=recorded["fingerprint"])
+    asked = dict(args.manifest_arguments, fingerprint=recorded["fingerprint"])
     if tokenizers.is_file(args.tokenizer):  # the file behind the name may have changed
         asked["fingerprint"] = tokenizers.fingerprint(tokenizers.load(args.tokenizer))
     if difference := first_difference(asked, recorded):
@@ -187,12 +187,12 @@ def _existing(args: Arguments) -> dict:
 # Text to shards -------------------------------------------------------------------------------------------------------
 
 
-def _parts(work: Folder, kind: str, file: files.File, unit_bytes: int) -> list[Part]:
+def _split_file_once(work: Folder, kind: str, file: files.File, unit_bytes: int) -> list[Part]:
     """Cut a large file, which reads it once; remember where."""
     name = "parts-" + hashlib.sha256(json.dumps([kind, file, unit_bytes]).encode()).hexdigest()[:20]
     if work.size(name) is None:
-        cut = lambda: sources.parts(kind, file, unit_bytes)
-        found = [part[2:] for part in files.patiently(file.path, is_remote(file.path), cut)]
+        cut = lambda: sources.split_file(kind, file, unit_bytes)
+        found = [part[2:] for part in files.call_patiently(file.path, is_remote(file.path), cut)]
         work.write(name, lambda out: out.write(json.dumps(found).encode()))
     return [Part(kind, file, *rest) for rest in json.loads(work.read(name))]
 
@@ -204,7 +204,7 @@ def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
     """
     tails = dataclasses.replace(job, tails=True)
     known = {one.name(unit) for one in (job, tails) for unit in cut}
-    for name in job.folder.names():
+    for name in job.folder.file_names():
         if name.startswith("unit-") and name not in known:  # of another source or tokenizer
             job.folder.remove(name)
     made, total = _tokenize(args, job, cut)
@@ -212,12 +212,12 @@ def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
     if not text_bytes:
         job.folder.clear()
         raise UserError(f"{args.source!r} holds no text: 0 bytes in {documents} documents")
-    if without := _without_text(total):
+    if without := _split_without_text(total):
         log(f"note: by name, none of the text of {documents} documents falls into {without!r} at --val-share "
             f"{args.val_share}; the tail of each is held out instead")  # fmt: skip
         job = tails
         made, total = _tokenize(args, job, cut)
-        if without := _without_text(total):
+        if without := _split_without_text(total):
             job.folder.clear()
             raise UserError(f"{args.source!r} holds {text_bytes} bytes of text in {documents} documents: too few to "
                             f"leave one for {without!r} at --val-share {args.val_share}")  # fmt: skip
@@ -227,17 +227,17 @@ def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
     return _assemble(args, job, cut, made, total["text_bytes"])
 
 
-def _without_text(total: dict) -> str | None:
+def _split_without_text(total: dict) -> str | None:
     return next((split for split, count in total["text_bytes"].items() if not count), None)
 
 
 def _tokenize(args: Arguments, job: Job, cut: list[Unit]) -> tuple[list[UnitFile], dict]:
     """Tokenize the units that are not done. Return all, in order, and sums over them."""
-    there, names = set(job.folder.names()), [job.name(unit) for unit in cut]
-    found = {name: shards.whole(job.folder, name, job.dtype) for name in names if name in there}
+    there, names = set(job.folder.file_names()), [job.name(unit) for unit in cut]
+    found = {name: shards.open_complete_unit(job.folder, name, job.dtype) for name in names if name in there}
     todo = [(name, unit) for name, unit in zip(names, cut, strict=True) if not found.get(name)]
-    results = _run(args, units.tokenize, job, todo, len(todo))
-    with progress.shown("tokenizing", len(cut), len(cut) - len(todo)) as advance:
+    results = _run_tasks(args, units.tokenize, job, todo, len(todo))
+    with progress.show_progress("tokenizing", len(cut), len(cut) - len(todo)) as advance:
         for head in results:
             advance(head and sum(head.tokens.values()))
     sums = ("documents", "tokens", "text_bytes")
@@ -252,14 +252,14 @@ def _tokenize(args: Arguments, job: Job, cut: list[Unit]) -> tuple[list[UnitFile
     return made, total
 
 
-def _run(args: Arguments, work: Callable, job: Job, todo: list, most_workers: int) -> Iterator:
+def _run_tasks(args: Arguments, work: Callable, job: Job, todo: list, most_workers: int) -> Iterator:
     workers = min(args.workers or os.cpu_count() or 1, most_workers)
     return engine.run(work, job, todo, workers, args.engine, args.ray_address)
 
 
 def _assemble(args: Arguments, job: Job, cut: list[Unit], made: list[UnitFile], text_bytes: dict[str, int]) -> dict:
     """Write the shards that are not done, and return what the manifest says of all."""
-    cuts, rows = {split: shards.Cut(split, args.shard_tokens) for split in shards.SPLITS}, []
+    cuts, rows = {split: shards.ShardPlanner(split, args.shard_tokens) for split in shards.SPLITS}, []
     for unit, file in zip(cut, made, strict=True):
         for split in shards.SPLITS:
             cuts[split].add(file.name, file.lengths(split))
@@ -267,11 +267,11 @@ def _assemble(args: Arguments, job: Job, cut: list[Unit], made: list[UnitFile], 
     for one in cuts.values():
         one.close()
     every = [shard for one in cuts.values() for shard in one.shards]
-    done = {shard.file: found for shard in every if (found := units.written(job, shard))}
+    done = {shard.file: found for shard in every if (found := units.read_finished_shard(job, shard))}
     todo = [shard for shard in every if shard.file not in done]
     # Starting a process takes as long as writing a few shards.
-    results = _run(args, units.assemble, job, todo, len(todo) // 4)
-    with progress.shown("shards", len(every), len(done)) as advance:
+    results = _run_tasks(args, units.assemble, job, todo, len(todo) // 4)
+    with progress.show_progress("shards", len(every), len(done)) as advance:
         for one in results:
             if one:
                 done[one.row["file"]] = one
@@ -354,19 +354,19 @@ def from_ids(
     """
     encoding, vocabulary, limit, end = _vocabulary(tokenizer, vocab_size, eot)
     args = Arguments(out, "ids", tokenizer or tokenizers.UNKNOWN, "", val_share, shard_tokens)  # it checks the last two
-    splits = {"train": _documents("train_ids", train_ids, end, limit)}
+    splits = {"train": _split_documents("train_ids", train_ids, end, limit)}
     if validation_ids is not None:
-        splits["val"] = _documents("validation_ids", validation_ids, end, limit)
+        splits["val"] = _split_documents("validation_ids", validation_ids, end, limit)
     else:
         splits["train"], splits["val"] = _hold_out(splits["train"], val_share)
-    weights = _weights(splits, {"train": train_weights, "val": validation_weights})
+    weights = _check_weights(splits, {"train": train_weights, "val": validation_weights})
     if os.path.lexists(out) and not (os.path.isdir(out) and (overwrite or not os.listdir(out))):
         raise UserError(f"{out} is there already; choose another directory, or overwrite=True to replace its tokens")
     place = Folder(out)
-    with _unfinished(place) as work:
+    with _work_folder(place) as work:
         manifest = _publish(place, work, {
             "format": dataset.FORMAT,
-            "arguments": args.recorded,
+            "arguments": args.manifest_arguments,
             "sources": [{"source": args.source, "weight": 1.0}],
             "tokenizer": {"name": args.tokenizer, "fingerprint": encoding and tokenizers.fingerprint(encoding),
                           "vocabulary": vocabulary, "eot": end},
@@ -374,7 +374,7 @@ def from_ids(
             "splits": {name: _write_ids(args, work, name, documents, end, vocabulary, encoding, weights[name])
                        for name, documents in splits.items()},
         })  # fmt: skip
-    log(f"{_name(out)}: {_summary(manifest)}")
+    log(f"{_display_name(out)}: {_summary(manifest)}")
     return manifest
 
 
@@ -396,7 +396,7 @@ def _vocabulary(tokenizer: str, vocab_size: int, eot: int | None) -> tuple[tikto
     return None, vocab_size, vocab_size, eot
 
 
-def _documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
+def _split_documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
     """Cut ids into documents, without the ids between them. Raises: UserError for what is no token id, and where."""
     stream = hasattr(ids, "__array__") or not len(ids) or isinstance(ids[0], int | np.integer)
     documents = []
@@ -421,7 +421,7 @@ def _documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
     return documents
 
 
-def _weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str, list[np.ndarray] | None]:
+def _check_weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str, list[np.ndarray] | None]:
     """Weights of the targets of each split. Raises: UserError unless each is a 0 or 1 of an id, in both splits."""
     if any(weights is None for weights in given.values()):
         if not all(weights is None for weights in given.values()):
@@ -462,7 +462,11 @@ def _write_ids(
     weights: list[np.ndarray] | None,
 ) -> dict:  # fmt: skip
     """Write the shards of a split, and return its part of the manifest."""
-    cut, dtype, seen = shards.Cut(split, args.shard_tokens), units.token_dtype(vocabulary), np.zeros(vocabulary, bool)
+    cut, dtype, seen = (
+        shards.ShardPlanner(split, args.shard_tokens),
+        units.token_dtype(vocabulary),
+        np.zeros(vocabulary, bool),
+    )
     seen[eot] = True
     for number, document in enumerate(documents):
         cut.add(number, np.array([1 + len(document)]))

@@ -10,7 +10,7 @@ QUIET_S = 60  # between two lines where there is no terminal
 
 
 @contextlib.contextmanager
-def shown(what: str, total: int, done: int = 0) -> Iterator[Callable[[int | None], None]]:
+def show_progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int | None], None]]:
     """Give a function to call with the tokens of each piece of work that is done; with None, while none is."""
     import rich.console
     import rich.progress

@@ -22,9 +22,9 @@ class Folder:
     """A directory, here or in a bucket."""
 
     def __init__(self, path: str):
-        self.path = files.local(path)
-        self.files, self.root = files.system(self.path)
-        self.here = not is_remote(self.path)
+        self.path = files.local_path(path)
+        self.files, self.root = files.file_system_of(self.path)
+        self.is_local = not is_remote(self.path)
 
     def __getstate__(self):
         return self.path
@@ -32,24 +32,24 @@ class Folder:
     def __setstate__(self, path):  # in another process
         self.__init__(path)
 
-    def below(self, name: str) -> "Folder":
+    def subfolder(self, name: str) -> "Folder":
         return Folder(f"{self.path.rstrip('/')}/{name}")
 
-    def _try(self, work: Callable):
-        return files.patiently(self.path, not self.here, work)
+    def _call(self, work: Callable):
+        return files.call_patiently(self.path, not self.is_local, work)
 
-    def _at(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
 
     def make(self) -> None:
-        if self.here:  # a bucket has no directories, and S3's client would make the bucket
+        if self.is_local:  # a bucket has no directories, and S3's client would make the bucket
             self.files.makedirs(self.root, exist_ok=True)
 
-    def names(self) -> list[str]:
+    def file_names(self) -> list[str]:
         """The files in it, without those further down."""
         self.files.invalidate_cache()
         try:
-            found = self._try(lambda: self.files.ls(self.root, detail=True))
+            found = self._call(lambda: self.files.ls(self.root, detail=True))
         except FileNotFoundError:
             return []
         return sorted(os.path.basename(one["name"]) for one in found if one["type"] == "file")
@@ -57,62 +57,62 @@ class Folder:
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if it is not there."""
         try:
-            return self._try(lambda: self.files.info(self._at(name)))["size"]
+            return self._call(lambda: self.files.info(self._path_of(name)))["size"]
         except FileNotFoundError:
             return None
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        return self._try(lambda: self.files.cat_file(self._at(name), start=start, end=stop))
+        return self._call(lambda: self.files.cat_file(self._path_of(name), start=start, end=stop))
 
     def write(self, name: str, fill: Callable) -> None:
         """Let `fill` write to a file; it is there when all of it is. Raises: UserError if there is no such bucket."""
         try:
-            self._try(lambda: self._write(name, fill))
+            self._call(lambda: self._write(name, fill))
         except FileNotFoundError as error:
-            if self.here:
+            if self.is_local:
                 raise
             raise UserError(f"{self.path}: there is no such bucket ({error}); make it first") from error
 
     def _write(self, name: str, fill: Callable) -> None:
-        if not self.here:  # what is sent to a bucket is there when all of it is
+        if not self.is_local:  # what is sent to a bucket is there when all of it is
             contents = io.BytesIO()
             fill(contents)
-            return self.files.pipe_file(self._at(name), contents.getvalue())
-        own = self._at(f"{name}.{os.getpid()}.part")
+            return self.files.pipe_file(self._path_of(name), contents.getvalue())
+        own = self._path_of(f"{name}.{os.getpid()}.part")
         try:
             with self.files.open(own, "wb") as file:
                 fill(file)
-            os.replace(own, self._at(name))
+            os.replace(own, self._path_of(name))
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self.files.rm_file(own)
             if isinstance(error, OSError) and error.filename is None:  # as of a disk that is full
-                error.filename = self._at(name)
+                error.filename = self._path_of(name)
             raise
 
-    def take(self, name: str, other: "Folder") -> None:
+    def move_from(self, name: str, other: "Folder") -> None:
         """Move a file of another folder, of the same place, here."""
-        source, target = other._at(name), self._at(name)
-        if self.here:
+        source, target = other._path_of(name), self._path_of(name)
+        if self.is_local:
             return os.replace(source, target)
-        other._try(lambda: self.files.cp_file(source, target))  # a bucket knows no other way
+        other._call(lambda: self.files.cp_file(source, target))  # a bucket knows no other way
         other.remove(name)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._try(lambda: self.files.rm_file(self._at(name)))
+            self._call(lambda: self.files.rm_file(self._path_of(name)))
 
     def clear(self) -> None:
         """Remove it with all that is in it."""
         with contextlib.suppress(FileNotFoundError):
-            self._try(lambda: self.files.rm(self.root, recursive=True))
+            self._call(lambda: self.files.rm(self.root, recursive=True))
 
     def sha256(self, name: str) -> str:
         def digest() -> str:
-            with self.files.open(self._at(name), "rb") as file:
+            with self.files.open(self._path_of(name), "rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
 
-        return self._try(digest)
+        return self._call(digest)
 
 
 # Units ----------------------------------------------------------------------------------------------------------------
@@ -153,31 +153,31 @@ class UnitFile:
     def __post_init__(self):
         size = int.from_bytes(self.folder.read(self.name, 0, 8), "little")
         self.head = UnitHead(**json.loads(self.folder.read(self.name, 8, 8 + size)))
-        self.begin = 8 + size
+        self.header_end = 8 + size
 
-    def _place(self, split: str) -> int:
+    def _token_offset(self, split: str) -> int:
         """Where the tokens of a split begin."""
         before = self.head.tokens["train"] if split == "val" else 0
-        return self.begin + 8 * sum(self.head.documents.values()) + before * self.dtype.itemsize
+        return self.header_end + 8 * sum(self.head.documents.values()) + before * self.dtype.itemsize
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self._place("val") + self.head.tokens["val"] * self.dtype.itemsize
+        return self._token_offset("val") + self.head.tokens["val"] * self.dtype.itemsize
 
     def lengths(self, split: str) -> np.ndarray:
-        start = self.begin + (8 * self.head.documents["train"] if split == "val" else 0)
+        start = self.header_end + (8 * self.head.documents["train"] if split == "val" else 0)
         if not (count := self.head.documents[split]):
             return np.zeros(0, np.int64)
         return np.frombuffer(self.folder.read(self.name, start, start + 8 * count), "<i8")
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
-        place = self._place(split)
+        place = self._token_offset(split)
         size = self.dtype.itemsize
         return np.frombuffer(self.folder.read(self.name, place + start * size, place + stop * size), self.dtype)
 
 
-def whole(folder: Folder, name: str, dtype: np.dtype) -> UnitFile | None:
+def open_complete_unit(folder: Folder, name: str, dtype: np.dtype) -> UnitFile | None:
     """A unit that an earlier run has written; None if the machine cut its file short when it went down."""
     try:
         file = UnitFile(folder, name, dtype)
@@ -212,7 +212,7 @@ class Shard(NamedTuple):
 
 
 @dataclass
-class Cut:
+class ShardPlanner:
     """Cuts the documents of one split into shards, each begun where the next document would not fit into the last.
 
     A document longer than a shard is cut; it counts in the shard where it starts.
@@ -282,9 +282,9 @@ def totals(rows: list[dict], text_bytes: int | None, unique_tokens: int) -> dict
 
 
 @contextlib.contextmanager
-def alone(folder: Folder) -> Iterator[None]:
+def lock_folder(folder: Folder) -> Iterator[None]:
     """Keep other processes of this machine away from a folder. Raises: UserError if one is at work there."""
-    if not folder.here:
+    if not folder.is_local:
         yield
         return
     import fcntl  # here, because not every system has it

@@ -81,7 +81,7 @@ def documents(task: Task, split: str) -> Iterator[Document]:
     """The documents of a split, through all preprocessors. Raises: UserError for text that is not UTF-8."""
     if split not in SPLITS:
         raise UserError(f"no split is called {split!r}; use {' or '.join(SPLITS)}")
-    for one in sources.documents(task.source, task.text_field):
+    for one in sources.read_documents(task.source, task.text_field):
         if units.split_of(one.name, task.val_share) != split:
             continue
         try:

@@ -18,7 +18,7 @@ from errors import UserError
 Encoding = tiktoken.Encoding | sp_model.SentencePiece
 END_OF_TEXT = "<|endoftext|>"  # the token before each document
 UNKNOWN = "unknown"  # what a manifest says of ids that came without a tokenizer: `prepare.from_ids`
-NAMED = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken fetches their rank files once
+TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken fetches their rank files once
 LONG_SPACE = re.compile(r"\s{65536}")
 FETCH_SECONDS = 15  # longest wait for such a file
 # How text is cut before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer understands.
@@ -40,12 +40,14 @@ def load(name: str) -> Encoding:
         return sp_model.load(name.removeprefix("sp:"))
     if name.endswith(".model"):
         raise UserError(f"no tokenizer is called {name!r}; a SentencePiece model is sp:{name}")
-    if name in NAMED:
+    if name in TIKTOKEN_NAMES:
         return _fetch(name)
     if name == UNKNOWN:
         raise UserError("these tokens were given as ids of no known tokenizer (data.prepare.from_ids without "
                         "tokenizer=...): no text can be turned into them, or made of them")  # fmt: skip
-    raise UserError(f"no tokenizer is called {name!r}; use bytes, {', '.join(NAMED)}, bpe:FILE, json:FILE or sp:FILE")
+    raise UserError(
+        f"no tokenizer is called {name!r}; use bytes, {', '.join(TIKTOKEN_NAMES)}, bpe:FILE, json:FILE or sp:FILE"
+    )
 
 
 def is_file(name: str) -> bool:
@@ -53,7 +55,7 @@ def is_file(name: str) -> bool:
     return name.startswith(("bpe:", "json:", "sp:"))
 
 
-def of(manifest: dict) -> Encoding | None:
+def from_manifest(manifest: dict) -> Encoding | None:
     """Return the encoding of a directory of tokens; None if it names none.
 
     Raises: as `load`, and UserError for a rank file that is another one since then.
@@ -78,7 +80,7 @@ def text_lengths(encoding: Encoding) -> np.ndarray:
     return lengths
 
 
-def absent(encoding: Encoding) -> list[int]:
+def unused_ids(encoding: Encoding) -> list[int]:
     """Ids below n_vocab that are no token's, as 100256 and fifteen others of cl100k_base: nothing decodes them."""
     if isinstance(encoding, sp_model.SentencePiece):
         return []  # it decodes what it does not use to nothing

@@ -82,12 +82,12 @@ def train(args: Arguments) -> None:
 
 def _sample(args: Arguments) -> Iterator[str]:
     """Every n-th unit of the source. What is not UTF-8 becomes U+FFFD, which is a character like any other."""
-    units = sources.units(args.source)
+    units = sources.make_units(args.source)
     files = {part.file for unit in units for part in unit}
     every = -(-sum(file.size for file in files) // args.sample_bytes)
     for unit in units[::every]:
         for part in unit:
-            for document in sources.read(part, args.text_field):
+            for document in sources.read_part(part, args.text_field):
                 yield document.text.decode(errors="replace")
 
 

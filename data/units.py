@@ -55,18 +55,18 @@ def split_of(name: str, val_share: float) -> str:
 def tokenize(job: Job, task: tuple[str, Unit]) -> UnitHead:
     """Write the tokens of a unit, an end of text before each document."""
     name, unit = task
-    far = not job.folder.here or any(is_remote(part.file.path) for part in unit)
-    return files.patiently(unit[0].file.path, far, lambda: _tokenize(job, name, unit))
+    far = not job.folder.is_local or any(is_remote(part.file.path) for part in unit)
+    return files.call_patiently(unit[0].file.path, far, lambda: _tokenize(job, name, unit))
 
 
 def _tokenize(job: Job, name: str, unit: Unit) -> UnitHead:
     dtype, end = job.dtype, np.uint32(job.encoding.eot_token)
     tokens, text_bytes, odd = {split: [] for split in shards.SPLITS}, dict.fromkeys(shards.SPLITS, 0), []
     for part in unit:
-        for document in sources.read(part, job.text_field):
+        for document in sources.read_part(part, job.text_field):
             if not _is_utf8(document, job.encoding):
                 odd.append(document.name)
-            for split, text in _parts(document, job).items():
+            for split, text in _split_document(document, job).items():
                 ids = np.append(end, tokenizers.encode(job.encoding, text))
                 tokens[split].append(ids.astype(dtype))
                 text_bytes[split] += len(text)
@@ -91,13 +91,13 @@ def _is_utf8(document: Document, encoding: tiktoken.Encoding) -> bool:
     return True
 
 
-def _parts(document: Document, job: Job) -> dict[str, bytes]:
+def _split_document(document: Document, job: Job) -> dict[str, bytes]:
     if job.tails:
-        return cut(document.text, job.val_share)
+        return split_tail(document.text, job.val_share)
     return {split_of(document.name, job.val_share): document.text}
 
 
-def cut(text: bytes, share: float) -> dict[str, bytes]:
+def split_tail(text: bytes, share: float) -> dict[str, bytes]:
     """Cut a document into what is trained on and its tail, `share` of its bytes, but inside no character of UTF-8."""
     cut = len(text) - math.ceil(len(text) * share)
     for _ in range(3):  # at most so many bytes of a character follow its first, and these begin with the bits 10
@@ -110,7 +110,7 @@ def cut(text: bytes, share: float) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Written:
+class FinishedShard:
     """A shard that is done."""
 
     key: str  # of what is in it
@@ -121,38 +121,40 @@ class Written:
         return np.unpackbits(np.frombuffer(base64.b64decode(self.seen), np.uint8), count=vocabulary).astype(bool)
 
 
-def seen(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+def used_ids(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
     """Say of each id whether it is among the tokens."""
     found = np.zeros(vocabulary, bool)
     found[tokens] = True
     return found
 
 
-def assemble(job: Job, shard: Shard) -> Written:
+def assemble(job: Job, shard: Shard) -> FinishedShard:
     """Write a shard, and beside it that it is done."""
-    return files.patiently(f"{job.folder.path}/{shard.file}", not job.folder.here, lambda: _assemble(job, shard))
+    return files.call_patiently(
+        f"{job.folder.path}/{shard.file}", not job.folder.is_local, lambda: _assemble(job, shard)
+    )
 
 
-def _assemble(job: Job, shard: Shard) -> Written:
+def _assemble(job: Job, shard: Shard) -> FinishedShard:
     place, tokens = 0, np.empty(shard.tokens, job.dtype)
     for unit, start, stop in shard.pieces:
         tokens[place : place + stop - start] = UnitFile(job.folder, unit, job.dtype).read(shard.split, start, stop)
         place += stop - start
     row = shards.write_shard(job.folder, shard, tokens, job.encoding.eot_token)
-    ids = np.packbits(seen(tokens, job.encoding.n_vocab)).tobytes()
-    done = Written(shard.key, row, base64.b64encode(ids).decode())
+    ids = np.packbits(used_ids(tokens, job.encoding.n_vocab)).tobytes()
+    done = FinishedShard(shard.key, row, base64.b64encode(ids).decode())
     job.folder.write(f"{shard.file}.json", lambda file: file.write(json.dumps(asdict(done)).encode()))
     return done
 
 
-def written(job: Job, shard: Shard) -> Written | None:
+def read_finished_shard(job: Job, shard: Shard) -> FinishedShard | None:
     """The shard, if an earlier run has written it."""
     begins, said = shards.name_beside(shard.file, "begins"), f"{shard.file}.json"
     least = {shard.file: shard.tokens * job.dtype.itemsize, begins: shard.documents * 4, said: 0}  # and a header
     if any((job.folder.size(name) or 0) <= size for name, size in least.items()):
         return None
     try:
-        done = Written(**json.loads(job.folder.read(said)))
+        done = FinishedShard(**json.loads(job.folder.read(said)))
     except ValueError:  # cut short, when the machine went down
         return None
     return done if done.key == shard.key else None

@@ -50,7 +50,7 @@ e.g. python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes
 Say what a run is worth: in tasks of lm-evaluation-harness, or in nats on the validation split of any tokens."""
 
 
-def of_tasks(args: Arguments) -> dict:
+def evaluate_tasks(args: Arguments) -> dict:
     """Every task's numbers. What needs no device is refused first."""
     if not importlib.util.find_spec("lm_eval"):
         raise UserError("--tasks needs EleutherAI's lm-evaluation-harness: make extra-evaluate")
@@ -58,24 +58,24 @@ def of_tasks(args: Arguments) -> dict:
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     manager = harness.open_tasks(names, args.include_path)
-    run = opened(args)
+    run = load_run(args)
     answerer = Answerer(run, args.batch or 32, args.bos, args.cache)
-    with harness.their_evaluate():
-        found = harness.ask(answerer, harness.load(manager, names), args.limit, args.num_fewshot)
+    with harness.hf_evaluate_module():
+        found = harness.run_tasks(answerer, harness.load(manager, names), args.limit, args.num_fewshot)
     if not args.json and is_main_process():
-        show.table(harness.rows(found), "task", "metric", "value", "stderr", "shots", "examples")
+        show.table(harness.result_rows(found), "task", "metric", "value", "stderr", "shots", "examples")
     return {"step": run.step} | found
 
 
-def of_tokens(args: Arguments) -> dict:
-    run = opened(args)
+def evaluate_perplexity(args: Arguments) -> dict:
+    run = load_run(args)
     found = perplexity(run, args.perplexity, args.batches, args.batch)
     if not args.json and is_main_process():
         show.table([tuple(found.values())[:4]], *list(found)[:4])
     return {"step": run.step} | found
 
 
-def opened(args: Arguments) -> Run:
+def load_run(args: Arguments) -> Run:
     """The run, on the devices of all processes: each answers the same requests."""
     use_devices(args.devices, join(RunConfig()).board.count)
     return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks))
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     check(args)
     if bool(args.tasks) == bool(args.perplexity):
         raise UserError("say what to measure: either --tasks NAMES or --perplexity TOKENS")
-    found = {"run": args.run} | (of_tasks(args) if args.tasks else of_tokens(args))
+    found = {"run": args.run} | (evaluate_tasks(args) if args.tasks else evaluate_perplexity(args))
     if args.json and is_main_process():
         print(json.dumps(to_json(found), indent=1))
 

@@ -10,7 +10,7 @@ import generate
 from data import tokenizers
 from errors import UserError
 from evaluate import show
-from evaluate.answers import Answers, key_of
+from evaluate.answers import Answers, request_key
 from evaluate.scoring import Pair, Score, Scorer
 from generate.runs import Run
 
@@ -23,22 +23,22 @@ class Answerer:
     """
 
     def __init__(self, run: Run, rows: int = 32, bos: str = "", cache: str = ""):
-        self.run, self.encoding, self.rows, self.most = run, run.encoding, rows, run.cfg.data.seq_len
-        self.bos = [special(run.encoding, bos)] if bos else []
+        self.run, self.encoding, self.rows, self.max_tokens = run, run.encoding, rows, run.cfg.data.seq_len
+        self.bos = [special_token_id(run.encoding, bos)] if bos else []
         self.prefix = (*self.bos, run.encoding.eot_token)[0]  # what stands before a text that has nothing before it
         self.scorer = Scorer(run.cfg, run.params, run.mesh, rows)
         self.sampler = generate.Sampler(run.cfg, run.params, run.encoding, run.mesh)
         fingerprint = tokenizers.fingerprint(run.encoding)
-        of = {"weights": run.digest, "tokenizer": fingerprint, "seq_len": self.most, "bos": bos}
+        of = {"weights": run.digest, "tokenizer": fingerprint, "seq_len": self.max_tokens, "bos": bos}
         self.answers = Answers(cache, of)
 
     # Tokens -----------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens as a model reads it: a special token written in it is text like any other."""
-        return self.bos + self.plain(text)
+        return self.bos + self.encode_plain(text)
 
-    def plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         return tokenizers.encode(self.encoding, text.encode()).tolist()
 
     def encode_pair(self, context: str, continuation: str) -> Pair:
@@ -48,7 +48,7 @@ class Answerer:
         Raises: UserError if its last token begins in the context, so that none is its own.
         """
         if not context:
-            ids = self.plain(continuation)
+            ids = self.encode_plain(continuation)
             return (ids[:1], ids[1:]) if ids[:1] == [self.prefix] else ([self.prefix], ids)
         before = self.encode(context.rstrip())
         after = self.encode(context + continuation)[len(before) :]
@@ -58,7 +58,7 @@ class Answerer:
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
-    def answered(self, what: str, keys: list[str], work: Callable[[list[int]], Iterator[tuple[int, object]]]) -> list:
+    def answer_all(self, what: str, keys: list[str], work: Callable[[list[int]], Iterator[tuple[int, object]]]) -> list:
         """The answer of each key: those not known yet by work(numbers), which yields (place in numbers, answer)."""
         first = {}
         for number, key in enumerate(keys):
@@ -71,16 +71,16 @@ class Answerer:
                 advance()
         return [self.answers[key] for key in keys]
 
-    def scored(self, what: str, pairs: list[Pair]) -> list[Score]:
-        keys = [key_of("pair", *pair) for pair in pairs]
-        found = self.answered(what, keys, lambda numbers: self.scorer.score([pairs[n] for n in numbers]))
+    def score_pairs(self, what: str, pairs: list[Pair]) -> list[Score]:
+        keys = [request_key("pair", *pair) for pair in pairs]
+        found = self.answer_all(what, keys, lambda numbers: self.scorer.score([pairs[n] for n in numbers]))
         return [(log, best) for log, best in found]
 
     def loglikelihood(self, requests: list[tuple[str, str]]) -> list[Score]:
         """Of each (context, continuation): log-probability of the continuation, and whether it is the likeliest."""
-        return self.scored("log-probabilities", [self.encode_pair(*request) for request in requests])
+        return self.score_pairs("log-probabilities", [self.encode_pair(*request) for request in requests])
 
-    def continued(self, requests: list[tuple[str, dict]]) -> list[str]:
+    def generate_texts(self, requests: list[tuple[str, dict]]) -> list[str]:
         """Continue each context.
 
         requests  (context, settings of generate.Request: tokens, temperature, stop, ..)
@@ -88,12 +88,12 @@ class Answerer:
         """
         times, keys, asked = Counter(), [], []
         for context, settings in requests:
-            again = key_of("text", context, settings)
+            again = request_key("text", context, settings)
             seed = times[again] if settings["temperature"] else 0
             times[again] += 1
-            prompt = self.fitting(context, settings["tokens"])
+            prompt = self.truncate_context(context, settings["tokens"])
             asked.append(generate.Request(prompt=prompt, seed=seed, **settings))
-            keys.append(key_of("text", context, settings, seed))
+            keys.append(request_key("text", context, settings, seed))
 
         def work(numbers: list[int]) -> Iterator[tuple[int, str]]:
             order = sorted(range(len(numbers)), key=lambda place: -len(asked[numbers[place]].prompt))
@@ -102,19 +102,19 @@ class Answerer:
                 written = self.sampler.write([asked[numbers[place]] for place in places])
                 yield from ((place, one.text) for place, one in zip(places, written, strict=True))
 
-        return self.answered("texts", keys, work)
+        return self.answer_all("texts", keys, work)
 
-    def fitting(self, context: str, tokens: int) -> str:
+    def truncate_context(self, context: str, tokens: int) -> str:
         """The end of a context that leaves room for so many tokens, and for the end of text before it."""
-        room = self.most - tokens - 1
+        room = self.max_tokens - tokens - 1
         if room < 1:
             raise UserError(f"a task asks for up to {tokens} new tokens, and a text of this model has data.seq_len="
-                            f"{self.most}; --seq_len allows more, max_gen_toks in the task asks for fewer")  # fmt: skip
-        ids = self.plain(context)
+                            f"{self.max_tokens}; --seq_len allows more, max_gen_toks in the task asks for fewer")  # fmt: skip
+        ids = self.encode_plain(context)
         return context if len(ids) <= room else self.encoding.decode_bytes(ids[-room:]).decode(errors="ignore")
 
 
-def special(encoding, name: str) -> int:
+def special_token_id(encoding, name: str) -> int:
     """The id of a special token. Raises: UserError if there is none of that name."""
     if name not in encoding.special_tokens_set:
         raise UserError(f"--bos {name}: not a special token of {encoding.name!r}; it has "

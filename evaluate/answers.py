@@ -17,7 +17,7 @@ from devices import is_main_process
 from errors import UserError
 
 
-def key_of(kind: str, *asked) -> str:
+def request_key(kind: str, *asked) -> str:
     return hashlib.sha256(json.dumps([kind, *asked], sort_keys=True).encode()).hexdigest()
 
 
@@ -29,19 +29,19 @@ class Answers(dict):
     Raises: UserError if the file holds answers of another model.
     """
 
-    def __init__(self, path: str, of: dict):
+    def __init__(self, path: str, model: dict):
         super().__init__()
         self.path = Path(path) if path else None
         if not path:
             return
-        rows = rows_of(self.path)
-        if rows and (difference := first_difference(of, rows[0].get("of", {}))):
+        rows = read_rows(self.path)
+        if rows and (difference := first_difference(model, rows[0].get("of", {}))):
             raise UserError(f"--cache {path} holds answers of another model ({difference}); name another file, or "
                             "delete this one")  # fmt: skip
         self.update({row["key"]: row["answer"] for row in rows[1:]})
         check_same(path, list(self))
         if not rows:
-            self.write({"of": of})
+            self.write({"of": model})
 
     def write(self, row: dict) -> None:
         if self.path and is_main_process():
@@ -53,7 +53,7 @@ class Answers(dict):
         self.write({"key": key, "answer": answer})
 
 
-def rows_of(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     """The rows of a file; what a kill left of a last one is cut off. Raises: UserError if it holds something else."""
     if not path.exists():
         return []

@@ -26,8 +26,8 @@ from errors import UserError, nearest
 from evaluate.answering import Answerer
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # of what it returns
-TOKENS = 256  # most new ones where a task does not say
+REPORTED = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # of what it returns
+DEFAULT_MAX_TOKENS = 256  # most new ones where a task does not say
 
 
 class Adaptor(LM):
@@ -44,19 +44,21 @@ class Adaptor(LM):
         """Whole texts, in windows that do not overlap; each but the first sees one token before it."""
         answerer, windows = self.answerer, []
         for (text,) in (request.args for request in requests):
-            cut = get_rolling_token_windows(answerer.encode(text), answerer.prefix, answerer.most, context_len=1)
+            cut = get_rolling_token_windows(answerer.encode(text), answerer.prefix, answerer.max_tokens, context_len=1)
             windows.append([make_disjoint_window(one) for one in cut])
         pairs = [pair for of_text in windows for pair in of_text]
-        scores = iter(answerer.scored("whole texts", pairs))
+        scores = iter(answerer.score_pairs("whole texts", pairs))
         return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests):
-        return self.answerer.continued([(context, settings(asked)) for context, asked in (r.args for r in requests)])
+        return self.answerer.generate_texts(
+            [(context, generation_settings(asked)) for context, asked in (r.args for r in requests)]
+        )
 
 
-def settings(asked: dict) -> dict:
+def generation_settings(asked: dict) -> dict:
     """How a text is continued, as `generate.Request` takes it; the words of tasks have several spellings."""
-    how = normalize_gen_kwargs(asked, TOKENS)
+    how = normalize_gen_kwargs(asked, DEFAULT_MAX_TOKENS)
     temperature = float(how.get("temperature", 1.0)) if how["do_sample"] else 0.0
     stop = tuple(filter(None, handle_stop_sequences(how["until"], eos=None)))
     return {"tokens": how["max_gen_toks"], "temperature": temperature, "top_k": int(how.get("top_k", 0)),
@@ -64,7 +66,7 @@ def settings(asked: dict) -> dict:
 
 
 @contextlib.contextmanager
-def their_evaluate() -> Iterator[None]:
+def hf_evaluate_module() -> Iterator[None]:
     """Meanwhile tasks that `import evaluate` find Hugging Face's package of that name, and not this room."""
     elsewhere = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
     spec, ours = importlib.machinery.PathFinder.find_spec("evaluate", elsewhere), sys.modules["evaluate"]
@@ -111,16 +113,16 @@ def load(tasks: TaskManager, names: list[str]) -> list:
     return found
 
 
-def ask(answerer: Answerer, tasks: list, limit: int = 0, num_fewshot: int | None = None) -> dict:
+def run_tasks(answerer: Answerer, tasks: list, limit: int = 0, num_fewshot: int | None = None) -> dict:
     """Answer every request of opened tasks: the harness's own results, what of them counts."""
     with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result
         found = simple_evaluate(
             Adaptor(answerer), tasks=tasks, limit=limit or None, num_fewshot=num_fewshot, log_samples=False,
             torch_random_seed=None, bootstrap_iters=1000)  # fmt: skip
-    return {"lm_eval": lm_eval.__version__} | {name: found[name] for name in KEPT if name in found}
+    return {"lm_eval": lm_eval.__version__} | {name: found[name] for name in REPORTED if name in found}
 
 
-def rows(found: dict) -> list[tuple]:
+def result_rows(found: dict) -> list[tuple]:
     """A row for each metric of each task: task, metric, value, standard error, shots, examples."""
     table = []
     for task, values in found["results"].items():

@@ -15,7 +15,7 @@ import model
 import sharding
 from config import Config, replace
 from errors import UserError
-from generate.texts import bucket
+from generate.texts import round_up_to_power_of_two
 from overlap.weights import ready_for_autodiff
 from pipeline import fit
 from pipeline.step import on_mesh, run_stages
@@ -33,7 +33,7 @@ Score = tuple[float, bool]  # log-probability of a text, and whether each of its
 # On the mesh ----------------------------------------------------------------------------------------------------------
 
 
-def of_own_words(logits_nv, targets_n):
+def local_logit_stats(logits_nv, targets_n):
     """What this device's words say of each token: log of the sum of exp(logits), the target's logit if it is one of
     them, the largest logit, and its word (of equals, the first)."""
     words_v = axis_index(TENSOR) * logits_nv.shape[1] + jnp.arange(logits_nv.shape[1])
@@ -42,7 +42,7 @@ def of_own_words(logits_nv, targets_n):
     return jax.nn.logsumexp(logits_nv, axis=1), target_n, jnp.max(logits_nv, axis=1), best_n
 
 
-def of_all_words(log_sum_n, target_n, top_n, best_n, targets_n):
+def combine_logit_stats(log_sum_n, target_n, top_n, best_n, targets_n):
     """The target's log-probability, and whether it is the likeliest, from what the devices along TENSOR know.
 
     Sends over TENSOR: five numbers a token.
@@ -53,7 +53,7 @@ def of_all_words(log_sum_n, target_n, top_n, best_n, targets_n):
     return psum(target_n, TENSOR) - log_sum_n, first_n == targets_n
 
 
-def scores(cfg: Config, mesh: Mesh):
+def compile_scores(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> (log-probability [B, T] of each of targets_BT, whether it is the likeliest [B, T]).
 
     Every process gets all of them. Logits of work.loss_chunk tokens exist at once. Mixtures of experts are dropless,
@@ -72,9 +72,9 @@ def scores(cfg: Config, mesh: Mesh):
         n = max(n for n in range(1, min(b * s, c.work.loss_chunk) + 1) if b * s % n == 0)
         table_Dv, cut = model.unembedding(w, c), lambda x, *dims: x.reshape(-1, n, *dims)
         logits = lambda x_nD: model.plus((x_nD @ table_Dv).astype(jnp.float32), w.bias_V)
-        of_some = lambda some: of_own_words(logits(some[0]), some[1])
+        of_some = lambda some: local_logit_stats(logits(some[0]), some[1])
         known = jax.lax.map(of_some, (cut(x_bsD, D), cut(batch["targets_BT"])))
-        found = of_all_words(*(x.reshape(b, s) for x in known), batch["targets_BT"])
+        found = combine_logit_stats(*(x.reshape(b, s) for x in known), batch["targets_BT"])
         return jax.tree.map(whole, found)
 
     def whole(x_bs):
@@ -100,15 +100,15 @@ class Scorer:
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, rows: int = 32):
-        self.params, self.mesh, self.most = params, mesh, cfg.data.seq_len
+        self.params, self.mesh, self.max_tokens = params, mesh, cfg.data.seq_len
         self.rows = -(-rows // cfg.mesh.batch_shards) * cfg.mesh.batch_shards
         # Positions split over context * tensor devices, those of context into two chunks each.
         self.multiple = np.lcm(cfg.mesh.position_shards, 2 * cfg.mesh.context if cfg.mesh.context > 1 else 1)
-        self.scores = scores(cfg, mesh)
+        self.scores = compile_scores(cfg, mesh)
 
     def positions(self, length: int) -> int:
         """Positions of the batch whose longest row has so many: a power of two, or all there are."""
-        T = bucket(max(length, LEAST_POSITIONS), max(self.most, LEAST_POSITIONS))
+        T = round_up_to_power_of_two(max(length, LEAST_POSITIONS), max(self.max_tokens, LEAST_POSITIONS))
         return int(-(-T // self.multiple) * self.multiple)
 
     def score(self, pairs: list[Pair]) -> Iterator[tuple[int, Score]]:
@@ -118,20 +118,20 @@ class Scorer:
         """
         for context, continuation in pairs:
             assert context, "a first token has nothing before it that could make it likely"
-            if len(continuation) > self.most:
+            if len(continuation) > self.max_tokens:
                 raise UserError(f"{len(continuation)} tokens are to be scored at once, and a text of this model has "
-                                f"data.seq_len={self.most}; --seq_len {len(continuation)} allows more")  # fmt: skip
-        rows = [to_row(pair, self.most) for pair in pairs]
+                                f"data.seq_len={self.max_tokens}; --seq_len {len(continuation)} allows more")  # fmt: skip
+        rows = [to_row(pair, self.max_tokens) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda n: -len(rows[n][0]))
         for first in range(0, len(order), self.rows):
             numbers = order[first : first + self.rows]
-            found = self.of_batch([rows[n] for n in numbers])
+            found = self.score_batch([rows[n] for n in numbers])
             for n, log_T, best_T in zip(numbers, *found, strict=False):  # a batch is filled up with empty rows
                 end = len(rows[n][0])
                 part = slice(end - len(pairs[n][1]), end)
                 yield n, (float(np.sum(log_T[part], dtype=np.float64)), bool(np.all(best_T[part])))
 
-    def of_batch(self, rows: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    def score_batch(self, rows: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability of each target, and whether it is the likeliest: [B, T] of a shape that may be larger."""
         B, T = self.rows, self.positions(max(len(inputs) for inputs, _ in rows))
         batch = {name: np.zeros((B, T), np.int32) for name in READS}

@@ -15,7 +15,7 @@ from config import Count, MeshConfig, MeshFlag, Size, check
 from devices import use_devices
 from errors import UserError, exit_status, nearest
 from generate.sampling import Request, Settings
-from generate.texts import Sampler, Writing, word
+from generate.texts import Sampler, TextJob, token_text
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ def _settings(line: bytes, place: str) -> dict:
     return values
 
 
-def tokens_of(sampler: Sampler, one: Writing) -> list[dict]:
+def tokens_of(sampler: Sampler, one: TextJob) -> list[dict]:
     """Each token of a text with its log-probability, and the likeliest ones with theirs."""
-    text = functools.partial(word, sampler.encoding)
+    text = functools.partial(token_text, sampler.encoding)
     likeliest = lambda token: [(text(id), logprob) for id, logprob in token.alternatives]
     drawn = lambda token: {"token": text(token.id), "logprob": token.logprob, "likeliest": likeliest(token)}
     return [drawn(token) for token in one.tokens]
 
 
-def said(sampler: Sampler, request: Request, one: Writing) -> dict:
+def result_fields(sampler: Sampler, request: Request, one: TextJob) -> dict:
     """What was asked of a text, and what came."""
     more = {"drawn": tokens_of(sampler, one)} if request.logprobs else {}
     return dataclasses.asdict(request) | {"text": request.prompt + one.text, "ended": one.ended} | more
@@ -97,12 +97,12 @@ def said(sampler: Sampler, request: Request, one: Writing) -> dict:
 def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
     """Print every text: a single one while it grows."""
     for n, request in enumerate(requests):
-        if (room := sampler.writing(request).room) < request.tokens:
+        if (room := sampler.make_job(request).max_new_tokens) < request.tokens:
             why = f"of {request.tokens} tokens fit behind its prompt in data.seq_len={sampler.cfg.data.seq_len}"
             print(f"note: text {n} ends after {room} tokens at most: no more {why}", file=sys.stderr)
     if as_json:
         for request, one in zip(requests, sampler.write(requests), strict=True):
-            print(json.dumps(said(sampler, request, one)))
+            print(json.dumps(result_fields(sampler, request, one)))
     elif len(requests) == 1:
         print(requests[0].prompt, end="", flush=True)
         sampler.texts(requests, stream=lambda _, text: print(text, end="", flush=True))
@@ -124,7 +124,7 @@ def show_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
     print(json.dumps(asked | {"beams": beams}))
 
 
-def show_drafted(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
+def show_speculative(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
     """Print a text as it grows, or as JSON, and how many tokens came of a step of the model."""
     stream = None if args.json else lambda text: print(text, end="", flush=True)
     if stream:
@@ -133,12 +133,12 @@ def show_drafted(sampler: Sampler, request: Request, args: Arguments, draft: Sam
     if stream:
         print()
     else:
-        print(json.dumps(said(sampler, request, one) | {"tokens_per_step": rounds.tokens_per_step}))
+        print(json.dumps(result_fields(sampler, request, one) | {"tokens_per_step": rounds.tokens_per_step}))
     proposed = f"{args.draft_tokens} proposed for each"
     print(f"note: {rounds.tokens_per_step:.2f} tokens a step in {rounds.steps} steps, {proposed}", file=sys.stderr)
 
 
-def check_one_way(args: Arguments, requests: list[Request]) -> None:
+def check_beam_settings(args: Arguments, requests: list[Request]) -> None:
     """Raises: UserError for what beam search does not do."""
     if args.beams and args.draft:
         raise UserError(f"--beams {args.beams} and --draft {args.draft}: beams draw nothing; leave one of them out")
@@ -166,14 +166,14 @@ def main(argv: list[str] | None = None) -> None:
     requests = requests_of(args)
     if not args.json and any(request.logprobs for request in requests):
         raise UserError("--logprobs are printed as JSON; add --json")
-    check_one_way(args, requests)
+    check_beam_settings(args, requests)
     use_devices(args.devices)
     load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,
                              tokenizer=args.tokenizer)  # fmt: skip
     sampler = load(args.run, step=args.step)
     one_by_one = functools.partial(show_beams, sampler)
     if args.draft:
-        one_by_one = functools.partial(show_drafted, sampler, draft=load(args.draft))
+        one_by_one = functools.partial(show_speculative, sampler, draft=load(args.draft))
     elif not args.beams:
         return show(sampler, requests, args.json)
     for n, request in enumerate(requests):

@@ -55,7 +55,7 @@ def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "count"))
-def likeliest(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: int):
+def top_continuations(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: int):
     """Of all beams, each continued by all tokens, the likeliest: log-probabilities, parents and tokens, best first."""
     everywhere, vocabulary = NamedSharding(mesh, P()), len(drawable_V)
     logits_bV = jax.lax.with_sharding_constraint(logits_bV, everywhere)
@@ -72,7 +72,7 @@ def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty:
     """
     rows = len(engine.slots)
     assert width <= rows, f"{width} beams do not fit {rows} slots"
-    engine.read_alone(Job(prompt, Settings(temperature=0), 1))
+    engine.prefill_single(Job(prompt, Settings(temperature=0), 1))
     live, parents, ended = [Beam()], [0] * rows, []
     for step in range(min(room, engine.context - len(prompt))):
         if parents != [*range(rows)]:
@@ -85,7 +85,9 @@ def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty:
             engine.params, engine.cache, np.int32(last_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(rows, np.int32))  # fmt: skip
         # Each beam has one continuation that ends: of the 2 * width likeliest, `width` do not.
-        found = jax.device_get(likeliest(logits_bV, logprob_b, engine.drawable_V, mesh=engine.mesh, count=2 * width))
+        found = jax.device_get(
+            top_continuations(logits_bV, logprob_b, engine.drawable_V, mesh=engine.mesh, count=2 * width)
+        )
         made = [(Beam((*live[parent].tokens, int(token)), float(logprob), bool(token == engine.end)), int(parent))
                 for logprob, parent, token in zip(*found, strict=True) if logprob > -np.inf]  # fmt: skip
         ended += [beam for beam, _ in made[:width] if beam.ended]

@@ -206,7 +206,7 @@ def merge_softmaxes(o_bshU, log_sum_bsh1):
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-def decoding(c: ModelConfig) -> ModelAtWork:
+def decoding_config(c: ModelConfig) -> ModelAtWork:
     """The model as generation runs it: dropless, and every weight gathered before it is used, never tokens sent to
     the shards of a table, because an int8 table has to be gathered as int8."""
     return ModelAtWork(**vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")})
@@ -260,7 +260,7 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
     return psum(partial_bmv, (STAGE, CONTEXT)), jax.tree.map(lambda x: x[None], cache)
 
 
-def on_row(cache, at_1, function):
+def apply_to_row(cache, at_1, function):
     """Apply a function, which takes and returns a cache, to one row of this device's cache: row number at_1."""
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at_1[0], 1, ROWS_DIM), cache)
     result, row = function(row)
@@ -286,7 +286,7 @@ def copy_rows(c: ModelConfig, mesh: Mesh) -> Callable:
 # Layers on their own --------------------------------------------------------------------------------------------------
 
 
-def of_each_layer(w: model.Transformer, c: ModelConfig, blocks: int, pick):
+def map_layers(w: model.Transformer, c: ModelConfig, blocks: int, pick):
     """A Transformer whose prefix and blocks are lists of what pick(stack, *place) makes of each stacked layer."""
     prefix = [pick(w.prefix, j) for j in range(c.dense_prefix)]
     dense = lambda i: [pick(w.blocks.dense, i, j) for j in range(c.layers_per_block - bool(c.n_experts))]
@@ -298,12 +298,12 @@ def is_unstacked(params) -> bool:
     return not isinstance(getattr(params, "blocks", None), model.Block)
 
 
-def unstacked(w: model.Transformer, c: ModelConfig):
+def unstack_shards(w: model.Transformer, c: ModelConfig):
     """On local shards: the layers of this stage each on its own, with a first dim that counts stages."""
     if is_unstacked(w):
         return w
     pick = lambda stack, *at: jax.tree.map(lambda x: x[at][None], stack)
-    return of_each_layer(w, c, len(jax.tree.leaves(w.blocks)[0]), pick)
+    return map_layers(w, c, len(jax.tree.leaves(w.blocks)[0]), pick)
 
 
 def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
@@ -316,7 +316,7 @@ def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
     is_spec = lambda x: isinstance(x, P)
     stage_and_own = lambda spec, n: P(*spec[:1], *spec[n:])  # of n letters of layers
     pick = lambda stack, *at: jax.tree.map(lambda spec: stage_and_own(spec, len(at)), stack, is_leaf=is_spec)
-    return of_each_layer(specs(c, one_of_each), c, len(params.blocks), pick)
+    return map_layers(specs(c, one_of_each), c, len(params.blocks), pick)
 
 
 def unstack(params, c: ModelConfig, mesh: Mesh):
@@ -324,10 +324,10 @@ def unstack(params, c: ModelConfig, mesh: Mesh):
     copied out, layer after layer, for every token. Sends nothing; the stacks stay."""
     if is_unstacked(params):
         return params
-    shape = jax.eval_shape(lambda w: unstacked(w, c), params)
+    shape = jax.eval_shape(lambda w: unstack_shards(w, c), params)
     blocks = shape.replace(blocks=shape.blocks[: c.n_blocks // mesh.shape[STAGE]])
     out = unstacked_specs(c, blocks, mesh)
-    local = jax.shard_map(lambda w: unstacked(w, c), mesh=mesh, in_specs=(specs(c, params),), out_specs=out)
+    local = jax.shard_map(lambda w: unstack_shards(w, c), mesh=mesh, in_specs=(specs(c, params),), out_specs=out)
     return jax.jit(local)(params)
 
 
@@ -349,8 +349,10 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
     sharding.check_divides(model.declare(c), mesh)
 
     def shards(w, cache, tokens_bs, positions_bs, wanted_bm, *at_1):
-        run = lambda cache: forward_shards(unstacked(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=decoding(c))
-        return on_row(cache, *at_1, run) if rows else run(cache)
+        run = lambda cache: forward_shards(
+            unstack_shards(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=decoding_config(c)
+        )
+        return apply_to_row(cache, *at_1, run) if rows else run(cache)
 
     def forward(params, cache, tokens_bs, positions_bs, last_b, *at_b):
         local = jax.shard_map(

@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from config import Config
 from errors import UserError
 from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
-from generate.sampling import Asked, Chosen, Settings, choose, drawable, of_given
+from generate.sampling import BatchSettings, DrawnTokens, Settings, choose, drawable_ids, score_tokens
 from sharding import BATCH, CONTEXT
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common_prefix_length(one: list[int], other: list[int]) -> int:
     """How many tokens two begin with alike."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
@@ -41,7 +41,7 @@ class Token:
     alternatives: list[tuple[int, float]]
 
     @classmethod
-    def of(cls, chosen: Chosen, row: int, alternatives: int):
+    def from_row(cls, chosen: DrawnTokens, row: int, alternatives: int):
         """The token of one row, with so many of the likeliest."""
         pairs = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
         likely = [(id, logprob) for id, logprob in pairs if logprob != -math.inf]  # of ids of no token
@@ -55,20 +55,22 @@ class Job:
     """
 
     def __init__(self, prompt: list[int], settings: Settings, room: int):
-        self.prompt, self.settings, self.room = prompt, settings, room
-        self.read = 0  # tokens of the prompt that are in the cache
+        self.prompt, self.settings, self.max_new_tokens = prompt, settings, room
+        self.tokens_read = 0  # tokens of the prompt that are in the cache
         self.tokens: list[Token] = []
-        self.given: list[Token] | None = None  # a list: the tokens of the prompt are to come into it, but the first
-        self.end: Token | None = None  # the end of text that was drawn
+        self.prompt_tokens: list[Token] | None = (
+            None  # a list: the tokens of the prompt are to come into it, but the first
+        )
+        self.end_token: Token | None = None  # the end of text that was drawn
         self.ended = ""
 
-    def take(self, token: Token, end: int) -> None:
+    def add_token(self, token: Token, end: int) -> None:
         """Add a token that was drawn; end of text is not added."""
         if token.id == end:
-            self.ended, self.end = "stop", token
+            self.ended, self.end_token = "stop", token
             return
         self.tokens.append(token)
-        if len(self.tokens) == self.room:
+        if len(self.tokens) == self.max_new_tokens:
             self.ended = "length"
 
 
@@ -86,30 +88,30 @@ class Engine:
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
-                 piece: int = 64, at_once: int = 512, cache: str = "compute", absent: Sequence[int] = ()):  # fmt: skip
+                 piece: int = 64, prefill_tokens: int = 512, cache: str = "compute", unused_ids: Sequence[int] = ()):  # fmt: skip
         c = cfg.model
         self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
         self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
-        self.piece, self.pieces = min(piece, self.context), max(1, at_once // (piece * self.groups))
+        self.piece, self.pieces = min(piece, self.context), max(1, prefill_tokens // (piece * self.groups))
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
-        self.kept: list[list[int]] = [[]] * slots  # tokens of prompts that each row of the cache holds
+        self.cached_prompts: list[list[int]] = [[]] * slots  # tokens of prompts that each row of the cache holds
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
-        self.drawable_V = jax.device_put(drawable(vocabulary, absent), everywhere)
+        self.drawable_V = jax.device_put(drawable_ids(vocabulary, unused_ids), everywhere)
         self.prefill, self.decode_step = cached_forward(c, mesh, rows=True), cached_forward(c, mesh)
         self.copy = copy_rows(c, mesh)
 
-        def draw(logits_nV, asked: Asked, seen_bV, rows_n, drawable_V):
+        def draw(logits_nV, asked: BatchSettings, seen_bV, rows_n, drawable_V):
             whole_nV = jax.lax.with_sharding_constraint(logits_nV, everywhere)
             chosen = choose(whole_nV, asked, seen_bV[rows_n], drawable_V)
             return chosen, seen_bV.at[rows_n, chosen.token_b].set(True, mode="drop")
 
         def score(logits_nmV, targets_nm, drawable_V):
             whole_nmV = jax.lax.with_sharding_constraint(logits_nmV, everywhere)
-            return of_given(whole_nmV.reshape(-1, whole_nmV.shape[-1]), targets_nm.reshape(-1), drawable_V)
+            return score_tokens(whole_nmV.reshape(-1, whole_nmV.shape[-1]), targets_nm.reshape(-1), drawable_V)
 
         self.score = jax.jit(score, out_shardings=everywhere)
         set_row = lambda seen_bV, row, seen_V: seen_bV.at[row].set(seen_V)
@@ -120,7 +122,7 @@ class Engine:
         """Let a request wait for a slot. Raises: UserError if its prompt leaves no room."""
         if len(job.prompt) >= self.context:
             raise UserError(f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions")
-        job.room = min(job.room, self.context - len(job.prompt))
+        job.max_new_tokens = min(job.max_new_tokens, self.context - len(job.prompt))
         self.waiting.append(job)
         return job
 
@@ -138,27 +140,27 @@ class Engine:
 
     def step(self) -> list[Job]:
         """One step: a token for every text that is being written, then pieces of prompts. Returns who has drawn."""
-        self.let_in()
-        writing = [job is not None and job.read == len(job.prompt) for job in self.slots]
-        drawn = self.write(writing) if any(writing) else []
+        self.admit_jobs()
+        writing = [job is not None and job.tokens_read == len(job.prompt) for job in self.slots]
+        drawn = self.run_decode(writing) if any(writing) else []
         for _ in range(self.pieces):
-            reading = self.next_to_read()
+            reading = self.next_prefills()
             if not any(job is not None for job in reading):
                 break
-            drawn += self.read(reading)
+            drawn += self.run_prefill(reading)
         self.slots = [None if job is not None and job.ended else job for job in self.slots]
         return drawn
 
-    def read_alone(self, job: Job) -> Job:
+    def prefill_single(self, job: Job) -> Job:
         """Read a prompt into the first row, and draw one token; who called goes on from there, with the engine idle."""
         assert self.idle, "requests are under way"
         self.submit(job)
         while not (job.tokens or job.ended):
             self.step()
-        self.slots[0], self.kept = None, [[]] * len(self.slots)
+        self.slots[0], self.cached_prompts = None, [[]] * len(self.slots)
         return job
 
-    def let_in(self) -> None:
+    def admit_jobs(self) -> None:
         """Free the slots of those who have ended, and give them to those who wait."""
         for row, job in enumerate(self.slots):
             if job is not None and job.ended:
@@ -170,69 +172,71 @@ class Engine:
                         seen_V = np.isin(np.arange(self.vocabulary), job.prompt)
                         self.seen_bV = self.set_row(self.seen_bV, row, seen_V)
 
-    def next_to_read(self) -> list[Job | None]:
+    def next_prefills(self) -> list[Job | None]:
         """Of the rows of each device along BATCH, the first whose prompt is not all in the cache."""
         per_group, found = len(self.slots) // self.groups, []
         for group in range(self.groups):
             rows = self.slots[group * per_group : (group + 1) * per_group]
-            found.append(next((job for job in rows if job is not None and job.read < len(job.prompt)), None))
+            found.append(next((job for job in rows if job is not None and job.tokens_read < len(job.prompt)), None))
         # What is compiled to score whole pieces may round differently: who is not scored does not share it.
-        kinds = [job.given is None for job in found if job is not None]
-        return [job if job is not None and (job.given is None) == kinds[0] else None for job in found]
+        kinds = [job.prompt_tokens is None for job in found if job is not None]
+        return [job if job is not None and (job.prompt_tokens is None) == kinds[0] else None for job in found]
 
-    def take_over(self, reading: list[Job | None]) -> None:
+    def copy_shared_prefixes(self, reading: list[Job | None]) -> None:
         """Let prompts that are begun copy what a row of the same device along BATCH holds of them."""
         n, per_group = len(reading), len(self.slots) // self.groups
         from_n, to_n = np.zeros(n, np.int32), np.zeros(n, np.int32)
         for i, job in enumerate(reading):
-            if job is not None and not job.read and job.given is None:
+            if job is not None and not job.tokens_read and job.prompt_tokens is None:
                 mine = range(i * per_group, (i + 1) * per_group)
-                begun = lambda at, prompt=job.prompt: common(prompt[:-1], self.kept[at]) // self.piece * self.piece
+                begun = lambda at, prompt=job.prompt: (
+                    common_prefix_length(prompt[:-1], self.cached_prompts[at]) // self.piece * self.piece
+                )
                 best = max(mine, key=begun)
-                job.read = begun(best)
-                if job.read:
+                job.tokens_read = begun(best)
+                if job.tokens_read:
                     from_n[i], to_n[i] = best % per_group, self.slots.index(job) % per_group
         if np.any(from_n != to_n):
             self.cache = self.copy(self.cache, from_n, to_n)
 
-    def read(self, reading: list[Job | None]) -> list[Job]:
+    def run_prefill(self, reading: list[Job | None]) -> list[Job]:
         """Put a piece of each prompt into the cache; where it is the last, draw the first token."""
-        self.take_over(reading)
+        self.copy_shared_prefixes(reading)
         n, per_group = len(reading), len(self.slots) // self.groups
         tokens_ns = np.zeros((n, self.piece), np.int32)
         positions_ns = np.full((n, self.piece), NOWHERE, np.int32)
         last_n, at_n, done = np.zeros(n, np.int32), np.zeros(n, np.int32), [None] * n
         for i, job in enumerate(reading):
             if job is not None:
-                ids = job.prompt[job.read : job.read + self.piece]
+                ids = job.prompt[job.tokens_read : job.tokens_read + self.piece]
                 tokens_ns[i, : len(ids)] = ids
-                positions_ns[i, : len(ids)] = np.arange(job.read, job.read + len(ids))
+                positions_ns[i, : len(ids)] = np.arange(job.tokens_read, job.tokens_read + len(ids))
                 last_n[i], at_n[i] = len(ids) - 1, self.slots.index(job) % per_group
-                job.read += len(ids)
-                self.kept[self.slots.index(job)] = job.prompt[: job.read]
-                done[i] = job if job.read == len(job.prompt) else None
-        scored = any(job is not None and job.given is not None for job in reading)
+                job.tokens_read += len(ids)
+                self.cached_prompts[self.slots.index(job)] = job.prompt[: job.tokens_read]
+                done[i] = job if job.tokens_read == len(job.prompt) else None
+        scored = any(job is not None and job.prompt_tokens is not None for job in reading)
         wanted = np.tile(np.arange(self.piece, dtype=np.int32), (n, 1)) if scored else last_n
         logits_nV, self.cache = self.prefill(self.params, self.cache, tokens_ns, positions_ns, wanted, at_n)
         if scored:
-            self.add_given(reading, logits_nV)
+            self.score_prompts(reading, logits_nV)
             logits_nV = logits_nV[np.arange(n), last_n]
         rows = [i * per_group + int(at_n[i]) for i in range(n)]
-        return self.give(logits_nV, done, rows) if any(job is not None for job in done) else []
+        return self.draw_tokens(logits_nV, done, rows) if any(job is not None for job in done) else []
 
-    def add_given(self, reading: list[Job | None], logits_nmV) -> None:
+    def score_prompts(self, reading: list[Job | None], logits_nmV) -> None:
         """Score what follows each token of the pieces that were just read."""
         m, targets_nm, after = self.piece, np.zeros(logits_nmV.shape[:2], np.int32), []
         for i, job in enumerate(reading):
-            begin = (job.read - 1) // m * m if job is not None else 0
+            begin = (job.tokens_read - 1) // m * m if job is not None else 0
             after.append(job.prompt[begin + 1 : begin + m + 1] if job is not None else [])
             targets_nm[i, : len(after[-1])] = after[-1]
         chosen = jax.device_get(self.score(logits_nmV, targets_nm, self.drawable_V))
         for i, job in enumerate(reading):
             for j in range(len(after[i])):
-                job.given.append(Token.of(chosen, i * m + j, job.settings.logprobs))
+                job.prompt_tokens.append(Token.from_row(chosen, i * m + j, job.settings.logprobs))
 
-    def write(self, writing: list[bool]) -> list[Job]:
+    def run_decode(self, writing: list[bool]) -> list[Job]:
         """Draw the next token of each text that is being written."""
         jobs = [job if on else None for job, on in zip(self.slots, writing, strict=True)]
         last = lambda job: (job.tokens[-1].id, len(job.prompt) + len(job.tokens) - 1)
@@ -240,17 +244,17 @@ class Engine:
         logits_bV, self.cache = self.decode_step(
             self.params, self.cache, np.int32(tokens_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(len(jobs), np.int32))  # fmt: skip
-        return self.give(logits_bV, jobs, range(len(jobs)))
+        return self.draw_tokens(logits_bV, jobs, range(len(jobs)))
 
-    def give(self, logits_nV, jobs: list[Job | None], rows) -> list[Job]:
+    def draw_tokens(self, logits_nV, jobs: list[Job | None], rows) -> list[Job]:
         """Choose a token for each job from its logits. rows: where in the batch they are"""
-        asked = Asked.of([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
+        asked = BatchSettings.from_rows([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
         rows_n = np.int32([len(self.slots) if job is None else row for job, row in zip(jobs, rows, strict=True)])
         chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n, self.drawable_V)
         chosen = jax.device_get(chosen)
         for n, job in enumerate(jobs):
-            if job is not None and job.room:
-                job.take(Token.of(chosen, n, job.settings.logprobs), self.end)
+            if job is not None and job.max_new_tokens:
+                job.add_token(Token.from_row(chosen, n, job.settings.logprobs), self.end)
             elif job is not None:  # who asks for no token asked for its prompt's
                 job.ended = job.ended or "length"
         return [job for job in jobs if job is not None]

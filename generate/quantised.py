@@ -36,7 +36,7 @@ def scale_of(x, dims, axes=()):
     return jnp.where(largest == 0, 1.0, largest / 127)
 
 
-def rounded(x, scale):
+def round_to_int8(x, scale):
     return jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8)
 
 
@@ -76,7 +76,7 @@ def quantize(params, c: ModelConfig, mesh: Mesh):
             return w
         dims = shared_dims(d)
         scale = scale_of(w, tuple(dims), tuple(axis for dim in dims for axis in as_tuple(d.spec[dim])))
-        values = rounded(w, scale)
+        values = round_to_int8(w, scale)
         for dim, axes in enumerate(d.spec):
             if dim not in dims and FSDP in as_tuple(axes):
                 scale = all_gather(scale, axes, dim=dim, to="invarying")
@@ -112,7 +112,7 @@ def quantize_like(x, like):
     if not isinstance(like, Quantised):
         return x.astype(like.dtype)
     scale = scale_of(x, -1)
-    return Quantised(rounded(x, scale), scale)
+    return Quantised(round_to_int8(x, scale), scale)
 
 
 def dequantize(x, dtype):

@@ -53,7 +53,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     about = convert.read_about(directory)
     trained = about["data"]
-    encoding = encoding_of(directory, trained, tokenizer)
+    encoding = resolve_encoding(directory, trained, tokenizer)
     if texts and encoding is None:
         raise UserError(f"{directory} names no tokenizer, and texts need one; name it with --tokenizer, a "
                         "tokenizer.json, a file of ranks, or bytes")  # fmt: skip
@@ -65,15 +65,15 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
                         f"{cfg.model.vocab_size}; name the tokenizer this model was trained with")  # fmt: skip
     devices, declarations = sharding.make_mesh(mesh), model.declare(cfg.model)
     sharding.check_divides(declarations, devices)
-    if (taken := convert.step_of(directory, step)) is not None:
+    if (taken := convert.resolve_step(directory, step)) is not None:
         checkpoint.say_aside(f"reading    step {taken} of {directory}/checkpoints")
-    params = in_form(convert.load_params(directory, declarations, devices, taken), cfg, devices, form)
+    params = convert_params(convert.load_params(directory, declarations, devices, taken), cfg, devices, form)
     known_step = about.get("slim", {}).get("step") if taken is None else taken
     return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], known_step,
                digest(directory, about, taken))  # fmt: skip
 
 
-def in_form(params, cfg: Config, mesh: Mesh, form: Form):
+def convert_params(params, cfg: Config, mesh: Mesh, form: Form):
     """Parameters as `open_run` says; what they were made of is let go on the way."""
     if form == "stored":
         return params
@@ -84,20 +84,20 @@ def in_form(params, cfg: Config, mesh: Mesh, form: Form):
     return unstack(params, cfg.model, mesh)
 
 
-def encoding_of(directory: str, trained: dict | None, asked: str) -> tiktoken.Encoding | None:
+def resolve_encoding(directory: str, trained: dict | None, requested: str) -> tiktoken.Encoding | None:
     """The tokenizer a run knows, or the one that is asked for. Raises: UserError if these are two."""
-    own = trained and tokenizers.of(trained)
-    if not asked:
+    own = trained and tokenizers.from_manifest(trained)
+    if not requested:
         return own
-    if asked in ("bytes", *tokenizers.NAMED) or tokenizers.is_file(asked):
-        named = tokenizers.load(asked)
-    elif Path(asked).is_file():
-        named = tokenizers.load(f"json:{asked}" if asked.endswith(".json") else f"bpe:{asked}")
+    if requested in ("bytes", *tokenizers.TIKTOKEN_NAMES) or tokenizers.is_file(requested):
+        named = tokenizers.load(requested)
+    elif Path(requested).is_file():
+        named = tokenizers.load(f"json:{requested}" if requested.endswith(".json") else f"bpe:{requested}")
     else:
-        raise UserError(f"--tokenizer {asked}: there is no such file; name a tokenizer.json or a file of ranks, "
-                        f"bytes, {', '.join(tokenizers.NAMED)}")  # fmt: skip
+        raise UserError(f"--tokenizer {requested}: there is no such file; name a tokenizer.json or a file of ranks, "
+                        f"bytes, {', '.join(tokenizers.TIKTOKEN_NAMES)}")  # fmt: skip
     if own and tokenizers.fingerprint(own) != tokenizers.fingerprint(named):
-        raise UserError(f"--tokenizer {asked}: {directory} was trained on tokens of {own.name!r}; leave it out")
+        raise UserError(f"--tokenizer {requested}: {directory} was trained on tokens of {own.name!r}; leave it out")
     return named
 
 

@@ -49,7 +49,7 @@ class Request(Settings):
 
 
 @struct.dataclass
-class Asked:
+class BatchSettings:
     """What rows of logits are to be drawn by, an array [b] each."""
 
     temperature: jax.Array
@@ -62,7 +62,7 @@ class Asked:
     alternatives: jax.Array
 
     @classmethod
-    def of(cls, rows: list, vocabulary: int):
+    def from_rows(cls, rows: list, vocabulary: int):
         """Arrays of (settings, count) of each row; None, where nothing is asked: the likeliest is drawn."""
         rows = [(Settings(temperature=0), 0) if row is None else row for row in rows]
         array = lambda dtype, read: np.array([read(settings) for settings, _ in rows], dtype)
@@ -79,7 +79,7 @@ class Asked:
 
 
 @struct.dataclass
-class Chosen:
+class DrawnTokens:
     """A token of each row, its log-probability by the model, and the likeliest tokens with theirs.
 
     Probabilities are those before temperature, penalty and cuts. The likeliest are there if any row asks for some.
@@ -91,7 +91,7 @@ class Chosen:
     logprobs_bA: jax.Array
 
 
-def penalised(logits_bV, penalty_b, seen_bV):
+def penalize(logits_bV, penalty_b, seen_bV):
     """Make tokens that were there before less likely: logits above 0 are divided, others multiplied.
 
     Source: CTRL, arXiv:1909.05858, section 4.1, as transformers does it for logits below 0.
@@ -100,7 +100,7 @@ def penalised(logits_bV, penalty_b, seen_bV):
     return jnp.where(logits_bV > 0, logits_bV / penalty_bV, logits_bV * penalty_bV)
 
 
-def likeliest(scaled_bV, top_k_b, top_p_b):
+def keep_top_k_top_p(scaled_bV, top_k_b, top_p_b):
     """-inf for tokens that top_k or top_p leave out; the likeliest always stays.
 
     top_p keeps the likeliest tokens until their probability, after top_k, reaches it (arXiv:1904.09751, section 3.1).
@@ -118,35 +118,35 @@ def likeliest(scaled_bV, top_k_b, top_p_b):
     return jnp.take_along_axis(jnp.where(kept_bV, sorted_bV, -jnp.inf), place_bV, axis=-1)
 
 
-def filtered(logits_bV, asked: Asked):
+def filter_logits(logits_bV, asked: BatchSettings):
     """Logits over temperature, -inf for tokens that are left out. Nothing is sorted if no row asks for it."""
     scaled_bV = logits_bV / jnp.maximum(asked.temperature, 1e-6)[:, None]
     cuts_b = (asked.temperature > 0) & ((asked.top_k > 0) | (asked.top_p < 1))
-    cut = lambda scaled_bV: likeliest(scaled_bV, asked.top_k, asked.top_p)
+    cut = lambda scaled_bV: keep_top_k_top_p(scaled_bV, asked.top_k, asked.top_p)
     scaled_bV = jax.lax.cond(jnp.any(cuts_b), cut, lambda scaled_bV: scaled_bV, scaled_bV)
     least_b1 = jnp.max(scaled_bV, axis=-1, keepdims=True) + jnp.log(asked.min_p)[:, None]
     return jnp.where(scaled_bV >= least_b1, scaled_bV, -jnp.inf)
 
 
-def alternatives(logprobs_bV, asked: Asked):
+def alternatives(logprobs_bV, asked: BatchSettings):
     """The likeliest tokens of each row, and their log-probabilities; zeros if no row asks for any."""
     A = min(MOST_ALTERNATIVES, logprobs_bV.shape[-1])
     zeros = lambda x: (jnp.zeros((len(x), A), jnp.float32), jnp.zeros((len(x), A), jnp.int32))
     return jax.lax.cond(jnp.any(asked.alternatives > 0), lambda x: tuple(jax.lax.top_k(x, A)), zeros, logprobs_bV)
 
 
-def noise(seed_b, count_b, vocabulary: int):
+def gumbel_noise(seed_b, count_b, vocabulary: int):
     """Gumbel noise keyed by a row's seed and how many tokens it has drawn: by nothing of its neighbours."""
     one = lambda seed, count: jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), (vocabulary,))
     return jax.vmap(one)(seed_b, count_b)
 
 
-def drawable(vocabulary: int, absent=()):
+def drawable_ids(vocabulary: int, absent=()):
     """Which of the tokenizer's ids are a token's. absent: those that are none"""
     return np.isin(np.arange(vocabulary), absent, invert=True)
 
 
-def of_tokens(logits_bV, drawable_V):
+def mask_unused(logits_bV, drawable_V):
     """Logits without the rows of the table past the tokenizer's vocabulary, and -inf for ids of no token."""
     return jnp.where(drawable_V, logits_bV[..., : len(drawable_V)], -jnp.inf)
 
@@ -154,31 +154,31 @@ def of_tokens(logits_bV, drawable_V):
 def log_probabilities(logits_bV, drawable_V):
     """The model's, as training and `python -m evaluate` have them: all rows of the table share the 1, those of no token
     too, which get -inf here."""
-    return of_tokens(jax.nn.log_softmax(logits_bV), drawable_V)
+    return mask_unused(jax.nn.log_softmax(logits_bV), drawable_V)
 
 
 @jax.jit
-def of_given(logits_nV, token_n, drawable_V) -> Chosen:
+def score_tokens(logits_nV, token_n, drawable_V) -> DrawnTokens:
     """What `choose` says of tokens, for tokens that were there before."""
     logprobs_nV = log_probabilities(logits_nV, drawable_V)
     logprob_n = jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0]
     logprobs_nA, likeliest_nA = jax.lax.top_k(logprobs_nV, min(MOST_ALTERNATIVES, len(drawable_V)))
-    return Chosen(token_n, logprob_n, likeliest_nA, logprobs_nA)
+    return DrawnTokens(token_n, logprob_n, likeliest_nA, logprobs_nA)
 
 
 @jax.jit
-def choose(logits_bV, asked: Asked, seen_bV, drawable_V) -> Chosen:
+def choose(logits_bV, asked: BatchSettings, seen_bV, drawable_V) -> DrawnTokens:
     """Draw one token a row.
 
     seen_bV     the tokens that repetition_penalty counts
     drawable_V  ids that are a token's: no other is drawn, and the table may be longer
     """
     logprobs_bV = log_probabilities(logits_bV, drawable_V)
-    vocabulary, logits_bV = len(drawable_V), of_tokens(logits_bV, drawable_V)
-    less_bV = penalised(logits_bV, asked.repetition_penalty, seen_bV)
-    draws = lambda: filtered(less_bV, asked) + noise(asked.seed, asked.count, vocabulary)
+    vocabulary, logits_bV = len(drawable_V), mask_unused(logits_bV, drawable_V)
+    less_bV = penalize(logits_bV, asked.repetition_penalty, seen_bV)
+    draws = lambda: filter_logits(less_bV, asked) + gumbel_noise(asked.seed, asked.count, vocabulary)
     noisy_bV = jax.lax.cond(jnp.any(asked.temperature > 0), draws, lambda: less_bV)
     token_b = jnp.argmax(jnp.where(asked.temperature[:, None] > 0, noisy_bV, less_bV), axis=-1)
     logprob_b = jnp.take_along_axis(logprobs_bV, token_b[:, None], axis=-1)[:, 0]
     logprobs_bA, likeliest_bA = alternatives(logprobs_bV, asked)
-    return Chosen(token_b, logprob_b, likeliest_bA, logprobs_bA)
+    return DrawnTokens(token_b, logprob_b, likeliest_bA, logprobs_bA)

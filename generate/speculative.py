@@ -18,40 +18,49 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from generate.cache import NOWHERE
 from generate.engine import Engine, Job, Token
-from generate.sampling import Asked, Chosen, Settings, alternatives, filtered, log_probabilities, of_tokens, penalised
+from generate.sampling import (
+    BatchSettings,
+    DrawnTokens,
+    Settings,
+    alternatives,
+    filter_logits,
+    log_probabilities,
+    mask_unused,
+    penalize,
+)
 
-PROPOSED, KEPT, REPLACED = range(3)  # what randomness is for: none of it may serve twice
+PROPOSED, ACCEPTED, REPLACED = range(3)  # what randomness is for: none of it may serve twice
 
 
-def key(asked: Asked, purpose: int):
+def random_key(asked: BatchSettings, purpose: int):
     of_row = jax.random.fold_in(jax.random.key(asked.seed[0]), asked.count[0])
     return jax.random.fold_in(of_row, purpose)
 
 
-def probabilities(logits_bV, asked: Asked, seen_bV):
+def probabilities(logits_bV, asked: BatchSettings, seen_bV):
     """What `sampling.choose` draws from."""
-    less_bV = penalised(logits_bV, asked.repetition_penalty, seen_bV)
+    less_bV = penalize(logits_bV, asked.repetition_penalty, seen_bV)
     likeliest_bV = jax.nn.one_hot(jnp.argmax(less_bV, axis=-1), less_bV.shape[-1])
-    return jnp.where(asked.temperature[:, None] > 0, jax.nn.softmax(filtered(less_bV, asked)), likeliest_bV)
+    return jnp.where(asked.temperature[:, None] > 0, jax.nn.softmax(filter_logits(less_bV, asked)), likeliest_bV)
 
 
-def drawn(key, probability_V):
+def draw_token(key, probability_V):
     return jnp.argmax(jnp.log(probability_V) + jax.random.gumbel(key, probability_V.shape))
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
-def propose(logits_bV, asked: Asked, seen_1V, drawable_V, *, mesh: Mesh):
+def propose(logits_bV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh):
     """Draw a token from the draft's logits: the token, in every row; what it was drawn from; and seen_1V with it."""
     everywhere = NamedSharding(mesh, P())
-    logits_1V = of_tokens(jax.lax.with_sharding_constraint(logits_bV, everywhere)[:1], drawable_V)
+    logits_1V = mask_unused(jax.lax.with_sharding_constraint(logits_bV, everywhere)[:1], drawable_V)
     q_V = probabilities(logits_1V, asked, seen_1V)[0]
-    token = drawn(key(asked, PROPOSED), q_V)
+    token = draw_token(random_key(asked, PROPOSED), q_V)
     made = jnp.full((len(logits_bV), 1), token, jnp.int32), q_V, seen_1V.at[0, token].set(True)
     return jax.lax.with_sharding_constraint(made, everywhere)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
-def judge(logits_bmV, proposed_k, q_kV, asked: Asked, seen_1V, drawable_V, *, mesh: Mesh):
+def verify(logits_bmV, proposed_k, q_kV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh):
     """Decide how many of k proposed tokens are kept, and draw one more.
 
     logits_bmV  the model's, before each proposed token and after the last: m = k + 1
@@ -59,28 +68,28 @@ def judge(logits_bmV, proposed_k, q_kV, asked: Asked, seen_1V, drawable_V, *, me
     """
     everywhere, k = NamedSharding(mesh, P()), len(proposed_k)
     whole_mV = jax.lax.with_sharding_constraint(logits_bmV, everywhere)[0]
-    logits_mV = of_tokens(whole_mV, drawable_V)
+    logits_mV = mask_unused(whole_mV, drawable_V)
     seen_kV = jnp.cumsum(jax.nn.one_hot(proposed_k, len(drawable_V), dtype=jnp.int32), axis=0) > 0
     seen_mV = seen_1V | jnp.pad(seen_kV, ((1, 0), (0, 0)))
     of_rows = jax.tree.map(lambda x_1: jnp.repeat(x_1, k + 1), asked)
     p_mV = probabilities(logits_mV, of_rows, seen_mV)
 
     of_proposed = lambda x_kV: jnp.take_along_axis(x_kV, proposed_k[:, None], axis=-1)[:, 0]
-    uniform_k = jax.random.uniform(key(asked, KEPT), (k,))
+    uniform_k = jax.random.uniform(random_key(asked, ACCEPTED), (k,))
     kept_k = uniform_k * of_proposed(q_kV) < of_proposed(p_mV[:k])  # with probability min(1, p / q)
     n = jnp.sum(jnp.cumprod(kept_k))
     left_V = jnp.maximum(p_mV - jnp.pad(q_kV, ((0, 1), (0, 0))), 0)[n]  # if all are kept, p itself
-    last = drawn(key(asked, REPLACED), left_V)  # of probabilities that need not sum to 1
+    last = draw_token(random_key(asked, REPLACED), left_V)  # of probabilities that need not sum to 1
 
     token_m = jnp.where(jnp.arange(k + 1) < n, jnp.pad(proposed_k, (0, 1)), last)
     logprobs_mV = log_probabilities(whole_mV, drawable_V)
     logprob_m = jnp.take_along_axis(logprobs_mV, token_m[:, None], axis=-1)[:, 0]
-    chosen = Chosen(token_m, logprob_m, *alternatives(logprobs_mV, of_rows)[::-1])
+    chosen = DrawnTokens(token_m, logprob_m, *alternatives(logprobs_mV, of_rows)[::-1])
     made = n + 1, chosen, seen_mV[n][None].at[0, last].set(True)
     return jax.lax.with_sharding_constraint(made, everywhere)
 
 
-def read(engine: Engine, tokens_bs, at: int, wanted_m):
+def next_logits(engine: Engine, tokens_bs, at: int, wanted_m):
     """Logits [b, m, V] after some of the tokens that follow in the first row, from position `at` on; others wait."""
     positions_bs = np.full(tokens_bs.shape, NOWHERE, np.int32)
     positions_bs[0] = at + np.arange(tokens_bs.shape[1])
@@ -101,36 +110,36 @@ class Rounds:
         return self.tokens / max(1, self.steps)
 
 
-def write(engine: Engine, draft: Engine, job: Job, k: int, took: Callable[[], None] = lambda: None) -> Rounds:
+def speculate(engine: Engine, draft: Engine, job: Job, k: int, on_token: Callable[[], None] = lambda: None) -> Rounds:
     """Continue one text to its end, k tokens proposed at a time. `took()` is called when it has one more.
 
     engine, draft  both idle, of one vocabulary; of a round each runs shapes that are always the same
     What a cache keeps of tokens that were not kept is overwritten before it is attended to.
     """
-    engine.read_alone(job), draft.read_alone(Job(job.prompt, Settings(temperature=0), 1))
-    took()
+    engine.prefill_single(job), draft.prefill_single(Job(job.prompt, Settings(temperature=0), 1))
+    on_token()
     rounds, seen_1V = Rounds(), engine.seen_bV[:1]
     common = dict(drawable_V=engine.drawable_V, mesh=engine.mesh)
     rows = lambda engine, ids: np.tile(np.int32(ids), (len(engine.slots), 1))
     while not job.ended:
         text, count = [*job.prompt, *(token.id for token in job.tokens)], len(job.tokens)
-        asked = lambda more, count=count: Asked.of([(job.settings, count + more)], engine.vocabulary)
+        asked = lambda more, count=count: BatchSettings.from_rows([(job.settings, count + more)], engine.vocabulary)
         # The last of k that were all kept was never read by the draft: it always reads the last two.
         tokens_bs, seen_with_1V, proposed, q = rows(draft, text[-2:]), seen_1V, [], []
         for n in range(k):
             s = tokens_bs.shape[1]
-            logits_b1V = read(draft, tokens_bs, len(text) + n - s, [s - 1])
+            logits_b1V = next_logits(draft, tokens_bs, len(text) + n - s, [s - 1])
             tokens_bs, q_V, seen_with_1V = propose(logits_b1V[:, 0], asked(n), seen_with_1V, **common)
             proposed.append(tokens_bs), q.append(q_V)
         tokens_bm = jnp.concatenate([rows(draft, text[-1:]), *proposed], axis=1)
-        logits_bmV = read(engine, tokens_bm, len(text) - 1, range(k + 1))
-        n, chosen, seen_1V = judge(logits_bmV, tokens_bm[0, 1:], jnp.stack(q), asked(0), seen_1V, **common)
+        logits_bmV = next_logits(engine, tokens_bm, len(text) - 1, range(k + 1))
+        n, chosen, seen_1V = verify(logits_bmV, tokens_bm[0, 1:], jnp.stack(q), asked(0), seen_1V, **common)
         n, chosen = jax.device_get((n, chosen))
         rounds.steps += 1
         for at in range(n):
-            job.take(Token.of(chosen, at, job.settings.logprobs), engine.end)
+            job.add_token(Token.from_row(chosen, at, job.settings.logprobs), engine.end)
             rounds.tokens += 1
-            took()
+            on_token()
             if job.ended:
                 break
     return rounds

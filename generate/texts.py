@@ -18,12 +18,12 @@ from generate.cache import unstack
 from generate.engine import Engine, Job, Token
 from generate.runs import Form, open_run
 from generate.sampling import Request
-from generate.speculative import Rounds, write as speculate
+from generate.speculative import Rounds, speculate
 
-MOST_AT_A_TIME = 16  # requests of one call that share a batch; others wait
+MAX_SLOTS = 16  # requests of one call that share a batch; others wait
 
 
-def bucket(size: int, most: int) -> int:
+def round_up_to_power_of_two(size: int, most: int) -> int:
     """The next power of two, at most `most`: few shapes, so few compilations."""
     return min(1 << (size - 1).bit_length(), most)
 
@@ -39,7 +39,7 @@ def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int) -> list[i
     return ids
 
 
-class Writing(Job):
+class TextJob(Job):
     """A request whose tokens become text.
 
     text   what is written, without the prompt: up to a stop, and so far as it cannot become one
@@ -51,20 +51,20 @@ class Writing(Job):
         self.encoding, self.decoder = encoding, codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.text, self.piece, self.held = "", "", ""
 
-    def take(self, token: Token, end: int) -> None:
-        super().take(token, end)
+    def add_token(self, token: Token, end: int) -> None:
+        super().add_token(token, end)
         is_text = self.ended != "stop"
         new = self.encoding.decode_single_token_bytes(token.id) if is_text else b""
         held = self.held + self.decoder.decode(new, final=bool(self.ended))
         places = [place for stop in self.settings.stop if (place := held.find(stop)) >= 0]
         if places:
             self.ended, held = "stop", held[: min(places)]
-        kept = 0 if self.ended else max((_begun(held, stop) for stop in self.settings.stop), default=0)
+        kept = 0 if self.ended else max((_partial_stop_length(held, stop) for stop in self.settings.stop), default=0)
         self.piece, self.held = held[: len(held) - kept], held[len(held) - kept :]
         self.text += self.piece
 
 
-def word(encoding: tiktoken.Encoding, id: int) -> str:
+def token_text(encoding: tiktoken.Encoding, id: int) -> str:
     r"""The text of a token; bytes:\xe2\x82 where it is a part of a character, as OpenAI writes it."""
     raw = encoding.decode_single_token_bytes(id)
     try:
@@ -73,7 +73,7 @@ def word(encoding: tiktoken.Encoding, id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _begun(text: str, stop: str) -> int:
+def _partial_stop_length(text: str, stop: str) -> int:
     """How many characters at the end of a text are the beginning of a stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -91,7 +91,7 @@ class Sampler:
         self.engines: dict[tuple, Engine] = {}
 
     @functools.cached_property
-    def unstacked(self):
+    def unstacked_params(self):
         """Parameters as all engines share them."""
         return unstack(self.params, self.cfg.model, self.mesh)
 
@@ -102,26 +102,26 @@ class Sampler:
         """
         if (key := (slots, context, piece)) not in self.engines:
             self.engines[key] = Engine(
-                self.cfg, self.unstacked, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
+                self.cfg, self.unstacked_params, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
                 slots=slots, context=context, piece=piece, cache=self.cache,
-                absent=tokenizers.absent(self.encoding))  # fmt: skip
+                unused_ids=tokenizers.unused_ids(self.encoding))  # fmt: skip
         return self.engines[key]
 
-    def engine_for(self, writings: list[Writing], slots: int) -> Engine:
+    def engine_for(self, writings: list[TextJob], slots: int) -> Engine:
         """One that has room for the longest of these."""
         T, longest = self.cfg.data.seq_len, max(len(one.prompt) for one in writings)
-        context = bucket(max(len(one.prompt) + one.room for one in writings), T)
-        return self.engine(slots, context, bucket(longest, min(64, T)))
+        context = round_up_to_power_of_two(max(len(one.prompt) + one.max_new_tokens for one in writings), T)
+        return self.engine(slots, context, round_up_to_power_of_two(longest, min(64, T)))
 
-    def writing(self, request: Request) -> Writing:
+    def make_job(self, request: Request) -> TextJob:
         """Raises: UserError if its prompt is too long."""
         context = self.cfg.data.seq_len
-        return Writing(self.encoding, request, prompt_ids(self.encoding, request.prompt, context), context)
+        return TextJob(self.encoding, request, prompt_ids(self.encoding, request.prompt, context), context)
 
-    def write(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[Writing]:
+    def write(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[TextJob]:
         """Continue each prompt. `stream(row, text)` is called as text appears."""
-        writings = [self.writing(request) for request in requests]
-        engine = self.engine_for(writings, bucket(len(requests), MOST_AT_A_TIME))
+        writings = [self.make_job(request) for request in requests]
+        engine = self.engine_for(writings, round_up_to_power_of_two(len(requests), MAX_SLOTS))
         rows = {id(engine.submit(one)): row for row, one in enumerate(writings)}
         while not engine.idle:
             for one in engine.step():
@@ -129,19 +129,19 @@ class Sampler:
                     stream(rows[id(one)], one.piece)
         return writings
 
-    def search(self, request: Request, width: int, penalty: float = 1.0) -> list[tuple[Writing, Beam]]:
+    def search(self, request: Request, width: int, penalty: float = 1.0) -> list[tuple[TextJob, Beam]]:
         """The best continuations that a search of so many beams finds, best first. A stop only cuts what was found."""
-        asked, found = self.writing(request), []
+        asked, found = self.make_job(request), []
         engine = self.engine_for([asked], width)
-        for best in search(engine, asked.prompt, width=width, room=asked.room, penalty=penalty):
-            found.append((self.writing(request), best))
+        for best in search(engine, asked.prompt, width=width, room=asked.max_new_tokens, penalty=penalty):
+            found.append((self.make_job(request), best))
             for id in best.tokens:
                 if not found[-1][0].ended:
-                    found[-1][0].take(Token(id, math.nan, []), engine.end)
+                    found[-1][0].add_token(Token(id, math.nan, []), engine.end)
         return found
 
     def speculate(self, request: Request, draft: "Sampler", k: int,
-                  stream: Callable[[str], None] | None = None) -> tuple[Writing, Rounds]:  # fmt: skip
+                  stream: Callable[[str], None] | None = None) -> tuple[TextJob, Rounds]:  # fmt: skip
         """Continue one prompt, for which a draft proposes k tokens at a time. `stream(text)` is called as text appears.
 
         Raises: UserError if the draft has another tokenizer.
@@ -151,7 +151,7 @@ class Sampler:
                 f"the draft's tokenizer {draft.encoding.name!r} of {draft.encoding.n_vocab} tokens is not the model's, "
                 f"{self.encoding.name!r} of {self.encoding.n_vocab}: a draft has to be trained on the same tokens"
             )
-        one = self.writing(request)
+        one = self.make_job(request)
         engine = self.engine_for([one], 1)
         said = lambda: stream(one.piece) if stream and one.piece else None
         return one, speculate(engine, draft.engine(1, engine.context, engine.piece), one, k, said)

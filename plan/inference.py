@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from config import AUTO, AXES, Config, ModelConfig
 from errors import UserError
-from generate.cache import decoding
+from generate.cache import decoding_config
 from pipeline import fit
 from plan import costs, hardware, hiding, traced_layer
 from plan.auto import SPARE
@@ -167,7 +167,7 @@ def of_weights(at: Pass):
 
 def letters(at: Pass) -> dict:
     """The sizes of the letters in `traced_layer.PRIMES`, of one device."""
-    c, n = decoding(at.cfg.at_work), at.n
+    c, n = decoding_config(at.cfg.at_work), at.n
     g, r = (c.n_heads, 1) if c.attention == "mla" else (c.n_kv_heads, c.n_heads // c.n_kv_heads)
     g, z = g // n[TENSOR], costs.Sizes(at.b, 0, 0, 0, at.width, 0, n, "cpu")
     return costs.letters(c, z) | {
@@ -182,7 +182,7 @@ def of_layers(at: Pass):
 
     A matmul of experts multiplies as many rows as if each expert were as likely.
     """
-    c, sizes = decoding(at.cfg.at_work), letters(at)
+    c, sizes = decoding_config(at.cfg.at_work), letters(at)
     of_moe = c.n_blocks if c.n_experts else 0
     for is_moe, layers in ((False, c.n_layers - of_moe), (True, of_moe)):
         for row in traced_layer.cached_layer_rows(c, is_moe) if layers else ():

@@ -39,7 +39,7 @@ class Arguments:
     devices: Count = 0  # simulate this many CPU devices; 0: work on those there are
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """A socket that clients may knock at. Raises: UserError if there is no such address, or another has it."""
     if port > 65535:
         raise UserError(f"port={port}: must be at most 65535; 0 takes any that is free")
@@ -98,11 +98,13 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         raise UserError(f"{error}; install it with: make extra-serve") from error
     use_devices(args.devices)
-    with listen(args.host, args.port) as knock:
+    with open_socket(args.host, args.port) as knock:
         sampler, engine = load(args)
         beside = [str(Path(args.tokenizer).parent)] if Path(args.tokenizer).is_file() else []
-        found = template.find(args.run, *beside) if hasattr(sampler.encoding, "encode") else None  # not SentencePiece
-        served = lifetime.Served(Path(args.run).resolve().name, sampler.encoding, engine.context, found)
+        found = (
+            template.find_template(args.run, *beside) if hasattr(sampler.encoding, "encode") else None
+        )  # not SentencePiece
+        served = lifetime.ServedModel(Path(args.run).resolve().name, sampler.encoding, engine.context, found)
         return asyncio.run(lifetime.run(knock, served, engine, args.queue, api_key, args.timeout_s))
 
 

@@ -16,10 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.metrics import Metrics
-from serve.protocol import Answers, Refused, Served, event
-from serve.worker import Answer, Full, Worker
+from serve.protocol import RequestError, ResponseBuilder, ServedModel, event
+from serve.worker import QueueFull, TextStream, Worker
 
-MOST_BYTES = 2**20  # of a request
+MAX_REQUEST_BYTES = 2**20  # of a request
 PAGE = Path(__file__).parent / "page.html"
 
 
@@ -31,7 +31,9 @@ class Server:
     draining   what runs is finished, and nothing else is begun
     """
 
-    def __init__(self, served: Served, worker: Worker, metrics: Metrics, api_key: str = "", timeout_s: float = 600):
+    def __init__(
+        self, served: ServedModel, worker: Worker, metrics: Metrics, api_key: str = "", timeout_s: float = 600
+    ):
         self.served, self.worker, self.metrics = served, worker, metrics
         self.api_key, self.timeout_s, self.draining = api_key, timeout_s, False
         self.created = int(time.time())
@@ -40,15 +42,15 @@ class Server:
             routes=[
                 get("/", lambda _: HTMLResponse(PAGE.read_text().replace("MODEL", served.model))),
                 get("/health", self.health),
-                get("/metrics", self.measures),
+                get("/metrics", self.prometheus),
                 get("/v1/models", lambda _: JSONResponse({"object": "list", "data": [self.model()]})),
                 get("/v1/models/{name}", self.one_model),
                 post("/v1/completions", self.completions),
                 post("/v1/chat/completions", self.completions),
             ],
-            exception_handlers={Refused: refusal, HTTPException: refusal, Exception: refusal},
+            exception_handlers={RequestError: error_response, HTTPException: error_response, Exception: error_response},
         )
-        self.app = counted(guarded(app, api_key), metrics, {route.path for route in app.routes})
+        self.app = count_requests(require_api_key(app, api_key), metrics, {route.path for route in app.routes})
 
     # About the server
 
@@ -57,7 +59,7 @@ class Server:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ok", "running": self.worker.running, "waiting": self.worker.waiting})
 
-    async def measures(self, _) -> Response:
+    async def prometheus(self, _) -> Response:
         self.metrics.running.set(self.worker.running)
         self.metrics.waiting.set(self.worker.waiting)
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -75,58 +77,60 @@ class Server:
         """Both kinds: texts whole, or as they grow."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                body = await read(request)
+                body = await read_body(request)
         except TimeoutError:
-            raise Refused(408, f"the request did not come whole in {self.timeout_s:g} s") from None
-        asked = await asyncio.to_thread(self.served.asked, body, request.url.path.endswith("/chat/completions"))
-        answers, answer = Answers(asked, self.served.encoding), self.begin(asked.texts)
+            raise RequestError(408, f"the request did not come whole in {self.timeout_s:g} s") from None
+        asked = await asyncio.to_thread(self.served.parse_request, body, request.url.path.endswith("/chat/completions"))
+        answers, answer = ResponseBuilder(asked, self.served.encoding), self.begin_texts(asked.texts)
         if asked.stream:
-            return StreamingResponse(self.events(request, answer, answers), media_type="text/event-stream",
+            return StreamingResponse(self.stream_events(request, answer, answers), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache"})  # fmt: skip
-        async with self.watched(request, answer):
+        async with self.cancel_on_disconnect(request, answer):
             async for news in answer:
                 answers.add(news)
                 self.check(news.ended)
-        return JSONResponse(answers.whole())
+        return JSONResponse(answers.full_response())
 
-    def begin(self, texts) -> Answer:
-        if self.worker.broken:
-            raise Refused(500, self.worker.broken)
+    def begin_texts(self, texts) -> TextStream:
+        if self.worker.failure:
+            raise RequestError(500, self.worker.failure)
         if self.draining:
-            raise Refused(503, "the server is about to end: it finishes what it has begun", Retry_After="10")
-        if len(texts) > self.worker.most:
-            raise Refused(400, f"{len(texts)} texts at a time; this server has room for {self.worker.most}, "
+            raise RequestError(503, "the server is about to end: it finishes what it has begun", Retry_After="10")
+        if len(texts) > self.worker.max_texts:
+            raise RequestError(400, f"{len(texts)} texts at a time; this server has room for {self.worker.max_texts}, "
                           "running and waiting", "n")  # fmt: skip
         try:
             return self.worker.begin(texts)
-        except Full:
+        except QueueFull:
             busy = f"{self.worker.running} texts are running and {self.worker.waiting} waiting"
-            raise Refused(429, f"{busy}; at most {self.worker.most} may", Retry_After="1") from None
+            raise RequestError(429, f"{busy}; at most {self.worker.max_texts} may", Retry_After="1") from None
 
-    async def events(self, request: Request, answer: Answer, answers: Answers) -> AsyncIterator[bytes]:
+    async def stream_events(
+        self, request: Request, answer: TextStream, answers: ResponseBuilder
+    ) -> AsyncIterator[bytes]:
         try:
-            async with self.watched(request, answer):
+            async with self.cancel_on_disconnect(request, answer):
                 async for news in answer:
                     self.check(news.ended)
                     if sent := answers.add(news):
                         yield sent
-        except Refused as refused:  # too late for a status
+        except RequestError as refused:  # too late for a status
             yield event(refused.body)
         else:
-            for sent in answers.last():
+            for sent in answers.final_events():
                 yield sent
 
     def check(self, ended: str) -> None:
         """Raises: Refused if a text has ended without being done."""
         if ended == "timeout":
-            raise Refused(504, f"not done within {self.timeout_s:g} s; ask for fewer tokens, or give --timeout_s")
+            raise RequestError(504, f"not done within {self.timeout_s:g} s; ask for fewer tokens, or give --timeout_s")
         if ended == "cancelled":
-            raise Refused(499, "the client has left")
+            raise RequestError(499, "the client has left")
         if ended.startswith("error"):
-            raise Refused(500, ended)
+            raise RequestError(500, ended)
 
     @contextlib.asynccontextmanager
-    async def watched(self, request: Request, answer: Answer):
+    async def cancel_on_disconnect(self, request: Request, answer: TextStream):
         """Meanwhile end the texts when the time is over or the client leaves; afterwards, whatever is left of them."""
 
         async def leave() -> None:
@@ -143,42 +147,46 @@ class Server:
             answer.end("cancelled")
 
 
-async def read(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Raises: Refused if it is too large, before all of it is read."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MOST_BYTES:
-            raise Refused(413, f"a request of more than {MOST_BYTES:,} bytes")
+        if len(body) > MAX_REQUEST_BYTES:
+            raise RequestError(413, f"a request of more than {MAX_REQUEST_BYTES:,} bytes")
     return bytes(body)
 
 
-async def refusal(_, error: Exception) -> Response:
+async def error_response(_, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = Refused(error.status_code, f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions")
-    elif not isinstance(error, Refused):
-        error = Refused(500, f"{type(error).__name__}: {error}")
+        error = RequestError(
+            error.status_code, f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
+        )
+    elif not isinstance(error, RequestError):
+        error = RequestError(500, f"{type(error).__name__}: {error}")
     return JSONResponse(error.body, error.status, error.headers)
 
 
 # Around the paths -----------------------------------------------------------------------------------------------------
 
 
-def guarded(app: ASGIApp, api_key: str) -> ASGIApp:
+def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
     """Let those who bring the key through to /v1 and /metrics."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         if api_key and scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics")):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + api_key.encode()):
-                error = Refused(401, "wrong API key: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
-                return await (await refusal(None, error))(scope, receive, send)
+                error = RequestError(
+                    401, "wrong API key: send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+                )
+                return await (await error_response(None, error))(scope, receive, send)
         return await app(scope, receive, send)
 
     return guard
 
 
-def counted(app: ASGIApp, metrics: Metrics, paths: set[str]) -> ASGIApp:
+def count_requests(app: ASGIApp, metrics: Metrics, paths: set[str]) -> ASGIApp:
     """Count the answers by path and status; paths that are not ours are one."""
 
     async def count(scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,7 +11,7 @@ import uvicorn
 from generate.engine import Engine
 from serve.app import Server
 from serve.metrics import Metrics
-from serve.protocol import Served
+from serve.protocol import ServedModel
 from serve.worker import Worker
 
 
@@ -20,7 +20,12 @@ class Uvicorn(uvicorn.Server):
 
 
 async def run(
-    knock: socket.socket, served: Served, engine: Engine, waiting: int, api_key: str = "", timeout_s: float = 600
+    listener: socket.socket,
+    served: ServedModel,
+    engine: Engine,
+    waiting: int,
+    api_key: str = "",
+    timeout_s: float = 600,
 ) -> int:
     """Answer who comes to a socket, until a signal; then finish what was begun. A second signal ends the process.
 
@@ -33,7 +38,7 @@ async def run(
     http = Uvicorn(uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
 
     async def end() -> None:
-        await worker.finished()
+        await worker.wait_until_done()
         http.should_exit = True
 
     def drain() -> None:
@@ -48,10 +53,10 @@ async def run(
             os._exit(128 + number)  # the engine's thread may be in a step, and would be waited for
         drain()
 
-    worker.failed = drain
+    worker.on_failure = drain
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)
-    address, port, *_ = knock.getsockname()
+    address, port, *_ = listener.getsockname()
     print(f"ready      http://{f'[{address}]' if ':' in address else address}:{port} has {served.model}", flush=True)
-    await http.serve(sockets=[knock])
+    await http.serve(sockets=[listener])
     return 0 if worker.stop() else 1

@@ -19,17 +19,17 @@ import tiktoken
 from errors import UserError, nearest
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
-from generate.texts import word
+from generate.texts import token_text
 from serve.template import Template
-from serve.worker import News, Text
+from serve.worker import ServedText, TextUpdate
 
-MOST_TEXTS = 128  # of one request
-MOST_COMPLETION_LOGPROBS = 5  # as OpenAI's own
+MAX_TEXTS = 128  # of one request
+MAX_COMPLETION_LOGPROBS = 5  # as OpenAI's own
 
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
@@ -40,16 +40,16 @@ class Refused(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def bad(param: str, message: str, code: str | None = None) -> Refused:
-    return Refused(400, message, param, code)
+def bad_request(param: str, message: str, code: str | None = None) -> RequestError:
+    return RequestError(400, message, param, code)
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
 
 # Parameters of the protocol that change nothing here.
-UNUSED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Those that we do not have, the values that ask for nothing, and what would work.
-NOT_HERE = {
+UNSUPPORTED = {
     "presence_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
     "frequency_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
     "logit_bias": (({},), "top_k, top_p and min_p choose among tokens"),
@@ -72,14 +72,14 @@ CHAT = (*SHARED, "messages", "max_completion_tokens", "top_logprobs")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request that was understood.
 
     texts  n for each prompt, in order
     """
 
     model: str
-    texts: list[Text]
+    texts: list[ServedText]
     n: int
     chat: bool
     stream: bool
@@ -89,7 +89,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What requests are for."""
 
     model: str
@@ -97,56 +97,60 @@ class Served:
     context: int
     template: Template | None = None  # None: a chat is a transcript, see `chat_text`
 
-    def asked(self, body: bytes, chat: bool) -> Asked:
+    def parse_request(self, body: bytes, chat: bool) -> ParsedRequest:
         """Raises: Refused."""
         values = read_json(body)
         known = CHAT if chat else COMPLETION
         for name in [*values]:
-            if values[name] is None or name in UNUSED:
+            if values[name] is None or name in IGNORED:
                 del values[name]
-            elif name in NOT_HERE and name not in known:
-                nothing, instead = NOT_HERE[name]
+            elif name in UNSUPPORTED and name not in known:
+                nothing, instead = UNSUPPORTED[name]
                 if values.pop(name) not in nothing:
-                    raise bad(name, f"{name} is not supported; {instead}")
+                    raise bad_request(name, f"{name} is not supported; {instead}")
             elif name not in known:
-                raise bad(name, f"{name!r} is not a parameter; {nearest(name, known)}")
-        self.check_model(_of(values, "model", str, None))
-        stream, n = _of(values, "stream", bool, False), _of(values, "n", int, 1)
-        options = _of(values, "stream_options", dict, {})
+                raise bad_request(name, f"{name!r} is not a parameter; {nearest(name, known)}")
+        self.check_model(_typed_value(values, "model", str, None))
+        stream, n = _typed_value(values, "stream", bool, False), _typed_value(values, "n", int, 1)
+        options = _typed_value(values, "stream_options", dict, {})
         if options and not stream:
-            raise bad("stream_options", "stream_options is for a stream; give stream=true, or leave it")
+            raise bad_request("stream_options", "stream_options is for a stream; give stream=true, or leave it")
         prompts = [self.chat_prompt(values)] if chat else self.prompts(values)
-        if n < 1 or n * len(prompts) > MOST_TEXTS:
-            raise bad("n", f"n={n} texts of {len(prompts)} prompts: 1 to {MOST_TEXTS} texts can be asked for at a time")
-        echo, logprobs = _of(values, "echo", bool, False), _wants_logprobs(values)
+        if n < 1 or n * len(prompts) > MAX_TEXTS:
+            raise bad_request(
+                "n", f"n={n} texts of {len(prompts)} prompts: 1 to {MAX_TEXTS} texts can be asked for at a time"
+            )
+        echo, logprobs = _typed_value(values, "echo", bool, False), _wants_logprobs(values)
         if echo and stream:
-            raise bad("echo", "echo is not for a stream: it has the prompt's tokens once all are read")
-        nothing = not chat and _of(values, "max_tokens", int, 1) == 0  # but what is said of the prompt
+            raise bad_request("echo", "echo is not for a stream: it has the prompt's tokens once all are read")
+        nothing = not chat and _typed_value(values, "max_tokens", int, 1) == 0  # but what is said of the prompt
         settings = self.settings(values | {"max_tokens": 1} if nothing else values, chat)
         seed = settings.seed
-        texts = [Text(self.encoding, dataclasses.replace(settings, seed=seed + at), prompt, self.context)
+        texts = [ServedText(self.encoding, dataclasses.replace(settings, seed=seed + at), prompt, self.context)
                  for at, prompt in enumerate(prompt for prompt in prompts for _ in range(n))]  # fmt: skip
         for text in texts:
-            text.room = 0 if nothing else text.room
-            text.given = [] if echo and logprobs else None
+            text.max_new_tokens = 0 if nothing else text.max_new_tokens
+            text.prompt_tokens = [] if echo and logprobs else None
         given = values["prompt"] if echo else []
-        ours = [isinstance(one, str) for one in ([given] if given and _is_one(given) else given) for _ in range(n)]
-        return Asked(self.model, texts, n, chat, stream, bool(options.get("include_usage")), logprobs, ours)
+        ours = [
+            isinstance(one, str) for one in ([given] if given and _is_single_prompt(given) else given) for _ in range(n)
+        ]
+        return ParsedRequest(self.model, texts, n, chat, stream, bool(options.get("include_usage")), logprobs, ours)
 
     def check_model(self, name: str | None) -> None:
         if name is None:
-            raise bad("model", f"model is missing; this server has {self.model!r}")
+            raise bad_request("model", f"model is missing; this server has {self.model!r}")
         if name != self.model:
             why = f"the model {name!r} is not here; this server has {self.model!r}"
-            raise Refused(404, why, "model", "model_not_found")
+            raise RequestError(404, why, "model", "model_not_found")
 
     def settings(self, values: dict, chat: bool) -> Request:
         rest = self.context if chat else 16
-        tokens = _of(values, "max_completion_tokens", int, _of(values, "max_tokens", int, rest))
+        tokens = _typed_value(values, "max_completion_tokens", int, _typed_value(values, "max_tokens", int, rest))
         stop = values.get("stop", [])
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list):
-            raise bad("stop", f"stop={stop!r}: should be a text, or a list of texts")
+            raise bad_request("stop", f"stop={stop!r}: should be a text, or a list of texts")
         given = {name: _number(name, values[name]) for name in ("temperature", "top_p", "min_p", "repetition_penalty")
                  if name in values}  # fmt: skip
         try:
@@ -157,16 +161,18 @@ class Served:
         except UserError as error:
             name = str(error).partition("=")[0]
             said = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-            raise bad(said if name == "tokens" else name, str(error).replace("tokens=", f"{said}=", 1)) from error
+            raise bad_request(
+                said if name == "tokens" else name, str(error).replace("tokens=", f"{said}=", 1)
+            ) from error
 
     def prompts(self, values: dict) -> list[list[int]]:
         """Tokens of each prompt: a text, or token ids, or a list of either."""
-        prompt = _of(values, "prompt", (str, list), None)
+        prompt = _typed_value(values, "prompt", (str, list), None)
         if prompt is None:
-            raise bad("prompt", "prompt is missing; give a text, token ids, or a list of either")
-        found = [self.ids(one) for one in ([prompt] if _is_one(prompt) else prompt)]
+            raise bad_request("prompt", "prompt is missing; give a text, token ids, or a list of either")
+        found = [self.ids(one) for one in ([prompt] if _is_single_prompt(prompt) else prompt)]
         if not found:
-            raise bad("prompt", "prompt=[]: no text to continue; an empty text is ''")
+            raise bad_request("prompt", "prompt=[]: no text to continue; an empty text is ''")
         return found
 
     def ids(self, prompt) -> list[int]:
@@ -175,18 +181,20 @@ class Served:
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise bad("prompt", f"prompt: not UTF-8 ({error.reason} at character {error.start})") from error
+                raise bad_request("prompt", f"prompt: not UTF-8 ({error.reason} at character {error.start})") from error
             found = [self.encoding.eot_token, *self.encoding.encode_ordinary(prompt)]
         else:
             found = prompt
             whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
             if not whole or not found:
-                raise bad("prompt", "prompt: should be a text, token ids, or a list of either, none of them empty")
+                raise bad_request(
+                    "prompt", "prompt: should be a text, token ids, or a list of either, none of them empty"
+                )
             if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
-                raise bad("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
+                raise bad_request("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if (excess := len(found) + 1 - self.context) > 0:
             more = ", the end of text before it included," if isinstance(prompt, str) else ""
-            raise bad("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of {self.context} "
+            raise bad_request("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of {self.context} "
                       f"tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
         return found
 
@@ -196,19 +204,19 @@ class Served:
         return False
 
     def chat_stop(self) -> list[str]:
-        return [CHAT_STOP] if not self.template else [self.template.end] if self.template.end else []
+        return [CHAT_STOP] if not self.template else [self.template.end_text] if self.template.end_text else []
 
     def chat_prompt(self, values: dict) -> list[int]:
-        messages = _of(values, "messages", list, None)
+        messages = _typed_value(values, "messages", list, None)
         if not messages:
-            raise bad("messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]')
+            raise bad_request("messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]')
         said = [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
         if not self.template:
             return self.ids(chat_text(said))
         try:
-            return self.ids(self.encoding.encode(self.template.text(said), allowed_special="all"))
+            return self.ids(self.encoding.encode(self.template.render(said), allowed_special="all"))
         except jinja2.TemplateError as error:
-            raise bad("messages", f"messages: the model's chat template refuses them: {error}") from error
+            raise bad_request("messages", f"messages: the model's chat template refuses them: {error}") from error
 
 
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -225,7 +233,9 @@ def chat_text(messages: list[tuple[str, str]]) -> str:
 
 def _message(message, name: str) -> tuple[str, str]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise bad("messages", f'{name}: should be {{"role": .., "content": ..}}, with a role of {", ".join(ROLES)}')
+        raise bad_request(
+            "messages", f'{name}: should be {{"role": .., "content": ..}}, with a role of {", ".join(ROLES)}'
+        )
     content = message.get("content")
     if isinstance(content, list):
         parts = [
@@ -233,7 +243,7 @@ def _message(message, name: str) -> tuple[str, str]:
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise bad("messages", f'{name}: content should be a text, or a list of {{"type": "text", "text": ..}}')
+        raise bad_request("messages", f'{name}: content should be a text, or a list of {{"type": "text", "text": ..}}')
     return message["role"], content
 
 
@@ -241,29 +251,29 @@ def read_json(body: bytes) -> dict:
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is not JSON: {type(error).__name__}: {error}") from error
+        raise RequestError(400, f"the request is not JSON: {type(error).__name__}: {error}") from error
     if not isinstance(values, dict):
-        raise Refused(400, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}')
+        raise RequestError(400, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}')
     return values
 
 
-def _is_one(prompt: str | list) -> bool:
+def _is_single_prompt(prompt: str | list) -> bool:
     return isinstance(prompt, str) or (bool(prompt) and all(isinstance(x, int) for x in prompt))
 
 
-def _of(values: dict, name: str, kind: type | tuple, default):
+def _typed_value(values: dict, name: str, kind: type | tuple, default):
     value = values.get(name, default)
     wrong_bool = isinstance(value, bool) and kind is not bool
     if value is not default and (not isinstance(value, kind) or wrong_bool):
         kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-        raise bad(name, f"{name}={value!r:.60}: should be of type {kinds}")
+        raise bad_request(name, f"{name}={value!r:.60}: should be of type {kinds}")
     return value
 
 
 def _number(name: str, value) -> float:
     """A float of what JSON says is a number; what does not fit in one is infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise bad(name, f"{name}={value!r:.60}: should be a number")
+        raise bad_request(name, f"{name}={value!r:.60}: should be a number")
     try:
         return float(value)
     except OverflowError:
@@ -277,15 +287,15 @@ def _wants_logprobs(values: dict) -> bool:
 def _alternatives(values: dict, chat: bool) -> int:
     """How many likeliest tokens are asked for beside each that is drawn."""
     if not chat:
-        most, found = MOST_COMPLETION_LOGPROBS, _of(values, "logprobs", int, 0) if "logprobs" in values else 0
+        most, found = MAX_COMPLETION_LOGPROBS, _typed_value(values, "logprobs", int, 0) if "logprobs" in values else 0
         name = "logprobs"
     else:
-        wanted = _of(values, "logprobs", bool, False)
-        most, found, name = MOST_ALTERNATIVES, _of(values, "top_logprobs", int, 0), "top_logprobs"
+        wanted = _typed_value(values, "logprobs", bool, False)
+        most, found, name = MOST_ALTERNATIVES, _typed_value(values, "top_logprobs", int, 0), "top_logprobs"
         if found and not wanted:
-            raise bad(name, "top_logprobs needs logprobs=true")
+            raise bad_request(name, "top_logprobs needs logprobs=true")
     if not 0 <= found <= most:
-        raise bad(name, f"{name}={found}: must lie from 0 to {most}")
+        raise bad_request(name, f"{name}={found}: must lie from 0 to {most}")
     return found
 
 
@@ -298,7 +308,7 @@ class Choice:
     pending  tokens of it that were drawn, and not sent yet
     """
 
-    def __init__(self, asked: Asked, index: int, encoding: tiktoken.Encoding):
+    def __init__(self, asked: ParsedRequest, index: int, encoding: tiktoken.Encoding):
         self.asked, self.index, self.text, self.encoding = asked, index, asked.texts[index], encoding
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending: list[Token] = []
@@ -310,10 +320,10 @@ class Choice:
         the last token: who echoes counts from the end."""
         ours, ids = self.asked.echo[self.index], self.text.prompt
         self.echoed = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
-        self.pending = [Token(ids[0], None, []), *(self.text.given or [])][ours:] + self.pending
-        self.pending += [self.text.end] if self.text.end else []
+        self.pending = [Token(ids[0], None, []), *(self.text.prompt_tokens or [])][ours:] + self.pending
+        self.pending += [self.text.end_token] if self.text.end_token else []
 
-    def part(self, piece: str, ended: str, delta: bool) -> dict:
+    def to_json(self, piece: str, ended: str, delta: bool) -> dict:
         """A piece of the text as JSON, with the tokens that begin in it. delta: as a part of a stream"""
         self.sent += len(piece)
         logprobs = self.logprobs(ended) if self.asked.logprobs else None
@@ -328,25 +338,29 @@ class Choice:
     def logprobs(self, ended: str) -> dict:
         """Of tokens that are sent. One that begins behind a stop never is; a cut character's are, with the last."""
         shown = []
-        while self.pending and (self.offset < self.sent or ended == "length" or self.pending[0] is self.text.end):
+        while self.pending and (self.offset < self.sent or ended == "length" or self.pending[0] is self.text.end_token):
             shown.append((self.pending.pop(0), self.offset))
             self.offset += len(self.decoder.decode(self.encoding.decode_single_token_bytes(shown[-1][0].id)))
-        return self.of_chat(shown) if self.asked.chat else self.of_completion(shown)
+        return self.chat_logprobs(shown) if self.asked.chat else self.completion_logprobs(shown)
 
-    def of_completion(self, shown: list[tuple[Token, int]]) -> dict:
+    def completion_logprobs(self, shown: list[tuple[Token, int]]) -> dict:
         asks = bool(self.text.settings.logprobs)
-        named = lambda token: {word(self.encoding, id): _finite(logprob) for id, logprob in token.alternatives}
+        named = lambda token: {token_text(self.encoding, id): _finite(logprob) for id, logprob in token.alternatives}
         likeliest = lambda token: None if token.logprob is None else named(token)
         return {
-            "tokens": [word(self.encoding, token.id) for token, _ in shown],
+            "tokens": [token_text(self.encoding, token.id) for token, _ in shown],
             "token_logprobs": [_finite(token.logprob) for token, _ in shown],
             "top_logprobs": [likeliest(token) for token, _ in shown] if asks else None,
             "text_offset": [offset for _, offset in shown],
         }
 
-    def of_chat(self, shown: list[tuple[Token, int]]) -> dict:
+    def chat_logprobs(self, shown: list[tuple[Token, int]]) -> dict:
         raw = lambda id: [*self.encoding.decode_single_token_bytes(id)]
-        one = lambda id, logprob: {"token": word(self.encoding, id), "logprob": _finite(logprob), "bytes": raw(id)}
+        one = lambda id, logprob: {
+            "token": token_text(self.encoding, id),
+            "logprob": _finite(logprob),
+            "bytes": raw(id),
+        }
         more = lambda token: {"top_logprobs": [one(*pair) for pair in token.alternatives]}
         return {"content": [one(token.id, token.logprob) | more(token) for token, _ in shown], "refusal": None}
 
@@ -356,10 +370,10 @@ def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(-9999.0, logprob)
 
 
-class Answers:
+class ResponseBuilder:
     """The JSON of one request's answer, whole or as a stream."""
 
-    def __init__(self, asked: Asked, encoding: tiktoken.Encoding):
+    def __init__(self, asked: ParsedRequest, encoding: tiktoken.Encoding):
         self.asked = asked
         self.choices = [Choice(asked, index, encoding) for index in range(len(asked.texts))]
         kind = "chat.completion" if asked.chat else "text_completion"
@@ -374,22 +388,24 @@ class Answers:
         drawn = sum(len(text.tokens) for text in self.asked.texts)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
-    def whole(self) -> dict:
+    def full_response(self) -> dict:
         for choice in self.choices if self.asked.echo else ():
             choice.begin_with_prompt()
-        choices = [choice.part(choice.echoed + choice.text.text, choice.text.ended, False) for choice in self.choices]
+        choices = [
+            choice.to_json(choice.echoed + choice.text.text, choice.text.ended, False) for choice in self.choices
+        ]
         return self.about | {"choices": choices, "usage": self.usage()}
 
-    def add(self, news: News) -> bytes:
+    def add(self, news: TextUpdate) -> bytes:
         """What a stream sends now; nothing, while a character or a stop is not whole."""
         choice = self.choices[news.index]
         choice.pending += news.tokens
         if not self.asked.stream or not (news.piece or news.ended):
             return b""
-        part = choice.part(news.piece, news.ended, delta=True)
+        part = choice.to_json(news.piece, news.ended, delta=True)
         return event(self.about | {"choices": [part]} | ({"usage": None} if self.asked.usage else {}))
 
-    def last(self) -> Iterator[bytes]:
+    def final_events(self) -> Iterator[bytes]:
         if self.asked.usage:
             yield event(self.about | {"choices": [], "usage": self.usage()})
         yield b"data: [DONE]\n\n"

@@ -18,22 +18,22 @@ class Template:
     def __init__(self, source: str, about: dict):
         found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         found.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        found.globals["raise_exception"] = refuse
+        found.globals["raise_exception"] = raise_template_error
         token = lambda said: said["content"] if isinstance(said, dict) else said or ""
-        self.words = {name: token(about.get(name)) for name in ("bos_token", "eos_token")}
-        self.template, self.end = found.from_string(source), self.words["eos_token"]
+        self.special_tokens = {name: token(about.get(name)) for name in ("bos_token", "eos_token")}
+        self.template, self.end_text = found.from_string(source), self.special_tokens["eos_token"]
 
-    def text(self, messages: list[tuple[str, str]]) -> str:
+    def render(self, messages: list[tuple[str, str]]) -> str:
         """Raises: jinja2.TemplateError, as the template itself does for roles that it does not know."""
         said = [{"role": role.replace("developer", "system"), "content": content} for role, content in messages]
-        return self.template.render(messages=said, add_generation_prompt=True, **self.words)
+        return self.template.render(messages=said, add_generation_prompt=True, **self.special_tokens)
 
 
-def refuse(why: str):
+def raise_template_error(why: str):
     raise jinja2.TemplateError(why)
 
 
-def find(*folders: str) -> Template | None:
+def find_template(*folders: str) -> Template | None:
     """The first of some folders' that has one. Raises: UserError for one that is no template."""
     for folder in map(Path, folders):
         try:

@@ -15,11 +15,11 @@ import numpy as np
 
 from generate.engine import Engine, Token
 from generate.sampling import Request
-from generate.texts import Sampler, Writing
+from generate.texts import Sampler, TextJob
 from serve.metrics import Metrics
 
 
-class News(NamedTuple):
+class TextUpdate(NamedTuple):
     """What one step added to a text, and why it ended, if it did."""
 
     index: int  # of the text among those of its request
@@ -28,39 +28,39 @@ class News(NamedTuple):
     ended: str  # as Job.ended; also "timeout", or "error: .." if the engine failed
 
 
-class Text(Writing):
+class ServedText(TextJob):
     """A text that a client waits for. told_s: when its last token was drawn; before the first, when it arrived."""
 
-    told_s = 0.0
+    last_token_s = 0.0
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """More texts wait than may."""
 
 
-class Answer:
+class TextStream:
     """The texts of one request, as they grow. Leave it, and those that are not done are cancelled."""
 
-    def __init__(self, worker: "Worker", jobs: list[Text]):
+    def __init__(self, worker: "Worker", jobs: list[ServedText]):
         self.worker, self.jobs = worker, jobs
-        self.left = dict(enumerate(jobs))
-        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.unfinished = dict(enumerate(jobs))
+        self.updates: asyncio.Queue[TextUpdate] = asyncio.Queue()
 
-    async def __aiter__(self) -> AsyncIterator[News]:
-        while self.left or not self.news.empty():
-            yield await self.news.get()
+    async def __aiter__(self) -> AsyncIterator[TextUpdate]:
+        while self.unfinished or not self.updates.empty():
+            yield await self.updates.get()
 
-    def add(self, news: News) -> None:
-        if news.index in self.left:
-            self.news.put_nowait(news)
+    def add(self, news: TextUpdate) -> None:
+        if news.index in self.unfinished:
+            self.updates.put_nowait(news)
             if news.ended:
-                self.worker.forget(self.left.pop(news.index))
+                self.worker.remove(self.unfinished.pop(news.index))
 
     def end(self, why: str) -> None:
         """End the texts that are not done; their slots are free at the engine's next step."""
-        for index, job in [*self.left.items()]:
+        for index, job in [*self.unfinished.items()]:
             self.worker.engine.cancel(job)
-            self.add(News(index, "", [], why))
+            self.add(TextUpdate(index, "", [], why))
 
 
 class Worker:
@@ -71,11 +71,11 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, waiting: int, metrics: Metrics):
-        self.engine, self.metrics, self.broken = engine, metrics, ""
-        self.failed: Callable[[], None] = lambda: None
-        self.most = len(engine.slots) + waiting
-        self.new: queue.SimpleQueue[Text | None] = queue.SimpleQueue()
-        self.places: dict[Text, tuple[Answer, int]] = {}  # of every text that is not done
+        self.engine, self.metrics, self.failure = engine, metrics, ""
+        self.on_failure: Callable[[], None] = lambda: None
+        self.max_texts = len(engine.slots) + waiting
+        self.submitted: queue.SimpleQueue[ServedText | None] = queue.SimpleQueue()
+        self.streams: dict[ServedText, tuple[TextStream, int]] = {}  # of every text that is not done
         self.changed = asyncio.Event()  # a text is done
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
@@ -85,66 +85,66 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return min(self.engine.running, len(self.places))
+        return min(self.engine.running, len(self.streams))
 
     @property
     def waiting(self) -> int:
-        return len(self.places) - self.running
+        return len(self.streams) - self.running
 
-    def begin(self, jobs: list[Text]) -> Answer:
+    def begin(self, jobs: list[ServedText]) -> TextStream:
         """Raises: Full."""
-        if len(self.places) + len(jobs) > self.most:
-            raise Full
-        answer = Answer(self, jobs)
+        if len(self.streams) + len(jobs) > self.max_texts:
+            raise QueueFull
+        answer = TextStream(self, jobs)
         for index, job in enumerate(jobs):
-            self.places[job] = answer, index
+            self.streams[job] = answer, index
             self.metrics.prompt_tokens.inc(len(job.prompt))
-            job.told_s = time.perf_counter()
-            self.new.put(job)
+            job.last_token_s = time.perf_counter()
+            self.submitted.put(job)
         return answer
 
-    def forget(self, job: Text) -> None:
-        del self.places[job]
+    def remove(self, job: ServedText) -> None:
+        del self.streams[job]
         self.changed.set()
 
-    def tell(self, drawn: list[tuple[Text, str, Token | None, str]]) -> None:
+    def deliver(self, drawn: list[tuple[ServedText, str, Token | None, str]]) -> None:
         """Bring what a step has drawn to those who wait for it."""
         for job, piece, token, ended in drawn:
-            if job in self.places:
-                answer, index = self.places[job]
-                answer.add(News(index, piece, [token] if token else [], ended))
+            if job in self.streams:
+                answer, index = self.streams[job]
+                answer.add(TextUpdate(index, piece, [token] if token else [], ended))
 
     def fail(self, why: str) -> None:
-        self.broken = why
-        for answer, _ in [*self.places.values()]:
+        self.failure = why
+        for answer, _ in [*self.streams.values()]:
             answer.end(why)
-        self.failed()
+        self.on_failure()
 
-    async def finished(self) -> None:
+    async def wait_until_done(self) -> None:
         """Wait until no text is left."""
-        while self.places:
+        while self.streams:
             self.changed.clear()
             await self.changed.wait()
 
     def stop(self) -> bool:
         """End the thread, at the engine's next step. False: the engine had failed."""
-        self.new.put(None)
+        self.submitted.put(None)
         self.thread.join()
-        return not self.broken
+        return not self.failure
 
     # In the engine's thread
 
     def run(self) -> None:
         try:
-            while self.take_in():
+            while self.admit_new():
                 self.step()
         except Exception as error:  # whatever XLA raises: who waits must hear of it
             self.loop.call_soon_threadsafe(self.fail, f"error: {type(error).__name__}: {error}")
 
-    def take_in(self) -> bool:
+    def admit_new(self) -> bool:
         """Hand new texts to the engine; wait for one if there is nothing to do. False: stop."""
-        while self.engine.idle or not self.new.empty():
-            if (job := self.new.get()) is None:
+        while self.engine.idle or not self.submitted.empty():
+            if (job := self.submitted.get()) is None:
                 return False
             if not job.ended:
                 self.engine.submit(job)
@@ -156,13 +156,13 @@ class Worker:
         now_s, drawn = time.perf_counter(), []
         for job in jobs:
             measure = self.metrics.first_token if len(job.tokens) <= 1 else self.metrics.token
-            measure.observe(now_s - job.told_s)
-            job.told_s = now_s
+            measure.observe(now_s - job.last_token_s)
+            job.last_token_s = now_s
             token = job.tokens[-1] if len(job.tokens) > before.get(job, 0) else None  # end of text is not added
             drawn.append((job, job.piece, token, job.ended))
         self.metrics.drawn_tokens.inc(len(drawn))
         if drawn:
-            self.loop.call_soon_threadsafe(self.tell, drawn)
+            self.loop.call_soon_threadsafe(self.deliver, drawn)
 
 
 def compile(sampler: Sampler, engine: Engine) -> None:
@@ -170,7 +170,7 @@ def compile(sampler: Sampler, engine: Engine) -> None:
     end = sampler.encoding.eot_token
     for penalty in (1.0, 2.0):
         request = Request(tokens=2, repetition_penalty=penalty)
-        engine.submit(Writing(sampler.encoding, request, [end], engine.context))
+        engine.submit(TextJob(sampler.encoding, request, [end], engine.context))
         while not engine.idle:
             engine.step()
     same_row = np.zeros(engine.groups, np.int32)

@@ -97,7 +97,9 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
 def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> None:
     """Raises: UserError if a mixture or a skip was `written` otherwise for steps that are taken."""
     old = {name: written.get(name, usual) for name, usual in affecting(Affects.ORDER, group="data").items()}
-    if order.seen(cfg.data.mixture, cfg.data.skip, step) != order.seen(old["mixture"], old["skip"], step):
+    if order.settings_before(cfg.data.mixture, cfg.data.skip, step) != order.settings_before(
+        old["mixture"], old["skip"], step
+    ):
         for name, was in old.items():
             if (ours := getattr(cfg.data, name)) != was:
                 raise UserError(

@@ -28,7 +28,7 @@ LATE_S = 15  # after run.peer_timeout_s: until processes that miss another have 
 def tokens(cfg: Config):
     """The encoding of a run's tokens, None if it has none. Raises: UserError if they, or the prompt, do not fit."""
     corpus = dataset.opened(cfg)
-    encoding = tokenizers.of(corpus.manifest)
+    encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # a prompt is refused now, not when all steps are taken
         generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
     return encoding

@@ -57,10 +57,10 @@ class Far:
     def files(self):
         """Raises: UserError if the bucket cannot be asked, or is not there: to write would make it."""
         name = "/".join(self.address.split("/")[:3])
-        files = bucket.tried(name, lambda: in_bucket(name)[0], HEADING)
+        files = bucket.call_with_retries(name, lambda: in_bucket(name)[0], HEADING)
         try:
-            bucket.tried(name, lambda: files.info(name), HEADING)
-        except bucket.Missing:
+            bucket.call_with_retries(name, lambda: files.info(name), HEADING)
+        except bucket.MissingFile:
             raise UserError(f"{self}: there is no bucket {name}; make it, or choose another --run.dir") from None
         return files
 
@@ -71,13 +71,13 @@ class Far:
     def ask(self, name: str, work: Callable):
         """work(file system, address of a file). Raises: UserError with the reason."""
         address = f"{self.address}/{name}".rstrip("/")
-        return bucket.tried(address, lambda: work(self.files, address), HEADING)
+        return bucket.call_with_retries(address, lambda: work(self.files, address), HEADING)
 
     def fetch(self) -> None:
         """Have the small files here as they are there, and no others."""
         for file in self.small():
             file.unlink()
-        with contextlib.suppress(bucket.Missing):  # nothing lies there yet
+        with contextlib.suppress(bucket.MissingFile):  # nothing lies there yet
             for one in self.ask("", lambda files, at: files.ls(at, detail=True)):
                 name = one["name"].rpartition("/")[2]
                 if name and one["type"] == "file":

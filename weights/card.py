@@ -73,10 +73,10 @@ def table(head: tuple[str, ...], rows: list[tuple]) -> str:
     return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
 
 
-def training(about: dict, rows: dict, step: int | None) -> list[tuple[str, str]]:
+def training_facts(about: dict, rows: dict, step: int | None) -> list[tuple[str, str]]:
     """What is known of how the parameters came about."""
     steps, data = about.get("config", {}).get("run", {}).get("steps"), about.get("data") or {}
-    known = [("data", _words(data["source"])), ("tokenizer", _words(data["tokenizer"]))] if data else []
+    known = [("data", _describe(data["source"])), ("tokenizer", _describe(data["tokenizer"]))] if data else []
     known += [("steps", f"{step:,} of {steps:,}")] if step is not None else []
     train, evaluation = rows.get("train", {}), rows.get("eval", {})
     known += [("tokens seen", f"{train['tokens']:,}")] if "tokens" in train else []
@@ -88,32 +88,32 @@ def training(about: dict, rows: dict, step: int | None) -> list[tuple[str, str]]
     return known
 
 
-def _words(value) -> str:
+def _describe(value) -> str:
     """A source or a tokenizer as its manifest says it; of a mixture, all of them. No digests, and no folders."""
     if isinstance(value, dict):
-        value = value.get("name") or ", ".join(f"{name}: {_words(x)}" for name, x in value.items())
+        value = value.get("name") or ", ".join(f"{name}: {_describe(x)}" for name, x in value.items())
     kind, colon, place = str(value).partition(":")
     return f"{kind}{colon}{Path(place).name}" if colon and Path(place).is_absolute() else str(value)
 
 
-USE_OURS = """```
+USAGE = """```
 python -m generate DIR --prompt "def "
 python main.py --init-from DIR ..
 python -m weights to-hf DIR --out HF
 ```"""
-USE_THEIRS = """```python
+HF_USAGE = """```python
 transformers.AutoModelForCausalLM.from_pretrained(DIR)
 ```"""
 
 
-def text(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
+def render_card(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
     """The card. hf: the config.json of a Hugging Face folder; None: the folder holds parameters as ours are."""
     step = about.get("slim", {}).get("step") if step is None else step
     name = about.get("config", {}).get("run", {}).get("name") or Path(str(run)).name
     parameters = f"{sum(d.size for d in declared.values()):,} parameters"
-    use = USE_THEIRS if hf else USE_OURS
+    use = HF_USAGE if hf else USAGE
     parts = [header(name, scores, hf), f"# {name}", f"A language model of {parameters}, by Axis by Axis.", use]
-    if known := training(about, last_rows(run, about, step), step):
+    if known := training_facts(about, last_rows(run, about, step), step):
         parts += ["## Training", table(("", ""), known)]
     if scores:
         rows = [(on, measure, f"{value:g}") for (on, measure), value in scores.items()]

@@ -27,15 +27,15 @@ from train import checkpoint
 from weights import card
 from weights.families import (
     FAMILIES,
-    KEPT,
+    PASSED_THROUGH,
     Piece,
     config_from_hf,
     config_to_hf,
     declare,
     family_of,
+    from_hf_layout,
     pieces,
-    to_ours,
-    to_theirs,
+    to_hf_layout,
 )
 from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
 
@@ -79,28 +79,28 @@ def from_hf(
     c, kind = config_from_hf(hf), hf["model_type"]
     all_pieces, parts, declared = pieces(c, kind), {}, sharding.named(declare(c))
     tensors = Tensors(theirs)
-    tensors.check({piece.theirs: piece.shape for piece in all_pieces})
-    c = dataclasses.replace(c, precision=held_precision(tensors, all_pieces))
+    tensors.check({piece.hf_name: piece.shape for piece in all_pieces})
+    c = dataclasses.replace(c, precision=stored_precision(tensors, all_pieces))
     for piece in all_pieces:
         for part in piece.parts:
             parts.setdefault(part.name, []).append((part.index, piece, part))
-    leaves = [leaf(name, sorted(parts[name]), declared, tensors) for name in declared]
+    leaves = [our_tensor(name, sorted(parts[name]), declared, tensors) for name in declared]
     with fresh_folder(out) as folder:
         write_tensors(folder, leaves, "from-hf")
-        about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in KEPT}}
+        about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in PASSED_THROUGH}}
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
     log(f"precision  {c.param_dtype} parameters, as the files hold them, {c.compute_dtype} compute")
 
 
-def held_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
+def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
     """The precision under which nothing the files hold is rounded, and a model computes in the type it is stored in.
 
     bfloat16 if every tensor is, else float32, which holds float16 too; compute follows the embedding, as it stands for
     the matrices: a router's bias may be float32 among them.
     """
-    dtypes = {piece.theirs: tensors.dtype(piece.theirs) for piece in all_pieces}
-    [embedding] = [piece.theirs for piece in all_pieces for part in piece.parts if part.name == "embedding_VD"]
+    dtypes = {piece.hf_name: tensors.dtype(piece.hf_name) for piece in all_pieces}
+    [embedding] = [piece.hf_name for piece in all_pieces for part in piece.parts if part.name == "embedding_VD"]
     if {*dtypes.values()} == {"bfloat16"}:
         return "bfloat16"
     return "mixed" if dtypes[embedding] == "bfloat16" else "float32"
@@ -112,14 +112,14 @@ def _run_config(c: ModelConfig, out: str) -> dict:
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
 
-def leaf(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
+def our_tensor(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
     """One parameter, of one tensor of theirs after the other: stacking letters lead, so theirs follow each other."""
-    dtype = tensors.dtype(first := parts[0][1].theirs)
+    dtype = tensors.dtype(first := parts[0][1].hf_name)
     for _, piece, _ in parts:
-        if tensors.dtype(piece.theirs) != dtype:
-            raise UserError(f"{piece.theirs} is {tensors.dtype(piece.theirs)}, {first} is {dtype}; both belong to "
+        if tensors.dtype(piece.hf_name) != dtype:
+            raise UserError(f"{piece.hf_name} is {tensors.dtype(piece.hf_name)}, {first} is {dtype}; both belong to "
                             f"{name}, which has one dtype")  # fmt: skip
-    ours = lambda: (to_ours(tensors.read(piece.theirs), piece, part, declared) for _, piece, part in parts)
+    ours = lambda: (from_hf_layout(tensors.read(piece.hf_name), piece, part, declared) for _, piece, part in parts)
     return Tensor(name, declared[name].shape, dtype, ours)
 
 
@@ -144,7 +144,7 @@ def read_config(run: str | Path) -> ModelConfig:
     return Config.from_dict({"model": config["model"]} if "model" in config else {}).model
 
 
-def holds_weights_alone(run: str | Path) -> bool:
+def has_weights_only(run: str | Path) -> bool:
     """Whether a directory has no checkpoints, but weights as `from_hf` and `slim` write them."""
     folder = Folder(run)
     return not folder.has("checkpoints") and any(map(folder.has, ("weights/index.json", *FILES)))
@@ -158,7 +158,7 @@ def open_weights(run: str | Path) -> dict:
     folder = Folder(run)
     if any(map(folder.has, FILES)):
         tensors = Tensors(folder)
-        return {name: stored for name, stored in tensors.of.items() if tensors.dtype(name)}
+        return {name: stored for name, stored in tensors.arrays.items() if tensors.dtype(name)}
     index = folder.json("weights/index.json")
     load = lambda name: np.load(f"{folder.root}/weights/{name}.npy", mmap_mode="r")
     return {name: load(name).view(about["dtype"]) for name, about in index.items()}
@@ -181,28 +181,28 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     return sharding.map_named(place, declarations)
 
 
-def step_of(run: str | Path, asked: str = "", say: Callable = checkpoint.say_aside) -> int | None:
+def resolve_step(run: str | Path, requested: str = "", report: Callable = checkpoint.say_aside) -> int | None:
     """The step of a run's checkpoint: one by its number, "best", as `train.checkpoint ls` marks it, or "", the newest.
 
     None: it holds weights alone. Raises: UserError if it has neither, or naming the steps there are.
     """
-    if holds_weights_alone(run):
-        if asked:
-            raise UserError(f"--step {asked}: {run} holds weights alone, and no checkpoints; leave it out")
+    if has_weights_only(run):
+        if requested:
+            raise UserError(f"--step {requested}: {run} holds weights alone, and no checkpoints; leave it out")
         return None
     if is_remote(str(run)) and not str(run).startswith("gs://"):
         raise UserError(f"{run} holds no weights alone (slim writes them there); checkpoints are read on this machine, "
                         "and at gs://")  # fmt: skip
     directory = f"{run}/checkpoints"
-    if not asked and (newest := checkpoint.latest_step(directory, say, "params")) is not None:
+    if not requested and (newest := checkpoint.latest_step(directory, report, "params")) is not None:
         return newest
     there = [row for row in reversed(checkpoint.rows(directory, "none")) if row.name.isdecimal()]
     if not there:
         raise UserError(f"no checkpoint in {directory}")
     steps = {name: row.step for row in there for name in (row.name, "best") if name != "best" or row.best}
-    if asked not in steps:
-        raise UserError(f"{run} has no checkpoint of step {asked}; it has {', '.join(steps)}")
-    return steps[asked]
+    if requested not in steps:
+        raise UserError(f"{run} has no checkpoint of step {requested}; it has {', '.join(steps)}")
+    return steps[requested]
 
 
 def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = None):
@@ -211,7 +211,7 @@ def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = No
     step  of the checkpoint, and nothing is said
     Raises: UserError if they are missing, or do not fit.
     """
-    if holds_weights_alone(run):
+    if has_weights_only(run):
         return load_weights(run, declarations, mesh)
     return checkpoint.restore_params(f"{run}/checkpoints", sharding.shapes(declarations, mesh), step)
 
@@ -222,7 +222,7 @@ def check_fit(stored: dict, declared: dict[str, sharding.Declaration], run: str 
     checkpoint.check_shapes(shapes(stored), shapes(declared), f"{run}/weights")
 
 
-def in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+def read_in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """All of an array, or of what lies at an index, in parts of at most BLOCK_BYTES that follow each other."""
     shape = array.shape[len(index) :]
     if math.prod(shape) * array.dtype.itemsize <= BLOCK_BYTES:
@@ -232,7 +232,7 @@ def in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
             yield np.asarray(array[(*index, slice(first, min(first + rows, shape[0])))])
     else:
         for i in range(shape[0]):
-            yield from in_parts(array, (*index, i))
+            yield from read_in_parts(array, (*index, i))
 
 
 class Blocks:
@@ -241,7 +241,7 @@ class Blocks:
     """
 
     def __init__(self, stored, kept: Callable):
-        self.stored, self.kept = stored, kept
+        self.stored, self.cached_rows = stored, kept
         self.shape, self.dtype = tuple(stored.shape), stored.dtype.numpy_dtype
 
     def __getitem__(self, index: tuple) -> np.ndarray:
@@ -249,7 +249,7 @@ class Blocks:
             rows = BLOCK_BYTES // (math.prod(self.shape[depth + 1 :]) * self.dtype.itemsize)
             if rows and not isinstance(i, slice):
                 first = i // rows * rows
-                block = self.kept(self, index[:depth], first, min(first + rows, self.shape[depth]))
+                block = self.cached_rows(self, index[:depth], first, min(first + rows, self.shape[depth]))
                 return block[(i - first, *index[depth + 1 :])]
         return self.read(index)
 
@@ -277,7 +277,7 @@ def open_run(run: str | Path, declared: dict[str, sharding.Declaration], asked: 
 
     Raises: UserError if there are none, or naming a parameter that they or the model lack, or of another shape.
     """
-    if (step := step_of(run, asked, log)) is None:
+    if (step := resolve_step(run, asked, log)) is None:
         weights = open_weights(run)
         check_fit(weights, declared, run)
         return weights, None
@@ -323,12 +323,12 @@ def to_hf(
     weights, taken = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
     with fresh_folder(out) as folder:
-        write_tensors(folder, [tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
-        folder.write("README.md", card.text(run, about, declared, taken, found, hf))
+        write_tensors(folder, [hf_tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
+        folder.write("README.md", card.render_card(run, about, declared, taken, found, hf))
         folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
 
 
-def tensor(piece: Piece, weights: dict, declared) -> Tensor:
+def hf_tensor(piece: Piece, weights: dict, declared) -> Tensor:
     dtype = str(weights[piece.parts[0].name].dtype)
-    return Tensor(piece.theirs, piece.shape, dtype, lambda: [to_theirs(weights.__getitem__, piece, declared)])
+    return Tensor(piece.hf_name, piece.shape, dtype, lambda: [to_hf_layout(weights.__getitem__, piece, declared)])

@@ -30,14 +30,14 @@ from model import declare
 
 
 class Row(NamedTuple):
-    theirs: str  # name of the tensor on disk
+    hf_name: str  # name of the tensor on disk
     layout: str  # of that tensor, in our letters; {rope_dims} is our setting
-    ours: tuple[str, ...]  # the parameters it holds
+    parameters: tuple[str, ...]  # the parameters it holds
     needs: Callable[[Any], Any] | None = None  # of our config; where it is false there is no such tensor
 
 
-def row(theirs: str, layout: str, *ours: str, needs=None) -> Row:
-    return Row(theirs, layout, ours, needs)
+def row(hf_name: str, layout: str, *parameters: str, needs=None) -> Row:
+    return Row(hf_name, layout, parameters, needs)
 
 
 OUTSIDE = (
@@ -114,8 +114,8 @@ REQUIRED = object()
 
 
 class Setting(NamedTuple):
-    theirs: str  # name in config.json; "": there is none, and ours follows from others, as `absent` says
-    ours: str  # field of our config
+    hf_name: str  # name in config.json; "": there is none, and ours follows from others, as `absent` says
+    field: str  # field of our config
     absent: Any = REQUIRED  # what null or leaving it out means: a value, or a function of config.json
     zero_is_null: bool = False  # our 0 is their null
 
@@ -126,18 +126,18 @@ class Family:
 
     architecture: str  # class that loads it
     settings: tuple[Setting, ...]
-    ours_fixed: dict[str, Any]  # fields of ours for which they have no setting
-    ours_positive: tuple[str, ...]  # fields of ours that may not be 0: they have no way to leave that part out
-    ours_start: dict[str, Any]  # fields of ours that steer training only: what from-hf sets
-    theirs_fixed: dict[str, Any]  # settings of theirs for which we have none; absent means this value too
-    theirs_absent: dict[str, Any]  # .. except these
+    fixed_fields: dict[str, Any]  # fields of ours for which they have no setting
+    positive_fields: tuple[str, ...]  # fields of ours that may not be 0: they have no way to leave that part out
+    initial_fields: dict[str, Any]  # fields of ours that steer training only: what from-hf sets
+    hf_fixed: dict[str, Any]  # settings of theirs for which we have none; absent means this value too
+    hf_defaults: dict[str, Any]  # .. except these
     outside: tuple[Row, ...]  # tensors outside the layers
     layer: tuple[Row, ...]  # tensors of a layer; those that a layer does not have are passed over
     layer_name: str = "model.layers.{layer}."
 
 
 # Settings that do not change the function: training, generation, bookkeeping. Kept, for the way back.
-KEPT = set(
+PASSED_THROUGH = set(
     "_name_or_path use_cache initializer_range bos_token_id eos_token_id pad_token_id max_position_embeddings "
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
     "task_specific_params tokenizer_class attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout "
@@ -153,33 +153,35 @@ _COMMON = (
     Setting("tie_word_embeddings", "tie_embeddings", False),
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
-_THEIRS_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
-_OWN = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
-_OURS_FIXED = _OWN | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
+_HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
+_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
+_FIXED_FIELDS = _UNSUPPORTED_FIELDS | dict(
+    rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms"
+)
 
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_ff"), Setting("rope_theta", "rope_theta", 10_000.0),
          Setting("num_key_value_heads", "n_kv_heads", lambda hf: hf["num_attention_heads"])),
-        _OURS_FIXED | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0}, (), {},
-        _THEIRS_FIXED | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}, {},
+        _FIXED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0}, (), {},
+        _HF_FIXED | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *SWIGLU)),
     "mixtral": Family(
         "MixtralForCausalLM",
         (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_expert"), Setting("rope_theta", "rope_theta", 1e6),
          Setting("num_key_value_heads", "n_kv_heads"), Setting("num_local_experts", "n_experts"),
          Setting("num_experts_per_tok", "top_k"), Setting("router_aux_loss_coef", "balance_loss", 0.001)),
-        _OURS_FIXED | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
+        _FIXED_FIELDS | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
                        "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0}, (), {},
-        _THEIRS_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
+        _HF_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *MIXTRAL_MOE)),
     "arcee": Family(
         "ArceeForCausalLM",
         (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_ff"), Setting("rope_theta", "rope_theta", 10_000.0),
          Setting("num_key_value_heads", "n_kv_heads", lambda hf: hf["num_attention_heads"])),
-        _OURS_FIXED | {"attention": "gqa", "activation": "gelu", "n_experts": 0, "dense_prefix": 0}, (), {},
-        _THEIRS_FIXED | {"hidden_act": "gelu_pytorch_tanh", "attention_bias": False, "mlp_bias": False},
+        _FIXED_FIELDS | {"attention": "gqa", "activation": "gelu", "n_experts": 0, "dense_prefix": 0}, (), {},
+        _HF_FIXED | {"hidden_act": "gelu_pytorch_tanh", "attention_bias": False, "mlp_bias": False},
         {"hidden_act": "relu2"},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *UNGATED)),
     "deepseek_v3": Family(
@@ -193,9 +195,9 @@ FAMILIES = {
          Setting("moe_intermediate_size", "d_expert"), Setting("n_shared_experts", "n_shared"),
          Setting("norm_topk_prob", "normalize_gates", True), Setting("routed_scaling_factor", "routed_scaling")),
         # norm_eps: the library normalises the latents with 1e-6 whatever rms_norm_eps says; ours has one number.
-        _OURS_FIXED | {"attention": "mla", "router": "sigmoid", "moe_every": 1, "norm_eps": 1e-6},
+        _FIXED_FIELDS | {"attention": "mla", "router": "sigmoid", "moe_every": 1, "norm_eps": 1e-6},
         ("n_experts", "n_shared", "balance_rate"), {"balance_rate": 0.001},
-        _THEIRS_FIXED | {"attention_bias": False, "rope_interleave": True, "n_group": 1,
+        _HF_FIXED | {"attention_bias": False, "rope_interleave": True, "n_group": 1,
                          "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
                          "num_nextn_predict_layers": 0, "pretraining_tp": 1},
         {"n_group": 8, "topk_group": 4},
@@ -206,7 +208,7 @@ FAMILIES = {
          Setting("n_head", "n_heads"), Setting("", "n_kv_heads", lambda hf: hf["n_head"]),
          Setting("", "d_head", lambda hf: hf["n_embd"] // hf["n_head"]), Setting("rotary_dim", "rope_dims"),
          Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
-        _OWN | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu", "norm": "layer",
+        _UNSUPPORTED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu", "norm": "layer",
                   "parallel_residual": True, "bias": True, "rope_theta": 10_000.0, "tie_embeddings": False},
         ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
@@ -225,7 +227,7 @@ def register(kind: str, family: Family) -> None:
     >>> import dataclasses
     >>> outside = (*OUTSIDE[:2], row("unembed.weight", "V D", "unembedding_DV"))
     >>> register("fork", dataclasses.replace(FAMILIES["llama"], outside=outside, layer_name="decoder.{layer}."))
-    >>> pieces(ModelConfig(attention="gqa"), "fork")[3].theirs
+    >>> pieces(ModelConfig(attention="gqa"), "fork")[3].hf_name
     'decoder.0.input_layernorm.weight'
     """
     if kind in FAMILIES:
@@ -257,35 +259,35 @@ def config_from_hf(hf: dict) -> ModelConfig:
         known = nearest(str(kind), FAMILIES)
         raise UserError(f"config.json: model_type={kind!r} has no table; {known}; --table FILE.py adds one of your own")
     family, hf = FAMILIES[kind], _without_rope_parameters(hf)
-    known = {s.theirs for s in family.settings} | set(family.theirs_fixed) | KEPT | IGNORED
+    known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
         if name not in known:
             raise UserError(
                 f"config.json: {name}={hf[name]!r} is not known for {kind}, and may change what the model computes; "
                 "if it does not, take it out of the file")  # fmt: skip
-    for name, want in family.theirs_fixed.items():
-        value = hf.get(name, family.theirs_absent.get(name, want))
+    for name, want in family.hf_fixed.items():
+        value = hf.get(name, family.hf_defaults.get(name, want))
         if value != want:
             left_out = "" if name in hf else " (left out)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported: our {kind} has {name}={want!r}")
-    c = ModelConfig(**family.ours_start | _our_values(family, hf))
+    c = ModelConfig(**family.initial_fields | _field_values(family, hf))
     check_fits(c, kind)
     return c
 
 
-def _our_values(family: Family, hf: dict) -> dict[str, Any]:
+def _field_values(family: Family, hf: dict) -> dict[str, Any]:
     """Fields of ours, from a config.json whose settings are known to be supported."""
-    values, source = dict(family.ours_fixed), {}
+    values, source = dict(family.fixed_fields), {}
     for s in family.settings:
-        value = hf.get(s.theirs)
+        value = hf.get(s.hf_name)
         if value is None:
             if s.absent is REQUIRED:
-                raise UserError(f"config.json has no {s.theirs}")
+                raise UserError(f"config.json has no {s.hf_name}")
             value = s.absent(hf) if callable(s.absent) else s.absent
-        if s.ours in source | family.ours_fixed and values[s.ours] != value:
-            other = f"{source.get(s.ours, s.theirs)}={values[s.ours]!r}"
-            raise UserError(f"config.json: {s.theirs}={value!r} is not supported, only what goes with {other}")
-        values[s.ours], source[s.ours] = value, s.theirs
+        if s.field in source | family.fixed_fields and values[s.field] != value:
+            other = f"{source.get(s.field, s.hf_name)}={values[s.field]!r}"
+            raise UserError(f"config.json: {s.hf_name}={value!r} is not supported, only what goes with {other}")
+        values[s.field], source[s.field] = value, s.hf_name
     return values
 
 
@@ -304,8 +306,8 @@ def check_fits(c: ModelConfig, kind: str) -> None:
     """Raises: UserError naming every one of our settings that this family cannot express."""
     family = FAMILIES[kind]
     faults = [f"model.{name}={getattr(c, name)!r} (it has only {want!r})"
-              for name, want in family.ours_fixed.items() if getattr(c, name) != want]  # fmt: skip
-    faults += [f"model.{name}={getattr(c, name)!r} (it has no 0)" for name in family.ours_positive
+              for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
+    faults += [f"model.{name}={getattr(c, name)!r} (it has no 0)" for name in family.positive_fields
                if not getattr(c, name)]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:
         faults.append("model.top_k=1 (it normalizes a single gate to 1, and ours does not; where it has "
@@ -322,14 +324,14 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
     kind = kind or family_of(c)
     family = FAMILIES[kind]
     check_fits(c, kind)
-    hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.theirs_fixed
+    hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.hf_fixed
     hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library makes some up
     for s in family.settings:
-        value = getattr(c, s.ours)
-        if s.theirs:
-            hf[s.theirs] = None if s.zero_is_null and not value else value
+        value = getattr(c, s.field)
+        if s.hf_name:
+            hf[s.hf_name] = None if s.zero_is_null and not value else value
         elif value != (want := s.absent(hf)):
-            raise UserError(f"transformers' {family.architecture} ({kind}) cannot express model.{s.ours}={value!r} "
+            raise UserError(f"transformers' {family.architecture} ({kind}) cannot express model.{s.field}={value!r} "
                             f"(it would be {want!r})")  # fmt: skip
     return hf
 
@@ -348,7 +350,7 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """One tensor on disk."""
 
-    theirs: str
+    hf_name: str
     shape: tuple[int, ...]
     layout: str
     parts: tuple[Part, ...]
@@ -367,21 +369,21 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
     found = []
     for r, ours, theirs, numbers in rows:
         r = r._replace(layout=r.layout.format(rope_dims=c.rope_dims))
-        names = [ours + name for name in r.ours]
+        names = [ours + name for name in r.parameters]
         if (r.needs and not r.needs(c)) or not (held := [name for name in names if name in declared]):
             continue
         if len(held) < len(names):
             lacking = ", ".join(name for name in names if name not in declared)
-            raise UserError(f"the row {r.theirs!r} of the table of {kind!r} holds {lacking}, which the model has not")
-        experts = range(c.n_experts) if "{expert}" in r.theirs else [None]
+            raise UserError(f"the row {r.hf_name!r} of the table of {kind!r} holds {lacking}, which the model has not")
+        experts = range(c.n_experts) if "{expert}" in r.hf_name else [None]
         _check_letters(r, {name: declared[name].dims[numbers.ndim + (experts != [None]) :] for name in names}, kind)
         for index in np.ndindex(numbers.shape):
             for e in experts:
                 at = index if e is None else (*index, e)
                 parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
-                name = (theirs + r.theirs).format(layer=numbers[index], expert=e)
+                name = (theirs + r.hf_name).format(layer=numbers[index], expert=e)
                 found.append(Piece(name, disk_shape(r.layout, _sizes(parts, declared)), r.layout, parts))
-    _check_whole(found, declared, kind)
+    _check_complete(found, declared, kind)
     return found
 
 
@@ -393,11 +395,11 @@ def _check_letters(r: Row, dims: dict[str, str], kind: str) -> None:
         places = [letter for letter in letters if letter in own]
         if sorted(places) != sorted(own) or len(factors) != len(own) or set(letters) - set("".join(dims.values())):
             raise UserError(
-                f"the table of {kind!r} lays {r.theirs!r} out as {r.layout!r}; {name} has the letters {own!r}"
+                f"the table of {kind!r} lays {r.hf_name!r} out as {r.layout!r}; {name} has the letters {own!r}"
             )
 
 
-def _check_whole(found: list[Piece], declared: dict[str, sharding.Declaration], kind: str) -> None:
+def _check_complete(found: list[Piece], declared: dict[str, sharding.Declaration], kind: str) -> None:
     """Raises: UserError if a number of ours would be written not once, or a tensor of theirs over another."""
     held = Counter()
     for part in (part for piece in found for part in piece.parts):
@@ -406,7 +408,7 @@ def _check_whole(found: list[Piece], declared: dict[str, sharding.Declaration], 
         if held[name] != d.size:
             times = f"{held[name] / d.size:g}" if held[name] else "no"
             raise UserError(f"the table of {kind!r} has {times} rows for {name}; it should have one")
-    for name, n in Counter(piece.theirs for piece in found).items():
+    for name, n in Counter(piece.hf_name for piece in found).items():
         if n > 1:
             raise UserError(
                 f"the table of {kind!r} calls {n} tensors {name!r}; {{layer}} and {{expert}} tell them apart"
@@ -436,7 +438,7 @@ def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(width(factor) for factor in _factors(word)) for word in layout.split())
 
 
-def matching(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
+def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
     """Yield pairs of views, of a tensor on disk and of ours, that hold the same numbers in the same order.
 
     Both directions are an assignment between them. One pair, or three where rotary pairs lie differently.
@@ -460,20 +462,20 @@ def matching(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: 
         yield view[(*before, there)], ours[(*before, here)]
 
 
-def to_ours(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.ndarray:
+def from_hf_layout(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.ndarray:
     """The part of a tensor on disk that is ours, in our order."""
     sizes = _sizes(piece.parts, declared)
     ours = np.empty([sizes[letter] for letter in part.dims], disk.dtype)
-    for theirs_view, ours_view in matching(disk, ours, piece.layout, part.dims, sizes):
+    for theirs_view, ours_view in matching_views(disk, ours, piece.layout, part.dims, sizes):
         ours_view[...] = theirs_view
     return ours
 
 
-def to_theirs(read: Callable[[str], np.ndarray], piece: Piece, declared) -> np.ndarray:
+def to_hf_layout(read: Callable[[str], np.ndarray], piece: Piece, declared) -> np.ndarray:
     """A tensor as it lies on disk, from our parameters; `read` gives one by name."""
     sizes = _sizes(piece.parts, declared)
     disk = np.empty(piece.shape, read(piece.parts[0].name).dtype)
     for part in piece.parts:
-        for theirs_view, ours_view in matching(disk, read(part.name)[part.index], piece.layout, part.dims, sizes):
+        for theirs_view, ours_view in matching_views(disk, read(part.name)[part.index], piece.layout, part.dims, sizes):
             theirs_view[...] = ours_view
     return disk

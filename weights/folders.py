@@ -20,7 +20,7 @@ import ml_dtypes  # names bfloat16 to NumPy
 import numpy as np
 
 from config.fields import is_remote
-from data.files import patiently, system
+from data.files import call_patiently, file_system_of
 from devices import log
 from errors import UserError
 
@@ -37,28 +37,28 @@ class Folder:
 
     def __init__(self, path: str | Path):
         self.path = str(path).rstrip("/")
-        self.far = is_remote(self.path)
-        self.files, self.root = system(self.path)
+        self.is_remote = is_remote(self.path)
+        self.files, self.root = file_system_of(self.path)
         self.written = []
 
     def __str__(self) -> str:
         return self.path
 
-    def _ask(self, name: str, work: Callable):
+    def _call(self, name: str, work: Callable):
         """Raises: UserError if the file is not there, or the network is not."""
         try:
-            return patiently(f"{self}/{name}", self.far, work)
+            return call_patiently(f"{self}/{name}", self.is_remote, work)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"there is no {self}/{name}") from None
 
     def has(self, name: str) -> bool:
-        return self._ask(name, lambda: self.files.exists(f"{self.root}/{name}"))
+        return self._call(name, lambda: self.files.exists(f"{self.root}/{name}"))
 
     def size(self, name: str) -> int:
-        return self._ask(name, lambda: self.files.size(f"{self.root}/{name}"))
+        return self._call(name, lambda: self.files.size(f"{self.root}/{name}"))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._ask(name, lambda: self.files.cat_file(f"{self.root}/{name}", start=start, end=stop))
+        return self._call(name, lambda: self.files.cat_file(f"{self.root}/{name}", start=start, end=stop))
 
     def json(self, name: str) -> dict:
         text = self.read(name)
@@ -86,16 +86,16 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
     Raises: UserError if there is something of that name, or the disk is full; nothing is kept then.
     """
     whole = Folder(path)
-    if patiently(str(whole), whole.far, lambda: whole.files.exists(whole.root)):
+    if call_patiently(str(whole), whole.is_remote, lambda: whole.files.exists(whole.root)):
         raise UserError(f"{whole} exists; choose another folder, or delete it")
-    folder = whole if whole.far else Folder(f"{whole}{PARTIAL}")
-    if not whole.far:
+    folder = whole if whole.is_remote else Folder(f"{whole}{PARTIAL}")
+    if not whole.is_remote:
         shutil.rmtree(folder.root, ignore_errors=True)  # of a conversion that was killed
         Path(folder.root).mkdir(parents=True)
     done = False
     try:
         yield folder
-        if not whole.far:
+        if not whole.is_remote:
             Path(folder.root).rename(whole.root)
         done = True
     except OSError as error:
@@ -103,7 +103,7 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
             raise
         raise UserError(f"{whole} cannot be written: {error.strerror}; nothing of it is kept") from error
     finally:
-        if not whole.far:
+        if not whole.is_remote:
             shutil.rmtree(folder.root, ignore_errors=True)  # there is none, unless something went wrong
         elif not done:
             _remove(whole)
@@ -115,7 +115,7 @@ def _remove(folder: Folder) -> None:
             folder.files.rm_file(f"{folder.root}/{name}")
 
 
-def reported(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator:
+def report_progress(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator:
     """Yield the items; every few seconds say how many bytes are done."""
     total, done, last = sum(map(bytes_of, items)), 0, time.perf_counter()
     for item in items:
@@ -129,7 +129,7 @@ def reported(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class Stored:
+class StoredArray:
     """An array in a file: its bytes are read when it is indexed, and no more of them than leading indices need."""
 
     def __init__(self, folder: Folder, file: str, dtype: str, shape: tuple[int, ...], start: int):
@@ -141,14 +141,14 @@ class Stored:
         return NUMPY[self.known_dtype]
 
     @functools.cached_property
-    def here(self) -> np.memmap:
+    def memory_map(self) -> np.memmap:
         shape = self.shape or (1,)
         found = np.memmap(f"{self.folder.root}/{self.file}", self.dtype, "r", self.start, shape)
         return found.reshape(self.shape)
 
     def __getitem__(self, index) -> np.ndarray:
-        if not self.folder.far:
-            return self.here[index]
+        if not self.folder.is_remote:
+            return self.memory_map[index]
         index, shape, start = list(index if isinstance(index, tuple) else (index,)), self.shape, self.start
         row = lambda: math.prod(shape[1:]) * self.dtype.itemsize
         while index and not isinstance(index[0], slice):
@@ -164,12 +164,12 @@ class Tensors:
     """The tensors of a safetensors folder, by name. Opening reads headers only."""
 
     def __init__(self, folder: Folder):
-        self.folder, self.of = folder, {}
+        self.folder, self.arrays = folder, {}
         index = folder.json(INDEX).get("weight_map", {}) if folder.has(INDEX) else {"": ONE_FILE}
         for file in sorted(set(index.values())):
-            self.of |= self._header(file)
+            self.arrays |= self._header(file)
 
-    def _header(self, file: str) -> dict[str, Stored]:
+    def _header(self, file: str) -> dict[str, StoredArray]:
         damaged = lambda why: UserError(f"{self.folder}/{file} is damaged or not a safetensors file: {why}")
         size = self.folder.size(file)
         begin = 8 + int.from_bytes(self.folder.read(file, 0, 8), "little")
@@ -190,28 +190,30 @@ class Tensors:
             dtype, need = DTYPES.get(dtypes[name], dtypes[name]), stop - start
             if dtype in NUMPY and need != math.prod(shapes[name]) * NUMPY[dtype].itemsize:
                 raise damaged(f"{name} has {need} bytes, and shape {shapes[name]} of {dtype}")
-            found[name] = Stored(self.folder, file, dtype, shapes[name], start)
+            found[name] = StoredArray(self.folder, file, dtype, shapes[name], start)
         return found
 
     def dtype(self, name: str) -> str:
-        found = self.of[name].known_dtype
+        found = self.arrays[name].known_dtype
         if found not in NUMPY:
             raise UserError(f"{self.folder}: {name} has dtype {found}; supported are {', '.join(DTYPES)}")
         return found
 
     def read(self, name: str) -> np.ndarray:
-        return self.of[name][()]
+        return self.arrays[name][()]
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises: UserError naming the tensors that are missing, not expected, or have another shape."""
-        missing, extra = [n for n in shapes if n not in self.of], [n for n in self.of if n not in shapes]
+        missing, extra = [n for n in shapes if n not in self.arrays], [n for n in self.arrays if n not in shapes]
         for names, why in ((missing, "does not have"), (extra, "has, and config.json has no place for,")):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise UserError(f"{self.folder} {why} {', '.join(names[:3])}{more}")
         for name, want in shapes.items():
-            if self.of[name].shape != want:
-                raise UserError(f"{self.folder}: {name} has shape {self.of[name].shape}, config.json asks for {want}")
+            if self.arrays[name].shape != want:
+                raise UserError(
+                    f"{self.folder}: {name} has shape {self.arrays[name].shape}, config.json asks for {want}"
+                )
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -240,13 +242,13 @@ def write_tensors(folder: Folder, tensors: list[Tensor], what: str) -> int:
         room -= tensor.bytes
 
     size = lambda some: sum(tensor.bytes for tensor in some)
-    if not folder.far and (free := shutil.disk_usage(folder.root).free) < size(tensors):
+    if not folder.is_remote and (free := shutil.disk_usage(folder.root).free) < size(tensors):
         raise UserError(f"{str(folder).removesuffix(PARTIAL)}: {size(tensors) / 1e6:,.1f} MB are to be written, and "
                         f"{free / 1e6:,.1f} MB are free there")  # fmt: skip
     one, n = len(files) == 1, len(files)
     names = [ONE_FILE] if one else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
     written = 0
-    for name, some in reported(list(zip(names, files, strict=True)), lambda item: size(item[1]), what):
+    for name, some in report_progress(list(zip(names, files, strict=True)), lambda item: size(item[1]), what):
         written += write_file(folder, name, some)
     if not one:
         weight_map = {tensor.name: name for name, some in zip(names, files, strict=True) for tensor in some}

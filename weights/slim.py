@@ -11,7 +11,7 @@ from config import Config
 from devices import log
 from errors import UserError, nearest
 from weights import card
-from weights.convert import Step, in_parts, open_run, read_about
+from weights.convert import Step, open_run, read_about, read_in_parts
 from weights.families import declare
 from weights.folders import NUMPY, Tensor, fresh_folder, write_tensors
 
@@ -35,7 +35,7 @@ def slim(
     parameters, numbers = sum(d.size for d in declared.values()), sum(tensor.bytes for tensor in tensors)
     with fresh_folder(out) as folder:
         written = write_tensors(folder, tensors, "slim")
-        folder.write("README.md", card.text(run, about, declared, taken, found))
+        folder.write("README.md", card.render_card(run, about, declared, taken, found))
         if taken is not None:
             about["slim"] = {"step": taken, "rows": card.last_rows(run, about, taken)}
         folder.write("config.json", json.dumps(about, indent=1) + "\n")
@@ -48,5 +48,5 @@ def slim(
 
 def _tensor(name: str, array, dtype: str) -> Tensor:
     dtype = dtype or str(array.dtype)
-    parts = lambda: (np.asarray(part).astype(NUMPY[dtype], copy=False) for part in in_parts(array))
+    parts = lambda: (np.asarray(part).astype(NUMPY[dtype], copy=False) for part in read_in_parts(array))
     return Tensor(name, tuple(array.shape), dtype, parts)

@@ -107,11 +107,11 @@ def config(path, **more):
                              **more})  # fmt: skip
 
 
-def same(one, other):
+def assert_same(one, other):
     return all(np.array_equal(one[name], other[name]) for name in other)
 
 
-def kept():
+def cached_bytes():
     return sum(file.stat().st_size for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*") if file.is_file())
 
 
@@ -122,9 +122,9 @@ def test_a_bucket_gives_the_same_batches(path, loop, kind):
         fsspec.filesystem("memory").put(path, "/serial", recursive=True)
     there = {"loop": loop, "file": f"file://{path}", "memory": "memory://serial"}[kind]
     for step in range(30):
-        assert same(dataset.batch(config(there), step), dataset.batch(config(path), step)), step
+        assert assert_same(dataset.batch(config(there), step), dataset.batch(config(path), step)), step
     for one, other in zip(*(dataset.evaluation_batches(config(p), 3) for p in (there, path)), strict=True):
-        assert same(one, other)
+        assert assert_same(one, other)
     dataset.verify(there)
     assert dataset.fingerprint(config(there)) == dataset.fingerprint(config(path))
 
@@ -134,7 +134,7 @@ def test_a_mixture_may_lie_in_a_bucket(path, tmp_path):
     for name in ("a", "b"):
         shutil.copytree(path, tmp_path / "both" / name)
     one, other = (config(f"{how}{tmp_path}/both", **{"data.mixture": "a=0.5,b=0.5"}) for how in ("", "file://"))
-    assert same(dataset.batch(other, 7), dataset.batch(one, 7))
+    assert assert_same(dataset.batch(other, 7), dataset.batch(one, 7))
 
 
 def test_a_host_fetches_what_it_needs_and_once(path, loop):
@@ -158,9 +158,9 @@ def test_the_folder_is_bounded(path, loop, monkeypatch):
     monkeypatch.setattr(bucket.cache(), "limit_bytes", bound)
     cfg = config(loop)
     for step in range(60):
-        assert same(dataset.batch(cfg, step), dataset.batch(config(path), step))
-        assert kept() <= bound
-    assert kept() > bound / 2
+        assert assert_same(dataset.batch(cfg, step), dataset.batch(config(path), step))
+        assert cached_bytes() <= bound
+    assert cached_bytes() > bound / 2
     asked = len(Loopback.asked)
     dataset.batch(cfg, 59)
     assert len(Loopback.asked) - asked <= 3, "the newest blocks went first"
@@ -174,7 +174,7 @@ def test_other_tokens_at_the_same_address_are_others(path, tmp_path):
     prepare.from_ids(np.arange(5000) % 999, str(tmp_path / "a"), vocab_size=1000, overwrite=True)
     forget()
     after = dataset.batch(cfg, 0)
-    assert not same(before, after) and same(after, dataset.batch(config(str(tmp_path / "a")), 0))
+    assert not assert_same(before, after) and assert_same(after, dataset.batch(config(str(tmp_path / "a")), 0))
 
 
 def test_what_fails_is_tried_again_and_said(loop, capsys):
@@ -184,7 +184,7 @@ def test_what_fails_is_tried_again_and_said(loop, capsys):
     shutil.rmtree(os.environ["XDG_CACHE_HOME"])
     dataset.load(loop)
     Loopback.fail[:] = [ConnectionResetError("the line is cut"), TimeoutError("no answer")]
-    assert same(dataset.batch(config(loop), 3), wanted)
+    assert assert_same(dataset.batch(config(loop), 3), wanted)
     said = capsys.readouterr().out
     assert re.search(
         r"data       loop://serial/train-\d+\.npy, bytes from \d+: TimeoutError: no answer; again in 0 s", said

@@ -45,7 +45,7 @@ def test_ids_of_text_are_the_text(tmp_path, tokenizer):
     source = f"text:{tmp_path}/texts/*"
     want = prepare.prepare(prepare.Arguments(str(tmp_path / "text"), source, tokenizer, val_share=0.4, shard_tokens=20))
     documents, encoding = {"train": [], "val": []}, tokenizers.load(tokenizer)
-    for document in prepare.sources.documents(source):
+    for document in prepare.sources.read_documents(source):
         documents[units.split_of(document.name, 0.4)].append(tokenizers.encode(encoding, document.text))
     got = from_ids(documents["train"], str(tmp_path / "ids"), tokenizer=tokenizer, validation_ids=documents["val"],
                    shard_tokens=20)  # fmt: skip
@@ -179,5 +179,5 @@ def test_ids_of_a_tokenizer_stand_for_bytes(tmp_path):
     from_ids(np.tile(np.frombuffer(b"abcd efgh. ", np.uint8), 300), str(tmp_path / "ids"), tokenizer="bytes")
     cfg = replace(preset("tiny"), **{"data.path": str(tmp_path / "ids")})
     corpus = dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
-    assert tokenizers.of(corpus.manifest).name == "bytes"
+    assert tokenizers.from_manifest(corpus.manifest).name == "bytes"
     assert dataset.bytes_per_token(corpus) == 1.0  # as many bytes as targets: the end before them is none

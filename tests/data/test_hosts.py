@@ -51,7 +51,7 @@ def parts(cfg, step, hosts, mesh="data=8"):
     return whole
 
 
-def listed(batch):
+def as_lists(batch):
     return {row: {name: x[row].tolist() for name, x in batch.items()} for row in range(B)}
 
 
@@ -60,13 +60,13 @@ def test_any_number_of_hosts_makes_the_same_global_batches(path, hosts):
     """Catches an order that depends on how many read it, and a row that nobody makes."""
     cfg = config(path)
     for step in (0, 1, 5, 1000):
-        assert parts(cfg, step, hosts) == listed(dataset.batch(cfg, step))
+        assert parts(cfg, step, hosts) == as_lists(dataset.batch(cfg, step))
 
 
 def test_a_run_goes_on_with_another_number_of_hosts(path):
     """Catches a position that lies with a host: windows lost and doubled where 8 hosts become 4 within an epoch."""
     cfg = config(path)
-    never_stopped = [listed(dataset.batch(cfg, step)) for step in range(15)]
+    never_stopped = [as_lists(dataset.batch(cfg, step)) for step in range(15)]
     for stop, before, after in zip(np.random.default_rng(0).integers(1, 14, 3), (8, 2, 1), (4, 8, 2), strict=True):
         went_on = [parts(cfg, step, before if step < stop else after) for step in range(15)]
         assert went_on == never_stopped, f"stopped at step {stop}"

@@ -75,7 +75,7 @@ def test_a_corpus_of_whole_documents_stays_as_it_is(tmp_path, capsys):
 def test_either_split_can_be_the_empty_one(tmp_path, folder, capsys, share, missing):
     """Catches a cut for validation alone, and an empty document that counts as text to validate on."""
     (folder / "0.txt").touch()
-    names = [document.name for document in sources.documents(f"text:{folder}/*")]
+    names = [document.name for document in sources.read_documents(f"text:{folder}/*")]
     assert len(names) == 5 and len({units.split_of(name, float(share)) for name in names if name != "0.txt"}) == 1
     assert run(tmp_path / "out", f"text:{folder}/*", "--val-share", share) == 0
     assert f"falls into {missing!r}" in capsys.readouterr().out
@@ -174,10 +174,10 @@ def test_a_folder_stands_for_the_files_in_it(tmp_path, folder, capsys):
     (strange / "below").mkdir()
     (strange / "below" / "x[1].txt").write_text("x")
     names = ["below/x[1].txt", *(f"part{n}.txt" for n in range(1, 5))]
-    assert [document.name for document in sources.documents(f"text:{strange}")] == names
-    assert [document.name for document in sources.documents(f"text:{strange}/below/x[1].txt")] == ["x[1].txt"]
+    assert [document.name for document in sources.read_documents(f"text:{strange}")] == names
+    assert [document.name for document in sources.read_documents(f"text:{strange}/below/x[1].txt")] == ["x[1].txt"]
     folder = strange.rename(folder)
-    assert [document.name for document in sources.documents(f"text:{folder}/**")] == names
+    assert [document.name for document in sources.read_documents(f"text:{folder}/**")] == names
     assert run(tmp_path / "out", f"text:{folder}/*.md") == 2
     assert f"error: no file matches '{folder}/*.md'" in capsys.readouterr().err
 
@@ -186,7 +186,7 @@ def test_a_file_counts_once(tmp_path, folder, capsys):
     """Catches a file that is trained on and validated on, under two names, and a --source that is dropped."""
     (folder / "a").mkdir()
     (folder / "a" / "again.txt").symlink_to(folder / "part1.txt")
-    names = [document.name for document in sources.documents(f"text:{folder}/**/**/*.txt")]
+    names = [document.name for document in sources.read_documents(f"text:{folder}/**/**/*.txt")]
     assert names == ["a/again.txt", "part2.txt", "part3.txt", "part4.txt"]
     assert run(tmp_path / "out", f"text:{folder}/part1.txt", f"--source=text:{folder}/part2.txt") == 2
     assert "--source is given more than once; one pattern names many files" in capsys.readouterr().err

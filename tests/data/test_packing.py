@@ -32,7 +32,7 @@ def documents(count, first=0):
 DOCUMENTS = documents(120)
 
 
-def written(out, ids=DOCUMENTS, **more):
+def write_tokens(out, ids=DOCUMENTS, **more):
     more = {"validation_ids": ids[:9], "eot": EOT, "shard_tokens": 100, **more}
     prepare.from_ids(ids, str(out), vocab_size=EOT + 1, overwrite=True, **more)
     return str(out)
@@ -40,7 +40,7 @@ def written(out, ids=DOCUMENTS, **more):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("tokens") / "drawn")
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "drawn")
 
 
 def config(path, **more):
@@ -159,7 +159,7 @@ def test_the_loss_of_rows_is_that_of_their_documents_alone(path):
 
 def test_the_cut_into_shards_does_not_show(path, tmp_path):
     """Catches documents that end with a shard, and places in a shard taken for places in the stream."""
-    others = [config(written(tmp_path / str(size), shard_tokens=size)) for size in (3, 10_000)]
+    others = [config(write_tokens(tmp_path / str(size), shard_tokens=size)) for size in (3, 10_000)]
     assert len(dataset.load(path).splits["train"].shards) > 10
     for step in range(12):
         one, *more = (dataset.batch(cfg, step) for cfg in (config(path), *others))
@@ -190,7 +190,7 @@ def test_the_rows_are_written_down(path):
 def test_each_source_of_a_mixture_is_packed_alone(path, tmp_path):
     """Catches rows of two sources, and a source whose rows hang on what lies beside it."""
     shutil.copytree(path, tmp_path / "one")
-    written(tmp_path / "two", documents(60, first=2000))
+    write_tokens(tmp_path / "two", documents(60, first=2000))
     rows = [*rows_of(config(str(tmp_path), **{"data.mixture": "one=0.25,two=0.75"}), range(30))]
     of_two = [any(EOT > token >= 2000 for tokens, _ in row for token in tokens) for row in rows]
     assert all(two == all(max(t for t in tokens if t != EOT) >= 2000 for tokens, _ in row if {*tokens} != {EOT})
@@ -203,7 +203,7 @@ def test_each_source_of_a_mixture_is_packed_alone(path, tmp_path):
 def test_weights_follow_their_tokens(tmp_path, kind):
     """Catches weights of the place in a row, in place of those of the tokens that a row took."""
     weights = [one % 3 > 0 for one in DOCUMENTS]
-    out = written(tmp_path / "own", train_weights=weights, validation_weights=weights[:9])
+    out = write_tokens(tmp_path / "own", train_weights=weights, validation_weights=weights[:9])
     cfg, seen = config(out if kind == "disk" else f"file://{out}"), 0
     for step in range(10):
         batch = dataset.batch(cfg, step)

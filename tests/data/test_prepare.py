@@ -64,7 +64,7 @@ def write_ranks(path, merges, before=()):
 
 def test_the_standard_library_comes_in_one_order(monkeypatch):
     """Catches an order left to the file system, tests or installed packages among the documents, changed bytes."""
-    documents = [document[:2] for document in sources.documents("stdlib")]
+    documents = [document[:2] for document in sources.read_documents("stdlib")]
     names = [name for name, _ in documents]
     assert names == sorted(set(names)) and len(names) > 300
     assert not [name for name in names if re.search(r"(^|/)(tests?|idle_test|site-packages|__pycache__)/", name)]
@@ -78,7 +78,7 @@ def test_the_standard_library_comes_in_one_order(monkeypatch):
             folders.reverse()
 
     monkeypatch.setattr(os, "walk", walk_backwards)
-    assert names == [document.name for document in sources.documents("stdlib")]
+    assert names == [document.name for document in sources.read_documents("stdlib")]
 
 
 def test_a_document_stays_in_its_split(tmp_path):
@@ -88,7 +88,7 @@ def test_a_document_stays_in_its_split(tmp_path):
         folder.mkdir()
         for name in names:
             (folder / name).write_text("x")
-        return {d.name: units.split_of(d.name, 0.3) for d in sources.documents(f"text:{folder}/**")}
+        return {d.name: units.split_of(d.name, 0.3) for d in sources.read_documents(f"text:{folder}/**")}
 
     before = splits(tmp_path / "here", [f"{n}.txt" for n in range(10, 40)])
     after = splits(tmp_path / "there", [f"{n}.txt" for n in range(60)])
@@ -109,7 +109,7 @@ def test_text_json_lines_and_parquet_give_the_same_text(tmp_path, texts):
     table = pyarrow.table({"n": list(range(10)), "body": wanted})
     pyarrow.parquet.write_table(table, tmp_path / "all.parquet", row_group_size=3)
     for source in (texts, f"jsonl:{tmp_path}/*.jsonl", f"parquet:{tmp_path}/all.parquet"):
-        documents = list(sources.documents(source, text_field="body"))
+        documents = list(sources.read_documents(source, text_field="body"))
         assert [document.text.decode() for document in documents] == wanted, source
         assert len({document.name for document in documents}) == len(wanted), source
 
@@ -121,7 +121,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path):
 
     def refusal(source):
         with pytest.raises(UserError) as error:
-            list(sources.documents(source))
+            list(sources.read_documents(source))
         return str(error.value)
 
     for line, reason in [
@@ -245,12 +245,12 @@ def test_a_rank_file_that_was_exchanged_is_refused(tmp_path, texts):
     name = write_ranks(tmp_path / "ranks", [b"th", b"er"])
     run(tmp_path / "out", texts, "--tokenizer", name)
     manifest = manifest_of(tmp_path / "out")
-    assert tokenizers.of(manifest).n_vocab == 259
+    assert tokenizers.from_manifest(manifest).n_vocab == 259
     write_ranks(tmp_path / "ranks", [b"er", b"th"])
     with pytest.raises(
         UserError, match=rf"tokenizer '{name}' has changed since the tokens were made.*restore the file"
     ):
-        tokenizers.of(manifest)
+        tokenizers.from_manifest(manifest)
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_a_cluster_makes_the_same_tokens(tmp_path, ray, monkeypatch):
         assert prepare.main([*words, *how, "--out", str(tmp_path / name)]) == 0
     contents = lambda name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert contents("ray") == contents("one") and len(contents("one")) > 10
-    assert ray.begun["address"] == "10.0.0.1:6379" and 1 < ray.most <= engine.AHEAD * 3
+    assert ray.begun["address"] == "10.0.0.1:6379" and 1 < ray.most <= engine.QUEUED_PER_WORKER * 3
 
 
 def test_what_a_cluster_s_worker_refuses_is_said(tmp_path, ray, capsys):

@@ -23,7 +23,7 @@ TEXTS = [
 EXACT = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 
 
-def trained(path, **how):
+def train_model(path, **how):
     import sentencepiece  # here, because it is an extra
 
     lines, model = Path(__file__).read_text().splitlines(), io.BytesIO()
@@ -40,7 +40,7 @@ def trained(path, **how):
 def test_ids_are_the_model_s_own_and_give_the_text_back(tmp_path, kind, prefix, end):
     """Catches ids shifted by special pieces, an end of text that is another piece, lost spaces and bytes, and a model
     that other processes do not get."""
-    own = trained(tmp_path / "m.model", model_type=kind, add_dummy_prefix=prefix, eos_id=end, **EXACT)
+    own = train_model(tmp_path / "m.model", model_type=kind, add_dummy_prefix=prefix, eos_id=end, **EXACT)
     encoding = pickle.loads(pickle.dumps(tokenizers.load(f"sp:{tmp_path}/m.model")))
     assert encoding.eot_token == (2 if end == 2 else own.vocab_size())
     assert encoding.n_vocab == own.vocab_size() + (end == -1)
@@ -56,7 +56,7 @@ def test_ids_are_the_model_s_own_and_give_the_text_back(tmp_path, kind, prefix, 
 @needs_package
 def test_prepared_tokens_are_the_model_s(tmp_path):
     """Catches workers with another tokenizer, a manifest without it, and a model that is changed behind its tokens."""
-    own = trained(tmp_path / "m.model", **EXACT)
+    own = train_model(tmp_path / "m.model", **EXACT)
     (tmp_path / "texts").mkdir()
     for n, text in enumerate(TEXTS * 3):
         (tmp_path / f"texts/{n:02}.txt").write_bytes(text.encode())
@@ -69,10 +69,10 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
     documents = [own.decode(part.tolist()) for part in np.split(streams[0], np.flatnonzero(streams[0] == 2))[1:]]
     assert sorted(documents) == sorted(TEXTS * 3)
     manifest = dataset.load(str(tmp_path / "1")).manifest
-    assert tokenizers.of(manifest).n_vocab == own.vocab_size() == manifest["tokenizer"]["vocabulary"]
-    trained(tmp_path / "m.model", model_type="bpe", **EXACT)
+    assert tokenizers.from_manifest(manifest).n_vocab == own.vocab_size() == manifest["tokenizer"]["vocabulary"]
+    train_model(tmp_path / "m.model", model_type="bpe", **EXACT)
     with pytest.raises(UserError, match="has changed since the tokens were made"):
-        tokenizers.of(manifest)
+        tokenizers.from_manifest(manifest)
 
 
 @needs_package
@@ -82,7 +82,7 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
 ])  # fmt: skip
 def test_a_model_that_loses_text_is_refused(tmp_path, how):
     """Catches text that silently comes back as another."""
-    trained(tmp_path / "m.model", **how)
+    train_model(tmp_path / "m.model", **how)
     with pytest.raises(UserError, match=r"m\.model': its tokens do not give text back: '.*' becomes '.*'; it wants "):
         tokenizers.load(f"sp:{tmp_path}/m.model")
 

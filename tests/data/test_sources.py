@@ -24,18 +24,20 @@ from errors import UserError
 END = "<|endoftext|>"
 
 
-def texts(source, field="text"):
-    return [(document.name, document.text.decode()) for document in sources.documents(source, field)]
+def read_texts(source, field="text"):
+    return [(document.name, document.text.decode()) for document in sources.read_documents(source, field)]
 
 
-def by_units(source):
+def read_by_units(source):
     """The documents of a source, unit by unit."""
-    return [document for unit in sources.units(source) for part in unit for document in sources.read(part, "text")]
+    return [
+        document for unit in sources.make_units(source) for part in unit for document in sources.read_part(part, "text")
+    ]
 
 
 def refusal(source):
     with pytest.raises(UserError) as error:
-        texts(source)
+        read_texts(source)
     return str(error.value)
 
 
@@ -72,11 +74,13 @@ def test_packed_files_read_as_what_is_in_them(tmp_path, bucket, place, ending):
         (tmp_path / name).write_bytes(content)
         bucket.pipe(f"/top/{name}", content)
     root = {"here": str(tmp_path), "bucket": "memory://top", "file://": f"file://{tmp_path}"}[place]
-    assert texts(f"jsonl:{root}/**/rows.jsonl*") == [
+    assert read_texts(f"jsonl:{root}/**/rows.jsonl*") == [
         (f"a/rows.jsonl{ending}:{n}", row) for n, row in enumerate(ROWS, 1)
     ]
-    assert texts(f"text:{root}/*.txt*") == [(f"b.txt{ending}", LINES.decode())]
-    assert [name for name, _ in texts(f"jsonl:{root}")] == [name for name, _ in texts(f"jsonl:{root}/**/rows.jsonl*")]
+    assert read_texts(f"text:{root}/*.txt*") == [(f"b.txt{ending}", LINES.decode())]
+    assert [name for name, _ in read_texts(f"jsonl:{root}")] == [
+        name for name, _ in read_texts(f"jsonl:{root}/**/rows.jsonl*")
+    ]
 
 
 @pytest.mark.parametrize("ending, pack", [(".gz", gzip.compress), (".zst", zstd)])
@@ -114,15 +118,15 @@ def test_an_end_of_text_in_a_text_separates_documents(tmp_path, line):
     wanted = [(f"stories.txt:{n}", story) for n, story in enumerate(stories, 1) if story]
     for last in ("", END, END + line):
         path.write_bytes((line + END + line).join([*stories]).encode() + (line + last).encode() * bool(last))
-        assert texts(f"text:{path}") == wanted
+        assert read_texts(f"text:{path}") == wanted
     path.write_text("one\n")
-    assert texts(f"text:{path}") == [("stories.txt", "one\n")]
+    assert read_texts(f"text:{path}") == [("stories.txt", "one\n")]
 
 
 def test_an_end_of_text_in_a_row_is_text(tmp_path):
     """Catches rows that can forge a document boundary."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": f"a{END}b"}))
-    assert texts(f"jsonl:{tmp_path}/rows.jsonl") == [("rows.jsonl:1", f"a{END}b")]
+    assert read_texts(f"jsonl:{tmp_path}/rows.jsonl") == [("rows.jsonl:1", f"a{END}b")]
     prepare.main(["--out", str(tmp_path / "out"), "--source", f"jsonl:{tmp_path}/rows.jsonl"])
     manifest = dataset.load(str(tmp_path / "out")).manifest
     assert [split["documents"] for split in manifest["splits"].values()] == [1, 1]
@@ -143,14 +147,14 @@ def test_where_a_file_is_cut_does_not_show(tmp_path, monkeypatch, kind, chunk_by
     else:
         path.write_bytes(LINES if kind == "jsonl" else f"\n{END}\n".join(ROWS).encode())
     (tmp_path / "small.text").write_text("small")
-    whole = [*sources.documents(f"{kind}:{path}")]
+    whole = [*sources.read_documents(f"{kind}:{path}")]
     assert len(whole) == len([row for row in ROWS if row or kind != "text"])
     for unit_bytes in (1, 50, 200, 10**6):
         monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", unit_bytes)
-        assert by_units(f"{kind}:{path}") == whole
-        cut = sources.units(f"{kind}:{path}")
+        assert read_by_units(f"{kind}:{path}") == whole
+        cut = sources.make_units(f"{kind}:{path}")
         assert (len(cut) == 1) == (unit_bytes == 10**6)
-        assert sources.units(f"{kind}:{path}") == cut, "units depend on the source alone"
+        assert sources.make_units(f"{kind}:{path}") == cut, "units depend on the source alone"
         if unit_bytes == 200 and kind != "parquet":
             sizes = [part.stop - part.start for unit in cut for part in unit]
             assert min(sizes[:-1]) >= 200 and max(sizes) < 200 + 130 and sum(sizes) == path.stat().st_size
@@ -161,9 +165,9 @@ def test_small_files_share_a_unit_and_large_text_stays_whole(tmp_path, monkeypat
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 100)
     for n in range(20):
         (tmp_path / f"{n:02}.txt").write_text("x" * (1000 if n == 10 else 30))
-    cut = sources.units(f"text:{tmp_path}")
+    cut = sources.make_units(f"text:{tmp_path}")
     assert [len(unit) for unit in cut] == [4, 4, 3, 4, 4, 1]
-    assert by_units(f"text:{tmp_path}") == [*sources.documents(f"text:{tmp_path}")]
+    assert read_by_units(f"text:{tmp_path}") == [*sources.read_documents(f"text:{tmp_path}")]
 
 
 def test_units_grow_with_the_source_and_have_a_bound():
@@ -240,7 +244,7 @@ def test_a_bucket_that_does_not_answer_is_given_up(monkeypatch):
     """Catches a client that retries for minutes without a word."""
     assert files.ANSWER_S < 30 and 2 * files.REQUEST_S < 30
     monkeypatch.setattr(files, "ANSWER_S", 0.3)
-    monkeypatch.setattr(files, "system", lambda pattern: (Silent(), "x"))
+    monkeypatch.setattr(files, "file_system_of", lambda pattern: (Silent(), "x"))
     assert refusal("text:s3://b/x") == (
         "s3://b/x: no answer within 0.3 s; is the network there, and the address right?"
     )
@@ -321,24 +325,24 @@ def test_a_data_set_of_the_hub_is_read_by_name(hub, monkeypatch):
                                                   {"split": "train", "path": "data/train-*"}]},
         {"config_name": "small", "data_files": "small/*"},
     ]  # fmt: skip
-    rows = [row for _, row in texts("hf:me/set")]
+    rows = [row for _, row in read_texts("hf:me/set")]
     assert rows == ROWS
     assert {one[3] for one in asked if "elsewhere" not in one[1]} == {"Bearer hf_mine"}
     assert {one[3] for one in asked if "elsewhere" in one[1]} == {None}, "a token goes to the hub alone"
-    assert [row for _, row in texts("hf:me/set:small")] == ROWS
+    assert [row for _, row in read_texts("hf:me/set:small")] == ROWS
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 100)
-    assert [document.text.decode() for document in by_units("hf:me/set")] == ROWS
+    assert [document.text.decode() for document in read_by_units("hf:me/set")] == ROWS
     assert {path.split("/")[5] for _, path, _, _ in asked if "resolve" in path} == {"c0ffee"}
     assert "hf:me/set has no configuration 'big'; use hf:me/set:CONFIG with one of default, small" in refusal(
         "hf:me/set:big"
     )
     card.clear()
-    assert [name for name, _ in texts("hf:me/set")][::30] == [
+    assert [name for name, _ in read_texts("hf:me/set")][::30] == [
         "data/train-00000.parquet:1",
         "data/train-00001.parquet:1",
     ]
     del held["data/train-00000.parquet"], held["data/train-00001.parquet"], held["data/test.parquet"]
-    assert len(texts("hf:me/set")) == 61, "no file says that it is for training: all are"
+    assert len(read_texts("hf:me/set")) == 61, "no file says that it is for training: all are"
     assert "hf:me/set has no configurations; leave 'small' out" in refusal("hf:me/set:small")
 
 
@@ -371,14 +375,14 @@ def test_a_file_behind_http_is_read_by_ranges(hub):
     """Catches a large file in memory, and a server's cut answer taken for the end of the file."""
     held, _, asked, ranges = hub
     held["a.jsonl"] = LINES
-    address = sources.listed("hf:me/set")[0][1].path
-    with files.opened(address) as file:
+    address = sources.list_files("hf:me/set")[0][1].path
+    with files.open_stored(address) as file:
         file.seek(1000)
         assert file.read(10) == LINES[1000:1010]
     assert [one[2] for one in asked if one[0] == "GET"][-1] == "bytes=1000-"
-    assert [row for _, row in texts(f"jsonl:{address}")] == ROWS
+    assert [row for _, row in read_texts(f"jsonl:{address}")] == ROWS
     ranges.clear()
-    with files.opened(address) as file:
+    with files.open_stored(address) as file:
         file.seek(1000)
         with pytest.raises(UserError, match="does not answer ranges; copy the file"):
             file.read(10)

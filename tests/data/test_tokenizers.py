@@ -67,11 +67,11 @@ def hf(ranks, pattern):
 def library_letters():
     """The letter of each byte that text can hold, by asking the library for the spelling of characters."""
     level = library.pre_tokenizers.ByteLevel(False, use_regex=False)
-    found = hf_json.letters()
+    found = hf_json.byte_letters()
     for character in map(chr, [*range(0xD800), *range(0xE000, 0x110000, 61)]):
         [(spelling, _)] = level.pre_tokenize_str(character)
         found |= dict(zip(character.encode(), spelling, strict=True))
-    assert found == hf_json.letters()
+    assert found == hf_json.byte_letters()
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_tokenizer_json_gives_the_library_s_tokens(tmp_path, trained, pattern)
     words = ["--source", f"text:{tmp_path}/a.txt", "--out", str(tmp_path / "out")]
     assert prepare.main([*words, "--tokenizer", f"json:{tmp_path}/tokenizer.json"]) == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["tokenizer"]["eot"] == 1500 and tokenizers.of(manifest).n_vocab == 1501
+    assert manifest["tokenizer"]["eot"] == 1500 and tokenizers.from_manifest(manifest).n_vocab == 1501
     assert tokenizers.text_lengths(ours)[ids].sum() == len(text)
 
 

@@ -54,11 +54,11 @@ def right(corpus, tmp_path_factory):
     return files(out)
 
 
-def kept(out: Path, pattern: str = "unit-*") -> list[Path]:
+def finished_units(out: Path, pattern: str = "unit-*") -> list[Path]:
     return sorted(path for path in out.glob(f".unfinished-units/{pattern}") if path.suffix != ".part")
 
 
-def killed_when(ready, source: str, out: Path, *words) -> None:
+def kill_when(ready, source: str, out: Path, *words) -> None:
     """Start the command, and kill it, its workers not, as soon as it is so far."""
     with subprocess.Popen(command(source, out, *words), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not ready():
@@ -69,7 +69,7 @@ def killed_when(ready, source: str, out: Path, *words) -> None:
 def test_units_are_put_together_as_the_documents_lie(corpus, right, tmp_path):
     """Catches a document lost, doubled or moved where a file is cut, and rows that are numbered from each cut on."""
     streams = {"train": [], "val": []}
-    for document in sources.documents(corpus):
+    for document in sources.read_documents(corpus):
         streams[units.split_of(document.name, 0.05)] += [256, *document.text]
     manifest = json.loads(right["manifest.json"])
     for split, wanted in streams.items():
@@ -94,12 +94,12 @@ def test_the_number_of_processes_does_not_show(corpus, right, tmp_path):
 def test_a_kill_does_not_show_and_costs_what_was_under_way(corpus, right, tmp_path, workers):
     """Catches work that begins anew after a kill, and half a file that is taken for a whole one."""
     out, words = tmp_path / "tokens", ("--workers", workers)
-    killed_when(lambda: len(kept(out)) >= 3, corpus, out, *words)
-    first = {path: path.stat().st_mtime_ns for path in kept(out)}
+    kill_when(lambda: len(finished_units(out)) >= 3, corpus, out, *words)
+    first = {path: path.stat().st_mtime_ns for path in finished_units(out)}
     assert 3 <= len(first) < UNITS and not (out / "manifest.json").exists()
-    killed_when(lambda: len(kept(out, "*.npy")) >= 5, corpus, out, *words)
-    assert {path: path.stat().st_mtime_ns for path in kept(out) if path in first} == first
-    for n, path in enumerate([*kept(out), *kept(out, "*.npy"), *kept(out, "*.npy.json")]):
+    kill_when(lambda: len(finished_units(out, "*.npy")) >= 5, corpus, out, *words)
+    assert {path: path.stat().st_mtime_ns for path in finished_units(out) if path in first} == first
+    for n, path in enumerate([*finished_units(out), *finished_units(out, "*.npy"), *finished_units(out, "*.npy.json")]):
         if n % 3:  # the machine went down with it
             os.truncate(path, (0, 20, path.stat().st_size // 2)[n % 3])
     subprocess.run(command(corpus, out, *words), cwd=ROOT, check=True, capture_output=True)
@@ -114,7 +114,7 @@ def test_any_moment_of_a_kill_does_not_show(corpus, right, tmp_path, seed):
     """Catches a moment that the test above does not meet; a process that outlives its command is among them."""
     out, random_of = tmp_path / "tokens", random.Random(seed)
     moment, workers = time.monotonic() + random_of.uniform(0.4, 2), str(random_of.randrange(1, 3))
-    killed_when(lambda: time.monotonic() > moment, corpus, out, "--workers", workers)
+    kill_when(lambda: time.monotonic() > moment, corpus, out, "--workers", workers)
     subprocess.run(command(corpus, out), cwd=ROOT, check=True, capture_output=True)
     assert files(out) == right
 
@@ -131,7 +131,7 @@ def test_every_step_of_putting_in_place_can_be_the_last(tmp_path, monkeypatch, o
     source = f"text:{tmp_path}/*.txt"
     arguments = lambda out, **more: prepare.Arguments(str(out), source, val_share=0.3, shard_tokens=300, **more)
     prepare.prepare(arguments(tmp_path / "right"))
-    monkeypatch.setattr(prepare, "_clear", lambda out: None)  # nor what comes after an error
+    monkeypatch.setattr(prepare, "_remove_work", lambda out: None)  # nor what comes after an error
     names = ("remove", "take", "write")
     whole = {name: getattr(shards.Folder, name) for name in names}
     for last in range(100):
@@ -178,7 +178,7 @@ def test_a_source_that_changed_is_not_mixed_with_what_it_was(tmp_path, monkeypat
     write = shards.write_unit
 
     def fails_at_the_fourth(*args):
-        if len(kept(tmp_path / "a")) == 3:
+        if len(finished_units(tmp_path / "a")) == 3:
             raise OSError(28, "No space left on device")
         write(*args)
 
@@ -186,16 +186,16 @@ def test_a_source_that_changed_is_not_mixed_with_what_it_was(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space left"):
         make("a")
     monkeypatch.setattr(shards, "write_unit", write)
-    before = {path.name: path.stat().st_mtime_ns for path in kept(tmp_path / "a")}
+    before = {path.name: path.stat().st_mtime_ns for path in finished_units(tmp_path / "a")}
     assert len(before) == 3
     (tmp_path / "0.txt").write_text("0 new words " * 8)
-    monkeypatch.setattr(prepare, "_clear", lambda out: None)
+    monkeypatch.setattr(prepare, "_remove_work", lambda out: None)
     assert make("a") == make("b")
-    after = {path.name: path.stat().st_mtime_ns for path in kept(tmp_path / "a")}
+    after = {path.name: path.stat().st_mtime_ns for path in finished_units(tmp_path / "a")}
     assert len(before.items() & after.items()) == 2, "the two units of text that is as it was"
     monkeypatch.undo()
-    prepare._clear(shards.Folder(str(tmp_path / "a")))
-    prepare._clear(shards.Folder(str(tmp_path / "b")))
+    prepare._remove_work(shards.Folder(str(tmp_path / "a")))
+    prepare._remove_work(shards.Folder(str(tmp_path / "b")))
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
@@ -217,14 +217,14 @@ def test_what_is_not_written_is_not_done(tmp_path, monkeypatch, capfd, most_byte
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capfd.readouterr()
     assert re.search(rf"error: \[Errno 27\] File too large: '{tmp_path}/a/.unfinished-units/{name}\S*'\n$", said.err)
-    there = {path.name: path.stat().st_mtime_ns for path in kept(tmp_path / "a")}
+    there = {path.name: path.stat().st_mtime_ns for path in finished_units(tmp_path / "a")}
     assert len(there) == kept_units and not [*(tmp_path / "a").rglob("*.part"), *(tmp_path / "a").glob("*.json")]
-    monkeypatch.setattr(prepare, "_clear", lambda out: None)
+    monkeypatch.setattr(prepare, "_remove_work", lambda out: None)
     assert make("a") == make("b") == 0
-    assert there.items() <= {path.name: path.stat().st_mtime_ns for path in kept(tmp_path / "a")}.items()
+    assert there.items() <= {path.name: path.stat().st_mtime_ns for path in finished_units(tmp_path / "a")}.items()
     monkeypatch.undo()
-    prepare._clear(shards.Folder(str(tmp_path / "a")))
-    prepare._clear(shards.Folder(str(tmp_path / "b")))
+    prepare._remove_work(shards.Folder(str(tmp_path / "a")))
+    prepare._remove_work(shards.Folder(str(tmp_path / "b")))
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
@@ -246,7 +246,7 @@ def test_shards_of_another_size_are_not_taken_up(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         make("a", 400)
     monkeypatch.setattr(shards, "write_shard", write)
-    assert len(kept(tmp_path / "a", "train-?????.npy")) == 2
+    assert len(finished_units(tmp_path / "a", "train-?????.npy")) == 2
     assert make("a", 300) == make("b", 300)
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
@@ -280,9 +280,9 @@ def test_two_commands_do_not_work_in_one_place(tmp_path):
     """Catches two commands that remove each other's files."""
     folder = shards.Folder(str(tmp_path))
     message = "another process is at work there"
-    with shards.alone(folder), pytest.raises(UserError, match=message), shards.alone(folder):
+    with shards.lock_folder(folder), pytest.raises(UserError, match=message), shards.lock_folder(folder):
         pass
-    with shards.alone(folder):
+    with shards.lock_folder(folder):
         pass
 
 
@@ -296,7 +296,7 @@ def test_workers_below_none_are_refused():
 def test_shards_are_cut_as_by_hand(shard_tokens):
     """Catches a cut by sums that differs from one document after the other."""
     rng = np.random.default_rng(0)
-    cut, shards_by_hand, held = shards.Cut("train", shard_tokens), [], []
+    cut, shards_by_hand, held = shards.ShardPlanner("train", shard_tokens), [], []
     for unit in range(5):
         lengths = rng.integers(1, 30, rng.integers(0, 20))
         cut.add(unit, lengths)

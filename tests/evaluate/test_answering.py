@@ -93,16 +93,16 @@ class Killed(Exception):
     pass
 
 
-def killed_after(answerer, batches):
+def kill_after(answerer, batches):
     """The process dies before its next batch."""
     left = iter(range(batches))
 
-    def of_batch(rows, run=answerer.scorer.of_batch):
+    def of_batch(rows, run=answerer.scorer.score_batch):
         if next(left, None) is None:
             raise Killed
         return run(rows)
 
-    answerer.scorer.of_batch = of_batch
+    answerer.scorer.score_batch = of_batch
 
 
 def test_a_kill_loses_no_answer(run, answerer, tmp_path):
@@ -111,7 +111,7 @@ def test_a_kill_loses_no_answer(run, answerer, tmp_path):
     file = tmp_path / "answers.jsonl"
     first = Answerer(run, rows=2, cache=str(file))
     first.scorer.scores = answerer.scorer.scores
-    killed_after(first, 1)
+    kill_after(first, 1)
     with pytest.raises(Killed):
         first.loglikelihood(ASKED)
     assert len(file.read_text().splitlines()) == 1 + 2
@@ -119,11 +119,11 @@ def test_a_kill_loses_no_answer(run, answerer, tmp_path):
 
     again = Answerer(run, rows=2, cache=str(file))
     again.scorer.scores = answerer.scorer.scores
-    killed_after(again, 2)  # of 5 different requests 3 are left
+    kill_after(again, 2)  # of 5 different requests 3 are left
     assert again.loglikelihood(ASKED) == want
     rows = [json.loads(row) for row in file.read_text().splitlines()]
     assert len(rows) == 1 + 5 == 1 + len({row.get("key") for row in rows[1:]})
-    killed_after(again, 0)
+    kill_after(again, 0)
     assert again.loglikelihood(ASKED[::-1]) == want[::-1]
 
 
@@ -155,22 +155,22 @@ def test_texts_end_where_they_should(answerer):
     fitted = ["a cat", "b", "at" * (30 - 7 - 1)]
     whole = [one.text for one in answerer.sampler.write([Request(prompt=prompt, **how) for prompt in fitted])]
     asked = lambda **more: [(context, how | more) for context in CONTEXTS]
-    assert answerer.continued(asked()) == whole and len(set(whole)) == 3
+    assert answerer.generate_texts(asked()) == whole and len(set(whole)) == 3
     first = whole[0][2]
-    assert answerer.continued(asked(stop=(whole[0][4:], first)))[0] == whole[0].partition(first)[0] != whole[0]
+    assert answerer.generate_texts(asked(stop=(whole[0][4:], first)))[0] == whole[0].partition(first)[0] != whole[0]
     with pytest.raises(UserError, match=r"up to 29 new tokens, .* data.seq_len=30; --seq_len allows more"):
-        answerer.continued([("a", how | {"tokens": 29})])
+        answerer.generate_texts([("a", how | {"tokens": 29})])
 
 
 def test_a_draw_is_another_each_time(answerer, monkeypatch):
     """Catches one draw that is counted as many where a task asks for several, and an order that changes them."""
     how = {"tokens": 7, "temperature": 2.0, "top_k": 0, "top_p": 1.0}
     _, b, long = [(context, how) for context in CONTEXTS]
-    found = asked_anew(answerer, monkeypatch, [long, b, long])
+    found = answer_again(answerer, monkeypatch, [long, b, long])
     assert len(set(found)) == 3
-    assert asked_anew(answerer, monkeypatch, [b, long, long]) == [found[1], found[0], found[2]]
+    assert answer_again(answerer, monkeypatch, [b, long, long]) == [found[1], found[0], found[2]]
 
 
-def asked_anew(answerer, monkeypatch, requests):
+def answer_again(answerer, monkeypatch, requests):
     monkeypatch.setattr(answerer, "answers", Answers("", {}))
-    return answerer.continued(requests)
+    return answerer.generate_texts(requests)

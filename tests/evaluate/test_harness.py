@@ -92,21 +92,21 @@ def home(tmp_path_factory):
     return home
 
 
-def asked(lm, home, names):
+def ask_tasks(lm, home, names):
     manager = TaskManager(include_path=str(home / "tasks"), include_defaults=False)
     return simple_evaluate(lm, tasks=names, task_manager=manager, torch_random_seed=None, bootstrap_iters=0)
 
 
-def theirs(home, names, begins):
+def hf_scores(home, names, begins):
     model = transformers.AutoModelForCausalLM.from_pretrained(home / "hf", dtype="float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(home / "hf")
     lm = HFLM(model, tokenizer=tokenizer, max_length=POSITIONS, batch_size=3, add_bos_token=begins, device="cpu")
-    return asked(lm, home, names)
+    return ask_tasks(lm, home, names)
 
 
-def ours(home, names, begins, mesh):
+def our_scores(home, names, begins, mesh):
     run = open_run(str(home / "run"), mesh, str(home / "hf" / "tokenizer.json"))
-    return asked(harness.Adaptor(Answerer(run, 6, END if begins else "")), home, names)
+    return ask_tasks(harness.Adaptor(Answerer(run, 6, END if begins else "")), home, names)
 
 
 def answers(found, task):
@@ -123,7 +123,7 @@ def test_the_adaptor_says_what_the_harness_says(begins, mesh, home):
     put where there is none, other stops, and answers in another order."""
     # A text that is to be continued always begins with end of text here.
     names = [*TASKS] if begins else ["choices", "word", "rolling"]
-    want, got = theirs(home, names, begins), ours(home, names, begins, mesh)
+    want, got = hf_scores(home, names, begins), our_scores(home, names, begins, mesh)
     for name in names:
         if name == "written":
             assert answers(got, name) == answers(want, name) and len({*answers(want, name)}) >= 4

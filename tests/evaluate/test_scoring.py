@@ -48,7 +48,7 @@ def log_probabilities():
     return [logits_TV - np.log(np.sum(np.exp(logits_TV), axis=-1, keepdims=True)) for logits_TV in logits_BTV], cut
 
 
-def wanted(pairs):
+def expected_scores(pairs):
     """Scores by a loop over tokens."""
     tables, cut = log_probabilities()
     for (_, continuation), log_TV, row in zip(pairs, tables, cut, strict=True):
@@ -58,7 +58,7 @@ def wanted(pairs):
 
 
 def check(found, pairs):
-    want = list(wanted(pairs))
+    want = list(expected_scores(pairs))
     # Float32, another order of sums.
     np.testing.assert_allclose([found[n][0] for n in range(len(pairs))], [log for log, _ in want], rtol=1e-5, atol=2e-4)
     assert [found[n][1] for n in range(len(pairs))] == [best for _, best in want]

@@ -118,13 +118,13 @@ def continued(cfg: Config, mesh: str):
             for name, room, t in (("abcde", 5, 0.0), ("b", 4, 0.0), ("cdefghi", 6, 1.5))}  # fmt: skip
     logits = {name: [] for name in jobs}
 
-    def kept(logits_nV, given, rows, give=engine.give):
+    def kept(logits_nV, given, rows, give=engine.draw_tokens):
         for name, job in jobs.items():
             if job in given:
                 logits[name].append(np.asarray(logits_nV[given.index(job)]))
         return give(logits_nV, given, rows)
 
-    engine.give = kept
+    engine.draw_tokens = kept
     for job in jobs.values():
         engine.submit(job)
     while not engine.idle:

@@ -19,14 +19,14 @@ MOE = CONFIGS["tiny"]
 def engine(mesh=""):
     """Three slots of 24 tokens, of two devices four, whose prompts are read in pieces of 5."""
     mesh = sharding.make_mesh(mesh) if mesh else one_device()
-    return Engine(MOE, placed(MOE, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=24, piece=5, at_once=5)
+    return Engine(MOE, placed(MOE, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=24, piece=5, prefill_tokens=5)
 
 
 def job(prompt: str, room: int, **settings) -> Job:
     return Job([EOT, *prompt.encode()], Request(**settings), room)
 
 
-def finished(*jobs: Job, of=None) -> list[Job]:
+def run_all(*jobs: Job, of=None) -> list[Job]:
     of = of or engine()
     for one in jobs:
         of.submit(one)
@@ -35,7 +35,7 @@ def finished(*jobs: Job, of=None) -> list[Job]:
     return [*jobs]
 
 
-def drawn(one: Job):
+def drawn_tokens(one: Job):
     return [(token.id, token.logprob, token.alternatives) for token in one.tokens]
 
 
@@ -53,12 +53,12 @@ def test_a_request_does_not_notice_its_batch():
     to, what an earlier request left in a slot, pieces of a prompt cut where others leave room, and experts whose sums
     depend on who else comes. To the bit, log-probabilities too."""
     asked = lambda: [job(prompt, room, **settings) for prompt, room, settings in ASKED]
-    alone = [drawn(finished(one)[0]) for one in asked()]
+    alone = [drawn_tokens(run_all(one)[0]) for one in asked()]
     assert [len(tokens) for tokens in alone] == [12, 8, 9, 3, 14]
-    assert [drawn(one) for one in finished(*asked())] == alone
-    assert [drawn(one) for one in finished(*asked()[::-1])] == alone[::-1]
+    assert [drawn_tokens(one) for one in run_all(*asked())] == alone
+    assert [drawn_tokens(one) for one in run_all(*asked()[::-1])] == alone[::-1]
     other_seed = dataclasses.replace(Request(**ASKED[0][2]), seed=4)
-    assert drawn(finished(Job([EOT, *b"abcde"], other_seed, 12))[0]) != alone[0]
+    assert drawn_tokens(run_all(Job([EOT, *b"abcde"], other_seed, 12))[0]) != alone[0]
 
 
 @pytest.mark.parametrize("mesh, pieces", [("", 3 + 4 * 1), ("data=2", 3 + 1 + 1)])
@@ -71,25 +71,25 @@ def test_samples_of_a_prompt_read_it_once(mesh, pieces, monkeypatch):
     others = lambda: [job("abcdefghijk", 6), job("abcdexghijklmn", 5, temperature=0), job("abcd", 3)]
     alone = []
     for asked in (*samples(), *others()):
-        one.kept = [[]] * len(one.slots)
-        alone.append(drawn(finished(asked, of=one)[0]))
-    one.kept = [[]] * len(one.slots)
+        one.cached_prompts = [[]] * len(one.slots)
+        alone.append(drawn_tokens(run_all(asked, of=one)[0]))
+    one.cached_prompts = [[]] * len(one.slots)
     prefill = one.prefill
     monkeypatch.setattr(one, "prefill", lambda *of: calls.append(1) or prefill(*of))
-    assert [drawn(asked) for asked in finished(*samples(), of=one)] == alone[:5]
+    assert [drawn_tokens(asked) for asked in run_all(*samples(), of=one)] == alone[:5]
     assert len(calls) == pieces, "a piece on each device at a time"
     assert len({tuple(id for id, *_ in tokens) for tokens in alone[:5]}) == 5
-    assert [drawn(asked) for asked in finished(*others(), of=one)] == alone[5:]
-    assert [drawn(asked) for asked in finished(*others()[::-1], *samples(), of=one)] == alone[:4:-1] + alone[:5]
+    assert [drawn_tokens(asked) for asked in run_all(*others(), of=one)] == alone[5:]
+    assert [drawn_tokens(asked) for asked in run_all(*others()[::-1], *samples(), of=one)] == alone[:4:-1] + alone[:5]
 
 
 def test_nothing_is_compiled_again():
     """Catches a shape that depends on a prompt's length, on how many wait, or on what is asked."""
-    finished(job("a", 2))
+    run_all(job("a", 2))
     sizes = lambda: [f._cache_size() for f in (engine().prefill, engine().decode_step, engine().draw)]
     before = sizes()
     assert before[:2] == [1, 1]
-    finished(*[job("x" * n, 1 + n % 5, temperature=n % 2, top_k=n, logprobs=n % 3) for n in range(1, 20)])
+    run_all(*[job("x" * n, 1 + n % 5, temperature=n % 2, top_k=n, logprobs=n % 3) for n in range(1, 20)])
     assert sizes() == before[:2] + [2]  # tokens drawn from a prompt, and from what is written
 
 
@@ -116,7 +116,7 @@ def test_long_prompts_are_read_between_the_tokens_of_others():
     seen = []
     while not long.tokens:
         engine().step()
-        seen.append((long.read, len(first.tokens)))
+        seen.append((long.tokens_read, len(first.tokens)))
     assert seen == [(5, 2), (10, 3), (15, 4), (20, 5)]
     engine().cancel(first), engine().cancel(long)
     engine().step()
@@ -135,7 +135,7 @@ def test_a_cancelled_request_frees_its_slot_within_a_step():
     engine().step()
     assert engine().slots[0] is jobs[4] and jobs[0].ended == jobs[3].ended == "cancelled"
     assert len(jobs[0].tokens) == before and jobs[3].tokens == []
-    finished()
+    run_all()
     assert [len(one.tokens) for one in jobs] == [before, 15, 15, 0, 15]
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_or_cut():
     """Catches a prompt that overwrites its own beginning, and a text that runs past the last position."""
     with pytest.raises(UserError, match="a prompt of 24 tokens leaves no room in 24 positions"):
         engine().submit(job("x" * 23, 1))
-    last = finished(job("x" * 22, 5, temperature=0))[0]
+    last = run_all(job("x" * 22, 5, temperature=0))[0]
     assert (len(last.tokens), last.ended) == (1, "length")
 
 
@@ -151,9 +151,9 @@ def test_a_slot_keeps_nothing_of_the_penalty_of_another():
     """Catches tokens of an earlier request that the next one in its slot is penalised for, and those of its own prompt
     or text that are not."""
     settings = dict(temperature=0, repetition_penalty=50.0)
-    alone = drawn(finished(job("abc", 6, **settings))[0])
+    alone = drawn_tokens(run_all(job("abc", 6, **settings))[0])
     ids = [id for id, *_ in alone]
     assert len({*ids, EOT, *b"abc"}) == len(ids) + 4, "a token that was there before"
-    finished(*[job("defg", 8, **settings) for _ in range(3)])
-    assert drawn(finished(job("abc", 6, **settings))[0]) == alone
+    run_all(*[job("defg", 8, **settings) for _ in range(3)])
+    assert drawn_tokens(run_all(job("abc", 6, **settings))[0]) == alone
     assert np.all(np.diff(ids) != 0)

@@ -27,7 +27,7 @@ def parameters(cfg, mesh="data=1", weights="compute"):
     return quantize(params, cfg.model, make_mesh(mesh)) if weights == "int8" else params
 
 
-def asked(cfg, mesh, weights, cache):
+def run_forward(cfg, mesh, weights, cache):
     """What logits after the first 4 tokens of some rows are made of, and after 4 from the last of these on."""
     tokens_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
     positions_B4, every_B4 = (np.tile(np.arange(n, n + 4, dtype=np.int32), (B, 1)) for n in (3, 0))
@@ -39,13 +39,13 @@ def asked(cfg, mesh, weights, cache):
 
 @functools.cache
 def logits(cfg, mesh="data=1", weights="compute", cache="compute"):
-    read, first, then = asked(cfg, mesh, weights, cache)
+    read, first, then = run_forward(cfg, mesh, weights, cache)
     some, kept = read(*first)
     more, kept = read(*then(kept))
     return np.concatenate([some, more], axis=1), jax.device_get(kept)
 
 
-def off(got, want):
+def relative_error(got, want):
     """The root of the mean squared error, as a share of the logits' standard deviation."""
     return np.sqrt(np.mean((got[0] - want[0]) ** 2)) / want[0].std()
 
@@ -75,7 +75,7 @@ def test_a_weight_is_off_by_half_a_scale_of_its_channel_at_most(cfg):
 
 def test_logits_of_int8_weights_are_near():
     """Catches a scale that is not used, used twice, or of another layer or expert."""
-    assert off(logits(MOE, weights="int8"), logits(MOE)) < 0.03  # half a scale of each weight, and 3 layers
+    assert relative_error(logits(MOE, weights="int8"), logits(MOE)) < 0.03  # half a scale of each weight, and 3 layers
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "stage=2,expert=2"])
@@ -92,7 +92,7 @@ def test_slices_of_weights_travel_as_int8():
     """Catches weights that are made large before they are joined: they would be 4 bytes a parameter to send."""
     gathers = {}
     for weights in ("compute", "int8"):
-        read, first, _ = asked(MLA, "fsdp=2", weights, "compute")
+        read, first, _ = run_forward(MLA, "fsdp=2", weights, "compute")
         found = re.findall(r"all_gather.*-> tensor<[\dx]+x(\w+)>", read.lower(*first).as_text())
         gathers[weights] = collections.Counter(found)
     matrices = sum(isinstance(w, Quantised) for w in jax.tree.leaves(
@@ -108,7 +108,7 @@ def test_slices_of_weights_travel_as_int8():
 @pytest.mark.parametrize("cfg, form, most", [(MLA, "bfloat16", 0.003), (MLA, "int8", 0.02), (GQA, "int8", 0.02)])
 def test_logits_of_a_small_cache_are_near(cfg, form, most):
     """Catches scales of other positions or heads, and numbers that are rounded twice or not at all."""
-    error = off(logits(cfg, cache=form), logits(cfg))
+    error = relative_error(logits(cfg, cache=form), logits(cfg))
     assert 0 < error < most  # bfloat16 has 8 significant bits, int8 of a position's largest number 7
 
 
@@ -128,7 +128,7 @@ def test_the_mesh_changes_where_a_small_cache_lies_not_what_it_keeps():
     got, want = (logits(GQA, mesh, cache="int8") for mesh in ("context=2,tensor=2", "data=1"))
     apart = jax.tree.map(lambda x, y: np.max(np.abs(np.float32(x) - np.float32(y))), got[1], want[1])
     assert max(jax.tree.leaves(apart)) <= 1  # float32, other order of sums: a number between two may go either way
-    assert off(got, want) < 0.002
+    assert relative_error(got, want) < 0.002
 
 
 def test_the_command_takes_int8(run_directory, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from generate import sampling
-from generate.sampling import Asked, Request
+from generate.sampling import BatchSettings, Request
 from tests import helpers
 
 # Choosing a token -----------------------------------------------------------------------------------------------------
@@ -33,13 +33,13 @@ SETTINGS = [(t, k, p) for t in (0.3, 1.0, 2.5) for k in (0, 1, 5, 37, 90) for p 
 
 @functools.cache
 def compiled_filter():
-    return jax.jit(sampling.filtered)
+    return jax.jit(sampling.filter_logits)
 
 
 def filtered_by(logits_BV, temperature_B, top_k_B, top_p_B, min_p=0.0):
     """Logits after `filtered`, with settings of each row as they come: no request need be valid."""
     zeros, V = np.zeros(len(logits_BV), np.int32), logits_BV.shape[1]
-    asked = Asked(*(np.float32(temperature_B), np.int32(np.minimum(top_k_B, V)), np.float32(top_p_B)),
+    asked = BatchSettings(*(np.float32(temperature_B), np.int32(np.minimum(top_k_B, V)), np.float32(top_p_B)),
                   np.full(len(zeros), min_p, np.float32), *[zeros] * 4)  # fmt: skip
     return np.asarray(compiled_filter()(logits_BV, asked))
 
@@ -80,10 +80,10 @@ def choose(logits_BV, *, count=0, vocabulary=None, seen=(), **settings):
     of_rows = {name: np.broadcast_to(value, B).tolist() for name, value in settings.items()}
     rows = [Request(**dict(temperature=1.0, top_k=0, top_p=1.0) | {k: v[row] for k, v in of_rows.items()})
             for row in range(B)]  # fmt: skip
-    asked = Asked.of([*zip(rows, np.broadcast_to(count, B).tolist(), strict=True)], vocabulary)
+    asked = BatchSettings.from_rows([*zip(rows, np.broadcast_to(count, B).tolist(), strict=True)], vocabulary)
     seen_BV = np.zeros((B, vocabulary), bool)
     seen_BV[:, [*seen]] = True
-    return jax.device_get(sampling.choose(logits_BV, asked, seen_BV, sampling.drawable(vocabulary)))
+    return jax.device_get(sampling.choose(logits_BV, asked, seen_BV, sampling.drawable_ids(vocabulary)))
 
 
 N = 5000
@@ -131,7 +131,7 @@ def test_a_penalty_makes_what_was_there_less_likely():
     penalty = lambda p, seen: choose(logits_1V, temperature=0.0, repetition_penalty=p, seen=seen)
     assert penalty(1.0, [0]).token_b == [0] and penalty(1.5, [0]).token_b == [1] and penalty(1.5, [0, 1]).token_b == [0]
     assert penalty(1.3, [0]).token_b == [0]  # 1.54
-    less = np.asarray(sampling.penalised(logits_1V, np.float32([2]), np.array([[True, False, True, False]])))
+    less = np.asarray(sampling.penalize(logits_1V, np.float32([2]), np.array([[True, False, True, False]])))
     np.testing.assert_array_equal(less, np.float32([[1.0, 1.5, -1.0, -0.6]]))
     want = np.log(helpers.np_softmax(np.float64(logits_1V)))
     assert penalty(1.5, [0]).logprob_b == pytest.approx(want[0, 1], abs=1e-6)
@@ -143,7 +143,7 @@ def test_log_probabilities_are_the_models():
     logits_BV = np.random.default_rng(5).normal(size=(3, 30)).astype(np.float32)
     want_BV = np.log(helpers.np_softmax(np.float64(logits_BV)))[:, :25]
     got = choose(logits_BV, vocabulary=25, temperature=[0.0, 3.0, 0.3], top_k=7, seed=4, logprobs=[0, 2, 20])
-    given = sampling.of_given(logits_BV, np.int32([24, 3, 0]), sampling.drawable(25))
+    given = sampling.score_tokens(logits_BV, np.int32([24, 3, 0]), sampling.drawable_ids(25))
     np.testing.assert_allclose(given.logprob_b, want_BV[[0, 1, 2], [24, 3, 0]], atol=1e-6)
     np.testing.assert_allclose(given.logprobs_bA, -np.sort(-want_BV)[:, :20], atol=1e-6)
     np.testing.assert_allclose(got.logprob_b, want_BV[np.arange(3), got.token_b], atol=1e-6)

@@ -12,8 +12,8 @@ import tiktoken
 from config import replace
 from errors import UserError
 from generate.engine import Engine, Job
-from generate.sampling import Asked, Request, drawable, filtered
-from generate.speculative import judge, propose, write
+from generate.sampling import BatchSettings, Request, drawable_ids, filter_logits
+from generate.speculative import propose, speculate, verify
 from generate.texts import Sampler
 from sharding import make_mesh
 from tests import helpers
@@ -32,8 +32,8 @@ def tables():
 def one_round(seed, settings):
     """K proposals after token 0, and what is made of them, where a token depends on the one before it alone."""
     model_VV, draft_VV = tables()
-    common = dict(drawable_V=drawable(V), mesh=one_device())
-    asked = jax.tree.map(np.asarray, Asked.of([(settings, 0)], V))
+    common = dict(drawable_V=drawable_ids(V), mesh=one_device())
+    asked = jax.tree.map(np.asarray, BatchSettings.from_rows([(settings, 0)], V))
     asked = [asked.replace(seed=seed[None], count=np.int32([n])) for n in range(K)]
     seen_1V = seen = np.arange(V)[None] == 0
     tokens, q = [jax.numpy.zeros((), int)], []
@@ -41,17 +41,17 @@ def one_round(seed, settings):
         token_11, q_V, seen = propose(jax.numpy.asarray(draft_VV)[tokens[-1]][None], asked[n], seen, **common)
         tokens.append(token_11[0, 0]), q.append(q_V)
     logits_1mV = jax.numpy.asarray(model_VV)[jax.numpy.stack(tokens)][None]
-    count, chosen, _ = judge(logits_1mV, jax.numpy.stack(tokens[1:]), jax.numpy.stack(q), asked[0], seen_1V, **common)
+    count, chosen, _ = verify(logits_1mV, jax.numpy.stack(tokens[1:]), jax.numpy.stack(q), asked[0], seen_1V, **common)
     return count, chosen.token_b
 
 
 def np_drawn_from(settings, last, seen):
     """Probabilities of each token of the model, as `test_sampling.py` has proved `filtered` to be."""
-    asked = Asked.of([(settings, 0)], V)
+    asked = BatchSettings.from_rows([(settings, 0)], V)
     logits_V = tables()[0][last]
     less_V = np.where(seen, np.where(logits_V > 0, logits_V / settings.repetition_penalty,
                                      logits_V * settings.repetition_penalty), logits_V)  # fmt: skip
-    return helpers.np_softmax(np.float64(filtered(less_V[None], asked)[0]))
+    return helpers.np_softmax(np.float64(filter_logits(less_V[None], asked)[0]))
 
 
 def chi_square(count_V, probability_V):
@@ -106,14 +106,14 @@ def job(prompt="abcde", room=12, **settings):
 
 
 @functools.cache
-def alone(prompt="abcde", room=12, **settings):
+def run_alone(prompt="abcde", room=12, **settings):
     one = engine().submit(job(prompt, room, **settings))
     while not engine().idle:
         engine().step()
     return one
 
 
-def same(got, want):
+def assert_same(got, want):
     assert [token.id for token in got.tokens] == [token.id for token in want.tokens] and got.ended == want.ended
     for one, other in zip(got.tokens, want.tokens, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
@@ -129,8 +129,8 @@ def test_the_likeliest_tokens_are_those_of_the_model_alone_on_one_device():
     for prompt in ("abcde", "x"):
         for settings in (dict(logprobs=3), dict(repetition_penalty=3.0)):
             one = job(prompt, 12, **settings)
-            rounds = write(model, draft, one, k)
-            same(one, alone(prompt, 12, **settings))
+            rounds = speculate(model, draft, one, k)
+            assert_same(one, run_alone(prompt, 12, **settings))
             assert 1 <= rounds.tokens_per_step < k + 1 and rounds.tokens == 11
         counts.append(programs())
     assert counts[0] == counts[-1]
@@ -141,29 +141,29 @@ def test_a_draft_that_is_the_model_is_always_right():
     model, k = engine(), 4
     twin = copy.copy(model)  # which compiles nothing of its own
     twin.cache, twin.seen_bV, twin.slots = jax.tree.map(jax.numpy.copy, model.cache), model.seen_bV.copy(), [None]
-    twin.kept = [[]]
+    twin.cached_prompts = [[]]
     for settings in (dict(), dict(temperature=0.7, seed=5), dict(temperature=1.3, top_p=0.8, repetition_penalty=1.5)):
         one = job("abc", 1 + 3 * (k + 1), **settings)
-        rounds = write(model, twin, one, k)
+        rounds = speculate(model, twin, one, k)
         assert (rounds.steps, rounds.tokens, rounds.tokens_per_step) == (3, 3 * (k + 1), k + 1)
     one = job("abc", 16, repetition_penalty=50.0)
-    write(model, twin, one, k)
-    same(one, alone("abc", 16, repetition_penalty=50.0))
+    speculate(model, twin, one, k)
+    assert_same(one, run_alone("abc", 16, repetition_penalty=50.0))
     texts = [job("abc", 16, temperature=0.7, seed=seed) for seed in (5, 5, 6)]
-    drawn = [[token.id for token in one.tokens] for one in texts if write(model, twin, one, k)]
+    drawn = [[token.id for token in one.tokens] for one in texts if speculate(model, twin, one, k)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_end_of_a_text_ends_it():
     """Catches tokens that are kept behind the end of text, and an end that is written out."""
-    want = alone()
+    want = run_alone()
     end = want.tokens[6].id
     model, ended = engine(DENSE, MESH), []
     first = next(n for n, token in enumerate(want.tokens) if token.id == end)
     one = job()
     try:
         model.end = end
-        write(model, engine(SMALL, MESH), one, 3, took=lambda: ended.append(one.ended))
+        speculate(model, engine(SMALL, MESH), one, 3, on_token=lambda: ended.append(one.ended))
     finally:
         model.end = EOT
     assert [token.id for token in one.tokens] == [token.id for token in want.tokens[:first]]

@@ -12,7 +12,7 @@ from data import tokenizers
 from errors import UserError
 from generate.cache import NOWHERE
 from generate.engine import Token
-from generate.sampling import Asked, Chosen, Request
+from generate.sampling import BatchSettings, DrawnTokens, Request
 from generate.texts import Sampler
 from tests import helpers
 from tests.generate.models import BYTES, EOT, RULE, TINY, V, one_device, rule_text
@@ -31,14 +31,14 @@ def tiny():
     return Sampler(replace(TINY, **{"model.capacity_factor": 0.01}), jax.device_put(params), BYTES)
 
 
-def drawn(sampler, *requests):
+def draw_all(sampler, *requests):
     return [[token.id for token in one.tokens] for one in sampler.write([*requests])]
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(tiny):
     """Catches a draw from the logits of another position, and a temperature of 0 that is not the likeliest token."""
     prompt = [EOT, *b"ac"]
-    (ids,) = drawn(tiny, Request("ac", tokens=15, temperature=0, seed=5))
+    (ids,) = draw_all(tiny, Request("ac", tokens=15, temperature=0, seed=5))
     assert len(ids) == 15 and len(set(ids)) > 3
     row_T = np.array(prompt + ids, np.int32)
     batch = {"tokens_BT": row_T[None, :], "positions_BT": np.arange(len(row_T), dtype=np.int32)[None, :],
@@ -52,7 +52,7 @@ def test_an_id_of_no_token_is_not_drawn():
     text is nothing that can be looked up; and one among the likeliest."""
     ranks, end = {bytes([byte]): byte for byte in range(256)}, 262
     gaps = tiktoken.Encoding("gaps", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end})
-    assert tokenizers.absent(gaps) == [256, 257, 258, 259, 260, 261] and tokenizers.absent(BYTES) == []
+    assert tokenizers.unused_ids(gaps) == [256, 257, 258, 259, 260, 261] and tokenizers.unused_ids(BYTES) == []
     params = helpers.draw(model.declare(TINY.model), seed=1)
     params.unembedding_DV[:, end] = 0
     params.unembedding_DV[:, 256:end] = 9 * params.unembedding_DV[:, 97:103]  # the likeliest, if not the least
@@ -65,8 +65,8 @@ def test_an_id_of_no_token_is_not_drawn():
         assert len(tokens) == 18 and all(np.isfinite(token.logprob) for token in tokens)
     found = sampler.search(Request("ab", tokens=9), width=4)
     assert max(id for _, beam in found for id in beam.tokens) <= 255
-    row = Chosen(np.int32([97]), np.float32([-0.5]), np.int32([[97, 256]]), np.float32([[-0.5, -np.inf]]))
-    assert Token.of(row, 0, 2).alternatives == [(97, -0.5)]
+    row = DrawnTokens(np.int32([97]), np.float32([-0.5]), np.int32([[97, 256]]), np.float32([[-0.5, -np.inf]]))
+    assert Token.from_row(row, 0, 2).alternatives == [(97, -0.5)]
 
 
 # The rule: a model that is certain ------------------------------------------------------------------------------------
@@ -194,6 +194,6 @@ def test_a_text_ends_before_a_stop(stop, text, drawn):
 
 def test_a_seed_of_any_size_is_a_seed():
     """Catches an overflow, and two seeds that are one."""
-    asked = lambda seed: Asked.of([(Request(seed=seed), 0)], 60).seed.tolist()
+    asked = lambda seed: BatchSettings.from_rows([(Request(seed=seed), 0)], 60).seed.tolist()
     assert asked(-1) == [2**32 - 1] != asked(2**31)
     assert Scripted(lambda token: token + 1).texts([Request("a", tokens=1, seed=-(2**70))]) == ["ab"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from config import preset
-from generate.cache import decoding
+from generate.cache import decoding_config
 from plan import costs, traced_layer
 from plan.rows import Row
 from plan.traced_layer import LETTER_OF, PRIMES, Term, term
@@ -64,7 +64,7 @@ def test_rings_run_once_for_each_device():
 def test_a_layer_that_decodes_in_letters():
     """Catches keys and values of every token in place of the slots of a cache, and absorbed projections as if keys were
     made of the latents of all slots."""
-    c = decoding(preset("deepseek_v3").at_work)
+    c = decoding_config(preset("deepseek_v3").at_work)
     found = {}
     for row in traced_layer.cached_layer_rows(c, False):
         found.setdefault(f"{row.kind} over {'*'.join(row.axes)}" if row.axes else row.function, []).append(row.formula)

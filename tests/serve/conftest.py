@@ -13,10 +13,10 @@ if extras.installed("serve"):  # otherwise every test module here is skipped
     import uvicorn
 
     from serve import worker
-    from serve.__main__ import listen
+    from serve.__main__ import open_socket
     from serve.app import Server
     from serve.metrics import Metrics
-    from serve.protocol import Served
+    from serve.protocol import ServedModel
 
 SLOTS, CONTEXT, PIECE = 3, 24, 8
 
@@ -37,13 +37,13 @@ def serving(sampler, engine, waiting=64, **settings):
     async def run(knock):
         metrics = Metrics()
         here.worker = worker.Worker(engine, waiting, metrics)
-        here.server = Server(Served("rule", sampler.encoding, engine.context), here.worker, metrics, **settings)
+        here.server = Server(ServedModel("rule", sampler.encoding, engine.context), here.worker, metrics, **settings)
         here.http = uvicorn.Server(uvicorn.Config(here.server.app, log_level="warning", timeout_graceful_shutdown=1))
         ready.set()
         await here.http.serve(sockets=[knock])
         here.worker.stop()
 
-    with listen("127.0.0.1", 0) as knock:
+    with open_socket("127.0.0.1", 0) as knock:
         here.url = f"http://127.0.0.1:{knock.getsockname()[1]}"
         thread = threading.Thread(target=lambda: asyncio.run(run(knock)), daemon=True)
         thread.start()

@@ -14,9 +14,9 @@ import tiktoken
 from errors import UserError
 from generate.engine import Token
 from generate.sampling import Request
-from generate.texts import word
+from generate.texts import token_text
 from serve import template
-from serve.protocol import Choice, Refused, Served, chat_text
+from serve.protocol import Choice, RequestError, ServedModel, chat_text
 from tests.generate.models import BYTES, EOT, follow, rule_text
 
 
@@ -147,22 +147,22 @@ def test_an_echo_says_that_end_of_text_was_drawn(server):
         found, ended = choice.logprobs, choice.finish_reason == "stop"
         assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 3
         assert found.text_offset == [0, 1, 2] and found.tokens[:2] == ["a", "b"]
-        assert (found.tokens[2] == word(BYTES, EOT)) == ended and (choice.text == "ab") == ended
+        assert (found.tokens[2] == token_text(BYTES, EOT)) == ended and (choice.text == "ab") == ended
 
 
 def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
     """Catches two tokens of one spelling: of the likeliest, by their names, one would be lost."""
-    names = [word(BYTES, byte) for byte in range(256)]
+    names = [token_text(BYTES, byte) for byte in range(256)]
     assert len({*names}) == 256 and (names[0xE2], names[0x7F]) == (r"bytes:\xe2", "\x7f")
     likely = [(0xE2, -0.5), (0x97, -1.0), (ord("a"), -2.0)]
     text = SimpleNamespace(settings=Request(logprobs=3), end=None)
     asked = SimpleNamespace(texts=[text], chat=False, logprobs=True)
     choice = Choice(asked, 0, BYTES)
     choice.pending = [Token(0xE2, -0.5, likely), Token(ord("a"), -2.0, likely)]
-    got = choice.part("\ufffda", "length", delta=False)["logprobs"]
+    got = choice.to_json("\ufffda", "length", delta=False)["logprobs"]
     assert got["tokens"] == [r"bytes:\xe2", "a"] and got["text_offset"] == [0, 0]
     assert got["top_logprobs"] == [{r"bytes:\xe2": -0.5, r"bytes:\x97": -1.0, "a": -2.0}] * 2
-    assert [one["bytes"] for one in choice.of_chat([(Token(0xE2, -0.5, likely), 0)])["content"][0]["top_logprobs"]] == [
+    assert [one["bytes"] for one in choice.chat_logprobs([(Token(0xE2, -0.5, likely), 0)])["content"][0]["top_logprobs"]] == [
         [0xE2], [0x97], [97]]  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_a_chat(server):
         "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Why?\n\nAssistant:"
     )
     body = json.dumps({"model": "rule", "messages": [{"role": "user", "content": "x"}], "stop": "y"})
-    assert server.server.served.asked(body, chat=True).texts[0].settings.stop == ("y", "\nUser:")
+    assert server.server.served.parse_request(body, chat=True).texts[0].settings.stop == ("y", "\nUser:")
     prompt = "User: x\n\nAssistant:"
     asked = dict(model="rule", temperature=0, max_completion_tokens=3)
     parts = [{"type": "text", "text": "x"}]
@@ -202,27 +202,29 @@ QWEN = """{%- for m in messages %}
 def test_a_chat_has_the_form_of_its_model(tmp_path):
     """Catches a template that is passed over, special tokens read as their letters, an answer that goes on past its
     end, and a template that reaches into this process."""
-    assert template.find(str(tmp_path)) is None
+    assert template.find_template(str(tmp_path)) is None
     config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": QWEN}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     start, end = 257, 258
     encoding = tiktoken.Encoding("q", pat_str="(?s:.+)", mergeable_ranks={bytes([byte]): byte for byte in range(256)},
                                  special_tokens={"<|endoftext|>": EOT, "<|im_start|>": start, "<|im_end|>": end}
                                  )  # fmt: skip
-    served = Served("q", encoding, 99, template.find(str(tmp_path / "none"), str(tmp_path)))
-    ask = lambda *messages: served.asked(json.dumps({"model": "q", "messages": messages}).encode(), chat=True).texts[0]
+    served = ServedModel("q", encoding, 99, template.find_template(str(tmp_path / "none"), str(tmp_path)))
+    ask = lambda *messages: served.parse_request(
+        json.dumps({"model": "q", "messages": messages}).encode(), chat=True
+    ).texts[0]
     one = ask({"role": "developer", "content": "Be brief. "}, {"role": "user", "content": "Hi <b>"})
     turn = lambda role, text: [start, *f"{role}\n{text}".encode(), end, *b"\n"]
     assert one.prompt == [*turn("system", "Be brief."), *turn("user", "Hi <b>"), start, *b"assistant\n"]
     assert one.settings.stop == ("<|im_end|>",)
     for source, why in (("{{ raise_exception('no') }}", "no$"), ("{{ ''.__class__.mro() }}", "is unsafe|is undefined")):
         (tmp_path / "chat_template.jinja").write_text(source)
-        served = Served("q", encoding, 99, template.find(str(tmp_path)))
-        with pytest.raises(Refused, match=f"messages: the model's chat template refuses them: .*{why}"):
+        served = ServedModel("q", encoding, 99, template.find_template(str(tmp_path)))
+        with pytest.raises(RequestError, match=f"messages: the model's chat template refuses them: .*{why}"):
             ask({"role": "user", "content": "x"})
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(UserError, match="its chat template cannot be read: TemplateSyntaxError"):
-        template.find(str(tmp_path))
+        template.find_template(str(tmp_path))
 
 
 def test_models_health_and_the_page(server):
@@ -239,7 +241,7 @@ def test_models_health_and_the_page(server):
 def test_metrics_count_what_happened(rule, engine, serve):
     """Catches a measure that stands still, one that counts twice, and a label that a client can invent."""
     with serve() as server:
-        values = lambda: measures(server)
+        values = lambda: read_metrics(server)
         assert values()["axis_drawn_tokens_total"] == 0
         completion(server, prompt=["!", "abc"], max_tokens=5)
         [*completion(server, max_tokens=3, stream=True)]
@@ -254,7 +256,7 @@ def test_metrics_count_what_happened(rule, engine, serve):
     assert 0 < got["axis_first_token_seconds_sum"] < 60
 
 
-def measures(server) -> dict[str, float]:
+def read_metrics(server) -> dict[str, float]:
     lines = server.client._client.get(server.url + "/metrics").text.splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 

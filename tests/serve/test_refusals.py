@@ -15,7 +15,7 @@ import openai
 
 from serve import app
 from tests.generate.models import rule_text
-from tests.serve.test_answers import completion, measures
+from tests.serve.test_answers import completion, read_metrics
 
 ASKED = {"completions": {"model": "rule", "prompt": "!"},
          "chat/completions": {"model": "rule", "messages": [{"role": "user", "content": "x"}]}}  # fmt: skip
@@ -57,7 +57,7 @@ COMPLETIONS = [  # what is asked besides, None: not at all; its status, the para
     (b'{"model"', 400, None, "the request is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
     (b"[" * 100_000, 400, None, "the request is not JSON: RecursionError: "),
     (b"\xff\xff", 400, None, "the request is not JSON: UnicodeDecodeError: "),
-    (b"x" * (app.MOST_BYTES + 1), 413, None, "a request of more than 1,048,576 bytes"),
+    (b"x" * (app.MAX_REQUEST_BYTES + 1), 413, None, "a request of more than 1,048,576 bytes"),
 ]  # fmt: skip
 CHATS = [
     ({"messages": None}, 400, "messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]'),
@@ -119,14 +119,14 @@ def test_a_stranger_is_refused(serve):
 # Too much, too long, gone ---------------------------------------------------------------------------------------------
 
 
-def until(holds, longest_s=30.0):
+def wait_until(holds, longest_s=30.0):
     end_s = time.monotonic() + longest_s
     while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.005)
 
 
-def asking(server, results: list, **asked) -> threading.Thread:
+def start_request(server, results: list, **asked) -> threading.Thread:
     """Ask in a thread; its text, or its error, comes into a list."""
 
     def ask():
@@ -144,8 +144,8 @@ def test_a_full_queue_says_come_again(serve, gate):
     """Catches a queue without an end, one that is shorter than it says, and places that are not given back."""
     with serve(waiting=2) as server:
         texts: list = []
-        threads = [asking(server, texts, max_tokens=3) for _ in range(5)]  # 3 slots, 2 wait
-        until(lambda: len(server.worker.places) == 5)
+        threads = [start_request(server, texts, max_tokens=3) for _ in range(5)]  # 3 slots, 2 wait
+        wait_until(lambda: len(server.worker.streams) == 5)
         with pytest.raises(openai.RateLimitError, match="; at most 5 may") as error:
             completion(server)
         assert error.value.response.headers["retry-after"] == "1"
@@ -154,7 +154,7 @@ def test_a_full_queue_says_come_again(serve, gate):
             thread.join()
         assert texts == [rule_text("!", 3)[1:]] * 5
         assert completion(server, n=5, max_tokens=3).usage.completion_tokens == 15
-        got = measures(server)
+        got = read_metrics(server)
         assert got['axis_requests_total{path="/v1/completions",status="429"}'] == 1
 
 
@@ -167,12 +167,12 @@ def test_a_client_that_leaves_frees_its_slot(serve, gate, engine, stream):
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
             client.sendall(head + body)
-            until(lambda: len(server.worker.places) == 4)
-        until(lambda: not server.worker.places)
+            wait_until(lambda: len(server.worker.streams) == 4)
+        wait_until(lambda: not server.worker.streams)
         before = engine.running
         gate.set()
         assert completion(server, n=3, max_tokens=2).usage.completion_tokens == 6
-        drawn = measures(server)["axis_drawn_tokens_total"]
+        drawn = read_metrics(server)["axis_drawn_tokens_total"]
         assert drawn <= 6 + 3, f"a step of the {before} that ran"
     assert not any(engine.slots) and not engine.waiting
 
@@ -185,7 +185,7 @@ def test_a_request_that_takes_too_long_is_ended(serve, gate):
         assert error.value.status_code == 504
         with pytest.raises(openai.APIError, match=r"not done within 0\.3 s"):
             [*completion(server, stream=True)]
-        assert not server.worker.places
+        assert not server.worker.streams
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             assert slow.recv(99).startswith(b"HTTP/1.1 408 ")
@@ -205,6 +205,6 @@ def test_an_engine_that_fails_is_heard_of(serve, engine, monkeypatch):
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError, match="error: RuntimeError: out of memory"):
                     completion(server)
-        assert server.worker.broken
+        assert server.worker.failure
     while not engine.idle:  # what it left
         engine.step()

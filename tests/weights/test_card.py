@@ -26,16 +26,16 @@ def run(tmp_path):
     return tmp_path / "tiny"
 
 
-def written(run, about=ABOUT, step=8, scores=None, hf=None):
+def render(run, about=ABOUT, step=8, scores=None, hf=None):
     """The header, as YAML is read, and the rest of a card."""
-    text = card.text(run, about, sharding.named(model.declare(CFG.model)), step, scores or {}, hf)
+    text = card.render_card(run, about, sharding.named(model.declare(CFG.model)), step, scores or {}, hf)
     _, header, rest = text.split("---\n", 2)
     return yaml.safe_load(header), rest
 
 
 def test_the_card_says_what_the_run_says(run):
     """Catches losses of a step after the one that is written, a number that is none, and a place on someone's disk."""
-    header, text = written(run)
+    header, text = render(run)
     assert header == {"library_name": "jax", "pipeline_tag": "text-generation", "tags": ["axis-by-axis"]}
     for line in ("| steps | 8 of 10 |", "| tokens seen | 2,304 |", "| training loss, step 8 | 2.5000 nats per token |",
                  "| validation loss, step 8 | 2.7500 nats per token |", "| data | text:mine |",
@@ -46,19 +46,19 @@ def test_the_card_says_what_the_run_says(run):
     assert (
         settings["model"] == json.loads(json.dumps(CFG.to_dict()["model"])) and settings["optim"]["lr"] == CFG.optim.lr
     )
-    header, text = written(run, step=4)
+    header, text = render(run, step=4)
     assert "| training loss, step 4 | 3.2500 nats per token |" in text and "validation" not in text
 
 
 def test_what_slim_keeps_is_said_of_its_folder_too(run, tmp_path):
     """Catches a card that knows less after the second conversion than after the first: metrics.jsonl stays behind."""
     slim = ABOUT | {"slim": {"step": 8, "rows": card.last_rows(run, ABOUT, 8)}}
-    assert written(tmp_path, about=slim, step=None) == written(run)
+    assert render(tmp_path, about=slim, step=None) == render(run)
 
 
 def test_a_folder_for_transformers_says_how_it_is_loaded(run):
     """Catches a card that shows our commands for a folder that transformers loads."""
-    header, text = written(run, hf={"model_type": "llama"})
+    header, text = render(run, hf={"model_type": "llama"})
     assert (header["library_name"], header["tags"]) == ("transformers", ["axis-by-axis", "llama"])
     assert "AutoModelForCausalLM.from_pretrained(DIR)" in text and "python -m generate" not in text
 
@@ -68,7 +68,7 @@ def test_scores_are_the_hubs_results(run, tmp_path):
     (tmp_path / "s.json").write_text('{"copy": {"exact|match": 0.5, "n": 64, "ok": true}, "loss": 2.0, "bad": NaN}')
     scores = card.read_scores(str(tmp_path / "s.json"))
     assert scores == {("copy", "exact|match"): 0.5, ("copy", "n"): 64, ("", "loss"): 2.0}
-    header, text = written(run, scores=scores)
+    header, text = render(run, scores=scores)
     [entry] = header["model-index"]
     assert entry["name"] == "tiny" and len(entry["results"]) == 3
     first, _, last = entry["results"]

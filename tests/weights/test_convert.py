@@ -182,11 +182,11 @@ WRONG_ROWS = [
 
 def with_wrong_row(family, theirs, layout, ours):
     """The family with one row changed; the row that held the parameters now claimed takes this row's in exchange."""
-    (old,) = [r for r in FAMILIES[family].layer if r.theirs == theirs]
-    new = old._replace(layout=layout, ours=tuple(ours or old.ours))
-    swap = {ours[0]: old.ours[0]} if ours else {}
+    (old,) = [r for r in FAMILIES[family].layer if r.hf_name == theirs]
+    new = old._replace(layout=layout, ours=tuple(ours or old.parameters))
+    swap = {ours[0]: old.parameters[0]} if ours else {}
     rows = [
-        new if r is old else r._replace(ours=tuple(swap.get(name, name) for name in r.ours))
+        new if r is old else r._replace(ours=tuple(swap.get(name, name) for name in r.parameters))
         for r in FAMILIES[family].layer
     ]
     return dataclasses.replace(FAMILIES[family], layer=tuple(rows))
@@ -276,7 +276,7 @@ def test_every_parameter_appears_exactly_once(c):
     whole = {(name, index[: len(index) - ("E" in name.rsplit("_", 1)[1] and len(name.rsplit("_", 1)[1]) == 3)])
              for name, index in parts}  # fmt: skip
     assert whole == want and len(parts) == len(set(parts))
-    assert len({piece.theirs for piece in found}) == len(found)
+    assert len({piece.hf_name for piece in found}) == len(found)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
@@ -287,11 +287,11 @@ def test_a_row_that_is_missing_is_named(name, monkeypatch):
     family, there, found = FAMILIES[kind], " ".join(sharding.named(declare(c))) + " ", 0
     for part in ("outside", "layer"):
         for gone in getattr(family, part):
-            if f"{gone.ours[0]} " not in there or (gone.needs and not gone.needs(c)):
+            if f"{gone.parameters[0]} " not in there or (gone.needs and not gone.needs(c)):
                 continue  # a tensor that this model does not have
             rest = tuple(r for r in getattr(family, part) if r is not gone)
             monkeypatch.setitem(FAMILIES, kind, dataclasses.replace(family, **{part: rest}))
-            with pytest.raises(UserError, match=rf"the table of '{kind}' has no rows for (\S+\.)?{gone.ours[0]}; "):
+            with pytest.raises(UserError, match=rf"the table of '{kind}' has no rows for (\S+\.)?{gone.parameters[0]}; "):
                 families.pieces(c)
             found += 1
     assert found >= 9
@@ -306,9 +306,9 @@ def test_every_number_on_disk_is_some_number_of_ours(family):
         count, sizes = np.zeros(piece.shape, int), families._sizes(piece.parts, declared)
         for part in piece.parts:
             ones = np.ones([sizes[letter] for letter in part.dims], int)
-            for theirs, ours in families.matching(count, ones, piece.layout, part.dims, sizes):
+            for theirs, ours in families.matching_views(count, ones, piece.layout, part.dims, sizes):
                 theirs += ours
-        assert (count == 1).all(), piece.theirs
+        assert (count == 1).all(), piece.hf_name
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -427,7 +427,9 @@ UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY,
 def test_every_setting_of_ours_is_known_to_a_family(family):
     """Catches a new setting that changes what the model computes, and that to-hf passes over. It is one of theirs, has
     one value that theirs is like, steers training only, or plays no part in a model of this family."""
-    known = {s.ours for s in FAMILIES[family].settings} | set(FAMILIES[family].ours_fixed) | set(init_from.OURS)
+    known = (
+        {s.field for s in FAMILIES[family].settings} | set(FAMILIES[family].fixed_fields) | set(init_from.KEPT_SETTINGS)
+    )
     assert known | set(UNUSED[family].split()) == {f.name for f in dataclasses.fields(ModelConfig)}
 
 

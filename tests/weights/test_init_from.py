@@ -21,7 +21,7 @@ def test_of_another_run_only_what_its_parameters_need_is_taken(tmp_path):
         assert (got.dropout, got.balance_rate) == (0.1, rate)
         assert (got.precision, got.balance_loss) == (ours.precision, ours.balance_loss)
         assert theirs.precision != ours.precision or theirs.balance_loss != ours.balance_loss
-        taken = {f.name for f in dataclasses.fields(got)} - set(init_from.OURS)
+        taken = {f.name for f in dataclasses.fields(got)} - set(init_from.KEPT_SETTINGS)
         assert {name: getattr(got, name) for name in taken} == {name: getattr(theirs, name) for name in taken}
-    said = init_from.other_settings(got, theirs)
+    said = init_from.differing_settings(got, theirs)
     assert "balance_loss=0.01 (there 0.001), dropout=0.1 (there 0.0)" in said

@@ -37,7 +37,7 @@ def write_zeros(path, shapes: dict) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def made_up(folder) -> None:
+def write_made_up_weights(folder) -> None:
     """A Llama of 1.1 billion parameters in four files and one for what is not in a layer."""
     folder.mkdir()
     config = json.loads((ROOT / "tests/weights/fixtures/llama/config.json").read_text())
@@ -58,7 +58,7 @@ def made_up(folder) -> None:
 @pytest.mark.slow
 def test_a_billion_parameters_are_converted_in_less_memory_than_they_are(tmp_path):
     """Catches a model, or a stack of all layers, that is whole in memory: 6 billion would take 12 GB of it."""
-    made_up(tmp_path / "theirs")
+    write_made_up_weights(tmp_path / "theirs")
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     for words in (["from-hf", "theirs", "--out", "run"], ["slim", "run", "slim"], ["to-hf", "slim", "--out", "back"]):
         done = subprocess.run([sys.executable, "-c", LIMITED, *words], cwd=tmp_path, text=True, capture_output=True,

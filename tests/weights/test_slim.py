@@ -109,7 +109,7 @@ def test_our_commands_read_it(run, tmp_path):
     want = params(12)
     assert served(slim)
     cfg = replace(CFG, **{"run.init_from": str(slim)})
-    assert equal(sharding.named(init_from.given_params(cfg, sharding.make_mesh("fsdp=2,tensor=2"))), want)
+    assert equal(sharding.named(init_from.load_init_params(cfg, sharding.make_mesh("fsdp=2,tensor=2"))), want)
     for source, out in ((run, "from_run"), (slim, "from_slim")):
         assert command("to-hf", source, "--out", tmp_path / out) == 0
     assert equal(tensors_of(tmp_path / "from_slim"), tensors_of(tmp_path / "from_run"))
@@ -185,7 +185,7 @@ def test_a_part_of_a_far_array_is_that_part(bucket):
     folder = folders.Folder(bucket)
     before = folders.Tensor("before", (7,), "bfloat16", lambda: [np.zeros(7, folders.NUMPY["bfloat16"])])
     folders.write_file(folder, "model.safetensors", [before, folders.Tensor("x", want.shape, "float32", lambda: want)])
-    got = folders.Tensors(folder).of["x"]
+    got = folders.Tensors(folder).arrays["x"]
     for index in (np.s_[()], np.s_[1,], np.s_[1, 2], np.s_[1, 2, 3, 4], np.s_[1:2], np.s_[0, 1:3], np.s_[:1, 2:3, 1:],
                   np.s_[:, :, :, 2:4]):  # fmt: skip
         assert np.array_equal(got[index], want[index]), index
