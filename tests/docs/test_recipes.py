@@ -58,7 +58,7 @@ def recipes() -> dict[str, list[Step]]:
         for _, kind, lines in commands.parts(text):
             if kind in ("change", "block"):
                 steps.append(Step(len(steps) + 1, kind, tuple(lines), ()))
-            elif lines[0].startswith("Without it: "):
+            elif lines[0].startswith("Without this step, "):
                 steps[-1] = dataclasses.replace(steps[-1], tests=named_tests(" ".join(lines)))
     return found
 
