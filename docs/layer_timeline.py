@@ -1,6 +1,6 @@
-"""The timeline of a layer: compiled schedules, played once by `--write`, and drawn by the site from a file.
+"""The layer timeline of the site: compiled schedules, simulated once by `--write`, and drawn from a file.
 
-Playing needs the TPU compiler, and minutes; the site needs neither. docs/_static/layer.js reads the file.
+The simulation needs the TPU compiler and some minutes. The site needs neither: docs/_static/layer.js reads the file.
 """
 
 import datetime
@@ -20,18 +20,25 @@ from docs import planner_widget
 from docs.notebooks import ROOT
 from errors import UserError, exit_status
 
-HELP = """e.g. python -m docs.layer_timeline            # what the file has
-     python -m docs.layer_timeline --write    # all cases: 15 to 40 minutes on 2 cores
-     python -m docs.layer_timeline --write dense_layer    # this case alone; the others stay as they are
+HELP = """e.g. python -m docs.layer_timeline            # list the cases in the file
+     python -m docs.layer_timeline --write    # simulate all cases: 15 to 40 minutes on 2 cores
+     python -m docs.layer_timeline --write dense_layer    # only this case; the others stay unchanged
 
-Compile training steps for absent TPU slices, play their schedules, and write the timelines of a layer forward and back
-into docs/_static/layer_timeline.json. Takes one to five minutes a case; needs `make extra-tpu`."""
+Compile training steps with the TPU compiler, simulate their schedules, and write the timeline of a layer, forward and
+backward, to docs/_static/layer_timeline.json. Takes one to five
+minutes per case. Needs `make extra-tpu`, but no TPU."""
 
 FILE = ROOT / "docs/_static/layer_timeline.json"
-SWITCHES = ("on", "mesh", "gather", "tensor_exchange", "remat")  # as the page has them, each within those before it
-WAYS = {"forward": False, "back": True}  # of a layer; whether JAX's scopes say "transpose"
+SWITCHES = (
+    "on",
+    "mesh",
+    "gather",
+    "tensor_exchange",
+    "remat",
+)  # in the order of the page
+WAYS = {"forward": False, "back": True}  # of a layer; True if JAX's scopes contain "transpose"
 LABELS = {"on": "model and slice"}
-SHORTEST_US = 0.5  # what the core does for less is drawn with what it does next to it
+SHORTEST_US = 0.5  # shorter events of the core are merged with their neighbor
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Case:
     mesh: str
     remat: str
     gather: str = "layer"
-    tensor_exchange: str = ""  # nothing to choose where tensor is 1
+    tensor_exchange: str = ""  # no choice if tensor is 1
     more: dict = field(default_factory=dict)
 
     @property
@@ -52,7 +59,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """As for `python -m bench.overlap`, which prints this step's seconds."""
+        """Return the flags of `python -m bench.overlap` for this step."""
         work = {"remat": self.remat, "gather": self.gather} | (
             {"tensor_exchange": self.tensor_exchange} if self.tensor_exchange else {})  # fmt: skip
         settings = {"topology": self.topology, "mesh": self.mesh} | {f"work.{name}": x for name, x in work.items()}
@@ -92,7 +99,7 @@ def compiled_text(case: Case, say=print) -> str:
 
 
 def export(case: Case, text: str) -> dict:
-    """What the page shows of one compiled step, in microseconds from the start of a layer."""
+    """Return the page's data for one compiled step, in microseconds from the start of a layer."""
     from bench import overlap
     from plan import compiled, hardware, planner, replayed
 
@@ -121,7 +128,7 @@ def rounded(seconds: float) -> float:
 
 
 def longest(found, back: bool) -> str:
-    """The computation in which most seconds pass of those of layers forward, or back."""
+    """Return the computation with most of the time of the layers, forward or backward."""
     own = {}
     for name, played in found.played.items():
         inside = sum(e.end - e.start for e in played.events
@@ -132,9 +139,9 @@ def longest(found, back: bool) -> str:
 
 
 def drawn(played) -> dict:
-    """The events of a computation: [start, end, number of its words, bytes], and the words: lane, what, scope, line.
+    """Return the events of a computation as [start, end, label number, bytes], and labels as [lane, what, scope, line].
 
-    What the core does for less than SHORTEST_US joins what it does before, if that is of the same kind, or is left out.
+    Events of the core shorter than SHORTEST_US are merged with the previous event of the same kind, or left out.
     """
     words, rows, left_us = {}, [], 0.0
     for event in sorted(played.events, key=lambda e: (e.lane != "core", e.lane, e.start, e.end)):
@@ -156,14 +163,14 @@ SKIPPED = {"while", "body", "cond", "closed_call", "checkpoint", "shard_map", "t
 
 
 def scope(text: str) -> str:
-    """What is left of named scopes without loops and branches: `attend/pallas_call`."""
+    """Remove loops and branches from named scopes: `attend/pallas_call` remains."""
     kept = [part for part in text.split("/") if part and part not in SKIPPED and not part.endswith("_slot")]
     kept = [part for part in kept if not part.startswith(("branch_", "jit("))]
     return "/".join(kept).replace("rematted_computation", "computed again")
 
 
 def line(source: str) -> str:
-    """A line of ours, as it is written; its number would be another one soon."""
+    """Return the text of a source line, because its number would soon be wrong."""
     place, _, function = source.partition(" in ")
     file, _, number = place.partition(":")
     found = [*ROOT.glob(file), *ROOT.glob(f"*/{file}")] if number else []
@@ -174,11 +181,11 @@ def line(source: str) -> str:
 
 
 def write_file(names, say=print) -> None:
-    """Compile and play. Raises: UserError without libtpu, and for a case that there is none of."""
+    """Compile and simulate cases. Raises: UserError without libtpu, and for an unknown case."""
     if not importlib.util.find_spec("libtpu"):
-        raise UserError("the timelines are made by the TPU compiler; install it with: make extra-tpu")
+        raise UserError("the timelines need the TPU compiler; install it with: make extra-tpu")
     if unknown := [name for name in names if name not in CASES]:
-        raise UserError(f"no case is called {unknown[0]!r}; there are: {', '.join(CASES)}")
+        raise UserError(f"there is no case {unknown[0]!r}; choose from: {', '.join(CASES)}")
     for name in names or CASES:
         say(f"{name}: python -m bench.overlap {' '.join(CASES[name].flags)}")
         put(name, export(CASES[name], compiled_text(CASES[name], say)))
@@ -197,7 +204,7 @@ def read() -> dict:
 
 
 def write(folder: Path) -> Path:
-    """The file as a script that the page reads: a page opened from a disk cannot read JSON."""
+    """Write the file as a script, because a page opened from a disk can't read JSON."""
     out = folder / "layer_data.js"
     out.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(read() | {"switches": SWITCHES}, separators=(",", ":"))
@@ -224,7 +231,7 @@ def layer_timeline() -> str:
 </div>
 <p class="facts"></p>
 <div class="player">
-<label for="zoom">wider</label><input type="range" id="zoom" name="zoom" min="0" max="5" value="0" step="1">
+<label for="zoom">zoom</label><input type="range" id="zoom" name="zoom" min="0" max="5" value="0" step="1">
 </div>
 <p class="key"></p>
 <div><div class="ways"></div>
@@ -249,8 +256,8 @@ def table() -> str:
 
 @dataclass
 class Arguments:
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # of cases, such as dense_layer; none: all
-    write: bool = False  # compile and play them; without it the file's cases are listed
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # cases, such as dense_layer; default: all
+    write: bool = False  # compile and simulate them; otherwise list the cases in the file
 
 
 @exit_status

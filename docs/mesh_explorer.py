@@ -1,7 +1,7 @@
-"""The mesh explorer of the site: what a device holds of a layer, and what it exchanges with whom.
+"""The mesh explorer of the site: which shards of a layer a device stores, and what it communicates.
 
-Slices are computed in the browser, by docs/_static/mesh.js, from the declarations written here. Bytes are counted here,
-for every mesh that the page can be brought to, from the rows of `plan.costs`.
+docs/_static/mesh.js computes the shards in the browser, from the declarations written here. Bytes are counted here,
+from the rows of `plan.costs`, for every mesh that the page can show.
 """
 
 import math
@@ -11,16 +11,16 @@ from config import AXES, MeshConfig, preset, replace
 from docs import planner_widget
 
 MOST = 32  # devices
-MODELS = {"mixtral_8x7b": "with experts, as Mixtral 8x7B", "llama3_8b": "dense, as Llama 3 8B"}
+MODELS = {"mixtral_8x7b": "mixture of experts, as in Mixtral 8x7B", "llama3_8b": "dense, as in Llama 3 8B"}
 BATCH_SIZE, SEQ_LEN = 32, 4096
-# How an array is drawn: letters that lie along rows, along columns, and as a strip of cells above.
+# How an array is drawn: the letters of its rows, of its columns, and of the strip of cells above.
 DRAWN = {"DHK": ("D", "H", ""), "DGK": ("D", "G", ""), "HKD": ("H", "D", ""), "DF": ("D", "F", ""),
          "FD": ("F", "D", ""), "DE": ("D", "E", ""), "EDM": ("D", "M", "E"), "EMD": ("M", "D", "E"), "D": ("", "D", ""),
          "BTD": ("B", "T", ""), "BTHK": ("B", "T", "H"), "BSGK": ("B", "S", "G"), "BGSK": ("B", "S", "G"),
          "BTF": ("B", "T", "F")}  # fmt: skip
 STACKED = "LJ"  # letters of layers
 
-# The collectives of a layer, in the order of its forward pass: which line of the page each belongs to.
+# The collectives of a layer in the order of its forward pass, by their line on the page.
 ATTENTION = ["positions for attention", "keys and values", "keys and values", "sums of attention"]
 LINES = {
     "mixtral_8x7b": [*ATTENTION, "positions for the experts", "gates over tensor", "tokens for experts",
@@ -28,21 +28,21 @@ LINES = {
     "llama3_8b": [*ATTENTION, "positions for the feed-forward", "sums of the feed-forward"],
 }  # fmt: skip
 SAYS = {
-    "positions for attention": "The positions of its neighbours, joined: each device has its own heads of them all",
-    "sums of attention": "Each has a partial sum over its heads: added up, and every position goes where it belongs",
-    "keys and values": "A query looks at all positions before it: keys and values of the others, and their documents",
-    "positions for the experts": "The same before the experts: each device has its slice of their hidden width",
-    "gates over tensor": "How much of each expert a token takes, and which: the router ran where the positions are",
-    "sums of the experts": "Partial sums over the hidden width, added up; every position goes where it belongs",
-    "tokens for experts": "All tokens of the line, so that this device's experts see those that chose them",
-    "gates over expert": "How much of each expert these tokens take, and which",
-    "tokens back from experts": "What these experts made of the others' tokens, added up where the tokens belong",
-    "positions for the feed-forward": "The same before the feed-forward: each device has its slice of the hidden width",
-    "sums of the feed-forward": "Partial sums over the hidden width, added up; every position goes where it belongs",
-    "weights": "Slices joined for use, and again on the way back; there gradients are added up into slices",
-    "gradients": "These devices hold the same slice and have seen other tokens: their gradients are added, once a step",
-    "statistics": "How many tokens chose each expert, for the balance loss over the whole batch: once a step",
-    "stages": "What the layers of this stage made, to the next stage; gradients to the one before",
+    "positions for attention": "All-gathers positions: each device needs all of them for its own heads",
+    "sums of attention": "Sums the partial results of all heads, and scatters the positions back",
+    "keys and values": "A query attends to all earlier positions, so it needs their keys, values and document numbers",
+    "positions for the experts": "All-gathers positions: each device needs all, for its shard of the hidden width",
+    "gates over tensor": "The gates and the chosen experts of each token. The router ran on sharded positions",
+    "sums of the experts": "Sums the partial results over the hidden width, and scatters the positions back",
+    "tokens for experts": "The tokens of all devices along the axis, for this device's experts",
+    "gates over expert": "The gates and the chosen experts of these tokens",
+    "tokens back from experts": "The experts' results, summed and sent back to the devices of the tokens",
+    "positions for the feed-forward": "All-gathers positions: each device needs all, for its shard of the hidden width",
+    "sums of the feed-forward": "Sums the partial results over the hidden width, and scatters the positions back",
+    "weights": "All-gathered for the forward pass and again for the backward pass; gradients are reduce-scattered",
+    "gradients": "These devices store the same shard but see different tokens: gradients are summed once per step",
+    "statistics": "The number of tokens per expert, for the balance loss over the whole batch, once per step",
+    "stages": "The activations of this stage go to the next stage, and gradients to the previous one",
 }
 
 
@@ -52,7 +52,7 @@ def meshes() -> list[MeshConfig]:
 
 
 def settings(which: str, mesh: MeshConfig):
-    """What is counted: every setting that a mesh may leave open, the plainest way."""
+    """Return the settings whose bytes are counted: the simplest value of every execution setting."""
     cfg = preset(which)
     plain = {"work": cfg.work.settled, "data.batch_size": BATCH_SIZE, "data.seq_len": SEQ_LEN}
     return replace(cfg, mesh=mesh, **plain)
@@ -88,26 +88,32 @@ def arrays(which: str) -> dict[str, list[dict]]:
 
     at_work = (BATCH, CONTEXT)
     activations = [
-        activation("x_btD", "BTD", "between blocks, and kept for the way back", BATCH, (CONTEXT, TENSOR), None),
-        activation("x_bsD", "BTD", "joined over tensor: what products of heads and hidden units take", *at_work, None),
+        activation("x_btD", "BTD", "between blocks, and saved for the backward pass", BATCH, (CONTEXT, TENSOR), None),
+        activation(
+            "x_bsD",
+            "BTD",
+            "all-gathered over tensor, for matmuls of heads and hidden units",
+            *at_work,
+            None,
+        ),
         activation("q_bshK", "BTHK", "queries", *at_work, TENSOR, None),
-        activation("k_bSgK", "BSGK", "keys, joined over context; values are as large", BATCH, None, TENSOR, None),
+        activation("k_bSgK", "BSGK", "keys, all-gathered over context; values are as large", BATCH, None, TENSOR, None),
     ]
     if c.n_experts:
-        says = "joined over expert: the tokens its experts see"
+        says = "all-gathered over expert: the tokens for this device's experts"
         activations.append(activation("x_NsD", "BTD", says, (DATA, FSDP), CONTEXT, None))
     else:
-        activations.append(activation("hidden_bsf", "BTF", "in the middle of the feed-forward", *at_work, TENSOR))
-    dims, spec = "LBGSK", cache_spec(c)  # of all layers: each has one of its own
+        activations.append(activation("hidden_bsf", "BTF", "hidden activations of the feed-forward", *at_work, TENSOR))
+    dims, spec = "LBGSK", cache_spec(c)  # of all layers: each has its own
     of_cache = [shown("key_bgSK", dims, [sizes[d] for d in dims], [*spec, *[None] * (len(dims) - len(spec))], wide,
-                      says="keys when text is generated; values are as large")]  # fmt: skip
+                      says="keys during generation; values have the same size")]  # fmt: skip
     return {"weights": weights, "activations": activations, "cache": of_cache}
 
 
 def lines(cfg, which: str) -> list[dict]:
-    """What a device exchanges for one layer in a step: whom with, in which collective, bytes sent forward and back.
+    """Return what a device sends for one layer in a step: axes, collective, bytes forward and backward.
 
-    Of lines with the same name bytes are added; `axes` are those that the line goes along, of one device or more.
+    Bytes of lines with the same name are added. `axes` may include axes of one device.
     """
     from pipeline import fit, schedules
     from plan import costs
@@ -133,7 +139,7 @@ def lines(cfg, which: str) -> list[dict]:
             one = M * sent("all-gather", w.gathered_over, w.joined // w.layers * w.width)
             experts = "E" in w.d.dims and w.d.dims[-1] != "E"
             name = "weights of experts" if experts else "weights"
-            back = one * (1 + w.d.trainable)  # joined again, and the gradient
+            back = one * (1 + w.d.trainable)  # gathered again, and the gradient
             add(name, "all-gather", w.gathered_over, one, back, "all-gather, reduce-scatter", [short(w)])
     exchanges = [row for row in rows if isinstance(row, costs.Exchange)]
     for name, row in zip(LINES[which], exchanges, strict=True):
@@ -141,7 +147,7 @@ def lines(cfg, which: str) -> list[dict]:
         add(name, row.kind, row.axes, one, one * row.back, turned.get(row.kind, row.kind))
     if c.n_experts:
         add("statistics", "all-reduce", TOKENS, sent("all-reduce", TOKENS, 4 * (2 * c.n_experts + 3)), 0)
-    ticks = len(schedules.gpipe(z.mesh[STAGE], M).table) // 2  # gpipe turns once: as many forward as back
+    ticks = len(schedules.gpipe(z.mesh[STAGE], M).table) // 2  # gpipe has as many forward ticks as backward ticks
     message = ticks * sent("collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width)
     add("stages", "collective-permute", (STAGE,), message, message, "collective-permute")
     for w in declared:
@@ -156,7 +162,7 @@ def says(name: str) -> str:
 
 
 def limits(which: str) -> dict[str, list]:
-    """The largest size of each axis, and what forbids the next; up to MOST devices."""
+    """Return the largest size of each axis, up to MOST devices, and why the next one is refused."""
     from errors import UserError
     from pipeline import fit
 
@@ -172,7 +178,7 @@ def limits(which: str) -> dict[str, list]:
 
 
 def tables() -> dict:
-    """Everything that mesh.js reads. Of a mesh: microbatches, sequences of one, and each line's bytes."""
+    """Return what mesh.js reads. For a mesh: microbatches, sequences per microbatch, and the bytes of each line."""
     from pipeline import fit
 
     models = {}
@@ -207,7 +213,7 @@ def mesh_explorer() -> str:
 <div class="selects">{planner_widget.select("layer", "model", list(MODELS.items()))}</div>
 <fieldset><legend>mesh</legend>{sliders}</fieldset>
 <div class="pinned">
-<div class="devices" role="group" aria-label="devices of the mesh: arrow keys go from one to the next"></div>
+<div class="devices" role="group" aria-label="devices of the mesh; use the arrow keys to move between them"></div>
 <p class="said" role="status"></p>
 </div>
 <div class="device"></div>

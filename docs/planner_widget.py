@@ -1,7 +1,7 @@
 """The planner of the site: what docs/_static/planner.js evaluates, and the page's controls.
 
-`planner_formulas.py` writes the formulas of each preset. Written here: which meshes a preset splits over, what a chip
-can do, and over which links JAX lays each mesh of a slice, as `plan.hardware` finds it.
+`planner_formulas.py` writes the formulas of each preset. This file writes which meshes a preset can use, the speeds of
+the chips, and the links of each mesh on a slice, from `plan.hardware`.
 """
 
 import hashlib
@@ -17,24 +17,24 @@ SHAPES = {
     3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
     2: {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16"},
     0: {n: str(n) for n in (1, 2, 4, 8, 16, 32, 64, 128)},
-}  # of torus dims: chips of a slice, and its shape as Google Cloud writes it
+}  # by number of torus dims: chips of a slice, and its name at Google Cloud
 MOST = 128  # devices
 GROUPS = [[axis for axis in AXES if axis in group.split("*")] for group in (
     "fsdp*expert*context", "fsdp*context", "data*stage", "data*tensor", "data*stage*tensor",
     "fsdp*expert*context*tensor", "data*fsdp*expert*context", "data*fsdp*expert*context*tensor",
     "data*stage*fsdp*expert*context", "*".join(AXES))
-]  # axes along which a collective may go at once: slices of weights, a table's gradients, sums of the loss  # fmt: skip
+]  # axes that one collective can cover: weight shards, gradients of a table, sums of the loss  # fmt: skip
 
 
 def meshes(devices: int) -> list[MeshConfig]:
-    """All meshes of so many devices, a power of two, whose axes are powers of two."""
+    """Return all meshes of `devices` devices whose axes are powers of two; `devices` is a power of two."""
     power = devices.bit_length() - 1
     exponents = (e for e in itertools.product(range(power + 1), repeat=len(AXES)) if sum(e) == power)
     return [MeshConfig(*(2**n for n in e)) for e in exponents]
 
 
 def shapes(chip) -> dict[int, str]:
-    """Devices of a slice, at most MOST, and its shape."""
+    """Return the number of devices of each slice, at most MOST, and its shape."""
     all_sizes = {n * chip.devices_per_chip: shape for n, shape in SHAPES[chip.torus_dims].items()}
     whole = lambda n: n <= max(chip.domain, 1) or n % max(chip.domain, 1) == 0  # nodes of GPUs
     return {n: shape for n, shape in all_sizes.items() if n <= MOST and whole(n)}
@@ -45,13 +45,13 @@ def name(mesh: MeshConfig) -> str:
 
 
 def groups(mesh: MeshConfig) -> list[tuple[str, ...]]:
-    """Which of a mesh's axes of more than one device a collective may go along at once, two or more."""
+    """Return the groups of two or more axes, of more than one device each, that one collective can cover."""
     split = [tuple(axis for axis in group if mesh.sizes[axis] > 1) for group in GROUPS]
     return [*dict.fromkeys(group for group in split if len(group) > 1)]
 
 
 def links_of(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
-    """The links of each mesh: of its axes of more than one device, then of its groups of axes.
+    """Return the links of each mesh: first of its axes of more than one device, then of its groups of axes.
 
     New links are added to `links`.
     """
@@ -70,7 +70,7 @@ def links_of(chip, links: dict[tuple, int]) -> dict[str, list[int]]:
 
 
 def model_of(which: str) -> dict:
-    """What the page checks and shows of a preset besides its formulas."""
+    """Return what the page needs to know about a preset, besides its formulas."""
     import model
     import sharding
 
@@ -88,7 +88,7 @@ def model_of(which: str) -> dict:
 
 
 def tables() -> dict:
-    """Everything that planner.js reads."""
+    """Return everything that planner.js reads."""
     from docs import planner_formulas
     from plan import hardware, hiding
 
@@ -107,7 +107,7 @@ def tables() -> dict:
 
 
 def state(page: str) -> str:
-    """A hash of what the tables of a page are made from."""
+    """Return a hash of the files that determine the tables of a page."""
     files = ["docs/planner_widget.py", "docs/planner_formulas.py", page, "model.py", "sharding.py", "generate/cache.py"]
     rooms = ("config", "kernels", "overlap", "pipeline", "plan")
     rooms = [path for room in rooms for path in sorted((ROOT / room).glob("*.py"))]
@@ -116,7 +116,7 @@ def state(page: str) -> str:
 
 
 def write_tables(file: Path, variable: str, page: str, made) -> Path:
-    """Write what `made` returns as a script that a page reads, unless what it is made from is as it was."""
+    """Write what `made` returns as a script for a page, unless its source files are unchanged."""
     mark = f"// {state(page)}\n"
     if not (file.exists() and file.read_text(encoding="utf-8").startswith(mark)):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def write_tables(file: Path, variable: str, page: str, made) -> Path:
 
 
 def write(folder: Path) -> Path:
-    """Write planner_data.js: it takes minutes, most of them for the links of 14,000 meshes."""
+    """Write planner_data.js. This takes minutes, mostly for the links of 14,000 meshes."""
     return write_tables(folder / "planner_data.js", "PLANNER_DATA", "docs/planner_widget.py", tables)
 
 
@@ -155,14 +155,14 @@ def planner_widget() -> str:
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward separately"),
                  ("dots", "all but matmuls"), ("none", "nothing")]  # fmt: skip
     keys = [("gather", "all-gather"), ("ring", "ring"), ("all_to_all", "all-to-all of heads")]
-    join = [("layer", "for each layer"), ("step", "once a step")]
+    join = [("layer", "for each layer"), ("step", "once per step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 <div class="selects">
 {select("model", "preset", same(*(which for which in PRESETS if which != "tiny")))}
 {select("chip", "chip", chips)}
 {select("sequences in the global batch", "batch_size", powers(0, 12))}
-{select("positions in a sequence", "seq_len", powers(7, 17))}
+{select("positions per sequence", "seq_len", powers(7, 17))}
 {select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
 {select("recompute", "remat", recompute)}
 {select("gather weights", "gather", join)}

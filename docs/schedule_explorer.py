@@ -1,6 +1,6 @@
-"""The schedule explorer of the site: tables of ticks, as `python -m pipeline` prints them, that the page plays.
+"""The schedule explorer of the site: it plays the tables of ticks that `python -m pipeline` prints.
 
-Nothing of a schedule is computed in the browser: docs/_static/schedule.js reads at which tick each operation is done.
+Python computes the schedules. docs/_static/schedule.js only reads the tick of each operation.
 """
 
 from pathlib import Path
@@ -10,21 +10,21 @@ from errors import UserError
 from pipeline.__main__ import BOTH, PUBLISHED, RUN, Costs, Shape
 from pipeline.schedules import SCHEDULES, Op, Schedule
 
-STAGES, MICROBATCHES = 8, 16  # the most that the page shows
-FIRST = "#"  # stands for tick 0, the next character for tick 1, and so on
+STAGES, MICROBATCHES = 8, 16  # the largest sizes on the page
+FIRST = "#"  # means tick 0; the next character means tick 1, and so on
 SAYS = {
-    "gpipe": "All forward passes, then all backward passes: a stage keeps the activations of every microbatch.",
-    "1f1b": "Backward passes begin as soon as they can, and then take turns with forward passes: a stage keeps fewer "
-            "activations than in gpipe, and idles as long.",
-    "interleaved": "Each stage has two parts of the layers, and microbatches go around twice: the last stage begins "
-                   "after half as long, and twice as many messages are sent.",
-    "zb": "Nobody waits for the gradient of the weights, W: it is done where a stage would be idle.",
+    "gpipe": "All forward passes run before all backward passes: a stage stores the activations of every microbatch.",
+    "1f1b": "Backward passes start as soon as they can, and then alternate with forward passes. A stage stores fewer "
+            "activations than with gpipe, and is idle as long.",
+    "interleaved": "Each stage has two chunks of layers, and each microbatch passes through the stages twice. The last "
+                   "stage starts in half the time, and the stages send twice as many messages.",
+    "zb": "No other stage needs the weight gradients, W, so a stage computes them when it would otherwise be idle.",
 }  # fmt: skip
 FORMS = {"published": "as published", "run": "as run here"}
 
 
 def moments(sched: Schedule) -> list[str]:
-    """Of each stage, the ticks of its operations, a character each: F of every microbatch and chunk, then B, then W."""
+    """Return for each stage the ticks of its operations, one character each: all F, then all B, then all W."""
     when = [{} for _ in range(sched.stages)]
     for tick, row in enumerate(sched.table):
         for stage, cell in enumerate(row):
@@ -41,7 +41,7 @@ def form(name: str, sched: Schedule, times: tuple[float, float, float]) -> dict:
 
 
 def tables() -> dict:
-    """Everything that schedule.js reads: schedule -> "S,M" -> its forms, that as published first."""
+    """Return everything that schedule.js reads: schedule -> "S,M" -> its forms, the published form first."""
     found = {name: {} for name in SCHEDULES}
     for name, there in found.items():
         for S in range(1, STAGES + 1):
@@ -49,7 +49,7 @@ def tables() -> dict:
                 shape = Shape(name, S, M)
                 try:
                     forms = shape.forms
-                except UserError:  # interleaved, and S does not divide M
+                except UserError:  # interleaved needs M to be a multiple of S
                     continue
                 assert [*forms] in ([BOTH], [PUBLISHED, RUN])
                 there[f"{S},{M}"] = [form(one, sched, shape.times) for one, sched in forms.items()]
@@ -80,20 +80,20 @@ def schedule_explorer() -> str:
 <div class="player">
 <button type="button" name="back" aria-label="one tick back">&#9664;&#xFE0E;</button>
 <button type="button" name="play">play</button>
-<button type="button" name="on" aria-label="one tick on">&#9654;&#xFE0E;</button>
+<button type="button" name="on" aria-label="one tick forward">&#9654;&#xFE0E;</button>
 <input type="range" name="tick" min="0" value="0" step="1" aria-label="tick">
 <b class="at"></b>
 </div>
 <div class="ticks" tabindex="0" role="region" aria-label="the table of ticks"></div>
 <p class="key"></p>
 <p class="said" role="status"></p>
-<h3>Activations that a stage keeps</h3>
+<h3>Activations that each stage stores</h3>
 <div class="kept"></div>
 <h3>The four schedules</h3>
 <div class="compared"></div>
-<p class="note">Idle is a share of the time, where a forward pass, the gradient of the inputs and that of the weights
-take as long as each other. Alone: each stage goes on as soon as it can, and a message takes no time. In lock-step: all
-wait for each other after every tick, as in one program for all devices.</p>
+<p class="note">Idle is a share of the time. A forward pass, an input gradient and a weight gradient are assumed to take
+equally long. Alone: each stage continues as soon as it can, and messages take no time. In lock-step: all stages wait
+for each other after every tick, as in one program for all devices.</p>
 </form>
 <script src="_static/schedule_data.js"></script>
 <script src="_static/schedule.js"></script>
