@@ -1,6 +1,6 @@
-"""What pages of the site are made from the code: the API from docstrings, letters and axes, the list of chapters.
+"""Make parts of the site from the code: the API from docstrings, the letters, the axes, the list of chapters.
 
-Everything is read from the text of files: no module is imported, no device is touched.
+All of it is read from the text of files. No module is imported, and no device is used.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from docs.notebooks import ROOT, chapters
 
-# Pages of the API, in the order of reading: a file at the root, or a room.
+# Pages of the API in reading order: files at the root, and packages.
 API = ("model", "sharding", "parameters", "overlap", "kernels", "optimizer", "pipeline", "plan", "xla", "config",
        "dataset", "data", "train", "generate", "weights", "evaluate", "main", "on_mesh", "errors",
        "devices", "pictures", "chapters")  # fmt: skip
@@ -20,7 +20,7 @@ API = ("model", "sharding", "parameters", "overlap", "kernels", "optimizer", "pi
 
 
 def letters() -> dict[str, str]:
-    """Letter -> meaning, from the legend at the head of model.py, which stands there in three columns."""
+    """Return letter -> meaning, from the legend of three columns at the head of model.py."""
     text = ast.get_docstring(ast.parse((ROOT / "model.py").read_text(encoding="utf-8")))
     block = next(part for part in text.split("\n\n") if part.startswith("    B  "))
     lines = block.splitlines()
@@ -39,7 +39,7 @@ def letters_table() -> str:
 
 
 def axes_table() -> str:
-    """The table of mesh axes, as README has it."""
+    """Return the table of mesh axes in README."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.search(r"(?m)^\| axis \|.*\n(\|.*\n)+", text)[0]
 
@@ -48,7 +48,7 @@ def axes_table() -> str:
 
 
 def head(path: Path) -> dict[str, str]:
-    """Title, question, mesh and run time of a chapter, from its first cell."""
+    """Return the title, question, mesh and run time of a chapter, from its first cell."""
     first = re.split(r"(?m)^# %%.*$", path.read_text(encoding="utf-8"))[1]
     text = " ".join(re.sub(r"(?m)^# ?", "", first).split())
     find = lambda pattern: ((match := re.search(pattern, text)) and match[1].strip()) or ""
@@ -61,7 +61,7 @@ def head(path: Path) -> dict[str, str]:
 
 
 def inline(text: str) -> str:
-    """A line of markdown as HTML: code, bold and italic."""
+    """Convert a line of markdown to HTML: code, bold and italic."""
     text = html.escape(text, quote=False)
     for pattern, tag in ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em")):
         text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)
@@ -69,7 +69,7 @@ def inline(text: str) -> str:
 
 
 def chapter_cards() -> str:
-    """The chapters as a list of links, each with its question."""
+    """Return the chapters as a list of links, each with its question."""
     cards = []
     for path in chapters():
         one = head(path)
@@ -81,7 +81,7 @@ def chapter_cards() -> str:
 
 
 def feed_forward_source() -> str:
-    """Two functions of model.py as they stand there, without docstrings."""
+    """Return the source of two functions of model.py, without docstrings."""
     text = (ROOT / "model.py").read_text(encoding="utf-8")
     lines, out = text.splitlines(), []
     for node in ast.parse(text).body:
@@ -98,7 +98,7 @@ def feed_forward_source() -> str:
 
 
 def public(body: list) -> list:
-    """Functions and classes that others use, and constants in capitals."""
+    """Return the public functions and classes."""
     named = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return [node for node in named if not node.name.startswith("_")]
 
@@ -111,13 +111,13 @@ def signature(node) -> str:
 
 
 def fields(node: ast.ClassDef, lines: list[str]) -> str:
-    """A class's fields, each with the comment behind it."""
+    """Return the fields of a class with their comments."""
     rows = [lines[item.lineno - 1 : item.end_lineno] for item in node.body if isinstance(item, ast.AnnAssign)]
     return "\n".join(line[4:] for row in rows for line in row)
 
 
 def entry(node, lines: list[str], within: str = "") -> list[str]:
-    """A function or class as markdown: its name, its signature, what its docstring says."""
+    """Return a function or class as markdown: its name, signature and docstring."""
     text, name = ast.get_docstring(node) or "", f"{within}{node.name}"
     out = [f"### `{name}`", "", "```python", signature(node), "```", ""]
     first, _, rest = text.partition("\n")
@@ -135,13 +135,13 @@ def entry(node, lines: list[str], within: str = "") -> list[str]:
 
 
 def inline_safe(text: str) -> str:
-    """A docstring's line for a markdown page: what looks like markup outside of code is not."""
+    """Escape markup in a docstring's line, except in code."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([*_\[\]<>$])", r"\\\1", part) for part in parts)
 
 
 def api_page(name: str) -> str:
-    """The page of a file at the root, or of a room: what each module says of itself, and of what it offers."""
+    """Return the page of a file or package: the docstring of each module, and of its functions and classes."""
     single = (ROOT / f"{name}.py").exists()
     files = [ROOT / f"{name}.py"] if single else sorted((ROOT / name).glob("*.py"))
     files = [path for path in files if path.stem != "__init__" and not path.stem[0].isdigit()]
@@ -157,7 +157,7 @@ def api_page(name: str) -> str:
             out += [f"## `{name}.{path.stem}`" if path.stem != "__main__" else f"## `python -m {name}`", ""]
         out += [f'<pre class="doc">{html.escape(text, quote=False)}</pre>', ""]
         if single:
-            out += ["## What it offers", ""]
+            out += ["## Functions and classes", ""]
         for node in public(tree.body):
             out += entry(node, source.splitlines())
     return "\n".join(out) + "\n"

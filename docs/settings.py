@@ -1,6 +1,7 @@
-"""Write docs/settings.md, every setting and what each preset changes, from config/ alone: `python -m docs.settings`.
+"""Write docs/settings.md, with every setting and what each preset changes: `python -m docs.settings`.
 
-A setting's sentence is the comment behind its field, or the lines of comment before it: what `--help-verbose` prints.
+The description of a setting is the comment after its field, or the comment lines before it. `--help-verbose` prints the
+same description.
 """
 
 import ast
@@ -17,24 +18,23 @@ PAGE = Path(__file__).parent / "settings.md"
 HEAD = """\
 # Settings
 
-This page is made from `config/settings.py` and `config/presets.py`, which is the place to change it, by
+Every command that accepts a preset accepts these flags. After a preset, `--help` lists them with the preset's values as
+defaults, and `--help-verbose` adds these descriptions. This command writes the page from `config/settings.py` and
+`config/presets.py`:
 
 ```
 python -m docs.settings
 ```
-
-After a preset, `--help` shows the same flags with its values as defaults, and `--help-verbose` with these sentences.
-Every command that takes a preset takes these flags.
 """
 PRESETS_HEAD = """\
 ## What each preset changes
 
-The first column is the default of a field above; an empty cell leaves it so.
+The second table lists every setting that some preset changes. An empty cell means that the preset uses the default.
 """
 
 
 def comments(cls) -> dict[str, str]:
-    """The comment of each field of a dataclass: behind it, or alone on the lines just before it."""
+    """Return the comment of each field of a dataclass, after it or on the lines before it."""
     lines = inspect.getsource(cls).splitlines()
     found = {}
     for node in ast.parse(inspect.getsource(cls)).body[0].body:
@@ -50,12 +50,12 @@ def comments(cls) -> dict[str, str]:
 
 
 def plain(hint):
-    """A type without what `Annotated` adds for the command line."""
+    """Return a type without its `Annotated` metadata."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
 
 
 def kind(hint) -> str:
-    """What may be typed after a flag: its choices, or the name of its type."""
+    """Return the values of a flag: its choices, or the name of its type."""
     if hint == config.SizeOrAuto:
         return "`auto`, `int`"
     if typing.get_origin(hint) is tuple:
@@ -75,17 +75,17 @@ def row(*cells: str) -> str:
 
 
 def flags(name: str, hint) -> str:
-    """A setting's flag, and its short forms."""
+    """Return the flag of a setting, and its short forms."""
     metadata = getattr(hint, "__metadata__", ())
     short = [alias for one in metadata for alias in getattr(one, "aliases", None) or ()]
     return ", ".join(f"`{flag}`" for flag in [f"--{name}", *short])
 
 
 def group(cls, name: str) -> list[str]:
-    """The table of a dataclass, and those of the dataclasses in it."""
+    """Return the table of a dataclass, and the tables of the dataclasses in it."""
     hints, said, inner = typing.get_type_hints(cls, include_extras=True), comments(cls), []
     lines = [f"## {name}", "", *(inspect.getdoc(cls) or "").splitlines(), ""]
-    lines += [row("flag", "value", "default", "what"), row("---", "---", "---", "---")]
+    lines += [row("flag", "value", "default", "description"), row("---", "---", "---", "---")]
     for field in dataclasses.fields(cls):
         hint = plain(hints[field.name])
         if dataclasses.is_dataclass(hint):
@@ -97,19 +97,19 @@ def group(cls, name: str) -> list[str]:
 
 
 def mesh() -> list[str]:
-    """`--mesh` is one flag for a whole dataclass."""
+    """Describe `--mesh`, which is one flag for a whole dataclass."""
     short = ", ".join(f"`{short}` is `{axis}`" for short, axis in config.SHORT_AXES.items())
     axes = ", ".join(f"`{axis}`" for axis in config.AXES)
     return ["## mesh", "", *inspect.getdoc(config.MeshConfig).splitlines(), "",
-            f"One flag, `--mesh AXIS=N,..`, default `{config.MeshConfig()}`; an axis left out is 1. Axes, the slowest",
-            f"link first: {axes}. Short forms: {short}."]  # fmt: skip
+            f"One flag, `--mesh AXIS=N,..`, default `{config.MeshConfig()}`. Axes that you leave out have size 1.",
+            f"The axes, from the slowest link to the fastest: {axes}. Short forms: {short}."]  # fmt: skip
 
 
 def presets() -> list[str]:
-    """A row for each setting that some preset changes, a column for each preset."""
+    """Return a row for each setting that some preset changes, with a column for each preset."""
     default = typed(config.Config().to_dict())
     values = {name: typed(config.preset(name).to_dict()) for name in config.PRESETS}
-    lines = [row("preset", "what for"), row("---", "---")]
+    lines = [row("preset", "purpose"), row("---", "---")]
     lines += [row(f"`{name}`", what) for name, (what, _) in config.PRESETS.items()]
     lines += ["", row("setting", "default", *(f"`{name}`" for name in values)), row(*["---"] * (len(values) + 2))]
     for setting, usual in default.items():
@@ -120,7 +120,7 @@ def presets() -> list[str]:
 
 
 def typed(values: dict, prefix: str = "") -> dict:
-    """Settings by dotted name, as they are typed: a mesh is one value."""
+    """Return settings by dotted name, with a mesh as one value."""
     flat = {}
     for name, x in values.items():
         if name == "mesh":
@@ -130,7 +130,7 @@ def typed(values: dict, prefix: str = "") -> dict:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     hints, lines = typing.get_type_hints(config.Config), [HEAD]
     for field in dataclasses.fields(config.Config):
         lines += [*(mesh() if field.name == "mesh" else group(hints[field.name], field.name)), ""]
