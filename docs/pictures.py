@@ -1,4 +1,4 @@
-"""The pictures of the front pages, as SVG that takes its ink from the page: light or dark, at any width."""
+"""Draw the pictures of the first pages as SVG. They use the text color of the page, light or dark, at any width."""
 
 import math
 
@@ -10,20 +10,20 @@ N = 4  # devices along the axis of a picture
 
 # axis: (how tokens are cut, how weights are cut, what moves)
 CUTS = {
-    "data": ("rows", "whole", "gradients are added, once a step"),
-    "fsdp": ("rows", "bands", "weights are joined when used; gradients are added into slices"),
-    "tensor": ("columns", "parts", "activations are joined and added, in every layer"),
-    "context": ("columns", "bands", "keys and values of the other positions"),
-    "expert": ("rows", "experts", "tokens go to their experts, and back"),
-    "stage": ("whole", "layers", "activations, to the next stage"),
+    "data": ("rows", "whole", "gradients are summed once per step"),
+    "fsdp": ("rows", "bands", "weights are all-gathered before use, and gradients reduce-scattered"),
+    "tensor": ("columns", "parts", "activations are all-gathered and reduce-scattered in every layer"),
+    "context": ("columns", "bands", "keys and values of other positions"),
+    "expert": ("rows", "experts", "tokens are sent to their experts and back"),
+    "stage": ("whole", "layers", "activations are sent to the next stage"),
 }
 SAYS = {
-    "data": "other sequences, the same weights",
-    "fsdp": "other sequences, a slice of every matrix",
-    "tensor": "other heads and hidden units of every layer",
-    "context": "other positions of the same sequences",
-    "expert": "other sequences, other experts",
-    "stage": "other layers",
+    "data": "different sequences and the same weights",
+    "fsdp": "different sequences and different shards of every matrix",
+    "tensor": "different heads and hidden units of every layer",
+    "context": "different positions of the same sequences",
+    "expert": "different sequences and different experts",
+    "stage": "different layers",
 }
 
 
@@ -34,7 +34,7 @@ def rectangle(x, y, w, h, colour, filled: bool) -> str:
 
 
 def tokens(cut: str, colour: str) -> list[str]:
-    """B sequences of T positions, of which device 0 has what is filled."""
+    """Draw B sequences of T positions. The filled part is on device 0."""
     x, y, side = 8, 24, 84
     if cut == "whole":
         return [rectangle(x, y, side, side, colour, True)]
@@ -46,15 +46,15 @@ def tokens(cut: str, colour: str) -> list[str]:
 
 
 def weights(cut: str, colour: str) -> list[str]:
-    """Four layers, each a matrix; of experts, the lower half of a layer is four of them."""
+    """Draw the matrices of four layers; with experts, each layer is four of them."""
     x, width, height, out = 112, 84, 18, []
     for layer in range(4):
         y = 24 + layer * 22
         if cut in ("whole", "layers"):
             out.append(rectangle(x, y, width, height, colour, cut == "whole" or layer == 0))
-        elif cut == "bands":  # slices of the matrix's first dim
+        elif cut == "bands":  # shards of the first dim
             out += [rectangle(x, y + i * height / N, width, height / N, colour, i == 0) for i in range(N)]
-        elif cut == "parts":  # slices of its last
+        elif cut == "parts":  # shards of the last dim
             out += [rectangle(x + i * width / N, y, width / N, height, colour, i == 0) for i in range(N)]
         else:
             gap = width / N
@@ -66,14 +66,14 @@ def axis_picture(axis: str) -> str:
     colour, (cut_tokens, cut_weights, moves) = COLOURS[axis], CUTS[axis]
     label = lambda x, text: f'<text x="{x}" y="16" font-size="11" fill="currentColor">{text}</text>'
     body = [label(8, "tokens"), label(112, "weights"), *tokens(cut_tokens, colour), *weights(cut_weights, colour)]
-    alt = f"{axis}: neighbours hold {SAYS[axis]}; what moves: {moves}"
+    alt = f"{axis}: neighbors hold {SAYS[axis]}; communication: {moves}"
     return (f'<figure class="axis"><svg viewBox="0 0 204 116" role="img" aria-label="{alt}">{"".join(body)}</svg>'
-            f'<figcaption><code style="color:{colour}">{axis}</code> neighbours hold {SAYS[axis]}. '
-            f"<span>Moves: {moves}.</span></figcaption></figure>")  # fmt: skip
+            f'<figcaption><code style="color:{colour}">{axis}</code> neighbors hold {SAYS[axis]}. '
+            f"<span>Communication: {moves}.</span></figcaption></figure>")  # fmt: skip
 
 
 def axes() -> str:
-    """The six axes: what the first of four devices holds, filled, of the tokens and of the weights."""
+    """Draw the six axes: the filled part of the tokens and of the weights is on the first of four devices."""
     return f'<div class="axes">{"".join(axis_picture(axis) for axis in CUTS)}</div>'
 
 
@@ -84,19 +84,19 @@ CELL, ROW = 44, 34  # of the picture of a ring: a part's width, a device's heigh
 
 
 def arrives(device: int, part: int) -> int:
-    """The step of an all-gather around a ring in which a device gets a part; in step 0 it has its own."""
+    """Return the step of a ring all-gather in which a chunk reaches a device; its own is there in step 0."""
     return (device - part) % N
 
 
 def terms(device: int, part: int) -> int:
-    """How many terms a sum of a reduce-scatter has when a device has added its own; N: it is whole."""
+    """Count the terms in a chunk of a ring reduce-scatter after a device has added its own; N: the sum is complete."""
     return (device - part - 1) % N + 1
 
 
 def cell(device: int, part: int, words: str, style: str, opacity: float = 1.0) -> str:
-    """A part of the array of one device. It comes from the device above; to the first, from the last."""
+    """Draw one chunk on one device. It arrives from the device above; on the first device, from the last."""
     x, y, away = 62 + part * CELL, 24 + device * ROW, -ROW if device else (N - 1) * ROW
-    ground = f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" class="ground"/>'  # hides what it covers
+    ground = f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" class="ground"/>'  # covers the chunk below
     box = (f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="{PARTS[part]}" '
            f'fill-opacity="{opacity:.2f}" stroke="{PARTS[part]}"/>')  # fmt: skip
     ink = "currentColor" if opacity < 0.7 else "#111" if part in (1, 2) else "#fff"
@@ -108,7 +108,7 @@ def cell(device: int, part: int, words: str, style: str, opacity: float = 1.0) -
 def ring_picture(kind: str, cells: list[str], alt: str, caption: str) -> str:
     label = lambda x, y, text: f'<text x="{x}" y="{y}" font-size="11.5" fill="currentColor">{text}</text>'
     devices = [label(4, 24 + d * ROW + 16, f"device {d}") for d in range(N)]
-    heads = [label(62 + p * CELL + 2, 14, f"part {p}") for p in range(N)]
+    heads = [label(62 + p * CELL + 2, 14, f"chunk {p}") for p in range(N)]
     slots = [f'<rect x="{62 + p * CELL}" y="{24 + d * ROW}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="none" '
              'stroke="currentColor" stroke-opacity="0.3" stroke-dasharray="3 3"/>'
              for d in range(N) for p in range(N)]  # fmt: skip
@@ -118,7 +118,7 @@ def ring_picture(kind: str, cells: list[str], alt: str, caption: str) -> str:
 
 
 def ring_steps() -> str:
-    """An all-gather and a reduce-scatter around a ring: they move, and are still where nobody wants that."""
+    """Animate a ring all-gather and a ring reduce-scatter; a checkbox stops the animation."""
     every = [(device, part) for device in range(N) for part in range(N)]
     gather = [cell(d, p, str(arrives(d, p)), f"comes{arrives(d, p)}") for d, p in every]
     # Later steps are painted over earlier ones: what a device adds is covered by the sum.
@@ -127,26 +127,30 @@ def ring_steps() -> str:
                 if terms(d, p) == k]  # fmt: skip
     gathers = ring_picture(
         "all-gather", gather,
-        "Four devices, one part each at first. In each of three steps every device hands the part it got last to the "
-        "next device; then all have all four",
-        "Each device has one part of an array, and hands on what it got last. The number is the step in which a part "
-        f"has come: after {N - 1} steps of a quarter each, all have all.")  # fmt: skip
+        "Four devices, each with one chunk at first. In each of three steps every device sends the chunk that it "
+        "received last to the next device. Then all devices have all four chunks",
+        "Each device starts with one chunk of an array, and forwards the chunk that it received last. The number is "
+        f"the step in which a chunk arrives. After {N - 1} steps of a quarter each, every device has the whole array.",
+    )  # fmt: skip
     scatters = ring_picture(
         "reduce-scatter", scatter,
-        "Four devices, each with its own term of all four parts. In each of three steps every device hands a sum to "
-        "the next, which adds its own term; then each has one part, summed over all four",
-        "Each device has its own term of every part. A sum sets out, and each device adds its term as it comes by. "
-        f"The number is how many terms it has: after {N - 1} steps of a quarter each, device p has part p with all "
-        f"{N}.")  # fmt: skip
-    toggle = '<label><input type="checkbox" checked> moving</label>'
+        "Four devices, each with its own term of all four chunks. In each of three steps every device sends a partial "
+        "sum to the next device, which adds its own term. Then each device has one chunk, summed over all four devices",
+        "Each device has its own term of every chunk. A partial sum travels around the ring, and each device adds its "
+        f"term. The number counts the terms. After {N - 1} steps of a quarter each, device p has the complete sum of "
+        "chunk p.")  # fmt: skip
+    toggle = '<label><input type="checkbox" checked> animate</label>'
     return f'<div class="rings">{toggle}{gathers}{scatters}</div>'
 
 
-# The loss that falls --------------------------------------------------------------------------------------------------
+# A broken run whose loss goes down ---------------------------------------------------------------------------------
 
 
 def broken_run(steps: int = 100, rate: float = 0.3):
-    """Losses of two runs of least squares on 8 devices: gradients added, and not; what the second reports, and is."""
+    """Fit least squares on 8 devices, with and without the sum of gradients; return the losses.
+
+    The run without the sum has two losses: the one that it reports, and the true one on all rows.
+    """
     n, B, D, F = 8, 160, 16, 6
     rng = np.random.default_rng(0)
     x, y, w = (rng.normal(size=size) for size in ((n, B // n, D), (n, B // n, F), (D, F)))
@@ -163,7 +167,7 @@ def broken_run(steps: int = 100, rate: float = 0.3):
 
 
 def falling_loss() -> str:
-    """The picture of the landing page: the run that forgets a sum reports the lower loss."""
+    """Draw the picture of the first page: the run without the sum reports the lower loss."""
     found = broken_run()
     low, high = math.log10(min(found["reported"])) - 0.05, math.log10(max(found["true"])) + 0.1
     x = lambda step: 44 + step * 3.1
@@ -182,13 +186,14 @@ def falling_loss() -> str:
         line(found["reported"], 'stroke="#cf4446"'),
         line(found["true"], 'stroke="#cf4446" stroke-dasharray="5 4"'),
         text(354, y(found["correct"][-1]) - 8, "correct run", "#3f74b5", "end"),
-        text(354, y(found["reported"][-1]) + 16, "one sum forgotten: what it prints", "#cf4446", "end"),
-        text(354, y(found["true"][-1]) - 8, "one sum forgotten: its loss on all rows", "#cf4446", "end"),
+        text(354, y(found["reported"][-1]) + 16, "no all-reduce: the loss it prints", "#cf4446", "end"),
+        text(354, y(found["true"][-1]) - 8, "no all-reduce: its loss on all rows", "#cf4446", "end"),
         text(44, 12, "mean squared error"), text(354, 194, "100 steps", anchor="end"),
     ]  # fmt: skip
-    numbers = (f"After 100 steps the correct run has {found['correct'][-1]:.2f}; the broken one prints "
-               f"{found['reported'][-1]:.2g} and has {found['true'][-1]:.1f}.")  # fmt: skip
+    numbers = (f"After 100 steps the loss of the correct run is {found['correct'][-1]:.2f}. The broken run prints "
+               f"{found['reported'][-1]:.2g}, but its loss on all rows is {found['true'][-1]:.1f}.")  # fmt: skip
     return (
         f'<figure class="falling"><svg viewBox="0 0 360 200" role="img" aria-label="{numbers}">{"".join(body)}</svg>'
-        f"<figcaption>{numbers} Least squares on 8 devices, drawn when this page was built.</figcaption></figure>"
+        f"<figcaption>{numbers} Both fit least squares on 8 devices. Drawn when this page was built.</figcaption>"
+        "</figure>"
     )
