@@ -4,7 +4,7 @@
 (function () {
   const form = document.querySelector("#layer-timeline");
   if (!form) return;
-  const A = globalThis.AxisLayer, data = globalThis.LAYER_DATA, WAYS = { forward: "forward", back: "back" };
+  const A = globalThis.AxisLayer, data = globalThis.LAYER_DATA, WAYS = { forward: "forward pass", back: "backward pass" };
   const part = (name) => form.querySelector(`.${name}`), field = form.elements;
   const ROW = 20, CORE = 30, GAP = 8, AXIS = 22;  // pixels
   let name = null, shown = {};  // way -> {bars, chosen}
@@ -63,20 +63,20 @@
     part("ways").innerHTML = Object.keys(WAYS).map((way) => {
       const layer = made.layers[way], found = A.parts(layer.own_us);
       shown[way] = { bars: A.bars(layer), chosen: null };
-      const busy = Object.entries(A.busy(shown[way].bars)).map(([axis, one]) => `<b>${axis.replaceAll("*", " and ")}</b> is busy for ${A.ms(one.busy)}, of which ${one.busy - one.waited < 0.5 ? "nothing is" : `${A.ms(one.busy - one.waited)} are`} hidden`);
-      return `<section data-way="${way}"><h4>A layer ${WAYS[way]}, ${layer.times} times a step: ${A.ms(layer.us)} each</h4>
-        <p class="sum">The core ${found.waiting < 0.5 ? "never waits" : `waits ${A.ms(found.waiting)}, ${percent(found.waiting / layer.us)}`}; products ${A.ms(found.products)}, other ${A.ms(found.other)}. ${busy.join("; ") || "Its links are idle"}.</p>
+      const busy = Object.entries(A.busy(shown[way].bars)).map(([axis, one]) => `<b>${axis.replaceAll("*", " and ")}</b> is busy for ${A.ms(one.busy)}, ${one.busy - one.waited < 0.5 ? "none of it overlapped" : `${A.ms(one.busy - one.waited)} of it overlapped`}`);
+      return `<section data-way="${way}"><h4>Layer ${WAYS[way]}, ${layer.times} times per step, ${A.ms(layer.us)} each</h4>
+        <p class="sum">The core ${found.waiting < 0.5 ? "never waits" : `waits ${A.ms(found.waiting)}, ${percent(found.waiting / layer.us)}`}; matmuls take ${A.ms(found.products)}, other operations ${A.ms(found.other)}. ${busy.join("; ") || "Its links are idle"}.</p>
         <div class="timeline"><div class="lanes" aria-hidden="true"></div>
-        <div class="time" tabindex="0" role="group" aria-roledescription="timeline" aria-label="a layer ${WAYS[way]}: arrow keys go from bar to bar"></div></div></section>`;
+        <div class="time" tabindex="0" role="group" aria-roledescription="timeline" aria-label="layer ${WAYS[way]}: use the arrow keys to move between bars"></div></div></section>`;
     }).join("");
     const step = A.parts(made.causes_us), list = step.waits.filter(([, us]) => us >= 500).map(([axis, us]) => `${A.seconds(us)} for ${axis.replaceAll("*", " and ")}`).join(", ");
-    part("facts").innerHTML = `A step, played: <b class="step">${A.seconds(made.step_us)}</b>, of which <b class="waiting">${A.seconds(step.waiting)}</b> waiting (${percent(step.waiting / made.step_us)})${list ? `: ${list}` : ""};
-      ${made.tokens.toLocaleString("en")} tokens a chip. <em>Played from the compiler's schedule, not measured on a chip.</em>`;
-    part("note").innerHTML = `Compiled by libtpu ${made.made.libtpu} for JAX ${made.made.jax} on ${made.made.date}. The same step, with every line: <code>${text(made.command)}</code>. What the core does for less than half a microsecond is not drawn.
-      <a href="_static/layer_timeline.json" download>The events as JSON</a>.`;
+    part("facts").innerHTML = `A simulated step takes <b class="step">${A.seconds(made.step_us)}</b>, and waits for <b class="waiting">${A.seconds(step.waiting)}</b> of it (${percent(step.waiting / made.step_us)})${list ? `: ${list}` : ""};
+      ${made.tokens.toLocaleString("en")} tokens per chip. <em>Simulated from the compiler's schedule, not measured on a chip.</em>`;
+    part("note").innerHTML = `Compiled by libtpu ${made.made.libtpu} for JAX ${made.made.jax} on ${made.made.date}. To print the same step with every source line: <code>${text(made.command)}</code>. Events of the core shorter than half a microsecond are not drawn.
+      <a href="_static/layer_timeline.json" download>Download the events as JSON</a>.`;
     const axes = [...new Set(Object.values(shown).flatMap(({ bars }) => bars.map((bar) => bar.lane)))].filter((lane) => lane !== "core");
-    part("key").innerHTML = [["products", "products"], ["other-ops", "other ops"], ["copies", "copies"], ["waiting", "waiting"]].map(([kind, says]) => `<span><i class="${kind}"></i>${says}</span>`).join("")
-      + axes.map((lane) => `<span><i style="background: var(--${lane.includes("*") ? "both" : lane})"></i>on its way over ${lane.replaceAll("*", " and ")}</span>`).join("");
+    part("key").innerHTML = [["products", "matmuls"], ["other-ops", "other ops"], ["copies", "copies"], ["waiting", "waiting"]].map(([kind, says]) => `<span><i class="${kind}"></i>${says}</span>`).join("")
+      + axes.map((lane) => `<span><i style="background: var(--${lane.includes("*") ? "both" : lane})"></i>in flight over ${lane.replaceAll("*", " and ")}</span>`).join("");
     compare();
     say(null);
     for (const way in WAYS) picture(way);
@@ -88,7 +88,7 @@
       const made = data.cases[one], step = A.parts(made.causes_us), s = made.switches, layers = Object.values(made.layers).map((layer) => `<td>${A.ms(layer.us)}</td>`).join("");
       return `<tr${one === name ? ' class="own" aria-current="true"' : ""}><th scope="row"><a href="?case=${one}">${s.mesh}</a> ${differ.map((which) => s[which]).filter((value) => value !== "none").join(", ")}</th><td>${A.seconds(made.step_us)}</td><td>${A.seconds(step.waiting)}</td>${layers}</tr>`;
     });
-    const head = [["mesh", ...differ].join(", "), "step", "waiting", "layer forward", "layer back"].map((one) => `<th scope="col">${one}</th>`).join("");
+    const head = [["mesh", ...differ].join(", "), "step", "waiting", "layer forward", "layer backward"].map((one) => `<th scope="col">${one}</th>`).join("");
     part("compared").innerHTML = `<table><thead><tr>${head}</tr></thead><tbody>${rows.join("")}</tbody></table>`;
   }
 
@@ -104,7 +104,7 @@
   function say(way, speak = false) {
     const said = part("said");
     said.setAttribute("aria-live", speak ? "polite" : "off");
-    if (way === null || shown[way].chosen === null) { said.textContent = "Point at a bar, or go from bar to bar with the arrow keys."; return; }
+    if (way === null || shown[way].chosen === null) { said.textContent = "Point at a bar, or move between bars with the arrow keys."; return; }
     const [head, line] = A.words(shown[way].bars[shown[way].chosen], way);
     said.innerHTML = `<b>${text(head)}</b> <code>${text(line)}</code>`;
   }

@@ -26,12 +26,12 @@
       const control = form.elements[axis];
       if (most[axis] && 2 ** control.value > most[axis][0]) {
         control.value = String(Math.log2(most[axis][0]));
-        why.push(`${axis}=${most[axis][0]} is the most: ${most[axis][1]}.`);
+        why.push(`${axis} can be at most ${most[axis][0]}: ${most[axis][1]}.`);
       }
       const others = M.devices(read()) / read()[axis];
       if (others * read()[axis] > data.devices) {
         control.value = String(Math.max(Math.floor(Math.log2(data.devices / others)), 0));
-        why.push(`Up to ${data.devices} devices are drawn: beside the other axes ${axis} has ${read()[axis]}. Take some from another axis first.`);
+        why.push(`Up to ${data.devices} devices are drawn, so ${axis} is ${read()[axis]} with the other axes as they are. Reduce another axis first.`);
       }
     }
     return why.join(" ");
@@ -63,18 +63,18 @@
 
   function lineCard(one, mesh) {
     const group = M.line(mesh, one.axes, device).filter((other) => other !== device), at = M.place(mesh, device);
-    const turn = one.back_kind && one.back_kind !== one.kind ? `, back ${one.back_kind.replace(", ", " and ")}` : "";
-    const ways = [one.forward && `forward ${bytes(one.forward)}`, one.back && `back ${bytes(one.back)}`].filter(Boolean).join(", ");
+    const turn = one.back_kind && one.back_kind !== one.kind ? `, backward ${one.back_kind.replace(", ", " and ")}` : "";
+    const ways = [one.forward && `forward ${bytes(one.forward)}`, one.back && `backward ${bytes(one.back)}`].filter(Boolean).join(", ");
     let whom = group.length > 7 ? `${group.length} others` : group.join(", ");
     if (one.name === "stages") {
       const [last, next, before] = [mesh.stage - 1, 1, -1].map((x, i) => i ? neighbour(mesh, x) : x);
-      whom = [at.stage < last && `${next}, the next stage`, at.stage > 0 && `${before}, the one before`].filter(Boolean).join("; ");
+      whom = [at.stage < last && `${next}, the next stage`, at.stage > 0 && `${before}, the previous stage`].filter(Boolean).join("; ");
     }
     const of = one.of.length ? ` <small>${one.of.map((name) => `<code>${name}</code>`).join(" ")}</small>` : "";
     return `<button type="button" class="card line" data-line="${one.name}" aria-pressed="false">
       <b>${swatches(one.axes)}${one.name.replace(/ over (tensor|expert|data.*)$/, "")}</b>
       <span>${one.kind}${turn}, over <em>${one.axes.join("*")}</em></span>
-      <span>with ${whom}</span><span class="bytes">${ways}${one.name === "stages" ? ", once for all its layers" : ""}</span>
+      <span>with ${whom}</span><span class="bytes">${ways}${one.name === "stages" ? ", once for all layers of the stage" : ""}</span>
       <span class="says">${one.says}.${of}</span></button>`;
   }
 
@@ -113,36 +113,36 @@
     return `<button type="button" class="card array" data-array="${what} ${d.name}" aria-pressed="false" title="${layout}${axesOf ? `; split ${axesOf}` : ""}">
       <code>${d.name}</code>${drawn(d, held, used)}
       <span class="lie">${d.strip ? `<code>${d.strip}</code> above, ` : ""}${d.rows ? `<code>${d.rows}</code> down, ` : ""}<code>${d.columns}</code> across</span>
-      ${said.join("") || "<span>the whole</span>"}
-      <span class="bytes">${bytes(M.bytes(d, held))}${used ? `; in use ${bytes(M.bytes(d, used, d.width))}` : ""}</span>
+      ${said.join("") || "<span>the whole array</span>"}
+      <span class="bytes">${bytes(M.bytes(d, held))}${used ? `; gathered ${bytes(M.bytes(d, used, d.width))}` : ""}</span>
       ${d.says ? `<span class="says">${d.says}</span>` : ""}</button>`;
   }
 
   function layers(mesh) {
     const d = model().arrays.weights[0], L = d.shape[0], [[from, to]] = M.slices(d, mesh, device)[0];
     const cells = range(L).map((i) => `<i class="${i >= from && i < to ? "held" : ""}"></i>`).join("");
-    return `<p class="layers"><span>Layers ${words([[from, to]], L) === "all" ? `0 to ${L - 1}, all there are` : `${words([[from, to]], L)} of ${L}`}</span><span class="strip" aria-hidden="true">${cells}</span></p>`;
+    return `<p class="layers"><span>Layers ${words([[from, to]], L) === "all" ? `0 to ${L - 1}, all of them` : `${words([[from, to]], L)} of ${L}`}</span><span class="strip" aria-hidden="true">${cells}</span></p>`;
   }
 
   function show(mesh) {
     const one = model(), [microbatches, sequences] = one.meshes[M.key(mesh)], found = M.exchanges(one, mesh);
     const { weights, activations, cache } = one.arrays, own = weights.map((d) => M.bytes(d, M.slices(d, mesh, device)));
     const held = own.reduce((a, b) => a + b, 0), L = weights[0].shape[0] / mesh.stage, sum = (way) => found.reduce((a, x) => a + (x.name === "stages" ? 0 : x[way]), 0);
-    const lines = found.length ? `<p>For one layer, in a step of ${data.batch_size} sequences, it sends ${bytes(sum("forward"))} on the way forward and
-      ${bytes(sum("back"))} on the way back. Choose a line: it says what it is for, and the mesh shows it.</p><div class="cards">${found.map((x) => lineCard(x, mesh)).join("")}</div>`
-      : "<p>Nothing: it is alone.</p>";
+    const lines = found.length ? `<p>For one layer and a step of ${data.batch_size} sequences, this device sends ${bytes(sum("forward"))} in the forward pass and
+      ${bytes(sum("back"))} in the backward pass. Select a collective to mark its devices on the mesh.</p><div class="cards">${found.map((x) => lineCard(x, mesh)).join("")}</div>`
+      : "<p>Nothing, because there is only one device.</p>";
     const arrays = (list, what) => `<div class="cards">${list.map((d) => arrayCard(d, mesh, what)).join("")}</div>`;
     const where = whereOf(mesh, device);
     panel.innerHTML = `<h3>Device ${device}${where ? `: ${where}` : ""}</h3>
-      <p>It works on ${sequences} sequence${sequences > 1 ? "s" : ""} at a time${microbatches > 1 ? `, ${microbatches} times a step` : ""}, of ${number(data.seq_len, 9)} positions that
-      ${mesh.context * mesh.tensor > 1 ? "it shares with others" : "it has alone"}.</p>${layers(mesh)}
-      <h4>Whom it exchanges with</h4>${lines}
-      <h4>Weights and optimizer</h4><p>Filled is what it keeps. Lighter is what is joined for use, and dropped. The optimizer's two moments are cut as the
-      weights are: of one layer ${bytes(held)} of weights and ${bytes(2 * held)} of moments; of its ${L} layer${L > 1 ? "s" : ""} ${bytes(3 * held * L)}.
-      Choose an array, and see who holds the same part.</p>${arrays(weights, "weights")}
-      <h4>Activations</h4><p>Drawn and counted are its sequences of a whole step${microbatches > 1 ? `; it works on ${sequences} of them at a time` : ""}. Of what is
-      joined for use, a microbatch's part exists at once.</p>${arrays(activations, "activations")}
-      <h4>Cache, when text is generated</h4><p>For ${data.batch_size} requests of ${whole(data.seq_len)} positions. <code>context</code> cuts it by positions, in runs: each device asks those it holds, and the shares are added.</p>${arrays(cache, "cache")}`;
+      <p>This device works on ${sequences} sequence${sequences > 1 ? "s" : ""} at a time${microbatches > 1 ? `, ${microbatches} times per step` : ""}. A sequence has ${number(data.seq_len, 9)} positions,
+      ${mesh.context * mesh.tensor > 1 ? "which are sharded" : "all on this device"}.</p>${layers(mesh)}
+      <h4>Communication</h4>${lines}
+      <h4>Weights and optimizer</h4><p>The filled part is the shard that this device stores. The lighter part is gathered for use, and then freed. The optimizer's two
+      moments are sharded like the weights. One layer needs ${bytes(held)} for weights and ${bytes(2 * held)} for moments; the device's ${L} layer${L > 1 ? "s" : ""} need${L > 1 ? "" : "s"} ${bytes(3 * held * L)}.
+      Select an array to mark the devices that store the same shard.</p>${arrays(weights, "weights")}
+      <h4>Activations</h4><p>Shown for all sequences of this device in a step${microbatches > 1 ? `, of which it processes ${sequences} at a time` : ""}. A gathered
+      activation exists for only one microbatch at a time.</p>${arrays(activations, "activations")}
+      <h4>Cache during generation</h4><p>For ${data.batch_size} requests of ${whole(data.seq_len)} positions. <code>context</code> shards it into contiguous positions: each device attends to its own, and the results are summed.</p>${arrays(cache, "cache")}`;
     mark(mesh);
   }
 
@@ -161,8 +161,8 @@
       cell.tabIndex = own ? 0 : -1;
     }
     for (const card of panel.querySelectorAll(".card")) card.setAttribute("aria-pressed", String(chosen !== null && chosen === (card.dataset.line ? `line ${card.dataset.line}` : card.dataset.array)));
-    return line ? `Marked: the line of device ${device} over ${line.axes.join("*")}, devices ${group.join(", ")}.`
-      : array ? (group.length > 1 ? `Marked: devices ${group.join(", ")} hold the same part of ${name}.` : `No other device holds this part of ${name}.`) : "";
+    return line ? `Marked: the group of device ${device} over ${line.axes.join("*")}, devices ${group.join(", ")}.`
+      : array ? (group.length > 1 ? `Marked: devices ${group.join(", ")} store the same shard of ${name}.` : `No other device stores this shard of ${name}.`) : "";
   }
 
   function update(moved) {
@@ -174,7 +174,7 @@
     device = Math.min(device, M.devices(mesh) - 1);
     drawGrid(mesh);
     show(mesh);
-    said.textContent = why || mark(mesh) || `${nameOf(mesh)}: ${M.devices(mesh)} device${M.devices(mesh) > 1 ? "s" : ""}. Choose one of them.`;
+    said.textContent = why || mark(mesh) || `${nameOf(mesh)}: ${M.devices(mesh)} device${M.devices(mesh) > 1 ? "s" : ""}. Select one.`;
   }
 
   form.addEventListener("input", (event) => update(event.target.name));

@@ -15,7 +15,7 @@
     if (!there) {
       const legal = range(field.microbatches.options.length).map((i) => i + 1).filter((n) => A.forms(data, name, S, n));
       const near = legal.reduce((a, b) => Math.abs(b - M) < Math.abs(a - M) ? b : a);
-      why = `${name} sends microbatches around in groups of as many as there are stages: ${M} is no multiple of ${S}, ${near} is. `;
+      why = `${name} needs a multiple of the number of stages: ${M} is not a multiple of ${S}, so this shows ${near}. `;
       M = near;
       field.microbatches.value = String(M);
       there = A.forms(data, name, S, M);
@@ -54,10 +54,10 @@
     const idle = cells.flatMap((row) => row.slice(0, tick + 1)).filter((ops) => !ops.length).length, all = S * (tick + 1);
     const doing = cells.map((row, stage) => `stage ${stage} ${row[tick].map(A.label).join(" ") || "idle"}`).join(", ");
     part("said").setAttribute("aria-live", speak ? "polite" : "off");
-    part("said").textContent = `${why}${S > 4 ? "" : `In tick ${tick}: ${doing}. `}Idle until now: ${idle} of ${all} cells.`;
-    const kept = A.kept(data, one, M, tick), unit = one.chunks > 1 ? "of half a stage's layers" : "";
+    part("said").textContent = `${why}${S > 4 ? "" : `In tick ${tick}: ${doing}. `}Idle so far: ${idle} of ${all} cells.`;
+    const kept = A.kept(data, one, M, tick), unit = one.chunks > 1 ? "counts half of a stage's layers" : "";
     part("kept").innerHTML = kept.map((ops, stage) => `<p><span>stage ${stage}</span><b>${ops.length}</b><span class="held">${ops.map(paint).join("")}</span></p>`).join("")
-      + `<p class="most">${one.live} at most on one stage, over the whole step${unit ? `; each ${unit}` : ""}.</p>`;
+      + `<p class="most">At most ${one.live} on one stage during the step${unit ? `; each ${unit}` : ""}.</p>`;
   }
 
   function compare() {
@@ -68,11 +68,11 @@
         <td>${x.live}${x.chunks > 1 ? " halves" : ""}</td><td>${x.ticks}</td></tr>`;
     }));
     part("compared").innerHTML = `<table><thead><tr><th scope="col">schedule</th><th scope="col">form</th><th scope="col">idle, alone</th>
-      <th scope="col">idle, in lock-step</th><th scope="col">keeps</th><th scope="col">ticks</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
+      <th scope="col">idle, in lock-step</th><th scope="col">stored activations</th><th scope="col">ticks</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
     part("about").textContent = data.says[name];
-    part("facts").innerHTML = `Idle <b>${percent(one.idle[0])}</b> alone, <b>${percent(one.idle[1])}</b> in lock-step; a stage keeps at most
-      <b>${one.live}</b> microbatches' activations${one.chunks > 1 ? ", each of half its layers" : ""}; <b>${one.ticks}</b> ticks.`;
-    const key = { F: "forward pass", B: one.moments[0].length > 2 * M * one.chunks ? "gradient of the inputs" : "backward pass", W: "gradient of the weights" };
+    part("facts").innerHTML = `Idle <b>${percent(one.idle[0])}</b> alone, <b>${percent(one.idle[1])}</b> in lock-step; a stage stores the activations of at most
+      <b>${one.live}</b> microbatches${one.chunks > 1 ? ", each of half its layers" : ""}; <b>${one.ticks}</b> ticks.`;
+    const key = { F: "forward pass", B: one.moments[0].length > 2 * M * one.chunks ? "input gradient" : "backward pass", W: "weight gradient" };
     const kinds = one.moments[0].length > 2 * M * one.chunks ? "FBW" : "FB";
     part("key").innerHTML = [...kinds].map((kind) => `<span><span class="op ${kind}">${kind}</span> ${key[kind]}</span>`).join("")
       + (one.chunks > 1 ? '<span><span class="op F later">F</span><span class="op B later">B</span> second half of the layers</span>' : "");

@@ -141,8 +141,8 @@ def test_a_schedule_is_played(seen):
     assert seen["on"]["kept"] == [2, 1]
     assert (seen["on"]["button"], seen["playing"]["button"], seen["played"]["button"]) == ("play", "pause", "play")
     assert seen["played"]["at"] == "tick 5 of 5"
-    assert "Idle until now: 4 of 12 cells" in seen["played"]["said"]
-    assert "3 is no multiple of 2" in seen["refused"]["said"]
+    assert "Idle so far: 4 of 12 cells" in seen["played"]["said"]
+    assert "3 is not a multiple of 2" in seen["refused"]["said"]
     assert seen["refused"]["microbatches"] == "2"
 
 
