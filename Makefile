@@ -54,6 +54,7 @@ help: ## list every command
 # python -m bench.serve #: measure our engine and transformers' generate, in turn; needs extra-parity and torch
 # python -m bench.soak #: kill a run again and again, and compare every bit
 # python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone
+# python -m docs.eight_meshes #: train one model on eight meshes, and draw the picture of README
 # python -m docs.settings #: write docs/settings.md from config/
 # python -m chapters #: run the chapters of the guide, and say how long each takes
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
