@@ -48,9 +48,7 @@ def pages() -> dict[str, str]:
     """Every page that is not a chapter, by its path in the source folder."""
     found = {f"{path.stem}.md": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found["trainer.md"] = re.sub(r"\A# .*", "# The trainer", re.sub(r"<!--.*?-->\n?", "", readme)).replace(
-        "](docs/", "]("
-    )
+    found["trainer.md"] = re.sub(r"\A# .*", "# Overview", re.sub(r"<!--.*?-->\n?", "", readme)).replace("](docs/", "](")
     found = {name: re.sub(r"\]\(\.\./([^)#]+)", to_page, text) for name, text in found.items()}
     return found | {f"api/{name}.md": reference.api_page(name) for name in reference.API}
 
