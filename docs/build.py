@@ -1,4 +1,4 @@
-"""Build the site: run the chapters, make what is made from code, and have Sphinx write docs/_build/html."""
+"""Build the site: run the chapters, generate pages from code, and run Sphinx to write docs/_build/html."""
 
 import dataclasses
 import functools
@@ -19,23 +19,23 @@ from docs.notebooks import ROOT
 from errors import UserError, exit_status
 
 HELP = """e.g. python -m docs.build
-     python -m docs.build 00 04    # of the chapters only these: a quick look at a page while writing it
-     python -m docs.build --read   # serve what is built, on this machine alone
-     python -m docs.build --longest_s 90    # a chapter that takes more is an error, as for python -m chapters
+     python -m docs.build 00 04    # build only these chapters, to preview a page
+     python -m docs.build --read   # serve the built site, on this machine only
+     python -m docs.build --longest_s 90    # fail if a chapter takes longer, as python -m chapters does
 
 Build the guide into docs/_build/html, from executed chapters.
 
-A chapter is run again if it, or a module of the project, has changed since. Nothing is read from other hosts, neither
-now nor when pages are read. Needs `make extra-site`."""
+A chapter runs again only if it, or a module of the project, has changed. Neither the build nor the pages access other
+hosts. Needs `make extra-site`."""
 
 DOCS = ROOT / "docs"
 BUILD = DOCS / "_build"
 SOURCE, HTML, EXECUTED = BUILD / "source", BUILD / "html", BUILD / "executed"
-EXTRA, MADE = BUILD / "extra", BUILD / "made"  # copied as they are: to the site's root, to _static
+EXTRA, MADE = BUILD / "extra", BUILD / "made"  # copied unchanged to the root of the site, and to _static
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file if its text has changed: Sphinx reads again what is newer."""
+    """Write a file only if its text has changed, because Sphinx reads newer files again."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -45,7 +45,7 @@ def put(path: Path, text: str) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Every page that is not a chapter, by its path in the source folder."""
+    """Return every page that is not a chapter, by its path in the source folder."""
     found = {f"{path.stem}.md": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found["trainer.md"] = re.sub(r"\A# .*", "# Overview", re.sub(r"<!--.*?-->\n?", "", readme)).replace("](docs/", "](")
@@ -54,7 +54,7 @@ def pages() -> dict[str, str]:
 
 
 def to_page(link: re.Match) -> str:
-    """Where a link out of docs/ leads on the site: to the page made of that file."""
+    """Return the site's page for a link to a file outside of docs/."""
     path = Path(link[1])
     if path.name == "README.md":
         return "](trainer.md"
@@ -67,33 +67,34 @@ RUN_BOX = """\
 :::{{admonition}} Run this page
 :class: run
 
-The page is a program of the project, and what it prints was printed when the site was built. In a checkout
-(`make train` makes its `.venv`):
+This page is a program, and its output was printed when the site was built. To run it in a checkout (`make train` makes
+the `.venv`):
 
 ```
 .venv/bin/python -m chapters.{name}
 ```
 
-Or as a notebook: <a href="../notebooks/{name}.ipynb" download>{name}.ipynb</a>, which `make notebooks` writes too.
+Or download it as a notebook: <a href="../notebooks/{name}.ipynb" download>{name}.ipynb</a>. `make notebooks` writes it
+too.
 :::
 """
 
 
 def chapter_page(path: Path, say, longest_s: float) -> str:
-    """An executed chapter as the site shows it: with how to run it, without the tests of its answers."""
+    """Return an executed chapter for the site: with a box that says how to run it, without the tests of its answers."""
     import nbformat
     from nbformat.v4 import new_markdown_cell
 
     notebook = notebooks.executed(path, EXECUTED, say, longest_s)
     notebook.cells = [cell for cell in notebook.cells if notebooks.HIDDEN not in cell.metadata.get("tags", ())]
     for cell in notebook.cells:
-        if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not its last value too
+        if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not the last value
             cell.outputs = [one for one in cell.outputs if one.output_type != "execute_result"]
     notebook.cells.insert(1, new_markdown_cell(RUN_BOX.format(name=path.stem), id="run-box"))
     return nbformat.writes(notebook)
 
 
-# Chapters that had other names: name -> name now. Who has the address of the old page is led to the new one.
+# Old name of a chapter -> its name now. Old addresses redirect to the new page.
 MOVED = {
     "01_tokens": "11_tokens",
     "02_base_model": "10_base_model",
@@ -111,18 +112,18 @@ FORWARD = """\
 <meta http-equiv="refresh" content="0; url={page}">
 <title>This chapter has moved</title>
 </head>
-<body><p>This chapter has another number now: <a href="{page}">{page}</a></p></body>
+<body><p>This chapter has a new number: <a href="{page}">{page}</a></p></body>
 </html>
 """
 
 
 def forwards() -> dict[str, str]:
-    """The pages that lead on from old addresses, by their path in the site."""
+    """Return the pages that redirect from old addresses, by their path in the site."""
     return {f"chapters/{old}.html": FORWARD.format(page=f"{new}.html") for old, new in MOVED.items()}
 
 
 def stage(numbers, say, longest_s: float) -> None:
-    """Write everything that Sphinx reads, and remove what is no page any more."""
+    """Write everything that Sphinx reads, and remove old pages."""
     wanted = pages()
     wanted |= {
         f"chapters/{path.stem}.ipynb": chapter_page(path, say, longest_s) for path in notebooks.chapters(numbers)
@@ -146,14 +147,14 @@ def stage(numbers, say, longest_s: float) -> None:
 
 
 def build(numbers=(), say=print, longest_s: float = math.inf) -> None:
-    """Build the site. Raises: UserError if Sphinx warns, with its words above."""
+    """Build the site. Raises: UserError if Sphinx prints a warning."""
     start = time.monotonic()
     stage(numbers, say, longest_s)
-    # Every page is read again: one may link to another that came, went or was renamed. It takes 15 s.
+    # Read every page again, because links between pages may have changed. This takes 15 s.
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "--fresh-env",
                "-d", str(BUILD / "doctrees"), "-c", str(DOCS), str(SOURCE), str(HTML)]  # fmt: skip
     if subprocess.run(command, check=False).returncode:
-        raise UserError("the site is not as it should be: see Sphinx's words above")
+        raise UserError("Sphinx printed warnings, see above: correct the pages that they name, and build again")
     say(f"built docs/_build/html in {time.monotonic() - start:.0f} s; `make read` shows it")
 
 
@@ -166,28 +167,28 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def server(port: int = 0) -> http.server.ThreadingHTTPServer:
-    """Serve the site on this machine alone; port 0: any that is free. Raises: UserError if there is no site."""
+    """Serve the site on this machine only; port 0 means any free port. Raises: UserError if there is no site."""
     if not (HTML / "index.html").exists():
-        raise UserError("there is no site yet: make site")
+        raise UserError("there is no site yet: build it with `make site`")
     return http.server.ThreadingHTTPServer(("127.0.0.1", port), functools.partial(Quiet, directory=str(HTML)))
 
 
 def serve(port: int) -> None:
     try:
         serving = server(port)
-    except OSError:  # someone has this port
+    except OSError:  # the port is in use
         serving = server()
-    print(f"http://127.0.0.1:{serving.server_address[1]}/ shows the guide; Ctrl-C ends", flush=True)
+    print(f"http://127.0.0.1:{serving.server_address[1]}/ shows the guide; stop with Ctrl-C", flush=True)
     with serving:
         serving.serve_forever()
 
 
 @dataclasses.dataclass
 class Arguments:
-    numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # how the chapters begin, such as 04; none: all
-    read: bool = False  # build nothing: serve what is built, on this machine alone
-    port: int = 8000  # where; another if this one is taken
-    longest_s: float = math.inf  # seconds of processor time that a chapter may take
+    numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # first digits of chapters, such as 04; default: all
+    read: bool = False  # serve the built site on this machine, without building it
+    port: int = 8000  # another free port if this one is in use
+    longest_s: float = math.inf  # limit of a chapter's processor time, in seconds
 
 
 @exit_status

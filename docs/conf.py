@@ -1,4 +1,4 @@
-"""Sphinx's settings. `python -m docs.build` runs it, after it has made the pages that are made from code."""
+"""Settings of Sphinx. `python -m docs.build` runs Sphinx after it has generated the pages."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ extensions = ["myst_nb"]
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "attrs_block"]
 myst_heading_anchors = 3
 myst_dmath_double_inline = True
-nb_execution_mode = "off"  # docs/notebooks.py has run them
+nb_execution_mode = "off"  # docs/notebooks.py executes them
 nb_merge_streams = True
 nb_output_stderr = "warn"
 html_theme = "sphinx_book_theme"
@@ -49,9 +49,9 @@ html_theme_options = {
     "pygments_dark_style": "a11y-high-contrast-dark",
     "logo": {"text": "Axis by Axis"},
 }
-suppress_warnings = ["myst.xref_missing"]  # links to headings inside of <details>, and to source files of the checkout
+suppress_warnings = ["myst.xref_missing"]  # links to headings inside <details>, and to source files
 
-# Math: KaTeX as MathML, which every browser draws by itself ----------------------------------------------------------
+# Math: KaTeX writes MathML, which every browser draws ----------------------------------------------------------
 
 KATEX = """
 const katex = require(process.argv[1]);
@@ -62,14 +62,14 @@ process.stdout.write(katex.renderToString(tex, {output: "mathml", displayMode: d
 
 @functools.cache
 def mathml(tex: str, display: bool) -> str:
-    """A formula as MathML. Raises: ExtensionError if it is no TeX."""
+    """Convert a formula to MathML. Raises: ExtensionError if it is not valid TeX."""
 
     script = Path(sphinxcontrib.katex.__file__).parent / "katex.min.js"
     try:
         done = node(["-e", KATEX, str(script)], return_completed_process=True, input=json.dumps([tex, display]),
                     text=True, capture_output=True, check=True)  # fmt: skip
     except subprocess.CalledProcessError as error:
-        raise ExtensionError(f"this is no formula: {tex!r}: {error.stderr.strip().splitlines()[4:5]}") from error
+        raise ExtensionError(f"not a valid formula: {tex!r}: {error.stderr.strip().splitlines()[4:5]}") from error
     return done.stdout
 
 
@@ -83,11 +83,11 @@ def visit_display(self, node):
     raise nodes.SkipNode
 
 
-# What pages take from the code ----------------------------------------------------------------------------------------
+# Parts of pages that are generated from code ------------------------------------------------------------------------
 
 
 class Generated(SphinxDirective):
-    """`:::{generated} chapter_cards`: what the function of that name in one of MAKERS returns."""
+    """`:::{generated} chapter_cards` inserts the result of that function, which is in one of MAKERS."""
 
     required_arguments = 1
 

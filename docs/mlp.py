@@ -6,10 +6,10 @@ from jax.sharding import PartitionSpec as P
 
 
 def local_loss(weights, x):
-    """One device's share. Weights are split over model, and the batch over data."""
+    """Compute the loss on one device. Weights are sharded over model, and the batch over data."""
     w_up, w_down = weights
     hidden = jax.nn.relu(x @ w_up)
-    partial = hidden @ w_down  # a sum over this device's hidden units
+    partial = hidden @ w_down  # partial: summed over this device's hidden units only
     y = jax.lax.psum(partial, "model").astype(jnp.float32)
     return jax.lax.pmean(jnp.mean(y**2), "data")
 

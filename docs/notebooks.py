@@ -1,4 +1,4 @@
-"""Turn chapters into notebooks, and run them: the site reads the executed ones. `python -m docs.notebooks`."""
+"""Turn chapters into notebooks, and execute them for the site. `python -m docs.notebooks`."""
 
 import dataclasses
 import hashlib
@@ -16,25 +16,24 @@ from errors import UserError, exit_status
 HELP = """e.g. python -m docs.notebooks
      python -m docs.notebooks 04 05
 
-Write notebooks/NN_name.ipynb from chapters/NN_name.py, not executed.
-
-They find the project's modules from wherever they lie in the checkout."""
+Write notebooks/NN_name.ipynb from chapters/NN_name.py, without outputs. The notebooks work in any folder of the
+checkout."""
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS, FOLDER = ROOT / "chapters", ROOT / "notebooks"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-LONGEST_S = 600  # that a cell may take
-HIDDEN = "remove-cell"  # tag of a cell that tests the answers of the exercises: not for readers
+LONGEST_S = 600  # time limit of a cell
+HIDDEN = "remove-cell"  # tag of cells that test the answers of the exercises; readers don't see them
 
 FIND_PROJECT = """\
-# This notebook uses the project's own modules: it looks for the checkout that it lies in.
+# This notebook uses the project's modules, so it searches for the checkout that contains it.
 import os
 import sys
 from pathlib import Path
 
 places = [Path.cwd(), *Path.cwd().parents]
 root = next((place for place in places if (place / "chapters" / "lesson.py").exists()), None)
-assert root, "no checkout of Axis by Axis here: put this notebook into one, with its .venv as kernel"
+assert root, "no checkout of Axis by Axis here: move this notebook into one, and use its .venv as kernel"
 os.chdir(root)
 sys.path.insert(0, str(root))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -42,9 +41,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def chapters(numbers=()) -> list[Path]:
-    """The programs of chapters, in order; with numbers, such as "04", those that begin so.
+    """Return the chapters' files in order, or only those that begin with the given numbers, such as "04".
 
-    Raises: UserError for a number that no chapter has.
+    Raises: UserError for an unknown number.
     """
     found = sorted(CHAPTERS.glob("[0-9][0-9]_*.py"))
     for number in numbers:
@@ -56,9 +55,9 @@ def chapters(numbers=()) -> list[Path]:
 
 
 def read(path: Path, for_readers: bool = True):
-    """A chapter as a notebook.
+    """Convert a chapter to a notebook.
 
-    for_readers  without the cells that test the exercises' answers, and with one that finds the project
+    for_readers  leave out the cells that test the answers, and add a cell that finds the project
     """
     import jupytext
     from nbformat.v4 import new_code_cell
@@ -70,25 +69,25 @@ def read(path: Path, for_readers: bool = True):
         notebook.cells = [cell for cell in notebook.cells if HIDDEN not in cell.metadata.get("tags", ())]
         notebook.cells.insert(first, new_code_cell(FIND_PROJECT))
     for number, cell in enumerate(notebook.cells):
-        cell["id"] = f"cell-{number}"  # jupytext draws them at random
+        cell["id"] = f"cell-{number}"  # jupytext's ids are random
     return notebook
 
 
 def execute(notebook, folder: Path):
-    """Run a notebook's cells in order, in a folder; its outputs are then in it.
+    """Run the cells of a notebook in a folder, and store their outputs in it.
 
-    Raises: nbclient's CellExecutionError, which shows the cell and its traceback.
+    Raises: nbclient's CellExecutionError with the cell and its traceback.
     """
     from nbclient import NotebookClient
 
     client = NotebookClient(
         notebook, timeout=LONGEST_S, resources={"metadata": {"path": str(folder)}}, extra_arguments=["--log-level=40"]
-    )  # not that it listens on this machine
+    )  # hide the message that the kernel listens on this machine
     return client.execute(env={**os.environ, "JAX_PLATFORMS": "cpu", "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
 
 
 def state(path: Path) -> str:
-    """A hash of all that decides what a chapter prints: the chapter, every module of the project, its shell scripts."""
+    """Return a hash of everything that affects a chapter's output: its file, the project's modules and scripts."""
     rooms = [place for place in ROOT.glob("*/*.py") if place.parent.name not in ("chapters", "docs", "tests", "bench")]
     files = [
         path,
@@ -102,9 +101,9 @@ def state(path: Path) -> str:
 
 
 def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
-    """A chapter with its outputs: those of the last time, if neither it nor the project has changed.
+    """Execute a chapter, or return the stored outputs if neither the chapter nor the project has changed.
 
-    Raises: UserError if it takes, or took, more processor time than `longest_s`; and what `execute` raises.
+    Raises: UserError if it takes, or took, more processor time than `longest_s`, and the errors of `execute`.
     """
     import nbformat
 
@@ -126,7 +125,7 @@ def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
 
 
 def write(numbers=()) -> list[Path]:
-    """Write the notebooks of chapters, not executed."""
+    """Write the notebooks of chapters, without outputs."""
     import nbformat
 
     FOLDER.mkdir(exist_ok=True)
@@ -137,7 +136,7 @@ def write(numbers=()) -> list[Path]:
 
 @dataclasses.dataclass
 class Arguments:
-    numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # how the chapters begin, such as 04; none: all
+    numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # first digits of chapters, such as 04; default: all
 
 
 @exit_status

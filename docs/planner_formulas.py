@@ -1,7 +1,7 @@
-"""What the planner's page evaluates: `plan` in letters, a preset at a time, and tables of what is no formula.
+"""Write the formulas that the planner's page evaluates, for each preset, and tables of numbers that have no formula.
 
-A letter is a mesh axis, a size, a setting, a speed of the chip or a number of the schedule. `plan.planner` runs once on
-letters (`plan/formulas.py`); what comes out are the numbers that the page shows, as lists of operations.
+A letter stands for a mesh axis, a size, a setting, a speed of the chip or a number of the schedule. `plan.planner` runs
+once on letters (`plan/formulas.py`). Its results, the numbers of the page, are lists of operations.
 """
 
 import copy
@@ -24,14 +24,18 @@ SETTINGS = {
     "remat": ("full", "branches", "dots", "none"), "gather": ("layer", "step"), "tensor_exchange": ("ring", "gather"),
     "context_attention": ("gather", "ring", "all_to_all"),
 }  # fmt: skip
-AGAIN = {1.0: "again", 0.2: "dots", 0.0: "none"}  # forward passes that a backward pass repeats: `costs.slots`
+AGAIN = {
+    1.0: "again",
+    0.2: "dots",
+    0.0: "none",
+}  # repeated share of the forward pass: `costs.slots`
 
 
 # Letters --------------------------------------------------------------------------------------------------------------
 
 
 class LetterConfig:
-    """A preset on a mesh of letters, as `plan` reads a `config.Config`."""
+    """A symbolic `config.Config`: a preset on a mesh whose sizes are letters."""
 
     def __init__(self, cfg: Config):
         sizes = {axis: letter(axis) for axis in AXES}
@@ -49,7 +53,7 @@ def _(cfg: LetterConfig):
 
 
 class LetterSchedule:
-    """A schedule as `plan` reads a `schedules.Schedule`."""
+    """A symbolic `schedules.Schedule`."""
 
     stages, chunks, microbatches = letter(STAGE), letter("chunks"), letter("microbatches")
     ticks, rounds = letter("ticks"), letter("rounds")
@@ -59,7 +63,7 @@ class LetterSchedule:
 
 
 class LetterForward:
-    """Its forward passes alone."""
+    """The forward passes of a `LetterSchedule`."""
 
     ticks = letter("forward_ticks")
 
@@ -87,7 +91,7 @@ class LetterPlan(planner.Plan):
 
 
 def plan_in_letters(which: str) -> dict:
-    """What `plan.planner.of_settled` does, in letters."""
+    """Return the plan of a preset as formulas, like `plan.planner.of_settled` with letters."""
     cfg, sched = LetterConfig(preset(which)), LetterSchedule()
     platform, chip = Choice("platform", ("tpu", "cpu")), Choice("chip", (*hiding.HIDES, ""))
     speeds = {name: letter(name) for name in ("peak_flops_per_s", "hbm_bytes_per_s")}
@@ -110,7 +114,7 @@ def plan_in_letters(which: str) -> dict:
 
 
 def used(roots: list) -> list[Formula]:
-    """The formulas that some are made of, operands first."""
+    """Return these formulas and all their operands, operands first."""
     found, todo = {}, [x for x in roots if isinstance(x, Formula)]
     while todo:
         x = todo.pop()
@@ -121,7 +125,7 @@ def used(roots: list) -> list[Formula]:
 
 
 def written(results: dict) -> tuple[dict, list[Formula]]:
-    """Formulas as planner.js reads them: operations, whose operands are numbers, or [place] of earlier operations."""
+    """Return formulas for planner.js: operations on numbers, or on earlier operations, given as [index]."""
     parts = lambda of: of.values() if isinstance(of, dict) else (of,)
     there = used([x for of in results.values() for x in parts(of)])
     place = {x.number: i for i, x in enumerate(there)}
@@ -132,7 +136,7 @@ def written(results: dict) -> tuple[dict, list[Formula]]:
 
 
 def value(x, letters: dict, found: dict):
-    """A formula's numbers, on arrays of those of its letters."""
+    """Evaluate a formula on arrays of values of its letters."""
     if not isinstance(x, Formula):
         return x
     if x.op == "letter":
@@ -145,11 +149,11 @@ def value(x, letters: dict, found: dict):
 
 
 def whole(x):
-    return int(x) if isinstance(x, float) else x  # halves of positions are floats
+    return int(x) if isinstance(x, float) else x  # positions divided by two are floats
 
 
 def looked_up(there: list[Formula], batches: set[int], stages: list[int], tables: dict) -> None:
-    """Add to `tables` what each table has for all letters that the page can reach."""
+    """Add to `tables` the entries of each table for all values that the page can select."""
     powers = [2**n for n in range(MOST.bit_length())]
     meshes = [(s, c, t) for s in stages for c in powers for t in powers if s * c * t <= MOST]
     points = [(*mesh, T, b) for mesh in meshes for T in LENGTHS for b in sorted(batches)
@@ -165,7 +169,7 @@ def looked_up(there: list[Formula], batches: set[int], stages: list[int], tables
 
 
 def schedule_row(name: str, S: int, M: int) -> dict[str, float] | str:
-    """What letters of a schedule stand for; or why there is none."""
+    """Return the values of a schedule's letters, or why there is no such schedule."""
     v = 2 if name == "interleaved" else 1
     try:
         sched = schedules.schedule(name, S, M, v, lead=2)
@@ -181,14 +185,14 @@ def schedule_row(name: str, S: int, M: int) -> dict[str, float] | str:
 
 
 def microbatches(batches: list[int], S: int) -> set[tuple[int, int]]:
-    """Microbatches and sequences of one, for all batches and meshes that the page can reach."""
+    """Return microbatches and sequences per microbatch for all batches and meshes that the page can select."""
     local = {batch // 2**n for batch in batches for n in range(MOST.bit_length()) if batch % 2**n == 0}
     each = {(n, max(M for M in range(1, (4 * S if S > 1 else 1) + 1) if n % M == 0)) for n in local}
     return {(M, n // M) for n, M in each}
 
 
 def tables(presets: list[str]) -> dict:
-    """Formulas of presets, and what they look up."""
+    """Return the formulas of presets, and the tables that they use."""
     found, looked, rows = {}, {}, {}
     batches = sorted({*BATCHES, *(preset(which).data.batch_size for which in presets)})
     for which in presets:
