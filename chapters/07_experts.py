@@ -1,12 +1,13 @@
 # %% [markdown]
-# # 07 · Experts
+# # 07 · Expert parallelism
 #
-# **Question.** A layer has 256 feed-forward networks, and each token goes through 8 of them. The networks lie
-# on different devices, and so do the tokens. Who sends what to whom, and how much of it is waiting?
+# **Question.** A mixture-of-experts layer has 256 feed-forward networks (experts), and each token uses 8 of
+# them. The experts are sharded over the devices, and so are the tokens. Which tokens are sent where, and
+# how much of that communication is exposed?
 #
-# **Why it hurts not to know.** Sparse layers are cheap in FLOPs and dear on the wire: between nodes of GPUs
-# the exchange can take several times as long as the products. And a router that is trained wrongly trains all
-# the same: half of the experts do nothing, or none is allowed to specialise, and the loss goes down.
+# **Why it hurts not to know.** Sparse layers save FLOPs but communicate a lot: between GPU nodes the
+# all-to-all can take several times as long as the matmuls. And a router with a bug still trains. Half of
+# the experts sit idle, or no expert can specialize, and the loss still goes down.
 #
 # *Before this:* 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated. *Runs in* 40 s on 2
 # cores. Reading takes about 25 minutes, the exercises as long again.
@@ -26,12 +27,16 @@ from chapters import lesson
 # %% [markdown]
 # ## What a router does
 #
-# An *expert* is a feed-forward network, as every layer has one; a sparse layer has E of them. A small matrix,
-# the *router*, gives each token a score for every expert. The k best are chosen (`top_k`), and their outputs
-# are added, each times its *gate*: its score, divided by the sum of the k chosen ones. Scores are a softmax
-# over all experts (Switch, Mixtral), or a sigmoid of each (DeepSeek-V3), which leaves experts independent of
-# each other until they are chosen. Letters, as in `model.py`: N tokens, E experts, D the width of the model,
-# M the hidden width of an expert, k choices a token, A = N k choices of all tokens.
+# A dense transformer layer has one feed-forward network. A mixture-of-experts (MoE) layer has E of them,
+# called *experts*. A small matrix, the *router*, gives each token one score per expert. The layer picks the
+# k experts with the highest scores (`top_k`). It sums their outputs, each weighted by its *gate*: its score
+# divided by the sum of the k chosen scores.
+#
+# The scores are a softmax over all experts (Switch, Mixtral), or a sigmoid per expert (DeepSeek-V3), which
+# makes them independent of each other.
+#
+# The letters are those of `model.py`: N tokens, E experts, D the model width, M the hidden width of an
+# expert, k experts per token. A *choice* is one (token, expert) pair, so there are A = N k choices.
 
 # %%
 logits_E = jnp.array([2.0, -1.0, 0.5, 1.5])  # of one token, for four experts
@@ -41,15 +46,16 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
     print(f"{name}: experts {experts_k}, scores {chosen_k}, gates {gates_k}")
 
 # %% [markdown]
-# Both choose the same two experts here. The choice itself has no gradient: what teaches the router is the
-# gates of chosen experts.
+# Both scores pick the same two experts here. The choice itself has no gradient. The router learns only
+# through the gates of the chosen experts.
 #
-# Per token this costs k experts of FLOPs, while the parameters grow with E. So the parameters are what has to
-# be cut, and they come in E equal pieces: device d of n holds experts d E/n up to (d + 1) E/n. That is
-# *expert parallelism* (EP), and `expert` is its mesh axis. The tokens are cut along it too, as they are along
-# `fsdp`: otherwise n devices would do the same attention.
+# Each token pays the FLOPs of k experts, while the number of parameters grows with E. So you have to shard
+# the parameters, which come in E equal blocks: device d of n stores experts d E/n up to (d + 1) E/n. This
+# is *expert parallelism* (EP), with the mesh axis `expert`. The tokens are sharded over this axis too.
+# Otherwise n devices would compute the same attention.
 #
-# The naive way: each device takes the choices of its own experts. How many does it skip?
+# First try it without communication: each device applies only its own experts to its own tokens. How many
+# choices does it skip?
 
 # %%
 rng = np.random.default_rng(0)
@@ -59,24 +65,26 @@ home_N1 = np.arange(tokens)[:, None] * n // tokens  # the device that has the to
 holder_Nk = choices_Nk // (E // n)  # the device that has the expert
 at_home = np.mean(holder_Nk == home_N1)
 none_at_home = np.mean((holder_Nk != home_N1).all(axis=1))
-print(f"at home: {at_home:.1%} of the choices; {none_at_home:.1%} of tokens have none")
-assert abs(at_home - 1 / n) < 0.03, "a fair choice is at home once in n"
+print(f"{at_home:.1%} of the choices find their expert on the token's own device;")
+print(f"{none_at_home:.1%} of the tokens find none of their experts there")
+assert abs(at_home - 1 / n) < 0.03, "a random expert should be local once in n"
 
 # %% [markdown]
-# About one choice in n is at home. Three quarters of the tokens would pass the layer as if it were not there.
-# Such a layer trains. So the tokens have to travel: to the devices of their experts (*dispatch*), and back
-# (*combine*).
+# Only about one choice in n finds its expert on its own device. Three quarters of the tokens would skip the
+# layer, and the model would still train. So the tokens have to be sent to the devices of their experts
+# (*dispatch*), and the results have to be sent back (*combine*).
 #
-# ## Slots
+# ## Dispatch and combine with an all-to-all
 #
-# The collective for this is the all-to-all: each device sends a different piece to each other one. Its pieces
-# have one size, which is fixed when the program is compiled, whereas the router decides anew in each step. So
-# give each expert, for each device, a fixed number X of *slots*. A device writes each of its tokens into the
-# next free slot of each expert that the token chose, and the all-to-all carries whole blocks of slots.
+# In an all-to-all, each device sends a different block to each other device. The block size is fixed at
+# compile time, but the router decides anew in every step. So each device reserves a fixed number X of
+# *slots* per expert, and writes each token into the next free slot of every expert that it chose. The
+# all-to-all then sends whole blocks of slots.
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of blocks. Before, each has all colours; after, each has one."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices with eight blocks each. Before the all-to-all each device has all colors; after it each has one color."}}
 figure, axes = plt.subplots(2, figsize=(6, 4.6))
-before, after = "Before: slots for all experts", "After: all slots for its experts"
+before = "Before: each device has slots for all experts"
+after = "After: each device has all slots of its own experts"
 for ax, title in zip(axes, (before, after), strict=True):
     for device, place in np.ndindex(4, 8):
         source, expert = device, place
@@ -88,31 +96,31 @@ for ax, title in zip(axes, (before, after), strict=True):
         ax.text(place + 0.47, device, text, ha="center", va="center", size=9)
     ax.set(title=title, yticks=range(4), ylabel="device", xticks=[])
     ax.invert_yaxis()
-says = "a block: X slots, from a device → for an expert; colour: the expert's device"
-axes[1].set_xlabel(says)
+meaning = "block i→j: X slots from device i for expert j; color: device of the expert"
+axes[1].set_xlabel(meaning)
 labels = axes[1].xaxis.label.set_size(9)
 
 # %% [markdown]
-# **An all-to-all over `expert` turns [E, X, D] of a device's tokens into [E/n, n X, D] of
-# its experts' tokens, and a second one turns it back.** Here four devices have eight experts.
+# **An all-to-all over `expert` turns the [E, X, D] slots of a device's own tokens into the [E/n, n X, D]
+# slots of its experts' tokens. A second all-to-all reverses this.** The figure shows four devices and eight
+# experts.
 #
-# What if more than X tokens of a device choose an expert? The rest are *dropped*: they get nothing from that
-# expert, and go on by the residual connection alone. If fewer choose it, slots stay empty, are sent
-# nonetheless, and are multiplied. With t tokens on a device, the mean is k t/E choices for each expert, and X
-# is that times the *capacity factor*.
+# If more than X tokens of a device choose the same expert, the excess tokens are *dropped*: only the
+# residual connection carries them on. Slots that stay empty are still sent and multiplied. With t tokens on
+# a device, an expert gets k t/E choices on average, and X is that mean times the *capacity factor*.
 #
-# > **Predict.** A device has 64 tokens, each chooses 2 of 16 experts at random, and the factor is 1: exactly
-# > as many slots as choices. Which share of the choices is dropped, in percent?
+# > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor
+# > is 1, so there are exactly as many slots as choices. What percentage of the choices is dropped?
 
 # %%
 my_prediction = None  # percent
 
 
 def dropped(factor, t, popular=0.0):
-    """Share of choices that find no slot, of 200 devices with t tokens each."""
+    """Share of choices without a free slot, over 200 devices with t tokens each."""
     rng = np.random.default_rng(1)
-    liked_E = popular * rng.normal(size=E)  # 0: all experts alike
-    noisy = liked_E + rng.gumbel(size=(200, t, E))
+    preference_E = popular * rng.normal(size=E)  # 0: all experts are equal
+    noisy = preference_E + rng.gumbel(size=(200, t, E))
     experts = np.argsort(-noisy, axis=-1)[..., :k]
     load = np.stack([(experts == e).sum(axis=(1, 2)) for e in range(E)], axis=1)
     slots = int(factor * k * t / E)
@@ -125,22 +133,27 @@ lesson.predicted("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.1
 print("factor         1   1.25    1.5      2")
 for t, popular in ((64, 0), (4096, 0), (64, 1), (4096, 1)):
     shares = [dropped(factor, t, popular) for factor in (1, 1.25, 1.5, 2)]
-    liked = "some preferred" if popular else "all alike"
-    print(f"t = {t:4}  " + "".join(f"{one:7.1%}" for one in shares), liked)
-assert dropped(1.25, 4096) < 0.001 and dropped(1.25, 4096, 1) > 0.05, "noise or liking"
+    router = "some experts preferred" if popular else "all experts equal"
+    print(f"t = {t:4}  " + "".join(f"{one:7.1%}" for one in shares), router)
+assert dropped(1.25, 4096) < 0.001, "noise should average out over many tokens"
+assert dropped(1.25, 4096, 1) > 0.05, "a preference should not average out"
 
 # %% [markdown]
-# Choices that are fair on average are not equal in each draw, and every excess is lost while every gap stays
-# empty. With more tokens on a device that noise averages out, and a factor of 1.25 drops nothing. What does
-# not average out is a preference: if the router likes some experts better (here by a normal draw added to
-# each logit), a factor of 1.25 still drops 8% of the choices, with any number of tokens. So a capacity needs
-# a balanced router (below). To drop nothing with fixed blocks takes a slot for every token of a device.
+# Random choices are equal on average, but not in each draw: some experts get too many tokens, while others
+# have empty slots. With more tokens per device this noise averages out, and a capacity factor of 1.25 drops
+# nothing.
 #
-# ## By hand
+# A preference does not average out. If the router prefers some experts (here: a normal random number is
+# added to each logit), a factor of 1.25 drops 8% of the choices, however many tokens there are. So a
+# capacity requires a balanced router (see below). To never drop a choice, an expert needs one slot for
+# every token of a device.
 #
-# The whole layer in plain JAX, for an empty file. One device is the judge: it puts *every* token through
-# *every* expert, weighted by gates of which most are 0. It has no slots: which choices drop it finds by
-# comparing each with all earlier ones of the same device.
+# ## The program by hand
+#
+# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. The reference
+# on one device, `on_one`, sends *every* token through *every* expert and weights the outputs with the
+# gates, most of which are 0. It has no slots: it finds the dropped choices by comparing each choice with
+# all earlier ones of the same device.
 
 # %% tags=["by-hand"]
 import os
@@ -162,27 +175,27 @@ def route(w, x_ND, bias_E=0.0):
 
 
 # %% tags=["by-hand"]
-def feed_forward(w, rows_eAD):  # A rows for each of the e experts that are here
+def feed_forward(w, rows_eAD):  # A rows for each of this device's e experts
     return jax.nn.relu(rows_eAD @ w["up_EDM"]) @ w["down_EMD"]
 
 
-def on_device(w, x_tD, slots):  # t: this device's tokens; a place >= slots is none
+def on_device(w, x_tD, slots):  # t: this device's tokens; beyond slots: dropped
     gates_tk, experts_tk, _ = route(w, x_tD)
     chosen_AE = jax.nn.one_hot(experts_tk.reshape(-1), E, dtype=int)
     place = experts_tk, ((chosen_AE.cumsum(0) - 1) * chosen_AE).sum(1).reshape(-1, k)
     sent_EXD = jnp.zeros((E, slots, D)).at[place].set(x_tD[:, None], mode="drop")
     rows_eAD = jax.lax.all_to_all(sent_EXD, "expert", 0, 1, tiled=True)
     back_EXD = jax.lax.all_to_all(feed_forward(w, rows_eAD), "expert", 1, 0, tiled=True)
-    out_tkD = back_EXD.at[place].get(mode="fill", fill_value=0)  # 0: it was dropped
+    out_tkD = back_EXD.at[place].get(mode="fill", fill_value=0)  # dropped ones get 0
     return (gates_tk[..., None] * out_tkD).sum(1)
 
 
 # %% tags=["by-hand"]
 def on_mesh(w, x_ND, slots):
-    cut = jax.P("expert")
-    specs = {"router_DE": jax.P(), "up_EDM": cut, "down_EMD": cut}, cut
+    split = jax.P("expert")
+    specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split
     device = lambda w, x_tD: on_device(w, x_tD, slots)
-    return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=cut)(w, x_ND)
+    return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=split)(w, x_ND)
 
 
 def on_one(w, x_ND, slots, bias_E=0.0):
@@ -191,7 +204,7 @@ def on_one(w, x_ND, slots, bias_E=0.0):
     earlier_nA = jnp.tril(chosen_nA[:, :, None] == chosen_nA[:, None], -1).sum(2)
     kept_Nk = gates_Nk * (earlier_nA.reshape(N, k) < slots)
     gates_NE = (kept_Nk[..., None] * jax.nn.one_hot(experts_Nk, E)).sum(1)
-    return jnp.einsum("NE,END->ND", gates_NE, feed_forward(w, x_ND))  # all by all
+    return jnp.einsum("NE,END->ND", gates_NE, feed_forward(w, x_ND))
 
 
 # %% tags=["by-hand"]
@@ -199,7 +212,7 @@ rng = np.random.default_rng(0)
 shapes = {"router_DE": (D, E), "up_EDM": (E, D, M), "down_EMD": (E, M, D)}
 w = {name: np.float32(rng.normal(size=shape) / 4) for name, shape in shapes.items()}
 x_ND, y_ND = np.float32(rng.normal(size=(2, N, D)))
-for slots in (N // n, k * N // n // E):  # enough for all; capacity factor 1
+for slots in (N // n, k * N // n // E):  # one slot per token; capacity factor 1
     loss = lambda f, X=slots: lambda w: jnp.mean((f(w, x_ND, X) - y_ND) ** 2)
     eight, one = (jax.jit(jax.value_and_grad(loss(f)))(w) for f in (on_mesh, on_one))
     for a, b in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
@@ -209,28 +222,30 @@ for slots in (N // n, k * N // n // E):  # enough for all; capacity factor 1
 # %%
 load_nE = (route(w, x_ND)[1].reshape(n, -1, 1) == np.arange(E)).sum(1)
 lost = np.maximum(load_nE - slots, 0).sum() / (N * k)
-print(f"{slots} slots: {lost:.1%} of the choices find none")
-assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "the test has to drop some"
+print(f"{slots} slots: {lost:.1%} of the choices are dropped")
+assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tokens"
 
 # %% [markdown]
-# Line by line, this is all there is to a *token dispatcher*, as Megatron-LM calls it:
+# This is a complete *token dispatcher*, as Megatron-LM calls it:
 #
-# - A choice's slot is the number of earlier choices of that expert, on this device. With N/n = 64 slots none
-#   can lack one, since a token chooses an expert at most once.
-# - `all_to_all(x, "expert", 0, 1)` cuts dim 0 (experts) into n parts, and joins what arrives along dim 1.
-# - The gradient needs no line of its own. An all-to-all only moves numbers, so its way back is the opposite
-#   all-to-all. An expert's gradient is complete on its device, because all tokens that chose it have come
-#   there, and nobody adds over `expert`. The router lies on every device, so its gradient is added (02).
+# - The slot of a choice is the number of earlier choices of the same expert on this device. With N/n = 64
+#   slots nothing is ever dropped.
+# - `all_to_all(x, "expert", 0, 1)` splits dim 0 (experts) into n blocks, and concatenates the received
+#   blocks along dim 1.
+# - The backward pass needs no extra code. The transpose of an all-to-all is the opposite all-to-all. The
+#   gradient of an expert is complete on its device, because all tokens that chose it were sent there. The
+#   router is replicated, so its gradient is summed over `expert` (02).
 #
-# With 8 slots the same choices drop on the mesh and on one device, because `on_one` counts each device's
-# tokens apart. So with a capacity, which tokens drop depends on how many devices there are.
+# With 8 slots, both versions drop the same choices, because `on_one` counts each device's tokens
+# separately. So which tokens are dropped depends on the number of devices.
 #
-# ## The other exchange
+# ## Dropless: gather the tokens instead
 #
-# To drop nothing without guessing an X, turn it around: every device gathers *all* tokens, keeps the choices
-# that are its experts', sorts them by expert, and multiplies groups of unequal size. `jax.lax.ragged_dot`
-# does that: consecutive groups of rows, each with its own matrix (a *grouped product*, for which megablocks
-# is known). Then a reduce-scatter adds what the experts of all devices have made, and returns each token.
+# To drop nothing without guessing X, every device all-gathers *all* tokens, keeps the choices that belong
+# to its own experts, and sorts them by expert. It then multiplies groups of unequal size.
+# `jax.lax.ragged_dot` does this: consecutive groups of rows are each multiplied by their own matrix (a
+# *grouped matmul*, made popular by MegaBlocks). A reduce-scatter then sums the outputs and returns each
+# token to its device.
 
 
 # %%
@@ -239,7 +254,7 @@ def gathered(w, x_tD):
     x_ND = jax.lax.all_gather(x_tD, "expert", tiled=True)
     gates_Nk, experts_Nk, _ = route(w, x_ND)  # of all tokens: the router is small
     mine_A = experts_Nk.reshape(-1) - jax.lax.axis_index("expert") * e
-    group_A = jnp.where((mine_A >= 0) & (mine_A < e), mine_A, e)  # e: not ours
+    group_A = jnp.where((mine_A >= 0) & (mine_A < e), mine_A, e)  # e: another device's
     order_A = jnp.argsort(group_A)
     sizes_e = jnp.bincount(group_A, length=e + 1)[:e]
     rows_AD = x_ND[order_A // k]
@@ -251,17 +266,17 @@ def gathered(w, x_tD):
 
 
 # %% [markdown]
-# > **Predict.** Eight devices, k = 2, capacity factor 1. How many times the bytes of the all-to-alls does a
-# > device send with this program, forward? (There every token goes to every device, whoever needs it.)
+# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device,
+# > needed there or not. How many times the bytes of the all-to-alls does a device send in the forward pass?
 
 
 # %%
 def compiled_on(n, device):
     """The compiled layer on n devices, and the ledger of its collectives."""
     mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-    cut = jax.P("expert")
-    specs = {"router_DE": jax.P(), "up_EDM": cut, "down_EMD": cut}, cut
-    layer = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=cut))
+    split = jax.P("expert")
+    specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split
+    layer = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=split))
     return layer, lesson.compiled(layer, mesh, w, x_ND)
 
 
@@ -272,7 +287,7 @@ for m in (2, 4, 8):
     found = [compiled_on(m, how)[1] for how in (by_slots(m), gathered)]
     sent[m] = [one.total.wire_bytes for one in found]
 ratio = sent[8][1] / sent[8][0]
-lesson.predicted("gathered / all-to-all", my_prediction, ratio, "times")
+lesson.predicted("bytes, gathered / all-to-all", my_prediction, ratio, "times")
 
 # %%
 for one in found:
@@ -282,34 +297,34 @@ for how in (by_slots(8), gathered):  # forward and backward
     error = lambda w, x_ND, f=layer: (f(w, x_ND) ** 2).mean()
     squares = jax.value_and_grad(error, (0, 1))
     kinds = lesson.compiled(squares, mesh, w, x_ND).by("kind")
-    print("with gradient:", {kind: total.count for kind, total in kinds.items()})
+    print("forward and backward:", {kind: one.count for kind, one in kinds.items()})
 for m, (slots_bytes, gather_bytes) in sent.items():
     print(f"n = {m}: all-to-all {slots_bytes:,.0f}, gathered {gather_bytes:,.0f} bytes")
-    assert gather_bytes / slots_bytes == m / k, "n/k times, if slots = choices"
-everything = compiled_on(8, gathered)[0](w, x_ND)
-assert lesson.same(everything, on_one(w, x_ND, N)), "gathering drops nothing"
+    assert gather_bytes / slots_bytes == m / k, "the ratio should be n/k"
+dropless = compiled_on(8, gathered)[0](w, x_ND)
+assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
-# Each device has t = N/n tokens. It sends k copies of each with the all-to-all, and n - 1
-# gathered. So gathering sends **n/k times** the bytes, or n over k times the capacity factor. With n = 2 and
-# k = 2 they are equal; with k above n gathering sends less, because a token goes to a device once, and not
-# once for each expert that it has there. In return nothing drops, and no slot is empty.
+# Each device has t = N/n tokens. The all-to-all sends k copies of each token, and the all-gather sends
+# n - 1. So gathering sends **n/k times** the bytes, divided by the capacity factor if that is not 1. With k
+# above n, gathering sends less: a token goes to each device once, rather than once per chosen expert. In
+# return nothing is dropped, and no slot is empty.
 #
-# The other price is memory. The arrays above have N k rows, because all choices *might* be this device's. Of
-# those 1/n are, in the mean. A kernel can skip the rows of others, as `kernels/grouped.py` does; memory for
-# them is taken all the same. JAX's
-# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends to
-# each only what it needs; it does [not run on CPUs](https://github.com/jax-ml/jax/issues/34755), and it too
-# needs a buffer for the worst case.
+# The other price is memory. The arrays above have N k rows, because in the worst case all choices belong to
+# this device. On average only 1/n of them do. A kernel can skip the other rows, as `kernels/grouped.py`
+# does, but their memory is still allocated. JAX's
+# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends
+# each device only what it needs. It does [not run on CPUs](https://github.com/jax-ml/jax/issues/34755), and
+# it also needs a buffer for the worst case.
 #
-# ## Tokens that reach few nodes
+# ## Node-limited routing
 #
-# DeepSeek-V3 has 256 experts, of which a token chooses 8. Put them on 8 nodes of 8 GPUs, 32 experts a node.
-# Inside a node is NVLink; between nodes is InfiniBand, nine times slower for each GPU. An all-to-all sends
-# eight copies of a token, even if three of them go to the same node.
+# DeepSeek-V3 has 256 experts, and each token chooses 8. Place them on 8 nodes of 8 GPUs, 32 experts per
+# node. NVLink connects the GPUs of a node. InfiniBand connects the nodes, with one ninth of that bandwidth
+# per GPU. An all-to-all sends eight copies of a token, even if three of them go to the same node.
 #
-# > **Predict.** Eight different experts at random, out of 256 on 8 nodes. On how many nodes do they lie, on
-# > average?
+# > **Predict.** A token chooses 8 different experts at random, out of 256 on 8 nodes. On how many different
+# > nodes are these experts, on average?
 
 # %%
 my_prediction = None  # nodes
@@ -319,7 +334,7 @@ scores = rng.random((drawn, all_experts))
 
 
 def nodes_of(scores):
-    """Which nodes the chosen experts of each token lie on. [token, node]"""
+    """Whether a token has a chosen expert on a node. [token, node]"""
     best = np.argsort(-scores, axis=1)[:, :top]
     return (best[:, :, None] // (all_experts // nodes) == np.arange(nodes)).any(axis=1)
 
@@ -328,15 +343,15 @@ free = nodes_of(scores).sum(axis=1)
 lesson.predicted("nodes reached", my_prediction, free.mean(), within=0.03)
 
 # %% [markdown]
-# So a token that crosses once to each node, and is copied there over NVLink, saves a third of the crossings.
-# DeepSeek-V3 goes further, and lets a token choose experts on 4 nodes at most (*node-limited routing*,
-# [arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2): first the 4 nodes whose two best scores have
-# the greatest sum, then 8 experts among those.
+# So send a token only once to each node, and copy it there over NVLink. This saves a third of the transfers
+# between nodes. DeepSeek-V3 goes further: with *node-limited routing*
+# ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2), a token reaches at most 4 nodes. It first
+# picks the 4 nodes whose two best scores have the largest sum, and then 8 experts on those nodes.
 
 
 # %%
 def limited(scores, most=4):
-    """Scores with -1 for experts outside of each token's `most` best nodes."""
+    """Scores with -1 for all experts outside each token's `most` best nodes."""
     by_node = scores.reshape(-1, nodes, all_experts // nodes)
     of_node = np.sort(by_node, axis=2)[:, :, -top // most :].sum(axis=2)
     allowed = np.argsort(np.argsort(-of_node, axis=1), axis=1) < most
@@ -344,19 +359,19 @@ def limited(scores, most=4):
 
 
 few = nodes_of(limited(scores)).sum(axis=1)
-away = (nodes - 1) / nodes  # of what is sent at random, what leaves the node
-crossings = {
-    "a copy for each expert": top * away,
-    "one for each node": free.mean() * away,
+away = (nodes - 1) / nodes  # share of random destinations on another node
+transfers = {
+    "one per expert": top * away,
+    "one per node": free.mean() * away,
     "at most 4 nodes": few.mean() * away,
     "gathered: all nodes": nodes - 1,
 }
-for name, copies in crossings.items():
+for name, copies in transfers.items():
     kB = copies * 7168 * 2 / 1e3
-    print(f"{name:22} {copies:.2f} crossings of a token, {kB:5.1f} kB in bf16")
-assert crossings["one for each node"] < 0.67 * crossings["a copy for each expert"]
+    print(f"{name:19} {copies:.2f} transfers between nodes per token, {kB:5.1f} kB")
+assert transfers["one per node"] < 0.67 * transfers["one per expert"]
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Shares of tokens by nodes reached: without a limit mostly five and six, with it four."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Bar chart of tokens by the number of nodes they reach: mostly five or six without a limit, four with it."}}
 figure, axes = plt.subplots(figsize=(5, 2.8))
 for one, label, shift, colour in (
     (free, "free choice", -0.2, lesson.NEUTRAL),
@@ -365,19 +380,21 @@ for one, label, shift, colour in (
     share = 100 * np.bincount(one, minlength=nodes + 1) / drawn
     axes.bar(np.arange(nodes + 1) + shift, share, width=0.4, color=colour, label=label)
 axes.set(xlabel="nodes that a token reaches, of 8", ylabel="tokens, %", xlim=(1.5, 8.5))
-axes.set(title="A limit saves what goes between nodes")
+axes.set(title="A limit reduces the nodes that a token is sent to")
 legend = axes.legend()
 
 # %% [markdown]
-# Seven crossings become 3.5, at half the bytes. [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's
-# library for dispatch and combine on GPUs, sends each token once to a node, and forwards there over NVLink.
-# In a gather a token crosses to each node once by itself; but it crosses to *all* of them.
+# Seven transfers per token become 3.5, so the bytes are halved.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs,
+# sends each token to a node once and forwards it there over NVLink. An all-gather also sends a token to
+# each node once, but always to *all* nodes.
 #
-# ## Seconds
+# ## Is the communication exposed?
 #
-# Simulated devices show no time, so this is arithmetic, with speeds from the planner's table: a layer of
-# DeepSeek-V3's sizes (D = 7168, M = 2048, 8 of 256), forward, tokens sent in fp8 (1 byte) and returned in
-# bfloat16 (2 bytes), as the paper does. Products count in bfloat16, at the chip's peak. First the speeds.
+# Simulated devices cannot show time, so this section computes seconds from the planner's hardware table.
+# Take the forward pass of a layer of DeepSeek-V3: D = 7168, M = 2048, 8 of 256 experts. As in the paper,
+# dispatch sends fp8 (1 byte per number) and combine sends bfloat16 (2 bytes). Matmuls run in bfloat16 at
+# the peak of the chip. First, the bandwidths:
 
 # %% tags=["hide-input"]
 from config import MeshConfig
@@ -385,11 +402,11 @@ from plan import hardware
 
 D_, M_, E_, k_ = 7168, 2048, 256, 8
 PLACES = {"v5p:2x2x2": 8, "v5p:4x4x4": 64, "h100:8": 8, "h100:16": 16, "h100:64": 64}
-print("one way, bfloat16, 4,096 tokens a device")
+print("dispatch only, bfloat16, 4,096 tokens per device")
 
 
 def link_of(place):
-    """The wires of a mesh axis `expert` over all devices of a place."""
+    """The links of a mesh axis `expert` over all devices of a topology."""
     mesh = MeshConfig.parse(f"expert={PLACES[place]}")
     return hardware.layout(mesh, hardware.Topology.parse(place))["expert"]
 
@@ -403,25 +420,25 @@ for place, m in PLACES.items():
               f"{1e3 * size / speed:.1f} ms")  # fmt: skip
 
 # %% [markdown]
-# Bytes are not seconds. On a torus an all-to-all has to pass through its middle, so a device sends 1.7 and 3
-# times slower there than in a gather. And over two nodes of H100s, gathering sends twice the bytes and takes
-# half the time, since a token crosses once and not four times. So in time gathering holds out longer than n =
-# k: up to n = 16 on this list. At n = 64 memory ends it too: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes,
-# 30 GB.
+# Bytes are not seconds. On a torus, much of an all-to-all has to cross the middle, so its bandwidth on
+# these two TPU slices is 1.7 and 3 times lower than that of an all-gather. Over two nodes of H100s,
+# gathering sends twice the bytes in half the time, because a token crosses between the nodes once rather
+# than four times. So measured in time, gathering pays beyond n = k: up to n = 16 in this list. At n = 64
+# its memory rules it out: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes, or 30 GB.
 #
-# Now the all-to-all beside the products. What can more tokens change?
+# Now compare the all-to-alls with the matmuls. Would more tokens per device help?
 
 
 # %%
 def seconds(place, tokens, copies=None):
-    """Products and exchange of a layer, forward, and the experts' weights' read."""
+    """Seconds of a layer's forward pass: matmuls, weight reads, communication."""
     chip, m = hardware.Topology.parse(place).chip, PLACES[place]
-    products = tokens * k_ * 6 * D_ * M_ / chip.peak_flops_per_s
+    compute = tokens * k_ * 6 * D_ * M_ / chip.peak_flops_per_s
     weights = E_ / m * 3 * D_ * M_ * 2 / chip.hbm_bytes_per_s
-    wire = tokens * k_ * (m - 1) / m * D_ * 3 / link_of(place).all_to_all_bytes_per_s
-    if copies:  # between nodes, by the GPU's own network card
-        wire = tokens * copies * D_ * 3 / chip.dcn_bytes_per_s
-    return products, weights, wire
+    comm = tokens * k_ * (m - 1) / m * D_ * 3 / link_of(place).all_to_all_bytes_per_s
+    if copies:  # between nodes, over the network card of each GPU
+        comm = tokens * copies * D_ * 3 / chip.dcn_bytes_per_s
+    return compute, weights, comm
 
 
 # %% tags=["hide-input"]
@@ -431,90 +448,100 @@ CASES = {
     "16 H100": ("h100:16", None),
     "16 H100, once": ("h100:16", 1.0),
     "64 H100": ("h100:64", None),
-    "64 H100, 4 nodes": ("h100:64", crossings["at most 4 nodes"]),
+    "64 H100, 4 nodes": ("h100:64", transfers["at most 4 nodes"]),
 }
 for name, (place, copies) in CASES.items():
-    products, weights, wire = (1e6 * s for s in seconds(place, 1, copies))
-    times = f"exchange {wire:.2f} us, {wire / products:.1f} times"
-    print(f"{name:16} a token: products {products:.2f} us, {times}")
-    longest = f"from {weights / wire:.0f} tokens on" if wire > products else "never"
-    equal = f"{weights / products:.0f} tokens' products"
-    print(f"{'':16} weights {weights:.0f} us: {equal}; exchange longest {longest}")
+    compute, weights, comm = (1e6 * s for s in seconds(place, 1, copies))
+    times = f"communication {comm:.2f} us, {comm / compute:.1f} times as long"
+    print(f"{name:16} per token: compute {compute:.2f} us, {times}")
+    equal = f"as long as computing {weights / compute:.0f} tokens"
+    print(f"{'':16} reading the weights: {weights:.0f} us, {equal}")
+    longest = f"from {weights / comm:.0f} tokens on" if comm > compute else "never"
+    print(f"{'':16} communication takes longest: {longest}")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Microseconds against tokens a device. On v5p the exchange stays below products, on 64 H100 it is above from about 35 tokens."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Microseconds against tokens per device. On v5p communication stays below compute; on 64 H100 it is above from about 35 tokens on."}}
 figure, axes = plt.subplots(2, figsize=(5.5, 6), sharex=True, sharey=True)
 many = np.logspace(0, 4.3, 60)
 drawn_in = ("v5p:4x4x4",), ("64 H100", "64 H100, 4 nodes")
 for ax, names in zip(axes, drawn_in, strict=True):
     for number, name in enumerate(names):
         place, copies = CASES[name]
-        products, weights, wire = (1e6 * s for s in seconds(place, many, copies))
-        slower = np.maximum(products, weights)
+        compute, weights, comm = (1e6 * s for s in seconds(place, many, copies))
+        slower = np.maximum(compute, weights)
         if not number:
-            ax.plot(many, slower, color=lesson.NEUTRAL, label="products")
-        label = "exchange" + number * ", at most 4 nodes"
+            ax.plot(many, slower, color=lesson.NEUTRAL, label="compute")
+        label = "communication" + number * ", at most 4 nodes"
         purple, dots = lesson.COLOURS["expert"], "-:"[number]
-        ax.plot(many, wire, color=purple, ls=dots, label=label)
+        ax.plot(many, comm, color=purple, ls=dots, label=label)
     ax.set(xscale="log", yscale="log", ylabel="microseconds")
     ax.axvspan(1, 50e3 / (k_ * D_ / 64), color=lesson.NEUTRAL, alpha=0.15, lw=0)
     ax.legend()
-axes[0].set_title("64 TPU v5p: products take longer, always")
-axes[1].set_title("64 H100: more tokens do not hide it")
-label = axes[1].set_xlabel("tokens on a device; grey: latency decides")
+axes[0].set_title("64 TPU v5p: compute always takes longer")
+axes[1].set_title("64 H100: more tokens do not help")
+label = axes[1].set_xlabel("tokens per device; gray area: latency dominates")
 
 # %% [markdown]
-# With few tokens, products take as long as their weights take to read, whatever the tokens: 105 us on 64
-# H100. There the exchange is below, up to 35 tokens a device; but there latency decides (to each of 63 others
-# go 896 bytes a token, and below some 50 kB a message costs latency, not bytes: up to 56 tokens, grey). From
-# 148 tokens on both grow alike, and **their ratio is fixed, by M and by the wire, not by the batch**. On v5p
-# the exchange is 0.6 of the products at any size, and in one H100 node 0.5. On two nodes it is 2.4, on eight
-# 4.2; with one crossing to a node, and at most 4 nodes, 0.6 and 2.1. (Forwarding over NVLink is not counted.)
+# With few tokens, the matmuls take as long as reading their weights from HBM: 105 us on 64 H100. Up to 35
+# tokens per device, the all-to-all takes less than that, but there latency dominates. Each of the 63 other
+# GPUs gets 896 bytes per token, and a message below about 50 kB costs latency rather than bandwidth. That
+# holds for up to 56 tokens (the gray area).
 #
-# A token's exchange cannot run beside its own products, since one needs the other. It can run beside another
-# microbatch's, or beside attention and shared experts. DeepSeek-V3 finds about 1:1 between nodes, and hides
-# one microbatch's exchange behind another's work (DualPipe, section 3.2.1).
+# From 148 tokens on, compute and communication grow at the same rate, so **their ratio is fixed. It depends
+# on M and on the bandwidth, not on the batch.** The all-to-all takes 0.6 of the compute time on v5p, at any
+# size, and 0.5 in one H100 node. It takes 2.4 times the compute time on two nodes, and 4.2 times on eight.
+# If a token is sent to a node only once, two nodes need 0.6. With at most 4 nodes per token, eight nodes
+# need 2.1. (Forwarding over NVLink is not counted.)
 #
-# ## Balance
+# The exchange of a token cannot overlap with its own matmuls. It can overlap with another microbatch, with
+# attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes, and overlaps
+# the communication of one microbatch with the compute of another (DualPipe, section 3.2.1).
 #
-# Capacity wants a fair router; without one, the device with the favourite expert is what all others wait for.
-# Yet training works against it: an expert that is chosen more learns more, and is chosen more. To watch that,
-# take 8 kinds of text: tokens of a kind lie around a point of their own, and the layer has to learn another
-# matrix for each kind. All on one device, dense; `load` is the share of choices that an expert gets.
+# ## Load balancing
+#
+# A capacity needs a balanced router. Without a capacity, all devices wait for the one with the most popular
+# expert. Training works against balance: an expert that is chosen more often learns more, and is then
+# chosen even more often.
+#
+# To watch this happen, use a toy problem with 8 kinds of text. The tokens of each kind are scattered around
+# a different center, and the layer has to learn a different matrix for each kind. Everything runs on one
+# device, without capacity. `load` is the share of the choices that an expert gets.
 
 # %% tags=["hide-input"]
 import optax
 
 rng = np.random.default_rng(0)
-centre_n1D = 2 * rng.normal(size=(n, 1, D)) + 3 * rng.normal(size=D)  # 3: all share
+center_n1D = 2 * rng.normal(size=(n, 1, D)) + 3 * rng.normal(size=D)  # 3: shared part
 matrix_nDD = np.float32(rng.normal(size=(n, D, D)) / np.sqrt(D))
 small = {"router_DE": 0.3, "up_EDM": 0.25, "down_EMD": 1 / 6}
 start = {at: np.float32(rng.normal(size=shapes[at]) * std) for at, std in small.items()}
 
 
 def draw(step):
-    """A batch of N tokens, kind after kind, and what the layer should make of them."""
+    """A batch of N tokens, sorted by kind, and the targets of the layer."""
     noise_ntD = jax.random.normal(jax.random.key(step), (n, N // n, D))
     wanted_ntD = jnp.einsum("ntD,nDd->ntd", noise_ntD, matrix_nDD)
-    return (jnp.float32(centre_n1D) + noise_ntD).reshape(N, D), wanted_ntD.reshape(N, D)
+    return (jnp.float32(center_n1D) + noise_ntD).reshape(N, D), wanted_ntD.reshape(N, D)
 
 
 def statistics(experts_Nk, scores_NE):
-    """An expert's share of the choices, and its mean score."""
+    """Each expert's share of the choices, and its mean score."""
     return jnp.mean(jax.nn.one_hot(experts_Nk, E), axis=(0, 1)), scores_NE.mean(0)
 
 
 # %% [markdown]
-# Two remedies. The **balance loss** (Switch; *aux loss* in PyTorch's libraries) adds E * sum over experts of
-# load * mean score, times a small weight, to the loss. It is 1 if all are equal, and more if loads and scores
-# peak together. The load has no gradient, so it acts as a weight: the scores of crowded experts are pushed
-# down. The **selection bias** (DeepSeek-V3) adds nothing to the loss. A number for each expert is added to
-# its score when experts are chosen, and never to the gate; after each step it goes up by a fixed amount if
-# the expert's load was below the mean, else down.
+# There are two standard remedies. The **balance loss** (Switch; called *aux loss* in PyTorch libraries)
+# adds this term to the loss, times a small weight: E times the sum over experts of load times mean score.
+# The term is 1 if all experts are equal. The load has no gradient, so it acts as a weight that pushes down
+# the scores of overloaded experts.
+#
+# The **selection bias** (DeepSeek-V3) adds nothing to the loss. It adds a number to the score of each
+# expert when experts are chosen, but not in the gate. After each step, the bias of an expert goes up by a
+# fixed amount if its load was below the mean, and down otherwise.
 
 
 # %%
 def train(loss_of, steps=300, rate=0.0):
-    """Errors and loads of each step. rate: of the selection bias"""
+    """Error and loads of each step. rate: step size of the selection bias"""
     w, bias_E, optimizer = start, jnp.zeros(E), optax.adam(0.01)
 
     @jax.jit
@@ -543,54 +570,55 @@ def dense_loss(weight):
     return loss
 
 
-RUNS = {"nothing": train(dense_loss(0)), "balance loss": train(dense_loss(0.1)),
+RUNS = {"no remedy": train(dense_loss(0)), "balance loss": train(dense_loss(0.1)),
         "selection bias": train(dense_loss(0), rate=0.01)}  # fmt: skip
 
 
 def end(run):
-    """Error and loads, in fair shares, of the last 20 steps."""
+    """Error and loads (1 is the mean), averaged over the last 20 steps."""
     return run[0][-20:].mean(), E * run[1][-20:].mean(axis=0)
 
 
 for name, run in RUNS.items():
     error, load_E = end(run)
     busiest, last = load_E.max(), E * run[1][-1].max()
-    print(f"{name:14} error {error:.3f}, {(load_E < 0.25).sum()} of {E} experts idle, "
-          f"the busiest {busiest:.1f} shares, in the last step {last:.1f}")  # fmt: skip
+    print(f"{name:14} error {error:.3f}, {(load_E < 0.25).sum()} of {E} experts idle; "
+          f"top load {busiest:.1f} times the mean, at the end {last:.1f}")  # fmt: skip
 idle = [(end(run)[1] < 0.25).sum() for run in RUNS.values()]
 assert idle[0] >= 6 and idle[1] == 0 and idle[2] <= 2, "as the text says"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Loads of 16 experts, sorted, in three runs: without a remedy eight do nothing; with either remedy all work."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Sorted loads of 16 experts in three runs: without a remedy eight experts do nothing; with either remedy all work."}}
 figure, axes = plt.subplots(3, figsize=(5, 4.6), sharex=True, sharey=True)
 for ax, (name, run) in zip(axes, RUNS.items(), strict=True):
     error, load_E = end(run)
     ax.bar(np.arange(E), np.sort(load_E)[::-1], color=lesson.COLOURS["expert"])
     ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
     ax.set(title=f"{name}: error {error:.3f}", ylabel="load")
-axes[2].set_xlabel("experts, the busiest first; load 1 is a fair share")
+axes[2].set_xlabel("experts, sorted by load; a load of 1 is the mean")
 ticks = axes[2].set_xticks([])
 
 # %% [markdown]
-# Without a remedy half of the experts do nothing, and the error falls nonetheless: it says nothing of the
-# waste. With the bias nearly all work, on the mean of 20 steps; in a single step one expert may still have
-# several shares, because in this toy all tokens of a kind change their expert together. That is also why its
-# error is hardly better here than without; models of real text did better with it than with the loss
-# ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)). Each remedy wants the
-# load of the step's *whole batch*. On a mesh that is a sum over devices of E numbers, 1 kB for 256 experts: a
-# matter of latency, not of bytes. For the bias it must also be the *same* on all devices: it is a parameter
-# that no gradient moves, and nothing else keeps its copies alike.
+# Without a remedy, half of the experts do nothing. The error still falls, so it does not show the waste.
+# With the selection bias, all or nearly all experts work, averaged over 20 steps. In a single step one
+# expert can still get several times the mean load, because here all tokens of a kind switch experts
+# together. That is also why its error is hardly better than without a remedy. Models of real text did
+# better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
+#
+# Both remedies need the load of the step's *whole batch*. On a mesh this is an all-reduce of E numbers, 1
+# kB for 256 experts. The bias must also be *identical* on all devices, and no gradient reduction keeps its
+# copies equal.
 #
 # ## In `model.py`
 #
-# The same two exchanges: `model.with_capacity` is `on_device` above with slots counted for each sequence, and
-# `model.dropless` is `gathered`, with a kernel of its own for grouped products. `--model.capacity_factor 0`
-# is dropless, the default. `model.router_statistics` adds counts over all devices before `model.balance_loss`
-# multiplies, and `optimizer.update_selection_bias` moves the bias once a step.
+# `model.with_capacity` is `on_device` from above, with slots counted per sequence. `model.dropless` is
+# `gathered`, with a custom kernel for the grouped matmuls. It is the default (`--model.capacity_factor 0`).
+# `model.router_statistics` sums the counts over all devices before `model.balance_loss` multiplies them.
+# `optimizer.update_selection_bias` moves the bias once per step.
 #
 # ## Exercise 1: how many slots
 #
-# A step has `tokens` tokens, cut over `devices`. How many slots X does each device keep for each expert?
-# Round up, so that with factor 1 and equal loads nothing drops.
+# A step has `tokens` tokens, sharded over `devices`. How many slots X does each device need for each
+# expert? Round up, so that nothing is dropped with a capacity factor of 1 and equal loads.
 
 
 # %%
@@ -604,17 +632,17 @@ def slots_of(factor, tokens, devices, experts, k):
 # %% tags=["hide-input"]
 up = lambda x: math.ceil(round(x, 6))
 SLOTS = {  # f: factor, t: tokens, n: devices
-    "How many choices does a token make?":
+    "How many experts does each token choose?":
         lambda f, t, n, E, k: up(f * t / n / E),
-    "So many for all devices: each keeps and sends its own.":
+    "That is the number for all devices together. Each device has its own slots.":
         lambda f, t, n, E, k: up(f * k * t / E),
-    "Of all devices, and one choice a token. Look at both.":
+    "That counts all devices, and one choice per token. Check both.":
         lambda f, t, n, E, k: up(f * t / E),
-    "So many choices has a device. Over how many experts?":
+    "That is the number of choices per device. Over how many experts?":
         lambda f, t, n, E, k: up(f * k * t / n),
-    "Rounded down, the mean load does not fit.":
+    "If you round down, the mean load does not fit.":
         lambda f, t, n, E, k: int(f * k * t / n / E),
-    "Nearly: a slot is a whole one.": lambda f, t, n, E, k: f * k * t / n / E,
+    "Almost: it must be an integer.": lambda f, t, n, E, k: f * k * t / n / E,
 }  # fmt: skip
 
 
@@ -632,29 +660,29 @@ print(check_slots(slots_of))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return math.ceil(factor * k * tokens / devices / experts)`. Without the k, half of all choices drop at k =
-# 2 even if every load is equal, and the loss falls all the same. (We measured a published guide in which a
-# quarter drops so.)
+# `return math.ceil(factor * k * tokens / devices / experts)`. If you forget the k, half of all choices are
+# dropped at k = 2 even if every load is equal, and the loss still falls. (We measured a published guide in
+# which a quarter of the choices is dropped for this reason.)
 # </details>
 
 # %% tags=["remove-cell"]
 said = lambda form: check_slots(lambda f, t, n, E, k: form(f, t, n, E, k))
 assert said(lambda f, t, n, E, k: math.ceil(f * k * t / n / E)).startswith("Right")
-assert "choices does a token" in said(lambda f, t, n, E, k: math.ceil(f * t / n / E))
-assert "all devices: each" in said(lambda f, t, n, E, k: math.ceil(f * k * t / E))
-assert "Look at both" in said(lambda f, t, n, E, k: math.ceil(f * t / E))
+assert "each token choose" in said(lambda f, t, n, E, k: math.ceil(f * t / n / E))
+assert "all devices together" in said(lambda f, t, n, E, k: math.ceil(f * k * t / E))
+assert "Check both" in said(lambda f, t, n, E, k: math.ceil(f * t / E))
 assert "Over how many" in said(lambda f, t, n, E, k: math.ceil(f * k * t / n))
-assert "Rounded down" in said(lambda f, t, n, E, k: f * k * t // (n * E))
-assert "whole one" in said(lambda f, t, n, E, k: f * k * t / n / E)
+assert "round down" in said(lambda f, t, n, E, k: f * k * t // (n * E))
+assert "integer" in said(lambda f, t, n, E, k: f * k * t / n / E)
 assert "Not yet" in said(lambda f, t, n, E, k: 7)
 assert check_slots(slots_of) == lesson.NOTHING
 
 # %% [markdown]
-# ## Exercise 2: the bias, on eight devices
+# ## Exercise 2: update the selection bias on eight devices
 #
-# Write the update of the selection bias for use inside of `shard_map`: each expert's bias goes up by `RATE`
-# if its load in the whole batch is below the mean load, else down. `own_load_E` counts the choices of this
-# device's tokens; `bias_E` is the same on all devices, and has to stay so.
+# Write the update of the selection bias for use inside `shard_map`. The bias of an expert goes up by `RATE`
+# if its load in the whole batch is below the mean load, and down otherwise. `own_load_E` counts the choices
+# of this device's tokens. `bias_E` is the same on all devices, and must stay the same.
 
 # %%
 RATE = 0.01
@@ -666,7 +694,7 @@ def moved(bias_E, own_load_E):
 
 # %% tags=["hide-input"]
 def after_step(answer):
-    """fn(bias_E, load_nE) -> the bias that each of 8 devices has then, [n, E]."""
+    """fn(bias_E, load_nE) -> the new bias on each of 8 devices, [n, E]."""
 
     def device(bias_E, load_1E):
         return lesson.answered(answer)(bias_E, load_1E[0])[None]
@@ -679,26 +707,26 @@ all_step = lambda b, step: b + RATE * np.broadcast_to(step, (n, E))
 above = lambda x: np.sign(x.mean(-1, keepdims=True) - x)
 gap = lambda x: x.mean() - x
 DEVICES = {
-    "Each device has another bias: it has counted its own tokens alone.":
+    "Each device has a different bias, because it counts only its own tokens.":
         lambda b, x: all_step(b, above(x)),
-    "Up to 8 steps at once: devices vote, and each vote is a step.":
+    "Up to 8 steps at once: you sum the signs over the devices.":
         lambda b, x: all_step(b, above(x).sum(0)),
-    "Devices vote, each with its own mean. The sign of what, rather?":
+    "You average the signs over the devices. What should you take the sign of?":
         lambda b, x: all_step(b, above(x).mean(0)),
 }  # fmt: skip
 
 # %% tags=["hide-input"]
 DEVICES |= {
-    "The other way around: the busiest experts become busier.":
+    "The sign is reversed: overloaded experts get even more tokens.":
         lambda b, x: all_step(b, -above(x.sum(0))),
-    "By the difference. The step is fixed: its sign alone counts.":
+    "You step by the difference. Use only its sign: the step has a fixed size.":
         lambda b, x: all_step(b, gap(x.sum(0))),
-    "By the difference, of means. The step is fixed: its sign alone counts.":
+    "You step by a difference of means. Use only its sign: the step has a fixed size.":
         lambda b, x: all_step(b, gap(x.mean(0))),
-    "Loads of 8 devices, beside the mean of one: nearly all go down.":
+    "You compare loads of 8 devices with the mean of one, so nearly all go down.":
         lambda b, x: all_step(b, np.sign(x.mean(1, keepdims=True) - x.sum(0))),
-    "How far? RATE.": lambda b, x: all_step(b, above(x.sum(0)) / RATE),
-    "That is the step. Where is the bias as it was?":
+    "The step size should be RATE.": lambda b, x: all_step(b, above(x.sum(0)) / RATE),
+    "That is only the change. Add it to the old bias.":
         lambda b, x: all_step(0 * b, above(x.sum(0))),
 }  # fmt: skip
 
@@ -712,7 +740,7 @@ def check_moved(answer):
     cases = [(np.float32(rng.normal(size=E)), load_nE()) for _ in range(2)]
     right = lambda b, x: all_step(b, above(x.sum(0)))
     hints = [(mistake, hint) for hint, mistake in DEVICES.items()]
-    done = "Right, and the same on all devices."
+    done = "Right, and identical on all devices."
     return lesson.diagnose(after_step(answer), cases, right, hints, done)
 
 
@@ -727,37 +755,39 @@ print(check_moved(moved))
 # return bias_E + RATE * jnp.sign(load_E.mean() - load_E)
 # ```
 #
-# The sign of a sum is not the sum of signs. With `out_specs=jax.P()` and `check_vma` on, JAX refuses the
-# first wrong answer, the one with a bias of its own on each device. Where nothing checks, it runs: every rank
-# chooses by another bias, and the checkpoint keeps one of them.
+# The sign of a sum is not the sum of the signs. With `out_specs=jax.P()` and `check_vma` on, JAX rejects
+# the first wrong answer, which gives each device a different bias. Without that check, the program runs.
+# Each rank then routes with a different bias, and the checkpoint stores only one of them.
 # </details>
 
 
 # %% tags=["remove-cell"]
-def voted(how):
+def stepped(how):
     return check_moved(lambda b, x: b + RATE * how(x))
 
 
 whole = lambda x: jax.lax.psum(x, "expert")
-assert "Right" in voted(lambda x: jnp.sign(whole(x).mean() - whole(x)))
-assert "Right" in voted(lambda x: jnp.sign(1 / E - whole(x) / whole(x).sum()))
-assert "its own tokens" in voted(lambda x: jnp.sign(x.mean() - x))
-assert "8 steps" in voted(lambda x: whole(jnp.sign(x.mean() - x)))
-assert "vote, each" in voted(lambda x: jax.lax.pmean(jnp.sign(x.mean() - x), "expert"))
-assert "busier" in voted(lambda x: jnp.sign(whole(x) - whole(x).mean()))
-assert "fixed" in voted(lambda x: whole(x).mean() - whole(x))
-assert "beside the mean of one" in voted(lambda x: jnp.sign(x.mean() - whole(x)))
-assert "RATE." in check_moved(lambda b, x: b + jnp.sign(whole(x).mean() - whole(x)))
-step = lambda x: jnp.sign(whole(x).mean() - whole(x))
-assert "as it was" in check_moved(lambda b, x: RATE * step(x))
+assert "Right" in stepped(lambda x: jnp.sign(whole(x).mean() - whole(x)))
+assert "Right" in stepped(lambda x: jnp.sign(1 / E - whole(x) / whole(x).sum()))
+assert "its own tokens" in stepped(lambda x: jnp.sign(x.mean() - x))
+assert "8 steps" in stepped(lambda x: whole(jnp.sign(x.mean() - x)))
+signs = lambda x: jnp.sign(x.mean() - x)
+assert "average the signs" in stepped(lambda x: jax.lax.pmean(signs(x), "expert"))
+assert "reversed" in stepped(lambda x: jnp.sign(whole(x) - whole(x).mean()))
+assert "by the difference" in stepped(lambda x: whole(x).mean() - whole(x))
+assert "the mean of one" in stepped(lambda x: jnp.sign(x.mean() - whole(x)))
+sign = lambda x: jnp.sign(whole(x).mean() - whole(x))
+assert "should be RATE" in check_moved(lambda b, x: b + sign(x))
+assert "only the change" in check_moved(lambda b, x: RATE * sign(x))
 assert check_moved(moved) == lesson.NOTHING == check_moved(None)
 
 # %% [markdown]
 # ## Exercise 3: how wide must an expert be
 #
-# Design it: from which width M of its experts is a layer's exchange no longer than its products? Forward,
-# with many tokens; both ways in bfloat16; three matrices an expert (gate, up, down). A device has
-# `flops_per_s`, and sends `bytes_per_s` in an all-to-all over n devices. (D and k do not matter. Why?)
+# Design it: how large must the expert width M be, so that the exchange of a layer takes no longer than its
+# matmuls? Count the forward pass with many tokens. Dispatch and combine both send bfloat16. An expert has
+# three matrices (gate, up, down). `bytes_per_s` is a device's bandwidth in an all-to-all over n devices. (D
+# and k do not matter. Why?)
 
 
 # %%
@@ -767,20 +797,20 @@ def narrowest(flops_per_s, bytes_per_s, n):
 
 # %% tags=["hide-input"]
 def width(bytes_a_number, flops, away=True):
-    """fn(flops_per_s, bytes_per_s, n) -> M, of a choice's bytes / D and FLOPs / D M."""
+    """fn(flops_per_s, bytes_per_s, n) -> M, for a choice's bytes / D, FLOPs / (D M)."""
     left = lambda n: (n - 1) / n if away else 1
-    return lambda peak, wire, n: bytes_a_number / flops * left(n) * peak / wire
+    return lambda peak, bw, n: bytes_a_number / flops * left(n) * peak / bw
 
 
 WIDTHS = [
-    (width(2, 6), "Half of it: what experts make has to come back."),
-    (width(4, 6, False), "Nearly. Which share of the choices stays at home?"),
-    (width(4, 4), "Too wide. Two matrices? There are three."),
+    (width(2, 6), "Half of it: the outputs of the experts have to come back, too."),
+    (width(4, 6, False), "Almost. What share of the choices stays on its own device?"),
+    (width(4, 4), "Too wide: you count two matrices, but an expert has three."),
     (width(4, 3), "Twice too wide: a multiply and an add are two FLOPs."),
-    (width(4, 2), "Too wide: that is one matrix."),
-    (width(3, 6), "For fp8 one way. Here both are bfloat16."),
-    (width(2, 6, False), "One way only, and as if none stayed at home."),
-    (lambda peak, wire, n: 1.5 * n / (n - 1) * wire / peak, "Upside down: the units?"),
+    (width(4, 2), "Too wide: you count one matrix, but an expert has three."),
+    (width(3, 6), "That assumes fp8 dispatch. Here both directions are bfloat16."),
+    (width(2, 6, False), "You count one direction, and no choice stays local."),
+    (lambda peak, bw, n: 1.5 * n / (n - 1) * bw / peak, "Inverted: the units?"),
 ]
 
 
@@ -797,37 +827,38 @@ print(check_narrowest(narrowest))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# A choice costs 6 D M FLOPs, and sends D numbers of 2 bytes there and back, 4 D bytes, of which (n - 1)/n
-# leave the device. Equal times: 6 D M / peak = 4 D (n - 1)/n / wire, so `return 4 / 6 * (n - 1) / n *
-# flops_per_s / bytes_per_s`. D and k stand on both sides. So narrow experts are dear on the wire, however
-# many a token chooses.
+# A choice costs 6 D M FLOPs. It sends D numbers of 2 bytes in each direction, 4 D bytes in total, and
+# (n - 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n - 1)/n / bandwidth, so
+# `return 4 / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D and k appear on both sides and cancel. So
+# narrow experts are expensive to communicate, however many of them a token chooses.
 # </details>
 
 # %% tags=["remove-cell"]
-by = lambda b, flops: lambda peak, wire, n: b / flops * (n - 1) / n * peak / wire
+by = lambda b, flops: lambda peak, bw, n: b / flops * (n - 1) / n * peak / bw
 form = lambda b, flops: check_narrowest(by(b, flops))
 assert form(4, 6).startswith("Right")
 assert 11450 < width(4, 6)(989e12, 56.25e9, 64) < 11550
 assert 1650 < width(4, 6)(459e12, 157.5e9, 8) < 1750
-assert "come back" in form(2, 6) and "three" in form(4, 4) and "two FLOPs" in form(4, 3)
+assert "come back" in form(2, 6) and "two m" in form(4, 4) and "two FLOPs" in form(4, 3)
 assert "one matrix" in form(4, 2) and "fp8" in form(3, 6)
-assert "stays at home" in check_narrowest(lambda peak, wire, n: 4 / 6 * peak / wire)
-assert "as if none" in check_narrowest(lambda peak, wire, n: 2 / 6 * peak / wire)
-upside_down = lambda peak, wire, n: 6 / 4 * n / (n - 1) * wire / peak
-assert "Upside" in check_narrowest(upside_down)
+assert "its own device" in check_narrowest(lambda peak, bw, n: 4 / 6 * peak / bw)
+assert "one direction" in check_narrowest(lambda peak, bw, n: 2 / 6 * peak / bw)
+upside_down = lambda peak, bw, n: 6 / 4 * n / (n - 1) * bw / peak
+assert "Inverted" in check_narrowest(upside_down)
 assert check_narrowest(narrowest) == lesson.NOTHING
 
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague has put the training above on eight devices: the layer by hand with slots for all, the error,
-# the balance loss. Each device reads files of its own, and has one of the 8 kinds of text. Nothing drops. One
-# device with the same batches reaches an error below 0.1. Eight do not.
+# A colleague moved the training above to eight devices: the layer by hand with enough slots for every
+# token, the error, and the balance loss. Each device reads different files, with one of the 8 kinds of
+# text. Nothing is dropped. On the same batches, one device reaches an error below 0.1. Eight devices do
+# not.
 
 
 # %%
 def device_loss(w, x_tD, y_tD):
-    """What a device computes: loss, and what is logged. The same on all devices."""
+    """The loss, and (error, loads) for the log. Identical on all devices."""
     out_tD = on_device(w, x_tD, slots=x_tD.shape[0])
     squares = jax.lax.psum(jnp.sum((out_tD - y_tD) ** 2), "expert")
     error = squares / (n * y_tD.size)
@@ -839,13 +870,13 @@ def device_loss(w, x_tD, y_tD):
 
 
 def loss_on(device_loss):
-    cut = jax.P("expert")
-    specs = {"router_DE": jax.P(), "up_EDM": cut, "down_EMD": cut}, cut, cut
+    split = jax.P("expert")
+    specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split, split
     eight = jax.shard_map(device_loss, mesh=mesh, in_specs=specs, out_specs=jax.P())
     return lambda w, bias_E, x_ND, y_ND: eight(w, x_ND, y_ND)
 
 
-# %% mystnb={"image": {"alt": "Error against steps: one device falls to 0.07, eight devices stay above 0.3."}}
+# %% mystnb={"image": {"alt": "Error against steps: one device falls to 0.07, while eight devices stay above 0.3."}}
 eight = train(loss_on(device_loss))
 figure, axes = plt.subplots(figsize=(5, 3))
 for name, errors, colour in (
@@ -858,13 +889,13 @@ legend = axes.legend()
 error, load_E = end(eight)
 busiest, at_rest = load_E.max(), (load_E < 0.25).sum()
 one, _ = end(RUNS["balance loss"])
-print(f"error at the end: one device {one:.3f}, eight {error:.3f}")
-print(f"eight devices: busiest expert {busiest:.1f} times its share, {at_rest} idle")
+print(f"error at the end: {one:.3f} on one device, {error:.3f} on eight")
+print(f"eight devices: top load {busiest:.1f} times the mean, {at_rest} experts idle")
 assert one < 0.1 and error > 2.5 * one and at_rest <= 1, "as the text says"
 
 # %% [markdown]
-# No expert is idle. Mend `device_loss`; the checker compares loss and gradient with
-# one device, on two batches.
+# No expert is idle. Fix `device_loss`. The checker compares loss and gradient with one device, on two
+# batches.
 
 
 # %% tags=["hide-input"]
@@ -874,7 +905,7 @@ import functools
 def measured(loss):
     """fn(step) -> loss, error, loads, gradient of one batch."""
 
-    @functools.cache  # a checker asks again and again
+    @functools.cache  # the checker calls it several times per batch
     def of(step):
         (total, (error, load_E)), grads = run(start, jnp.zeros(E), *draw(step))
         return total, error, load_E, grads
@@ -884,7 +915,7 @@ def measured(loss):
 
 
 def parts_loss(balance_of):
-    """One device, its balance loss another function of the parts' loads and scores."""
+    """On one device, with balance_of(loads, scores) of the n parts as balance loss."""
 
     def loss(w, bias_E, x_ND, y_ND):
         error, (_, load_E) = dense_loss(0)(w, bias_E, x_ND, y_ND)
@@ -900,16 +931,16 @@ def parts_loss(balance_of):
 ONE = measured(dense_loss(0.1))
 whole_product = lambda l, s: (l.mean(0) * s.mean(0)).sum()
 HINTS = {
-    "As it was. Must each device's text use all experts, or the whole batch?":
+    "Unchanged. Should each device use all experts, or only the whole batch?":
         lambda l, s: (l * s).sum(1).mean(),
-    "As it was, 8 times as strong: the product still comes first.":
+    "The same bug, 8 times as strong: you still multiply before you sum.":
         lambda l, s: (l * s).sum(),
-    "64 times too strong: both means were added.":
+    "64 times too strong: you summed both means.":
         lambda l, s: n * n * whole_product(l, s),
-    "8 times too strong: one of the means was added.":
+    "8 times too strong: you summed one of the means.":
         lambda l, s: n * whole_product(l, s),
-    "8 times too weak: was it averaged twice?": lambda l, s: whole_product(l, s) / n,
-    "Without a balance loss it trains, and experts are idle.": lambda l, s: 0.0,
+    "8 times too weak: did you average twice?": lambda l, s: whole_product(l, s) / n,
+    "Without a balance loss it trains, but experts are idle.": lambda l, s: 0.0,
 }  # fmt: skip
 
 
@@ -919,7 +950,7 @@ MISTAKES = [(parts_loss(balance_of), hint) for hint, balance_of in HINTS.items()
 
 def check_loss(device_loss):
     tried = measured(loss_on(lesson.answered(device_loss)))
-    done = "Right: one device's loss and gradient."
+    done = "Right: loss and gradient are those of one device."
     return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
 
 
@@ -929,20 +960,20 @@ print(check_loss(device_loss))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The balance loss is a product of two means, and the mean of products is not the product of means. So the
-# means come first: `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, then the product, which
-# all devices then have. (Averaging `load_E` alone is enough: with it, the mean of the products is right. That
-# costs E numbers.) As it was, every device asks that *its own* text use all experts alike. A kind that is on
-# one device may then not have experts of its own, although the whole batch would be balanced with them; the
-# log shows balanced loads, because they are.
+# The balance loss is a product of two means, and the mean of products is not the product of means. So
+# average first, `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, and multiply afterwards.
+# The product is then the same on all devices. (It is enough to average `load_E` alone: the mean of the
+# products is then right, and you send only E numbers.) The original code requires each device's *own* text
+# to use all experts equally. A kind of text that is on only one device then cannot have its own experts,
+# even if the whole batch would be balanced. The logged loads look balanced, because they are.
 #
-# [Demons in the Detail](https://arxiv.org/abs/2501.11873) found this in the training of mixtures of experts
-# at large: frameworks computed the balance loss in each micro-batch, of few sequences, and averaged it over
-# devices. With loads added over the whole batch, models of up to 42.8 billion parameters had a better
-# perplexity, and experts that differ by domain. Megatron-LM [added
-# it](https://github.com/NVIDIA/Megatron-LM/issues/1498) on request, for that paper. Here each device has one
-# kind, which is the extreme; with shuffled text the harm is smaller, and harder to see. DeepSeek-V3 balances
-# within a sequence too, on purpose, with a weight of 0.0001.
+# [Demons in the Detail](https://arxiv.org/abs/2501.11873) found this bug in large-scale MoE training.
+# Frameworks computed the balance loss per micro-batch of a few sequences, and averaged it over devices.
+# With loads summed over the whole batch, models of up to 42.8 billion parameters reached a better
+# perplexity, and their experts specialized by domain. Megatron-LM [added
+# it](https://github.com/NVIDIA/Megatron-LM/issues/1498) on request, citing that paper. Here each device has
+# a single kind of text, which is the extreme case. With shuffled text the damage is smaller and harder to
+# see. DeepSeek-V3 also balances within each sequence, but on purpose, with a weight of 0.0001.
 # </details>
 
 
@@ -959,7 +990,7 @@ def mended(before=lambda x: jax.lax.pmean(x, "expert"), after=lambda x: x, weigh
 
 total = lambda x: jax.lax.psum(x, "expert")
 mean = lambda x: jax.lax.pmean(x, "expert")
-assert "As it was. Must" in check_loss(device_loss)
+assert "Unchanged" in check_loss(device_loss)
 assert "Right" in mended()
 assert "Right" in mended(lambda x: (mean(x[0]), x[1]), mean)
 assert "8 times as strong" in mended(lambda x: x, total)
@@ -972,39 +1003,44 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 # %% [markdown]
 # ## In one table
 #
-# Bytes are those of a device, forward, for t tokens of width D in bfloat16, and a capacity factor of 1.
+# All bytes are sent per device in the forward pass, for t tokens of width D in bfloat16 and a capacity
+# factor of 1.
 #
-# | | all-to-all of slots | gathered tokens |
+# | | all-to-all of slots | gathered tokens (dropless) |
 # |---|---|---|
 # | in letters | `x_tD → [E, X, D] ⇄ [e, n X, D]`, times `w_eDM` | `x_tD → x_ND`, sorted, times `w_eDM`, `partial_ND → y_tD` |
-# | who holds what | E/n experts, t tokens, E X slots | E/n experts, t tokens, N tokens and N k rows |
-# | forward | all-to-all twice | all-gather, reduce-scatter |
-# | backward | all-to-all twice; the router's gradient is added | all-gather, reduce-scatter; the same |
-# | bytes | 2 * 2 k t D (n - 1)/n | 2 * 2 t D (n - 1): n/k times |
-# | drops | what exceeds X | nothing |
-# | critical path | yes, unless another microbatch, attention or shared experts run beside it | the same |
-# | when | n well above k, and a balanced router | n up to k; on a torus and over two nodes up to n = 16 here |
+# | each device stores | E/n experts, t tokens, E X slots | E/n experts, t tokens, N tokens and N k rows |
+# | forward pass | two all-to-alls | all-gather, reduce-scatter |
+# | backward pass | two all-to-alls; the router's gradient is summed | all-gather, reduce-scatter; the router's gradient is summed |
+# | bytes sent | 2 * 2 k t D (n - 1)/n | 2 * 2 t D (n - 1), which is n/k times as much |
+# | dropped | choices beyond X | nothing |
+# | on the critical path | yes, unless it overlaps with another microbatch, attention or shared experts | the same |
+# | use it if | n is well above k, and the router is balanced | n is at most about k; in this chapter's examples up to n = 16 on a torus and over two nodes |
 #
-# | wire, for D = 7168, M = 2048, k = 8 | exchange / products |
+# | devices, for D = 7168, M = 2048, k = 8 | exchange time / compute time |
 # |---|---|
-# | 64 TPU v5p | 0.6 in fp8 and bfloat16, 0.8 in bfloat16: hidden beside equal work |
+# | 64 TPU v5p | 0.6 with fp8 dispatch, 0.8 with bfloat16 both ways: can overlap with an equal amount of work |
 # | one node of 8 H100 | 0.5 |
-# | two nodes of 8 H100 | 2.4; 0.6 if a token crosses once, as when gathered or by DeepEP |
-# | eight nodes of 8 H100 | 4.2; with at most 4 nodes 2.1: wider experts, or more work beside it |
+# | two nodes of 8 H100 | 2.4; or 0.6 if a token is sent to a node once, as when gathered or by DeepEP |
+# | eight nodes of 8 H100 | 4.2; or 2.1 with at most 4 nodes per token: use wider experts, or overlap more work |
 #
-# **For a PyTorch reader.** EP is `expert`: a process group whose ranks hold different experts, and usually
-# also different tokens (torchtitan takes it out of its data-parallel ranks). Token dispatcher: `on_device`
-# without the experts; Megatron-LM has one that gathers and one with all-to-all. DeepEP: the all-to-all,
-# dropless, with one crossing to a node. megablocks: grouped products, dropless. Aux loss: the balance loss.
-# `expert_bias`: the selection bias.
+# | here | JAX | PyTorch | Megatron-LM |
+# |---|---|---|---|
+# | mesh axis `expert` | a mesh axis in `shard_map` | an expert-parallel process group; torchtitan takes its ranks from the data-parallel ones | `--expert-model-parallel-size` |
+# | dispatch and combine, `on_device` | `lax.all_to_all`, `lax.ragged_all_to_all` | `all_to_all_single`; DeepEP: dropless, a token is sent to a node once | token dispatcher `alltoall` |
+# | gathered tokens | `lax.all_gather`, `lax.psum_scatter` | `all_gather`, `reduce_scatter` | token dispatcher `allgather` |
+# | grouped matmul | `lax.ragged_dot` | MegaBlocks | `--moe-grouped-gemm` |
+# | balance loss, selection bias | your own code | aux loss, `expert_bias` | `--moe-aux-loss-coeff`, `--moe-router-enable-expert-bias` |
 #
 # ## Three lines to keep
 #
-# 1. Tokens travel to experts and back: two all-to-alls forward, two backward, each of k copies of a token;
-#    gathering sends n/k times as much, drops nothing, and is often faster up to some 16 devices.
-# 2. Exchange and products both grow with the tokens, so no batch hides one behind the other: what decides is
-#    the width of an expert, the wire, and on how many nodes a token's experts lie.
-# 3. Loads are those of the whole batch: add them over devices first, then multiply, compare, or take a sign.
+# 1. Tokens travel to their experts and back: two all-to-alls forward and two backward, each with k copies
+#    of a token. Gathering sends n/k times as much, drops nothing, and is often faster up to about 16
+#    devices.
+# 2. Communication and compute both grow with the tokens, so a larger batch does not hide the exchange. The
+#    expert width, the bandwidth and the number of nodes per token decide.
+# 3. Load balancing needs the loads of the whole batch: sum them over devices before you multiply, compare
+#    or take a sign.
 #
 # **Sources.** GShard, [arXiv:2006.16668](https://arxiv.org/abs/2006.16668), section 2.2 (capacity,
 # all-to-all); Switch Transformer, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961), equation 4 (balance
