@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 11 · Tokens to batches
+# # 11 · Data loading: from tokens to batches
 #
-# **Question.** A run is stopped, and goes on with another number of machines. Does it see the tokens that it
-# would have seen, each of them once?
+# **Question.** A training run stops and resumes on a different number of machines. Does it see the same
+# tokens as it would have without the stop, each of them once?
 #
-# **Why it hurts not to know.** A loader that repeats tokens, or skips some, raises no error, and the loss
-# falls. Below it falls *faster* than that of the correct run.
+# **Why it hurts not to know.** A data loader that repeats or skips tokens raises no error, and the loss
+# falls. Below, it falls *faster* than that of the correct run.
 #
 # *Before this:* 00 (what a step costs, what a mesh is). *Mesh:* `data=8`, then `data=4`, simulated.
-# *Runs in* 15 s on 2 cores; reading takes 30 minutes, trying it an hour.
+# *Runs in* 15 s on 2 cores; reading takes 30 minutes, trying it out an hour.
 
 # %%
 from devices import simulate_devices
@@ -28,12 +28,12 @@ from config import preset
 # %% [markdown]
 # ## Stopped three times
 #
-# The text is a part of the Python standard library, as it lies on your machine; your numbers differ a little
-# from ours. Tokens are its bytes, for now. The stream is cut into windows of T = 256 tokens, and a step sees
-# B = 8 of them. (A capital letter is the size of a whole dim, here and in the names of arrays.)
+# The text is a part of the Python standard library on your machine, so your numbers differ a little from
+# ours. For now, tokens are bytes. The token stream is split into windows of T = 256 tokens, and each step
+# reads a batch of B = 8 windows.
 #
-# The loader is the one that everybody writes first: a generator, seeded, that shuffles the windows and
-# yields each of them once.
+# The loader is the one that everybody writes first: a seeded generator that shuffles the windows and yields
+# each of them once.
 
 # %%
 library = Path(sysconfig.get_path("stdlib"))
@@ -42,19 +42,19 @@ text, held_out = read("[a-c]*.py"), read("d*.py")
 B, T, STEPS, STOPPED_AT = 8, 256, 60, (15, 30, 45)
 
 
-def cut(text):
-    """Windows of T bytes, one behind the other; what remains at the end is left out."""
+def as_windows(text):
+    """Consecutive windows of T bytes; the remainder at the end is dropped."""
     return np.frombuffer(text, np.uint8)[: len(text) // T * T].reshape(-1, T)
 
 
 def generator():
     rng = np.random.default_rng(0)
     while True:
-        yield from rng.permutation(len(cut(text)))
+        yield from rng.permutation(len(as_windows(text)))
 
 
 def batches(stops):
-    """The windows of each step. At a stop the process ends, and another one starts."""
+    """The windows of each step. At a stop, a new process starts."""
     for step in range(STEPS):
         if step == 0 or step in stops:
             rows = generator()
@@ -62,14 +62,14 @@ def batches(stops):
 
 
 # %% [markdown]
-# In place of a model we take a table: how often has each byte followed each two bytes? It learns by counting.
-# Like a trainer it reports the loss of a batch *before* it learns from it. What it has learned survives the
-# stops, as a checkpoint does.
+# The model is a table: how often has each byte followed each pair of bytes? It learns by counting. Like a
+# trainer, it reports the loss of a batch *before* it learns from it. The table survives the stops, as a
+# checkpoint does.
 
 
 # %%
 def learn(counts, text_BT):
-    """Mean loss of a byte after two others, in nats; then count it."""
+    """Mean loss of a byte given the previous two, in nats; then count it."""
     a, b, x = (text_BT[:, k : T - 2 + k] % 128 for k in range(3))  # ASCII is below 128
     p = counts[a, b, x] / counts[a, b].sum(axis=-1)
     np.add.at(counts, (a, b, x), 1)
@@ -77,47 +77,49 @@ def learn(counts, text_BT):
 
 
 def train(stops):
-    """Loss of each step, the loss on other text at the end, and the windows seen."""
-    counts = np.full((128, 128, 128), 1 / 128)  # at first all bytes are as likely
+    """Loss of each step, final loss on other text, and number of windows seen."""
+    counts = np.full((128, 128, 128), 1 / 128)  # at first, all bytes are equally likely
     seen = list(batches(stops))
-    losses = [learn(counts, cut(text)[rows]) for rows in seen]
-    return losses, learn(counts, cut(held_out)), np.unique(seen).size
+    losses = [learn(counts, as_windows(text)[rows]) for rows in seen]
+    return losses, learn(counts, as_windows(held_out)), np.unique(seen).size
 
 
 runs = {"not stopped": train(()), "stopped three times": train(STOPPED_AT)}
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two falling curves; that of the stopped run drops at the first stop and stays lower."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two falling loss curves; the one of the stopped run drops at the first stop and stays lower."}}
 figure, axes = plt.subplots(figsize=(6.2, 3))
 for (name, (losses, _, _)), style in zip(runs.items(), ("-", ":"), strict=True):
     axes.plot(losses, style, label=name, color="black", lw=1.5)
 for stop in STOPPED_AT:
     axes.axvline(stop, ymax=0.62, color=lesson.NEUTRAL, lw=0.8)
     axes.text(stop, 3.2, "stop", color=lesson.NEUTRAL, ha="center", va="bottom")
-axes.set(xlabel="step", ylabel="loss, nats a byte", ylim=(0, 5))
-axes.set_title("The broken run reports the lower loss")
+axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, 5))
+axes.set_title("The broken run reports the lower training loss")
 axes.legend(loc="upper right")
 for name, (losses, other, seen) in runs.items():
     last = np.mean(losses[-10:])
     print(f"{name}: last loss {last:.2f}, on other text {other:.2f}", end="")
-    print(f"; {seen:,} of {STEPS * B:,} windows were new")
+    print(f"; {seen:,} different windows of {STEPS * B:,}")
 (whole, whole_other, _), (stopped, stopped_other, _) = runs.values()
 assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_other
 
 # %% [markdown]
-# Each start draws the same windows again, and the run learns them by heart. The printed loss rewards it; the
-# loss on other text, of files that neither run has read, shows the damage. A translation toolkit had this
-# fault: a run interrupted after its first epoch went on with the batches of that epoch, in the same order
-# ([joeynmt 125](https://github.com/joeynmt/joeynmt/issues/125)). In another trainer a restart read the first
-# files again, and perplexity rose from 239 to 782 when the next ones came ([entrenar
+# Each restart draws the same windows again, and the run memorizes them. The training loss rewards this. The
+# loss on other text, from files that neither run has read, shows the damage.
+#
+# This happens in real projects. In a translation toolkit, a run that was interrupted after its first epoch
+# resumed with the batches of that epoch, in the same order ([joeynmt
+# 125](https://github.com/joeynmt/joeynmt/issues/125)). In another trainer, a restart read the first files
+# again, and the perplexity rose from 239 to 782 when the next files came ([entrenar
 # 295](https://github.com/paiml/entrenar/issues/295)).
 #
-# ## One order, cut twice
+# ## One endless order
 #
-# Which window lies in which row of which step? Let that be fixed before the run begins, in **one endless
-# order**. Here are 29 windows, four steps of 8 rows, and a stop in the middle, after which there are half as
+# Which window is in which row of which step? Fix this before the run begins, in **one endless order** of
+# windows. Here are 29 windows, four steps of 8 rows, and a stop in the middle. After it, there are half as
 # many machines:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight window numbers. Two rows are cut between four hosts, two between two hosts."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight window numbers. Two rows are split over four hosts, two over two hosts."}}
 rng = np.random.default_rng(0)
 endless = [*rng.permutation(29), *rng.permutation(29)]  # and so on
 figure, axes = plt.subplots(figsize=(6.2, 2.6))
@@ -132,21 +134,21 @@ for place, window in enumerate(endless[:32]):
 axes.axhline(2, color="black", lw=1.5)
 axes.set(xlim=(0, 8), ylim=(4, 0), ylabel="step", xticks=[])
 axes.set_yticks(np.arange(4) + 0.5, ["0", "1", "2", "3"])
-axes.set_title("The hosts cut a row; the row does not know them")
-axes.set_xlabel("a shade is a host: four before the stop, two after it")
+axes.set_title("The number of hosts does not change the rows")
+axes.set_xlabel("row; each shade is a host: four before the stop, two after")
 
 # %% [markdown]
-# A step is a slice of the order, a machine's part is a slice of the slice, and nothing else picks a row.
-# (Bold is the second epoch, another permutation: it begins inside of a batch.) So the loader has **no state**
-# that a stop could lose: a batch is a function of the settings and the number of the step. What follows
-# builds what stands behind such a function: ids, windows, batches, an order, and the audit.
+# A step takes the next B windows of the order, a machine takes its part of those, and nothing else decides.
+# (Bold numbers are the second epoch. It has another permutation and starts inside a batch.) So the loader
+# has **no state** that a stop could lose: a batch is a function of the settings and the step number. The
+# rest of this chapter builds that function.
 #
-# ## Text to ids
+# ## Tokenization: text to ids
 #
-# A byte a token makes long sequences. *Byte-pair encoding* shortens them: count all pairs of neighbours, give
-# the commonest pair an id of its own, repeat. A regular expression first cuts the text into words, and no
-# pair reaches across a cut. So each different word is kept once, and a merge recounts only those that hold
-# its pair.
+# With one token per byte, sequences are long. *Byte-pair encoding* (BPE) shortens them: count all pairs of
+# adjacent tokens, give the most common pair a new id, and repeat. A regular expression first splits the
+# text into words, and no pair crosses a word boundary. So each distinct word is stored once, and a merge
+# recounts only the words with its pair.
 
 # %%
 from collections import Counter, defaultdict
@@ -160,7 +162,7 @@ print("words:", regex.findall(tokenizers.GPT2_PATTERN, "    if self.x:\n  return
 
 
 def merged(parts, pair):
-    """A list of byte strings, with each occurrence of the pair joined."""
+    """A list of byte strings, with each occurrence of the pair merged."""
     out = []
     for part in parts:
         if out and (out[-1], part) == pair:
@@ -201,12 +203,12 @@ print("longest:  ", *sorted(ranks, key=len)[-3:])
 
 # %% [markdown]
 # White space is a word too, so the longest tokens are indents. A token is a string of bytes, and its rank
-# says how early it was made. Encoding needs no more than that: join the neighbours whose union has the lowest
-# rank, until no union has one. The first k merges do not depend on the later ones, so one training gives
-# tokenizers of all smaller sizes.
+# is the number of the merge that created it. To encode text, repeatedly merge the adjacent tokens whose
+# union has the lowest rank, until no union has a rank. The first k merges do not depend on later ones, so
+# one training gives you the tokenizers of all smaller sizes.
 #
-# > **Predict.** With 1,024 - 256 = 768 merges, how many bytes of *other* text does a token stand for? (256
-# > ids: 1 byte.)
+# > **Predict.** With 1,024 - 256 = 768 merges, how many bytes of *other* text does a token represent on
+# > average? (With 256 ids, it is 1 byte.)
 
 
 # %% tags=["hide-input"]
@@ -239,28 +241,28 @@ def rank_file(vocabulary):
 ours = encode({t: r for t, r in ranks.items() if r < 1024}, held_out.decode())
 theirs = tokenizers.encode(rank_file(1024), held_out)
 assert ours == theirs.tolist()
-print("other text: the same ids from these lines and from tiktoken, OpenAI's encoder")
+print("other text: this encoder and tiktoken (OpenAI's encoder) give the same ids")
 
 # %%
-my_prediction = None  # bytes a token
+my_prediction = None  # bytes per token
 counted = len(held_out) / len(ours)
-lesson.predicted("bytes a token", my_prediction, counted, "bytes", within=0.1)
+lesson.predicted("bytes per token", my_prediction, counted, "bytes", within=0.1)
 
 # %% tags=["remove-cell"]
 assert 1.8 < counted < 3.5
 
 # %% [markdown]
-# ## Loss a token, bits a byte
+# ## Loss per token, bits per byte
 #
-# Fewer tokens for the same text is a shorter run. But a longer token is harder to guess. The smallest model
-# there is, the *unigram* model, knows how often each id occurs and nothing else. Count it on our text, and
-# measure its loss on the other text, for tokenizers of eight sizes:
+# With fewer tokens for the same text, a run is shorter. But a longer token is harder to predict. The
+# *unigram* model, the smallest there is, knows only how often each id occurs. Count the ids in the training
+# text, and measure the loss on the other text, for tokenizers of eight sizes:
 
 # %% tags=["hide-input"]
 sizes_V, table = (256, 320, 384, 512, 768, 1024, 1536, 2048), []
 for V in sizes_V:
     ids, other_ids = (tokenizers.encode(rank_file(V), x) for x in (text, held_out))
-    p_V = np.bincount(ids, minlength=V) + 1.0  # + 1: an id that never occurred may yet
+    p_V = np.bincount(ids, minlength=V) + 1.0  # + 1: unseen ids are possible
     nats = -np.log(p_V / p_V.sum())[other_ids].mean()
     per_token, own = len(held_out) / len(other_ids), len(text) / len(ids)
     table.append((per_token, own, nats, nats / np.log(2) / per_token))
@@ -270,38 +272,39 @@ for V, *row in zip(sizes_V, bytes_a_token, nats, bits, strict=True):
     print("{:5}  {:11.2f}  {:10.2f}  {:9.2f}".format(V, *row))
 assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Left: bytes a token grow ever more slowly with the vocabulary. Right: loss a token rises, bits a byte fall."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Left: bytes per token grow more and more slowly with the vocabulary. Right: loss per token rises, bits per byte fall."}}
 figure, (left, right) = plt.subplots(1, 2, figsize=(6.6, 3.1))
 left.plot(sizes_V, own, "o-", color="black", ms=3, label="text of the merges")
 left.plot(sizes_V, bytes_a_token, "o--", color="black", ms=3, label="other text")
-left.set(ylabel="bytes a token", title="Each doubling buys less", ylim=(0, None))
-right.plot(sizes_V, nats, "o-", color="black", ms=3, label="nats a token")
-right.plot(sizes_V, bits, "o--", color="black", ms=3, label="bits a byte")
-right.set(title="Same model, two verdicts", ylim=(0, None))
+left.set(ylabel="bytes per token", title="Each doubling gains less", ylim=(0, None))
+right.plot(sizes_V, nats, "o-", color="black", ms=3, label="nats per token")
+right.plot(sizes_V, bits, "o--", color="black", ms=3, label="bits per byte")
+right.set(title="Same model, opposite trends", ylim=(0, None))
 for axes in (left, right):
     axes.set_xscale("log", base=2)
     axes.set_xticks([256, 512, 1024, 2048], ["256", "512", "1,024", "2,048"])
-    axes.set_xlabel("ids in the vocabulary")
+    axes.set_xlabel("vocabulary size")
     axes.legend(loc="lower right")
 
 # %% [markdown]
-# The loss says that the tokenizer of bytes is the best one, and bits a byte say that it is the worst. Only
-# the second is a statement about text. Probabilities of tokens multiply to the probability of the text, so
-# nats *add up*: the sum over all tokens, over ln 2, is the length in bits of the text when coded by this
-# model (nearly: a text has other cuts into tokens, too). Divide it by bytes, which no tokenizer can change:
+# By loss per token, the byte tokenizer is the best one. By bits per byte, it is the worst. Only the second
+# number says something about the text. The probabilities of the tokens multiply to the probability of the
+# text, so their losses in nats *add up*. The sum divided by ln 2 is the length in bits of the text, encoded
+# with this model. (Nearly: a text has other tokenizations, too.) Divide it by the number of bytes, which
+# does not depend on the tokenizer:
 #
-#     bits a byte = nats a token / ln 2 / bytes a token
+# bits per byte = nats per token / ln 2 / bytes per token
 #
-# Losses of two tokenizers cannot be compared; bits a byte on the same text can.
+# You cannot compare the losses of two tokenizers, but you can compare bits per byte on the same text.
 #
-# Are more ids always better? Each token pays for its logits, a product of D x V (D, the model's width): `6 D
-# V` FLOPs a token in a training step, 2 forward and 4 backward. So count FLOPs a *byte*. For models of three
-# sizes, by the project's planner:
+# Is a larger vocabulary always better? Each token also pays for its logits, a D x V matmul (D is the model
+# width). That is `6 D V` FLOPs per token in a training step, 2 forward and 4 backward. So count FLOPs per
+# *byte*. Here they are for models of three sizes, from the project's planner:
 
 # %% tags=["hide-input"]
 from plan import costs
 
-print("FLOPs a byte, over those of 256 ids")
+print("FLOPs per byte, relative to 256 ids")
 models = {}
 for name in ("tiny", "laptop", "dense_124m"):
     each = [preset(name, **{"model.vocab_size": V}) for V in sizes_V]
@@ -312,23 +315,24 @@ for row, V in enumerate(sizes_V):
     print(f"{V:5}", *(f"{shares[row]:7.2f}" for shares in models.values()))
 
 # %% [markdown]
-# A merge pays as long as it lengthens tokens by a larger share than it adds to the FLOPs of one. For the
-# narrowest model that ends near 1,000 ids; for the widest, whose layers cost much more than its logits,
-# beyond this table. (Whether it then learns as well a byte, only training tells.)
+# A larger vocabulary pays off as long as it lengthens the tokens by a larger factor than the FLOPs per
+# token. For the narrowest model, this ends near 1,000 ids. For the widest, whose layers cost much more than
+# its logits, it ends beyond the table. (Whether the model then learns as well per byte, only training can
+# tell.)
 #
 # ## Shards and a manifest
 #
-# `python -m data.prepare` writes ids to disk, here called as a function. Before each document, a file, stands
-# one more id, the *end of text*: 1,024 in a tokenizer of 1,024. All documents of a split form one stream, cut
-# into files, the *shards*. (Of an array, a device's piece is called so, too.) Whether a document is
-# held out depends on a hash of its name alone: more documents move none from one split to the other.
+# `python -m data.prepare` writes token ids to disk; here it is called as a function. It puts an extra id,
+# the *end of text*, before each document (here, a file): 1,024 in a tokenizer of 1,024. All documents of a
+# split form one stream, which is stored in several files, also called *shards*. Whether a document is held
+# out depends only on a hash of its name, so adding documents moves none from one split to the other.
 
 
 # %% tags=["hide-input"]
 def prepared(name, shard_tokens):
     source, bpe = f"text:{library}/[a-d]*.py", f"bpe:{folder}/1024.bpe"
     out, more = str(folder / name), dict(val_share=0.15, shard_tokens=shard_tokens)
-    more["overwrite"] = True  # so that this cell runs again
+    more["overwrite"] = True  # so that you can run this cell again
     prepare.prepare(prepare.Arguments(out, source, bpe, **more))
     return out
 
@@ -340,29 +344,29 @@ for name, split in corpus.splits.items():
     mapped = type(split.shards[0]).__name__
     print(f"{name}: {split.tokens:,} {split.shards[0].dtype} ids in {mapped}s")
 m = corpus.manifest
-print(f"nats a token: uniform {np.log(1025):.2f}", end="")
+print(f"nats per token: uniform {np.log(1025):.2f}", end="")
 print(f", unigram {m['unigram_nats']:.2f}, bigram {m['bigram_nats']:.2f}")
 
 # %% [markdown]
-# A `memmap` is a file that looks like an array. Opening it reads a header; taking a slice reads the pages it
-# lies on. So a corpus may be larger than memory, and all processes of a machine share what has been read.
+# A `memmap` is a file that acts like an array. Opening it reads a header, and slicing it reads only the
+# pages of the slice. So a corpus can be larger than memory, and all processes on a machine share the pages.
 #
-# `begins` says where in a shard documents begin. The manifest holds each file's size and sha256. A shard of
-# another size is refused; `dataset.verify` reads all and finds a single wrong byte. It also holds what a loss
-# is to be compared with.
-# A new model starts near *uniform*, where every id is as likely as all others. When it passes *unigram*, it
-# knows which ids are common; below *bigram*, it has used more than the token before. (Many pairs occur once,
-# and the bigram is counted on the very pairs it describes: that flatters it.)
+# `begins` lists where documents begin in a shard. The manifest contains the size and sha256 of each file. A
+# shard of the wrong size is rejected, and `dataset.verify` reads all shards and finds a single wrong byte.
 #
-# Now windows. Window i has tokens `i*T .. i*T + T - 1` as inputs and each one's successor as target: the last
-# target of a window is the first input of the next. So every token but the first is a target once. Windows
-# care neither about documents nor about shards.
+# The manifest also contains three losses to compare with. A new model starts near *uniform*, where all ids
+# are equally likely. Below *unigram*, it knows which ids are common. Below *bigram*, it uses more than the
+# previous token. (The bigram loss is measured on the text from which it was counted, so it is too low.)
+#
+# Now the windows. Window i has tokens `i*T .. i*T + T - 1` as inputs, and the next token of each as target.
+# The last target of a window is the first input of the next window, so every token but the first is a
+# target once. Windows ignore the boundaries of documents and shards.
 #
 # ## What is in a batch
 #
-# To see documents end inside windows, they must be short: the first lines of some docstrings, as bytes, a
-# document each. `prepare.from_ids` takes ids in place of text, and holds out the last of them. A `preset` is
-# one of the project's sets of settings, some of them replaced.
+# To see documents end inside windows, use short ones: the first lines of some docstrings, as bytes.
+# `prepare.from_ids` takes ids instead of text, and holds out the last documents. A `preset` is one of the
+# project's sets of settings; the dictionary overrides some of them.
 
 # %%
 functions = abs, all, any, bin, chr, id, len, max, min, ord, sum
@@ -374,7 +378,7 @@ sizes = {"data.path": out, "data.seq_len": 36, "data.batch_size": 6}
 batch = dataset.batch(preset("tiny", **sizes), 0)
 print({name: batch[name].shape for name in batch})
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Six rows of letters in coloured runs; below, grey wedges that start anew with each run."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Six rows of letters in colored segments; below, gray wedges that restart with each segment."}}
 figure, panels = plt.subplots(2, 1, figsize=(6.6, 4.4), sharex=True)
 for (row, t), token in np.ndenumerate(batch["tokens_BT"]):
     segment, position = batch["segments_BT"][row, t], batch["positions_BT"][row, t]
@@ -386,25 +390,26 @@ for (row, t), token in np.ndenumerate(batch["tokens_BT"]):
     panels[0].text(t + 0.5, row + 0.55, letter, size=9, ha="center", va="center")
     size = (position + 1) / 38
     panels[1].bar(t + 0.5, -size, bottom=row + 1, width=1, color=lesson.NEUTRAL)
-panels[0].set_title("Each row numbers its documents anew: 1 blue, 2 green")
+panels[0].set_title("Segments are numbered per row: 1 blue, 2 green")
 panels[1].set_title("Positions restart with each document")
 for axes in panels:
     axes.set(xlim=(0, 36), ylim=(6, 0), ylabel="row of the batch")
     axes.set_yticks(np.arange(6) + 0.5, range(6))
-panels[1].set_xlabel("place in the window")
+panels[1].set_xlabel("index in the window")
 
 # %% [markdown]
-# A colour is a number in `segments_BT`, `|` is the end of text, which opens a document, and the height of the
-# grey is `positions_BT`. The model lets attention stay inside a segment (`data.mask_documents`), so no
-# document sees another one. White is padding, behind the end of the stream: segment 0, and weight 0 in
-# `weights_BT`. Who drops that window loses text; who lets the padding count measures the wrong loss.
+# The colors are the numbers in `segments_BT`. `|` is the end of text, which starts a document. The height
+# of the gray bars is `positions_BT`. The model restricts attention to one segment (`data.mask_documents`),
+# so no document sees another one. White is padding after the end of the stream: segment 0, and weight 0 in
+# `weights_BT`. If you drop that window, you lose text. If you count the padding, you measure the wrong
+# loss.
 #
-# A document that is cut goes on in another row, begins there at position 0, and has lost what stood before:
-# the price of windows. In nanochat every row begins with a document, and about 35% of the tokens are cropped
-# to make the rows full
-# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)). Best fit
-# (`--data.packing documents`) takes the longest first, puts each into the row with the least room that holds
-# it, and pads. The same lines in rows of 128:
+# A document that is split continues in another row. There it starts at position 0, without the text before
+# it. That is the price of windows. In nanochat every row begins with a document, and about 35% of the
+# tokens are cropped to fill the rows
+# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)). Best-fit packing
+# (`--data.packing documents`) takes the longest documents first, puts each into the row with the least
+# space that still fits, and pads. Here are the same lines in rows of 128:
 
 # %% tags=["hide-input"]
 for packing in ("windows", "documents"):
@@ -412,8 +417,8 @@ for packing in ("windows", "documents"):
     print(dataset.in_words(dataset.load(out).splits["train"], d))
 
 # %% [markdown]
-# One rule must not be forgotten: **targets are shifted by one**. Without the shift, each token is its own
-# answer. The least loss of a model that sees one token, on the text of before:
+# Never forget that **targets are shifted by one**. Without the shift, each token is its own target. The
+# next cell computes the lowest possible loss of a model that sees one token, for the training text:
 
 # %%
 ids = corpus.splits["train"].read(0, 10**9).astype(int)
@@ -421,16 +426,16 @@ share = lambda values: np.unique(values, return_counts=True)[1] / len(values)
 entropy = lambda values: -share(values) @ np.log(share(values))
 for name, targets_N in {"shifted": ids[1:], "not shifted": ids[:-1]}.items():
     least = entropy(ids[:-1] * 1025 + targets_N) - entropy(ids[:-1])
-    print(f"{name:11} {abs(least):.2f} nats a token")
+    print(f"{name:11} {abs(least):.2f} nats per token")
 
 # %% [markdown]
-# A loss far below the bigram's, early, is no success: the model copies.
+# If the loss is far below that of the bigram early in training, the model probably copies.
 
 # %% [markdown]
 # ## Each token once
 #
-# To audit a loader, feed it a stream in which **every token is its own serial number**. Then a batch says by
-# itself what was read, and the count is `np.bincount` of the targets.
+# To audit a loader, give it a stream in which **every token is its own serial number**. Then each batch
+# shows directly what was read, and `np.bincount` of the targets counts it.
 
 # %%
 N = 9000
@@ -442,31 +447,31 @@ serial = preset("tiny", **SERIAL)
 
 
 def targets(step):
-    """The targets of a step, without padding."""
+    """The targets of a step without padding."""
     batch = dataset.batch(serial, step)
     return batch["targets_BT"][batch["weights_BT"] > 0]
 
 
 all_targets = np.concatenate([targets(step) for step in range(47)])
 times_N = np.bincount(all_targets, minlength=N)
-print(f"{N:,} tokens, each a target", *np.unique(times_N), "times in 47 steps")
+print(f"{N:,} tokens: each is a target", *np.unique(times_N), "times in 47 steps")
 assert (times_N == 8).all()
 
 # %% [markdown]
-# N = 9,000 targets are 141 windows of 64, the last of them short. So 47 steps of 24 windows are eight epochs,
-# and all of them but the last end inside a batch. No token is lost there.
+# N = 9,000 targets are 141 windows of 64, the last of them shorter. So 47 steps of 24 windows are eight
+# epochs, and all but the last end inside a batch, without losing a token.
 #
-# Many trainers do without epochs and begin each sequence at a random place
-# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py), `get_batch`). It needs one line and no
-# bookkeeping.
+# Many trainers have no epochs, and start each sequence at a random position
+# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py), `get_batch`). This takes one line
+# and no bookkeeping.
 #
-# > **Predict.** Such a loader draws as many windows as an epoch has. What share of the tokens was never a
+# > **Predict.** Such a loader draws as many windows as an epoch has. What share of the tokens is never a
 # > target?
 
 
 # %%
 def drawn(N, T, epochs):
-    """How often each token is a target if windows of T begin at random places."""
+    """How often each token is a target if windows of T start at random positions."""
     times_N = np.zeros(N, int)
     for start in np.random.default_rng(0).integers(N - T, size=epochs * N // T):
         times_N[start + 1 : start + T + 1] += 1
@@ -477,39 +482,41 @@ one, two, three = (drawn(2_000_000, 200, epochs) for epochs in (1, 2, 3))
 my_prediction = None  # between 0 and 1
 never = np.mean(one == 0)
 lesson.predicted("share never a target", my_prediction, never, within=0.05)
-print(f"{np.mean(one > 1):.1%} were one more than once")
-print(f"never, after 2 epochs' worth: {np.mean(two == 0):.1%}", end="")
+print(f"{np.mean(one > 1):.1%} of the tokens were a target more than once")
+print(f"never a target after 2 epochs: {np.mean(two == 0):.1%}", end="")
 print(f", after 3: {np.mean(three == 0):.1%}")
 
 # %% tags=["remove-cell"]
 assert abs(never - np.exp(-1)) < 0.02
 
 # %% [markdown]
-# A draw misses a given token with probability `1 - T/N`, and there are N/T draws: `(1 - T/N)^(N/T)`, close to
-# 1/e. More than a third of the corpus is paid for and not read, and about a quarter is read twice or more.
-# Only a run that reads a small part of its corpus may do without epochs: after 1% of the N/T draws a token
-# has come twice with probability 0.01^2 / 2.
+# A draw misses a given token with probability `1 - T/N`, and there are N/T draws: `(1 - T/N)^(N/T)`, close
+# to 1/e. So more than a third of the corpus is never read, and about a quarter is read twice or more. You
+# can only do without epochs if you read a small part of the corpus: after 1% of the N/T draws, a token has
+# been read twice with probability 0.01^2 / 2.
 #
 # ## A function of the step
 #
-# `order(i)` is the window at place i of the endless order. How can it be known without a list of all windows?
-# A shuffle is a function that never gives two places the same window, and such functions can be computed. Cut
-# the bits of i into two halves; xor one of them with a hash of the other; swap; repeat. Each turn can be
-# undone by the same xor, so no two places meet. A result that is no window goes through again. With that, a
-# loader is this program, for an empty file, and its audit:
+# `order(i)` is the window at place i of the endless order. How can you know it without a list of all
+# windows? A shuffle is a function that never maps two places to the same window, and such functions can be
+# computed. Split the bits of i into two halves. XOR one half with a hash of the other. Swap them, and
+# repeat. The same XOR undoes each round, so two places never collide. If the result is not a valid window,
+# apply the function again.
+#
+# With that, here is a loader and its audit, ready to paste into an empty file:
 
 # %% tags=["by-hand"]
 import hashlib
 
 import numpy as np
 
-N, T, B = 9_000, 64, 24  # targets of the text, and of a window; rows of a batch
+N, T, B = 9_000, 64, 24  # targets in the text, targets per window, rows per batch
 stream = np.arange(N + 1)  # each token is its own serial number
-WINDOWS = -(-N // T)  # the last one is short
+WINDOWS = -(-N // T)  # the last one is shorter
 
 
 def shuffled(i, count, key):
-    """Place i of a permutation of 0..count-1: nothing is stored."""
+    """Place i of a permutation of 0..count-1. Nothing is stored."""
     half = (max(count - 1, 1).bit_length() + 1) // 2
     while True:
         left, right = i >> half, i % 2**half
@@ -523,30 +530,30 @@ def shuffled(i, count, key):
 
 # %% tags=["by-hand"]
 def order(place):
-    """The endless order: another permutation in each epoch."""
+    """The endless order: a different permutation in each epoch."""
     epoch, i = divmod(place, WINDOWS)
     return shuffled(i, WINDOWS, key=epoch)
 
 
 def batch_targets(step):
-    """The targets of a step's rows. No state: any step, at any time, on any host."""
+    """The targets of a step's rows. Works for any step, at any time, on any host."""
     windows = [order(place) for place in range(step * B, (step + 1) * B)]
     return [stream[w * T + 1 : min((w + 1) * T, N) + 1] for w in windows]
 
 
-later = [batch_targets(step) for step in range(20, 47)]  # another process, afterwards
+later = [batch_targets(step) for step in range(20, 47)]  # could be another process
 first = [batch_targets(step) for step in range(20)]
 seen = np.concatenate([row for step in first + later for row in step])
 times = np.bincount(seen, minlength=N + 1)[1:]
-assert (times == 8).all(), "not each token once an epoch"
-print(f"47 steps are 8 epochs: each token a target {times.min()} times")
-print(f"a million million windows, place 7: {shuffled(7, 10**12, key=0):,}")
+assert (times == 8).all(), "not once per epoch"
+print(f"47 steps are 8 epochs: each token is a target {times.min()} times")
+print(f"place 7 of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
 
 # %% [markdown]
-# [Grain](https://google-grain.readthedocs.io) does it with a cipher, an invertible function by trade
+# [Grain](https://google-grain.readthedocs.io) does this with a cipher, which is invertible by design
 # ([index_shuffle](https://github.com/google/grain/tree/main/grain/_src/python/experimental/index_shuffle)),
-# and with another key in each epoch. So to resume is to call `dataset.batch` with the step of the checkpoint,
-# and any step costs the same:
+# and with a different key in each epoch. To resume, you call `dataset.batch` with the step of the
+# checkpoint. Every step costs the same:
 
 # %%
 from time import process_time
@@ -564,17 +571,17 @@ assert np.array_equal(first_steps[90], made_at[90])  # step 90 of a run that beg
 assert not np.array_equal(made_at[90], made_at[10**9])
 
 # %% [markdown]
-# **Hosts.** Chips are driven by machines, the *hosts*, a process each. The usual way gives each of n hosts
-# its share of the windows, h, h + n, h + 2n and so on, and lets it shuffle them. In an epoch each window
-# comes once, on any number of hosts.
+# **Hosts.** Chips are attached to machines, the *hosts*, and each host runs one process. The usual loader
+# gives host h of n its share of the windows, h, h + n, h + 2n and so on, and the host shuffles them. In one
+# epoch each window is read once, on any number of hosts.
 #
-# > **Predict.** Eight hosts make the first half of an epoch, then four make the second half. What share of
-# > the windows was never seen?
+# > **Predict.** Eight hosts read the first half of an epoch, then four read the second half. What share of
+# > the windows is never read?
 
 
 # %%
 def per_host(step, hosts, windows=480, B=16):
-    """The windows of a global batch, each host having shuffled its own."""
+    """The windows of a global batch if each host shuffles its own windows."""
     b, rows = B // hosts, []
     for host in range(hosts):
         own = np.random.default_rng(host).permutation(np.arange(host, windows, hosts))
@@ -587,30 +594,30 @@ for second in (8, 4):
     times = np.bincount(np.concatenate(seen), minlength=480)
     if second == 8:
         assert (times == 1).all()
-        print("30 steps on 8 hosts: each window once")
+        print("30 steps on 8 hosts: each window is read once")
 my_prediction = None  # between 0 and 1
 never = np.mean(times == 0)
-lesson.predicted("8 hosts, then 4, share never seen", my_prediction, never, within=0.1)
-print(f"seen twice: {np.mean(times == 2):.0%}")
+lesson.predicted("8 hosts, then 4: share never read", my_prediction, never, within=0.1)
+print(f"read twice: {np.mean(times == 2):.0%}")
 
 # %% tags=["remove-cell"]
 assert 0.15 < never < 0.35
 
 # %% [markdown]
-# Two halves of two different orders: half of what the second run reads has been read, so about a quarter of
-# the windows come twice and another quarter never. MaxText with Grain keeps a state for each host that loads,
-# and stays with their number: a run that went on with twice the machines kept 64 loading hosts, and the
-# others loaded nothing ([maxtext 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). Mosaic's
-# Streaming calls the property that we want *elastic determinism*
+# Half of what the second run reads was read before, because its order is different: about a quarter of the
+# windows is read twice, and another quarter never. MaxText with Grain stores a state for each loading host,
+# and cannot change their number. A run that resumed with twice as many machines kept 64 loading hosts, and
+# the others loaded nothing ([maxtext 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)).
+# Mosaic's Streaming calls the property that we want *elastic determinism*
 # ([docs](https://docs.mosaicml.com/projects/streaming)).
 #
-# In the endless order the rows of a batch are fixed before anyone asks who makes them. A host asks which rows
-# its devices hold (`sharding.own_rows`), and makes these and no others; `sharding.put` lays them on its
-# devices. Which rows they are is exercise 3.
+# With the endless order, the rows of a batch do not depend on the hosts. A host asks which rows its devices
+# store (`sharding.own_rows`), and creates only those. `sharding.put` places them on its devices. Exercise 3
+# asks which rows they are.
 
 # %% [markdown]
-# Audit it where the tokens end up: Eight simulated devices hold the first 23 steps, four the other 24. What
-# lies on each device is counted:
+# Audit the tokens where they end up. Eight simulated devices get the first 23 steps, and four get the other
+# 24:
 
 
 # %%
@@ -618,29 +625,29 @@ import sharding
 
 
 def on_devices(step, devices):
-    """The targets of a step, device by device, without padding."""
+    """The targets of a step on each device, without padding."""
     mesh = sharding.make_mesh(f"data={devices}")
     there = sharding.put(dataset.batch(serial, step), mesh)
     on_each = lambda name: [np.asarray(p.data) for p in there[name].addressable_shards]
-    pieces = zip(on_each("targets_BT"), on_each("weights_BT"), strict=True)
-    return [targets[weights > 0] for targets, weights in pieces]
+    shards = zip(on_each("targets_BT"), on_each("weights_BT"), strict=True)
+    return [targets[weights > 0] for targets, weights in shards]
 
 
 for second in (8, 4):
-    held = []
+    on_all = []
     for step in range(47):
-        held += on_devices(step, 8 if step < 23 else second)
-    times_N = np.bincount(np.concatenate(held), minlength=N)
-    print(f"23 steps on 8, 24 on {second}: {len(held)} pieces", end="")
+        on_all += on_devices(step, 8 if step < 23 else second)
+    times_N = np.bincount(np.concatenate(on_all), minlength=N)
+    print(f"23 steps on 8 devices, 24 on {second}: {len(on_all)} shards", end="")
     print(", each token", *np.unique(times_N), "times")
     assert (times_N == 8).all()
-    whole = np.concatenate(on_devices(46, second))  # and the last step is the same one
+    whole = np.concatenate(on_devices(46, second))  # the last step is the same, too
     assert np.array_equal(whole, targets(46))
 
 # %% [markdown]
-# **Mixtures.** Several corpora, each shuffled on its own, make one endless order too, if the place of a row
-# says which corpus it comes from. Two corpora of ids below and from 5,000 on, 7 rows of the first to 3 of the
-# other:
+# **Mixtures.** Several corpora, each shuffled separately, also form one endless order, if the place of a
+# row decides which corpus it comes from. Here are two corpora, one with ids below 5,000 and one with ids
+# from 5,000 on, with 7 rows of the first for every 3 rows of the second:
 
 # %%
 for name, low in {"code": 0, "prose": 5_000}.items():
@@ -651,15 +658,16 @@ mixed = preset("tiny", **SERIAL | mix)
 of_step = lambda step: dataset.batch(mixed, step)["tokens_BT"][:, 1] < 5_000
 is_code = np.concatenate([of_step(step) for step in range(125)])
 for begin in (0, 999, 2_000):
-    print(f"1,000 rows from {begin:,}: {is_code[begin : begin + 1000].sum()} of code")
+    print(f"1,000 rows from {begin:,}: {is_code[begin : begin + 1000].sum()} are code")
     assert is_code[begin : begin + 1000].sum() == 700
 
 # %% [markdown]
-# Exactly 700, wherever one begins. A draw for each row would miss it by (1,000 * 0.7 * 0.3)^½ = 14, usually.
+# The count is exactly 700, wherever you start. If each row were drawn at random, the count would typically
+# differ by (1,000 * 0.7 * 0.3)^½ = 14.
 #
-# **Shards.** Their size is a matter of disks and copying, so it must not show. A loader that cuts windows
-# inside each shard drops the rest behind the last one, and its order changes with the size of the shards.
-# Above, one text was written twice:
+# **Shards.** The shard size is chosen for disks and copying, so it must not affect the batches. If a loader
+# splits windows inside each shard, it drops the rest at the end of every shard, and its order depends on
+# the shard size. Above, one text was written twice:
 
 # %%
 SIZES = {"data.seq_len": 128, "model.vocab_size": 1025}
@@ -672,18 +680,18 @@ for one in both:
     whole = sum((len(s) - 1) // 128 * 128 for s in shards)
     lost = 1 - whole / (sum(map(len, shards)) - 1)
     print(f"{len(shards):3} shards: the same 30 batches", end="")
-    print(f"; windows inside shards would lose {lost:.1%}")
+    print(f"; windows per shard would lose {lost:.1%} of the tokens")
 
 # %% [markdown]
-# All that this part shows is also held by tests, in `tests/test_dataset.py`.
+# ## What it costs, and when not to use it
 #
-# ## What it costs, and when not to
+# A host creates only its own rows, so its work does not grow with the number of hosts. (JAX's guide to
+# [distributed data loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns about this
+# method: rows on the wrong devices raise no error. Hence the audit.)
 #
-# A host makes only its own rows, so what it reads and makes does not grow with the number of hosts. (JAX's
-# guide to [distributed data loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns of
-# this way: rows on the wrong devices raise no error. Hence the audit.) Is one core of a host enough? Measured
-# is this machine's processor time, for batches of the project's headline run `moe1b`, 256 sequences of 1,024;
-# planned is its step on 32 TPU v4 chips, four to a host.
+# Is one core per host enough? The next cell measures processor time on this machine, for `moe1b`, the
+# project's main run, with 256 sequences of 1,024 tokens. The step time is planned, for 32 TPU v4 chips,
+# four per host.
 
 # %% tags=["hide-input"]
 from plan import planner
@@ -696,23 +704,23 @@ for step in range(1, 9):
 made = 8 * big.data.tokens_per_step / (process_time() - clock)
 planned = planner.plan(big, "v4:4x4x2")
 a_host = planned.tokens_per_step / planned.step_s / 8  # tokens a second, of 4 chips
-print(f"tokens a second: a core makes {made:,.0f}, a host eats {a_host:,.0f}", end="")
-print(f": {made / a_host:,.0f} times enough")
+print(f"tokens/s: a core produces {made:,.0f}, a host consumes {a_host:,.0f}", end="")
+print(f", {made / a_host:,.0f} times less")
 for chips in (32, 512, 4096):
-    read = a_host * 4  # ids of 4 bytes: uint16 is too small for this vocabulary
+    read = a_host * 4  # 4 bytes per id: uint16 is too small for this vocabulary
     print(f"{chips:4} chips: a host reads {read / 1e6:.1f} MB/s", end="")
     print(f", all {chips // 4:5,} hosts {read * chips / 4 / 1e9:6.2f} GB/s")
 assert made > 4 * a_host and big.model.vocab_size > 2**16, "a core no longer keeps up"
 
 # %% [markdown]
-# If every host made the whole batch, what all hosts read would grow with
-# the *square* of the chips. `dataset.prefetch` makes batches in a thread while the chips work, so below that
-# bound they do not wait. The figures say nothing about a network file system: the pages read here lay in
-# memory.
+# If every host created the whole batch, the total read by all hosts would grow with the *square* of the
+# number of chips. `dataset.prefetch` creates batches in a thread while the chips compute, so below that
+# limit the chips never wait. (A network file system is not included: the pages were in memory.)
 #
 # ## Exercise 1: the last window
 #
-# How many targets has window number `window` of a stream of `tokens` tokens? The first window is number 0.
+# How many targets does window number `window` of a stream of `tokens` tokens have? The first window is
+# number 0.
 
 # %% tags=["hide-input"]
 windows_of = {}
@@ -725,13 +733,13 @@ for T_ in (64, 100, 300):
 CASES = [(w, 1001, T_) for T_, found in windows_of.items() for w in (0, len(found) - 1)]
 is_last = lambda w, N, T: w == -(-(N - 1) // T) - 1
 WINDOW_HINTS = [
-    (lambda w, N, T: T, "Full windows only. Which is last, if the first is number 0?"),
-    (lambda w, N, T: min(T, N - w * T), "Tokens. Has each of them a successor?"),
-    (lambda w, N, T: N - 1 - w * T, "That is all there is from here on, however long."),
-    (lambda w, N, T: N - w * T, "All tokens from here on. How many has a window?"),
+    (lambda w, N, T: T, "That is right for full windows. What about the last one?"),
+    (lambda w, N, T: min(T, N - w * T), "You count inputs. Does each have a target?"),
+    (lambda w, N, T: N - 1 - w * T, "That is the number of all remaining targets."),
+    (lambda w, N, T: N - w * T, "Those are all remaining tokens."),
     (
         lambda w, N, T: (N - 1) % T if is_last(w, N, T) else T,
-        "Right, but where T divides the targets: there the last window is full.",
+        "Almost right: if T divides the number of targets, the last window is full.",
     ),
 ]
 
@@ -739,13 +747,13 @@ WINDOW_HINTS = [
 WINDOW_HINTS += [
     (
         lambda w, N, T: min(T, N - w * T) - 1,
-        "Right for the last. What a full one's last input has to guess lies behind.",
+        "Right for the last one. A full window's last target is outside the window.",
     ),
     (
         lambda w, N, T: (N - 1) % T,
-        "That is what full windows leave over, whichever window is asked for.",
+        "That is the size of the last window. It does not depend on window.",
     ),
-    (lambda w, N, T: T * (w < (N - 1) // T), "Full windows only: one is lost."),
+    (lambda w, N, T: T * (w < (N - 1) // T), "You drop the last window."),
     (lambda w, N, T: -(-(N - 1) // T), "That is the number of windows."),
 ]
 
@@ -753,7 +761,7 @@ WINDOW_HINTS += [
 # %% tags=["hide-input"]
 def check_window(answer):
     right = lambda w, N, T: windows_of[T][w]
-    done = "Right, for windows of 64, 100 and 300: the loader's own weights say so."
+    done = "Right, for windows of 64, 100 and 300: the loader's weights agree."
     return lesson.diagnose(answer, CASES, right, WINDOW_HINTS, done)
 
 
@@ -767,9 +775,9 @@ print(check_window(targets_in))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return min(T, tokens - 1 - window * T)`. Before it are `window * T` targets; there are `tokens - 1` in all.
-# The loss is divided by the sum of the weights of the *whole* batch: a mean of the rows' means would give a
-# target of the short row more weight than others.
+# `return min(T, tokens - 1 - window * T)`. There are `tokens - 1` targets in total, and `window * T` of
+# them are in earlier windows. The loss is divided by the sum of the weights of the *whole* batch. A mean of
+# row means would give the targets of the short row more weight than others.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -779,27 +787,27 @@ for wrong, hint in WINDOW_HINTS:
 assert "Nothing there" in check_window(targets_in)
 
 # %% [markdown]
-# ## Exercise 2: a batch that grows
+# ## Exercise 2: a batch size that grows
 #
-# A run has batches of `before` sequences, and from step `change` on batches of `after`. At which place of the
-# endless order does the batch of `step` begin? No window may come twice, or be left out.
+# A run has batches of `before` sequences, and from step `change` on batches of `after`. At which place of
+# the endless order does the batch of `step` begin? No window may be repeated or skipped.
 
 # %% tags=["hide-input"]
 GROWS = [(2, 4, 8, 24), (4, 4, 8, 24), (10, 4, 8, 24), (7, 3, 16, 4)]
 GROW_HINTS = [
     (
         lambda s, c, a, b: s * a if s < c else s * b,
-        "At the change the place jumps: windows are left out if the batch grows.",
+        "At the change the place jumps: if the batch grows, you skip windows.",
     ),
-    (lambda s, c, a, b: s * a, "Right up to the change, not behind it."),
-    (lambda s, c, a, b: s * b, "Right for a run that had only the second size."),
+    (lambda s, c, a, b: s * a, "Right up to the change, but not after it."),
+    (lambda s, c, a, b: s * b, "Right for a run that always had the second size."),
     (
         lambda s, c, a, b: s * a if s < c else (s - c) * b,
-        "After the change it begins again with the first window.",
+        "After the change, you start again with the first window.",
     ),
     (
         lambda s, c, a, b: c * a + (s - c) * b,
-        "Right from the change on. And before it?",
+        "Right from the change on, but not before it.",
     ),
 ]
 
@@ -807,15 +815,15 @@ GROW_HINTS = [
 GROW_HINTS += [
     (
         lambda s, c, a, b: s * a if s < c else c * a + s * b,
-        "Behind the change the steps before it are counted twice.",
+        "After the change, you count the earlier steps twice.",
     ),
     (
         lambda s, c, a, b: min(s, c) * b + max(s - c, 0) * a,
-        "The two sizes have changed places.",
+        "You swapped the two batch sizes.",
     ),
     (
         lambda s, c, a, b: min(s + 1, c) * a + max(s + 1 - c, 0) * b,
-        "There the batch ends, and the next one begins.",
+        "That is where the next batch begins.",
     ),
 ]
 
@@ -837,11 +845,12 @@ print(check_place(place))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return min(step, change) * before + max(step - change, 0) * after`. So "a function of the step" was short
-# for "of the sequences before it". `dataset.batch` multiplies the step with the batch size of *today*:
-# correct as long as it is that of yesterday. A run of this project therefore refuses to go on with another
-# `data.batch_size` (`train.directory.decisive` says what may change); OLMo keeps the number of sequences in the
-# checkpoint, for this very reason ([OLMo 182](https://github.com/allenai/OLMo/pull/182)).
+# `return min(step, change) * before + max(step - change, 0) * after`. So "a function of the step" really
+# means "a function of the number of sequences before it". `dataset.batch` multiplies the step by the
+# *current* batch size, which is correct only if the batch size never changes. This project therefore
+# refuses to resume with another `data.batch_size` (`train.directory.decisive` lists what may change). OLMo
+# stores the number of sequences in the checkpoint for this reason ([OLMo
+# 182](https://github.com/allenai/OLMo/pull/182)).
 # </details>
 
 # %% tags=["remove-cell"]
@@ -854,10 +863,10 @@ assert "Nothing there" in check_place(place)
 # %% [markdown]
 # ## Exercise 3: design a loader for 32 hosts
 #
-# Return the windows that `host` of `hosts` has to cut in a step, so that all hosts' rows, one after the
-# other, are bit for bit the batch of `dataset.batch`, whether there are 1, 4 or 32 of them. `order[i]` is the
-# endless sequence; look at as few of its places as you can. (A line of the checker names a step and a number
-# of hosts, and speaks of all hosts' rows.)
+# Return the windows that `host` of `hosts` has to read in a step. Concatenated over all hosts, the rows
+# must be identical to the batch of `dataset.batch`, with 1, 4 or 32 hosts. `order[i]` is the endless order.
+# Look up as few of its places as possible. (The checker's messages name a step and a number of hosts, and
+# are about the rows of all hosts.)
 
 # %% tags=["hide-input"]
 B_all = 64
@@ -866,7 +875,7 @@ ORDER = dataset._shuffled(141, wide.run.seed)
 
 
 class Counted:
-    """The order, and how many of its places were looked at."""
+    """The order, and how many places were looked up."""
 
     looks = 0
 
@@ -875,7 +884,7 @@ class Counted:
         return ORDER[i]
 
 
-def joined(answer, step, hosts, order=ORDER):
+def concatenated(answer, step, hosts, order=ORDER):
     answer = lesson.answered(answer)
     rows = [[*answer(order, step, host, hosts, B_all)] for host in range(hosts)]
     return np.concatenate(rows)
@@ -883,7 +892,7 @@ def joined(answer, step, hosts, order=ORDER):
 
 # %% tags=["hide-input"]
 def slice_from(first):
-    """Rows of a host that begin at a place of the order, one after the other."""
+    """Consecutive rows of a host, from a place of the order on."""
 
     def rows(order, step, host, hosts, B):
         place = first(step, host, hosts, B)
@@ -903,17 +912,17 @@ def shuffled_alone(order, s, h, n, B):
 
 # %% tags=["hide-input"]
 HOST_HINTS = [
-    (strided, "The right windows, in other rows: not the same batch, bit for bit."),
-    (slice_from(lambda s, h, n, B: s * B), "All hosts have cut the same rows."),
+    (strided, "The right windows, but in other rows, so the batch is not identical."),
+    (slice_from(lambda s, h, n, B: s * B), "All hosts read the same rows."),
     (
         slice_from(lambda s, h, n, B: s * (B // n)),
-        "All hosts have cut the same rows, and steps overlap.",
+        "All hosts read the same rows, and the steps overlap.",
     ),
     (
         slice_from(lambda s, h, n, B: (s + h) * (B // n)),
-        "Windows come again at later steps. How far does the whole batch move in one?",
+        "Windows repeat in later steps. How far does a step advance the whole batch?",
     ),
-    (shuffled_alone, "Every host has an order of its own. Whose is that of the batch?"),
+    (shuffled_alone, "Each host shuffles separately. The batch has only one order."),
 ]
 
 # %% tags=["hide-input"]
@@ -921,16 +930,16 @@ own_places = lambda s, h, n, B: range(s * B + h * (B // n), s * B + (h + 1) * (B
 HOST_HINTS += [
     (
         lambda order, *case: [*own_places(*case)],
-        "These are places. Which windows does the order have there?",
+        "These are places. Look up the windows in the order.",
     ),
     (
         lambda order, s, h, n, B: [order[i] for i in range(s * B, s * B + B)],
-        "Every host has cut the whole batch: together too many rows.",
+        "Every host reads the whole batch, so there are too many rows.",
     ),
     (slice_from(lambda s, h, n, B: h * (B // n)), "The same batch in every step."),
     (
         slice_from(lambda s, h, n, B: (s * n + h) * B),
-        "Between a host and the next, windows are left out. How many rows has one?",
+        "You skip windows between the hosts. How many rows does a host have?",
     ),
 ]
 
@@ -939,16 +948,16 @@ HOST_HINTS += [
 def check_hosts(answer):
     windows = lambda step: dataset.batch(wide, step)["targets_BT"][:, 0] // 64
     right = lambda step, hosts: windows(step)
-    made = lambda f: lambda step, hosts: joined(f, step, hosts)
+    made = lambda f: lambda step, hosts: concatenated(f, step, hosts)
     hints = [(made(f), hint) for f, hint in HOST_HINTS]
     cases = [(5, 4), (1, 32), (7, 1)]
     line = lesson.diagnose(made(answer), cases, right, hints, "Right")
     order = Counted()
     if line == "Right":
-        joined(answer, 5, 32, order)
+        concatenated(answer, 5, 32, order)
     if order.looks > B_all:
-        looks = f"32 hosts look at {order.looks:,} places"
-        return f"The right rows; {looks} for {B_all} of them. Which are one host's?"
+        looks = f"32 hosts look up {order.looks:,} places"
+        return f"The right rows, but {looks} for {B_all} rows. Which belong to a host?"
     return line.replace("Right", "Right: the same batch from 1, 4 and 32 hosts.")
 
 
@@ -967,8 +976,9 @@ print(check_hosts(rows_of_host))
 # return [order[i] for i in range(first, first + B // hosts)]
 # ```
 #
-# The order belongs to the run, the slice to the host. Nothing is sent between them: each can compute any
-# place of the order. That the rows keep their places matters for bits, not for learning.
+# The order belongs to the run, and the range of places to the host. Nothing is communicated: each host can
+# compute any place of the order. Learning does not need the rows in exactly these places, but bit-for-bit
+# equality does.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -983,7 +993,7 @@ def whole(order, step, host, hosts, B):
     return rows[host * B // hosts :][: B // hosts]
 
 
-assert "look at 2,048 places" in check_hosts(whole)
+assert "look up 2,048 places" in check_hosts(whole)
 assert check_hosts(rows_of_host) == check_hosts(None) == lesson.NOTHING
 assert check_hosts(lambda *_: None) == lesson.NOTHING
 lazy = lambda order, s, h, n, B: (order[i] for i in own_places(s, h, n, B))
@@ -992,14 +1002,14 @@ assert check_hosts(lazy).startswith("Right: the same")
 # %% [markdown]
 # ## A bug to find
 #
-# A loader that keeps its place in the checkpoint. It has a test: stop, restore, compare with a run that was
-# not stopped. The test passes. On a cluster that takes its machines back three times a day, the training loss
-# is better than anyone had hoped. Mend the class where it stands, then run the cells below.
+# This loader stores its place in the checkpoint. Its test passes: stop, restore, and compare with a run
+# that was not stopped. On a cluster with three preemptions a day, the training loss is better than anyone
+# had hoped. Fix the class in place, then run the cells below.
 
 
 # %%
 class Loader:
-    """Batches of 8 windows. `state` goes into a checkpoint, `restore` takes it out."""
+    """Batches of 8 windows. `state` goes into a checkpoint, `restore` reads it."""
 
     def __init__(self):
         self.first = self.batches = 0
@@ -1020,7 +1030,7 @@ class Loader:
 
 # %% tags=["hide-input"]
 def run(loader_class, stops, steps=120):
-    """The windows of all steps; each stop ends the process after a checkpoint."""
+    """The windows of all steps; at each stop, a new process restores the state."""
     seen, state = [], None
     for step in range(steps):
         if step == 0 or step in stops:
@@ -1034,9 +1044,9 @@ def run(loader_class, stops, steps=120):
 
 
 assert np.array_equal(run(Loader, (40,)), run(Loader, ()))  # the test
-print(f"stopped at 40: the same {run(Loader, ()).size} windows as not stopped")
+print(f"stopped at 40: the same {run(Loader, ()).size} windows as without a stop")
 often = run(Loader, (40, 70, 100))
-print(f"stopped at 40, 70, 100: {np.unique(often).size} different ones")
+print(f"stopped at 40, 70 and 100: {np.unique(often).size} different windows")
 
 
 # %% tags=["hide-input"]
@@ -1060,17 +1070,17 @@ place_of = dataset._shuffled(1000, 0)
 never_stopped = np.reshape([place_of[i] for i in range(960)], (120, 8))
 STOPS = [((),), ((40,),), ((40, 70, 100),), ((5, 6, 7),)]
 LOADER_HINTS = [
-    (Loader, "As before your change: right after one stop, wrong after two."),
-    (Again, "Every start begins where the run began."),
-    (Short, "A batch comes twice at each stop."),
-    (Long, "A batch is left out at each stop."),
+    (Loader, "Unchanged: right after one stop, wrong after two."),
+    (Again, "Every restart begins where the run began."),
+    (Short, "A batch is repeated at each stop."),
+    (Long, "A batch is skipped at each stop."),
 ]
 
 
 def check_loader(answer):
     made = lambda c: (lambda stops: run(c, stops)) if callable(c) else ...
     hints = [(made(wrong), hint) for wrong, hint in LOADER_HINTS]
-    done = "Mended: the same windows in the same order, stopped 0, 1 or 3 times."
+    done = "Fixed: the same windows in the same order, with 0, 1 or 3 stops."
     right = lambda stops: never_stopped
     return lesson.diagnose(made(answer), STOPS, right, hints, done)
 
@@ -1081,18 +1091,19 @@ print(check_loader(Loader))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `batches` counts since the *last* start, and `restore` takes it for a count since the first. After one stop
-# they are the same number. So `state` must add what was restored:
+# `batches` counts since the *last* start, but `restore` treats it as a count since the first start. After
+# one stop, the two are equal. So `state` must add what was restored:
 #
 # ```python
 # def state(self):
 #     return {"batches": self.first + self.batches}
 # ```
 #
-# Seen in a training library: 30 batches, stop, 10 more, stop, and the third run skipped 10 in place of 40
-# ([KempnerForge 57](https://github.com/KempnerInstitute/KempnerForge/issues/57)). The mend came with a test
-# of three runs in a row: one stop cannot tell "since the last start" from "since the first". The best mend
-# has no `state`: give `__iter__` the step, which the checkpoint holds anyway.
+# This happened in a training library: 30 batches, stop, 10 more, stop, and the third run skipped 10 batches
+# instead of 40 ([KempnerForge 57](https://github.com/KempnerInstitute/KempnerForge/issues/57)). The fix
+# came with a test of three runs in a row, because with one stop you cannot tell "since the last start" from
+# "since the first". The best fix has no `state`: give `__iter__` the step, which is in the checkpoint
+# anyway.
 # </details>
 
 
@@ -1109,7 +1120,7 @@ class AlsoMended(Loader):
 
 
 for mended in (Mended, AlsoMended):
-    assert check_loader(mended).startswith("Mended")
+    assert check_loader(mended).startswith("Fixed")
 for wrong, hint in LOADER_HINTS:
     assert check_loader(wrong) == hint
 assert "Nothing there" in check_loader(None)
@@ -1117,28 +1128,31 @@ assert "Nothing there" in check_loader(None)
 # %% [markdown]
 # ## In one table
 #
-# A batch is `tokens_BT`; a device of `data=n` holds `tokens_bT`, b = B/n of its rows.
+# A batch is `tokens_BT`. A device of `data=n` stores `tokens_bT`, b = B/n of its rows.
 #
-# | what | who has it | what is read or sent | in PyTorch |
+# | what | who has it | what is read or sent | in JAX, PyTorch or Megatron-LM |
 # |---|---|---|---|
-# | the order | everyone can compute any place of it | nothing | `DistributedSampler`, whose order depends on the number of ranks |
-# | a host's rows | that host | T + 1 ids a row, from its own disk or a bucket | a rank's `DataLoader` |
-# | positions, segments, weights | made beside the ids | nothing | `document_ids`, `ignore_index` |
-# | the place | the number of the step, in the checkpoint | nothing | `StatefulDataLoader` |
-# | sum of weights | all devices | one number a step, an all-reduce | `num_items_in_batch` |
+# | the order | every host can compute any place of it | nothing | Grain's `index_shuffle`; PyTorch's `DistributedSampler`, whose order depends on the number of ranks; Megatron-LM stores shuffle indices in files |
+# | the rows of a host | that host | T + 1 ids per row, from its own disk or a bucket | `jax.make_array_from_process_local_data`; the `DataLoader` of a rank |
+# | positions, segments, weights | computed with the ids | nothing | `document_ids`, `ignore_index`; `--reset-position-ids`, `--reset-attention-mask` |
+# | the place | the step number, in the checkpoint | nothing | a Grain iterator's state; `StatefulDataLoader`; `consumed_train_samples` |
+# | sum of weights | all devices | one number per step, an all-reduce | `psum`; `num_items_in_batch` |
 #
-# None of it is on the critical path while a core makes tokens faster than a host's chips eat them.
+# None of this is on the critical path while a core produces tokens faster than the chips of its host
+# consume them.
 #
 # ## Three lines to keep
 #
-# 1. A batch is a function of the settings and the step, and of nothing else: no generator, no host, no file.
-# 2. Count what a loader reads, with tokens that are serial numbers: the loss rewards a loader that repeats.
-# 3. Losses compare models of one tokenizer; bits a byte compare all.
+# 1. A batch is a function of the settings and the step, and of nothing else: not of a generator, a host or
+#    a file.
+# 2. Audit a loader with tokens that are serial numbers, because the loss rewards a loader that repeats
+#    itself.
+# 3. The loss compares models with the same tokenizer; bits per byte compare all models.
 #
-# **Sources.** Byte-pair encoding: Sennrich et al.,
-# [arXiv:1508.07909](https://arxiv.org/abs/1508.07909), section 3.2; the cut into words is that of
-# [GPT-2](https://github.com/openai/gpt-2/blob/master/src/encoder.py). Bits a byte: The Pile,
-# [arXiv:2101.00027](https://arxiv.org/abs/2101.00027), section 3.1. Segments and positions in packed windows:
-# Krell et al., [arXiv:2107.02027](https://arxiv.org/abs/2107.02027). What the cut of documents costs: Ding
-# et al., [arXiv:2404.10830](https://arxiv.org/abs/2404.10830). Random access to a shuffle:
+# **Sources.** Byte-pair encoding: Sennrich et al., [arXiv:1508.07909](https://arxiv.org/abs/1508.07909),
+# section 3.2; the split into words is that of
+# [GPT-2](https://github.com/openai/gpt-2/blob/master/src/encoder.py). Bits per byte: The Pile,
+# [arXiv:2101.00027](https://arxiv.org/abs/2101.00027), section 3.1. Segments and positions in packed
+# windows: Krell et al., [arXiv:2107.02027](https://arxiv.org/abs/2107.02027). The cost of splitting
+# documents: Ding et al., [arXiv:2404.10830](https://arxiv.org/abs/2404.10830). Random access to a shuffle:
 # [Grain](https://google-grain.readthedocs.io). Steps and their time: chapter 00.
