@@ -1,15 +1,15 @@
 # %% [markdown]
-# # 12 · A run that survives
+# # 12 · Checkpoints and fault tolerance
 #
-# **Question.** A run of weeks on a thousand hosts will be killed, will meet a NaN, and will hold a chip that
-# is silently wrong. What must lie on a disk so that nothing of this shows in the result, how does one see
-# what the loss curve does not show, and how often does one save?
+# **Question.** A training run of several weeks on a thousand hosts will be killed, will produce a NaN, and
+# will have a chip that silently computes wrong numbers. What must a checkpoint contain so that none of this
+# changes the result? How do you detect what the loss curve does not show? And how often should you save?
 #
-# **Why it hurts not to know.** A run that resumes *nearly* right prints a curve that falls. Nobody looks, and
-# weeks later nobody can say which of the results to believe.
+# **Why it hurts not to know.** A run that resumes *almost* correctly prints a falling loss. Nobody looks,
+# and weeks later nobody knows which results to trust.
 #
-# *Before this:* 03 (slices of parameters, gradients and moments). *Mesh:* `fsdp=8`, `fsdp=4`, `data=8`,
-# simulated. *Runs in* 35 s on 2 cores; about an hour to read and try.
+# *Before this:* 03 (sharded parameters, gradients and optimizer state). *Mesh:* `fsdp=8`, `fsdp=4`,
+# `data=8`, simulated. *Runs in* 35 s on 2 cores; about an hour to read and try out.
 
 # %%
 from devices import simulate_devices
@@ -26,22 +26,23 @@ from plan import hardware
 GREY, RED, BLUE = lesson.NEUTRAL, "#cf4446", "#3f74b5"
 
 # %% [markdown]
-# ## The program by hand: a loop that can be killed
+# ## The program by hand: a loop that you can kill
 #
-# Whether a resumed run is *exactly* the old one depends on one thing: does the next step see the same inputs,
-# bit for bit? A step of training is a function of four:
+# A resumed run is *exactly* the old one if the next step gets the same inputs, bit for bit. A training step
+# is a function of four inputs:
 #
 # - the **parameters**;
-# - the **optimizer's state**: for Adam two moments for each parameter, and with them twice its bytes;
+# - the **optimizer state**: for Adam two moments per parameter, which are twice the bytes of the
+#   parameters;
 # - the **step**, because the learning rate depends on it;
-# - the **batch**. A data loader that remembers where it was has state too. But if the batch is a function of
-#   (seed, step) alone, then the step is all that has to be remembered.
+# - the **batch**. A data loader that remembers its position has state too. But if the batch is a function
+#   of (seed, step), the step is all you need to store.
 #
-# So the state is three arrays and a number, and the file holds them whole and by name. It says nothing of a
-# mesh, because where an array lies is decided when it is read. Here is all of it: ZeRO-3 as in chapter 03
-# (each of n devices holds d = D/n rows `w_dD` of the weights `w_DD`, and of their moments m and v), on B = 16
-# rows of data and width D = 32. (`pickle` is here for brevity: to read such a file can run what somebody put
-# into it. The project writes arrays.)
+# So the state is three arrays and a number, and the checkpoint stores the arrays unsharded and by name. It
+# contains nothing about a mesh, because the sharding is chosen when it is loaded. The program below uses
+# ZeRO-3 as in chapter 03: each of n devices stores d = D/n rows `w_dD` of the weights `w_DD`, and of their
+# moments m and v. There are B = 16 rows of data of width D = 32. (`pickle` keeps it short. Do not load
+# untrusted pickles, because they can run code. The project stores arrays.)
 
 # %% tags=["by-hand"]
 import hashlib
@@ -59,18 +60,18 @@ B, D, cut, at = 16, 32, P("fsdp"), tempfile.mkdtemp()
 NEW = 0, dict.fromkeys("wmv", np.zeros((D, D), np.float32))  # step, and w, m, v
 
 
-def batch(seed, step):  # a function of these two: not of devices, nor of what was read
+def batch(seed, step):  # depends on nothing else: not on devices or earlier reads
     x_BD = np.random.default_rng((seed, step)).normal(size=(B, D)).astype(np.float32)
     return x_BD, np.sin(2 * x_BD)
 
 
-def share_of_loss(w_dD, x_bD, y_bD):  # of the mean over all B rows
+def share_of_loss(w_dD, x_bD, y_bD):  # this device's share of the mean over B rows
     w_DD = jax.lax.all_gather(w_dD, "fsdp", axis=0, tiled=True)
     return ((x_bD @ w_DD - y_bD) ** 2).sum() / (B * D)
 
 
 # %% tags=["by-hand"]
-def train_step(s, x_bD, y_bD):  # Adam, on this device's slices
+def train_step(s, x_bD, y_bD):  # Adam on this device's shards
     share, d_dD = jax.value_and_grad(share_of_loss)(s["w"], x_bD, y_bD)
     m, v = 0.9 * s["m"] + 0.1 * d_dD, 0.99 * s["v"] + 0.01 * d_dD**2
     new = dict(w=s["w"] - 0.01 * m / (v**0.5 + 1e-6), m=m, v=v)
@@ -78,9 +79,9 @@ def train_step(s, x_bD, y_bD):  # Adam, on this device's slices
 
 
 def save(path, state):
-    data = pickle.dumps(jax.tree.map(np.asarray, state))  # whole arrays, by name
+    data = pickle.dumps(jax.tree.map(np.asarray, state))  # unsharded arrays by name
     pathlib.Path(path + ".tmp").write_bytes(hashlib.sha256(data).digest() + data)
-    os.replace(path + ".tmp", path)  # who reads finds the old file or the new one
+    os.replace(path + ".tmp", path)  # readers see either the old file or the new one
 
 
 def load(path):
@@ -90,7 +91,7 @@ def load(path):
 
 
 # %% tags=["by-hand"]
-def run(path, n, stop):  # on n devices, from the file if there is one
+def run(path, n, stop):  # on n devices, resumes from the file if it exists
     on = jax.make_mesh((n,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:n])
     go = jax.jit(jax.shard_map(train_step, mesh=on, in_specs=cut, out_specs=(cut, P())))
     (begin, s), losses = load(path) if os.path.exists(path) else NEW, {}
@@ -102,40 +103,43 @@ def run(path, n, stop):  # on n devices, from the file if there is one
 
 
 # %% [markdown]
-# Now one run from end to end on 8 devices, and one on a single device to compare with. Two more die after
-# step 24. (To die is here to return: what is in memory is dropped. A real `kill -9` follows below.) One of
-# the two goes on with 8 devices, the other with 4, because half of the machine is gone.
+# Start one run from beginning to end on 8 devices, and one on a single device to compare with. Two more
+# runs die after step 24. (To die means to return here, so everything in memory is lost. A real `kill -9`
+# follows below.) One of the two resumes on 8 devices. The other resumes on 4, because half of the machine
+# is gone.
 
 # %% tags=["by-hand"]
 (straight, end), (alone, _) = run(at + "/straight", 8, 60), run(at + "/alone", 1, 60)
-_ = run(at + "/same", 8, 24), run(at + "/moved", 8, 24)  # these die; files hold step 20
+_ = run(at + "/same", 8, 24), run(at + "/moved", 8, 24)  # die; the files have step 20
 (same, end_same), (moved, _) = run(at + "/same", 8, 60), run(at + "/moved", 4, 60)
 assert pickle.dumps((same, end_same)) == pickle.dumps((straight[20:], end)), "bits"
 assert np.allclose([*straight, *moved], [*alone, *alone[20:]], 1e-5), "not one device"
-print("8, 8: bit-equal; 8, 4: apart by", np.abs(moved / straight[20:] - 1).max())
+print("8, 8: equal bits; 8, 4: differ by", np.abs(moved / straight[20:] - 1).max())
 
 # %% [markdown]
-# The same devices give the same bits, because sums are taken in the same order. Four devices add in another
-# order, so the losses part by rounding.
+# With the same devices, the bits are the same, because the sums are taken in the same order. Four devices
+# sum in a different order, so the losses differ by rounding.
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Left, a square cut into eight strips, one for each of devices 0 to 7; middle, one whole square, the file; right, four strips for devices 0 to 3."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Left, a square split into eight strips, one for each of devices 0 to 7; middle, one unsplit square, the checkpoint; right, four strips for devices 0 to 3."}}
 figure, panels = plt.subplots(1, 3, figsize=(6.2, 2.4))
 for n, axes in ((8, panels[0]), (4, panels[2])):
     on = jax.make_mesh((n,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:n])
     lesson.slices(axes, on, cut, "DD", f"w, m, v on fsdp={n}")
 panels[1].add_patch(plt.Rectangle((0.15, 0.1), 0.7, 0.8, fc=GREY, alpha=0.35))
 panels[1].text(0.5, 0.5, "w  m  v\nstep 20\nsha256", ha="center", va="center")
-panels[1].set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], title="the file")
+panels[1].set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], title="the checkpoint")
 panels[1].spines[:].set_visible(False)
-figure.suptitle("The file knows no mesh; the numbers are devices", x=0.02, ha="left")
+title = "The checkpoint does not depend on the mesh (numbers: devices)"
+figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# ## What if something is forgotten?
+# ## What if you forget something?
 #
-# Two files that many first versions write. One holds the parameters alone, and Adam starts again with moments
-# of zero. The other holds parameters and moments, but the loader begins again at its first batch.
+# Many first versions write one of two incomplete checkpoints. One contains only the parameters, and Adam
+# restarts with zero moments. The other contains parameters and moments, but the loader restarts with its
+# first batch.
 
-# %% mystnb={"image": {"alt": "Three loss curves from step 10 to 60 that part at step 20: without moments it lies on the straight run, with the data from the start it lies clearly below it for twenty steps."}}
+# %% mystnb={"image": {"alt": "Three loss curves from step 10 to 60 that separate at step 20: without moments the loss almost coincides with the uninterrupted run, with the data from the start it is clearly lower for twenty steps."}}
 _, s = run(at + "/cut", 8, 20)
 save(at + "/no moments", (20, NEW[1] | dict(w=s["w"])))
 save(at + "/no step", (0, s))
@@ -147,35 +151,35 @@ axes.plot(range(11, 61), straight[10:], label="never killed", **wide)
 axes.plot(range(21, 61), no_moments, color=BLUE, lw=1, label="moments forgotten")
 axes.plot(range(21, 61), from_start, "--", color=RED, label="step forgotten")
 axes.axvline(20.5, color=GREY, lw=0.8)
-axes.set(title="The wrong resume prints the lower loss", xlabel="step", ylabel="loss")
+axes.set(title="The wrong resume has the lower loss", xlabel="step", ylabel="loss")
 axes.legend(ncols=3, fontsize=8, loc="lower left")
 axes.set_ylim(0.25)
 off = np.abs(no_moments / straight[20:] - 1).max()
 lower = 1 - from_start[:20].mean() / straight[20:40].mean()
 print(f"moments forgotten: off by up to {off:.1%}; step forgotten: {lower:.0%} lower")
-assert off < 0.12 and lower > 0.1, "the text below speaks of other sizes"
+assert off < 0.12 and lower > 0.1, "the text below no longer fits"
 
 # %% [markdown]
-# Without moments the curve is wrong in each point, and nobody would see it. With the old batches it is
-# *better*, because the model has seen these rows and remembers them; the gain ends where the old rows end.
-# Neither shows without a run to compare with, which is why the claim to test is not "it resumes" but "the
-# bits are equal".
+# Without the moments, every point of the curve is wrong, and nobody would notice. With the old batches, the
+# loss is *lower*, because the model remembers these rows, until the old rows end. You can see neither
+# without a run to compare with. That is why the claim to test is not "it resumes" but "the bits are equal".
 #
-# ## Exercise 1: a save that a kill cannot break
+# ## Exercise 1: a save that survives a kill
 #
-# `save` above writes beside the old file, then renames. It survives a kill, but not a power cut: `write`
-# hands bytes to the system, which puts them on the disk when it likes, perhaps after the rename. Write the
-# save for both. `disk` has `write(name, data)`, `sync(name)` (returns when the file's bytes are on the disk),
-# `rename(old, new)` and `remove(name)`. There is a good file `"state"`. The checker stops you in each place.
+# `save` above writes a temporary file next to the old one, then renames it. That survives a kill, but not a
+# power failure: `write` hands the bytes to the operating system, which may write them to disk only after
+# the rename. Write a save that survives both. `disk` has `write(name, data)`, `sync(name)` (returns when
+# the bytes of the file are on disk), `rename(old, new)` and `remove(name)`. A valid file `"state"` exists.
+# The checker stops your code before each operation.
 
 
 # %% tags=["hide-input"]
 class Killed(BaseException):
-    """The process, or the power, is gone."""
+    """The process was killed, or the power failed."""
 
 
 class Disk:
-    """Files: `files` is what processes see, `safe` what a power cut leaves."""
+    """`files` is what processes see, `safe` is what survives a power failure."""
 
     def __init__(self, dies):
         self.files, self.safe = {"state": "old state"}, {"state": "old state"}
@@ -209,7 +213,7 @@ class Disk(Disk):
 
 # %% tags=["hide-input"]
 def left_by(answer):
-    """What lies in "state" when `answer` is stopped before its operation `dies`."""
+    """The content of "state" if `answer` is stopped before its operation `dies`."""
 
     def after(dies, cut):
         disk = Disk(dies)
@@ -232,13 +236,13 @@ def check_save(answer):
     cases = [(dies, cut) for cut in ("kill", "power cut") for dies in (*range(9), 99)]
     right = lambda dies, cut: "new state" if dies == 99 else "whole"
     hints = [(left_by(wrong), hint) for wrong, hint in SAVE_HINTS]
-    done = "Right: old or new, never half."
+    done = "Right: always the old state or the new one, complete."
     return lesson.diagnose(left_by(answer), cases, right, hints, done)
 
 
 # %% tags=["hide-input"]
 def doing(*words):
-    """A save that does these things: doing("write tmp", "rename tmp state")."""
+    """A save with these operations: doing("write tmp", "rename tmp state")."""
 
     def answer(disk, data):
         for word in words:
@@ -248,9 +252,9 @@ def doing(*words):
     return answer
 
 
-GAP = "Stopped between two of your lines, there is no file of that name at all."
-LATE = "It survives a kill. After a power cut the name may stand for unwritten bytes."
-TORN = "Stopped within `write`, the only file is half new, and the old one is gone."
+GAP = "If it is stopped between two of your lines, the file does not exist at all."
+LATE = "It survives a kill. After a power failure, the bytes may not be on disk."
+TORN = "If it is stopped during `write`, the only file is incomplete."
 SAVE_HINTS = [
     (doing("write state"), TORN), (doing("write state", "sync state"), TORN),
     (doing("remove state", "write state", "sync state"), TORN),
@@ -259,7 +263,7 @@ SAVE_HINTS = [
     (doing("write tmp", "sync tmp", "remove state", "rename tmp state"), GAP),
     (doing("write tmp", "remove state", "sync tmp", "rename tmp state"), GAP),
     (doing("remove state", "write tmp", "sync tmp", "rename tmp state"), GAP),
-    (doing("write tmp", "sync tmp"), "Never torn. But in the end it is the old file."),
+    (doing("write tmp", "sync tmp"), "Never incomplete, but also never new."),
 ]  # fmt: skip
 
 
@@ -274,8 +278,8 @@ print(check_save(atomic_save))
 # <details><summary>Solution</summary>
 #
 # `disk.write("tmp", data); disk.sync("tmp"); disk.rename("tmp", "state")`. In Python: `file.flush()`,
-# `os.fsync(file.fileno())`, `os.replace`. With many hosts the rename is the one line that waits: it stands
-# for "all hosts have written their slices", so one process does it, after a barrier.
+# `os.fsync(file.fileno())`, `os.replace`. With many hosts, the rename means "all hosts have written their
+# shards", so one process does it, after a barrier.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -284,15 +288,16 @@ assert check_save(answer_1).startswith("Right")
 for wrong, hint in SAVE_HINTS:
     assert check_save(wrong) == hint, (hint, check_save(wrong))
 assert check_save(atomic_save) == lesson.NOTHING == check_save(...)
-assert check_save(lambda disk, data: None).startswith("Never torn")
+assert check_save(lambda disk, data: None).startswith("Never incomplete")
 assert check_save(doing("write state", "remove tmp")).startswith("It stops")
 
 # %% [markdown]
 # ## kill -9
 #
-# So far a death was polite. Now the project's trainer, `main.py`, in processes of its own: one layer,
-# a checkpoint every 10 steps, written in the background. The first process is ended by `kill -9` somewhere
-# after step 55, and its folder is copied. One copy goes on with the same mesh, the other with another one.
+# So far, the runs died politely. Now run the project's trainer, `main.py`, in separate processes: one
+# layer, and a checkpoint every 10 steps, written in the background. `kill -9` ends the first process some
+# time after step 55, and its folder is copied. One copy resumes on the same mesh, the other on a different
+# one.
 
 # %% tags=["hide-input"]
 import contextlib
@@ -319,9 +324,9 @@ MAIN = f"""tiny --model.n_layers 1 --model.dense_prefix 0 --model.moe_every 1
 
 # %% tags=["hide-input"]
 def killed_after(step, name, mesh):
-    """Start main.py, kill -9 it after a step; what it resumed from, and its losses."""
+    """Start main.py, kill -9 it after a step; return its first step and losses."""
     argv = [sys.executable, "main.py", *MAIN, "--run.name", name, *mesh.split()]
-    # A notebook asks its programs for colours, and for a bar in place of lines.
+    # Notebooks set variables that turn on colors and progress bars.
     env = {k: v for k, v in os.environ.items() if "COLOR" not in k}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     where, resumed, said = runs / name, 0, []
@@ -335,7 +340,7 @@ def killed_after(step, name, mesh):
                 process.kill()
                 break
     assert process.returncode == -9, "".join(said)
-    lines = (where / "metrics.jsonl").read_text().split("\n")[:-1]  # whole ones
+    lines = (where / "metrics.jsonl").read_text().split("\n")[:-1]  # complete ones
     rows = map(json.loads, lines)
     return resumed, {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
@@ -347,24 +352,27 @@ shutil.copytree(runs / "first", runs / "other")
 begin, again = killed_after(last, "first", "--devices 2 --mesh fsdp=2")
 _, other = killed_after(last, "other", "--devices 4 --mesh data=2,fsdp=2")
 twice = range(begin + 1, last + 1)
-assert all(again[t] == before[t] for t in twice), "the resumed run has other losses"
+assert all(again[t] == before[t] for t in twice), "the resumed losses differ"
 moved_off = max([abs(other[t] / before[t] - 1) for t in twice if t in other] or [0])
 assert moved_off < 1e-5, "another mesh should change nothing but rounding"
-print(f"killed at step {last}; resumed at step {begin}: {len(twice)} steps taken twice")
-print("fsdp=2 again: their losses are bit-equal")
-print(f"data=2,fsdp=2: apart by at most {moved_off:.0e} of a loss")
+print(f"killed at step {last}, resumed at step {begin}: {len(twice)} steps ran twice")
+print("fsdp=2 again: their losses have equal bits")
+print(f"data=2,fsdp=2: relative difference at most {moved_off:.0e}")
 
 # %% [markdown]
-# Steps taken twice are the only price; a save that was still being written counts for nothing. Their old rows
-# are not thrown away: the trainer sets them aside, and comparing them with the new ones is a test of the
-# whole machine, at no cost, at each resume.
+# The only cost is that some steps run twice. An unfinished save does not count. The trainer keeps the old
+# losses of these steps and compares them with the new ones. This tests the whole machine for free, each
+# time a run resumes.
 #
-# ## A NaN, and a spike
+# ## A NaN, and a loss spike
 #
-# One value is enough. If one row of one device gives NaN, the sum of the gradients is NaN on all devices, and
-# after Adam so is each weight. A batch that is broken but finite does less and lasts longer: it sits in the
-# moments. Both have one cure: look at a number that is *summed over all devices* before the step is kept, and
-# keep the old state if it is bad. The step is counted all the same, or the same batch would come for ever.
+# One bad value is enough. If one row on one device gives NaN, the summed gradients are NaN on all devices,
+# and after Adam so is every weight. A bad but finite batch does less damage, but the damage lasts longer,
+# because it is in the moments.
+#
+# Both have the same cure. Before you keep a step, look at a number that is *summed over all devices*. If it
+# is bad, skip the update and keep the old state. Still count the step, or you would get the same batch
+# forever.
 
 # %%
 mesh = jax.make_mesh((8,), ("fsdp",), (AxisType.Auto,))
@@ -372,7 +380,7 @@ mesh = jax.make_mesh((8,), ("fsdp",), (AxisType.Auto,))
 
 def guarded_step(s, x_bD, y_bD, limit):
     new, loss = train_step(s, x_bD, y_bD)
-    fine = loss < limit  # one answer, the same on all devices; a NaN is never less
+    fine = loss < limit  # the same on all devices; False for a NaN
     return jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, s), loss
 
 
@@ -383,8 +391,8 @@ plain = jax.jit(jax.shard_map(train_step, **specs))
 
 
 # %% [markdown]
-# What is too much? Three times the median of the last 20 losses, here. Row 5, which lies on device 2, is
-# broken at step 60 (NaN), or at steps 60 to 62 (targets a hundred times too big).
+# What is too much? Here, three times the median of the last 20 losses. Row 5, on device 2, is bad at step
+# 60 (NaN), or at steps 60 to 62 (targets a hundred times too large).
 
 
 # %%
@@ -405,37 +413,41 @@ NAN, BIG = {60: np.nan}, {60: 100.0, 61: 100.0, 62: 100.0}
 healthy, _, _ = trained({}, guard=False)
 _, _, spread = trained(NAN, guard=False)
 _, over, left = trained(NAN, guard=True)
-print(f"NaN: {spread:,} of {D * D:,} weights lost; guarded {left}, stepped over {over}")
+print(f"unguarded: {spread:,} of {D * D:,} weights are NaN")
+print(f"guarded: {left} weights are NaN, skipped steps {over}")
 
-# %% mystnb={"image": {"alt": "Two curves of the loss as a multiple of a healthy run's: both leap off the picture at steps 60 to 62; kept, it returns to 1, climbs to 1.5 at step 78, and takes until step 130 to come back; stepped over, it stays at 1."}}
+# %% mystnb={"image": {"alt": "Two curves of the loss relative to a healthy run: both leave the plot at steps 60 to 62; with the bad steps kept, the curve returns to 1, climbs to 1.5 at step 78, and recovers only at step 130; with the bad steps skipped, it stays at 1."}}
 spiked, _, _ = trained(BIG, guard=False)
 calm, over, _ = trained(BIG, guard=True)
 figure, axes = plt.subplots(figsize=(6, 3))
-axes.plot(spiked / healthy, color=RED, label="kept")
-axes.plot(calm / healthy, color=BLUE, label="stepped over")
-axes.set(title="A spike comes back after it has gone", xlabel="step", ylim=(0.8, 1.8))
-axes.set_ylabel("loss / loss of the healthy run")
+axes.plot(spiked / healthy, color=RED, label="bad steps kept")
+axes.plot(calm / healthy, color=BLUE, label="bad steps skipped")
+axes.set(title="The loss rises again after the spike", xlabel="step", ylim=(0.8, 1.8))
+axes.set_ylabel("loss / loss of a healthy run")
 axes.legend(loc="upper left")
 late = (spiked / healthy)[75:].argmax() + 75
 times = spiked / healthy
-print(f"stepped over {over}; kept: {times[60]:,.0f} times the healthy loss at step 60,")
+print(f"skipped: {over}. If kept: {times[60]:,.0f} times the healthy loss at step 60,")
 print(f"{times[64]:.2f} times at step 64, {times[late]:.2f} times at step {late}")
 assert over == [60, 61, 62] and np.abs(calm / healthy - 1)[63:].max() < 0.05
-assert times[64] < 1.1 and times[late] > 1.3, "another spike: the text speaks of this"
+assert times[64] < 1.1 and times[late] > 1.3, "the text describes another spike"
 
 # %% [markdown]
-# Both runs print the three bad losses; one of them learns from them. At step 64 all seems well. Then the loss
-# climbs, because Adam's first moment points the wrong way for some ten steps more. And it takes long to come
-# back, because the second moment is too big and fades by 1% a step, so each step is too small.
+# Both runs print the three bad losses, but only one learns from them. At step 64 all seems well. Then the
+# loss climbs, because Adam's first moment points in the wrong direction for about ten more steps. It takes
+# long to recover, because the second moment is too large and decays by only 1% per step, so each update is
+# too small.
 #
-# Note that the last 20 losses decide what is stepped over. So they are *state* and belong into the file, or a
-# resumed run steps over other batches. A spike that is found late needs the rest of this page: go back to a
-# checkpoint before it, and leave out the batches. PaLM's spiked about 20 times, with clipped gradients; it
-# went back to some 100 steps before, and left out 200 to 500 batches. The same batches did no harm when they
-# were met from another state ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), section 5.1).
+# Note that the last 20 losses decide which steps are skipped. So they are *state* and belong in the
+# checkpoint. Otherwise a resumed run skips other batches.
 #
-# The project's trainer has the first half, for what is not finite. Its `optimizer.train_step` decides on the
-# loss and the gradients, and this is what its user reads:
+# If you discover a spike late, you need the rest of this page: go back to a checkpoint before it, and skip
+# the batches. The loss of PaLM spiked about 20 times, in spite of gradient clipping. Each time, training
+# went back about 100 steps and skipped 200 to 500 batches. The same batches did no harm when they were used
+# from another state ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), section 5.1).
+#
+# The project's trainer skips steps that are not finite. Its `optimizer.train_step` decides by loss and
+# gradients. Here is what the user sees:
 
 # %% tags=["hide-input"]
 import config
@@ -455,22 +467,22 @@ kept = lambda state: sharding.named(jax.tree.map(np.asarray, state))
 
 # %%
 bad = dataset.batch(cfg, 0)
-bad["weights_BT"][3, 2] = np.nan  # one target of one sequence counts NaN times
+bad["weights_BT"][3, 2] = np.nan  # the weight of one target of one sequence
 old = kept(state)
 state, values = take(state, sharding.put(bad, two))
 watch.see(1, values)
 watch.settle()
 new = kept(state)
 changed = {name for name in old if not np.array_equal(old[name], new[name])}
-print(f"of {len(old)} arrays changed: {', '.join(sorted(changed))}")
+print(f"changed, of {len(old)} arrays: {', '.join(sorted(changed))}")
 assert changed == {"step", "skipped_steps", "skipped_in_a_row"}
 
 # %% [markdown]
-# ## A replica that differs
+# ## Silent data corruption: a replica that differs
 #
-# Copies of the weights along `data` are equal because they began equal and were given equal updates; nothing
-# ever compares them. Flip one bit of one weight on replica 5, as a bad memory cell does. (Here with plain
-# gradient descent; `grad` in `shard_map` adds the eight shares, chapter 01.)
+# The replicas of the weights along `data` are equal because they started equal and get equal updates.
+# Nothing ever compares them. Now flip one bit of one weight on replica 5, as a bad memory cell does. (The
+# optimizer is plain gradient descent. `grad` inside `shard_map` sums the eight shares, see chapter 01.)
 
 # %%
 replicas = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
@@ -484,7 +496,7 @@ def replica_step(w_DD, x_bD, y_bD):
 
 
 def flipped(bit, replica=5):
-    """Eight copies on eight devices, said to be equal; one has one bit flipped."""
+    """Eight replicas that JAX treats as equal; one of them has a flipped bit."""
     copies = [w_DD.copy() for _ in range(8)]
     if bit is not None:
         copies[replica].view(np.uint32)[3, 4] ^= np.uint32(1 << bit)
@@ -494,10 +506,11 @@ def flipped(bit, replica=5):
 
 
 # %% [markdown]
-# A float32 has 32 bits: 23 of the fraction, 8 of the exponent, and the sign.
+# A float32 has 32 bits: 23 for the fraction, 8 for the exponent, and the sign.
 #
-# > **Predict.** Each of the 32 bits is flipped in a run of its own, of 100 steps. The loss is the sum over all
-# > eight replicas, as always. In how many of the 32 runs is the printed loss off by more than 1% in any step?
+# > **Predict.** Each of the 32 bits is flipped in a separate run of 100 steps. As always, the loss is the
+# > sum over all eight replicas. In how many of the 32 runs is the printed loss off by more than 1% in any
+# > step?
 
 # %%
 my_prediction = None  # runs, of 32
@@ -520,80 +533,82 @@ batches = [jax.device_put(batch(0, t)) for t in range(100)]
 equal, _, _ = hundred_steps(flipped(None))
 bits = [hundred_steps(flipped(bit)) for bit in range(32)]
 seen = [b for b in range(32) if np.abs(bits[b][0] / equal - 1).max() > 0.01]
-lesson.predicted("runs whose loss tells", my_prediction, len(seen))
+lesson.predicted("runs with a visible change", my_prediction, len(seen))
 
 # %% tags=["remove-cell"]
-assert seen == [25, 30], "another weight or size: other bits of its exponent tell"
+assert seen == [25, 30], "with another weight, other bits are visible"
 
 # %% [markdown]
-# Two, both in the exponent (bits 25 and 30), where the weight becomes 16 times as big, or 10 to the 37. In
-# the other 30 the curve is the healthy one to the eye. And the harm does not pass:
+# Only two, both in the exponent (bits 25 and 30). There the weight becomes 16 times as large, or about 10
+# to the 37. The other 30 curves look healthy. And the damage does not go away:
 #
-# > **Predict.** Bit 22 is flipped, the first of the fraction. After 100 steps, replica 5 differs from the
-# > others by what multiple of the first difference?
+# > **Predict.** Bit 22 is flipped, the highest bit of the fraction. After 100 steps, how many times as
+# > large as at first is the difference between replica 5 and the others?
 
-# %% mystnb={"image": {"alt": "Left, two loss curves that cannot be told apart; right, the difference between replica 5 and the others, a flat line for 100 steps."}}
+# %% mystnb={"image": {"alt": "Left, two loss curves that look identical; right, the difference between replica 5 and the others, a flat line for 100 steps."}}
 my_prediction = None  # times
 losses, apart, w = hundred_steps(flipped(22), look=True)
 figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 2.8))
-left.plot(equal, color=GREY, lw=4, alpha=0.5, label="eight equal copies")
+left.plot(equal, color=GREY, lw=4, alpha=0.5, label="eight equal replicas")
 left.plot(losses, color=lesson.COLOURS["data"], lw=1, label="one bit differs")
-left.set(title="The curve says nothing", xlabel="step", ylabel="loss")
+left.set(title="The loss does not show it", xlabel="step", ylabel="loss")
 left.legend(fontsize=8)
 right.plot(apart, color=lesson.COLOURS["data"])
 right.set(title="The difference stays", xlabel="step", ylim=(0, 2 * apart[0]))
-right.set_ylabel("replica 5, apart by")
+right.set_ylabel("difference of replica 5")
 grown = round(float(apart[-1] / apart[0]), 3)
 lesson.predicted("after 100 steps", my_prediction, grown, "times", within=0.02)
 
 # %% tags=["remove-cell"]
-assert grown == 1, "the updates of the replicas differ"
+assert grown == 1, "the replicas get different updates"
 
 # %% [markdown]
-# The gradient is added over all replicas, so all get the same update, and the same update keeps a difference
-# exactly where it is. The all-reduce does not heal it; it hides it. From now on an eighth of each gradient is
-# taken at other weights, and which model is saved depends on which replica writes. What shows it is a
-# comparison of bits:
+# The gradient is summed over all replicas, so all get the same update, and the same update leaves the
+# difference exactly as it is. The all-reduce does not repair the difference. It hides it. From now on, an
+# eighth of each gradient is computed with other weights, and which model is saved depends on which replica
+# writes. To detect it, compare bits:
 
 # %%
 digest = lambda one: hashlib.sha256(np.asarray(one.data)).hexdigest()[:6]
 print(*map(digest, w.addressable_shards))
 
 # %% [markdown]
-# On the hosts this costs a copy of all weights. On the devices it is a sum of the bits, taken as integers,
-# and four bytes to exchange. A sum of *floats* will not do: it rounds a small difference away.
+# Comparing on the hosts costs a copy of all weights. On the devices, it costs a sum over the bits, taken as
+# integers, and sending four bytes. A sum of *floats* does not work, because rounding hides a small
+# difference.
 
 # %%
 few = bits[1][2].addressable_shards
 sums = [np.asarray(few[r].data) for r in (0, 5)]
 print("sums as float32 ", *[one.sum() for one in sums])
 print("sums of the bits", *[one.view(np.uint32).sum(dtype=np.uint32) for one in sums])
-all_bytes = 8e9 * 4  # bytes: 8 billion float32 weights, a copy on each of 8 devices
+all_bytes = 8e9 * 4  # 8 billion float32 weights, replicated on each of 8 devices
 for chip in (hardware.CHIPS["v5p"], hardware.CHIPS["h100"]):
     read, sent = all_bytes / chip.hbm_bytes_per_s, 7 * all_bytes / chip.dcn_bytes_per_s
     print(f"{chip.name}: read all weights {read * 1e3:.0f} ms; gather all {sent:.0f} s")
 
 # %% [markdown]
-# The second number is what a comparison of whole weights costs over the network between slices or nodes,
-# where `data` lies; nobody does that. Four bytes cost latency alone. (The devices of this page are simulated
-# and show no seconds: these are arithmetic.)
+# The second number is the cost of comparing whole weights over the network between slices or nodes, where
+# `data` is usually placed. Nobody does that. Sending four bytes only costs latency. (These times are
+# computed; simulated devices show no time.)
 #
-# Two limits. Slices along `fsdp` are held once, so there is nothing to compare them with. And a chip that
-# *computes* wrongly, with good memory, adds its wrong gradient to everyone's: replicas agree on a wrong
-# number. That is found only by taking a step again elsewhere, which again needs a state and a batch
-# known to the bit. Gemini's report says so of its runs, "deterministic replay", and expects such an
+# The method has two limits. The shards along `fsdp` have no replicas to compare with. And a chip with good
+# memory that *computes* wrongly adds its wrong gradient on every replica, so all replicas agree on a wrong
+# number. You can only find this by repeating a step on other chips, which again requires a state and a
+# batch that are known to the bit. Gemini's report mentions this "deterministic replay", and expects such an
 # event every week or two ([arXiv:2312.11805](https://arxiv.org/abs/2312.11805), section 3).
 #
-# ## Exercise 2: which one?
+# ## Exercise 2: which replica?
 #
-# `mine` is the checksum of this replica's weights, a uint32. Return the number of the replica that differs
-# from the others, or -1 if none does, on every device. Your code runs inside `shard_map` over `data`;
-# `jax.lax.all_gather(mine, "data")` gives all checksums, `jax.lax.axis_index("data")` the own number.
+# `mine` is the checksum of this replica's weights, a uint32. On every device, return the index of the
+# replica that differs from the others, or -1 if none does. Your code runs inside `shard_map` over `data`.
+# `jax.lax.all_gather(mine, "data")` returns all checksums, and `jax.lax.axis_index("data")` the index of
+# this replica.
 
 
 # %% tags=["hide-input"]
 def found_by(answer):
-    """What `answer` says on each of eight devices, one of which has a flipped bit."""
+    """What `answer` returns on each of eight devices, if one has a flipped bit."""
 
     def local(w_DD):
         w_DD = jax.lax.pcast(w_DD, "data", to="varying")
@@ -610,7 +625,7 @@ def found_by(answer):
 def check_odd(answer):
     cases, right = [(odd,) for odd in (-1, 0, 5, 7)], lambda odd: np.full(8, odd)
     hints = [(found_by(wrong), hint) for wrong, hint in ODD_HINTS]
-    done = "Right, for 4 bytes a replica."
+    done = "Right, with 4 bytes per replica."
     return lesson.diagnose(found_by(answer), cases, right, hints, done)
 
 
@@ -619,18 +634,18 @@ everyone = lambda mine: jax.lax.all_gather(mine, "data")
 number = lambda: jax.lax.axis_index("data")
 where_any = lambda odd: jnp.where(jnp.any(odd), jnp.argmax(odd), -1)
 middle = lambda one: jnp.sort(everyone(one))[4]
-OWN = "Each takes itself for right. What does the odd one say of the others?"
-FIRST = "You take replica 0 for right. What if it is the one?"
-SPREAD = "This sees *that* they differ. Who is it?"
+OWN = "Each replica assumes that it is right. What does the bad one return?"
+FIRST = "You assume that replica 0 is right. What if it is the bad one?"
+SPREAD = "You detect *that* replicas differ, but not which one."
 ODD_HINTS = [
     (lambda one: where_any(everyone(one) != one), OWN),
     (lambda one: jnp.argmax(everyone(one) != one), OWN),
     (lambda one: where_any(everyone(one) != everyone(one)[0]), FIRST),
     (lambda one: jnp.argmax(everyone(one) != everyone(one)[0]), FIRST),
     (lambda one: jnp.argmax(everyone(one) != middle(one)),
-     "Found where there is one; and where there is none you accuse replica 0."),
+     "Right if there is a bad replica. If there is none, you return replica 0."),
     (lambda one: jnp.where(one != middle(one), number(), -1),
-     "Only the odd one knows. Who tells the others?"),
+     "Only the bad replica returns its index. All of them should."),
     (lambda one: jnp.where(jax.lax.pmax(one, "data") != jax.lax.pmin(one, "data"),
                            number(), -1), SPREAD),
 ]  # fmt: skip
@@ -646,10 +661,10 @@ print(check_odd(odd_one))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The majority is right, and of sorted checksums the middle one belongs to it: `all_8 =
-# jax.lax.all_gather(mine, "data"); odd = all_8 != jnp.sort(all_8)[4]`, then `return jnp.where(odd.any(),
-# jnp.argmax(odd), -1)`. Two replicas can say that they differ, and never which is wrong: for that it takes
-# three. The cure is a copy from a good one, or the last checkpoint, and another chip.
+# The majority is right, and the median checksum belongs to the majority: `all_8 = jax.lax.all_gather(mine,
+# "data"); odd = all_8 != jnp.sort(all_8)[4]`, then `return jnp.where(odd.any(), jnp.argmax(odd), -1)`. Two
+# replicas can detect that they differ, but not which one is wrong; that takes three. To repair it, copy the
+# weights from a good replica or load the last checkpoint, and replace the chip.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -662,10 +677,10 @@ assert check_odd(odd_one) == lesson.NOTHING == check_odd(...)
 # %% [markdown]
 # ## How often to save
 #
-# Saving costs time, and not saving costs steps. Llama 3 405B on 16,384 GPUs, 2,048 hosts of 8, counted 419
-# unexpected interruptions in 54 days; six were silent corruption
-# ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4). If each is the fault of one
-# host, a host fails once in
+# Saving costs time, and not saving costs steps. Llama 3 405B on 16,384 GPUs, 2,048 hosts of 8, had 419
+# unexpected interruptions in 54 days. Six were silent data corruption
+# ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4). If each was caused by one host, a
+# host fails once in:
 
 # %%
 DAY = 24 * 3600
@@ -674,11 +689,12 @@ of_2048_h = host_mtbf_s / 2048 / 3600
 print(f"{host_mtbf_s / DAY:.0f} days, and one of 2,048 in {of_2048_h:.1f} h")
 
 # %% [markdown]
-# Let a save stop the run for c = 60 s (840 GB, a 70-billion model with its two moments in float32, onto a
-# disk that takes 14 GB/s), a restart take r = 600 s, and MTBF be the mean time between failures
-# of all hosts. **Goodput** is the share of time spent on steps that are kept.
+# Suppose that a save stops training for c = 60 s (840 GB, a 70-billion-parameter model with its two moments
+# in float32, to a disk that writes 14 GB/s). A restart takes r = 600 s. MTBF is the mean time between
+# failures of all hosts together. **Goodput** is the share of time spent on steps that are kept.
 #
-# > **Predict.** 1,024 hosts, so MTBF = 6.2 h. After how many minutes of work would you save, each time?
+# > **Predict.** With 1,024 hosts, MTBF = 6.2 h. How many minutes of training would you run between two
+# > saves?
 
 # %%
 my_prediction = None  # minutes
@@ -686,29 +702,29 @@ c, r = 60.0, 600.0
 
 
 def goodput(interval_s, mtbf, c, r, failures=20_000):
-    """Play it: work, save, work, save, until something fails; then restart."""
+    """Simulate: train, save, train, save, until something fails; then restart."""
     until_s = np.random.default_rng(0).exponential(mtbf, failures)
-    kept_s = until_s // (interval_s + c) * interval_s  # what was saved is kept
+    kept_s = until_s // (interval_s + c) * interval_s  # saved training time is kept
     return kept_s.sum() / (until_s + r).sum()
 
 
 mtbf = host_mtbf_s / 1024
 minutes = np.arange(2, 121)
-played = [goodput(60 * m, mtbf, c, r) for m in minutes]
-best = int(minutes[np.argmax(played)])
-lesson.predicted("best interval, played", my_prediction, best, "minutes", within=0.2)
+simulated = [goodput(60 * m, mtbf, c, r) for m in minutes]
+best = int(minutes[np.argmax(simulated)])
+lesson.predicted("best interval, simulated", my_prediction, best, "minutes", 0.2)
 
 # %% [markdown]
-# Between two saves lies a time t of work. Saving costs c/t of the time. A failure comes at any moment of it,
-# so it loses t/2 on the average, once in MTBF: t/(2 MTBF) of the time. The sum c/t + t/(2 MTBF) is least where
-# both are equal:
+# Let t be the training time between two saves. Saving takes a fraction c/t of the time. A failure can come
+# at any moment of t, so it loses t/2 on average, once per MTBF: a fraction t/(2 MTBF). The sum c/t + t/(2
+# MTBF) is smallest where the two terms are equal:
 #
 # $$
 # t = \sqrt{2\,c\,\text{MTBF}}, \qquad \text{goodput} \approx 1 - \sqrt{2c/\text{MTBF}} - r/\text{MTBF}
 # $$
 #
-# That is Young's rule of 1974; Daly has the next terms. It holds while c is much smaller than MTBF. Does the
-# played run agree?
+# This is Young's rule of 1974; Daly derived the next terms. It holds while c is much smaller than MTBF.
+# Does the simulation agree?
 
 # %% mystnb={"image": {"alt": "Goodput against minutes between saves on a logarithmic axis: for 32 hosts a flat curve near 98 percent with its best at 150 minutes, for 1,024 hosts a curve that peaks at 90 percent near 27 minutes and falls on both sides."}}
 young = lambda c, mtbf: (2 * c * mtbf) ** 0.5
@@ -720,35 +736,37 @@ for hosts, colour in ((32, BLUE), (1024, RED)):
     shares = [100 * goodput(s, mtbf, c, r) for s in times]
     axes.semilogx(times / 60, shares, color=colour, label=f"{hosts:,} hosts")
     axes.axvline(young(c, mtbf) / 60, ls=":", color=colour)
-axes.set(title="Saved too often, or too much lost", xlabel="minutes between saves")
+axes.set(title="The best interval is in between", xlabel="minutes between saves")
 axes.set(ylabel="goodput, %", ylim=(50, 100), xticks=[2, 10, 60, 600])
 axes.set_xticklabels([2, 10, 60, 600])
 axes.legend(loc="lower center")
 
 # %%
-print("hosts   MTBF    save every   goodput: formula  played   if a save stops 2 s")
+print("hosts   MTBF    save every   goodput: formula  simulated   if a save stops 2 s")
 for hosts in (1, 2, 32, 1024):
     mtbf = host_mtbf_s / hosts
     t = young(c, mtbf)
     by_formula, by_play = formula(c, mtbf, r), goodput(t, mtbf, c, r)
     quick = f"{young(2, mtbf) / 60:4.0f} min, {goodput(young(2, mtbf), mtbf, 2, r):.1%}"
     print(f"{hosts:5}  {mtbf / 3600:6.1f} h  {t / 60:4.0f} min {by_formula:16.1%} "
-          f"{by_play:8.1%}   {quick}")  # fmt: skip
-    assert abs(by_formula - by_play) < 0.01, "c is no longer small beside the MTBF"
+          f"{by_play:11.1%}   {quick}")  # fmt: skip
+    assert abs(by_formula - by_play) < 0.01, "c is not small compared with the MTBF"
 assert abs(best / (young(c, host_mtbf_s / 1024) / 60) - 1) < 0.2
 
 # %% [markdown]
-# The dotted lines are the rule's. The minimum is flat: half or twice the interval costs little, a tenth of it
-# does not. A few hosts need no more than a save in hours (but then save for what MTBF leaves out, your own
-# mistakes). At 1,024 hosts a tenth of the machine is gone, most of it to saving and lost steps. A save that
-# copies to the host's memory in 2 s, and is written while training goes on, brings back more than half of it,
-# and from then on the *restart* is what costs: start-up, reading, compiling. Then spare hosts, and a cache of
-# compiled programs, are worth more than any interval. Gemini keeps copies of the state in other hosts'
-# memory, and reports 97% where its predecessors had 85%.
+# The dotted lines show the rule. The minimum is flat: half or twice the interval costs little, but a tenth
+# of it costs a lot. With a few hosts, one save in several hours is enough (but save more often to survive
+# your own mistakes, which MTBF does not include).
 #
-# ## Exercise 3: the interval
+# At 1,024 hosts, a tenth of the machine time is lost, most of it to saves and lost steps. If a save stops
+# training for only 2 s, to copy the state to host memory, and the file is written in the background, more
+# than half of that comes back. From then on, the *restart* costs the most: start-up, loading, compiling.
+# Then spare hosts and a compilation cache are worth more than a better interval. Gemini keeps copies of the
+# state in the memory of other hosts, and reports a goodput of 97%, against 85% for its predecessors.
 #
-# Training stands still for `stop_s` while the state is copied to the host. It is then written in the
+# ## Exercise 3: the save interval
+#
+# Training stops for `stop_s` while the state is copied to the host. The file is then written in the
 # background for `write_s`, and the next save cannot begin before that ends. A host fails once in
 # `host_mtbf_s`. Return the seconds from one save to the next.
 
@@ -759,15 +777,15 @@ def check_interval(answer):
     cases = [(60.0, 5.0, year, 64), (2.0, 30.0, 0.5 * year, 1024)]
     cases += [(1.0, 900.0, year, 4096), (30.0, 2000.0, 0.3 * year, 4096)]
     right = lambda c, w, m, hosts: max(young(c, m / hosts), w)
-    done = "Right: the rule, and never faster than the disk."
+    done = "Right: Young's rule, but never faster than the disk."
     return lesson.diagnose(answer, cases, right, INTERVAL_HINTS, done, 0.02)
 
 
 # %% tags=["hide-input"]
-NO_FLOOR = "Where the disk is slow, a save begins while the last one is still written."
-ONE_HOST = "One host's failures. There are more hosts."
+NO_FLOOR = "With a slow disk, a save would begin while the last one is still written."
+ONE_HOST = "You count the failures of one host. There are more hosts."
 HALF = "How much of an interval is lost on average?"
-BOTH = "Does training stand still while the disk writes?"
+BOTH = "Does training stop while the disk writes?"
 INTERVAL_HINTS = [
     (lambda c, w, m, h: young(c, m / h), NO_FLOOR),
     (lambda c, w, m, h: max(young(c, m), w), ONE_HOST),
@@ -778,7 +796,7 @@ INTERVAL_HINTS = [
     (lambda c, w, m, h: young(w, m / h), BOTH),
     (lambda c, w, m, h: young(c + w, m / h), BOTH),
     (lambda c, w, m, h: max(young(c + w, m / h), w), BOTH),
-    (lambda c, w, m, h: young(c, m / h) + w, "Are the two spent one after the other?"),
+    (lambda c, w, m, h: young(c, m / h) + w, "The two times overlap."),
 ]
 
 
@@ -792,8 +810,8 @@ print(check_interval(interval))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return max((2 * stop_s * host_mtbf_s / hosts) ** 0.5, write_s)`. Where the second wins, the disk decides,
-# and not the rule: write less, or let each host write its own slices.
+# `return max((2 * stop_s * host_mtbf_s / hosts) ** 0.5, write_s)`. If the second term is larger, the disk
+# is the bottleneck: write less, or let each host write its own shards.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -806,9 +824,9 @@ assert check_interval(interval) == lesson.NOTHING == check_interval(...)
 # %% [markdown]
 # ## A bug to find
 #
-# `rows_of` says which of 1,024 documents a host reads at a step. It is a function of the seed and the step,
-# and its tests, on 1, 2, 4 and 8 hosts, find each document once in an epoch of 64 steps. The run below was
-# killed at step 32 on 8 hosts, lost half of its machine, and went on with 4. Mend `rows_of`.
+# `rows_of` returns which of 1,024 documents a host reads at a step. It is a function of the seed and the
+# step. Its tests on 1, 2, 4 and 8 hosts find each document once in an epoch of 64 steps. The run below was
+# killed at step 32 on 8 hosts, lost half of its machine, and resumed on 4. Fix `rows_of`.
 
 # %%
 DOCUMENTS, EPOCH = 1024, 64
@@ -824,7 +842,7 @@ def rows_of(seed, step, host, hosts):
 
 # %% tags=["hide-input"]
 def curve(rows_of, hosts_at):
-    """Losses of an epoch; the model is wide enough to remember each document."""
+    """Losses of an epoch; the model is wide enough to memorize each document."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(DOCUMENTS, 2048)).astype(np.float32) / 2048**0.5
     y, w, base, losses = 1 + 0.5 * rng.normal(size=DOCUMENTS), np.zeros(2048), 0.0, []
@@ -837,19 +855,19 @@ def curve(rows_of, hosts_at):
     return losses
 
 
-# %% mystnb={"image": {"alt": "Loss over 64 steps: level until step 32, then on 4 hosts it falls to about a third for 16 steps, and comes back to where it was."}}
+# %% mystnb={"image": {"alt": "Loss over 64 steps: constant until step 32, then on 4 hosts it falls to about a third for 16 steps, and returns to the old level."}}
 figure, axes = plt.subplots(figsize=(6, 2.8))
 lost_half = curve(rows_of, lambda step: 8 if step < 32 else 4)
 axes.plot(curve(rows_of, lambda step: 8), color=GREY, lw=3, alpha=0.6, label="8 hosts")
 axes.plot(lost_half, color=RED, label="4 hosts from step 32")
-axes.set(title="Half of the machine, and a better loss")
+axes.set(title="With half of the machine, the loss gets better")
 axes.set(xlabel="step", ylabel="loss", ylim=0)
 axes.legend()
 
 
 # %% tags=["hide-input"]
 def what_is_read(rows_of):
-    """Same documents a step on all numbers of hosts? Each once? Steps of one size?"""
+    """Does a step read the same on any hosts? Each document once? Equal batch sizes?"""
     answer = lesson.answered(rows_of)
 
     def step_on(n, step):
@@ -871,27 +889,29 @@ def check_rows(answer):
     says = lambda *claims: lambda hosts: np.array([claim(hosts) for claim in claims])
     yes, no, alone = (lambda n: True), (lambda n: False), (lambda n: n == 1)
     hints = [(says(alone, yes, yes), MOVES), (says(alone, alone, yes), TWICE)]
-    hints += [(says(yes, no, yes), DRAWN), (says(alone, no, yes), "Not each once.")]
-    done = "Right: hosts enter only after the batch is chosen."
+    hints += [(says(yes, no, yes), DRAWN), (says(alone, no, yes), "Not once each.")]
+    done = "Right: the batch is chosen first, and then split among the hosts."
     right, cases = says(yes, yes, yes), [(1,), (2,), (4,), (8,)]
     return lesson.diagnose(what_is_read(answer), cases, right, hints, done)
 
 
-MOVES = "Not yet: this run, too, has another curve than one that kept its 8 hosts."
+MOVES = "Not yet: the curve still differs from that of a run that kept its 8 hosts."
 TWICE = "On more than one host, some documents are read several times, others never."
-DRAWN = "The same on any number of hosts. But some documents come twice in an epoch."
+DRAWN = "The same on any number of hosts, but some documents repeat within an epoch."
 print(check_rows(rows_of))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Each host reads its own eighth of the *epoch*. On 4 hosts the quarters begin elsewhere, so what comes at
-# step 32 is what odd hosts had read already, and half of the documents that were still to come are never
-# read. The batch of a step has to be chosen first, and be cut among hosts afterwards: `mine =
-# order.reshape(EPOCH, hosts, -1)[step % EPOCH, host]`, and return it all. OLMo's training order depended on
-# the number of devices and of loader workers until 2023, and a script had to be written to find out what
-# older runs [had read](https://github.com/allenai/OLMo/pull/268). MosaicML's streaming loader has the mended
-# property as its first feature, ["elastic determinism"](https://docs.mosaicml.com/projects/streaming).
+# Each host reads its own eighth of the *epoch*. With 4 hosts, each reads a quarter, and the quarters start
+# elsewhere. So from step 32 on, the run reads what the odd hosts read before, and half of the remaining
+# documents are never read. Choose the batch of a step first, and split it among the hosts afterwards: `mine
+# = order.reshape(EPOCH, hosts, -1)[step % EPOCH, host]`, and return all of it.
+#
+# Until 2023, the training order of OLMo depended on the number of devices and loader workers, and someone
+# had to write a script to find out what older runs [had read](https://github.com/allenai/OLMo/pull/268).
+# MosaicML's streaming loader lists the fixed property as its first feature, ["elastic
+# determinism"](https://docs.mosaicml.com/projects/streaming).
 # </details>
 
 
@@ -920,7 +940,7 @@ strided = lambda *a: rows_of(a[0], a[1], 0, 1)[a[2] :: a[3]]
 assert check_rows(strided).startswith("Right")
 assert check_rows(rows_of) == MOVES and check_rows(all_read_all) == TWICE
 assert check_rows(drawn) == DRAWN
-assert check_rows(by_host).startswith("Not each")
+assert check_rows(by_host).startswith("Not once each")
 assert check_rows(lambda *a: ...) == lesson.NOTHING
 seen_again, unseen = np.mean(lost_half[32:48]), np.mean(lost_half[24:32])
 assert seen_again < 0.5 * unseen < np.mean(lost_half[48:]), "the curve no longer dips"
@@ -930,38 +950,40 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 # %% [markdown]
 # ## In one table
 #
-# With s the state (w, m, v and t), a step is `s = step(s, f(seed, t))`, and a run goes on exactly where both
-# arguments are the same bits. P is the number of parameters.
+# Let s be the state (w, m, v and t). A step is `s = step(s, f(seed, t))`, and a run resumes exactly if both
+# arguments have the same bits. P is the number of parameters.
 #
-# | what happens | how it is seen | what it costs | this project |
+# | event | how you detect it | what it costs | in this project |
 # |---|---|---|---|
-# | a process dies | it is gone, or silent for a minute | t/2 of work, and r | all end and start again from the newest good file (`train/watchdog.py`, `launcher.sh`) |
-# | killed within a save | no final name, or another sha256 | one interval more | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
-# | fewer devices | the mesh changes | rounding, 1e-7 a step | whole arrays by name; any mesh reads them |
-# | a NaN | the loss or a gradient, summed over all | one step | the step is skipped and named; ten in a row end the run (`train/guard.py`) |
-# | a spike | the loss, or the norm, against its median | the batches; or back to a file | gradients are clipped; going back is yours: `--run.restart newest --data.skip 40:42` |
-# | a replica differs | checksums over `data`, 4 bytes each | reading 4 P bytes of memory | not compared |
-# | a chip computes wrongly | a step taken again elsewhere | a step | `--replay N` compares with the log, to the bit |
-# | a slow host (straggler) | its own time for a fixed product | all wait for it | named (`train/pace.py`) |
+# | a process dies | it exits, or sends no heartbeat for a minute | t/2 of training, and r | all processes stop and restart from the newest valid checkpoint (`train/watchdog.py`, `launcher.sh`) |
+# | killed during a save | the final name is missing, or the sha256 is wrong | one more interval | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
+# | fewer devices | the mesh changes | rounding, 1e-7 per step | arrays by name; any mesh can load them |
+# | a NaN | loss or gradients, summed over all devices | one step | the step is skipped and reported; ten in a row stop the run (`train/guard.py`) |
+# | a loss spike | loss or gradient norm against its median | the batches, or a rollback | gradients are clipped; you decide to go back: `--run.restart newest --data.skip 40:42` |
+# | a replica differs | checksums over `data`, 4 bytes each | reading 4 P bytes of memory | not checked |
+# | a chip computes wrongly | repeating a step on other chips | a step | `--replay N` compares with the log, bit for bit |
+# | a slow host (straggler) | its time for a fixed matmul | all hosts wait for it | reported (`train/pace.py`) |
 #
-# **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s: ten hours and more on one host of
-# v5p, one H100 node or two; 27 minutes on 1,024 hosts of either. Below an interval of some minutes make c
-# smaller, not the interval. On the critical path are c, t/2 and r, a restart; writing in the background is not.
+# | here | JAX | PyTorch | Megatron-LM |
+# |---|---|---|---|
+# | resharding checkpoint | Orbax | [DCP](https://docs.pytorch.org/docs/main/distributed.checkpoint.html), `torch.distributed.checkpoint` | `--ckpt-format torch_dist` |
+# | write in the background | Orbax `AsyncCheckpointer` | `async_save` | `--async-save` |
+# | restart processes | your launcher | `torchrun --max-restarts` (torch elastic); resuming is up to you | the same, or NVRx |
+# | position in the data | the step; Grain | torchdata's `StatefulDataLoader`, one per rank | `consumed_train_samples` |
 #
-# In PyTorch: `torchrun --max-restarts` (*torch elastic*) starts processes again, and leaves what is resumed
-# to you; [DCP](https://docs.pytorch.org/docs/main/distributed.checkpoint.html),
-# `torch.distributed.checkpoint`, saves slices and reads them on another mesh, `async_save` in the background;
-# torchdata's
-# `StatefulDataLoader` keeps each rank's place. SDC is silent data corruption.
+# **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s, that is ten hours and more on
+# one host of v5p, or on one or two H100 nodes, and 27 minutes on 1,024 hosts of either. If the interval is
+# only a few minutes, make c smaller rather than the interval. c, t/2 and r are on the critical path;
+# writing in the background is not.
 #
 # ## Three lines to keep
 #
-# 1. A resume is right if the bits are equal, and for that the batch must be a function of seed and step, not
-#    of hosts, of workers, or of what was read before.
-# 2. What is added over all devices is seen by all: a NaN and a spike can be stepped over by one rule
-#    everywhere, and a replica that differs is hidden by the very sum.
-# 3. Save every sqrt(2 · seconds a save stops · seconds between failures); then make both the stop and the
-#    restart shorter.
+# 1. A resume is right if the bits are equal. So the batch must be a function of seed and step, not of
+#    hosts, workers, or what was read before.
+# 2. All devices see a sum over all devices. So one rule can skip a NaN or a spike everywhere, but the same
+#    sum hides a replica that differs.
+# 3. Save every sqrt(2 · seconds that a save stops training · seconds between failures). Then make both the
+#    stop and the restart shorter.
 #
 # **Sources.** Failures and goodput at scale: Llama 3, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783),
 # 3.3.4; Gemini, [arXiv:2312.11805](https://arxiv.org/abs/2312.11805), 3; the logbook of
