@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 13 · Thirty-two hosts
+# # 13 · Multi-host training
 #
-# **Question.** One program must run on 32 machines at once, and any of them may die, hang, or be set up
-# differently. Who notices, and what happens?
+# **Question.** One program must run on 32 machines at once. Any of them can die, hang, or be set up
+# differently. How is that detected, and what happens then?
 #
-# **Why it hurts not to know.** A death that nobody notices costs 32 machines until somebody looks in the
-# morning. A wrong setting on one of them costs the run, and nothing looks wrong.
+# **Why it hurts not to know.** If nobody notices a failure, 32 machines are idle until someone looks in the
+# morning. A wrong setting on one of them ruins the run, and nothing looks wrong.
 #
-# *Before this:* 01 (a collective), 12 (what a restart reads). *Mesh:* `data=4`, one device for each of four
+# *Before this:* 01 (collectives), 12 (what a restart loads). *Mesh:* `data=4`, one device for each of four
 # processes. *Runs in* 60 s on 2 cores, most of it waiting; half an hour to read.
 
 # %%
@@ -24,18 +24,21 @@ GREY, RED, BLUE = lesson.NEUTRAL, "#cf4446", "#3f74b5"
 # %% [markdown]
 # ## The program by hand: four processes, one mesh
 #
-# So far one process held all devices. A **host** is a machine with a few chips of its own, 4 or 8, and a
-# process on it can reach only these. So on 32 hosts the *same* program is started 32 times. What differs is
-# one number, the **rank**: 0 to 31. `jax.distributed.initialize` makes them one. Process 0 opens a port and
-# is the **coordinator**; all others call it there, and wait until all have come. From then on `jax.devices()`
-# lists the devices of all, and a mesh may span them.
+# So far, one process had all devices. A **host** is a machine with a few chips, usually 4 or 8, and a
+# process on it can access only these. So on 32 hosts, you start the *same* program 32 times. Only one
+# number differs, the **rank**: 0 to 31.
 #
-# A jitted step is now something that all processes *enter together*, because its `psum` needs a value of
-# each. What a process can make alone is its own part of an array: `make_array_from_process_local_data` takes
-# the rows that this process has, and returns an array that is known to be larger. (B = 8 rows in all, b = 2
-# for a process, D = 4 columns.)
+# `jax.distributed.initialize` connects the processes. Process 0, the **coordinator**, opens a port. All
+# others connect to it and wait until everyone has arrived. From then on, `jax.devices()` lists the devices
+# of all processes, and a mesh can span them.
 #
-# Here four processes of this machine are the hosts. First what each does at its start, as a text:
+# All processes must *enter a jitted step together*, because its `psum` needs a value from each of them. But
+# each process creates its own part of an array alone: `make_array_from_process_local_data` takes the rows
+# of this process, and returns a global array. (There are B = 8 rows in total, b = 2 per process, and D = 4
+# columns.)
+#
+# Here four processes on this machine act as the hosts. First, the text of what each process does at its
+# start:
 
 # %% tags=["by-hand"]
 import os
@@ -57,8 +60,8 @@ jax.distributed.initialize(num_processes=4, process_id=rank, **limits)
 mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,))  # devices of all processes"""
 
 # %% [markdown]
-# Then a step: linear regression, whose targets are the sums of the rows. A row is a function of the step and
-# its own number, so each process makes its two rows and never sees the others.
+# Next, a training step: linear regression, in which the target of a row is its sum. A row is a function of
+# the step and the row number, so each process creates its two rows and never sees the others.
 
 # %% tags=["by-hand"]
 STEP = """
@@ -75,20 +78,20 @@ w_D, loss = step(0, np.zeros(4, np.float32))
 if rank == 0: print(float(loss), *np.asarray(w_D))"""
 
 # %% [markdown]
-# Last the launcher. Whatever goes wrong, it leaves no process behind. (What this page's own JAX was told in
-# the environment is not handed on.) One process, NumPy, is the judge.
+# Finally, the launcher. Whatever goes wrong, it leaves no process behind. (It does not pass on the JAX
+# variables of this page's environment.) A single NumPy process is the reference.
 
 
 # %% tags=["by-hand"]
-def launched(worker):  # what each of four processes prints
+def launched(worker):  # returns the output of each of four processes
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env, hosts = {k: v for k, v in os.environ.items() if k[:3] != "JAX"}, []
     try:
         for rank in range(4):
-            told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": str(rank)}
+            extra = {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": str(rank)}
             argv = [sys.executable, "-c", worker]
-            hosts.append(Popen(argv, stdout=PIPE, text=True, env=env | told))
+            hosts.append(Popen(argv, stdout=PIPE, text=True, env=env | extra))
         return [one.communicate(timeout=90)[0] for one in hosts]
     finally:
         [one.kill() or one.wait() for one in hosts]
@@ -100,33 +103,34 @@ x_BD = np.float32([np.random.default_rng((0, row)).normal(size=4) for row in ran
 y_B = x_BD.sum(1)  # w is zero, so the error is -y
 alone = [y_B @ y_B / 8, *(0.1 * y_B @ x_BD / 8)]
 assert np.allclose([float(x) for x in said[-1].split()], alone, 1e-5), "not as one does"
-print(f"4 processes and one: loss {alone[0]:.4f}, and the same four weights")
+print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
 
 # %% [markdown]
-# Three things of this program are easy to get wrong. The step is called by *all* processes, though only one
-# prints. The rows follow from the rank, so no row is fed twice. And without its two limits a process waits for
-# one that never comes: here 60 s at the start for all to come, and later 5 s for a sign of life, a
-# *heartbeat*. JAX's own are 300 s and 100 s.
+# Three details of this program are easy to get wrong. *All* processes call the step, although only one
+# prints. The rows follow from the rank, so no row is used twice. And without its two timeouts, a process
+# would wait for a missing one for a long time: here 60 s for all processes to arrive, and later 5 s without
+# a sign of life, a *heartbeat*. JAX's defaults are 300 s and 100 s.
 #
-# ## Four hosts of this machine
+# ## Four hosts on this machine
 #
-# A launcher tells each process who it is, as ours did with two variables. That is the least of it: it also has
-# to bring the program there, and to be there when something goes wrong. `launcher.sh` of this project reaches
-# hosts by ssh. It brings a commit to each, and starts a command in it, with the same variables, under a
-# **supervisor**: a Python program, `launch/supervisor.py`, in a `tmux` session, which stays when ssh is gone.
+# A launcher tells each process its rank, as ours did with two environment variables. It must also copy the
+# program to the hosts, and react when something goes wrong. This project's `launcher.sh` connects to the
+# hosts by ssh. It copies a commit to each host and starts a command there, with the same variables. The
+# command runs under a **supervisor**, the Python program `launch/supervisor.py`, in a `tmux` session that
+# survives when ssh ends.
 #
-# This page has no hosts, so a stand-in for `ssh` comes first in `PATH`: it runs what it is told in a folder of
-# this machine. All else is as on 32 hosts: commits, supervisors, sessions, processes, signals. What a stand-in
-# cannot show is a login, a network that is slow or cut, a clock that is wrong, a machine that is gone whole.
-# (`make rehearse` goes through the same with real ssh servers. These cells need Linux with git;
-# elsewhere they say so, and do nothing.)
+# This page has no real hosts. A replacement for `ssh` comes first in `PATH` and runs each command in a
+# folder of this machine. Everything else is as on 32 hosts: commits, supervisors, sessions, processes,
+# signals. It cannot show logins, a slow or broken network, a wrong clock, or the loss of a whole machine.
+# (`make rehearse` does the same with real ssh servers. These cells need Linux with git; elsewhere they
+# print a message and do nothing. You can skip the folded cells.)
 
 # %%
 SSH = """#!/bin/bash
-# ssh [OPTION..] -- HOST COMMAND, where a folder of this machine stands for HOST
+# ssh [OPTION..] -- HOST COMMAND, with a folder of this machine as HOST
 while [ "$1" != -- ]; do shift; done
 cd "${HOSTS:?}/$2" && export HOME=$PWD TMUX_TMPDIR=$PWD && unset TMUX
-if [ -e .bashrc ]; then . ./.bashrc; fi  # as bash does where sshd starts it
+if [ -e .bashrc ]; then . ./.bashrc; fi  # as bash does when sshd starts it
 exec bash -c "$3"
 """
 
@@ -142,7 +146,7 @@ import tempfile
 import time
 
 NO_TMUX = """#!/bin/bash
-# tmux new-session .. -c FOLDER COMMAND..: start the command, in no session
+# tmux new-session .. -c FOLDER COMMAND..: start the command without a session
 while [ "$1" != -c ]; do shift || exit 1; done
 cd "$2" && shift 2 && exec < /dev/null > /dev/null 2>&1
 setsid "$@" &
@@ -150,7 +154,7 @@ setsid "$@" &
 
 
 def lacking():
-    """What this machine lacks for hosts of its own."""
+    """What this machine lacks to simulate hosts."""
     tools = ("bash", "git", "setsid", "tar")
     system = [] if os.path.exists("/proc/self/fd") else ["Linux"]
     return system + [tool for tool in tools if not shutil.which(tool)]
@@ -158,7 +162,7 @@ def lacking():
 
 # %% tags=["hide-input"]
 class Hosts:
-    """Folders that stand for hosts, and a repository with launcher.sh and train.py."""
+    """Folders that act as hosts, and a repository with launcher.sh and train.py."""
 
     def __init__(self, names=("host0", "host1", "host2", "host3")):
         self.at, self.names = pathlib.Path(tempfile.mkdtemp(prefix="hosts-")), names
@@ -195,7 +199,7 @@ class Hosts(Hosts):
         self.git("commit", "--quiet", "--message", message)
 
     def run(self, *command, **settings):
-        """A command as one types it in the folder of launcher.sh, for these hosts."""
+        """Run a command in the folder of launcher.sh, for these hosts."""
         keep = lambda name: not re.search("^JAX|COLOR|^TMUX|^GIT_", name)
         env = {name: value for name, value in os.environ.items() if keep(name)}
         env |= {"PATH": f"{self.at}/bin:{env['PATH']}", "HOSTS": str(self.at)}
@@ -207,7 +211,7 @@ class Hosts(Hosts):
 
 # %% tags=["hide-input"]
 class Hosts(Hosts):
-    """What the processes wrote is read from the logs: that is quicker than ssh."""
+    """Reads the logs directly, which is faster than ssh."""
 
     def close(self):
         self.run("./launcher.sh", "stop", "--now", "--hosts", "../hosts.txt")
@@ -216,20 +220,20 @@ class Hosts(Hosts):
         shutil.rmtree(self.at, ignore_errors=True)
 
     def marks(self, n, word):
-        """What follows `word` on the lines of host n that begin with it, as numbers."""
+        """The numbers after `word`, on all lines of host n that begin with it."""
         text = self.latest(n, "log").read_text()
         found = re.findall(rf"(?m)^{word} (.*)\n", text)
         return [[float(x) for x in line.split()] for line in found]
 
     def last(self, n):
-        """The step that host n has come to last, and when."""
+        """The last step that host n reached, and when."""
         return (self.marks(n, "step") or [[-1, time.time()]])[-1]
 
 
 # %% tags=["hide-input"]
 class Hosts(Hosts):
     def wait(self, what, of=range(4), limit_s=90):
-        """Until what(n) is true of these hosts."""
+        """Wait until what(n) is true for these hosts."""
         until = time.time() + limit_s
         while not all(what(n) for n in of):
             logs = [self.latest(n, "log").read_text()[-600:] for n in range(4)]
@@ -242,7 +246,7 @@ class Hosts(Hosts):
 
 # %% tags=["hide-input"]
 def launcher(words, *command, **settings):
-    """Run ./launcher.sh, show what was typed and what it says, without its table."""
+    """Run ./launcher.sh; print the command and its output, without its table."""
     words = [*shlex.split(words), *command]
     given = [f"{name}={value}" for name, value in settings.items()]
     print("$", shlex.join([*given, "./launcher.sh", *words]))
@@ -257,7 +261,7 @@ def launcher(words, *command, **settings):
 
 # %% tags=["hide-input"]
 def status(**settings):
-    """What `./launcher.sh status` says of each host; some of its columns are shown."""
+    """Print some columns of `./launcher.sh status` for each host."""
     asked = ("./launcher.sh", "--hosts", "../hosts.txt", "status", "--json")
     rows = json.loads(hosts.run(*asked, **settings).stdout)
     given = "".join(f"{name}={value} " for name, value in settings.items())
@@ -271,8 +275,9 @@ def status(**settings):
 
 
 # %% [markdown]
-# The program becomes a loop. It writes a line when it comes to a step, and another when its rows are there and
-# it enters the step. Process 0 saves every 20 steps, and at a start all begin where its save is.
+# The program becomes a loop. It prints a line when it reaches a step, and another line when its rows are
+# ready and it enters the step. Process 0 saves every 20 steps. At the start, all processes load its
+# checkpoint.
 
 # %%
 LOOP = r"""
@@ -283,15 +288,15 @@ if rank == 0 and os.path.exists(saved): t, w_D = np.load(saved).values()
 t, w_D = broadcast_one_to_all((np.int32(t), w_D))
 for t in range(int(t), steps):
     print("step", t, round(time.time(), 2))
-    while os.path.exists("runs/stall"): time.sleep(0.1)  # a disk that does not answer
+    while os.path.exists("runs/stall"): time.sleep(0.1)  # the disk does not answer
     print("enter", t)
     try:
         w_D, loss = step(t, w_D)
-        loss = float(loss)  # here it waits for all
+        loss = float(loss)  # waits for all processes
     except Exception:
         print("error", t, round(time.time(), 2))
         raise
-    tell(t + 1, steps, loss)  # what `status` shows
+    tell(t + 1, steps, loss)  # for `status`
     if rank == 0 and t % 20 == 19: np.savez(saved, t=t + 1, w_D=w_D)
     time.sleep(0.02)
 print("end", round(loss, 4), *np.asarray(w_D).round(4))"""
@@ -299,7 +304,7 @@ print("end", round(loss, 4), *np.asarray(w_D).round(4))"""
 # %% tags=["hide-input"]
 TELL = r"""
 def tell(step, steps, loss):
-    path = os.environ["AXIS_PROGRESS"]  # of the supervisor
+    path = os.environ["AXIS_PROGRESS"]  # set by the supervisor
     with open(path + ".new", "w") as file:
         print(step, steps, f"{loss:.4f}", "-", int(time.time()), sep="\t", file=file)
     os.replace(path + ".new", path)
@@ -307,10 +312,10 @@ def tell(step, steps, loss):
 lacks = lacking()
 hosts = None if lacks else Hosts()
 if lacks:
-    print("No hosts here: launcher.sh wants what this machine lacks,", *lacks)
-    print("The site shows what these cells print. Go on at Exercise 1.")
+    print("Cannot simulate hosts here. launcher.sh needs:", *lacks)
+    print("The website shows what these cells print. Continue with Exercise 1.")
 elif not hosts.tmux:
-    print("No tmux here: a stand-in starts the commands, and no panes are shown.")
+    print("No tmux here: the commands start without it, and no panes are shown.")
 
 # %%
 if hosts:
@@ -319,14 +324,13 @@ if hosts:
     hosts.wait(lambda n: hosts.last(n)[0] >= 30)
 
 # %% [markdown]
-# No process starts before all hosts have said that they are ready, because a start on 31 hosts of 32 is a wait
-# for the last one.
+# No process starts before all hosts are ready, because 31 of 32 processes would only wait for the last one.
 #
-# ## One is killed
+# ## A process is killed
 #
-# Each process has threads besides Python's. One of them tells the coordinator every few seconds that the
-# process lives: a **heartbeat**. Now the process on host2 gets SIGKILL, after which the kernel takes its
-# memory and closes its connections.
+# Each process has threads that do not run Python. One of them sends the coordinator a **heartbeat** every
+# few seconds, to report that the process is alive. Now the process on host2 gets SIGKILL. The kernel frees
+# its memory and closes its connections.
 #
 # > **Predict.** One second later, how many of the other three processes have ended?
 
@@ -336,57 +340,58 @@ PID = '"$(cat ../../launches/latest/pid)"'
 if hosts:
     launcher("exec --only host2 -- bash -c", f"kill -KILL {PID}")
     time.sleep(1)
-    killed_at = hosts.latest(2, "restarts").stat().st_mtime  # its supervisor saw it
+    killed_at = hosts.latest(2, "restarts").stat().st_mtime  # seen by its supervisor
     ended = sum(hosts.latest(n, "restarts").exists() for n in (0, 1, 3))
     rows = status()
     lesson.predicted("ended, of the other three", my_prediction, ended)
 
 # %% tags=["remove-cell"]
 if hosts:
-    assert ended == 0 and rows[2]["state"] == "restarting, 1 of 1", "who ended?"
-    assert any(hosts.marks(n, "error") for n in (0, 1, 3)), "nobody saw it at once"
+    assert ended == 0 and rows[2]["state"] == "restarting, 1 of 1", "too many ended"
+    assert any(hosts.marks(n, "error") for n in (0, 1, 3)), "no exception at once"
 
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# None. The closed connection is an exception in a neighbour at once, and its log ends with it. But a JAX
-# process that leaves tells the coordinator, and waits there for the others, and these wait in the `psum` for
-# one that never comes. Who looks at exit statuses sees one dead and three well.
+# None. The closed connection immediately raises an exception in a neighboring process, and its log ends
+# there. But a JAX process that exits first tells the coordinator and waits for the others, and these wait
+# in the `psum` for the dead process. The exit statuses show one dead process and three healthy ones.
 # </details>
 #
-# When the coordinator has missed heartbeats for 5 s it tells all, and C++ aborts each (status 134, 128 + the
-# signal). **At the abort no `except` and no `finally` of Python runs**; only a neighbour's did, before.
-# Process 0, which saves, was still waiting. Nothing can be saved then; what was saved before is what you
-# have. So the answer to "what
-# happens" is: all die. That is the design, because half a collective has no meaning. The one who starts again
-# stands outside. Here each supervisor does, 7 s after its own process ended: longer than the 5 s, so that all
-# have ended before the first begins again.
+# When the coordinator has missed heartbeats for 5 s, it tells all processes, and C++ code aborts each of
+# them (status 134, 128 + the signal). **On this abort, Python runs no `except` and no `finally`**; only the
+# neighbor's ran, before. Process 0, which saves, was still waiting. So you cannot save anything at that
+# point. You have only the last checkpoint.
+#
+# So when one process dies, all die. This is the design, because half of a collective has no meaning.
+# Something outside the processes has to restart them. Here each supervisor does, 7 s after its process
+# ended. That is longer than the 5 s, so all processes have ended before the first one starts again.
 
 # %%
 if hosts:
     hosts.wait(lambda n: hosts.last(n)[1] > killed_at + 6)
     ends = [hosts.latest(n, "restarts").stat().st_mtime for n in (0, 1, 3)]
-    print("others ended, seconds after:", *[f"{end - killed_at:.1f}" for end in ends])
+    print("seconds until the others ended:", *[f"{x - killed_at:.1f}" for x in ends])
     steps = [hosts.marks(n, "step") for n in range(4)]
     before = [max(t for t, at in own if at < killed_at) for own in steps]
     again = [min(t for t, at in own if at > killed_at + 6) for own in steps]
-    print("had come to step", *[f"{t:.0f}" for t in before])
-    print("go on from step", *[f"{t:.0f}" for t in again], "where process 0 saved")
+    print("steps when it was killed:", *[f"{t:.0f}" for t in before])
+    print("resumed at step", *[f"{t:.0f}" for t in again], "(process 0's checkpoint)")
 
 # %% tags=["remove-cell"]
 if hosts:
-    assert all(2 < end - killed_at < 20 for end in ends), "not by the heartbeat"
+    assert all(2 < end - killed_at < 20 for end in ends), "not the heartbeat"
     assert len({*again}) == 1 and again[0] % 20 == 0 <= before[0] + 1 - again[0] <= 20
     assert all("status 134" in hosts.latest(n, "log").read_text() for n in (0, 1, 3))
 
 # %% [markdown]
-# ## One hangs, and its heart beats
+# ## A process hangs, but sends heartbeats
 #
-# A heartbeat comes from a thread of its own. It says that the process is there, and nothing of what its main
-# thread does: a download, a lock, or a disk, as now on host2, that does not answer. A **watchdog** looks from
-# outside at what each wrote last. Its limit is 4 s here.
+# The heartbeat comes from a separate thread. It shows that the process exists, but not what its main thread
+# does: it may wait for a download, a lock, or, as now on host2, a disk that does not answer. A **watchdog**
+# checks from outside when each process last made progress. Its limit here is 4 s.
 #
-# > **Predict.** When the limit has passed, how many of the four have written nothing for 4 s?
+# > **Predict.** When the limit has passed, how many of the four processes have printed nothing for 4 s?
 
 # %%
 my_prediction = None  # of four
@@ -400,23 +405,23 @@ if hosts:
     entered = [hosts.marks(n, "enter")[-1][0] for n in range(4)]
     rows = status()
     lesson.predicted("silent", my_prediction, sum(a > 4 for a in ages), "of four")
-    print("seconds of silence", *[f"{a:.2f}" for a in ages])
+    print("seconds without output:", *[f"{a:.2f}" for a in ages])
 
 # %% tags=["remove-cell"]
 if hosts:
-    assert min(ages) > 4 and len({*steps}) == 1, "who is silent?"
-    assert entered == [steps[0], steps[0], steps[0] - 1, steps[0]], "who is the cause?"
+    assert min(ages) > 4 and len({*steps}) == 1, "not all are silent"
+    assert entered == [steps[0], steps[0], steps[0] - 1, steps[0]], "not only host2"
     assert all(row["state"].startswith("running") for row in rows)
 
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# All of them, and for the same time, because three wait for the fourth. So age tells *that* the run is stuck,
-# and never *who* is the cause.
+# All of them, for the same time, because three wait for the fourth. So this age shows *that* the run is
+# stuck, but never *which* process causes it.
 # </details>
 #
-# Look at all four at once. `debug_tpu.sh` opens a pane for each host, which follows its log; here are the
-# last lines of each. Which host is it?
+# Look at all four at once. `debug_tpu.sh` opens a pane for each host that follows its log. Here are the
+# last lines of each. Which host is the cause?
 
 
 # %% tags=["hide-input"]
@@ -430,7 +435,7 @@ def last_two(n, in_pane=True):
 
 
 def panes():
-    """What was typed, and the panes of four hosts, two by two."""
+    """The command, and the panes of four hosts, two by two."""
     if hosts.tmux:
         hosts.run("./debug_tpu.sh", "--hosts", "../hosts.txt")
     hosts.wait(lambda n: last_two(n) == last_two(n, in_pane=False))
@@ -439,7 +444,7 @@ def panes():
         box += [f" {line:27}" for line in last_two(n)]
     if hosts.tmux:
         hosts.run("tmux", "-L", "axis-debug", "kill-server")
-    typed = "$ ./debug_tpu.sh" if hosts.tmux else "(no panes without tmux: the logs)"
+    typed = "$ ./debug_tpu.sh" if hosts.tmux else "(logs, because tmux is missing)"
     rows = [*zip(*boxes[:2], strict=True), *zip(*boxes[2:], strict=True)]
     return [typed, *(" ".join(row) for row in rows)]
 
@@ -450,7 +455,7 @@ if hosts:
     print(*shown, sep="\n")
     launcher("exec --only host2 -- rm runs/stall")
     hosts.wait(lambda n: hosts.last(n)[0] > steps[0] + 5)
-    print("go on:", *[f"{hosts.last(n)[0]:.0f}" for n in range(4)])
+    print("continued, now at steps", *[f"{hosts.last(n)[0]:.0f}" for n in range(4)])
 
 # %% tags=["remove-cell"]
 if hosts:
@@ -458,18 +463,18 @@ if hosts:
     assert "".join(shown).count(even) == 3 and late in "".join(shown), shown
 
 # %% [markdown]
-# All came to the step. Three have *entered* it, and host2 has not. So put a mark where a host can be held up
-# alone: after its own work (reading, saving), and before the work of all. (PyTorch's flight recorder writes
-# one for each collective.)
+# All processes reached the step. Three have *entered* it, and host2 has not. So log a mark at the point
+# where a host can be delayed alone: after its own work (loading data, saving), and before the collective
+# work. (PyTorch's flight recorder logs one for each collective.)
 #
-# Then the disk answered, and the run went on. A watchdog that kills would have cost a restart. So its limit
-# must be longer than the longest pause that is healthy, with compiling, evaluating and saving; the project's
-# default is 1,800 s. If it is told of each batch of an evaluation, it can be shorter.
+# Then the disk answered, and the run continued. A watchdog that kills the run would have cost a restart. So
+# its limit must be longer than the longest healthy pause, including compilation, evaluation and saving. The
+# project's default is 1,800 s. It can be shorter if the watchdog also sees each batch of an evaluation.
 #
-# ## One is frozen
+# ## A process is frozen
 #
-# SIGSTOP leaves a process there, with open connections, and no thread of it runs. To its peers that is what a
-# machine without power looks like.
+# SIGSTOP stops all threads of a process but leaves its connections open. To the other processes, it looks
+# like a machine without power.
 
 # %%
 if hosts:
@@ -484,12 +489,12 @@ if hosts:
     states = [row["state"] for row in rows]
     assert states[2] == "running, restarted 1 of 1" and stopped.returncode == 3
     assert [states[n] for n in (0, 1, 3)] == ["exit 134"] * 3
-    # An abort closes connections: there may be an exception in another's last moment.
+    # An abort closes connections, so others may see an exception right before they end.
     first = min(hosts.latest(n, "exit").stat().st_mtime for n in (0, 1, 3))
     seen = [at for n in (0, 1, 3) for _, at in hosts.marks(n, "error")]
-    assert not [at for at in seen if frozen_at < at < first - 1], "who closed it?"
+    assert not [at for at in seen if frozen_at < at < first - 1], "too early"
 
-# %% mystnb={"image": {"alt": "Two time lines of four processes: dots for steps end at second 0 on all four rows; grey bars of waiting go on for about five seconds on rows 0, 1 and 3, and end in crosses; on some of these rows of the upper one a diamond stands at second 0. In the upper one, dots begin again on all rows some ten seconds later; in the lower one the red bar of row 2 outlasts the others."}}
+# %% mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for about five seconds on rows 0, 1 and 3, and end in crosses. In the upper timeline, some of these rows have a diamond at second 0, and dots begin again on all rows about ten seconds later. In the lower timeline, the red bar of row 2 is longer than the others."}}
 if hosts:
     figure, panels = plt.subplots(2, 1, figsize=(6.2, 4), sharex=True)
     cases = (("killed", killed_at, "restarts"), ("frozen", frozen_at, "exit"))
@@ -505,28 +510,29 @@ if hosts:
             axes.barh(n, end - start, 0.3, start, color=colour, alpha=0.4)
             axes.plot(end, n, "x", color=RED)
             axes.plot(errors, [n] * len(errors), "d", color="black")
-        axes.set(title=f"Process 2 is {name}: all wait, until the heartbeat")
+        axes.set(title=f"Process 2 is {name}: the others wait for the heartbeat")
         axes.set(yticks=range(4), xlim=(-2, 21), ylabel="process")
     panels[1].set_xlabel("seconds; dot: a step, diamond: an exception, cross: the end")
 
 # %% [markdown]
-# No exception comes while they wait: only the heartbeat ends it. No restart was left, so the three ended.
-# The frozen process is ended by nobody: it holds its memory, and on a TPU its chips, so the next start on
-# this host fails. Somebody *on that host* has to kill it, and its supervisor did when `stop --now` asked.
+# There is no exception while the others wait; only the missing heartbeat ends it. They had no restart left,
+# so the three ended. Nothing ends the frozen process. It keeps its memory, and on a TPU its chips, so the
+# next start on this host would fail. Something *on that host* must kill it. Here its supervisor did, when
+# `stop --now` asked.
 #
-# Process 0 is special, because every other one holds a connection to its coordinator. If it is killed, C++
-# aborts all others at once; and no message of JAX says who died, because the one who counts heartbeats is
-# gone.
+# Process 0 is special, because all others are connected to its coordinator. If it is killed, C++ code
+# aborts all others at once. No message from JAX reports which process died, because the coordinator, which
+# counts the heartbeats, is gone.
 #
-# ## One is set up differently
+# ## A host is set up differently
 #
-# Long ago somebody wrote `export LR=0.2` into `.bashrc` of host2. On the others `lr` is 0.1.
+# Long ago, somebody wrote `export LR=0.2` into `.bashrc` on host2. On the other hosts, `lr` is 0.1.
 #
-# > **Predict.** All run 30 steps from zeros. The weights are said to be equal copies. By what factor do those
-# > of process 2 differ from those of process 0?
+# > **Predict.** All processes run 30 steps from zero weights, which are supposed to be equal replicas. By
+# > what factor do the weights of process 2 differ from those of process 0?
 #
-# Beside it, in another folder of each host, the next commit is launched. There each process first takes the
-# sha256 of its settings, a **fingerprint** of 32 bytes, and all compare.
+# The cell also launches the next commit, in another folder of each host. There, each process first computes
+# the sha256 of its settings, a **fingerprint** of 32 bytes, and all processes compare them.
 
 # %%
 CHECK = """
@@ -537,8 +543,8 @@ own = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
 prints = process_allgather(own)  # (4, 32): one collective, of bytes
 odd = [r for r in range(4) if (prints[r] != prints[0]).any()]
 if odd:
-    print("refused because of process", *odd)
-    sys.exit(2)  # all, since all have seen the same
+    print("settings differ on process", *odd)
+    sys.exit(2)  # all processes exit, because all see the same prints
 """
 
 # %%
@@ -561,26 +567,27 @@ if hosts:
     assert abs(factor - 2) < 1e-3 and len({*ends[:, 0]}) == 1
     assert {row["state"] for row in rows} == {"exit 0"}
     assert {row["state"] for row in checked} == {"exit 2"}
-    assert {row["last_line"] for row in checked} == {"refused because of process 2"}
+    assert {row["last_line"] for row in checked} == {"settings differ on process 2"}
 
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# Twice as big, because each of its updates was. Without the check all four end with status 0 and print the
-# same loss. It is the same number because it is a *sum* over all: each process sees the result of everyone's
-# work, and so no process sees a difference from another.
+# They are twice as large, because each update was. Without the check, all four processes exit with status 0
+# and print the same loss. The loss is a *sum* over all processes: each sees the result of everyone's work,
+# so none sees a difference.
 # </details>
 #
-# With the check all end before the first step, with status 2. A supervisor does not start that again, because
-# it would end so again. The fingerprint costs 32 bytes a process, once. At this size a network shows its
-# latency and nothing of its bandwidth: on any chip it is lost in the seconds of the start. What goes in:
-# settings, the commit, versions of packages, the tokens, the number of devices of each. What stays out: all
-# that *must* differ, such as the rank. (All are compared with process 0; if that is the odd one, the other
-# three are named.)
+# With the check, all processes exit before the first step, with status 2. A supervisor does not restart
+# after this status, because the result would be the same. The fingerprint costs 32 bytes per process, once.
+# That is pure network latency, and negligible compared with the seconds of the start, on any chip.
 #
-# Ours does not cover the program. Now somebody mends a line on one host, by hand, and there a step takes 3
-# rows in place of 2. What the processes exchange, a gradient of four numbers, has one shape for all, so no
-# collective has a reason to complain.
+# The fingerprint includes the settings, the commit, the versions of packages, the tokens, and the number of
+# devices per process. It leaves out everything that *must* differ, such as the rank. (All processes are
+# compared with process 0. If process 0 is the wrong one, the other three are reported.)
+#
+# Our fingerprint does not cover the program. Now somebody edits a line on one host, and there a step uses 3
+# rows instead of 2. The processes exchange a gradient of four numbers, which has the same shape everywhere.
+# So no collective has a reason to fail.
 
 # %%
 if hosts:
@@ -592,35 +599,35 @@ if hosts:
 if hosts:
     assert edited.returncode == 1 and "train.py changed in" in edited.stderr
     last = [hosts.latest(n, "launch.json", "checked").read_text() for n in range(4)]
-    assert not any("third" in words for words in last), "somebody started it"
+    assert not any("third" in words for words in last), "a host started it"
 
 # %% [markdown]
-# Before a start the launcher compares the files on each host with the checksums they had when they came, and
-# so it refuses.
+# Before each start, the launcher compares the files on each host with their checksums from when they were
+# copied. So it refuses to start.
 #
-# ## Exercise 1: whose rows?
+# ## Exercise 1: which rows?
 #
-# A mesh `data=d, tensor=t` of processes with one device each, numbered along `tensor` first: process p stands
-# at `divmod(p, t)`. Rows are cut along `data`, columns of weights along `tensor`. Of a batch of B rows, which
-# does process p feed? Return `(first, end)`, as in `rows[first:end]`.
+# A mesh `data=d, tensor=t` has processes with one device each, numbered along `tensor` first: process p is
+# at `divmod(p, t)`. Rows are sharded over `data`, and columns of weights over `tensor`. Which rows of a
+# batch of B does process p load? Return `(first, end)`, as in `rows[first:end]`.
 
 
 # %% tags=["hide-input"]
 def check_feed(answer):
     cases = [(0, 4, 1, 8), (5, 4, 2, 8), (7, 4, 2, 8), (3, 2, 4, 16), (6, 2, 4, 16)]
     right = lambda p, d, t, B: (p // t * B // d, (p // t + 1) * B // d)
-    done = "Right: processes along `tensor` feed the same rows."
+    done = "Right: processes along `tensor` load the same rows."
     return lesson.diagnose(answer, cases, right, FEED_HINTS, done)
 
 
-OWN = "Rows of its own for each. Do two along `tensor` work on different rows?"
-ORDER = "Which process comes after process 0, along which axis?"
+OWN = "Each process has different rows. Should two along `tensor` have different ones?"
+ORDER = "Along which axis is process 1 next to process 0?"
 FEED_HINTS = [
     (lambda p, d, t, B: (p * B // (d * t), (p + 1) * B // (d * t)), OWN),
     (lambda p, d, t, B: (p % d * B // d, (p % d + 1) * B // d), ORDER),
     (lambda p, d, t, B: (p // t * B // d, B // d), "`end` is a row, not a length."),
-    (lambda p, d, t, B: (0, B), "All rows: then each host reads what all others read."),
-    (lambda p, d, t, B: (p // t, p // t + 1), "Its place. How many rows is that?"),
+    (lambda p, d, t, B: (0, B), "Those are all rows: each host would load them all."),
+    (lambda p, d, t, B: (p // t, p // t + 1), "That is its index. Which rows?"),
 ]  # fmt: skip
 
 
@@ -634,9 +641,9 @@ print(check_feed(feeds))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `place = p // t`, then `return place * B // d, (place + 1) * B // d`. If two processes along `tensor` feed
-# different rows, JAX does not notice: it believes what it is given. They then multiply different rows with two
-# halves of a weight, and the sum is of nothing.
+# `place = p // t`, then `return place * B // d, (place + 1) * B // d`. If two processes along `tensor` load
+# different rows, JAX does not notice. They then multiply different rows with the two halves of a weight,
+# and the sum is meaningless.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -649,10 +656,10 @@ assert check_feed(feeds) == lesson.NOTHING == check_feed(...)
 # %% [markdown]
 # ## Exercise 2: what differs?
 #
-# A fingerprint says that two hosts differ, and not in what. `hosts` is a list of dicts, the settings of each.
-# Return the sorted names of those that differ between any two, without those in `MAY_DIFFER`. A name that one
-# host lacks differs. (Python's own `hash` of a text would not do as a fingerprint: it has another seed in
-# each process.)
+# A fingerprint tells you that two hosts differ, but not in which setting. `hosts` is a list of dicts, the
+# settings of each host. Return the sorted names of the settings that differ between any two hosts, except
+# those in `MAY_DIFFER`. A name that is missing on one host differs. (Python's built-in `hash` of a string
+# would not work as a fingerprint, because its seed differs in each process.)
 
 # %%
 MAY_DIFFER = {"rank", "log_dir", "cache_dir"}
@@ -660,7 +667,7 @@ MAY_DIFFER = {"rank", "log_dir", "cache_dir"}
 
 # %% tags=["hide-input"]
 def hosts_with(changes, lacks=()):
-    """Settings of four hosts, changed as {(rank, name): value} says."""
+    """Settings of four hosts, with changes {(rank, name): value}."""
     own = lambda r: {"rank": r, "log_dir": f"/logs/{r}", "lr": 0.1, "seed": 0}
     hosts = [own(r) for r in range(4)]
     for (rank, name), value in changes.items():
@@ -686,18 +693,18 @@ def check_differ(answer):
     words = lambda f: lambda hosts: say(lesson.answered(f)(hosts))
     right = words(lambda hosts: by_keys(hosts, every(hosts)))
     hints = [(words(wrong), hint) for wrong, hint in DIFFER_HINTS]
-    done = "Right: the name is what somebody can act on."
+    done = "Right: a name tells the user what to fix."
     return lesson.diagnose(words(answer), cases, right, hints, done) if callable(
         answer) else lesson.NOTHING  # fmt: skip
 
 
 say = lambda names: ", ".join(map(str, names)) or "none"
 DIFFER_HINTS = [
-    (lambda h: by_keys(h, every(h), ()), "A rank differs on every host. May it?"),
-    (lambda h: by_keys(h[:2], every(h[:2])), "Two hosts compared. There are more."),
-    (lambda h: by_keys(h, h[0]), "Names of host 0. What if another has one more?"),
-    (lambda h: by_keys(h, set(h[0]).intersection(*h)), "A name that one host lacks?"),
-    (lambda h: [], "Always none: is that so?"),
+    (lambda h: by_keys(h, every(h), ()), "The rank may differ. Use MAY_DIFFER."),
+    (lambda h: by_keys(h[:2], every(h[:2])), "You compare only two hosts."),
+    (lambda h: by_keys(h, h[0]), "You check only the names of host 0."),
+    (lambda h: by_keys(h, set(h[0]).intersection(*h)), "You skip missing names."),
+    (lambda h: [], "You always return no name."),
 ]  # fmt: skip
 
 
@@ -711,9 +718,9 @@ print(check_differ(differing))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `names = set().union(*hosts) - MAY_DIFFER`, then `return sorted(n for n in names if any((n in h, h.get(n)) !=
-# (n in hosts[0], hosts[0].get(n)) for h in hosts))`. All that is *not* listed is compared. The other way round,
-# a list of what has to agree, forgets the next setting that somebody adds.
+# `names = set().union(*hosts) - MAY_DIFFER`, then `return sorted(n for n in names if any((n in h, h.get(n))
+# != (n in hosts[0], hosts[0].get(n)) for h in hosts))`. This compares every setting that is *not* listed.
+# The opposite, a list of settings that must agree, misses the next setting that somebody adds.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -723,11 +730,12 @@ for wrong, hint in DIFFER_HINTS:
 assert check_differ(differing) == lesson.NOTHING == check_differ(...)
 
 # %% [markdown]
-# ## Exercise 3: who is it?
+# ## Exercise 3: find the cause
 #
-# Four processes, and for each the number of the last step it *entered* (written when its rows are there), and
-# when it wrote that. Return a list of four: 1 for each that holds the others up, else 0. A run is stuck when
-# nobody has written for `limit` seconds. If all have entered the same step, no process is to blame.
+# For each of four processes, you get the number of the last step that it *entered* (printed when its rows
+# are ready), and the time when it did. Return a list of four: 1 for each process that delays the others,
+# else 0. A run is stuck if no process has entered a step for more than `limit` seconds. If all have entered
+# the same step, no process is to blame.
 
 
 # %% tags=["hide-input"]
@@ -738,7 +746,7 @@ def check_blame(answer):
     cases += [(even, [100.0, 100.2, 99.9, 100.1], 130.0, 10.0)]
     cases += [([19, 20, 20, 19], [99.0, 100.0, 100.0, 99.9], 110.5, 10.0)]
     cases += [([20, 21, 20, 21], [91.0, 100.0, 91.1, 100.0], 102.0, 10.0)]
-    done = "Right: stuck first, and then who is behind."
+    done = "Right: check first that the run is stuck, then which process is behind."
     return lesson.diagnose(answer, cases, right_blame, BLAME_HINTS, done)
 
 
@@ -754,15 +762,15 @@ if_hung = lambda which: lambda s, w, now, limit: (
     which(s, w) if hung(w, now, limit) else [0] * 4)  # fmt: skip
 BLAME_HINTS = [
     (lambda s, w, now, limit: [int(now - x > limit) for x in w],
-     "By age. Those that wait are old too, and a slow step makes one old."),
+     "You blame by age, but the processes that wait are just as old."),
     (lambda s, w, now, limit: [int(x < max(s)) for x in s],
-     "Who is behind. But a healthy run has somebody behind at most moments."),
+     "In a healthy run, some process is usually behind. Check that it is stuck."),
     (lambda s, w, now, limit: [int(now - min(w) > limit and x < max(s)) for x in s],
-     "One is older than the limit, and the others still write. Are they stuck?"),
+     "One process is older than the limit, but others still make progress."),
     (if_hung(lambda s, w: one(int(np.argmin(w)))),
-     "The oldest is not always the cause, and there can be two, or none."),
-    (if_hung(lambda s, w: one(int(np.argmin(s)))), "One. There can be two, or none."),
-    (if_hung(lambda s, w: [1] * 4), "All of them. That is what we knew."),
+     "The oldest is not always the cause, and there can be two causes, or none."),
+    (if_hung(lambda s, w: one(int(np.argmin(s)))), "There can be two causes, or none."),
+    (if_hung(lambda s, w: [1] * 4), "You blame all of them. Which ones are behind?"),
 ]  # fmt: skip
 
 
@@ -776,8 +784,9 @@ print(check_blame(to_blame))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `stuck = now - max(wrote) > limit`, then `return [int(stuck and step < max(steps)) for step in steps]`. The
-# youngest mark decides whether the run is stuck; the steps decide who. If all have entered, look at the wire.
+# `stuck = now - max(wrote) > limit`, then `return [int(stuck and step < max(steps)) for step in steps]`.
+# The latest time decides whether the run is stuck, and the steps decide which process is the cause. If all
+# have entered the step, check the network.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -789,44 +798,45 @@ assert check_blame(to_blame) == lesson.NOTHING == check_blame(...)
 # %% [markdown]
 # ## What it costs
 #
-# Each failure costs the time until it is noticed, a restart (r = 600 s of starting, reading, compiling), and
-# the steps since the last save; chapter 12 chooses the saves. Llama 3 counted 419 interruptions in 54 days of
-# 2,048 hosts ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4), so a host fails once in
-# 264 days.
+# Each failure costs the time until it is detected, a restart (r = 600 s for starting, loading and
+# compiling), and the steps since the last checkpoint. Chapter 12 chooses how often to save. Llama 3 had 419
+# interruptions in 54 days on 2,048 hosts ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section
+# 3.3.4), so a host fails once in 264 days.
 
-# %% mystnb={"image": {"alt": "Minutes lost a day against the number of hosts, on logarithmic axes: three rising straight lines, of which the one for 1,800 seconds lies four times above that for 10 seconds, and that for 100 seconds close to the lowest."}}
+# %% mystnb={"image": {"alt": "Minutes lost per day against the number of hosts, on logarithmic axes: three rising straight lines. The line for 1,800 seconds is four times above the line for 10 seconds, and the line for 100 seconds is close to the lowest."}}
 host_days = 54 * 2048 / 419
 print(f"a host fails once in {host_days:.0f} days")
 figure, axes = plt.subplots(figsize=(6, 3))
 many = np.array([8, 32, 128, 512, 1024])
 for notice_s, colour in ((10, BLUE), (100, GREY), (1800, RED)):
     lost = many / host_days * (notice_s + 600) / 60
-    axes.loglog(many, lost, color=colour, label=f"noticed after {notice_s:,} s")
-    print(f"noticed after {notice_s:5} s: lost a day {lost[1]:.1f} min on 32 hosts, "
+    axes.loglog(many, lost, color=colour, label=f"detected after {notice_s:,} s")
+    print(f"detected after {notice_s:5} s: lost per day {lost[1]:.1f} min on 32 hosts, "
           f"{lost[-1]:.0f} min on 1,024")  # fmt: skip
-axes.set(title="A late notice costs more than the restart", xlabel="hosts")
-axes.set(ylabel="minutes lost a day")
+axes.set(title="Late detection costs more than the restart", xlabel="hosts")
+axes.set(ylabel="minutes lost per day")
 axes.set_xticks(many, [f"{n:,}" for n in many])
 axes.minorticks_off()
 axes.legend()
 for count in (32, 1024):
-    print(f"{count:5} hosts: {count / host_days:.2f} failures a day")
+    print(f"{count:5} hosts: {count / host_days:.2f} failures per day")
 
 # %% [markdown]
-# At 32 hosts a failure comes about once in eight days, so what matters is that *somebody* notices; a night
-# costs more than any limit. At 1,024 hosts there are about four a day, and a limit of 1,800 s costs three
-# times the restart. A heartbeat of 10 s gains little over 100 s there, and ends a good run whenever a network
-# is away for 11. None of this depends on the chip; what depends on it is r. (This is arithmetic: the
-# processes of this page share two cores. They show who waits for whom, and not how long a real network
-# takes.)
+# With 32 hosts, a failure happens about once in eight days. What matters is that it is detected *at all*:
+# an unnoticed night costs more than any limit. With 1,024 hosts, there are about four failures per day, and
+# a limit of 1,800 s costs three times as much as the restart. There, a heartbeat timeout of 10 s gains
+# little over 100 s, and it ends a healthy run whenever the network is down for 11 s. Only r depends on the
+# chip. (These costs are computed. The processes of this page share two cores, so they show what waits for
+# what, but not how long a real network takes.)
 #
 # ## A bug to find
 #
-# `train` runs on four hosts. It evaluates every 50 steps, each host on its own held-out rows, and gathers the
-# weights for a checkpoint when the loss is the best so far. It passed its test on one host. On four, it stops
-# at some evaluation after the first: all processes alive, hearts beating, no message. Mend it, so that what
-# is saved is the best of all held-out rows. Return the steps at which it saved. (The hosts are threads here;
-# `psum` and `gather` wait for all four, as real ones do.)
+# `train` runs on four hosts. Every 50 steps it evaluates, each host on different held-out rows, and gathers
+# the weights for a checkpoint if the loss is the best so far. It passed its test on one host. On four
+# hosts, it stops at some evaluation after the first: all processes are alive, heartbeats arrive, and there
+# is no message. Fix it, so that it saves when the loss over all held-out rows is the best. Return the steps
+# at which it saved. (The hosts are threads here. `psum` and `gather` wait for all four, as the real ones
+# do.)
 
 
 # %%
@@ -853,7 +863,7 @@ import threading
 
 
 class Group:
-    """Four threads, and two collectives that wait for all."""
+    """Two collectives that wait for all four threads."""
 
     def __init__(self):
         self.doors = {kind: threading.Barrier(4) for kind in ("psum", "gather")}
@@ -875,12 +885,12 @@ class Host:
 
 
 # %% tags=["hide-input"]
-@functools.cache  # one that hangs takes its time to do so, once
+@functools.cache  # an answer that hangs should do so only once
 def outcome(train):
 
     def thread(rank, group):
         try:
-            group.saved[rank] = train(rank, Host(group, rank)) or []  # it ended
+            group.saved[rank] = train(rank, Host(group, rank)) or []  # finished
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
@@ -902,7 +912,7 @@ def outcome(train):
 
 # %% tags=["hide-input"]
 def result(saved):
-    """Ten numbers: all ended, all agree, gathers that a step's list has room for."""
+    """Ten numbers: whether all finished, whether all agree, and up to eight steps."""
     if any(steps is None for steps in saved):
         return np.zeros(10)
     agree = all(steps == saved[0] for steps in saved)
@@ -911,7 +921,7 @@ def result(saved):
 
 
 def variant(decide):
-    """`train` with another way to decide: decide(hosts, rank, loss, best, w, t)."""
+    """`train` with a different decision: decide(hosts, rank, loss, best, saved, t)."""
 
     def other(rank, hosts):
         rng = np.random.default_rng(rank)
@@ -963,12 +973,12 @@ def always(hosts, rank, loss, best, saved, t):
     return save_if(True, loss, best, saved, t, hosts.gather)
 
 
-STOPS = "It stops: some processes are in a collective, and the others in another."
-APART = "It ends, and the hosts do not agree on which was the best."
+STOPS = "It hangs: some processes wait in one collective, the others in another."
+APART = "It ends, but the hosts disagree on which evaluation was the best."
 BEST_HINTS = [
     (train, STOPS), (variant(only_first), STOPS), (variant(gather_always), APART),
-    (variant(first_decides), "All agree, by the loss of one host's rows: a quarter."),
-    (variant(always), "It ends, and saves at every evaluation, best or not."),
+    (variant(first_decides), "All agree, but on the loss of one host, a quarter."),
+    (variant(always), "It ends, but saves at every evaluation."),
 ]  # fmt: skip
 
 
@@ -977,7 +987,7 @@ def check_best(answer):
     if not callable(answer):
         return lesson.NOTHING
     hints = [(outcome(wrong), hint) for wrong, hint in BEST_HINTS]
-    done = "Right: one number, the same on all, decides which way all go."
+    done = "Right: all hosts decide by the same number."
     right = outcome(variant(mean_first))
     return lesson.diagnose(outcome(answer), [()], right, hints, done)
 
@@ -988,12 +998,14 @@ print(check_best(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `loss` is of this host's own rows, so some hosts have a best and gather, and the others go on to the next
-# `psum`. Add them first: `loss = hosts.psum(np.mean((w - held_out) ** 2)) / 4`. The line with `rank == 0` is
-# harmless, because no collective stands in it. A run of FSDP at Meta hung that way in its later epochs: the
-# losses were added with `reduce`, which gives only one rank the sum, in place of `all_reduce`, and each rank
-# compared its own number with its own best ([pytorch#77562](https://github.com/pytorch/pytorch/issues/77562)).
-# It is the form of all such bugs: a collective inside an `if` whose condition is not the same on all.
+# `loss` is computed from this host's held-out rows. So some hosts have a new best and call `gather`, while
+# the others continue to the next `psum`. Sum the losses first: `loss = hosts.psum(np.mean((w - held_out) **
+# 2)) / 4`. The line with `rank == 0` is harmless, because it contains no collective.
+#
+# An FSDP run at Meta hung this way in its later epochs. It summed the losses with `reduce`, which gives the
+# sum to only one rank, instead of `all_reduce`, so each rank compared a different number with its own best
+# ([pytorch#77562](https://github.com/pytorch/pytorch/issues/77562)). All such bugs have this form: a
+# collective inside an `if` whose condition differs between processes.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1006,44 +1018,44 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # %% [markdown]
 # ## In one table
 #
-# | what happens to one host | who notices | when | what happens |
+# | what happens to one host | detected by | when | consequence |
 # |---|---|---|---|
-# | it does not come at the start | the others | initialization timeout | all end; start again |
-# | its process is killed | neighbours; the coordinator | at once; heartbeat timeout | all are aborted, and then no `except` runs; supervisors start again |
+# | it is missing at the start | the others | initialization timeout | all exit; start again |
+# | its process is killed | other processes; the coordinator | at once; heartbeat timeout | all are aborted, without `except` or `finally`; the supervisors restart them |
 # | it loses power, or freezes | the coordinator | heartbeat timeout | the same; a frozen process must be killed on its host |
-# | process 0 is killed | all others, by a closed connection | at once | the same; JAX names nobody, its supervisor does |
+# | process 0 is killed | all others, by a closed connection | at once | the same; JAX names no process, but its supervisor does |
 # | its main thread hangs | a watchdog on progress | its limit, longer than the longest step | kill all, start again |
-# | its settings differ, what it exchanges has the same shape | nobody, or a fingerprint | before the first step | end with the name of what differs |
-# | a file of its program differs | nobody, or a launcher with checksums | before the start | nothing is started |
-# | it is slow | a time that each measures alone | steps | name it; change the host |
+# | its settings differ, but the shapes agree | a fingerprint, or nothing | before the first step | exit, and print the setting that differs |
+# | a file of its program differs | a launcher with checksums, or nothing | before the start | nothing starts |
+# | it is slow | a local time measurement on each host | after some steps | report it; replace the host |
 #
-# | here | in PyTorch |
+# | here, in JAX | PyTorch and Megatron-LM |
 # |---|---|
 # | `jax.distributed.initialize`, rank, coordinator | `init_process_group`, rank, rendezvous at `MASTER_ADDR` |
-# | a launcher on each host that starts again | `torchrun --nnodes 32 --max-restarts 3`: an agent a host, a new rendezvous after each failure |
-# | heartbeat, abort | the agents of `torchrun` watch their processes, and the rendezvous the agents |
-# | watchdog on progress | the NCCL watchdog thread, with the `timeout` of the process group: of a collective, 10 minutes; `TORCH_NCCL_ASYNC_ERROR_HANDLING` says whether it ends the process |
+# | a launcher on each host that restarts | `torchrun --nnodes 32 --max-restarts 3`: an agent per host, a new rendezvous after each failure |
+# | heartbeat, abort | the agents of `torchrun` watch their processes, and the rendezvous watches the agents |
+# | watchdog on progress | the NCCL watchdog thread, with the `timeout` of the process group (per collective, 10 minutes); `TORCH_NCCL_ASYNC_ERROR_HANDLING` sets whether it ends the process |
 # | marks before each step | the flight recorder, `TORCH_NCCL_TRACE_BUFFER_SIZE` |
 #
-# When what? On one host, none of it. On two to some dozens, the fingerprint, the heartbeat and a launcher
-# that starts again. From hundreds on, spare hosts too, and a limit for hangs that is near the longest step.
-# It is the same for TPU hosts and for nodes of 8 H100, because it is about processes.
+# What do you need? On one host, none of this. On two to a few dozen: the fingerprint, the heartbeat, and a
+# launcher that restarts. On hundreds: also spare hosts, and a hang limit close to the longest step. TPU
+# hosts and nodes of 8 H100 need the same, because all of this is about processes.
 #
 # ## What the trainer adds
 #
-# This page's program learns of a death from JAX, and of a hang from a reader. `main.py`, the trainer, has a
-# thread in each process that watches the others: they end with status 75 and a sentence that names who is
-# silent, or who did not come to which step and on which line it is. Settings, files and packages are compared
-# as above, and the difference is named. `./launcher.sh doctor` says what is wrong on a host before it matters,
-# `fetch` brings a run home. The page "On several hosts" has the table of what ends a run.
+# On this page, JAX detects a dead process, and you detect a hang. In `main.py`, the trainer, each process
+# has a thread that watches the others. They exit with status 75 and a message: which process is silent, or
+# which one did not reach which step and which line it is on. Settings, files and packages are compared as
+# above, and the message names the difference. `./launcher.sh doctor` finds problems on a host before they
+# matter, and `fetch` copies a run home. The page "On several hosts" has the table of what ends a run.
 #
 # ## Three lines to keep
 #
-# 1. A step is one thing that all do: if one process dies all die, so the one who starts again stands outside.
-# 2. A heartbeat says that a process exists; that it gets on, only a mark before each step says.
-# 3. A sum looks the same to everyone, so a host that is set up differently is found before the first step.
+# 1. All processes take a step together. If one dies, all die, so the restart must come from outside.
+# 2. A heartbeat shows that a process exists. Only a mark before each step shows that it makes progress.
+# 3. A sum looks the same to every process, so detect a host with different settings before the first step.
 #
 # **Sources.** JAX's [page on several processes](https://docs.jax.dev/en/latest/multi_process.html);
-# PyTorch's [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) and
-# [variables of NCCL](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html);
-# [Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4.
+# PyTorch's [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) and [variables of
+# NCCL](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html); [Llama
+# 3](https://arxiv.org/abs/2407.21783), section 3.3.4.
