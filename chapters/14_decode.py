@@ -1,15 +1,15 @@
 # %% [markdown]
-# # 14 · Words out
+# # 14 · Inference: prefill, decode and the KV cache
 #
-# **Question.** Training and generating run the same model. Why does a generated token cost so much more than
-# one that is read, and which axis of the mesh makes it cheaper?
+# **Question.** Training and inference run the same model. Why does a generated token cost so much more than
+# a prompt token, and which mesh axis makes it cheaper?
 #
-# **Why it hurts not to know.** The mesh that trained a model well can need a second and a half for each
-# token. A mesh chosen for more memory can hold the same bytes on each device as before. And two lines that
-# sample a token can turn a good model into one that loses the thread.
+# **Why it hurts not to know.** A mesh that is good for training can need a second and a half per generated
+# token. A mesh with more devices can still need the same memory on each. And two wrong lines of sampling
+# code can make a good model write nonsense.
 #
-# *Before this:* 00 (the ridge), 04 (`tensor`), 06 (softmaxes that are merged). *Mesh:* `tensor=4,context=2`,
-# simulated. *Runs in* 35 s on 2 cores; reading takes about 25 minutes.
+# *Before this:* 00 (the ridge of the roofline), 04 (`tensor`), 06 (merging softmaxes).
+# *Mesh:* `tensor=4,context=2`, simulated. *Runs in* 35 s on 2 cores; reading takes about 25 minutes.
 
 # %%
 from devices import simulate_devices
@@ -24,19 +24,20 @@ from chapters import lesson
 from plan.hardware import CHIPS, Topology, layout, wire_bytes
 
 # %% [markdown]
-# ## A token that is read, a token that is written
+# ## Prefill and decode
 #
-# A model answers in two phases. In **prefill** the whole prompt goes through it at once, as in training. In
-# **decode** each new token goes through alone, because the next one depends on it. What attention needs of
-# earlier tokens, their keys and values, is kept: that is the *cache*. Without it every token would cost a
-# forward pass over all text before it.
+# A model answers in two phases. In **prefill**, it processes the whole prompt at once, as in training. In
+# **decode**, it processes one new token at a time, because each token depends on the previous one. The keys
+# and values of earlier tokens, which attention needs, are stored in the *KV cache*. Without it, each new
+# token would cost a forward pass over the whole text.
 #
-# A product of B rows with P weights in bfloat16 takes 2 P B FLOPs, and reads 2 P bytes, however many rows
-# there are. It takes the longer of the two times (00). A prompt of 8,192 tokens brings 8,192 rows; a decode
-# step brings one row for each sequence.
+# A matmul of B rows with P weights in bfloat16 costs 2 P B FLOPs and reads 2 P bytes, for any number of
+# rows. It takes the longer of the two times (00). A prompt of 8,192 tokens has 8,192 rows. A decode step
+# has one row per sequence.
 #
-# > **Predict.** One H100 does 989 TFLOP/s, and reads 3.35 TB/s. One sequence: how many times as long does
-# > Llama 3 8B take for a token that it writes, as for one that it reads? (Weights alone, both at best.)
+# > **Predict.** An H100 has a peak of 989 TFLOP/s and a memory bandwidth of 3.35 TB/s. For a single
+# > sequence, how many times as long does Llama 3 8B need for a generated token as for a prompt token?
+# > (Count only the weights, at best.)
 
 # %%
 my_prediction = None  # times
@@ -44,7 +45,7 @@ P8 = 8_030_261_248  # weights of Llama 3 8B
 
 
 def products_s(chip, rows, weights=P8):
-    """Seconds of all products with weights: FLOPs, or bytes, whichever is longer."""
+    """Seconds of all matmuls with weights: compute or memory, whichever is longer."""
     flops, read = 2 * weights * rows, 2 * weights
     return max(flops / chip.peak_flops_per_s, read / chip.hbm_bytes_per_s)
 
@@ -52,71 +53,73 @@ def products_s(chip, rows, weights=P8):
 v5e, v5p, h100 = (CHIPS[key] for key in ("v5e", "v5p", "h100"))
 per_read = products_s(h100, 8192) / 8192
 ratio = products_s(h100, 1) / per_read
-lesson.predicted("written/read", my_prediction, ratio, "times", 0.03)
-print("            read, us a token  written, us a token")
+lesson.predicted("generated / prompt", my_prediction, ratio, "times", 0.03)
+print("us per token:    prompt tokens     generated tokens")
 for chip in (v5e, v5p, h100):
     read, written = products_s(chip, 8192) / 8192, products_s(chip, 1)
     print(f"{chip.name:12}{1e6 * read:16.1f}{1e6 * written:21,.0f}")
 
 # %% [markdown]
-# The model's size has cancelled out: what is left is FLOP/s over bytes/s, the chip's ridge. A decode step
-# reads every weight to use it once. Its arithmetic is free in the sense that nobody waits for it, so **more
-# sequences in a step cost nothing, until there are as many as the ridge**: B* = 295 on an H100, 243 on a v5e,
-# 164 on a v5p. (Weights kept in one byte each halve that, and the time.) The cache is another matter.
+# The size of the model cancels. What remains is FLOP/s divided by bytes/s, the ridge of the chip. A decode
+# step reads every weight to use it once, and its arithmetic takes no extra time. So **more sequences per
+# step are free, until the batch reaches the ridge**: B* = 295 on an H100, 243 on a v5e, 164 on a v5p. (With
+# one byte per weight, both B* and the time are halved.) The cache is different.
 
 # %% tags=["remove-cell"]
 ridges = [round(c.peak_flops_per_s / c.hbm_bytes_per_s) for c in (h100, v5e, v5p)]
 assert ridges == [295, 243, 164], "the page says these ridges"
 
 # %% [markdown]
-# ## The cache
+# ## The KV cache
 #
-# Of each token every layer keeps a key and a value for each of its G heads of keys, each of K numbers of 2
-# bytes: **2 x layers x G x K x 2 bytes**. Grouped queries (G below H, the heads that ask) divide that by H/G.
-# Latent attention keeps one latent of 512 numbers a layer and a rotary key of 64 numbers, for all heads.
+# For each token, every layer stores a key and a value for each of its G key-value heads, with K numbers of
+# 2 bytes each: **2 x layers x G x K x 2 bytes**. Grouped-query attention (G smaller than the number H of
+# query heads) divides this by H/G. Latent attention stores one latent of 512 numbers per layer and a rotary
+# key of 64 numbers, for all heads together.
 
 # %%
-MODELS = {  # weights, layers, numbers a layer keeps, and with a key for each query head
+MODELS = {  # weights, layers, numbers stored per layer, and without sharing of heads
     "Llama 3 8B": (P8, 32, 2 * 8 * 128, 2 * 32 * 128),
     "Llama 3 70B": (70_553_706_496, 80, 2 * 8 * 128, 2 * 64 * 128),
     "Llama 3 405B": (405_853_388_800, 126, 2 * 8 * 128, 2 * 128 * 128),
     "DeepSeek-V3": (671_026_419_200, 61, 512 + 64, 2 * 128 * 128),
 }
 kept = {name: 2 * layers * numbers for name, (_, layers, numbers, _) in MODELS.items()}
-print("              weights   bytes a token  H heads of keys  131,072 tokens")
+print("              weights   bytes/token  unshared heads  131,072 tokens")
 for name, (weights, _, numbers, all_heads) in MODELS.items():
     long = f"{kept[name] * 131_072 / 1e9:.1f} GB"
     print(f"{name:13}{2e-9 * weights:6,.0f} GB{kept[name]:14,}"
-          f"{all_heads / numbers:12.0f} times{long:>16}")  # fmt: skip
+          f"{all_heads / numbers:10.0f} times{long:>16}")  # fmt: skip
 
 # %% [markdown]
-# Each decode step reads the weights once, and of every sequence all that it has kept.
+# Each decode step reads the weights once, and the cache of every sequence.
 #
-# > **Predict.** Llama 3 8B, sequences of 8,192 tokens: from how many of them on is more cache read in a step
-# > than weights?
+# > **Predict.** Take Llama 3 8B and sequences of 8,192 tokens. At how many sequences does a step read as
+# > many bytes of cache as of weights?
 
 # %%
 my_prediction = None  # sequences
 sequence_bytes = 8192 * kept["Llama 3 8B"]
 equal = 2 * P8 / sequence_bytes
-print(f"a sequence {sequence_bytes / 1e9:.2f} GB, the weights {2 * P8 / 1e9:.2f} GB")
-lesson.predicted("as many bytes at", my_prediction, round(equal), "sequences", 0.05)
+print(f"a sequence: {sequence_bytes / 1e9:.2f} GB, the weights: {2 * P8 / 1e9:.2f} GB")
+lesson.predicted("equal bytes at", my_prediction, round(equal), "sequences", 0.05)
 
 # %% tags=["remove-cell"]
 assert round(equal) == 15, "the page says 15"
 
 # %% [markdown]
-# Fifteen, long before the 295 that the weights could serve. And here a larger batch does not help: **weights
-# are shared by the sequences, a cache is not.** A byte of it meets the H/G query heads that share its key,
-# one FLOP each (a multiplication and an addition for two bytes), which is 4 for Llama 3 8B. So reading the
-# cache is bound by memory at any batch, and the step of B sequences of S tokens takes about
+# At fifteen, long before the 295 that the weights allow. And a larger batch does not help here: **the
+# sequences share the weights, but each has its own cache.** A byte of cache is used by the H/G query heads
+# that share a key, with one FLOP each (a multiplication and an addition for two bytes). That is 4 for Llama
+# 3 8B, so reading the cache is memory-bound at any batch size. A step of B sequences of S tokens takes
+# about
 #
-# $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) + \frac{B\,S \cdot
-# \text{bytes a token}}{\text{bytes/s}}$$
+# $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) +
+# \frac{B\,S \cdot \text{cache bytes per token}}{\text{bytes/s}}$$
 #
-# How does the price of a token fall with the batch, and what does the reader of one text pay for it?
+# How does throughput grow with the batch size, and how does it change the latency of each sequence?
 
-# %% mystnb={"image": {"alt": "Tokens a second against milliseconds a token for four context lengths on one H100: short contexts rise steeply until compute-bound, long ones flatten early and end where memory is full."}}
+# %% mystnb={"image": {"alt": "Tokens per second against milliseconds per token for four context lengths on one H100: short contexts rise steeply until they are compute-bound, long ones flatten early and end where the memory is full."}}
 batches = np.unique(np.geomspace(1, 1024, 60).astype(int))
 figure, ax = plt.subplots(figsize=(5.6, 3.8))
 for S, shade in ((512, 0.3), (2048, 0.5), (8192, 0.75), (32768, 1)):
@@ -131,71 +134,75 @@ for S, shade in ((512, 0.3), (2048, 0.5), (8192, 0.75), (32768, 1)):
     text, end = f"S = {S:,}", (ms[fits][-1], rate[fits][-1])
     ax.annotate(text, end, (6, -4), textcoords="offset points")
     print(f"S = {S:6,}: at most {1 / cache_s:7,.0f} tokens/s; {most} sequences fit")
-ax.set(xlabel="ms from one token of a text to its next", ylabel="tokens/s of one H100")
-title = ax.set_title("More texts are nearly free, until their caches fill the step")
+ax.set(xlabel="latency, ms per token", ylabel="throughput, tokens/s of one H100")
+title = ax.set_title("A larger batch is nearly free until the caches dominate")
 limits = ax.set(xlim=(4, 45), ylim=(100, 60_000), xticks=[5, 10, 20, 40])
 ax.set_xticks([], minor=True)
 labels = ax.set_xticklabels(["5", "10", "20", "40"])
 
 # %% [markdown]
-# (Dots: all that fits in the 64 GB that JAX takes of 80.) Up to the bend all texts of a
-# step are served for one reading of the weights. Beyond it each adds its own time, and no batch brings more
-# than bytes/s over the bytes of one sequence. Who pays by the token wants the upper end; who waits for it,
-# the left one. Prefill knows none of this, since a prompt has rows enough by itself.
+# (The dots mark the largest batch that fits into the 64 GB that JAX can use of 80.) Up to the bend, one
+# read of the weights serves all sequences of a step. Beyond it, each sequence adds its own time, and no
+# batch size exceeds a throughput of bytes/s divided by the cache bytes of a sequence. For low cost, choose
+# the upper end of a curve. For low latency, choose the left end. Prefill has no such trade-off, because a
+# prompt has enough rows.
 #
-# ## Which axis
+# ## Which axis helps
 #
-# A mesh helps decode as far as it **cuts what a device reads in a step**: weights and cache.
+# A mesh speeds up decode if it **reduces what a device reads per step**: weights and cache.
 #
-# - `tensor` cuts both: the weights by columns and rows (04), the cache by heads. It sends two all-reduces a
-#   layer, but of B rows only.
-# - `context` cuts the cache by positions. Each device asks its own keys, and the partial softmaxes are merged
-#   (06). The weights it does not cut.
-# - `data` puts other sequences on other devices: replicas, each of which reads all weights.
-# - `fsdp` too, but each replica has to *gather* them first, for every token.
-# - `stage` cuts weights and cache by layers, and a token visits all stages in turn. It waits as long as on
-#   one device. Others are on their way meanwhile, so throughput grows, if there are enough of them.
-# - `expert` cuts the experts' weights, and tokens travel to them (07). A step reads each expert that any
-#   token of the batch has chosen: of 256 with 8 a token, 100 tokens leave (1 - 8/256)^100 = 4% unread.
+# - `tensor` shards both: the weights by columns and rows (04), the cache by heads. It needs two all-reduces
+#   per layer, but only of B rows.
+# - `context` shards the cache by positions. Each device attends to its own keys, and the partial softmaxes
+#   are merged (06). It does not shard the weights.
+# - `data` puts different sequences on different devices. Each replica reads all weights.
+# - `fsdp` does the same, but each replica must also *all-gather* the weights, for every token.
+# - `stage` shards weights and cache by layers, but a token visits the stages one after the other, so its
+#   latency is that of one device. Meanwhile other stages work on other sequences, so throughput grows if
+#   there are enough of them.
+# - `expert` shards the weights of the experts, and sends the tokens to them (07). A step reads every expert
+#   that any token of the batch chose. With 8 of 256 experts per token, 100 tokens leave (1 - 8/256)^100 =
+#   4% unread.
 #
-# Llama 3 70B does not fit one chip. Take 16 TPU v5e, 32 sequences of 8,192 tokens.
+# Llama 3 70B does not fit on one chip. Take 16 TPU v5e and 32 sequences of 8,192 tokens.
 #
-# > **Predict.** `tensor=16`. The model has 8 heads of keys. How many GB of cache on each device? (All 32
-# > sequences keep 85.9 GB.)
+# > **Predict.** With `tensor=16` and a model with 8 key-value heads, how many GB of cache does each device
+# > store? (The cache of all 32 sequences is 85.9 GB.)
 
 # %%
 my_prediction = None  # GB
 G70, n_v5e, all_GB = 8, 16, 32 * 8192 * kept["Llama 3 70B"] / 1e9
-lesson.predicted("cache on each", my_prediction, all_GB / min(G70, n_v5e), "GB", 0.02)
+lesson.predicted("per device", my_prediction, all_GB / min(G70, n_v5e), "GB", 0.02)
 
 # %% [markdown]
-# A head is not cut: its queries need all of its key. So with more devices than heads of keys, two hold the
-# same head. The cache stops shrinking, and is read twice. The other dim of the cache can be cut instead:
+# A head cannot be split, because its queries need its whole key. So with more devices than key-value heads,
+# two devices store the same head. The cache stops shrinking, and is read twice. But you can shard its other
+# dim:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two drawings of a cache of positions by heads on 8 devices: cut by 4 heads each piece is held by two devices; cut by 4 heads and 2 halves of the positions each piece by one."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two drawings of a cache, positions by heads, on 8 devices: sharded over 4 heads, each shard is on two devices; sharded over 4 heads and 2 halves of the positions, each shard is on one device."}}
 import jax
 
 eight = (jax.sharding.AxisType.Auto,) * 2
 figure, axes = plt.subplots(2, 1, figsize=(4.6, 3.8))
 grid = jax.make_mesh((4, 2), ("tensor", "context"), axis_types=eight)
 P = jax.sharding.PartitionSpec
-title = "tensor=8: two copies of each head"
+title = "tensor=8: two devices store each head"
 lesson.slices(axes[0], grid, P(None, "tensor"), "SG", title)
-both_cut = P("context", "tensor")
-title = "tensor=4,context=2: half of the positions each"
-lesson.slices(axes[1], grid, both_cut, "SG", title, colour_by="context")
-title = figure.suptitle("Who holds what of 4 heads of keys (numbers: devices)", size=11)
+both_axes = P("context", "tensor")
+title = "tensor=4,context=2: each stores half of the positions"
+lesson.slices(axes[1], grid, both_axes, "SG", title, colour_by="context")
+title = figure.suptitle("Cache of 4 key-value heads (numbers: devices)", size=11)
 
 # %% [markdown]
-# Now all of them, for one step: what a device holds and reads, what it sends, and seconds at best. The
-# arithmetic is left out, because 32 rows are below each ridge; so is latency.
+# Here are all axes for one step: what a device stores, reads and sends, and the seconds at best. Latency is
+# left out, and so is arithmetic, because 32 rows are below every ridge.
 
 # %% tags=["hide-input"]
 W70, L70, D70, H70, K70 = 2 * MODELS["Llama 3 70B"][0], 80, 8192, 64, 128
 
 
 def ways(n, B, cache):
-    """Axis -> bytes a device holds, reads for a token, and sends for it."""
+    """Axis -> bytes that a device stores, reads per step, and sends per step."""
     added = 2 * L70 * wire_bytes("all-reduce", 2 * B * D70, n)
     more = max(n // G70, 1)  # devices along context
     merged = lambda m, H: L70 * wire_bytes("all-reduce", 4 * B * H * (K70 + 2), m)
@@ -213,72 +220,75 @@ def ways(n, B, cache):
 table = {}
 for where, n in (("v5e:4x4", 16), ("v5p:2x2x2", 8), ("h100:8", 8)):
     topology = Topology.parse(where)
-    chip, wire = topology.chip, layout(config.MeshConfig(tensor=n), topology)["tensor"]
-    says = f"{where}, {chip.memory_bytes / 1e9:.1f} GB each"
-    print(f"{says:26}  holds GB  reads ms  sends ms")
-    for axis, (held, read, sent) in ways(n, 32, 1e9 * all_GB).items():
-        times = 1e3 * read / chip.hbm_bytes_per_s, 1e3 * sent / wire.bytes_per_s
-        table[where, axis] = held / 1e9, *times
-        full = "" if held < chip.memory_bytes else "  does not fit"
-        print(f"  {axis:24}{held / 1e9:10.1f}{times[0]:10.1f}{times[1]:10.2f}{full}")
+    chip, link = topology.chip, layout(config.MeshConfig(tensor=n), topology)["tensor"]
+    machine = f"{where}, {chip.memory_bytes / 1e9:.1f} GB each"
+    print(f"{machine:26} stores GB  reads ms  sends ms")
+    for axis, (stored, read, sent) in ways(n, 32, 1e9 * all_GB).items():
+        times = 1e3 * read / chip.hbm_bytes_per_s, 1e3 * sent / link.bytes_per_s
+        table[where, axis] = stored / 1e9, *times
+        full = "" if stored < chip.memory_bytes else "  does not fit"
+        print(f"  {axis:24}{stored / 1e9:10.1f}{times[0]:10.1f}{times[1]:10.2f}{full}")
 
 # %% tags=["remove-cell"]
 assert 1.4e3 < table["v5e:4x4", "fsdp"][2] < 1.6e3, "the page says a second and a half"
 assert 270 < table["h100:8", "fsdp"][2] < 280, "the page says 274 ms"
-held = table["v5e:4x4", "tensor"][0], table["v5e:4x4", "tensor, context"][0]
-assert held[0] > v5e.memory_bytes / 1e9 > held[1], "the page says that one of them fits"
+stored = table["v5e:4x4", "tensor"][0], table["v5e:4x4", "tensor, context"][0]
+assert stored[0] > v5e.memory_bytes / 1e9 > stored[1], "the page says that one fits"
 more_GB = 1e-9 * L70 * 2 * 2 * D70 * H70 * K70 * (1 / G70 - 1 / 16)  # q and output
 assert round(more_GB, 1) == 1.3, more_GB
-assert held[1] + more_GB < v5e.memory_bytes / 1e9, "the program's cut would not fit"
+assert stored[1] + more_GB < v5e.memory_bytes / 1e9, "the program would not fit"
 
 # %% [markdown]
-# The gather of `fsdp` moves 132 GB a device for each token: a second and a half on these v5e, 274 ms in a
-# node of H100. In training the same gather serves thousands of rows. `tensor=16` alone does not fit, since
-# half of its cache is a copy; with the cache cut both ways the step fits, and takes the least. On 8 devices
-# the heads suffice. (`stage`: one token through all stages, while each stage has a group of sequences.)
+# The all-gather of `fsdp` sends 132 GB per device for each token. That takes a second and a half on these
+# v5e, and 274 ms in an H100 node. In training, the same gather serves thousands of rows. `tensor=16` alone
+# does not fit, because half of its cache is a copy. With the cache sharded over both axes, the step fits,
+# and is the fastest. On 8 devices, the heads suffice. (The row for `stage` is one token through all stages,
+# while each stage has a group of sequences.)
 #
-# The last row cuts *all* weights by n: devices that share a head of keys first gather each other's queries,
-# [as in vLLM](https://github.com/vllm-project/vllm/pull/24864). The program below copies the weights of queries
-# and output instead, here 2 x 8,192² x 80 x 2 bytes / 16 = 1.3 GB more on each of 16.
+# The last row shards *all* weights over n devices: devices that share a key-value head first gather each
+# other's queries, [as in vLLM](https://github.com/vllm-project/vllm/pull/24864). The program below
+# replicates the weights of queries and outputs instead. Here that is 2 x 8,192² x 80 x 2 bytes / 16 = 1.3
+# GB more on each of 16 devices.
 #
-# What `tensor` sends is bound by latency. Each of 160 all-reduces a token takes as long as its hops, however
-# few rows: [about 1 us a hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4, whose ends
-# are not joined, a scatter takes 3 hops along each side, and a gather as many: 12 us, so 1.9 ms a token. From
-# about 35 sequences on, the bytes take longer. In a node of H100 each microsecond that an all-reduce takes to
-# begin is 0.16 ms a token, of 8.5.
+# The communication of `tensor` is latency-bound. There are 160 all-reduces per token, and each takes as
+# long as its hops, however few rows it has: [about 1 us per
+# hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4 slice without wraparound links, a
+# reduce-scatter takes 3 hops along each side, and so does an all-gather: 12 us, or 1.9 ms per token. From
+# about 35 sequences on, the bytes take longer. In an H100 node, each microsecond of start-up time of an
+# all-reduce adds 0.16 ms per token, to 8.5 ms.
 #
-# The scaling book's
-# [chapter on serving](https://jax-ml.github.io/scaling-book/applied-inference) has Llama 3 70B on 16 v5e: 43
-# sequences of 8,192 in bfloat16, and 19 ms for a step if its 16e9 bytes (16.9e9 above) are full.
+# The scaling book's [chapter on serving](https://jax-ml.github.io/scaling-book/applied-inference) also has
+# Llama 3 70B on 16 v5e: 43 sequences of 8,192 tokens in bfloat16, and 19 ms for a step with full memory (it
+# counts 16e9 bytes, the table above 16.9e9).
 
 # %%
 room = 16 * 16e9 - W70
 print(f"sequences: {room / (8192 * kept['Llama 3 70B']):.1f}", end=", ")
-print(f"a full memory: {1e3 * 16e9 / v5e.hbm_bytes_per_s:.1f} ms")
+print(f"reading a full memory: {1e3 * 16e9 / v5e.hbm_bytes_per_s:.1f} ms")
 
 # %% tags=["remove-cell"]
-wire = layout(config.MeshConfig(tensor=16), Topology.parse("v5e:4x4"))["tensor"]
-alike = 12e-6 * wire.bytes_per_s / wire_bytes("all-reduce", 2 * D70, 16)
+link = layout(config.MeshConfig(tensor=16), Topology.parse("v5e:4x4"))["tensor"]
+alike = 12e-6 * link.bytes_per_s / wire_bytes("all-reduce", 2 * D70, 16)
 assert 34 < alike < 36, alike
 assert round(8.192e6 * per_read) == 133, "the page says 133 ms"
 assert round(8192 * per_read / products_s(h100, 1)) == 28, "the page says 28 steps"
 assert round(wire_bytes("all-gather", W70, 16) / 1e9) == 132
 
 # %% [markdown]
-# The same, so that page cuts the cache into 16 as well. (Its 160 KiB a token, at one byte a number, are half of
-# our 327,680.) These are rates at best; the book expects half of them.
+# The numbers agree, so the book also shards the cache 16 ways. (Its 160 KiB per token, at one byte per
+# number, are half of our 327,680.) These are best cases; the book expects half of them.
 #
-# ## By hand
+# ## The program by hand
 #
-# One block on `tensor=4,context=2`. New tokens are t of the T places of a text; the cache has S slots, of
-# which a device has s, for g of G heads of keys; I query heads share one. Place p lies on device p % n of
-# `context`, dealt out like cards, so that the shares stay equal while the text grows. Attention sees two
-# axes, its weights cut by heads alone; the feed-forward sees the same eight devices as one, and cuts its F
-# hidden units in eight. Prefill and decode are one function: what is new is written first, and then looked up
-# like all that came before.
+# One transformer block on `tensor=4,context=2`. New tokens are t of the T positions of a text. The cache
+# has S slots, s of them on each device, for g of the G key-value heads. I query heads share one key-value
+# head. Position p is stored on device p % n of `context`, so the shards stay equal while the text grows.
+# Attention shards its weights over `tensor` only, by heads. The feed-forward layer shards its F hidden
+# units over all eight devices. Prefill and decode are the same function: it first writes the new keys and
+# values, then attends to the whole cache.
 #
-# A write must not touch another device's slot. The usual `dynamic_update_slice` moves a start that lies past
-# the end back inside, without a word, and would overwrite the last slot. So this is a scatter that drops such
+# A write must not touch the slots of another device. The usual `dynamic_update_slice` silently clamps an
+# out-of-range start, and would overwrite the last slot. So the program uses a scatter that drops such
 # writes.
 
 # %% tags=["by-hand"]
@@ -298,13 +308,13 @@ def extend(w, cache, new_Bt, start):
     x_BtD = w["words"][new_Bt] + w["places"][at_t]
     q_BtgIK = einsum("BtD,DgIK->BtgIK", x_BtD, w["q"])
     new = einsum("BtD,zDgK->zBtgK", x_BtD, w["kv"])  # z: keys, then values
-    slot_t = jnp.where(at_t % n == me, at_t // n, S)  # S: past the end, not written
+    slot_t = jnp.where(at_t % n == me, at_t // n, S)  # S: out of range, not written
     k_BsgK, v_BsgK = cache = cache.at[:, :, slot_t].set(new, mode="drop")
     seen = at_t[:, None, None, None] >= n * jnp.arange(S // n) + me
     raw = jnp.where(seen, einsum("BtgIK,BsgK->BtgIs", q_BtgIK, k_BsgK) / K**0.5, -1e30)
     e = jnp.exp(raw - jax.lax.pmax(raw.max(-1, keepdims=True), "context"))
     parts = e.sum(-1, keepdims=True), einsum("BtgIs,BsgK->BtgIK", e, v_BsgK)
-    total, mixed = jax.lax.psum(parts, "context")  # two softmaxes become one
+    total, mixed = jax.lax.psum(parts, "context")  # merge the partial softmaxes
     x_BtD += jax.lax.psum(einsum("BtgIK,gIKD->BtD", mixed / total, w["o"]), "tensor")
     x_BtD += jax.lax.psum(jax.nn.gelu(x_BtD @ w["up"]) @ w["down"], ALL)
     return x_BtD @ w["words"].T, cache
@@ -312,16 +322,16 @@ def extend(w, cache, new_Bt, start):
 
 # %% tags=["by-hand"]
 mesh = jax.make_mesh((4, n), ALL, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-cuts = dict(words=P(), places=P(), q=P(None, "tensor"), kv=P(None, None, "tensor"),
+w_specs = dict(words=P(), places=P(), q=P(None, "tensor"), kv=P(None, None, "tensor"),
             o=P("tensor"), up=P(None, ALL), down=P(ALL))  # fmt: skip
 shapes = dict(words=(V, D), places=(S, D), q=(D, G, I, K), kv=(2, D, G, K),
               o=(G, I, K, D), up=(D, F), down=(F, D))  # fmt: skip
 w = {m: jax.random.normal(jax.random.key(ord(m[0])), x) / 4 for m, x in shapes.items()}
 slots = P(None, None, "context", "tensor")  # of keys and values, B, S, G, K
-specs = dict(in_specs=(cuts, slots, P(), P()), out_specs=(P(), slots))
+specs = dict(in_specs=(w_specs, slots, P(), P()), out_specs=(P(), slots))
 step = jax.jit(jax.shard_map(extend, mesh=mesh, **specs))
 text_BT, cache, found = jnp.arange(B * T).reshape(B, T), jnp.zeros((2, B, S, G, K)), []
-for start in (0, *range(T, S - 1)):  # prefill, then a token at a time
+for start in (0, *range(T, S - 1)):  # prefill, then decode one token at a time
     logits_BtV, cache = step(w, cache, text_BT[:, start:], start)
     found.append(logits_BtV[:, -1])
     text_BT = jnp.concatenate([text_BT, found[-1].argmax(-1)[:, None]], axis=1)
@@ -334,18 +344,18 @@ o_BTHK = jax.nn.dot_product_attention(q_BTHK, *both, is_causal=True)
 x_BTD += o_BTHK.reshape(B, S, -1) @ w["o"].reshape(-1, D)
 x_BTD += jax.nn.gelu(x_BTD @ w["up"]) @ w["down"]
 want = (x_BTD @ w["words"].T)[:, T - 1 : -1]
-assert jnp.allclose(jnp.stack(found, 1), want, rtol=0, atol=1e-5), "other logits"
-assert (want.argmax(-1) == text_BT[:, T:]).all(), "other tokens"
-print("tokens and logits equal one device's; the first text:", text_BT[0, T:])
+assert jnp.allclose(jnp.stack(found, 1), want, rtol=0, atol=1e-5), "logits differ"
+assert (want.argmax(-1) == text_BT[:, T:]).all(), "tokens differ"
+print("tokens and logits agree with one device; the first text:", text_BT[0, T:])
 
 # %% [markdown]
-# (Places are added to the words here; a model with rotary keys turns each by its place before it is kept.)
-# What does one decode step send? The compiled program says it:
+# (This model adds position embeddings to the word embeddings. With rotary embeddings, each key is rotated
+# by its position before it is stored.) What does one decode step send?
 
 # %%
 one_step = lesson.compiled(step, mesh, w, cache, text_BT[:, -1:], S - 1)
 lesson.listed(one_step)
-print("and prefill of", T, "tokens:")
+print("prefill of", T, "tokens:")
 prefill = lesson.compiled(step, mesh, w, cache, text_BT[:, :T], 0)
 lesson.listed(prefill)
 
@@ -363,47 +373,48 @@ for compiled, t in ((one_step, 1), (prefill, T)):
     }, by_axes  # fmt: skip
 
 # %% [markdown]
-# All of it grows with the new tokens, and nothing with the cache: keys and values never travel. For `context`
-# that are the largest score, the sum, and K mixed numbers, for each query head of the device: 4 bytes x 3
-# texts x 2 heads x (K + 2) = 240 a step. For the two sums of the block, 3 texts x width 32 x 4 = 384 bytes
-# each. Four waits one after the other in a layer, where `tensor` alone has two. (Simulated devices show
-# bytes, no seconds: those above are arithmetic.)
+# Everything grows with the number of new tokens, and nothing with the cache: keys and values are never
+# sent. Along `context`, a device sends the largest score, the sum, and K numbers of output for each of its
+# query heads: 4 bytes x 3 texts x 2 heads x (K + 2) = 240 per step. Each of the two sums of the block is 3
+# texts x width 32 x 4 = 384 bytes. These are four exposed all-reduces per layer, while `tensor` alone has
+# two.
 #
-# ## One latent meets all heads
+# ## Absorbed latent attention
 #
-# With latent attention (MLA) a layer keeps c, a latent of C numbers, and makes keys w c for all heads.
-# Written out at each step, that would be a product for each earlier token. But a score is
-# $q \cdot (w c) = (w^\top q) \cdot c$, so **w can move to the query**, once, and the latents themselves serve
-# as keys. After the mixing it is the same with values. The product with w is *absorbed*. The rotary key of R
-# numbers stands apart for that reason: a turn by the place of the key would stand between w and the query.
+# With multi-head latent attention (MLA), a layer stores c, a latent of C numbers, and computes the keys w c
+# of all heads from it. Done directly, this would be a matmul for each earlier token in each step. But a
+# score is $q \cdot (w c) = (w^\top q) \cdot c$, so **you can apply w to the query instead**, once, and use
+# the latents themselves as keys. The values work the same way, after the weighted sum. The matmul with w is
+# *absorbed*. This is why the rotary key of R numbers is separate: a rotation by the key's position would be
+# between w and the query.
 #
-# A number of the latent then meets all H heads twice, once as a key and once as a value, so a byte of the
-# cache brings H (2C + R)/(C + R) FLOPs. Decoding that was bound by memory stands at the ridge:
+# Each number of the latent is then used by all H heads, as a key and as a value. So a byte of cache needs H
+# (2C + R)/(C + R) FLOPs, and decode moves from memory-bound to the ridge:
 
 # %%
 C_, R_, H_ = 512, 64, 128
 absorbed = H_ * (2 * C_ + R_) / (C_ + R_)
 ASKED = {"Llama 3 8B": 32 / 8, "Llama 3 405B": 128 / 8, "DeepSeek-V3": absorbed}
 for name, flops_a_byte in ASKED.items():
-    print(f"{name:13}{flops_a_byte:6.1f} FLOPs a byte; of the ridge:", end="")
+    print(f"{name:13}{flops_a_byte:6.1f} FLOPs per byte; share of the ridge:", end="")
     for chip in (v5e, v5p, h100):
         ridge = chip.peak_flops_per_s / chip.hbm_bytes_per_s
         print(f" {chip.key} {flops_a_byte / ridge:4.0%}", end="")
     print()
 
 # %% [markdown]
-# So MLA needs a fifty-seventh of the bytes. The price: a latent has no heads, so
-# `tensor` cuts nothing of this cache, and each device keeps all of it. DeepSeek decodes with requests on
-# other devices instead: attention over `tensor=4` (for its weights) times 80 replicas, experts over 320
-# ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.4.2). Absorb for decode only: of a pair of
-# positions it takes 2H (2C + R) FLOPs. Once keys and values are made (K + R and U numbers wide) a pair takes
-# 2H (K + R + U), or 320 for every 1,088.
+# So MLA stores 57 times fewer bytes than unshared heads would. The price: a latent has no heads, so
+# `tensor` cannot shard this cache, and each device stores all of it. DeepSeek therefore spreads the
+# requests: attention over `tensor=4` (for its weights) times 80 replicas, and experts over 320 devices
+# ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.4.2). Absorb only in decode: a pair of
+# positions then costs 2H (2C + R) FLOPs. With explicit keys and values (K + R and U numbers wide), it costs
+# 2H (K + R + U): 320 instead of 1,088.
 #
-# ## Requests of different lengths
+# ## Continuous batching
 #
-# A batch of 8 has 8 *slots*. Texts end at different lengths, and nobody knows them before. A *static* batch
-# waits for its longest text. *Continuous batching* gives a slot to the next request as soon as it is free, at
-# any step ([Orca](https://www.usenix.org/conference/osdi22/presentation/yu)).
+# A batch of 8 has 8 *slots*. Texts end at different lengths, which nobody knows in advance. A *static*
+# batch waits for its longest text. *Continuous batching* gives a slot to the next request as soon as it is
+# free, at any step ([Orca](https://www.usenix.org/conference/osdi22/presentation/yu)).
 
 # %%
 drawn = np.random.default_rng(0).lognormal(4.5, 0.9, size=400)
@@ -426,36 +437,36 @@ for slots_ in (8, 32):
     for name, steps in (("static", static_steps), ("continuous", continuous_steps)):
         took = steps(lengths, slots_)
         used = lengths.sum() / (took * slots_)
-        print(f"{slots_:2} slots, {name:10}: {took:6,} steps, {used:.0%} of slots work")
+        print(f"{slots_:2} slots, {name:10}: {took:6,} steps, {used:.0%} of slots busy")
 
 # %% tags=["remove-cell"]
 works = lengths.sum() / (8 * static_steps(lengths, 8))
 assert round(100 * works) == 36, "the page says 64% padding"
 
 # %% [markdown]
-# The wider the batch, the longer its longest text, the more a static batch wastes. (The last of the 400 also
-# leave slots empty at the end, which a server that goes on does not see.)
+# The larger the batch, the longer its longest text, and the more a static batch wastes. (The last of the
+# 400 requests also leave slots empty, which a running server does not see.)
 #
-# Prompts of such lengths, in batches of 8 padded to the longest, waste as much: 64% of their rows are
-# padding. A cache with room for the longest text in each slot wastes memory likewise: of such caches 20% to
-# 38% [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* gives out memory in blocks of
-# some tokens, by a table, as an operating system does.
+# Prompts of these lengths, padded to the longest in batches of 8, waste as much: 64% of their rows are
+# padding. A cache with space for the longest text in every slot wastes memory: only 20% to 38% of such
+# caches [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* allocates memory in small
+# blocks through a table, as an operating system does.
 #
-# And a long prompt stops all others while it is read: 8,192 tokens of Llama 3 8B take an H100 133 ms, as long
-# as 28 decode steps. *Chunked prefill* cuts it into pieces that ride along with decode steps, whose arithmetic
-# is idle anyway. Or prefill gets devices of its own, with another mesh.
+# A long prompt stalls all other requests: 8,192 tokens of Llama 3 8B take an H100 133 ms, as long as 28
+# decode steps. *Chunked prefill* splits the prompt into chunks that run together with decode steps, whose
+# arithmetic is idle anyway. Or prefill runs on separate devices, with another mesh.
 #
-# **Speculative decoding** fills those idle rows in another way: a small model drafts some tokens, and the
-# large one reads them all in one step, as it reads a prompt. It keeps those it agrees with. Exercise 3 has
-# the rule by which the text is distributed as if the large model had written it alone.
+# **Speculative decoding** uses the idle arithmetic differently: a small model drafts some tokens, and the
+# large model reads them all in one step, like a prompt. It keeps the tokens that it accepts. Exercise 3
+# asks for the rule that leaves the output distribution of the large model unchanged.
 #
 # ## In `generate/`
 #
-# The project samples on the mesh that trained: requests are dealt out over `data`, `fsdp` and `expert`, the
-# cache's positions are cut along `context`, heads and vocabulary along `tensor`, layers and their cache along
-# `stage`. Latents are absorbed. Prefill and decode are `cached_forward` of `generate/cache.py`: the layers
-# that train, attending to a cache. Six tokens and a seventh alone, for a test model with MLA, against
-# all seven:
+# The project generates on the mesh that trained the model. Requests are sharded over `data`, `fsdp` and
+# `expert`, the positions of the cache over `context`, heads and vocabulary over `tensor`, layers and their
+# cache over `stage`. Latents are absorbed. Prefill and decode are `cached_forward` of `generate/cache.py`:
+# the layers that train, but with a cache. For a test model with MLA, the next cell compares six tokens
+# followed by a seventh with all seven at once:
 
 # %% tags=["hide-input"]
 import model
@@ -476,17 +487,19 @@ _, six = run(params, empty(), ids[:, :6], at[:, :6], last(5))
 seventh, _ = run(params, six, ids[:, 6:], at[:, 6:], last(0))
 assert lesson.same(seventh, whole, 1e-4), "decode differs from prefill"
 off = np.abs(seventh - whole).max()
-print(f"logits of up to {np.abs(whole).max():.2f}, equal to {off:.0e}")
+print(f"logits of up to {np.abs(whole).max():.2f}, which differ by {off:.0e} at most")
 
 # %% [markdown]
-# On it stands `generate/engine.py`: requests come and go in a fixed number of rows of one cache, and a long
-# prompt is read in pieces between decode steps. It has no pages, and `fsdp` in the mesh costs the gather above.
+# `generate/engine.py` uses this function for continuous batching: requests come and go in a fixed number of
+# rows of one cache, and long prompts are read in chunks between decode steps. It has no paging. An axis
+# that also shards the weights, `fsdp` or `context`, costs the all-gather above for every token (`python -m
+# plan --inference` prints its time). `tensor` and `stage` need no gather.
 
 # %% [markdown]
-# ## Exercise 1: cache on a device
+# ## Exercise 1: the cache of a device
 #
-# Write how many bytes of cache a device holds: B texts of S tokens, a model of `layers` with G heads of keys
-# of width K in bfloat16, on `tensor` x `context` devices.
+# How many bytes of cache does a device store? There are B texts of S tokens. The model has `layers` layers
+# with G key-value heads of width K in bfloat16, on `tensor` x `context` devices.
 
 
 # %%
@@ -502,13 +515,13 @@ def kept_by(layers, G, K, B, S, tensor, context):
 times = lambda factor: lambda *args: kept_by(*args) * factor(*args)
 BAD_BYTES = [
     (times(lambda _, G, K, B, S, t, c: min(G, t) / t),
-     "`tensor=16` and 8 heads: who has half a head? Its queries need the whole key."),
-    (times(lambda _, G, K, B, S, t, c: min(G, t) * c), "That is all devices' cache."),
-    (times(lambda _, G, K, B, S, t, c: c), "`context` cuts something too."),
-    (times(lambda _, G, K, B, S, t, c: min(G, t)), "`tensor` cuts something too."),
-    (times(lambda *_: 1 / 2), "Half of it. A key and a value, of two bytes a number."),
-    (times(lambda *_: 1 / 4), "A quarter. A key and a value, of two bytes a number."),
-    (times(lambda _, G, K, B, *more: 1 / B), "Of one text. Do texts share a cache?"),
+     "With `tensor=16` and 8 heads, you split heads. A query needs its whole key."),
+    (times(lambda _, G, K, B, S, t, c: min(G, t) * c), "That is for all devices."),
+    (times(lambda _, G, K, B, S, t, c: c), "`context` shards the cache, too."),
+    (times(lambda _, G, K, B, S, t, c: min(G, t)), "`tensor` shards the cache, too."),
+    (times(lambda *_: 1 / 2), "Half of it: count keys and values, 2 bytes per number."),
+    (times(lambda *_: 1 / 4), "A quarter: count keys and values, 2 bytes per number."),
+    (times(lambda _, G, K, B, *more: 1 / B), "That is the cache of one text."),
 ]  # fmt: skip
 
 
@@ -516,7 +529,7 @@ BAD_BYTES = [
 def check_bytes(answer):
     cases = [(32, 8, 128, 4, 4096, 4, 1), (80, 8, 128, 32, 8192, 16, 2)]
     cases += [(126, 8, 64, 3, 512, 8, 4)]
-    done = "Right, also with more devices than heads."
+    done = "Right, even with more devices than heads."
     return lesson.diagnose(answer, cases, kept_by, BAD_BYTES, done)
 
 
@@ -525,10 +538,10 @@ print(check_bytes(device_bytes))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `2 * layers * G // min(G, tensor) * K * 2 * B * S // context`. Llama 3 70B on `tensor=16` holds as much as
-# on `tensor=8`. vLLM says so of its `-tp`: beyond the heads of keys the cache is
-# [duplicated](https://docs.vllm.ai/en/latest/serving/context_parallel_deployment.html), and `-dcp` cuts it by
-# positions, on the same GPUs.
+# `2 * layers * G // min(G, tensor) * K * 2 * B * S // context`. Llama 3 70B on `tensor=16` stores as much
+# per device as on `tensor=8`. vLLM documents the same for `-tp`: beyond the number of key-value heads, the
+# cache is [duplicated](https://docs.vllm.ai/en/latest/serving/context_parallel_deployment.html). `-dcp`
+# shards it by positions, on the same GPUs.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -538,11 +551,11 @@ for wrong, hint in BAD_BYTES:
 assert check_bytes(device_bytes) == lesson.NOTHING
 
 # %% [markdown]
-# ## Exercise 2: how many at a time
+# ## Exercise 2: the largest batch
 #
-# Llama 3 70B on n chips, weights (`W70` bytes) and cache (`kept["Llama 3 70B"]` bytes a token) both cut into
-# n. Readers want a token every `limit_s` seconds. How many texts of S tokens, at most? Leave the wires out,
-# and arithmetic (batches stay below the ridge).
+# Llama 3 70B runs on n chips, with weights (`W70` bytes) and cache (`kept["Llama 3 70B"]` bytes per token)
+# both sharded n ways. Users need a token every `limit_s` seconds. How many texts of S tokens can you serve
+# at most? Ignore communication and arithmetic (batches are below the ridge).
 
 
 # %%
@@ -552,8 +565,8 @@ def largest_batch(chip, n, S, limit_s):
 
 # %% tags=["hide-input"]
 def most_texts(chip, n, S, limit_s, memory=True, time=True, weights=W70, each=1):
-    held, read = [n * chip.memory_bytes], [n * chip.hbm_bytes_per_s * limit_s]
-    room = min(held * memory + read * time) - weights
+    stored, read = [n * chip.memory_bytes], [n * chip.hbm_bytes_per_s * limit_s]
+    room = min(stored * memory + read * time) - weights
     return int(room / (each * S * kept["Llama 3 70B"]))
 
 
@@ -562,13 +575,13 @@ def otherwise(**change):
 
 
 BAD_BATCHES = [
-    (otherwise(time=False), "It fits, and somebody waits. What is read in a step?"),
+    (otherwise(time=False), "It fits, but it is too slow. What does a step read?"),
     (otherwise(memory=False), "Fast enough, but does it fit?"),
-    (otherwise(weights=0), "Where are the weights?"),
-    (lambda *args: most_texts(*args) + 1, "One too many: the last does not fit whole."),
+    (otherwise(weights=0), "You forgot the weights."),
+    (lambda *args: most_texts(*args) + 1, "One too many: round down."),
     (lambda chip, n, S, limit_s: most_texts(chip, n, S, limit_s, weights=n * W70),
-     "Each device reads and holds a share of the weights."),
-    (otherwise(each=1 / 2), "Twice too many. Is a number of the cache one byte?"),
+     "Each device stores and reads only a shard of the weights."),
+    (otherwise(each=1 / 2), "Twice too many: the cache has two bytes per number."),
 ]  # fmt: skip
 
 
@@ -578,7 +591,7 @@ CASES += [(h100, 8, 8192, 0.01), (h100, 8, 16384, 1.0)]
 
 
 def check_batch(answer):
-    done = "Right: 19 or 48 texts on 16 v5e, 47 on 8 H100, 69 long ones without haste."
+    done = "Right: 19 or 48 texts on 16 v5e, 47 on 8 H100, or 69 long ones."
     return lesson.diagnose(answer, CASES, most_texts, BAD_BATCHES, done, share=1e-9)
 
 
@@ -587,16 +600,17 @@ print(check_batch(largest_batch))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The bytes of a step are at most what n memories hold, and what they can read in time: `room = min(n *
-# chip.memory_bytes, n * chip.hbm_bytes_per_s * limit_s)`, and then `int((room - W70) / (S * kept["Llama 3
-# 70B"]))`. The full memory of a v5e is read in 21 ms, that of an H100 in 19 (of the 64 GB that JAX takes):
-# whoever waits longer than that is bound by memory's size, else by its speed.
+# The bytes of a step are limited by the total memory and by what all chips can read in time:
+# `room = min(n * chip.memory_bytes, n * chip.hbm_bytes_per_s * limit_s)`, and then
+# `int((room - W70) / (S * kept["Llama 3 70B"]))`. A v5e reads its full memory in 21 ms, an H100 in 19 ms
+# (64 GB that JAX can use). If your limit is longer than that, memory capacity limits the batch; otherwise
+# memory bandwidth does.
 # </details>
 
 # %% tags=["remove-cell"]
 assert "Right" in check_batch(most_texts)
 found_ = [most_texts(*case) for case in CASES]
-assert found_ == [19, 48, 47, 69], f"the answer says others: {found_}"
+assert found_ == [19, 48, 47, 69], f"the checker's text is wrong: {found_}"
 for wrong, hint in BAD_BATCHES:
     assert check_batch(wrong) == hint, (hint, check_batch(wrong))
 assert check_batch(largest_batch) == lesson.NOTHING
@@ -604,11 +618,12 @@ full_s = [round(1e3 * c.memory_bytes / c.hbm_bytes_per_s) for c in (v5e, h100)]
 assert full_s == [21, 19], full_s
 
 # %% [markdown]
-# ## Exercise 3: keep a draft
+# ## Exercise 3: speculative decoding
 #
-# A small model drew a token from its probabilities `q_V`; the large one would have drawn from `p_V`. Return
-# with which probability each token is kept, `keep_V`, and from which probabilities another one is drawn if it
-# is not, `instead_V`. What comes out has to be distributed as `p_V`, and as much as possible kept.
+# A small model drew a token from its probabilities `q_V`. The large model would have drawn from `p_V`.
+# Return the probability with which each token is accepted, `keep_V`, and the probabilities from which a
+# replacement is drawn otherwise, `instead_V`. The result must be distributed as `p_V`, and as many drafts
+# as possible should be accepted.
 
 
 # %%
@@ -623,7 +638,7 @@ rule = lambda p, q: (np.minimum(1, p / q), unit(positive(p - q)))
 
 
 def came_out(accept):
-    """Distribution of what comes out, and how often a draft is kept."""
+    """The output distribution, and how often a draft is accepted."""
 
     def run(p_V, q_V):
         keep_V, instead_V = accept(p_V, q_V)
@@ -637,14 +652,14 @@ def came_out(accept):
 kept_of = lambda p, q: np.minimum(1, p / q)
 surplus = lambda p, q: unit(positive(p - q))
 BAD_RULES = [
-    (lambda p, q: (kept_of(p, q), p), "Drawn again from all of p. But where the draft "
-     "is generous already, nothing is missing."),
-    (lambda p, q: (kept_of(p, q), positive(p - q)), "Do `instead_V` add up to 1?"),
-    (lambda p, q: (kept_of(p, q), p - q), "A probability below 0?"),
-    (lambda p, q: (kept_of(q, p), surplus(p, q)), "Which tokens were drawn too often?"),
-    (lambda p, q: (np.ones_like(p), p), "All drafts are kept: the small model writes."),
-    (lambda p, q: (0 * p, p), "Right, but nothing is kept: the draft was for nothing."),
-    (lambda p, q: (p, surplus(p, q)), "Kept with p: and how often is it drafted?"),
+    (lambda p, q: (kept_of(p, q), p), "You replace from all of p. But tokens that are "
+     "drafted often enough need no replacement."),
+    (lambda p, q: (kept_of(p, q), positive(p - q)), "`instead_V` must sum to 1."),
+    (lambda p, q: (kept_of(p, q), p - q), "A probability cannot be negative."),
+    (lambda p, q: (kept_of(q, p), surplus(p, q)), "Which are drafted too often?"),
+    (lambda p, q: (np.ones_like(p), p), "You accept all drafts of the small model."),
+    (lambda p, q: (0 * p, p), "The distribution is right, but you accept no draft."),
+    (lambda p, q: (p, surplus(p, q)), "A draft is accepted with p, but drawn with q."),
 ]  # fmt: skip
 
 
@@ -654,7 +669,7 @@ def check_accept(answer):
     cases = [(np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5]))]
     cases += [(np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.25, 0.25, 0.1]))]
     mistakes = [(came_out(wrong), hint) for wrong, hint in BAD_RULES]
-    done = "Right: distributed as p, and 70% and 65% of the drafts are kept."
+    done = "Right: distributed as p, with 70% and 65% of the drafts accepted."
     return lesson.diagnose(came_out(given), cases, came_out(rule), mistakes, done)
 
 
@@ -663,10 +678,10 @@ print(check_accept(accept))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `np.minimum(1, p_V / q_V)`, and `surplus / surplus.sum()` with `surplus = np.maximum(p_V - q_V, 0)`. A token
-# is kept min(p, q) of the time. What is missing of p is p - q where that is above 0, and adds up to what was
-# rejected ([arXiv:2211.17192](https://arxiv.org/abs/2211.17192)). Every device of `tensor` has to decide
-# alike, which is the subject of the bug below.
+# `np.minimum(1, p_V / q_V)`, and `surplus / surplus.sum()` with `surplus = np.maximum(p_V - q_V, 0)`. A
+# token is drafted and accepted with probability min(p, q). What is missing from p is p - q where that is
+# positive, and it adds up to what was rejected ([arXiv:2211.17192](https://arxiv.org/abs/2211.17192)). All
+# devices of `tensor` have to decide alike.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -678,10 +693,10 @@ assert check_accept(accept) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague's model knows a language in which each word has two that may follow, equally likely. It writes
-# 64 texts, dealt out over `data`, and its hidden units are cut over `tensor`. At temperature 0 (`argmax` in
-# place of `categorical`) its texts are right on every mesh. With sampling they are right on `data=8`, and
-# elsewhere there are words that may not follow, from the second word on.
+# A colleague's model knows a language in which each word can be followed by one of two words, equally
+# likely. It generates 64 texts, sharded over `data`, with hidden units sharded over `tensor`. At
+# temperature 0 (`argmax` instead of `categorical`), the texts are right on every mesh. With sampling, they
+# are right on `data=8`. On other meshes, words appear that cannot follow, from the second word on.
 
 # %%
 WORDS, STEPS, TEXTS = 32, 32, 64
@@ -708,19 +723,19 @@ def texts_on(data, tensor):
         _, text_Tb = jax.lax.scan(one_more, first_b, jax.random.split(key, STEPS))
         return text_Tb[None]
 
-    cuts = {"up": P(None, "tensor"), "down": P("tensor")}
-    specs = dict(in_specs=(cuts, P("data")), out_specs=P("tensor", None, "data"))
+    w_specs = {"up": P(None, "tensor"), "down": P("tensor")}
+    specs = dict(in_specs=(w_specs, P("data")), out_specs=P("tensor", None, "data"))
     mesh = jax.make_mesh((data, tensor), axes, axis_types=kinds)
     run = jax.jit(jax.shard_map(device, mesh=mesh, **specs))
-    return run(weights, np.zeros(TEXTS, np.int32))[0]  # all copies are the same
+    return run(weights, np.zeros(TEXTS, np.int32))[0]  # all replicas are the same
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Share of words that may follow the one before, by place in the text: 1 throughout on data=8, at 0.6 on tensor=2 and at 0.4 on tensor=4."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Share of words that are allowed to follow the previous one, by position in the text: always 1 on data=8, about 0.6 on tensor=2 and 0.4 on tensor=4."}}
 import inspect
 
 
 def may(texts_TB):
-    """Whether each word may follow the one before."""
+    """Whether each word is allowed to follow the previous one."""
     texts = np.asarray(texts_TB)
     return (texts[1:, :, None] == may_follow[texts[:-1]]).any(axis=-1)
 
@@ -731,33 +746,33 @@ for (data_, tensor_), shade in {(8, 1): 1, (4, 2): 0.5, (2, 4): 1}.items():
     colour = lesson.COLOURS["tensor"] if tensor_ > 1 else lesson.NEUTRAL
     label = f"data={data_},tensor={tensor_}"
     ax.plot(range(1, STEPS), shares, color=colour, alpha=shade, label=label)
-    print(f"{label}: {shares.mean():.0%} of the words may follow")
-ax.set(title="The more devices share a model, the less it makes sense", ylim=(0, 1.05))
-ax.set(xlabel="place in the text", ylabel="words that may follow")
+    print(f"{label}: {shares.mean():.0%} of the words are allowed")
+ax.set(title="The more devices share a model, the worse the text", ylim=(0, 1.05))
+ax.set(xlabel="position in the text", ylabel="share of allowed words")
 legend = ax.legend()
 
 
 # %% tags=["hide-input"]
 def fault_of(texts, data):
-    """What is wrong with texts of a mesh; nothing, if they are right."""
+    """What is wrong with the texts of a mesh; empty if they are right."""
     if texts.shape != (STEPS, TEXTS):
-        return f"{STEPS} words of {TEXTS} texts are wanted, not {texts.shape}."
+        return f"return {STEPS} words of {TEXTS} texts, not {texts.shape}."
     if may(texts).mean() < 0.99:
-        return (f"{may(texts).mean():.0%} of the words may follow. All devices add up "
-                "their parts: do they speak of the same word?")  # fmt: skip
+        return (f"{may(texts).mean():.0%} of the words are allowed. The devices sum "
+                "their partial logits: do they read the same word?")  # fmt: skip
     parts = np.split(texts, data, axis=1)
     if all(np.array_equal(parts[0], part) for part in parts):
-        return "all may follow, but the devices along data write the same texts."
+        return "all words are allowed, but the devices along data write the same texts."
     larger = (texts[1:] == may_follow[texts[:-1]].max(axis=-1)).mean()
     if abs(larger - 0.5) > 0.05:
-        return (f"all may follow, but of two words the larger is drawn {larger:.0%} "
-                "of the time: who chose among the draws?")  # fmt: skip
+        return (f"all words are allowed, but of two, the larger is drawn {larger:.0%} "
+                "of the time. How do you choose among the draws?")  # fmt: skip
     return ""
 
 
 # %% tags=["hide-input"]
-CARRY = ("The scan stops: the words it hands on no longer vary along tensor, as the "
-         "first is said to. Good news. Which line says so?")  # fmt: skip
+CARRY = ("The scan fails: the words no longer vary along tensor, but the first word is "
+         "declared to. That is good news. Which line declares it?")  # fmt: skip
 
 
 def source_of(function):
@@ -781,31 +796,34 @@ def check_texts(answer):
             return f"It stops: {type(error).__name__}: {line}"
         if fault := fault_of(texts, shape[0]):
             return f"data={shape[0]},tensor={shape[1]}: {fault}"
-    return "Right: the texts make sense on three meshes, differ, and favour no word."
+    return "Right on three meshes: the texts are allowed, differ, and favor no word."
 
 
 print(check_texts(texts_on))
 
 # %% [markdown]
-# Mend `texts_on`.
+# Fix `texts_on`.
 #
 # <details><summary>Solution</summary>
 #
-# No two devices draw the same, says the key: it is folded with the device's place along both axes. But those
-# along `tensor` hold parts of *one* model, and work on the same texts. From the first draw each feeds in its
-# own word, and the all-reduce adds parts of networks that read different texts. `jax.lax.axis_index("data")`
-# mends it; `pcast` goes, since the words vary along `tensor` no more. Two lines hid it. JAX knew that the
-# words vary along `tensor`, and refused to let the scan carry them until `pcast` said that it was meant. And
-# `[0]` shows one of the copies. Greedy decoding hides it too, since equal logits have equal maxima.
+# The key is folded with the device's index along both axes, so no two devices draw the same. But the
+# devices along `tensor` hold shards of *one* model, and work on the same texts. After the first draw, each
+# continues with a different word, and the all-reduce sums parts of networks that read different texts.
+# `jax.lax.axis_index("data")` fixes this, and `pcast` must go, because the words no longer vary along
+# `tensor`.
 #
-# Seen often. In FasterTransformer each GPU had a random seed of its own, "resulting in strange sentence
-# generation" ([#390](https://github.com/NVIDIA/FasterTransformer/issues/390), 2022). Of `generate` in Hugging
-# Face's transformers a maintainer wrote that each rank draws another token, and that the beginning may be
-# more or less right, because first tokens are nearly certain
-# ([#36634](https://github.com/huggingface/transformers/issues/36634), 2025). A report says the same of the
-# reference code of gpt-oss ([#270](https://github.com/openai/gpt-oss/issues/270), 2026): every rank draws for
-# itself. The mend proposed there draws on one rank and broadcasts the token. Even with one seed a
-# rounding may decide otherwise on one rank, so SGLang has flags that make tokens agree
+# Two lines hid the bug. JAX knew that the words vary along `tensor`, and refused to let the scan carry
+# them, until `pcast` declared it intended. And `[0]` returns only one of the copies. Greedy decoding hides
+# it too, since equal logits have equal maxima.
+#
+# This bug is common. In FasterTransformer, each GPU had a different random seed, "resulting in strange
+# sentence generation" ([#390](https://github.com/NVIDIA/FasterTransformer/issues/390), 2022). A maintainer
+# of Hugging Face's transformers wrote that in `generate` each rank draws a different token, and that the
+# beginning may be more or less right, because the first tokens are nearly certain
+# ([#36634](https://github.com/huggingface/transformers/issues/36634), 2025). A report describes the same in
+# the reference code of gpt-oss ([#270](https://github.com/openai/gpt-oss/issues/270), 2026); the proposed
+# fix draws on one rank and broadcasts the token. Even with one seed, rounding can decide differently on one
+# rank, so SGLang has flags that make the tokens agree
 # ([#3060](https://github.com/sgl-project/sglang/pull/3060)).
 # </details>
 
@@ -833,7 +851,7 @@ draws, plain = "jax.random.categorical(key, logits_bV)", (CAST, "pass")
 agreed = (draws, f'jax.lax.pmax({draws}, "tensor")')
 mine = f'jnp.where(jax.lax.axis_index("tensor") == 0, {draws}, 0)'
 sent = (draws, f'jax.lax.psum({mine}, "tensor")')
-assert "same word" in check_texts(texts_on)
+assert "the same word?" in check_texts(texts_on)
 assert "same word" in check_texts(changed(by_tensor))
 assert check_texts(changed(by_data, plain)).startswith("Right")
 assert check_texts(changed(sent, plain)).startswith("Right")
@@ -846,35 +864,35 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 # %% [markdown]
 # ## In one table
 #
-# Of a decode step with B rows, P weights and a cache of `cache` bytes, on n devices:
+# For a decode step with B rows, P weights and a cache of `cache` bytes, on n devices:
 #
 # | | `tensor` | `context` | `data` | `fsdp` | `stage` | `expert` |
 # |---|---|---|---|---|---|---|
 # | in letters | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
-# | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in turn | experts/n |
-# | it sends | 2 all-reduces a layer of B rows | 2 a layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows, a permute a stage | all-to-all of chosen rows, twice a layer |
-# | on the critical path | yes, latency | yes, latency | - | yes, bytes | yes | yes, latency |
-# | helps one text | yes | long ones | no | no: ruinous | no | reading experts |
-# | v5e, v5p | along 1 or 2 torus axes | from n above G | when the batch is at B* | never | across slices | 07 |
-# | one H100 node | to 8 | if G is below 8 | replicas of a node | never | - | inside |
-# | two nodes | copies from n above G | the cache's 2nd cut | one each, if it fits | never | between them | across |
+# | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in a row | experts/n |
+# | a device sends | 2 all-reduces per layer of B rows | 2 per layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows, a permute per stage | all-to-all of chosen rows, twice per layer |
+# | exposed | yes, latency | yes, latency | - | yes, bytes | yes | yes, latency |
+# | helps a single text | yes | long ones | no | no, much slower | no | reads fewer experts |
+# | v5e, v5p | along 1 or 2 torus axes | from n above G | when the batch is at B* | never | across slices | see 07 |
+# | one H100 node | up to 8 | if G is below 8 | replicas of a node | never | - | inside |
+# | two H100 nodes | replicates the cache if n is above G | second axis of the cache | one replica each, if it fits | never | between them | across |
 # | vLLM | `-tp` | `-dcp` | `-dp` | - | `-pp` | `--enable-expert-parallel` |
+# | JAX; Megatron-LM | `psum`; TP | `pmax` and `psum`; CP | batch dim; DP | `all_gather`; FSDP | `ppermute`; PP | `all_to_all`; EP |
 #
-# Backward nothing moves: there is none. Other words: *KV cache*, the cache here; *TP*, `tensor`;
-# *PagedAttention*, a cache in blocks; *continuous batching*, slots refilled at each step; *chunked prefill*,
-# pieces of a prompt beside decode steps.
+# There is no backward pass. In PyTorch, these axes are those of training; vLLM and SGLang are the usual
+# servers.
 #
 # ## Three lines to keep
 #
-# 1. Decode reads all weights and all caches for one token a text. Weights are shared by a batch, up to the
-#    chip's ridge; caches are not, and soon are most of the bytes.
-# 2. An axis helps as far as it cuts what a device reads: `tensor` until heads of keys run out, then `context`
-#    for the cache. `fsdp` sends what others would have read.
-# 3. Devices that hold parts of one model have to draw the same token.
+# 1. Decode reads all weights and all caches to generate one token per text. A batch shares the weights, up
+#    to the ridge of the chip. It does not share the caches, which soon are most of the bytes.
+# 2. An axis helps if it reduces what a device reads: `tensor` up to the number of key-value heads, then
+#    `context` for the cache. `fsdp` has to send what the other axes read.
+# 3. Devices that hold shards of one model must draw the same token.
 #
 # **Sources.** The scaling book on [inference](https://jax-ml.github.io/scaling-book/inference) and
 # [serving](https://jax-ml.github.io/scaling-book/applied-inference); *Efficiently Scaling Transformer
 # Inference*, [arXiv:2211.05102](https://arxiv.org/abs/2211.05102); PagedAttention,
 # [arXiv:2309.06180](https://arxiv.org/abs/2309.06180); MLA and absorption, DeepSeek-V2,
-# [arXiv:2405.04434](https://arxiv.org/abs/2405.04434); one set of devices as two axes in attention and one in
-# the feed-forward, Helix, [arXiv:2507.07120](https://arxiv.org/abs/2507.07120).
+# [arXiv:2405.04434](https://arxiv.org/abs/2405.04434); one set of devices as two axes in attention and one
+# in the feed-forward layer, Helix, [arXiv:2507.07120](https://arxiv.org/abs/2507.07120).
