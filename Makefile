@@ -101,7 +101,7 @@ test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU
 	.venv/bin/python -m pytest -m tpu $(ARGS)
 
 rehearse: .venv/installed ## rehearse launching over ssh, on hosts of this machine (11 minutes); needs openssh-server and tmux
-	.venv/bin/python -m pytest -m launch -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -m "launch and not repeat" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-site: .venv/extra-browser ## build the guide from chapters that are run, and read it in a headless browser (7 minutes)
 	.venv/bin/python -m docs.build --longest_s 90

@@ -1,14 +1,17 @@
 """Build the site: run the chapters, generate pages from code, and run Sphinx to write docs/_build/html."""
 
 import dataclasses
-import functools
 import http.server
 import math
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -80,12 +83,12 @@ too.
 """
 
 
-def chapter_page(path: Path, say, longest_s: float) -> str:
+def chapter_page(path: Path) -> str:
     """Return an executed chapter for the site: with a box that says how to run it, without the tests of its answers."""
     import nbformat
     from nbformat.v4 import new_markdown_cell
 
-    notebook = notebooks.executed(path, EXECUTED, say, longest_s)
+    notebook = notebooks.executed(path, EXECUTED)
     notebook.cells = [cell for cell in notebook.cells if notebooks.HIDDEN not in cell.metadata.get("tags", ())]
     for cell in notebook.cells:
         if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not the last value
@@ -124,10 +127,9 @@ def forwards() -> dict[str, str]:
 
 def stage(numbers, say, longest_s: float) -> None:
     """Write everything that Sphinx reads, and remove old pages."""
+    write_generated(notebooks.chapters(numbers), say, longest_s)
     wanted = pages()
-    wanted |= {
-        f"chapters/{path.stem}.ipynb": chapter_page(path, say, longest_s) for path in notebooks.chapters(numbers)
-    }
+    wanted |= {f"chapters/{path.stem}.ipynb": chapter_page(path) for path in notebooks.chapters(numbers)}
     for name, text in wanted.items():
         put(SOURCE / name, text)
     for picture in [*DOCS.glob("*.png"), *DOCS.glob("*.svg")]:
@@ -142,8 +144,19 @@ def stage(numbers, say, longest_s: float) -> None:
         shutil.copyfile(file, EXTRA / "notebooks" / file.name)
     for name, text in forwards().items():
         put(EXTRA / name, text)
-    for page in (planner_widget, mesh_explorer, schedule_explorer, layer_timeline):
-        page.write(MADE)
+
+
+def write_generated(chapters: list[Path], say, longest_s: float) -> None:
+    """Write what takes minutes of compute, one task per core: the interactive pages' data and the executed chapters."""
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        data = [
+            pool.submit(page.write, MADE) for page in (planner_widget, mesh_explorer, schedule_explorer, layer_timeline)
+        ]
+        for lines in pool.map(partial(notebooks.execute_one, kept=EXECUTED, longest_s=longest_s), chapters):
+            for line in lines:
+                say(line)
+        for task in data:
+            task.result()
 
 
 def build(numbers=(), say=print, longest_s: float = math.inf) -> None:
@@ -170,7 +183,7 @@ def server(port: int = 0) -> http.server.ThreadingHTTPServer:
     """Serve the site on this machine only; port 0 means any free port. Raises: UserError if there is no site."""
     if not (HTML / "index.html").exists():
         raise UserError("there is no site yet: build it with `make site`")
-    return http.server.ThreadingHTTPServer(("127.0.0.1", port), functools.partial(Quiet, directory=str(HTML)))
+    return http.server.ThreadingHTTPServer(("127.0.0.1", port), partial(Quiet, directory=str(HTML)))
 
 
 def serve(port: int) -> None:

@@ -124,6 +124,16 @@ def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
     return found
 
 
+def execute_one(path: Path, kept: Path, longest_s: float) -> list[str]:
+    """Execute a chapter in a worker process, so that the processor time counted is this chapter's; return log lines.
+
+    Raises: what `executed` raises.
+    """
+    lines: list[str] = []
+    executed(path, kept, lines.append, longest_s)
+    return lines
+
+
 def write(numbers=()) -> list[Path]:
     """Write the notebooks of chapters, without outputs."""
     import nbformat

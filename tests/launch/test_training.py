@@ -153,7 +153,7 @@ def test_four_hosts_train_as_one_and_two_go_on(four, alone):
     assert set(column("state", four.run("launcher.sh", "status", input=names(two)).stdout)) == {"exit 0"}
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(1, "save:20"), (0, "step:17")])
+@pytest.mark.parametrize(("victim", "moment"), [pytest.param(1, "save:20", marks=pytest.mark.repeat), (0, "step:17")])
 def test_a_run_goes_on_after_a_process_was_killed(four, alone, victim, moment):
     """Catches survivors that wait for ever, say only that something is wrong, or blame the disk; and a run that has to
     be started again by hand, or goes on with other losses."""
@@ -226,6 +226,7 @@ def test_a_preempted_host_does_not_end_the_run(four, alone):
 MOMENTS = [("compile", "-"), ("step", "5"), ("restore", "-"), ("eval", "-"), ("save", "20"), ("data", "27")]
 
 
+@pytest.mark.repeat
 def test_a_run_preempted_at_six_moments_ends_the_same(four, alone):
     """Catches a process that is left behind when another is taken away, a half checkpoint, and steps that are lost; and
     parts of a checkpoint that hosts which share a disk write into each other's."""

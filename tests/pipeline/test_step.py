@@ -74,7 +74,15 @@ def forget_programs():
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", helpers.with_repeats(cases()))
+QUICK = (
+    "balance stage=4 schedule=1f1b microbatches=4",
+    "balance stage=2,fsdp=2,tensor=2 schedule=gpipe microbatches=4",
+    "prefix stage=2,fsdp=2,tensor=2 schedule=interleaved microbatches=2 chunks=2",
+    "prefix stage=2,expert=2,context=2 schedule=zb microbatches=4",
+)
+
+
+@pytest.mark.parametrize("case", helpers.with_repeats(cases(), QUICK))
 def test_a_schedule_changes_when_not_what(case):
     """Catches a gradient of one microbatch lost or added twice, a buffer read too late, weights of another chunk, a
     balance loss of one microbatch's loads, and a loss that is scaled by the number of microbatches."""

@@ -64,15 +64,10 @@ CASES = {
 }  # fmt: skip
 
 
-QUICK = ("bench.step's default", "experts, gathered by layer", "ring, grouped queries", "grouped queries, in turn",
-         "GPT-J's block")  # fmt: skip
+QUICK = ("bench.step's default", "GPT-J's block")  # all others repeat them with other settings
 
 
-# The laptop preset is compiled by `docs/planner.md`, too.
-MARKS = dict.fromkeys(QUICK, ()) | {"the laptop preset in one piece": pytest.mark.repeat}
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c, pytest.mark.slow)) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.repeat) for c in CASES])
 def test_what_is_predicted_is_what_is_compiled(case, monkeypatch):
     """Catches a product, an exchange or a buffer of the model that the arithmetic does not have, or has too often."""
     if case == "products kept":  # compiled quickly, it needs less memory than it does for users
@@ -93,10 +88,10 @@ def test_what_is_predicted_is_what_is_compiled(case, monkeypatch):
 
 
 DRAWN = 12
-MORE = [pytest.param(n, marks=pytest.mark.repeat) for n in range(3, DRAWN)]
+MORE = [pytest.param(n, marks=pytest.mark.repeat) for n in range(1, DRAWN)]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, *MORE])
+@pytest.mark.parametrize("number", [0, *MORE])
 def test_what_is_drawn_is_predicted(number):
     """Catches a way of working that none of the chosen cases has: a forward pass too many, once, went unseen so."""
     plan = planner.plan(preset("tiny", **fuzz.draw(number)))
@@ -124,7 +119,9 @@ WORK = {"tiny": {"data.seq_len": 24}, "laptop": {"work.remat": "full"},
         "dense_124m": {"work.remat": "dots", "work.device_batch": 16, "work.tensor_exchange": "ring"}}  # fmt: skip
 
 
-@pytest.mark.parametrize("name, mesh", BUDGETS)
+@pytest.mark.parametrize(
+    "name, mesh", [pytest.param(*run, marks=() if run[0] == "bench" else pytest.mark.repeat) for run in BUDGETS]
+)
 def test_a_step_stays_within_its_budget(name, mesh, as_on_accelerators):
     """Catches a change that adds an exchange, a product or a buffer to the step, in every layer or once."""
     found, _ = planner.compile_plan(planner.plan(config(name, mesh, **WORK.get(name, {}))), print)

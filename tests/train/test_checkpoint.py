@@ -312,8 +312,14 @@ def saved_on_each_mesh(random_state, tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("there", MESHES)
-@pytest.mark.parametrize("here", MESHES)
+PAIRS = [
+    pytest.param(here, there, marks=() if there == MESHES[number - 1] else pytest.mark.repeat)
+    for number, here in enumerate(MESHES)
+    for there in MESHES
+]
+
+
+@pytest.mark.parametrize("here, there", PAIRS)
 def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_state, here, there):
     """Catches a slice that is written twice or not at all, that is read into another's place, and an array that ends up
     elsewhere than the training step wants it."""
@@ -357,7 +363,7 @@ def unmoved(tmp_path_factory):
     return losses + train_on(MOVES[0], state, range(2, 2 + 2 * AFTER))[1], directory
 
 
-@pytest.mark.parametrize("mesh", MOVES[1:])
+@pytest.mark.parametrize("mesh", helpers.with_repeats(MOVES[1:], ("stage=2,expert=2",)))
 def test_a_run_moves_to_another_mesh_and_back(unmoved, mesh, tmp_path):
     """Catches moments, a count or a selection bias that start anew, a mesh on which a step means something else, and
     one whose checkpoints only it can read."""
@@ -386,6 +392,7 @@ def test_a_state_scores_the_same_on_every_mesh(unmoved):
         np.testing.assert_allclose(score(mesh), want, rtol=1e-5, err_msg=mesh)  # float32, other order of sums
 
 
+@pytest.mark.repeat
 def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_path):
     """Stage 0 works on blocks 0 and 2, stage 1 on 1 and 3, and each holds two that lie side by side. Catches blocks
     that are kept or saved in the order in which stages work on them: nothing but the loss elsewhere would show it."""
