@@ -8,7 +8,7 @@ they lie (`files.py`) or in a data set of the Hugging Face hub (`hub.py`), and c
 reads the shards is `dataset.py`, at the root. For it, `order.py` says which row comes when, `packing.py` puts whole
 documents into rows, and `bucket.py` fetches what a host needs of shards that are not on its disk.
 
-From outside: `tokenizers.load`, `tokenizers.from_manifest`, `prepare.prepare`, and `prepare.from_ids` for arrays of ids;
-`tasks.add`, and `tasks.rows` for examples; `files`, for `weights/`;
+From outside: `tokenizers.load`, `tokenizers.from_manifest`, `prepare.prepare`, and `prepare.from_ids` for arrays
+of ids; `tasks.add`, and `tasks.rows` for examples; `files`, for `weights/`;
 `order`, `packing` and `bucket`, for `dataset.py` and `train/`.
 """

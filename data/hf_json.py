@@ -36,8 +36,8 @@ def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
 def parse_tokenizer(name: str, contents: dict, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
     """Turn what a tokenizer.json says into an encoding."""
     if contents.get("normalizer"):
-        raise UserError(f"it changes text before it cuts it ({contents['normalizer'].get('type')}); tokens would not give "
-                        "the text back")  # fmt: skip
+        raise UserError(f"it changes text before it cuts it ({contents['normalizer'].get('type')}); tokens would not "
+                        "give the text back")  # fmt: skip
     special = {one["content"]: one["id"] for one in contents.get("added_tokens") or []}
     ranks = ranks_of(contents["model"], special)
     pattern = _pattern(contents.get("pre_tokenizer") or {}, gpt2_pattern)

@@ -108,8 +108,9 @@ class Answerer:
         """The end of a context that leaves room for so many tokens, and for the end of text before it."""
         room = self.max_tokens - tokens - 1
         if room < 1:
-            raise UserError(f"a task asks for up to {tokens} new tokens, and a text of this model has data.seq_len="
-                            f"{self.max_tokens}; --seq_len allows more, max_gen_toks in the task asks for fewer")  # fmt: skip
+            raise UserError(f"a task asks for up to {tokens} new tokens, and a text of this model has "
+                            f"data.seq_len={self.max_tokens}; --seq_len allows more, max_gen_toks in the task asks for "
+                            "fewer")  # fmt: skip
         ids = self.encode_plain(context)
         return context if len(ids) <= room else self.encoding.decode_bytes(ids[-room:]).decode(errors="ignore")
 

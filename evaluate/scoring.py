@@ -119,8 +119,9 @@ class Scorer:
         for context, continuation in pairs:
             assert context, "a first token has nothing before it that could make it likely"
             if len(continuation) > self.max_tokens:
-                raise UserError(f"{len(continuation)} tokens are to be scored at once, and a text of this model has "
-                                f"data.seq_len={self.max_tokens}; --seq_len {len(continuation)} allows more")  # fmt: skip
+                raise UserError(f"{len(continuation)} tokens are to be scored at once, and a text of this model "
+                                f"has data.seq_len={self.max_tokens}; "
+                                f"--seq_len {len(continuation)} allows more")  # fmt: skip
         rows = [to_row(pair, self.max_tokens) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda n: -len(rows[n][0]))
         for first in range(0, len(order), self.rows):

@@ -88,7 +88,8 @@ class Engine:
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
-                 piece: int = 64, prefill_tokens: int = 512, cache: str = "compute", unused_ids: Sequence[int] = ()):  # fmt: skip
+                 piece: int = 64, prefill_tokens: int = 512, cache: str = "compute",
+                 unused_ids: Sequence[int] = ()):  # fmt: skip
         c = cfg.model
         self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)

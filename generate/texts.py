@@ -102,7 +102,8 @@ class Sampler:
         """
         if (key := (slots, context, piece)) not in self.engines:
             self.engines[key] = Engine(
-                self.cfg, self.unstacked_params, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
+                self.cfg, self.unstacked_params, self.mesh, vocabulary=self.encoding.n_vocab,
+                end=self.encoding.eot_token,
                 slots=slots, context=context, piece=piece, cache=self.cache,
                 unused_ids=tokenizers.unused_ids(self.encoding))  # fmt: skip
         return self.engines[key]

@@ -194,8 +194,8 @@ class ServedModel:
                 raise bad_request("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if (excess := len(found) + 1 - self.context) > 0:
             more = ", the end of text before it included," if isinstance(prompt, str) else ""
-            raise bad_request("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of {self.context} "
-                      f"tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
+            raise bad_request("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of "
+                      f"{self.context} tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
         return found
 
     def is_token(self, id: int) -> bool:

@@ -162,7 +162,8 @@ def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
     got = choice.to_json("\ufffda", "length", delta=False)["logprobs"]
     assert got["tokens"] == [r"bytes:\xe2", "a"] and got["text_offset"] == [0, 0]
     assert got["top_logprobs"] == [{r"bytes:\xe2": -0.5, r"bytes:\x97": -1.0, "a": -2.0}] * 2
-    assert [one["bytes"] for one in choice.chat_logprobs([(Token(0xE2, -0.5, likely), 0)])["content"][0]["top_logprobs"]] == [
+    [content] = choice.chat_logprobs([(Token(0xE2, -0.5, likely), 0)])["content"]
+    assert [one["bytes"] for one in content["top_logprobs"]] == [
         [0xE2], [0x97], [97]]  # fmt: skip
 
 

@@ -291,7 +291,9 @@ def test_a_row_that_is_missing_is_named(name, monkeypatch):
                 continue  # a tensor that this model does not have
             rest = tuple(r for r in getattr(family, part) if r is not gone)
             monkeypatch.setitem(FAMILIES, kind, dataclasses.replace(family, **{part: rest}))
-            with pytest.raises(UserError, match=rf"the table of '{kind}' has no rows for (\S+\.)?{gone.parameters[0]}; "):
+            with pytest.raises(
+                UserError, match=rf"the table of '{kind}' has no rows for (\S+\.)?{gone.parameters[0]}; "
+            ):
                 families.pieces(c)
             found += 1
     assert found >= 9
