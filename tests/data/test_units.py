@@ -132,7 +132,7 @@ def test_every_step_of_putting_in_place_can_be_the_last(tmp_path, monkeypatch, o
     arguments = lambda out, **more: prepare.Arguments(str(out), source, val_share=0.3, shard_tokens=300, **more)
     prepare.prepare(arguments(tmp_path / "right"))
     monkeypatch.setattr(prepare, "_remove_work", lambda out: None)  # nor what comes after an error
-    names = ("remove", "take", "write")
+    names = ("remove", "move_from", "write")
     whole = {name: getattr(shards.Folder, name) for name in names}
     for last in range(100):
         out, done = tmp_path / str(last), 0

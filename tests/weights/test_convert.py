@@ -183,10 +183,10 @@ WRONG_ROWS = [
 def with_wrong_row(family, theirs, layout, ours):
     """The family with one row changed; the row that held the parameters now claimed takes this row's in exchange."""
     (old,) = [r for r in FAMILIES[family].layer if r.hf_name == theirs]
-    new = old._replace(layout=layout, ours=tuple(ours or old.parameters))
+    new = old._replace(layout=layout, parameters=tuple(ours or old.parameters))
     swap = {ours[0]: old.parameters[0]} if ours else {}
     rows = [
-        new if r is old else r._replace(ours=tuple(swap.get(name, name) for name in r.parameters))
+        new if r is old else r._replace(parameters=tuple(swap.get(name, name) for name in r.parameters))
         for r in FAMILIES[family].layer
     ]
     return dataclasses.replace(FAMILIES[family], layer=tuple(rows))
