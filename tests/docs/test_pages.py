@@ -133,11 +133,6 @@ def test_a_loop_of_ones_own_takes_25_lines():
     assert len(program) <= 25
 
 
-def test_the_first_page_is_short():
-    """Catches a README that grows until nobody reads it: the rest has pages."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def test_every_file_that_is_named_exists():
     """Catches a page that sends its reader to a file which has moved."""
     for page in commands.pages():
