@@ -392,7 +392,6 @@ def test_a_state_scores_the_same_on_every_mesh(unmoved):
         np.testing.assert_allclose(score(mesh), want, rtol=1e-5, err_msg=mesh)  # float32, other order of sums
 
 
-@pytest.mark.repeat
 def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_path):
     """Stage 0 works on blocks 0 and 2, stage 1 on 1 and 3, and each holds two that lie side by side. Catches blocks
     that are kept or saved in the order in which stages work on them: nothing but the loss elsewhere would show it."""
