@@ -248,9 +248,9 @@ def test_chapter_07_sends_slots_there_and_back():
 
 def test_chapter_14_decodes_over_two_axes(as_a_reader_runs_it):
     """Catches a group of two axes that costs one axis' price."""
-    chapter = by_hand("14", "B", "ALL", "cuts", "shapes", "slots")
+    chapter = by_hand("14", "B", "ALL", "w_specs", "shapes", "slots")
     B, D, G, I, K, S, new = *(chapter[name] for name in "BDGIKS"), 5
-    specs = dict(in_specs=(chapter["cuts"], chapter["slots"], P(), P()), out_specs=(P(), chapter["slots"]))
+    specs = dict(in_specs=(chapter["w_specs"], chapter["slots"], P(), P()), out_specs=(P(), chapter["slots"]))
     w = {name: shape(*sizes) for name, sizes in chapter["shapes"].items()}
     args = w, shape(2, B, S, G, K), shape(B, new, dtype=jnp.int32), shape(dtype=jnp.int32)
     one = traced.read(jax.shard_map(chapter["extend"], **specs), *args, mesh=mesh_of("tensor=4,context=2"))
