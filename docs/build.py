@@ -51,7 +51,8 @@ def pages() -> dict[str, str]:
     """Return every page that is not a chapter, by its path in the source folder."""
     found = {f"{path.stem}.md": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found["trainer.md"] = re.sub(r"\A# .*", "# Overview", re.sub(r"<!--.*?-->\n?", "", readme)).replace("](docs/", "](")
+    overview = re.sub(r"\A# .*", "# Overview", re.sub(r"<!--.*?-->\n?", "", readme))
+    found["trainer.md"] = overview.replace("](docs/", "](").replace("](chapters/", "](../chapters/")
     found = {name: re.sub(r"\]\(\.\./([^)#]+)", to_page, text) for name, text in found.items()}
     return found | {f"api/{name}.md": reference.api_page(name) for name in reference.API}
 

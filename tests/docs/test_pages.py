@@ -1,5 +1,6 @@
 """Claims about README.md and docs/: every command runs as it stands there, and what it prints is what is shown."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -50,6 +51,18 @@ def tpu_commands():
     """Commands for the TPU compiler, as parameters of a test."""
     for one in (one for page in commands.pages() for one in commands.to_run(page, tpu=True)):
         yield pytest.param(one, id=str(one), marks=pytest.mark.repeat if one.text in REPEATS else ())
+
+
+def test_links_between_pages_of_the_site_lead_to_a_page():
+    """Catches a link that works on GitHub and not on the site, such as README's links, whose page is in docs/ there."""
+    found, lost = build.pages(), []
+    chapters = {f"chapters/{path.stem}.ipynb" for path in notebooks.chapters()}
+    for name, text in found.items():
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            target = os.path.normpath(Path(name).parent / link)
+            if target not in {*found, *chapters} and not (build.DOCS / target).exists():
+                lost.append((name, link))
+    assert not lost
 
 
 @pytest.mark.tpu
