@@ -23,36 +23,21 @@ COLORS = ("#8c6d4f", "#3f74b5", "#9a5fb0", "#3f9a4d", "#cf4446", "#e08a1e", "#56
 def train(mesh_name: str, steps: int) -> tuple[list[float], float]:
     """Train the `laptop` preset on a mesh; return its losses and the share of the parameters that a device stores."""
     import jax
-    import optax
 
     import config
     import dataset
-    import model
     import optimizer
-    import parameters
-    import pipeline
     import sharding
-    from xla import ordered
 
     cfg = config.preset("laptop", mesh=mesh_name)
     mesh = sharding.make_mesh(cfg.mesh)
-    params = parameters.init(model.declare(cfg.model), mesh, seed=0)
-    total = sum(x.nbytes for x in jax.tree.leaves(params))
-    stored = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
-    chain = optax.chain(optimizer.clip(1.0), optax.adam(3e-3))
-    moments = ordered.jit(chain.init, mesh)(params)
-    loss_and_grads = pipeline.loss_and_grads(cfg, mesh)
-
-    def update(grads, moments, params):
-        changes, moments = chain.update(grads, moments, params)
-        return optax.apply_updates(params, changes), moments
-
-    update = ordered.jit(update, mesh)
-    losses = []
-    for step in range(steps):
-        loss, _, grads = loss_and_grads(params, sharding.put(dataset.batch(cfg, step), mesh), step)
-        params, moments = update(grads, moments, params)
-        losses.append(float(loss))
+    state = optimizer.init(cfg, mesh)
+    total = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    stored = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+    step, losses = optimizer.train_step(cfg, mesh), []
+    for number in range(steps):
+        state, metrics = step(state, sharding.put(dataset.batch(cfg, number), mesh))
+        losses.append(float(metrics["loss"]))
     return losses, stored / total
 
 
