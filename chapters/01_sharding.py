@@ -1,14 +1,15 @@
 # %% [markdown]
-# # 01 · Sharding, in four cases
+# # 01 · Sharded matrices and collectives
 #
-# **Question.** Two arrays lie in pieces on eight devices, and I want their matrix product. Which devices have
-# to send what to whom?
+# **Question.** Two matrices are sharded over eight devices, and you want their product. Which devices have
+# to send what to which others?
 #
-# **Why it hurts not to know.** Nothing warns you. Below, eight devices return the right shape with wrong
-# numbers, and later a training run looks well and saves weights that nobody else can use.
+# **Why it hurts not to know.** A wrong answer raises no error. Below, eight devices return an array of the
+# right shape with wrong numbers. Later a training run looks healthy and saves weights that nobody else can
+# use.
 #
 # *Before this:* 00 (devices, meshes, specs, the all-reduce). *Mesh:* `fsdp=8`, simulated; in the bug
-# `data=2,fsdp=4`. *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, with the exercises 90.
+# `data=2,fsdp=4`. *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 90 with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -22,15 +23,15 @@ from chapters import lesson
 from config import MeshConfig
 from plan import hardware
 
-COLOUR = lesson.COLOURS["fsdp"]  # of the one axis on this page
+COLOUR = lesson.COLOURS["fsdp"]  # of the `fsdp` axis
 
 # %% [markdown]
 # ## Eight devices run one function
 #
-# Three cells of this page are one program, for an empty file: this one, and the two in "The four cases". They
-# need only JAX and NumPy. The first asks for eight simulated devices, lays them along one mesh axis, and runs
-# a function on each. The axis is called `fsdp`, one of the guide's six (00); any name does. It has `n`
-# devices.
+# Three cells of this page form one program that you can paste into an empty file: this one, and the two in
+# "The four cases". They need only JAX and NumPy. The first cell asks for eight simulated devices, arranges
+# them along one mesh axis, and runs a function on each. The axis is called `fsdp`, one of the six names that
+# this guide uses (00). Any name works. The axis has `n` devices.
 
 # %% tags=["by-hand"]
 import os
@@ -41,7 +42,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 
 n = 8
-# Auto: inputs may lie anywhere. Without it they have to lie cut as in_specs says.
+# Auto: inputs may have any sharding. Without it they must be sharded as in_specs says.
 mesh = jax.make_mesh((n,), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
@@ -55,16 +56,17 @@ y_B = on_mesh(shares, P("fsdp"), P("fsdp"))(np.arange(1.0, 17.0))
 print(y_B.shape, "the sum of all shares:", y_B.sum())
 
 # %% [markdown]
-# Sixteen numbers, divided by their sum: the shares should add up to 1, and they add up to 8, without an
-# error.
+# Each of the sixteen numbers is divided by their sum. The results should add up to 1. They add up to 8, and
+# no error is raised.
 #
-# `jax.shard_map` gave every device its own slice. `in_specs` says how the input is cut: `P("fsdp")` cuts the
-# first dim along the axis, so each device got b = B/n = 2 of the B = 16 numbers. (A capital is a whole dim,
-# the small letter a device's slice of it.) `x_b.sum()` added the two numbers that a device can see. That is a
-# *partial sum*, and nobody has added the eight of them.
+# `jax.shard_map` runs the function on every device, on that device's shard of the input. `in_specs` says how
+# the input is sharded: `P("fsdp")` splits the first dim along the axis, so each device gets b = B/n = 2 of
+# the B = 16 numbers. (A capital letter is a whole dim; the lower-case letter is one device's shard of it.)
+# `x_b.sum()` adds only the two numbers on that device. The result is a *partial sum*, and nothing has added
+# the eight partial sums.
 #
-# **Inside `shard_map`, nothing is sent unless a line says so.** Such a line is a *collective*, because all
-# devices along the axis take part. `jax.lax.psum` adds:
+# **Inside `shard_map`, devices communicate only where a line says so.** Such a line is a *collective*: all
+# devices along the axis take part in it. `jax.lax.psum` is the collective that adds:
 
 # %%
 shares = lambda x_b: x_b / jax.lax.psum(x_b.sum(), "fsdp")
@@ -75,16 +77,17 @@ assert abs(float(y_B.sum()) - 1) < 1e-6, "the shares no longer add up to 1"
 # %% [markdown]
 # ## The four cases
 #
-# Now the product `x_BD @ w_DF`: B rows of D numbers meet a matrix, and the dim D is summed away. Along one
-# mesh axis there are four cases, which one tells apart by the cut of D:
+# Now consider the matmul `x_BD @ w_DF`. The dim D is summed, so it is called the contracting dim. Along one
+# mesh axis there are four cases:
 #
-# 1. **D is whole** in both, and only one of them is cut: nothing is sent.
-# 2. **D is cut in one** of them. Its slices have to be gathered.
-# 3. **D is cut in both**, alike. Each device gets partial sums of the whole result, and they have to be
-#    added.
-# 4. **D is whole, but both are cut**, B and F by the same axis. One of the two has to be gathered first.
+# 1. **D is not sharded**, and only one of the two matrices is. Nothing is sent.
+# 2. **D is sharded in one** of them. Its shards have to be gathered.
+# 3. **D is sharded in both**, the same way. Each device gets a partial sum of the whole result, and the
+#    partial sums have to be added.
+# 4. **D is not sharded, but both matrices are**: B and F are sharded over the same axis. One of the two
+#    matrices has to be gathered first.
 #
-# The rest of the program says what one device does in each case. Names tell what it has: `w_dF` is d = D/n
+# The rest of the program defines what one device does in each case. Names carry shapes: `w_dF` is d = D/n
 # rows of `w`.
 
 
@@ -99,10 +102,10 @@ def case_2(x_bD, w_dF):
 
 
 def case_3_all(x_Bd, w_dF):
-    return jax.lax.psum(x_Bd @ w_dF, "fsdp")  # everyone gets the total
+    return jax.lax.psum(x_Bd @ w_dF, "fsdp")  # every device gets the sum
 
 
-def case_3_own(x_Bd, w_dF):  # everyone gets its rows of the total
+def case_3_own(x_Bd, w_dF):  # every device gets its rows of the sum
     return jax.lax.psum_scatter(x_Bd @ w_dF, "fsdp", scatter_dimension=0, tiled=True)
 
 
@@ -115,7 +118,7 @@ B, D, F = 16, 64, 24
 rng = np.random.default_rng(0)
 x_BD, w_DF = rng.normal(size=(B, D)), rng.normal(size=(D, F))
 whole, rows, columns = P(), P("fsdp"), P(None, "fsdp")
-CASES = {  # how x, w and the result are cut
+CASES = {  # specs of x, w and the result
     case_1: (rows, whole, rows),
     case_2: (rows, rows, rows),
     case_3_all: (columns, rows, whole),
@@ -128,18 +131,19 @@ for case, (*in_specs, out_spec) in CASES.items():
     print(case.__name__, "gives what one device gives")
 
 # %% [markdown]
-# (`tiled=True` joins slices along a dim that is there; without it JAX stacks them along a new one.) In the
-# pictures, **dark** is what device 2 holds, **light** what it is sent, and **hatched** a partial sum.
+# (`tiled=True` concatenates the shards along an existing dim. Without it JAX stacks them along a new one.)
+# In the pictures below, **dark** is what device 2 stores, **light** is what it receives, and **hatched** is
+# a partial sum.
 
 
 # %% tags=["hide-input"]
-LONG = {"B": 1.5, "D": 3.0, "F": 2.1}  # how long a dim is drawn
+LONG = {"B": 1.5, "D": 3.0, "F": 2.1}  # lengths of the dims in the picture
 OWN, SENT = dict(facecolor=COLOUR, alpha=0.85), dict(facecolor=COLOUR, alpha=0.3)
 PARTIAL = dict(facecolor=COLOUR, alpha=0.3, hatch="///")
 
 
 def place(spec, dims, device=2):
-    """Corner and size of a device's piece, and along which dim it is cut."""
+    """Corner and size of a device's shard, and the dims that are sharded."""
     cut = [k for k, axis in enumerate((*spec, None, None)[:2]) if axis]
     high, wide = (LONG[d] / (n if k in cut else 1) for k, d in enumerate(dims))
     down = device * high if 0 in cut else 0
@@ -149,7 +153,7 @@ def place(spec, dims, device=2):
 
 # %% tags=["hide-input"]
 def array(axes, left, dims, title, spec, parts):
-    """An array with its cuts; `parts` are (spec, style): what device 2 has of it."""
+    """An array and its shards; `parts` are (spec, style) of what device 2 has."""
     high, wide, bottom = LONG[dims[0]], LONG[dims[1]], -LONG[dims[0]] / 2
     for part, style in parts:
         (x, y), w, h, _ = place(part, dims)
@@ -166,19 +170,20 @@ def array(axes, left, dims, title, spec, parts):
 
 
 # %% tags=["hide-input"]
-def picture(title, held, used, made, kept):
-    """One case: what device 2 holds, what it multiplies, what comes out, what stays."""
+def picture(title, stored, used, computed, result):
+    """One case: what device 2 stores, multiplies, computes and keeps."""
     _, axes = plt.subplots(figsize=(6.5, 2.0))
-    x = array(axes, 0, "BD", "x", held[0], [(held[0], OWN)])
-    x = array(axes, x + 0.5, "DF", "w", held[1], [(held[1], OWN)])
+    own_x, own_w = ((spec, OWN) for spec in stored)
+    x = array(axes, 0, "BD", "x", stored[0], [own_x])
+    x = array(axes, x + 0.5, "DF", "w", stored[1], [own_w])
     axes.annotate("", (x + 1.1, 0), (x + 0.2, 0), arrowprops={"arrowstyle": "->"})
-    x = array(axes, x + 1.3, "BD", "uses x", held[0], [(used[0], SENT), (held[0], OWN)])
-    x = array(axes, x + 0.5, "DF", "uses w", held[1], [(used[1], SENT), (held[1], OWN)])
+    x = array(axes, x + 1.3, "BD", "uses x", stored[0], [(used[0], SENT), own_x])
+    x = array(axes, x + 0.5, "DF", "uses w", stored[1], [(used[1], SENT), own_w])
     axes.annotate("", (x + 1.1, 0), (x + 0.2, 0), arrowprops={"arrowstyle": "->"})
-    x = array(axes, x + 1.3, "BF", "makes", made[0], [made])
-    if kept:
+    x = array(axes, x + 1.3, "BF", "computes", computed[0], [computed])
+    if result:
         axes.annotate("", (x + 1.1, 0), (x + 0.2, 0), arrowprops={"arrowstyle": "->"})
-        x = array(axes, x + 1.3, "BF", "keeps", kept[0], [kept])
+        x = array(axes, x + 1.3, "BF", "keeps", result[0], [result])
     axes.set(xlim=(-0.1, x + 0.1), ylim=(-1.6, 2.2), aspect="equal", title=title)
     axes.set_axis_off()
 
@@ -189,9 +194,9 @@ def counted(case):
 
 
 # %% [markdown]
-# ### Case 1: nothing shared is cut
+# ### Case 1: no communication
 
-# %% mystnb={"image": {"alt": "Device 2 holds its rows of x and all of w, uses them, and makes its rows of the result."}}
+# %% mystnb={"image": {"alt": "Device 2 holds its rows of x and all of w, uses them, and computes its rows of the result."}}
 title = "Rows of x are rows of the result"
 picture(title, (rows, whole), (rows, whole), (rows, OWN), None)
 
@@ -199,20 +204,21 @@ picture(title, (rows, whole), (rows, whole), (rows, OWN), None)
 lesson.listed(counted(case_1))
 
 # %% [markdown]
-# A row of the result needs one row of `x` and all of `w`. Data parallelism is this case; so is `x_BD @ w_Df`,
-# which makes columns.
+# A row of the result needs one row of `x` and all of `w`. Data parallelism is this case: the batch is
+# sharded and the weights are not. So is `x_BD @ w_Df`, where each device computes some columns of the
+# result.
 #
-# ### Case 2: one operand is cut along the sum
+# ### Case 2: the contracting dim is sharded in one matrix
 #
-# The rows of `w` lie on eight devices, 8 of 64 on each. A device needs the other 56 for its product.
+# Each of the eight devices stores 8 of the 64 rows of `w`. It needs the other 56 for its matmul.
 
-# %% mystnb={"image": {"alt": "Device 2 holds one eighth of the rows of w; it is sent the others, and makes its rows of the result."}}
-title = "The rows of w that are missing are sent"
+# %% mystnb={"image": {"alt": "Device 2 holds one eighth of the rows of w; it receives the others, and computes its rows of the result."}}
+title = "Device 2 receives the rows of w that it lacks"
 picture(title, (rows, rows), (rows, whole), (rows, OWN), None)
 
 # %% [markdown]
-# > **Predict.** `w` is 64 x 24 in float32, 4 bytes a number. How many bytes does a device send, if each
-# > passes on seven of the eight slices to its neighbour, in a ring?
+# > **Predict.** `w` is 64 x 24 in float32, 4 bytes per number. The devices gather it in a ring: each passes
+# > seven of the eight shards on to its neighbor. How many bytes does a device send?
 
 # %%
 my_prediction = None  # bytes
@@ -225,16 +231,17 @@ lesson.listed(found)
 assert gather_of_w.kind == "all-gather" and gather_of_w.payload_bytes == 6144
 
 # %% [markdown]
-# Kind and payload, 6,144 bytes of the joined `w`, are read in the compiled program (by `lesson.compiled`).
-# What a device *sends* is arithmetic, 7/8 of it: between simulated devices there is no wire to measure.
+# `lesson.compiled` reads the kind of the collective and its payload, the 6,144 bytes of the gathered `w`,
+# from the compiled program. The bytes that a device *sends* are arithmetic, 7/8 of the payload: between
+# simulated devices there is no link to measure.
 #
-# ### Case 3: both are cut along the sum
+# ### Case 3: the contracting dim is sharded in both
 #
-# Device 2 has 8 of the 64 columns of `x`, and the 8 rows of `w` that meet them. It can multiply, and gets
-# incomplete numbers for the whole result.
+# Device 2 stores 8 of the 64 columns of `x` and the matching 8 rows of `w`. It can multiply them, but the
+# result is a partial sum of the whole matrix.
 
-# %% mystnb={"image": {"alt": "Device 2 holds a slice of the columns of x and of the rows of w, makes partial sums of the whole result, and keeps its rows of the total."}}
-title = "Slices of the sum make partial sums; add, and keep a slice"
+# %% mystnb={"image": {"alt": "Device 2 holds a slice of the columns of x and of the rows of w, computes a partial sum of the whole result, and keeps its rows of the sum."}}
+title = "Each device has a partial sum; add them, and keep a shard"
 picture(title, (columns, rows), (columns, rows), (whole, PARTIAL), (rows, OWN))
 
 # %%
@@ -242,15 +249,18 @@ for case in case_3_all, case_3_own:
     lesson.listed(counted(case))
 
 # %% [markdown]
-# `psum`, the *all-reduce* of 00, gives everyone the whole total. `psum_scatter`, the *reduce-scatter*, gives
-# each device one slice of it, for half of the bytes, because an all-reduce is a reduce-scatter and then a
-# gather. **Where each goes on with its own rows, a `psum` costs twice what is needed.**
+# `psum`, the *all-reduce* of chapter 00, gives every device the whole sum. `psum_scatter`, the
+# *reduce-scatter*, gives each device one shard of the sum and sends half the bytes, because an all-reduce is
+# a reduce-scatter followed by an all-gather. **If each device continues with its own rows only, a `psum`
+# sends twice what is needed.**
 #
-# ### Case 4: both are cut along one output dim each
+# ### Case 4: both are sharded, along different dims
 #
-# Rows of `x`, columns of `w`, both cut by `fsdp`. D is whole, so each device multiplies what it has.
+# The rows of `x` and the columns of `w` are both sharded over `fsdp`. D is not sharded, so each device can
+# multiply what it has.
 #
-# > **Predict.** The result has 16 x 24 = 384 numbers. How many of them do the eight devices have together?
+# > **Predict.** The result has 16 x 24 = 384 numbers. How many of them do the eight devices compute
+# > together?
 
 # %%
 my_prediction = None  # numbers
@@ -272,34 +282,34 @@ for i, j in np.ndindex(n, n):
     text = "".join(map(str, owners))
     axes.text(j + 0.5, n - 0.5 - i, text, ha="center", va="center")
 axes.set(xlim=(0, n), ylim=(0, n), xticks=[], yticks=[], xlabel="F, columns of w")
-axes.set(ylabel="B, rows of x", title="Seven blocks of eight are on no device")
+axes.set(ylabel="B, rows of x", title="No device computes seven of eight blocks")
 
 # %% [markdown]
-# An axis has n devices, and the result has n x n blocks. That is why JAX refuses a spec that names an axis
-# twice, `P("fsdp", "fsdp")`. One of the cuts must be undone: gather `w` and make rows, or gather `x` (here
-# the smaller) and make columns. (Or cut F along *another* mesh axis: then n x m blocks have n x m devices,
-# and it is case 1 again.)
+# An axis has n devices, but the result has n x n blocks. That is why JAX refuses a spec that names an axis
+# twice, `P("fsdp", "fsdp")`. You have to unshard one of the two: gather `w` and compute rows, or gather `x`
+# (the smaller one here) and compute columns. Or shard F over *another* mesh axis of size m: then n x m
+# devices compute n x m blocks, and it is case 1 again.
 
-# %% mystnb={"image": {"alt": "Device 2 holds rows of x and columns of w; it is sent the other columns, and makes its rows of the result."}}
-title = "One cut is undone: all columns of w are sent"
+# %% mystnb={"image": {"alt": "Device 2 holds rows of x and columns of w; it receives the other columns, and computes its rows of the result."}}
+title = "w is gathered: device 2 receives all columns"
 picture(title, (rows, columns), (rows, whole), (rows, OWN), None)
 
 # %%
 lesson.listed(counted(case_4))
 
 # %% [markdown]
-# ## What it costs, and from which size on
+# ## What it costs, and when it pays
 #
-# Simulated devices show what is sent, and never how long it takes. So take a size that trains, 2,048 rows
-# against 4,096 x 14,336, a matrix of Llama 3 8B, in *bfloat16*, 2 bytes a number (half of what is counted in
-# float32). `plan/hardware.py` has each chip's FLOP/s, and the bytes/s that a device can send. What it leaves
-# out is that every step of a collective takes a time of its own, however little it carries: about 1 us a hop
-# on a TPU ([scaling book](https://jax-ml.github.io/scaling-book/sharding)), and 3.4 us a step in NCCL's own
-# estimate for a ring on NVLink, 14 us to another node
+# Simulated devices show what is sent, but not how long it takes. So take a realistic size: 2,048 rows times
+# a 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, 2 bytes per number (half of the float32 bytes counted
+# here). `plan/hardware.py` lists each chip's FLOP/s and its bandwidth, the bytes/s that a device can send.
+# It leaves out *latency*: every step of a collective takes some time, however few bytes it carries. On a TPU
+# that is about 1 us per hop ([scaling book](https://jax-ml.github.io/scaling-book/sharding)). For a ring on
+# NVLink, NCCL itself assumes 3.4 us per step, and 14 us for a step to another node
 # ([tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc), `hwLat`, Simple).
 
 # %%
-# A hop on each of three axes; a ring of 8 in 7 steps; 14 steps and one to a node.
+# One hop per axis; a ring of 8 in 7 steps; 14 steps and one between nodes.
 LATENCY = {"v4:2x2x2": 3e-6, "h100:8": 7 * 3.4e-6, "h100:16": 14 * 3.4e-6 + 14e-6}
 LLAMA = [jax.ShapeDtypeStruct(s, np.float32) for s in ((2048, 4096), (4096, 14336))]
 chip, speed = {}, {}  # of each topology
@@ -312,18 +322,19 @@ print("us, 8 devices    sent  v4:2x2x2     h100:8")
 for case, specs in CASES.items():
     found = lesson.compiled(on_mesh(case, specs[:2], specs[2]), mesh, *LLAMA)
     sent = found.total.wire_bytes / 2  # bfloat16
-    took = [1e6 * sent / speed[name] for name in ("v4:2x2x2", "h100:8")]
-    print(f"{case.__name__:10} {sent / 1e6:7.1f} MB {took[0]:9.0f} {took[1]:10.0f}")
+    times = [1e6 * sent / speed[name] for name in ("v4:2x2x2", "h100:8")]
+    print(f"{case.__name__:10} {sent / 1e6:7.1f} MB {times[0]:9.0f} {times[1]:10.0f}")
 flops = found.flops / 1e6
 work = [flops / chip[name].peak_flops_per_s * 1e12 for name in ("v4:2x2x2", "h100:8")]
-print(f"product              {work[0]:9.0f} {work[1]:10.0f}")
+print(f"matmul                {work[0]:9.0f} {work[1]:10.0f}")
 
 # %% [markdown]
-# The wires take longer than the product wherever something is sent. When is that not so? (Here a device has
-# 256 rows. Case 3 with everything sends as much as case 2 only because D is 2 B.)
+# Every exchange takes longer than the matmul. When is that not so? (A device has 256 rows here. The `psum`
+# of case 3 sends as much as case 2 only because D happens to be 2 B.)
 #
-# > **Predict.** A v4 does 275e12 FLOP/s in bfloat16, and on this mesh a device sends 135e9 bytes/s. With how
-# > many rows *a device* does the product of case 2 take as long as its gather? (Take (n - 1)/n as 1.)
+# > **Predict.** A v4 computes 275e12 FLOP/s in bfloat16, and on this mesh a device sends 135e9 bytes/s. For
+# > how many rows *per device* does the matmul of case 2 take as long as its all-gather? (Take (n - 1)/n as
+# > 1.)
 
 # %%
 my_prediction = None  # rows
@@ -331,35 +342,36 @@ ridge = {name: chip[name].peak_flops_per_s / speed[name] for name in LATENCY}
 lesson.predicted("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
 
 # %% [markdown]
-# b rows take `2 b D F` FLOPs, and the weights bring `2 D F` bytes. D and F cancel: **b must be FLOP/s over
-# bytes/s**. The same holds in case 4, and in case 3 with d in place of b (d/2 for a `psum`). And the steps'
-# own time, the *latency*, decides for every array that the wires carry in less time than that:
+# b rows need `2 b D F` FLOPs, and the gathered weight has `2 D F` bytes. D and F cancel, so **b must be at
+# least FLOP/s divided by bytes/s**. The same holds in case 4, and in case 3 with d in place of b (d/2 for a
+# `psum`). For small arrays latency decides: it is longer than the time that the bytes take.
 
 # %%
-print("          GB/s  rows a device   latency   decides below")
+print("          GB/s  rows per device latency   decides below")
 for name, latency in LATENCY.items():
     size = latency * speed[name] / 1e6
     print(f"{name:9} {speed[name] / 1e9:4.0f} {ridge[name]:14,.0f}", end="")
     print(f" {latency * 1e6:6.1f} us {size:12.2f} MB")
-    assert 1900 < ridge[name] < 2600, "not 'some two thousand rows'"
+    assert 1900 < ridge[name] < 2600, "not 'about two thousand rows'"
 
 # %% [markdown]
-# So: **gather weights where each device has some two thousand rows or more; else send something smaller.**
-# (v5e and v5p are near these three.) And do not send a thousand small arrays where one large one would do.
-# For small messages NCCL has a protocol of 0.6 us a step, at a lower speed.
+# The rule: **gather weights if each device has about two thousand rows or more; otherwise send something
+# smaller.** (v5e and v5p are close to these three.) And send one large array instead of a thousand small
+# ones. For small messages NCCL has a protocol that takes 0.6 us per step, at a lower bandwidth.
 #
-# ## Specs cut, and glue
+# ## Output specs concatenate
 #
-# `out_specs` does the reverse of `in_specs`: it says how to **glue** what the devices return. An axis that it
-# does not name is a promise: the devices along it return equal arrays, and one is kept. Four devices return
-# the two rows that each got; only the glue differs:
+# `out_specs` is the reverse of `in_specs`: it says how to **concatenate** what the devices return. If it
+# leaves out an axis, you promise that the devices along that axis return equal arrays, and JAX takes one of
+# them. In this picture four devices return the two rows that each received. Only the spec of the output
+# differs:
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight rows of numbers; beside them the same pairs of rows, side by side."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight rows of numbers; next to them the same pairs of rows, side by side."}}
 def numbers(axes, x, title):
     for (i, j), value in np.ndenumerate(x):
-        colour = lesson.DEVICES[int(value) // 8]  # of the device that had it
-        axes.add_patch(plt.Rectangle((j, -i), 1, 1, color=colour, alpha=0.5, lw=0))
+        color = lesson.DEVICES[int(value) // 8]
+        axes.add_patch(plt.Rectangle((j, -i), 1, 1, color=color, alpha=0.5, lw=0))
         axes.text(j + 0.5, 0.5 - i, int(value), size=9, ha="center", va="center")
     axes.set(xlim=(0, x.shape[1]), ylim=(1 - len(x), 1), aspect="equal")
     axes.set_title(title, size=10)
@@ -370,19 +382,19 @@ four, x_84 = sharding.make_mesh("fsdp=4"), np.arange(32.0).reshape(8, 4)
 figure, panels = plt.subplots(1, 2, figsize=(6.5, 2.7), width_ratios=(4, 16))
 for axes, spec in zip(panels, (rows, columns), strict=True):
     glued = on_mesh(lambda x: x, rows, spec, four)(x_84)
-    numbers(axes, glued, f"glued by {spec}:\n{glued.shape}")
-title = "Glue along another dim, and it is another array (a colour is a device)"
+    numbers(axes, glued, f"out_specs={spec}:\n{glued.shape}")
+title = "Concatenated along another dim, it is another array (a color is a device)"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# Glue moves no number between devices. To have the *same* array cut along its columns, devices must exchange
-# some (exercise 1). A spec may cut one dim by two axes: `P(("data", "fsdp"))` cuts it along `data` first, and
-# each piece along `fsdp`.
+# `out_specs` moves no number between devices. To get the *same* array sharded along its columns, devices
+# must exchange data (exercise 1). A spec may also shard one dim over two axes: `P(("data", "fsdp"))` splits
+# it along `data` first, and then splits each piece along `fsdp`.
 #
-# ## Six ways to exchange
+# ## Six collectives
 #
-# The cases needed three collectives. Gradients and other layouts need three more. Here each works along dim
-# 0:
+# The four cases needed three collectives. Gradients and other layouts need three more. Here each of the six
+# works along dim 0:
 
 
 # %%
@@ -395,7 +407,7 @@ gather = lambda x: jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
 scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
 psum = lambda x: jax.lax.psum(x, "fsdp")
 vary = lambda x: jax.lax.pcast(x, "fsdp", to="varying")
-exchange = lambda x: jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True)  # cut, join
+exchange = lambda x: jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True)  # split, concat
 SIX = {  # the function, in_specs, out_specs
     "all_gather": (gather, rows, rows),
     "psum_scatter": (scatter, rows, rows),
@@ -406,19 +418,20 @@ SIX = {  # the function, in_specs, out_specs
 }
 
 # %% [markdown]
-# Where does every number go? Slot j of device i (of 4) is marked with one bit, so that a sum says what went
-# into it. A digit is the slot, a colour the device, and grey a value that all have.
+# Where does every number go? The next picture marks slot j of device i (of 4) with one bit, so that a sum
+# shows which numbers went into it. A digit is the slot, a color is the device, and gray is a value that all
+# devices share.
 
 
 # %% tags=["hide-input"]
 def run_marked(name, devices=4):
-    """Marks before and after one of the SIX: [column, slot]. P(): one column."""
+    """Marks before and after a collective: [column, slot]. P(): one column."""
     function, before, after = SIX[name]
     slots = 1 if name in ("all_gather", "ppermute") else devices
     i, j = np.indices((devices, slots))
     marks = 1 << (devices * i + (i if slots == 1 else j))
     if before == P():
-        marks = 1 << (devices**2 + j[:1])  # nobody's own: the same on all devices
+        marks = 1 << (devices**2 + j[:1])  # the same on all devices
     small = sharding.make_mesh(f"fsdp={devices}")
     got = on_mesh(function, before, after, small)(np.int32(marks.reshape(-1)))
     side_by_side = lambda x, spec: np.reshape(x, (1 if spec == P() else devices, -1))
@@ -427,7 +440,7 @@ def run_marked(name, devices=4):
 
 # %% tags=["hide-input"]
 def draw(axes, left, marks, devices=4):
-    """A box a value, as wide as all devices if they share it; a stripe an addend."""
+    """A box per value, as wide as all devices if they share it; a stripe per addend."""
     width = devices // len(marks)
     for i, slots in enumerate(marks):
         for j, mark in enumerate(slots):
@@ -436,8 +449,8 @@ def draw(axes, left, marks, devices=4):
             stripes = bits * width
             each = width / len(stripes)
             for part, k in enumerate(stripes):
-                colour = (*lesson.DEVICES[:devices], lesson.NEUTRAL)[k // devices]
-                style = dict(color=colour, alpha=0.6, lw=0)
+                color = (*lesson.DEVICES[:devices], lesson.NEUTRAL)[k // devices]
+                style = dict(color=color, alpha=0.6, lw=0)
                 axes.add_patch(plt.Rectangle((x + part * each, y), each, 0.92, **style))
             axes.add_patch(plt.Rectangle((x, y), width, 0.92, fill=False, lw=0.8))
             box = dict(boxstyle="circle,pad=0.1", fc="white", ec="none", alpha=0.7)
@@ -457,53 +470,54 @@ for axes, name in zip(panels.flat, SIX, strict=True):
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 figure.supxlabel("device, before and after", size=10)
-title = "A colour is the device a number came from, grey is all; stripes are a sum"
+title = "A color is the device a number came from, gray is all; stripes are a sum"
 figure.suptitle(title, x=0.02, ha="left")
 figure.get_layout_engine().set(wspace=0.1)
 
 # %% [markdown]
-# - `all_gather`: everyone gets all slices.
-# - `psum_scatter` (in the project `sharding.reduce_scatter`): everyone's arrays are added, and each device
-#   keeps one slice of the sum.
-# - `psum`: added, and everyone gets all of the sum.
-# - `pcast` (`sharding.vary`) sends nothing: a value that all share, each now treats as its own (chapter 02
-#   says why).
-# - `all_to_all`: device i sends its slot j to device j. One dim is cut into slots, and what arrives is joined
-#   along the same dim or another.
-# - `ppermute` (`sharding.shift`): each sends to one other; here, to the next.
+# - `all_gather`: every device gets all shards.
+# - `psum_scatter` (`sharding.reduce_scatter` in this project): the devices' arrays are added, and each
+#   device keeps one shard of the sum.
+# - `psum`: the arrays are added, and every device gets the whole sum.
+# - `pcast` (`sharding.vary`) sends nothing. It tells JAX to treat a value that all devices share as
+#   different on each (chapter 02 explains why).
+# - `all_to_all`: device i sends its slot j to device j. One dim is split into slots, and the received slots
+#   are concatenated along the same dim or another one.
+# - `ppermute` (`sharding.shift`): each device sends to one other device; here, to the next.
 #
 # ## What a ring sends
 #
-# The next cell builds a gather from nothing but `shift`. An array of 128 x 4 float32, 2,048 bytes, lies in
-# slices on 8 devices.
+# The next cell builds an all-gather from `shift` alone. An array of 128 x 4 float32, 2,048 bytes, is sharded
+# over 8 devices.
 
 
 # %%
 def ring_gather(x_bD):
-    i = jax.lax.axis_index("fsdp")  # this device's number, 0 to n - 1
+    i = jax.lax.axis_index("fsdp")  # this device's index, 0 to n - 1
 
     def step(held_bD, _):
         arrived_bD = shift(held_bD)
-        return arrived_bD, arrived_bD  # pass on what came last, and keep it
+        return arrived_bD, arrived_bD  # pass the newest shard on, and keep it
 
     _, others = jax.lax.scan(step, x_bD, length=n - 1)
-    held = jnp.concatenate([x_bD[None], others])  # [k]: from the device k places back
+    held = jnp.concatenate([x_bD[None], others])  # [k]: from k devices back
     return held[(i - jnp.arange(n)) % n].reshape(-1, x_bD.shape[1])
 
 
 normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
 a_BD = normal(128, 4)
 ring = on_mesh(ring_gather, rows, rows)
-assert lesson.same(ring(a_BD), np.tile(a_BD, (n, 1)))  # eight copies, glued
+assert lesson.same(ring(a_BD), np.tile(a_BD, (n, 1)))  # eight copies
 found = lesson.compiled(ring, mesh, a_BD)
 
 lesson.listed(found)
 assert sum(int(one.count) * one.payload_bytes for one in found.collectives) == 1792
 
 # %% [markdown]
-# Seven slices of 256 bytes, (n - 1)/n of the whole. No way between devices sends less, because every device
-# lacks seven slices. A reduce-scatter runs the same ring with sums (exercise 2), and a psum is the two in a
-# row. (Where the *switch* adds, as NVLink's can, a psum may send less.) In units of what each device holds:
+# Each device sends seven shards of 256 bytes, (n - 1)/n of the whole array. No algorithm can send less,
+# because every device lacks seven shards. A reduce-scatter uses the same ring and adds at each step
+# (exercise 2), and an all-reduce does one after the other. (Where the *switch* can add, as NVLink's can, an
+# all-reduce may send less.) In units of what each device holds before:
 #
 # | | each ends with | each sends |
 # |---|---|---|
@@ -523,19 +537,19 @@ for name, (function, before, after) in SIX.items():
     assert spent.wire_bytes == PRICE[name], (name, spent)
 
 # %% [markdown]
-# **More devices divide the work, and not the message**: (n - 1)/n of the gathered array is nearly all of it,
-# on 8 devices as on 800.
+# **More devices divide the compute, but not the message.** (n - 1)/n of the gathered array is nearly all of
+# it, on 8 devices as on 800.
 #
-# ## All of them, or none
+# ## All devices, or none
 #
-# A collective waits for *all* devices along its axis. If one takes another branch, the others wait for ever.
-# On 4 x 2 devices, of which each holds a number:
+# A collective waits for *all* devices along its axis. If one of them takes a branch without the collective,
+# the others wait forever. Here 4 x 2 devices hold one number each:
 
 
 # %%
 def in_branch(condition_axis):
     def function(x):
-        add = lambda x: vary(psum(x))  # both branches must be of one kind
+        add = lambda x: vary(psum(x))  # both branches must have one type
         here = jax.lax.axis_index(condition_axis) == 0
         return jax.lax.cond(here, add, lambda x: x, x)
 
@@ -547,24 +561,24 @@ print("tensor 0 adds over fsdp:", in_branch("tensor")(np.arange(8.0)))
 _ = in_branch("fsdp").lower(np.arange(8.0)).compile()  # compiled, and never run
 
 # %% [markdown]
-# In the first program, all devices that meet in a sum take the branch. In the second, only those with `fsdp`
-# 0 do. It compiles without a word. Run, it is ended by XLA after a minute: "Expected 4 threads to join the
-# rendezvous, but only 1 of them arrived on time".
+# In the first program, all devices that take part in the same sum take the same branch. In the second, only
+# those with `fsdp` index 0 do. It compiles without a warning. If you run it, XLA aborts after a minute:
+# "Expected 4 threads to join the rendezvous, but only 1 of them arrived on time".
 #
 # ## In `model.py`
 #
-# `model.embed` is case 3 in disguise: a device has some words of the vocabulary, rows of zeros stand for the
-# others, and these partial sums are added and cut.
+# `model.embed` is case 3 in disguise. Each device stores some rows of the embedding table and looks up only
+# those tokens. All other tokens get rows of zeros. These partial sums are reduce-scattered.
 #
 # ## Exercise 1: from rows to columns
 #
-# A new `x_BD`, 128 x 24, lies in slices of rows. Return this device's slice of its columns, [B, D/n], with
+# A new `x_BD`, 128 x 24, is sharded by rows. Return this device's shard of its columns, [B, D/n], with
 # **one** collective. (Checkers stack what the devices return: (4, 128, 6) is 128 x 6 on each of 4.)
 
 
 # %% tags=["hide-input"]
 def program_of(answer, devices, in_specs):
-    """The answer on a mesh, what the devices return stacked; and the mesh."""
+    """The answer on a mesh, which stacks what the devices return; and the mesh."""
     stacked = lambda *slices: jnp.asarray(lesson.answered(answer)(*slices))[None]
     small = sharding.make_mesh(f"fsdp={devices}")
     return on_mesh(stacked, in_specs, rows, small), small
@@ -584,21 +598,21 @@ def to_all(split, join):
     return lambda x: jax.lax.all_to_all(x, "fsdp", split, join, tiled=True)
 
 
-cut = lambda x: sharding.own_slice(x, "fsdp", dim=0)  # this device's slice
+cut = lambda x: sharding.own_slice(x, "fsdp", dim=0)  # this device's shard
 own_columns = lambda x: sharding.own_slice(x, "fsdp", dim=1)
 added_columns = lambda x: sharding.reduce_scatter(x, "fsdp", dim=1)
 reshaped = lambda x: x.reshape(-1, x.shape[1] // jax.lax.axis_size("fsdp"))
-ALONG = "Cut and joined along the same dim. Which one is whole before, and after?"
+ALONG = "You split and concatenate the same dim. Which is whole before, and after?"
 COLUMN_HINTS = [
-    (lambda x: x, "Those are your rows, as they came."),
+    (lambda x: x, "Those are your rows, unchanged."),
     (own_columns, "The right columns of your own rows. Where are the other rows?"),
-    (gather, "Every device has everything now. Which part of it should remain?"),
-    (to_all(0, 1), "You cut the rows once more. Which dim is whole before, and after?"),
+    (gather, "Every device has everything now. Which part should it keep?"),
+    (to_all(0, 1), "You split the rows again. Which dim is whole before, and after?"),
     (to_all(0, 0), ALONG),
     (to_all(1, 1), ALONG),
-    (reshaped, "The right shape, and other numbers: a reshape sends nothing."),
-    (added_columns, "Rows of different devices were added, and should be joined."),
-    (lambda x: added_columns(gather(x)), "n times too big: equal copies were added."),
+    (reshaped, "The right shape, but wrong numbers: a reshape sends nothing."),
+    (added_columns, "Rows of different devices were added, not concatenated."),
+    (lambda x: added_columns(gather(x)), "n times too big: you added equal copies."),
 ]
 
 # %% tags=["hide-input"]
@@ -614,8 +628,8 @@ def check_to_columns(answer):
         return line
     sent = ledger_of(answer, 8, *ROWS).total.wire_bytes
     if sent > 1344:
-        line = f"The right numbers, for {sent:,.0f} bytes a device."
-        return line + " Most of them are thrown away on arrival. Who needs which piece?"
+        line = f"The right numbers, for {sent:,.0f} bytes per device."
+        return line + " Most of them are not used. Which device needs which part?"
     return "Right on 4 and 8 devices; on 8, a device sends 1,344 bytes."
 
 
@@ -629,27 +643,27 @@ print(check_to_columns(to_columns))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return jax.lax.all_to_all(x_bD, "fsdp", 1, 0, tiled=True)`: cut what is whole (dim 1), join what is cut
-# (dim 0). On 8 devices it sends 7/8 of a device's 1,536 bytes. To gather all rows, and cut, sends 7/8 of all
-# 12,288 bytes.
+# `return jax.lax.all_to_all(x_bD, "fsdp", 1, 0, tiled=True)`: split the dim that is whole (dim 1) and
+# concatenate the one that is sharded (dim 0). On 8 devices it sends 7/8 of a device's 1,536 bytes. Gathering
+# all rows and slicing sends 7/8 of all 12,288 bytes.
 # </details>
 
 # %% tags=["remove-cell"]
 assert check_to_columns(to_all(1, 0)).startswith("Right on")
 for wrong, hint in COLUMN_HINTS:
     assert check_to_columns(wrong) == hint
-too_dear = lambda x: own_columns(gather(x))
-assert "10,752 bytes" in check_to_columns(too_dear)
+too_expensive = lambda x: own_columns(gather(x))
+assert "10,752 bytes" in check_to_columns(too_expensive)
 assert "(4, 24, 32), and should have (4, 128, 6)" in check_to_columns(lambda x: x.T)
 for nothing in (to_columns, lambda x: None, None, ...):
     assert check_to_columns(nothing) == lesson.NOTHING
 assert "a function is wanted" in check_to_columns(3)
 
 # %% [markdown]
-# ## Exercise 2: a ring that adds
+# ## Exercise 2: a ring reduce-scatter
 #
-# Every device has its own `x_BD`. Device i shall end with slice i of the rows of their sum. Use `shift` only,
-# n - 1 times, one slice at a time.
+# Every device has its own `x_BD`. Device i should end with shard i of the rows of their sum. Use only
+# `shift`, n - 1 times, on one shard at a time.
 
 # %% tags=["hide-input"]
 OWN_ROWS = {devices: normal(devices, 48, 3) for devices in (4, 8)}
@@ -657,16 +671,16 @@ run_ring = lambda f: lambda devices: run_answer(f, *ring_case(devices))
 ring_case = lambda devices: (devices, rows, OWN_ROWS[devices].reshape(-1, 3))
 sum_of = lambda devices: OWN_ROWS[devices].sum(axis=0).reshape(devices, -1, 3)
 late = lambda by: lambda devices: np.roll(sum_of(devices), by, axis=0)
-MOVED = "Complete sums, on the wrong devices. Where does a sum begin, and where end?"
+MOVED = "Complete sums, but on the wrong devices. Where does a sum start, and end?"
 RING_HINTS = [
     (late(-1), MOVED),
     (late(1), MOVED),
-    (run_ring(cut), "Your own slice, unsummed: what comes from the others?"),
+    (run_ring(cut), "Your own shard, unsummed: what do the others send?"),
 ]
 
 
 def addends(answer, n=4):
-    """Which slice of each device's array has come into the result on device 0."""
+    """Which shard of each device's array is in the sum on device 0."""
     marks = np.eye(n * n, dtype=np.float32)  # device i has rows i n .. i n + n - 1
     found = np.array(run_answer(answer, n, rows, marks))[0].reshape(n, n)
     slices = lambda row: "+".join(f"{k}" for k in range(n) for _ in range(int(row[k])))
@@ -683,20 +697,20 @@ def check_ring(answer):
     others = [x.kind for x in found.collectives if x.kind != "collective-permute"]
     sent = f"{found.total.wire_bytes:,.0f} bytes"
     if line == "Right" and others:
-        return f"The right sums, by {others[0]}. Now without it: shifts alone."
+        return f"The right sums, by {others[0]}. Use shifts only."
     if shifts not in (0, n - 1):
-        return f"{shifts:.0f} shifts on 8 devices. How many others must a sum meet?"
+        return f"{shifts:.0f} shifts on 8 devices. How many devices must a sum visit?"
     if line != "Right":
-        line = f"On 4 devices, device 0 has added slices {addends(answer)} of devices"
-        return line + " 0, 1, 2, 3. It should be slice 0 of each."
+        line = f"On 4 devices, device 0 has added shards {addends(answer)} of devices"
+        return line + " 0, 1, 2, 3. It should add shard 0 of each."
     if found.total.wire_bytes > 504:
-        return f"The right sums, for {sent} a device. Must whole arrays go round?"
-    return f"Right: 7 shifts and {sent} a device, on 8."
+        return f"The right sums, for {sent} per device. Do you send whole arrays?"
+    return f"Right: 7 shifts and {sent} per device, on 8."
 
 
 # %%
 def rows_of(x_BD, k):
-    """Slice k of the rows, of n; k goes around the end."""
+    """Shard k (modulo n) of the n shards of the rows."""
     size = len(x_BD) // jax.lax.axis_size("fsdp")
     return jax.lax.dynamic_slice_in_dim(x_BD, k * size % len(x_BD), size)
 
@@ -710,8 +724,8 @@ print(check_ring(ring_reduce_scatter))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# A sum that ends on device i after n - 1 steps began on device i + 1. So device i begins with slice i - 1,
-# and at step k the sum for slice i - 1 - k passes by:
+# A sum that ends on device i after n - 1 steps starts on device i + 1. So device i starts with shard i - 1,
+# and at step k it receives the sum for shard i - 1 - k:
 #
 # ```python
 # n, i = jax.lax.axis_size("fsdp"), jax.lax.axis_index("fsdp")
@@ -751,35 +765,35 @@ def passed_on(size):
 fro = lambda x: sharding.shift(shift(around(-1, -1)(x)), "fsdp", -1)
 
 # %% tags=["remove-cell"]
-assert check_ring(around(-1, -1)) == "Right: 7 shifts and 504 bytes a device, on 8."
+assert check_ring(around(-1, -1)) == "Right: 7 shifts and 504 bytes per device, on 8."
 assert check_ring(around(1, 1, by=-1)).startswith("Right: 7")
 assert check_ring(around(0, -1)) == check_ring(around(0, 1, by=-1)) == MOVED
 assert check_ring(around(-1, -1, more=-1)).startswith("6 shifts")
 assert check_ring(around(-1, -1, more=1)).startswith("8 shifts")
-assert "slices 3, 0, 1, 2 of devices" in check_ring(around(-1, 0))
-assert "slices 0, 1, 2, 3 of devices" in check_ring(passed_on("slice"))
-assert "slices 0, 2, 0, 2 of devices" in check_ring(around(1, 1))
-assert "4,032 bytes a device. Must whole" in check_ring(passed_on("whole"))
+assert "shards 3, 0, 1, 2 of devices" in check_ring(around(-1, 0))
+assert "shards 0, 1, 2, 3 of devices" in check_ring(passed_on("slice"))
+assert "shards 0, 2, 0, 2 of devices" in check_ring(around(1, 1))
+assert "4,032 bytes per device. Do you send" in check_ring(passed_on("whole"))
 assert "unsummed" in check_ring(cut)
 assert "by reduce-scatter" in check_ring(scatter)
 assert check_ring(fro).startswith("9 shifts")
 assert check_ring(ring_reduce_scatter) == lesson.NOTHING
 
 # %% [markdown]
-# ## Exercise 3: design a product
+# ## Exercise 3: choose what to send
 #
-# Case 3, both operands cut along the sum: x_Bd [B, D/n] and w_dF [D/n, F]. Wanted: this device's *rows* of
-# `x_BD @ w_DF`, [B/n, F]. Send as little as you can, in both problems that the checker tries: B, D, F = 16,
-# 64, 24 and 128, 16, 24. Your function may look at shapes.
+# In case 3 both matrices are sharded along the contracting dim: x_Bd [B, D/n] and w_dF [D/n, F]. Return this
+# device's *rows* of `x_BD @ w_DF`, [B/n, F]. Send as few bytes as you can for both sizes that the checker
+# tries: B, D, F = 16, 64, 24 and 128, 16, 24. Your function may look at shapes.
 
 # %% tags=["hide-input"]
 PRODUCT_HINTS = [
-    (lambda x, w: cut(x @ w), "Your rows of a partial sum. Who has the rest of it?"),
-    (lambda x, w: psum(x @ w), "The whole sum, everywhere. Which rows are yours?"),
-    (lambda x, w: psum(cut(x @ w)), "Cut, then added: whose rows were added to yours?"),
-    (lambda x, w: x @ w, "A partial sum, of all rows. Two things are left to do."),
-    (lambda x, w: scatter(psum(x @ w)), "n times too big: it was added twice."),
-    (lambda x, w: added_columns(x @ w), "Added, and your columns of it. Wanted: rows."),
+    (lambda x, w: cut(x @ w), "Your rows of a partial sum. Where is the rest?"),
+    (lambda x, w: psum(x @ w), "The whole sum on every device. Which rows are yours?"),
+    (lambda x, w: psum(cut(x @ w)), "Whose rows did you add to yours?"),
+    (lambda x, w: x @ w, "A partial sum of all rows. Two things are left to do."),
+    (lambda x, w: scatter(psum(x @ w)), "n times too big: you added it twice."),
+    (lambda x, w: added_columns(x @ w), "Added, but these are columns, not rows."),
 ]
 OPERAND_SPECS = (columns, rows)
 LEAST = {(16, 64, 24): 1344, (128, 16, 24): 2240}  # bytes a device sends
@@ -797,11 +811,11 @@ def check_product(answer):
         found = ledger_of(answer, *case(size))
         sent, kinds = found.total.wire_bytes, {one.kind for one in found.collectives}
         if sent > LEAST[size]:
-            line = f"Right, for {sent:,.0f} bytes at {size}; {LEAST[size]:,} will do."
+            line = f"Right, for {sent:,.0f} bytes at {size}; you need {LEAST[size]:,}."
             if "all-reduce" in kinds:
-                return line + " All devices got all of the sum, and kept 1/8."
+                return line + " Every device received the whole sum and kept 1/8."
             return line + " Which is smaller there: the two operands, or the result?"
-    done = "Right, for 1,344 and 2,240 bytes. We know no cheaper way."
+    done = "Right, for 1,344 and 2,240 bytes. We know no cheaper program."
     return line.replace("Right", done)
 
 
@@ -823,8 +837,8 @@ print(check_product(product))
 # return x_bD @ gather(w_dF)
 # ```
 #
-# Move the result, or move the operands. Each side of the comparison, times 4 bytes and (n - 1)/n, is what one
-# way sends. Chapter 03 lives on the last line, chapter 04 on the third.
+# Send the result, or send the operands. Each side of the comparison, times 4 bytes and (n - 1)/n, is what
+# one choice sends. Chapter 03 is built on the last line, chapter 04 on the third.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -851,8 +865,8 @@ assert check_product(product) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# Eight devices as 2 x 4 train a matrix. The error is that of all rows, and it falls. The weights are saved
-# whole. A colleague loads them on one device, for the same rows and targets.
+# Eight devices on a 2 x 4 mesh train a matrix. The printed error covers all rows, and it falls. The whole
+# matrix is saved. A colleague loads it on one device, with the same rows and targets.
 
 # %% tags=["hide-input"]
 x_BD, y_BF = normal(64, 16), normal(64, 6)
@@ -864,7 +878,7 @@ BOTH = ("data", "fsdp")
 
 
 def train(shape, steps=40, rate=0.6):
-    """Returns the weights, saved, and the error that the last step began with."""
+    """Return the weights and the error before the last step."""
     mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
 
     def error(w_dF, x_bD, y_bF):
@@ -889,7 +903,8 @@ for steps in (1, 5, 10, 40):
     print(f"; on one device {error_of(w_DF):6.3f}")
 
 # %% [markdown]
-# `jax.grad` is not at fault (it is for chapter 02). Mend `train`, so that its weights are of use to everyone.
+# `jax.grad` is not at fault (chapter 02 covers it). Fix `train`, so that its weights are correct on any
+# mesh.
 
 
 # %% tags=["hide-input"]
@@ -903,14 +918,14 @@ def on_one(rate=0.6, steps=40):
 
 
 def mixed(w_DF, shape):
-    """Rows in the order in which the function above leaves them."""
+    """Rows in the order in which the function above returns them."""
     return w_DF.reshape(shape[1], shape[0], -1, 6).swapaxes(0, 1).reshape(16, 6)
 
 
 # %% tags=["hide-input"]
 MEND_HINTS = [
-    (lambda shape: mixed(on_one(), shape), "The weights are as before your change."),
-    (lambda shape: on_one(0.6 / 8), "The error was divided by the devices once more."),
+    (lambda shape: mixed(on_one(), shape), "The weights have not changed."),
+    (lambda shape: on_one(0.6 / 8), "You divided the error by the devices twice."),
     (lambda shape: mixed(on_one(0.6 / 8), shape), "Only the steps are shorter."),
 ]
 
@@ -920,7 +935,7 @@ def check_mend(train):
         found = lesson.answered(train)(shape)
         return found[0] if isinstance(found, tuple) else found
 
-    done = "Mended: on 2x4, 4x2 and 1x8 devices the weights are those of one."
+    done = "Fixed: on 2x4, 4x2 and 1x8 devices the weights equal one device's."
     shapes = [((2, 4),), ((4, 2),), ((1, 8),)]
     return lesson.diagnose(weights, shapes, lambda shape: on_one(), MEND_HINTS, done)
 
@@ -931,21 +946,21 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `P(("data", "fsdp"))` makes `data` the outer axis. So neighbours along `fsdp` hold neighbouring rows, and
-# they have to be joined first: gather over `fsdp`, then over `data`, or over both at once:
+# `P(("data", "fsdp"))` makes `data` the outer axis. Neighbors along `fsdp` therefore hold neighboring rows,
+# and those have to be concatenated first: gather over `fsdp`, then over `data`, or over both at once:
 #
 # ```python
 # w_DF = jax.lax.all_gather(w_dF, ("data", "fsdp"), axis=0, tiled=True)
 # ```
 #
-# In the other order each device works with all rows of `w`, in the wrong places. Gradients come back into the
-# same wrong places, so training notices nothing: it learns a matrix whose rows are mixed, for this mesh
-# alone. On 1 x 8 devices the two orders are one, and a test there passes.
+# In the other order each device works with all rows of `w`, but in the wrong places. The gradients return to
+# the same wrong places, so training notices nothing: it learns a matrix whose rows are permuted, and the
+# permutation belongs to this mesh. On 1 x 8 devices the two orders are the same, so a test there passes.
 #
-# PyTorch had it. A weight was cut for tensor parallelism and the piece again by FSDP2, and `full_tensor()`
-# joined them as if the cuts had come in the other order
-# ([129206](https://github.com/pytorch/pytorch/issues/129206)). The mend was a placement that remembers it,
-# `_StridedShard` ([126697](https://github.com/pytorch/pytorch/pull/126697)).
+# PyTorch had this bug. A weight was sharded for tensor parallelism and then again by FSDP2, and
+# `full_tensor()` joined the shards as if they had been cut in the other order
+# ([129206](https://github.com/pytorch/pytorch/issues/129206)). The fix was a placement that remembers the
+# order, `_StridedShard` ([126697](https://github.com/pytorch/pytorch/pull/126697)).
 # </details>
 
 
@@ -971,9 +986,9 @@ def other(join, divide=1, specs=BOTH):
 join = lambda *axes: lambda w_dF: sharding.all_gather(w_dF, axes, dim=0)
 inner_first = lambda w_dF: join("data")(join("fsdp")(w_dF))
 for right_one in (other(join(*BOTH)), other(inner_first)):
-    assert check_mend(right_one).startswith("Mended")
+    assert check_mend(right_one).startswith("Fixed")
 swapped = ("fsdp", "data")
-assert check_mend(other(join(*swapped), specs=swapped)).startswith("Mended")
+assert check_mend(other(join(*swapped), specs=swapped)).startswith("Fixed")
 unchanged, divided, shorter = (hint for _, hint in MEND_HINTS)
 assert check_mend(train) == check_mend(other(join("fsdp", "data"))) == unchanged
 assert check_mend(other(inner_first, divide=8)) == divided
@@ -985,8 +1000,8 @@ for nothing in (lambda shape: ..., lambda shape: None, None):
 # %% [markdown]
 # ## In one table
 #
-# Bytes are what a device sends forward in bfloat16, with (n - 1)/n taken as 1. All of it is on the critical
-# path, unless another product runs meanwhile. Who holds what, the letters say.
+# Bytes are what a device sends in the forward pass in bfloat16, with (n - 1)/n taken as 1. All of it is on
+# the critical path unless it overlaps with another matmul. The letters say what each device stores.
 #
 # | case | forward | backward | bytes | PyTorch |
 # |---|---|---|---|---|
@@ -996,16 +1011,16 @@ for nothing in (lambda shape: ..., lambda shape: None, None):
 # | 3: `x_Bd @ w_dF -> y_bF` | reduce-scatter of y | all-gather of dy | 2 B F | the same, to `Shard` |
 # | 4: `x_bD @ w_Df -> y_bF` | all-gather of w | reduce-scatter of dw | 2 D F | `fully_shard`, dim 1 |
 #
-# When: the product takes as long as the wires from 2,037 rows a device on v4 (2x2x2), 2,198 on a node of 8
-# H100, 2,472 on two nodes. Latency decides below 0.4, 11 and 25 MB.
+# The matmul takes as long as the communication from 2,037 rows per device on v4 (2x2x2), 2,198 on a node of
+# 8 H100, and 2,472 on two nodes. Latency decides below 0.4, 11 and 25 MB.
 #
 # ## Three lines to keep
 #
-# 1. `shard_map` runs one function on slices; specs cut and glue; nothing moves unless a collective is
-#    written.
-# 2. The dim that is summed decides: cut in one, gather; cut in both, add; and two output dims cannot share an
-#    axis.
-# 3. Send the smallest of `x`, `w` and `y`, and never add for all what each keeps a slice of.
+# 1. `shard_map` runs one function on every device's shard. Specs split and concatenate. Devices communicate
+#    only where you write a collective.
+# 2. The contracting dim decides: sharded in one matrix, gather it; sharded in both, add the partial sums.
+#    Two output dims cannot share a mesh axis.
+# 3. Send the smallest of `x`, `w` and `y`, and never all-reduce a result of which each device keeps a shard.
 #
 # **Sources.** The four cases: scaling book, [Sharded
 # matrices](https://jax-ml.github.io/scaling-book/sharding); GPUs: [the same
