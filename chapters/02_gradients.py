@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 02 · Who adds? Gradients
+# # 02 · Gradients under sharding
 #
-# **Question.** Every device has a share of the loss, and so a share of the gradient. Who adds the shares, and
-# has somebody added them already?
+# **Question.** Every device computes the gradient of its part of the loss. Who adds these partial gradients,
+# and has something added them already?
 #
-# **Why it hurts not to know.** Write one sum too many, and nothing complains. The gradient has the right
-# shape, the loss falls, and the settings that work on four devices fail on eight.
+# **Why it hurts not to know.** Write one all-reduce too many, and no error is raised. The gradient has the
+# right shape, the loss falls, and the settings that work on four devices fail on eight.
 #
 # *Before this:* 01 (`shard_map`, the collectives). *Mesh:* `fsdp=8`, simulated. *Runs in* 40 s on 2 cores.
-# *Reading takes* 25 minutes, with the exercises 90.
+# *Reading takes* 25 minutes, 90 with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -22,15 +22,15 @@ from chapters import lesson
 from config import MeshConfig
 from plan import hardware
 
-COLOUR = lesson.COLOURS["fsdp"]  # of the one axis on this page
+COLOR = lesson.COLOURS["fsdp"]  # of the `fsdp` axis
 
 # %% [markdown]
 # ## One sum too many
 #
-# The smallest model that learns: rows `x_BD`, targets `y_BF`, one matrix `w_DF`, and the mean squared error
-# of all B rows. `w` is whole on each of n = 8 devices, which has b = B/n of the rows. (A capital is a whole
-# dim, a small letter a device's slice. This cell and two below are *the program by hand*: in an empty file
-# they need only JAX and NumPy.)
+# Take the smallest model that learns: rows `x_BD`, targets `y_BF`, one matrix `w_DF`, and the mean squared
+# error over all B rows. Each of n = 8 devices stores all of `w` and b = B/n of the rows. This is data
+# parallelism. (A capital letter is a whole dim, a lower-case letter a device's shard. This cell and two
+# below are *the program by hand*: pasted into an empty file, they need only JAX and NumPy.)
 
 # %% tags=["by-hand"]
 import os
@@ -51,16 +51,16 @@ def on_mesh(function, in_specs, out_specs, mesh=mesh, check=True):
     return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
 
 
-def share(w_DF, x_bD, y_bF):  # what these rows add to the mean over all B rows
+def share(w_DF, x_bD, y_bF):  # these rows' share of the mean over all B rows
     return ((x_bD @ w_DF - y_bF) ** 2).sum() / (B * F)
 
 
 # %% [markdown]
-# Each device divides by the entries of *all* rows, so the mean is the sum of the eight shares, and its
-# gradient the sum of eight gradients. A colleague writes what this says: take the gradient on each device,
-# and add.
+# Each device divides by the number of entries in *all* rows. So the mean is the sum of the eight shares, and
+# its gradient is the sum of eight gradients. A colleague writes exactly that: compute the gradient on each
+# device, then add.
 #
-# > **Predict.** How many times the right gradient is the result?
+# > **Predict.** The result is the right gradient times which factor?
 
 # %%
 whole, rows = P(), P("fsdp")
@@ -77,8 +77,8 @@ lesson.predicted("times the right gradient", my_prediction, round(times, 3))
 assert abs(times - n) < 1e-3
 
 # %% [markdown]
-# Somebody had added already, and eight equal totals were added again. Would one notice? The colleague's
-# function trains on one, two, four and eight devices, everything else equal:
+# The gradients had been added already, and the `psum` added eight equal sums again. Would you notice? Here
+# the colleague's function trains on one, two, four and eight devices, with everything else equal:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Loss against step. One device and two devices fall, four fall faster, and on eight devices the loss grows."}}
 RATE_SHOWN = 0.3
@@ -99,18 +99,18 @@ CURVES = losses  # of 8 devices
 assert CURVES[-1] > CURVES[0], "on 8 devices the loss should grow"
 
 # %% [markdown]
-# On two devices and four, a sum too many looks like good news. With Adam next to nothing would show, because
-# Adam divides a gradient by its own size; only clipping, and the gradient's norm that is printed, would be
-# off.
+# On two and four devices, the extra sum looks like good news. With Adam you would see almost nothing,
+# because Adam divides a gradient by its own size. Only gradient clipping and the printed gradient norm would
+# be off.
 #
 # ## The gradient by hand
 #
-# So who added? First without `jax.grad`. The gradient of a product is a product: `d_w_DF = x_BD.T @ d_e_BF`,
-# where `d_e` is the gradient of the errors. It sums over the rows. A device has b of them, so what it gets is
-# a *partial sum* of the whole `d_w` (case 3 of 01). Here are all eight:
+# So what added the gradients? First compute them without `jax.grad`. The gradient of a matmul is a matmul:
+# `d_w_DF = x_BD.T @ d_e_BF`, where `d_e` is the gradient of the errors. It sums over the rows. A device has
+# only b of them, so its result is a *partial sum* of the whole `d_w` (case 3 of 01). Here are all eight:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight small arrays of colours, all different, and a ninth, their sum, equal to the tenth, the gradient of one device."}}
-own = lambda *args: jax.grad(share)(*args)[None]  # what each device would find alone
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight small arrays of colors, all different, and a ninth, their sum, equal to the tenth, the gradient of one device."}}
+own = lambda *args: jax.grad(share)(*args)[None]  # each device's own gradient
 partial = np.asarray(on_mesh(own, SPECS, rows, check=False)(w_DF, x_BD, y_BF))
 figure, panels = plt.subplots(2, 5, figsize=(6.0, 4.4))
 shown = {f"device {i}": partial[i] for i in range(n)}
@@ -123,9 +123,9 @@ figure.suptitle("Eight partial sums of the whole gradient", x=0.02, ha="left")
 assert np.allclose(partial.sum(axis=0), right_DF, atol=1e-5)
 
 # %% [markdown]
-# What is owed depends on where `d_w` is needed. If every device keeps all of `w`, it is a `psum`. If each
-# keeps d = D/n rows of `w` and gathers the others for the product, it needs d rows of the gradient, and a
-# `psum_scatter` will do:
+# Which collective you need depends on where `d_w` is needed. If every device stores all of `w`, it is a
+# `psum`. If each device stores d = D/n rows of `w` and gathers the others for the matmul, it needs only d
+# rows of the gradient, and a `psum_scatter` is enough:
 
 
 # %% tags=["by-hand"]
@@ -149,14 +149,14 @@ def share_sliced(w_dF, x_bD, y_bF):  # the forward pass alone
 GRADIENTS = {  # name: function, spec of w and of its gradient
     "by hand": (by_hand, P()),
     "jax.grad": (jax.grad(share), P()),
-    "in slices, by hand": (by_hand_sliced, P("fsdp")),
-    "in slices, jax.grad": (jax.grad(share_sliced), P("fsdp")),
+    "sharded, by hand": (by_hand_sliced, P("fsdp")),
+    "sharded, jax.grad": (jax.grad(share_sliced), P("fsdp")),
 }
 one_device = jax.grad(share)(w_DF, x_BD, y_BF)
 for name, (gradient, spec) in GRADIENTS.items():
     program = on_mesh(gradient, (spec, P("fsdp"), P("fsdp")), spec)
     d_w_DF = program(w_DF, x_BD, y_BF)
-    assert np.allclose(d_w_DF, one_device, atol=1e-5), f"{name}: another gradient"
+    assert np.allclose(d_w_DF, one_device, atol=1e-5), f"{name}: the gradient differs"
     print(f"{name}: the gradient of one device")
 
 # %%
@@ -166,22 +166,23 @@ for name, (gradient, spec) in GRADIENTS.items():
     lesson.listed(lesson.compiled(program, mesh, w_DF, x_BD, y_BF))
 
 # %% [markdown]
-# `jax.grad` has found both sums by itself: kind by kind and byte by byte the same exchanges, though no line
-# of `share` asks for one. (Bytes and kinds are the compiled program's; what is *sent* is the ring's
-# arithmetic of 01.) How does it know?
+# `jax.grad` has inserted both collectives by itself. They have the same kind and the same bytes as those
+# written by hand, though no line of `share` asks for one. (Kinds and bytes are read from the compiled
+# program; the bytes *sent* follow from the ring of 01.) How does it know?
 #
-# ## One value, or one on each device?
+# ## Varying and invariant values
 #
-# JAX records with every value inside `shard_map` along which mesh axes it is **varying**: one value a device.
-# Along the others it is **invariant**: all devices share one value. The record is a part of the value's type,
-# as its shape is, and `check_vma=True`, the default, keeps it ("varying manual axes").
+# JAX records for every value inside `shard_map` the mesh axes along which it is **varying**: each device has
+# its own value. Along the other axes it is **invariant**: all devices share one value. This record is part
+# of the value's type, like its shape, and `check_vma=True`, the default, maintains it ("varying manual
+# axes").
 
 
 # %%
 def types(w_DF, x_bD):
     values = {
-        "w_DF, cut by P()": w_DF,
-        "x_bD, cut by P('fsdp')": x_bD,
+        "w_DF with spec P()": w_DF,
+        "x_bD with P('fsdp')": x_bD,
         "x_bD @ w_DF": x_bD @ w_DF,
         "psum(x_bD)": psum(x_bD),
         "all_gather(x_bD)": jax.lax.all_gather(x_bD, "fsdp", tiled=True),
@@ -194,13 +195,13 @@ def types(w_DF, x_bD):
 _ = jax.eval_shape(on_mesh(types, (whole, rows), rows), w_DF, x_BD)
 
 # %% [markdown]
-# The record's first use is a check. `out_specs=P()` promises one value for all devices. A forgotten `psum`
-# breaks the promise, and JAX names the axis:
+# JAX uses the record in two ways. The first is a check. `out_specs=P()` promises one value for all devices.
+# A forgotten `psum` breaks that promise, and the error names the axis:
 
 
 # %%
 def refused(function, *args):
-    """The sentence of JAX's error that says why; None if there is no error."""
+    """The sentence of JAX's error that explains it; None if there is no error."""
     try:
         function(*args)
     except ValueError as error:
@@ -208,18 +209,18 @@ def refused(function, *args):
 
 
 print(refused(on_mesh(share, SPECS, whole), w_DF, x_BD, y_BF))
-unsafe = on_mesh(share, SPECS, whole, check=False)  # the record is off
+unsafe = on_mesh(share, SPECS, whole, check=False)  # without the record
 print(f"check off: {float(unsafe(w_DF, x_BD, y_BF)):.3f}", end="; ")
 print(f"the loss is {float(share(w_DF, x_BD, y_BF)):.3f}")
 
 # %% [markdown]
-# Without the check we got one device's share, passed off as everyone's.
+# Without the check we got one device's share of the loss, presented as everyone's.
 #
-# The second use is gradients. In `x_bD @ w_DF`, `w_DF` is one value and `x_bD` is eight. To make them alike,
-# JAX inserts a `pcast`, which turns one value into eight equal ones and sends nothing. **A value that was
-# used in eight places gets eight gradients, and they have to be added.** So the way back of that `pcast` is a
-# `psum`. In what JAX has traced both can be seen (printed as `pvary` and `psum_invariant`; the braces hold
-# the record):
+# The second use is gradients. In `x_bD @ w_DF`, `w_DF` is one value and `x_bD` is eight. To make their types
+# match, JAX inserts a `pcast`, which turns one value into eight equal ones and sends nothing. **A value that
+# is used on eight devices gets eight gradients, and they have to be added.** So the backward pass of that
+# `pcast` is a `psum`. You can see both in the traced program (printed as `pvary` and `psum_invariant`; the
+# braces hold the record):
 
 # %%
 traced = jax.make_jaxpr(on_mesh(jax.grad(share), SPECS, whole))(w_DF, x_BD, y_BF)
@@ -228,23 +229,24 @@ for line in str(traced).splitlines():
         print(line.strip())
 
 # %% [markdown]
-# **The gradient of an invariant value comes out summed.** Varying does not mean different. It means *counts
-# once per device*: that is why even the result of `all_gather`, where all hold equal numbers, is varying.
+# **The gradient of an invariant value is already summed.** Varying does not mean different. It means
+# *counted once per device*. That is why even the result of `all_gather` is varying, although all devices
+# hold equal numbers.
 #
-# On a mesh of several axes the same holds for each axis by itself. **A weight's gradient owes a sum along
-# every axis that cuts the rows**, because the rows are what its product sums over on the way back. If the
-# axis cuts the weight too, so that it was gathered, the sum is a `psum_scatter`; else a `psum`. Along an axis
-# that cuts the columns of `w`, and no rows, nothing is owed (exercise 2). So on `data=2,fsdp=4`, where both
-# axes cut the rows and `fsdp` cuts `w` too, a gradient is scattered over `fsdp`, and what is left of it is
-# added over `data`.
+# On a mesh with several axes the same holds for each axis separately. **A weight's gradient needs a sum
+# along every axis that shards the rows**, because the matmul of the backward pass sums over the rows. If the
+# axis also shards the weight, so that it was gathered, the sum is a `psum_scatter`; otherwise it is a
+# `psum`. An axis that shards the columns of `w` but not the rows needs no sum (exercise 2). So on
+# `data=2,fsdp=4`, where both axes shard the rows and `fsdp` also shards `w`, a gradient is reduce-scattered
+# over `fsdp`, and the shard is then all-reduced over `data`.
 #
-# ## The way back of each collective
+# ## The backward pass of each collective
 #
-# A sum hands its one gradient to every addend; a value that was copied gets the sum of the copies' gradients.
-# By these two rules each of the six has a way back.
+# A sum passes its gradient on to every addend. A value that was copied gets the sum of the copies'
+# gradients. These two rules give the backward pass of all six collectives.
 #
-# > **Predict.** A `psum` of 192 bytes on each of 8 devices sends 2 · 7/8 · 192 = 336. How many bytes does its
-# > way back send?
+# > **Predict.** A `psum` of 192 bytes on each of 8 devices sends 2 · 7/8 · 192 = 336. How many bytes does
+# > its backward pass send?
 
 
 # %% tags=["hide-input"]
@@ -271,9 +273,9 @@ def backward(function):
 # %% tags=["hide-input"]
 rng = np.random.default_rng(1)
 draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-SENDS = {}  # name: bytes forward, bytes back, kinds back
+SENDS = {}  # name: bytes forward, bytes backward, kinds backward
 for name, (function, before, after) in SIX.items():
-    x = draw(16, 3) if before == P() else draw(16 * n, 3)  # 192 bytes a device
+    x = draw(16, 3) if before == P() else draw(16 * n, 3)  # 192 bytes per device
     there = on_mesh(function, before, after)
     back = on_mesh(backward(function), (before, after), before)
     dy = draw(*there(x).shape)
@@ -284,25 +286,25 @@ for name, (function, before, after) in SIX.items():
 
 # %%
 my_prediction = None  # bytes
-lesson.predicted("bytes the way back sends", my_prediction, SENDS["psum"][1], "bytes")
-print("                sends  back  by")
+lesson.predicted("bytes of its backward pass", my_prediction, SENDS["psum"][1], "bytes")
+print("               forward  backward  by")
 for name, (sends, back, kinds) in SENDS.items():
-    print(f"{name:14} {sends:6} {back:5}  {kinds}")
+    print(f"{name:14} {sends:7} {back:9}  {kinds}")
 
 # %% tags=["remove-cell"]
 assert SENDS["psum"][1] == 0 and SENDS["pcast"][1] == 336
 
 # %% [markdown]
-# Nothing, because what comes after a `psum` is one value, which all devices compute alike. So each of them
-# has its gradient already, and hands it to its own addend. A `pcast` is the opposite: it sends nothing
-# forward, since all have the value, and its way back must add what eight devices have made of it. After
-# `all_gather` eight devices use each slice, so its eight gradients are added where the slice lives.
-# **`all_gather` and `psum_scatter` are each other's way back; so are `pcast` and `psum`; `all_to_all` and
-# `ppermute` go the other way.** No other collective is needed. The table is tested where it was made: all six
-# are linear, so the way back g of f has to be its transpose, f(x) · y = x · g(y), where the dot product runs
-# over all devices, and an invariant value counts once.
+# Nothing. What comes after a `psum` is one value, which all devices compute alike, so each device already
+# has its gradient and passes it on to its own addend. A `pcast` is the opposite. It sends nothing forward,
+# because all devices have the value, but its backward pass must add the gradients of eight devices. After an
+# `all_gather`, eight devices use each shard, so its eight gradients are added on the device that stores the
+# shard. **`all_gather` and `psum_scatter` are each other's backward pass, and so are `pcast` and `psum`.
+# `all_to_all` and `ppermute` run in the opposite direction.** No other collective is needed. The cell above
+# checks this table: all six are linear, so the backward pass g of f must be its transpose, f(x) · y = x ·
+# g(y), where the dot product runs over all devices and an invariant value counts once.
 #
-# A type can cost bytes. After `all_gather` one may say that the result is invariant, `to="invarying"`:
+# A type can cost bytes. `all_gather` can also return an invariant result, with `to="invarying"`:
 
 # %%
 for to in ("varying", "invarying"):
@@ -316,13 +318,13 @@ for to in ("varying", "invarying"):
     lesson.listed(lesson.compiled(program, mesh, w_DF, x_BD, y_BF))
 
 # %% [markdown]
-# Both give the right gradient. As eight values the gathered weights get eight gradients, added and cut by one
-# reduce-scatter. As one value they get one gradient, whole before it is cut: an all-reduce, twice the bytes.
-# So leave what you gather varying, unless there is no backward pass.
+# Both give the right gradient. If the gathered weight is varying, it gets eight gradients, which one
+# reduce-scatter adds and splits. If it is invariant, it gets one whole gradient first, which takes an
+# all-reduce: twice the bytes. So keep gathered values varying, unless there is no backward pass.
 #
 # ## All the ways to write it
 #
-# "Why is my gradient N times too big?" Here is what people write, with the record on and off. `share` divides
+# "Why is my gradient N times too big?" Here is what people write, with the check on and off. `share` divides
 # by all B rows, `total` is its `psum`, and `mean` divides by a device's own rows:
 
 # %%
@@ -359,41 +361,43 @@ for name, times in {"grad(share)": "equal", "grad(total)": "8 times too big"}.it
     assert lesson.ratio(unchecked, of_device_0) == times
 
 # %% [markdown]
-# ("Another direction" is one device's own gradient, or eight times it, passed off as everyone's.)
+# ("Another direction" is one device's own gradient, or eight times it, presented as everyone's.)
 #
-# - **With the record, `grad` has added.** Write no sum after it. Or say `pcast` first, and write the sum
-#   yourself. The type tells which: an invariant gradient is complete.
-# - **Without it, JAX cannot know that a `psum` returned one value.** It counts eight, and the transpose from
-#   eight to eight is a `psum` again ([issue 3970](https://github.com/jax-ml/jax/issues/3970), since 2020).
-# - **`pmean(grad(mean))` is how DDP does it**, and `pmap` did: each takes the mean of its own rows, and
-#   gradients are *averaged*. **DDP averages, we add shares.** It is right where nothing else adds. Carried
-#   unchanged into `shard_map`, it is eight times too big. And where devices have different numbers of rows
-#   that count, a mean of means is another loss (exercise 1).
+# - **With the check on, `grad` has already added.** Write no sum after it. Or write `pcast` before it, and
+#   then write the sum yourself. The type tells you which: an invariant gradient is complete.
+# - **With the check off, JAX cannot know that a `psum` returned one value.** It counts eight, and the
+#   transpose from eight to eight is a `psum` again ([issue 3970](https://github.com/jax-ml/jax/issues/3970),
+#   since 2020).
+# - **`pmean(grad(mean))` is what DDP does**, and what `pmap` programs did: each device takes the mean of its
+#   own rows, and gradients are *averaged*. **DDP averages means; here we add shares.** It is right if
+#   nothing else adds. Copied into `shard_map` unchanged, it is eight times too big. And if devices have
+#   different numbers of valid rows, a mean of means is another loss (exercise 1).
 #
 # ## Which mistake is it?
 #
-# The loss does not tell. So compare one gradient with that of one device, on the same rows and weights, at
-# the first step, and look at how the two differ:
+# The loss does not tell you. So compare a gradient with one device's, for the same rows and weights at the
+# first step, and look at how they differ:
 #
-# - **n times too big**, with n the devices of an axis: somebody adds along that axis a second time. Look for
-#   a `psum` after `jax.grad`, for a mean over a device's own rows in place of its share, or for a term of the
-#   loss that is one value for all (the bug below).
-# - **n times too small**: shares were added, and divided by n as well. That is the average of DDP, on shares.
-# - **Another direction, and different on each device**: nobody adds. With the record on, JAX refuses it,
-#   unless the gradient's `out_specs` say that it is cut.
-# - **Nearly right, and the difference depends on the rows**: means of unequal numbers of rows were averaged
-#   (exercise 1).
+# - **n times too big**, where n is the size of a mesh axis: something adds along that axis twice. Look for a
+#   `psum` after `jax.grad`, for a mean over a device's own rows instead of its share, or for a term of the
+#   loss that all devices share (the bug below).
+# - **n times too small**: shares were added and also divided by n. That is DDP's average, applied to shares.
+# - **Another direction, different on each device**: nothing adds. With the check on, JAX refuses this,
+#   unless the gradient's `out_specs` say that it is sharded.
+# - **Nearly right, and the difference depends on the rows**: means over unequal numbers of rows were
+#   averaged (exercise 1).
 #
-# Try it on two meshes, since on one of them a factor of 2 might be an axis of two devices or an honest
-# derivative of a square. And compare each weight by itself: one that is cut differently can be wrong alone.
+# Compare on two meshes, because on one mesh a factor of 2 might come from an axis of two devices or from the
+# derivative of a square. And compare each weight separately: a weight with another sharding can be the only
+# wrong one.
 #
 # ## What it costs
 #
-# The sum of the gradients of 8 billion weights, once a step, in bfloat16 (2 bytes). `plan/hardware.py` has
-# what a device sends in a second; the backward pass takes 4 FLOPs for each weight and each token:
+# Take the gradients of 8 billion weights, summed once per step in bfloat16 (2 bytes). `plan/hardware.py` has
+# the bytes/s that a device can send. The backward pass needs 4 FLOPs per weight and token:
 
 # %%
-print("                all-reduce  reduce-scatter  tokens a device")
+print("                all-reduce  reduce-scatter  tokens per device")
 for name in ("v4:2x2x2", "h100:8", "h100:16"):
     topology = hardware.Topology.parse(name)
     devices, peak = topology.devices, topology.chip.peak_flops_per_s
@@ -404,23 +408,24 @@ for name in ("v4:2x2x2", "h100:8", "h100:16"):
     print(f" {1e3 * scattered:12.0f} ms {tokens:15,.0f}")
 
 # %% [markdown]
-# The last column says with how many tokens a device the backward pass takes as long as the all-reduce. With
-# fewer, the wires are what one waits for, even if each layer's gradient is sent while the next is worked out.
-# So devices that get few tokens add up over several microbatches first, and send once (exercise 3). Latency
-# decides for gradients sent one small array at a time: below 0.4 MB (v4), 11 MB (a node of H100), 25 MB
-# (two), as in 01. Hence compilers and DDP put small ones into one message.
+# The last column is the number of tokens per device at which the backward pass takes as long as the
+# all-reduce. With fewer tokens the communication is exposed, even if each layer's gradient is sent while the
+# next layer's is computed. Devices with few tokens therefore accumulate gradients over several microbatches
+# and send once (exercise 3). Latency decides if gradients are sent one small array at a time: below 0.4 MB
+# (v4), 11 MB (a node of H100) and 25 MB (two nodes), as in 01. That is why compilers and DDP put small
+# gradients into one message.
 #
 # ## In `model.py`
 #
-# The project writes `sharding.vary` for `pcast`. Weights are invariant along axes on which they are whole,
-# and are gathered as *varying* where they lie in slices. So no line adds a gradient, and `model.loss` returns
-# shares that add up to the mean over all tokens.
+# The project calls `pcast` `sharding.vary`. A weight is invariant along axes that do not shard it, and a
+# gathered weight is *varying*. So no line of the model adds a gradient, and `model.loss` returns shares that
+# add up to the mean over all tokens.
 #
 # ## Exercise 1: rows that do not count
 #
-# Some rows are padding: `mask_b` is 1 for a row that counts, else 0, and devices have different numbers of
-# them. Write a loss whose `jax.grad`, inside `shard_map`, is the gradient of the mean over all entries of
-# rows that count.
+# Some rows are padding: `mask_b` is 1 for a row that counts and 0 otherwise, and devices have different
+# numbers of valid rows. Write a loss whose `jax.grad`, inside `shard_map`, is the gradient of the mean over
+# all entries of the rows that count.
 
 # %% tags=["hide-input"]
 MASKS = {4: 4 * [1, 0] + 8 * [1] + 7 * [0] + [1] + 8 * [1]}
@@ -433,15 +438,15 @@ MASK_HINTS = [
     (lambda *a: masked(*a) / a[3].sum(),
      "Each device divides by its own count; then eight means are added."),
     (lambda *a: jax.lax.pmean(masked(*a) / a[3].sum(), "fsdp"),
-     "A mean of means: a row counts for more where few others do."),
+     "A mean of means: a row counts more on a device with few valid rows."),
     (lambda *a: masked(*a) / B, "Padding is not in the sum, but it is in the divisor."),
     (lambda w, x, y, m: share(w, x, y), "Padding counts like any row here."),
     (lambda w, x, y, m: squares_of(w, x, y).sum() / F / psum(m.sum()),
      "Padding is not in the divisor, but it is in the sum."),
-    (masked, "A sum. Over how many rows is the mean?"),
+    (masked, "That is a sum. Over how many rows is the mean?"),
     (lambda *a: F * masked(*a) / psum(a[3].sum()), "F times too big: a row has F."),
     (lambda *a: jax.lax.pmean(masked(*a) / psum(a[3].sum()), "fsdp"),
-     "n times too small: shares add up, and were divided by n as well."),
+     "n times too small: the shares already add up to the mean."),
 ]  # fmt: skip
 
 
@@ -458,7 +463,7 @@ def check_loss(answer):
     answer_of = lambda *args: lesson.answered(answer)(*args)
     hints = [(run(loss), hint) for loss, hint in MASK_HINTS]
     right = lambda devices: grad(one_loss)(w_DF, MASKS[devices])
-    done = "Right on 4 and 8 devices: a row is a row, wherever it lies."
+    done = "Right on 4 and 8 devices: each row counts once, on any device."
     line = lesson.diagnose(run(answer_of), [(4,), (8,)], right, hints, done)
     if line.startswith("Not yet: it"):
         got = run(answer_of)(8)
@@ -481,8 +486,8 @@ print(check_loss(masked_loss))
 # return (squares_bF * mask_b[:, None]).sum() / counted
 # ```
 #
-# Add the *count* over all devices before you divide, and leave the shares to `jax.grad`. A `psum` of the loss
-# does no harm, because the way back of a `psum` is nothing. The mean of means is a fault that trainers had
+# Add the *count* over all devices before you divide, and leave the sum of the shares to `jax.grad`. A `psum`
+# of the loss does no harm, because its backward pass does nothing. Trainers had the mean of means as a bug
 # for years in another place, over microbatches of unequal length ([transformers
 # 34191](https://github.com/huggingface/transformers/pull/34191)).
 # </details>
@@ -498,11 +503,12 @@ for nothing in (masked_loss, None, ...):
     assert check_loss(nothing) == lesson.NOTHING
 
 # %% [markdown]
-# ## Exercise 2: two products, backwards
+# ## Exercise 2: the backward pass of two matmuls
 #
-# The mesh is now `tensor=4`, and all devices have the same rows. The first matrix is cut into columns, the
-# second into rows, f = F/n on each: `h_Bf = x_BD @ w_Df`, then `y_BD = psum(h_Bf @ v_fD)`. Write the backward
-# pass without `jax.grad`: from `d_y_BD`, the same on all devices, to the gradients of `x`, `w` and `v`.
+# The mesh is now `tensor=4`, and all devices have the same rows. The first matrix is sharded by columns, the
+# second by rows, f = F/n on each device: `h_Bf = x_BD @ w_Df`, then `y_BD = psum(h_Bf @ v_fD)`. Write the
+# backward pass without `jax.grad`: from `d_y_BD`, which is the same on all devices, to the gradients of `x`,
+# `w` and `v`.
 
 # %% tags=["hide-input"]
 TENSOR_SPECS = (P(), P(), P(None, "tensor"), P("tensor"))  # of d_y, x, w, v
@@ -516,7 +522,7 @@ def parts_of(d_y, x, w, v):
 
 
 def with_sums(on_x=add, on_w=None, on_v=None, on_y=None):
-    """The backward pass, with something done to its parts."""
+    """The backward pass, with functions applied to its gradients."""
     do = lambda f, x: f(x) if f else x
 
     def parts(d_y, *args):
@@ -527,11 +533,11 @@ def with_sums(on_x=add, on_w=None, on_v=None, on_y=None):
 
 
 PAIR_HINTS = [
-    (with_sums(None), "d_x sums over f. Who has the rest of it?"),
+    (with_sums(None), "d_x sums over f. Which devices have the rest?"),
     (with_sums(add, add, add), "Columns of one device's w were added to another's."),
-    (with_sums(None, add, add), "The wrong ones are added. Which product sums over f?"),
-    (with_sums(on_y=add), "All n times too big: d_y is whole on each device already."),
-    (with_sums(lambda x: jax.lax.pmean(x, "tensor")), "d_x is a mean. Are its parts?"),
+    (with_sums(None, add, add), "You added the wrong ones. Which matmul sums over f?"),
+    (with_sums(on_y=add), "All n times too big: every device already has all of d_y."),
+    (with_sums(lambda x: jax.lax.pmean(x, "tensor")), "d_x is a mean, not a sum."),
 ]
 
 
@@ -590,13 +596,13 @@ print(check_pair(pair_backward))
 #
 # ```python
 # d_h_Bf = d_y_BD @ v_fD.T
-# d_x_BD = jax.lax.psum(d_h_Bf @ w_Df.T, "tensor")  # sums over f, a small letter
+# d_x_BD = jax.lax.psum(d_h_Bf @ w_Df.T, "tensor")  # sums over f, a lower-case letter
 # return d_x_BD, x_BD.T @ d_h_Bf, (x_BD @ w_Df).T @ d_y_BD
 # ```
 #
-# The rule of 01 holds on the way back: only a sum over a small letter owes something. Forward one `psum`,
-# backward one `psum`, at the other end: these are g and f of Megatron-LM, written there by hand, and the
-# subject of 04.
+# The rule of 01 holds in the backward pass: only a sum over a lower-case letter needs a collective. There is
+# one `psum` forward and one `psum` backward, at the other end. These are g and f of Megatron-LM, which
+# writes them by hand, and the subject of 04.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -611,11 +617,11 @@ for nothing in (pair_backward, lambda *args: None, None):
     assert check_pair(nothing) == lesson.NOTHING
 
 # %% [markdown]
-# ## Exercise 3: four microbatches, one sum
+# ## Exercise 3: gradient accumulation with one sum
 #
-# Rows come in Z = 4 microbatches, since not all fit into memory at once: `x_ZbD`, `y_ZbF`. Return the
-# gradient of the sum of all shares (`share` divides by the rows of all of them). The loop below is right, and
-# sends the gradient four times. Send it once.
+# The rows come in Z = 4 microbatches, because they do not all fit into memory at once: `x_ZbD`, `y_ZbF`.
+# Return the gradient of the sum of all shares (`share` divides by the rows of all microbatches). The loop
+# below is right, but sends the gradient four times. Send it once.
 
 
 # %% tags=["hide-input"]
@@ -632,15 +638,15 @@ def loop(of_one, after=lambda d: d, start=lambda w: w):
     return accumulate
 
 
-DIVIDED = "1/Z of it: share divides by all rows already."
+DIVIDED = "Z times too small: share already divides by all rows."
 EVERY_TIME, ONE_DEVICE = loop(grad(share)), loop(grad(share), start=vary)
 MICRO_HINTS = [
-    (ONE_DEVICE, "Each device has the gradient of its own rows. Who adds?"),
-    (loop(grad(share), psum), "n times too big: each of these was added already."),
+    (ONE_DEVICE, "Each device has the gradient of its own rows. What adds them?"),
+    (loop(grad(share), psum), "n times too big: jax.grad has added each."),
     (loop(grad(share), lambda d: d / Z), DIVIDED),
     (loop(grad(share), lambda d: psum(d) / Z, vary), DIVIDED),
     (loop(grad(share), lambda d: jax.lax.pmean(d, "fsdp"), vary),
-     "1/n of it: share divides by all rows already."),
+     "n times too small: share already divides by all rows."),
 ]  # fmt: skip
 
 
@@ -663,9 +669,9 @@ def check_once(answer):
     found = lesson.compiled(on(given, 8), small, w_DF, *MICRO)
     sent = found.total.wire_bytes
     if sent > 672:
-        line = f"The right gradient, for {sent:,.0f} bytes a device; 672 will do."
-        return line + " What is added before the loop has ended?"
-    return f"Right, for {sent:,.0f} bytes a device: one sum for all microbatches."
+        line = f"The right gradient, for {sent:,.0f} bytes per device; 672 do."
+        return line + " What is added inside of the loop?"
+    return f"Right, for {sent:,.0f} bytes per device: one sum for all microbatches."
 
 
 # %%
@@ -687,21 +693,21 @@ print(check_once(accumulate_once))
 # <details><summary>Solution</summary>
 #
 # ```python
-# w_DF = jax.lax.pcast(w_DF, "fsdp", to="varying")  # this device's own from here on
+# w_DF = jax.lax.pcast(w_DF, "fsdp", to="varying")  # from here on one copy per device
 # total_DF = 0
 # for x_bD, y_bF in zip(x_ZbD, y_ZbF, strict=True):
 #     total_DF += jax.grad(share)(w_DF, x_bD, y_bF)
 # return jax.lax.psum(total_DF, "fsdp")
 # ```
 #
-# Make the copy yourself, before the loop, and the sum is yours too, after it. In PyTorch this is DDP's
-# `no_sync()`.
+# If you write the `pcast` yourself, before the loop, you also write the sum yourself, after it. In PyTorch
+# this is DDP's `no_sync()`.
 # </details>
 
 # %% tags=["remove-cell"]
 once = loop(grad(share), psum, vary)
 assert check_once(once).startswith("Right, for 672 bytes")
-assert "2,688 bytes a device; 672 will do" in check_once(EVERY_TIME)
+assert "2,688 bytes per device; 672 do" in check_once(EVERY_TIME)
 assert check_once(accumulate) == check_once(EVERY_TIME)
 for wrong, hint in MICRO_HINTS:
     assert check_once(wrong) == hint, hint
@@ -711,15 +717,15 @@ for nothing in (accumulate_once, None, ...):
 # %% [markdown]
 # ## A bug to find
 #
-# Least squares, with a penalty on large weights. The function takes any number of devices, the check is on,
-# and the error falls on every mesh. Two colleagues compare results.
+# This program fits least squares with a penalty on large weights. It runs on any number of devices, the
+# check is on, and the error falls on every mesh. Two colleagues compare results.
 
 # %%
 RATE, PENALTY = 1.0, 0.02
 
 
 def train(devices, steps=40):
-    """Minimise the mean squared error of all rows, plus PENALTY * |w|^2."""
+    """Minimize the mean squared error of all rows, plus PENALTY * |w|^2."""
 
     def objective(w_DF, x_bD, y_bF):
         return share(w_DF, x_bD, y_bF) + PENALTY * jnp.sum(w_DF**2)
@@ -741,8 +747,8 @@ for devices in (1, 2, 4, 8):
     print(f"{devices} devices: error {text} after 1, 5, 40 steps")
 
 # %% [markdown]
-# Same data, same start, no randomness. "Float32 adds in another order", says one. "That is the seventh
-# digit", says the other. Mend `train`, so that the number of devices does not matter.
+# Same data, same start, no randomness. "Float32 adds in a different order", says one. "That is the seventh
+# digit", says the other. Fix `train`, so that the number of devices does not matter.
 
 
 # %% tags=["hide-input"]
@@ -760,28 +766,28 @@ def on_one(penalty=PENALTY, rate=RATE, steps=40, rows=B):
 MEND_HINTS = [
     (
         lambda n: on_one(n * PENALTY),
-        "The weights come out as they did before your change.",
+        "The weights are the same as before your change.",
     ),
     (lambda n: on_one(0.0), "Now there is no penalty."),
     (lambda n: on_one(PENALTY / 2), "Half a penalty: what is the derivative of w**2?"),
-    (lambda n: on_one(n * PENALTY, RATE / n), "Shorter steps to the same wrong place."),
+    (lambda n: on_one(n * PENALTY, RATE / n), "Shorter steps, same wrong optimum."),
     (
         lambda n: on_one(n * PENALTY, n * RATE),
-        "Steps n times as long, to the same wrong place: a sum was summed again.",
+        "Steps n times as long, to the same wrong optimum: you summed twice.",
     ),
     (
         lambda n: on_one(PENALTY, n * RATE),
-        "Error and penalty are in proportion, and the steps n times too long.",
+        "The ratio of error and penalty is right; the steps are n times too long.",
     ),
     (lambda n: on_one(PENALTY / n), "Now the penalty is n times too small."),
-    (lambda n: on_one(rows=B // n), "One device's rows made these weights. Who adds?"),
+    (lambda n: on_one(rows=B // n), "Only one device's rows: what adds?"),
 ]
 
 
 # %% tags=["hide-input"]
 def check_mend(train):
     meshes = [(2,), (4,), (8,)]
-    done = "Mended: on 2, 4 and 8 devices the weights are those of one."
+    done = "Fixed: on 2, 4 and 8 devices the weights equal one device's."
     return lesson.diagnose(train, meshes, lambda n: on_one(), MEND_HINTS, done)
 
 
@@ -791,23 +797,23 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The penalty is one invariant number, added to a varying one. So it becomes part of *every* device's
-# objective, and the sum over devices, which is right for the shares of the error, counts it n times. Add it
-# where there is one value, after the sum:
+# The penalty is an invariant number, added to a varying one. It thus becomes part of *every* device's
+# objective, and the sum over devices, which is right for the shares of the error, counts the penalty n
+# times. Add it after the sum, where there is one value:
 #
 # ```python
 # return psum(share(w_DF, x_bD, y_bF)) + PENALTY * jnp.sum(w_DF**2)
 # ```
 #
-# (Or divide it by n, the size of this mesh's axis.) The check was silent, as every type was right.
+# (Or divide it by n, the size of the mesh axis.) The check raised no error, because every type was right.
 #
-# The same happened to the balance loss of Qwen3-MoE's router in a widely used trainer. To make up for an
-# average over processes, it multiplied the whole loss by their number. The loss of the tokens needed that.
-# The balance loss did not, and its weight grew with every GPU ([transformers
-# 48690](https://github.com/huggingface/transformers/issues/48690)). Elsewhere somebody saw a balance loss
-# rise with the pipeline, 0.1005, 0.1007 and 0.1013 on 1, 2 and 4 stages, and put it down to precision
-# ([megablocks 85](https://github.com/databricks/megablocks/issues/85)). `model.loss` adds its balance loss
-# after the sums.
+# The balance loss of Qwen3-MoE's router had this bug in a widely used trainer. To undo an average over
+# processes, the trainer multiplied the whole loss by their number. That was right for the token loss, but
+# not for the balance loss, whose weight grew with every GPU ([transformers
+# 48690](https://github.com/huggingface/transformers/issues/48690)). Elsewhere a user saw the balance loss
+# rise with the number of pipeline stages, 0.1005, 0.1007 and 0.1013 on 1, 2 and 4 stages, and blamed
+# precision ([megablocks 85](https://github.com/databricks/megablocks/issues/85)). `model.loss` adds its
+# balance loss after the sums.
 # </details>
 
 
@@ -835,7 +841,7 @@ for right_one in (
     lambda n: grad(lambda w, *xy: share(w, *xy) + size(w) / n),
     lambda n: lambda w, *xy: grad(share)(w, *xy) + 2 * PENALTY * w,
 ):
-    assert check_mend(mended(right_one)).startswith("Mended")
+    assert check_mend(mended(right_one)).startswith("Fixed")
 same, none, half, shorter, longer, long, small, one_device = (h for _, h in MEND_HINTS)
 for wrong, hint in (
     (lambda n: grad(before), same),
@@ -857,26 +863,28 @@ for nothing in (lambda devices: ..., lambda devices: None, None):
 # %% [markdown]
 # ## In one table
 #
-# Counted are the numbers that a device sends, with (n - 1)/n taken as 1: W for all weights, or for all of
-# their gradient. In float32 a number has 4 bytes. Who holds what, the letters say.
+# The table counts the numbers that a device sends, with (n - 1)/n taken as 1. W is the number of weights,
+# which is also the size of their gradient. In float32 a number has 4 bytes. The letters say what each device
+# stores.
 #
 # | layout | forward | backward | numbers | PyTorch |
 # |---|---|---|---|---|
-# | `x_bD @ w_DF`, w whole on all | nothing | all-reduce of dw | 2 W | DDP |
+# | `x_bD @ w_DF`, all of w everywhere | nothing | all-reduce of dw | 2 W | DDP |
 # | `x_bD @ w_dF`, d rows each | all-gather of w | reduce-scatter of dw | W + W | `fully_shard` |
 # | `x_BD @ w_Df`, f columns each | nothing | all-reduce of dx | 2 of x | `ColwiseParallel` |
 # | `x_Bd @ w_dF`, then `psum` | all-reduce of y | nothing | 2 of y | `RowwiseParallel` |
 #
-# The all-reduce of dw is needed once a step, and may travel while earlier layers' gradients are worked out;
-# that of dx is on the critical path. When: the sum of dw can hide behind the backward pass from some 1,800
-# tokens a device and step on v4 (2x2x2), 1,900 on a node of 8 H100, 2,300 on two; with fewer, accumulate.
+# The all-reduce of dw is needed once per step and can overlap with the backward pass of earlier layers. The
+# all-reduce of dx is on the critical path. The all-reduce of dw fits behind the backward pass from about
+# 1,800 tokens per device and step on v4 (2x2x2), 1,900 on a node of 8 H100, and 2,300 on two nodes. With
+# fewer tokens, accumulate.
 #
 # ## Three lines to keep
 #
-# 1. Using a shared value is paid back as a sum: `pcast` and `psum` are each other's way back, as `all_gather`
-#    and `psum_scatter` are, for the same bytes.
-# 2. Before you sum a gradient, ask its type how many values there are; an invariant one has been summed.
-# 3. DDP averages means, we add shares; whatever is one value for all is added after the sum.
+# 1. Using a shared value costs a sum in the backward pass: `pcast` and `psum` are each other's backward
+#    pass, as are `all_gather` and `psum_scatter`, with the same bytes.
+# 2. Before you sum a gradient, check its type: an invariant gradient has been summed.
+# 3. DDP averages means; here we add shares. Add a term that all devices share after the sum.
 #
 # **Sources.** JAX: [Manual parallelism with
 # shard_map](https://docs.jax.dev/en/latest/notebooks/shard_map.html); [Efficient transposition of
