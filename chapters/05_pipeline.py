@@ -1,16 +1,16 @@
 # %% [markdown]
-# # 05 · Pipelines
+# # 05 · Pipeline parallelism
 #
-# **Question.** A model's layers are cut into four groups, a device for each. A group needs what the group
-# before it made. How do all four devices work at once, and how much waiting is left?
+# **Question.** A model's layers are split into four stages, one device for each. A stage needs the output of
+# the stage before it. How do all four devices work at the same time, and how much idle time is left?
 #
-# **Why it hurts not to know.** Cut without more ado, four devices are as fast as one. And a pipeline calls
-# its backward passes itself, where otherwise `jax.grad` would: the program at the end of this page prints
-# the right loss, trains, and its gradient is wrong.
+# **Why it hurts not to know.** Done naively, four devices are as fast as one. And a pipeline calls its
+# backward passes itself, where otherwise `jax.grad` would. The program at the end of this page prints the
+# right loss and trains, but its gradient is wrong.
 #
 # *Before this:* 01 and 02 (`shard_map`, collectives, gradients), 03, 04. *Mesh:* `stage=4`, then
-# `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores; reading takes 35 minutes, and the exercises
-# an hour.
+# `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores. *Reading takes* 35 minutes, and the
+# exercises an hour.
 
 # %%
 from devices import simulate_devices
@@ -31,12 +31,12 @@ from sharding import STAGE
 blue = "#4c78a8"  # on this page: forward passes
 
 # %% [markdown]
-# ## One at a time
+# ## One stage at a time
 #
-# Four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width D to
-# send through them. So there are n = 4 stages, and as many layers, L in the names of arrays (l: this device's
-# one). The rows come in Z = 8 parts of N = 4 rows, for a reason that will follow. This is the head of a
-# program for an empty file; its other two cells stand under "1F1B by hand".
+# Take four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width
+# D. There are n = 4 stages and as many layers (L in the names of arrays; l is this device's one layer). The
+# rows come in Z = 8 groups of N = 4 rows, for a reason that follows. This cell starts a program that you can
+# paste into an empty file; its other two cells are under "1F1B by hand".
 
 # %% tags=["by-hand"]
 import os
@@ -61,18 +61,18 @@ pass_on = lambda x, back=0: jax.lax.ppermute(x, "stage", RING[back])
 varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by stage
 
 # %% [markdown]
-# Stage 0 works on all 32 rows and passes them on, then stage 1 works, then 2, then 3. The result is right,
-# and three of four devices wait, always. This is as slow as one device.
+# Stage 0 processes all 32 rows and passes them on, then stage 1 does, then 2, then 3. The result is right,
+# but three of the four devices are always idle. This is as slow as one device.
 #
 # ## Microbatches
 #
-# Rows do not need each other. So let a stage begin its second *microbatch*, the next N rows, while its
-# neighbour works on the first. One program runs on all devices, in *ticks*: in tick t, stage s works on
-# microbatch t - s. Then all pass on what they made, each to the next along `stage`, by one `ppermute`, and
-# the last stage adds the microbatch to the loss. Who has no microbatch in a tick computes all the same, on
-# zeros or on the last one again, because a collective needs all its partners. Nobody counts the result, but
-# it has to be finite: the way back multiplies it by 0. And what a scan carries keeps its type, so it begins
-# `varying` along every axis that what is put into it varies along.
+# Rows do not depend on each other. So let a stage start its second *microbatch*, the next N rows, while its
+# neighbor works on the first. One program runs on all devices, in *ticks*: in tick t, stage s processes
+# microbatch t - s. Then every stage sends its output to the next along `stage`, with one `ppermute`, and the
+# last stage adds the microbatch to the loss. A stage without a microbatch computes anyway, on zeros or on
+# the last microbatch again, because all devices must take part in a collective. Its result is not used, but
+# it has to be finite, because the backward pass multiplies it by 0. And the carry of a scan must keep its
+# type, so it starts as `varying` along every axis along which its later values vary.
 #
 # > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
 
@@ -104,7 +104,7 @@ batch = x_ZND, y_ZND
 forward = on_stages(gpipe, P())
 found = lesson.compiled(forward, four, w_LDD, *batch)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
-lesson.predicted("messages of a device, one a tick", my_prediction, int(message.count))
+lesson.predicted("messages, one per tick", my_prediction, int(message.count))
 through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 one_device = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))
 pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
@@ -125,27 +125,28 @@ for ax, many in zip(axes, (1, Z), strict=True):
     ax.set(yticks=range(n), ylabel="stage", title=title)
     ax.invert_yaxis()
 axes[1].set(xlabel=f"time, in passes of {N} rows through a stage")
-title = "In parts, the same rows take a third of the time"
+title = "In microbatches, the same rows take a third of the time"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# The picture takes 4 rows to need an eighth of the time of 32, which holds until a microbatch is too small to
-# fill a device. The last microbatch enters in tick Z - 1, and n - 1 more stages follow. Each stage works in Z
-# of these Z + n - 1 ticks, so the share in which it waits, the *bubble*, is (n - 1)/(Z + n - 1): here 3/11,
-# or 27%. With Z = 4n it falls below a fifth; the authors of [GPipe](https://arxiv.org/abs/1811.06965) found
-# it negligible from there on.
+# The picture assumes that 4 rows take an eighth of the time of 32. That is true until a microbatch is too
+# small to use the whole device. The last microbatch enters in tick Z - 1, and n - 1 more stages follow. Each
+# stage works in Z of these Z + n - 1 ticks, so its share of idle time, the *bubble*, is (n - 1)/(Z + n - 1):
+# here 3/11, or 27%. With Z = 4n it is below a fifth; the authors of
+# [GPipe](https://arxiv.org/abs/1811.06965) found it negligible from there on.
 #
-# ## What has to be kept
+# ## What has to be saved
 #
-# `jax.grad` of the loop runs its ticks backward, after all forward passes: that is GPipe. What a backward
-# pass needs of its forward pass lies in memory until then, for all Z microbatches. Other orders need less
-# memory or less time. A *schedule* is no more than such an order, for each stage: F3 is the forward pass of
-# microbatch 3, B3 its backward pass. Every stage runs its list from left to right, and an entry waits until
-# its input has come.
+# `jax.grad` of this loop runs the ticks in reverse, after all forward passes: that is GPipe. The activations
+# that a backward pass needs stay in memory until then, for all Z microbatches. Other orders need less memory
+# or less time. A *schedule* is such an order, one for each stage: F3 is the forward pass of microbatch 3, B3
+# its backward pass. Every stage runs its list from left to right, and each entry waits until its input has
+# arrived.
 #
-# A backward pass makes two gradients, each about as much work as the forward pass: that of the inputs, for
-# which the stage before waits, and that of the weights, for which nobody waits. So F takes 1 unit, and B
-# takes 2. `pipeline.schedules` has four published schedules, and `simulate` plays them:
+# A backward pass computes two gradients, and each takes about as long as the forward pass: the gradient of
+# the inputs, for which the previous stage waits, and the gradient of the weights, for which nothing waits.
+# So F takes 1 unit, and B takes 2. `pipeline.schedules` has four published schedules, and `simulate` runs
+# them:
 
 # %%
 names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks of a stage
@@ -155,13 +156,13 @@ for name in ("gpipe", "1f1b"):
     print(f"{name}, stage 2: ", *published[name].orders[2])
 for name, one in alone.items():
     keeps = [kept / names[name] for kept in one.live]
-    print(f"{name:11} {one.makespan:4g} units, idle {one.bubble:.0%}, keeps {keeps}")
+    print(f"{name:11} {one.makespan:4g} units, idle {one.bubble:.0%}, saves {keeps}")
 assert [one.makespan for one in alone.values()] == [33, 33, 28.5, 27]
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four timelines: GPipe and 1F1B end at 33, interleaved at 28.5, zero-bubble at 27."}}
 SAYS = {
     "gpipe": "GPipe, all forward passes first",
-    "1f1b": "1F1B waits as long, keeps less",
+    "1f1b": "1F1B idles as long, saves less",
     "interleaved": "Interleaved (light: second chunk)",
     "zb": "Zero-bubble, weight gradients fill gaps",
 }
@@ -173,32 +174,32 @@ for ax, (name, says) in zip(axes, SAYS.items(), strict=True):
     ax.set(title=f"{says}: {units:g} units", xlabel="", xlim=(0, 33))
 axes[-1].set(xlabel="time, in forward passes of a stage")
 handles, _ = axes[-1].get_legend_handles_labels()
-labels = ["forward", "backward", "weights, where apart"]
+labels = ["forward", "backward", "weight gradient"]
 legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 
 # %% [markdown]
-# All do 24 units of work a stage. What is beyond is waiting, and can be derived:
+# Each stage does 24 units of work in all of them. The rest is idle time, which you can derive:
 #
 # - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes, and the last
-#   gradient comes back over n - 1 backward passes: (n - 1)(1 + 2) = 9. 1F1B, which after a few forward passes
-#   does one forward and one backward in turn, is *not* faster. It keeps 4, 3, 2 and 1 microbatches, for any
-#   Z.
+#   gradient comes back over n - 1 backward passes: (n - 1)(1 + 2) = 9. 1F1B, which alternates one forward
+#   and one backward pass after a few forward passes, is *not* faster. But its stages save only 4, 3, 2 and 1
+#   microbatches, for any Z.
 # - **Interleaved.** Each stage has v thin *chunks* of layers: with v = 2, stage 0 of 4 has the first and the
-#   fifth eighth, and a microbatch goes around v times. The first passes are v times shorter: 9/v. The price
-#   is v times the messages, and more is kept.
-# - **Zero-bubble.** A stage sends the gradient of the inputs back first, and makes that of the weights where
-#   it would be idle. The way back takes 1 and not 2, and a weight gradient fills a gap: (n - 1)(1 + 1 - 1) =
-#   3.
+#   fifth eighth of the layers, and a microbatch travels through the stages v times. The first passes are v
+#   times shorter: 9/v. The price is v times the messages, and more saved activations.
+# - **Zero-bubble.** A stage sends the gradient of its inputs back first, and computes the gradient of its
+#   weights when it would be idle. A backward pass then delays the next stage by 1 unit instead of 2, and a
+#   weight gradient fills a gap: (n - 1)(1 + 1 - 1) = 3.
 #
-# ## One program: everyone waits for everyone
+# ## One program: all stages run in lock-step
 #
-# The published schedules assume a program for each stage, which sends and goes on. JAX compiles *one* program
-# for all devices, and there each tick ends with the messages that all take part in: nobody begins the next
-# one before its neighbours' messages are there. In a tick a stage does at most one F, then one B. What it
-# sends is there in the next tick. GPipe does not mind: 33 as before.
+# The published schedules assume a separate program for each stage, which sends its output and continues. JAX
+# compiles *one* program for all devices. There each tick ends with messages in which all devices take part,
+# so no stage starts the next tick before its neighbors' messages have arrived. In a tick a stage does at
+# most one F, then one B. What it sends can be used in the next tick. GPipe does not mind: 33 as before.
 #
-# > **Predict.** How many units does 1F1B take in this lock-step? (33 without. Stage 0 keeps four microbatches
-# > here: in which tick is the first of them back, so that a fifth can begin?)
+# > **Predict.** How many units does 1F1B take in lock-step? (33 without. Stage 0 holds four microbatches
+# > here. In which tick is the first of them back, so that a fifth can start?)
 
 # %%
 my_prediction = None  # units
@@ -211,36 +212,36 @@ print("in lock-step:", in_step)
 assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 
 # %% [markdown]
-# A column is a tick. F0 is in tick 0. Its message needs 3 ticks to the last stage, and its gradient 3 ticks
-# back: B0 is in tick 6. Until then stage 0, as published, may have 4 microbatches under way, so F4 waits
-# until tick 7. So 4 microbatches pass in 7 ticks. A tick lasts as long as its busiest stage, and in each of
-# these some stage does both F and B: 3 units. Zero-bubble loses as much. The interleaved schedule loses
-# nothing: 28.5 in lock-step too.
+# A column is a tick. F0 is in tick 0. Its output needs 3 ticks to reach the last stage, and its gradient 3
+# ticks back: B0 is in tick 6. Until then the published schedule allows stage 0 only 4 microbatches in
+# flight, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. A tick lasts as long as its busiest
+# stage, and in each of these ticks some stage does both F and B: 3 units. Zero-bubble loses as much. The
+# interleaved schedule loses nothing: it takes 28.5 in lock-step too.
 #
-# The remedy follows: for a microbatch in every tick, 7 have to be under way. Let stage s do F of microbatch m
-# in tick m + s, as before, and B of it as soon as its gradient can be there, in tick m + 2(n - 1) - s:
+# The remedy: to process a microbatch in every tick, 7 have to be in flight. Let stage s do F of microbatch m
+# in tick m + s, as before, and B of it as soon as its gradient can arrive, in tick m + 2(n - 1) - s:
 
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
 print(draw.text(ahead["1f1b"]), "\n")
 for name, sched in ahead.items():
     units, keeps = schedules.lock_step(sched, 1, 1, 1), schedules.live(sched)
-    print(f"{name:11} {units:4g} units, keeps {[kept / names[name] for kept in keeps]}")
+    print(f"{name:11} {units:4g} units, saves {[kept / names[name] for kept in keeps]}")
 assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
 # %% [markdown]
-# 1F1B is as fast as GPipe again, and keeps 7 microbatches instead of 4, for any Z. (`lead=2`: each stage is
-# twice as far ahead of the next as published.) Zero-bubble saves 3 units in lock-step, where alone it saves
-# 6: it fills the gaps of some stages, and a tick lasts as long as that of the stage that does most.
-# Megatron-LM and PyTorch run a program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so
-# for JAX. They do not wait in lock-step, and pay with a scheduler on the hosts.
+# 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. (`lead=2`: each stage
+# is twice as far ahead of the next as in the published schedule.) Zero-bubble saves 3 units in lock-step
+# instead of 6. It fills the gaps of some stages, but a tick lasts as long as its busiest stage. Megatron-LM
+# and PyTorch run a program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for JAX.
+# They avoid lock-step, and need a scheduler on the hosts.
 #
 # ## 1F1B by hand
 #
-# The two formulas are all of the schedule. A microbatch is kept from its F to its B, less than 2n - 1 ticks,
-# so slot m mod (2n - 1) of a buffer is its place. `jax.vjp` computes the stage again from the kept input, and
-# gives the backward pass. On the last stage F and B of a microbatch are in the same tick, and its gradient
-# begins with the loss:
+# The two formulas are the whole schedule. A microbatch is saved from its F to its B, less than 2n - 1 ticks,
+# so it uses slot m mod (2n - 1) of a buffer. `jax.vjp` recomputes the stage from the saved input, and
+# returns the backward pass. On the last stage, F and B of a microbatch are in the same tick, and its
+# gradient starts with the loss:
 
 
 # %% tags=["by-hand"]
@@ -249,7 +250,7 @@ def one_f_one_b(w_lDD, x_ZND, y_ZND):
 
     def tick(carry, t):
         inbox_ND, back_ND, kept, loss, dw_DD = carry
-        f, b = t - s, t - 2 * last + s  # microbatches to go forward, and back
+        f, b = t - s, t - 2 * last + s  # microbatches that go forward and backward
         x_ND = jnp.where(s == 0, x_ZND[jnp.clip(f, 0, Z - 1)], inbox_ND)
         kept = kept.at[f % slots].set(x_ND)
         out_ND, pull = jax.vjp(layer, w_lDD[0], kept[b % slots])
@@ -277,7 +278,7 @@ for mine, one_device in zip(step(w_LDD, x_ZND, y_ZND), right, strict=True):
 print("loss and gradient are those of one device")
 
 # %% [markdown]
-# What is kept can be asked of the compiler. With 8 and with 32 microbatches of the same size:
+# The compiler reports how much memory is used. With 8 and with 32 microbatches of the same size:
 
 # %%
 gpipe_step = jax.jit(jax.grad(forward))
@@ -292,15 +293,16 @@ for many in (8, 32):
 Z = 8
 
 # %% [markdown]
-# A microbatch's rows are 384 bytes. GPipe's loop keeps about four such arrays for each microbatch, 1F1B seven
-# slots for all.
+# The rows of a microbatch have 384 bytes. GPipe's loop saves about four such arrays for each microbatch;
+# 1F1B has seven slots, however many there are.
 #
 # ## In the model
 #
-# The trainer runs these tables with whole layers in place of `layer`, and with the other axes inside of a
-# stage (`work.schedule`, `work.microbatches`). The claim is that of every chapter: the mesh changes where,
-# not what. A dense model of 4 layers on three axes, 2 stages of 2 layers, each weight in 2 slices, each
-# product cut in 2, and a batch in which 30% of the targets do not count:
+# The trainer runs these schedules with whole layers instead of `layer`, and with the other mesh axes inside
+# each stage (`work.schedule`, `work.microbatches`). The claim is that of every chapter: the mesh changes
+# where the model is computed, not what. Here is a dense model of 4 layers on three axes: 2 stages of 2
+# layers, each weight in 2 shards, each matmul split in 2, and a batch in which 30% of the targets do not
+# count:
 
 # %% tags=["hide-input"]
 import model
@@ -323,7 +325,7 @@ def batch_of(cfg):
     numbers = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
     real = np.float32(rng.random(shape) < 0.7)  # 1 where a target counts
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    segments = np.ones(shape, np.int32)  # one document a row
+    segments = np.ones(shape, np.int32)  # one document per row
     return {"tokens_BT": numbers(), "targets_BT": numbers(), "weights_BT": real,
             "positions_BT": positions, "segments_BT": segments}  # fmt: skip
 
@@ -336,7 +338,7 @@ drawn = jax.tree.map(draw_one, declared)
 
 
 def compile_step(cfg):
-    """The compiled step, and the arrays it takes, laid on its mesh."""
+    """The compiled step and its arguments, sharded over its mesh."""
     mesh = sharding.make_mesh(cfg.mesh)
     where = jax.tree.map(lambda d: jax.NamedSharding(mesh, d.spec), declared)
     args = jax.device_put(drawn, where), sharding.put(batch_of(cfg), mesh), 0
@@ -359,33 +361,35 @@ program, args = compile_step(settings())
 LOSS, _, GRADS = jax.tree.map(np.asarray, program(*args))
 cfg = settings("stage=2,fsdp=2,tensor=2", "1f1b", 4)
 text = compare(cfg).as_text()
-shares = compiled.shares(cfg, text)  # a branch counts as often as it has work
+shares = compiled.shares(cfg, text)  # a branch counts as often as it runs
 found = lesson.ledger.read(text, sharding.make_mesh(cfg.mesh), shares)
 for axis in ("fsdp", "tensor", "stage"):
     one = found.by("axes")[axis]
     print(f"{axis:6} {one.count:3.0f} collectives send {one.wire_bytes:7,.0f} bytes")
 
 # %% [markdown]
-# Along `tensor` and `fsdp` every layer sends, and each microbatch gathers the weights anew. Along `stage`
-# there are 2 messages in each of 6 ticks, however many layers a stage has. The rest of its bytes is the work
-# on the loss, which all stages share (otherwise all would wait for the last one, which alone would make the
-# logits), and the gradients of the two vocabulary tables.
+# Every layer communicates along `tensor` and `fsdp`, and each microbatch gathers the weights again. Along
+# `stage` there are 2 messages in each of 6 ticks, however many layers a stage has. The rest of its bytes are
+# for the loss and for the gradients of the two vocabulary tables. All stages share the work on the loss;
+# otherwise they would wait for the last stage, which alone would compute the logits.
 #
 # ## When it pays
 #
-# A stage's messages are small and seldom, so it belongs on the slowest wire. Let two groups of g devices be
-# joined by one; P the parameters, N now the tokens of a step, D the width. What does a device send over it?
+# A stage's messages are small and rare, so it belongs on the slowest network. Let one slow network connect
+# two groups of g devices. P is the number of parameters, N is now the number of tokens per step, and D is
+# the width. What does a device send over the slow network?
 #
-# - `data=2`: its slice of the gradients is summed with its twin's, in float32: 4P/g bytes (an all-reduce of
-#   two sends 2 · 1/2 of the array).
-# - `stage=2`: a vector of width D for each of N/g tokens, forward, and as much back. In lock-step every
-#   device sends both ways in every tick, zeros too. In bfloat16: 4 N D/g bytes. Both stages share the work on
-#   logits and loss, so the last one hands half of its outputs over, and their gradients come back: 2 N D/g
-#   more.
+# - `data=2`: it all-reduces its shard of the gradients with the other group's, in float32: 4P/g bytes (an
+#   all-reduce of two devices sends 2 · 1/2 of the array).
+# - `stage=2`: a vector of width D for each of N/g tokens forward, and as much backward. In lock-step every
+#   device sends in both directions in every tick, even zeros. In bfloat16: 4 N D/g bytes. Both stages share
+#   the work on logits and loss, so the last one sends half of its outputs over, and their gradients come
+#   back: 2 N D/g more.
 #
-# So a pipeline sends less while **6 N D < 4 P**, and then it still has a bubble to pay: the time of n - 1
+# So a pipeline sends less as long as **6 N D < 4 P**, but it also has a bubble: the time of n - 1
 # microbatches. The planner counts all of it, here for Llama 3 8B on two nodes of 8 H100s with a slow network
-# between them, 100 Gbit/s, which the 8 share. Each device takes one sequence of 8,192 tokens at a time.
+# between them, 100 Gbit/s, which the 8 GPUs share. Each device processes one sequence of 8,192 tokens at a
+# time.
 
 # %% tags=["hide-input"]
 slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -409,7 +413,7 @@ def show(one):
 
 # %%
 for batch in (32, 128):
-    print(f"{batch * 8192:,} tokens a step")
+    print(f"{batch * 8192:,} tokens per step")
     show(planned("data=2,fsdp=8", batch))
     show(planned("stage=2,fsdp=8", batch))
 plan = planned("stage=2,fsdp=8")
@@ -424,7 +428,7 @@ print(f"4 P/g takes {4 * P_ / g / wire:.2f} s; of it go {bubble:.2f} s for the b
 print(f"{tables:.2f} for tables, {ends:.2f} for the ends:", end=" ")
 print(f"equal at {by_hand / 1e6:.2f} million tokens")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds a token against tokens a step: stage=2 is faster at left, data=2 at right."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per token against tokens per step: stage=2 is faster at left, data=2 at right."}}
 figure, axes = plt.subplots(figsize=(5, 3.8))
 sizes = np.array([16, 32, 48, 64, 80, 96, 128, 160, 192, 256])
 millions, seconds = sizes * 8192 / 1e6, {}
@@ -436,18 +440,18 @@ for axis in ("data", "stage"):
 gap = seconds["stage"] - seconds["data"]
 equal = np.interp(0, gap, millions)
 print(f"equal at {equal:.2f} million tokens by the planner")
-assert abs(by_hand / 1e6 / equal - 1) < 0.05, "rule and planner part"
+assert abs(by_hand / 1e6 / equal - 1) < 0.05, "formula and planner disagree"
 axes.axvline(by_hand / 1e6, color=lesson.NEUTRAL, linewidth=0.8)
 axes.text(by_hand / 1e6 - 0.02, 1, "by hand", ha="right", color=lesson.NEUTRAL)
-axes.set(xlabel="tokens a step, millions", ylabel="seconds a million tokens", ylim=0)
-axes.set(title="Over a slow wire, a pipeline wins while the batch is small")
+axes.set(xlabel="tokens per step, millions", ylabel="s per million tokens", ylim=0)
+axes.set(title="Over a slow network, a pipeline wins while the batch is small")
 legend = axes.legend(loc="upper center")
 
 # %% [markdown]
-# Line and curves agree. (Nothing is hidden behind products here: the planner knows what a TPU's compiler
-# hides, and no GPU's. Hiding would help `data` more, whose one sum can run beside the backward pass.) All
-# this is the slow wire's. Now with 400 Gbit/s for each GPU, the planner's default for H100, and inside of one
-# node:
+# Formula and curves agree. (No communication overlaps with compute here: the planner knows what a TPU's
+# compiler overlaps, but not what a GPU's does. Overlap would help `data` more, whose one all-reduce can run
+# during the backward pass.) All this is for the slow network. Now 400 Gbit/s for each GPU, the planner's
+# default for H100, and then one node alone:
 
 # %%
 for on, splits in {
@@ -459,32 +463,33 @@ for on, splits in {
         show(planned(split, on=on))
 
 # %% [markdown]
-# Practice has two reasons for stages:
+# There are two practical reasons for stages:
 #
-# - **A batch too small for more `fsdp`**, over a slow wire: 6 N D well below 4 P. (Measured with nodes of 8
-#   GPUs in the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook): from one
-#   node to two, a pipeline of few microbatches lost 14% of its speed, tensor parallelism about 43%.) Between
-#   TPU slices only `data` may lie: `sharding.make_mesh` refuses any other axis there.
-# - **Sparse models.** All of their parameters would be gathered for few FLOPs a token (chapter 03), and
-#   stages leave them where they are: DeepSeek-V3 has 16 stages
+# - **A batch too small for more `fsdp`** over a slow network: 6 N D well below 4 P. (Measured with nodes of
+#   8 GPUs in the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook): from
+#   one node to two, a pipeline with few microbatches lost 14% of its speed, tensor parallelism about 43%.)
+#   Between TPU slices only `data` is allowed: `sharding.make_mesh` refuses any other axis there.
+# - **Sparse models.** All of their parameters would be gathered for few FLOPs per token (chapter 03), but
+#   stages leave them in place: DeepSeek-V3 has 16 stages
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
-# Not for memory alone: `fsdp` slices parameters, gradients and optimizer as finely. Not with few
-# microbatches: with Z = n = 4 the bubble is 3/7 of the time. (A microbatch's message here is 67 MB, far from
-# where latency decides, chapter 01.)
+# Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state as finely. And use
+# enough microbatches: with Z = n = 4 the bubble is 3/7 of the time. (A microbatch's message here is 67 MB,
+# far above the size where latency decides, chapter 01.)
 #
-# What simulated devices cannot show: time. They share this machine's cores, so while one waits another works.
-# Bubbles here are arithmetic on tables; ticks, messages, bytes and memory are the compiler's.
+# Simulated devices cannot show time. They share this machine's cores, so while one is idle another works.
+# Bubbles here are computed from schedules; ticks, messages, bytes and memory come from the compiled program.
 
 # %% [markdown]
 # ## Exercise 1: the missing stage
 #
-# 1F1B as published, 4 stages and 6 microbatches; the order of stage 1 is lost. Write it down.
+# This is the published 1F1B with 4 stages and 6 microbatches, but the order of stage 1 is missing. Write it
+# down.
 
 
 # %% tags=["hide-input"]
 def outcome(order, n=4, Z=6):
-    """Makespan, and what stage 1 keeps, if it does its operations in this order."""
+    """Makespan, and what stage 1 saves, if it runs its operations in this order."""
     published = schedules.one_f_one_b(n, Z)
     ops = tuple(schedules.Op(word[0], int(word[1:])) for word in order)
     orders = (published.orders[0], ops, *published.orders[2:])
@@ -498,12 +503,12 @@ order_of = lambda s: " ".join(map(str, schedules.one_f_one_b(4, 6).orders[s]))
 
 # %% tags=["hide-input"]
 def deadlock(words):
-    """Why an order cannot be done."""
+    """Why an order cannot run."""
     first = next(n for n, word in enumerate(words) if word[0] == "B")
     if first == 1:
-        return "Deadlock: B0 waits for stage 2, which wants F1 before it sends any."
+        return "Deadlock: B0 waits for stage 2, which needs F1 before it sends any."
     if first > 4:
-        return "Deadlock: F4 waits for stage 0, which wants B0 before it sends F4."
+        return "Deadlock: F4 waits for stage 0, which needs B0 before it sends F4."
     return "Deadlock: gradients come as B0, B1, B2, .., forward passes as F0, F1, .."
 
 
@@ -514,22 +519,22 @@ def check_stage(answer):
         return lesson.NOTHING
     words = text.upper().replace(",", " ").split()
     if sorted(words) != sorted(order_of(1).split()):
-        return "Each of F0 to F5 and B0 to B5 once, apart from each other."
+        return "Write each of F0 to F5 and B0 to B5 once, separated by spaces."
     try:
         time, keeps = outcome(words)
     except ValueError:
         return deadlock(words)
     if (time, keeps) == (27, 3):
-        return "Right: 27 units of time, and 3 kept."
-    said = f"{time:g} units of time, and {keeps} kept. "
+        return "Right: 27 units of time, and 3 saved."
+    said = f"{time:g} units of time, and {keeps} saved. "
     if keeps > 3:
-        return said + "Each F comes later than you want it. Whose order is this?"
-    return said + "Late. What fits in while a gradient is on its way?"
+        return said + "Each F starts later than it could. Which stage's order is this?"
+    return said + "Late. What fits in while a gradient is in flight?"
 
 
 # %%
 def stage_1():
-    return ...  # such as "F0 B0 F1 B1 .."
+    return ...  # for example "F0 B0 F1 B1 .."
 
 
 print(check_stage(stage_1))
@@ -537,33 +542,33 @@ print(check_stage(stage_1))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow, so two more forward passes begin before B0 is
-# there: n - 1 - s of them. Then one forward, one backward in turn. An order that cannot work stops in
-# `check`: a deadlock, found before any device hangs.
+# `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow, so n - 1 - s = 2 more forward passes start
+# before B0 arrives. Then forward and backward passes alternate. An order that cannot work fails in `check`:
+# it is a deadlock, found before any device hangs.
 # </details>
 
 # %% tags=["remove-cell"]
 said = lambda answer: check_stage(lambda: answer)
 assert said("F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5").startswith("Right: 27 units")
-assert said(order_of(0)).startswith("30 units") and "Whose order" in said(order_of(0))
+assert said(order_of(0)).startswith("30 units") and "Which stage's" in said(order_of(0))
 assert said(order_of(2)).startswith("39 units") and "Late" in said(order_of(2))
 assert "F1 before" in said(order_of(3))
-assert "wants B0" in said("F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5")
-assert "wants B0" in said("F0 F1 F2 F3 F4 F5 B5 B4 B3 B2 B1 B0")
+assert "needs B0" in said("F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5")
+assert "needs B0" in said("F0 F1 F2 F3 F4 F5 B5 B4 B3 B2 B1 B0")
 assert "gradients come" in said("F0 F1 F2 B2 F3 B1 F4 B0 F5 B3 B4 B5")
 assert "gradients come" in said("B0 F0 F1 F2 B1 F3 B2 F4 B3 F5 B4 B5")
 assert said("F0 F1 F2 B0 B1 F3 F4 B2 B3 F5 B4 B5").startswith("33 units")
 assert said("f0, f1, f2, b0, f3, b1, f4, b2, f5, b3, b4, b5").startswith("Right")
 for odd in ("F0 F1 B0", "huh", "F0,F1", "f0 f1", order_of(1) + " B5"):
-    assert "Each of F0" in said(odd)
+    assert "each of F0" in said(odd)
 for nothing in (..., None, "", ["F0"]):
     assert said(nothing) == lesson.NOTHING
 
 # %% [markdown]
 # ## Exercise 2: how many slots
 #
-# In 1F1B by hand, how many microbatches does stage s keep at most, with n stages and Z microbatches? The
-# buffer has 2n - 1 slots on all stages. Which way has a microbatch of stage s to go?
+# In 1F1B by hand, how many microbatches does stage s save at most, with n stages and Z microbatches? The
+# buffer has 2n - 1 slots on all stages. How long is the path of a microbatch from stage s and back?
 
 
 # %% tags=["hide-input"]
@@ -571,15 +576,15 @@ def check_kept(answer):
     cases = [(4, 8, 0), (4, 8, 2), (8, 3, 1), (2, 16, 0), (8, 64, 3), (4, 8, 3)]
     right = lambda n, Z, s: schedules.live(schedules.one_f_one_b(n, Z, lead=2))[s]
     hints = {
-        lambda n, s: n - s: "As published. In lock-step, how far is a gradient?",
+        lambda n, s: n - s: "As published. In lock-step, how far away is a gradient?",
         lambda n, s: 2 * (n - 1 - s): "Too few. And the last stage?",
         lambda n, s: 2 * (n - s): "Too many. In a tick, is F or B first?",
-        lambda n, s: 2 * n - 1: "So many slots all have. Which are used?",
-        lambda n, s: 2 * n - 1 - s: "The way begins at stage s. Where does it end?",
+        lambda n, s: 2 * n - 1: "Every stage has that many slots. Which are used?",
+        lambda n, s: 2 * n - 1 - s: "The path begins at stage s. Where does it end?",
     }
     mistakes = [
-        (lambda n, Z, s: Z, "That is GPipe's. When is the first of them read?"),
-        (lambda n, Z, s: 2 * (n - 1 - s) + 1, "Right for long batches. And Z = 3?"),
+        (lambda n, Z, s: Z, "That is GPipe's number. When is the first one read?"),
+        (lambda n, Z, s: 2 * (n - 1 - s) + 1, "Right for large Z. And for Z = 3?"),
         *((lambda n, Z, s, f=f: f(n, s), hint) for f, hint in hints.items()),
         *((lambda n, Z, s, f=f: min(f(n, s), Z), hint) for f, hint in hints.items()),
     ]
@@ -596,9 +601,9 @@ print(check_kept(kept))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return min(2 * (n - 1 - s) + 1, Z)`. What stage s sends needs n - 1 - s ticks to the last stage, is turned
-# into a gradient in that tick, and needs as many ticks back. In each of these the stage begins one more
-# microbatch, and there is the first one itself.
+# `return min(2 * (n - 1 - s) + 1, Z)`. What stage s sends needs n - 1 - s ticks to reach the last stage,
+# becomes a gradient in that tick, and needs as many ticks back. In each of these ticks the stage starts one
+# more microbatch, and there is the first one itself.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -606,7 +611,7 @@ counted = check_kept(lambda n, Z, s: min(2 * (n - 1 - s) + 1, Z))
 assert counted == "Right in all six cases."
 assert "GPipe" in check_kept(lambda n, Z, s: Z)
 assert "published" in check_kept(lambda n, Z, s: min(n - s, Z))
-assert "long batches" in check_kept(lambda n, Z, s: 2 * (n - 1 - s) + 1)
+assert "large Z" in check_kept(lambda n, Z, s: 2 * (n - 1 - s) + 1)
 assert "Too few" in check_kept(lambda n, Z, s: min(2 * (n - 1 - s), Z))
 assert "Too many" in check_kept(lambda n, Z, s: min(2 * (n - s), Z))
 assert "Which are used" in check_kept(lambda n, Z, s: min(2 * n - 1, Z))
@@ -619,27 +624,28 @@ assert "Not yet" in check_kept(lambda n, Z, s: 5)
 assert "Nothing" in check_kept(lambda n, Z, s: ...)
 
 # %% [markdown]
-# ## Exercise 3: design it
+# ## Exercise 3: choose a layout
 #
-# The two nodes above with the slow wire, Llama 3 8B, 262,144 tokens a step. Both layouts of the planner's
-# first lines are too slow: find one with a step of at most 2.45 s, in 40 GiB of each GPU. To choose: the mesh
-# (16 devices), the schedule (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or
-# `step`). Count what Z is: how many sequences are there for each group of devices that share one?
+# Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. Both layouts of
+# the planner's first lines are too slow. Find one with a step of at most 2.45 s that needs at most 40 GiB on
+# each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`, `1f1b` or `zb`), and how often
+# weights are gathered (`layer` or `step`). Work out Z: how many sequences does each group of devices that
+# share one sequence get?
 
 
 # %% tags=["hide-input"]
 TOO_SLOW = {
-    "compute": "Products take {compute:.2f} s, 1.10 without zb: each half recomputes.",
+    "compute": "Matmuls take {compute:.2f} s, 1.10 without zb: each half recomputes.",
     "data": "Gradients take {data:.2f} s between the nodes. What else could go there?",
-    "fsdp": "Gathered weights take {fsdp:.2f} s. Over which wire, and how often?",
+    "fsdp": "Gathering weights takes {fsdp:.2f} s. Over which link, and how often?",
     "tensor": "Activations take {tensor:.2f} s along tensor. Is that axis too long?",
-    "stage": "Messages of stages take {stage:.2f} s. How many stages need that wire?",
-    "bubble": "Bubble {bubble:.2f} s. What makes Z larger?",
+    "stage": "Stage messages take {stage:.2f} s. How many stages need that network?",
+    "bubble": "The bubble takes {bubble:.2f} s. What makes Z larger?",
 }
 
 
 def why_slow(one):
-    """The part that takes most more than in a step that is fast enough."""
+    """The part that exceeds that of a fast enough step the most."""
     s, fast = one.seconds(), planned(**FAST).seconds()
     more = {part: s.get(part, 0) - fast.get(part, 0) for part in TOO_SLOW}
     return TOO_SLOW[max(more, key=more.get)].format(**s)
@@ -664,7 +670,7 @@ def check_design(answer):
     if one.peak_bytes > 40 * 2**30:
         part = max(one.memory_bytes, key=one.memory_bytes.get)
         return said + f"Too large: most of it is {part}. Which axes would divide that?"
-    return said + ("That will do." if one.step_s <= 2.45 else why_slow(one))
+    return said + ("That is fast enough." if one.step_s <= 2.45 else why_slow(one))
 
 
 # %%
@@ -680,12 +686,12 @@ print(check_design(design))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB.
-# With `fsdp=8` there are 8 groups on a stage, each with 4 of the 32 sequences, so Z is 4. `tensor=2` inside a
-# node leaves 4 groups of 8 sequences: Z = 8, and half the bubble. It also halves what `gather=step` keeps,
-# which was 55 GiB. `gpipe` is faster still by 0.04 s, for 33 GiB: its ticks send one message, not two, 18 in
-# all and not 20. `zb` is slower: its two halves both recompute, and lock-step takes back half of what it
-# saves.
+# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB. With
+# `fsdp=8` a stage has 8 groups, each with 4 of the 32 sequences, so Z is 4. `tensor=2` inside a node leaves
+# 4 groups with 8 sequences: Z = 8, and half the bubble. It also halves the gathered weights of
+# `gather=step`, which were 55 GiB. `gpipe` is even faster by 0.04 s, with 33 GiB: its ticks send one message
+# instead of two, 18 in all instead of 20. `zb` is slower: its two halves both recompute, and lock-step takes
+# back half of what it saves.
 # </details>
 
 
@@ -696,17 +702,17 @@ def said(mesh, schedule="1f1b", gather="layer"):
 
 
 solved = said("stage=2,fsdp=4,tensor=2", gather="step")
-assert solved == "2.32 s, 31 GiB. That will do.", solved
+assert solved == "2.32 s, 31 GiB. That is fast enough.", solved
 assert "2.27 s, 33 GiB. That" in said("stage=2,fsdp=4,tensor=2", "gpipe", "step")
-assert "That will do" in said("stage=2,fsdp=2,tensor=4", gather="step")
+assert "That is fast enough" in said("stage=2,fsdp=2,tensor=4", gather="step")
 assert "What else" in said("data=2,fsdp=8")
 assert "What else" in said("data=2,tensor=8")
-assert "Over which wire" in said("fsdp=16")
+assert "Over which link" in said("fsdp=16")
 assert "Z larger" in said("stage=2,fsdp=8")
 assert "how often" in said("stage=2,fsdp=4,tensor=2")
 assert said("stage=2,fsdp=8", gather="step").startswith("2.45 s, 55 GiB. Too large")
-assert "need that wire" in said("stage=4,fsdp=4")
-assert "need that wire" in said("stage=16")
+assert "need that network" in said("stage=4,fsdp=4")
+assert "need that network" in said("stage=16")
 assert "each half recomputes" in said("stage=2,fsdp=4,tensor=2", "zb", "step")
 assert "too long" in said("stage=2,tensor=8")
 assert "refuses" in said("tensor=16")
@@ -723,7 +729,7 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 # ## A bug to find
 #
 # A colleague trains a classifier with 1F1B by hand; some rows are padding (`real_ZN` is 0). The loss is
-# right, and with AdamW it trains as one device does. With SGD it does not.
+# right, and with AdamW the pipeline trains as one device does. With SGD it does not.
 
 
 # %%
@@ -806,13 +812,13 @@ def sum_of_means(x_ZND, target_ZN, real_ZN):
 
 (loss, right), tokens = one_device(w_LDD), real_ZN.sum()
 MISTAKES = [
-    (lambda: right * tokens, "The gradient is as it was."),
+    (lambda: right * tokens, "The gradient has not changed."),
     (lambda: right * tokens / Z, "Smaller, and it depends on Z. Should it?"),
     (lambda: right * tokens / n, "Does it depend on how many stages there are?"),
-    (lambda: right / n, "Too small by n. Does each device lack a part of the count?"),
-    (lambda: right * tokens / (Z * N), "Nearly. Do all 32 rows count?"),
-    (lambda: sum_of_means(*batch) / Z, "Has each microbatch as many targets?"),
-    (lambda: sum_of_means(*batch), "Each by its own count? And they are Z."),
+    (lambda: right / n, "n times too small. Does each device have part of the count?"),
+    (lambda: right * tokens / (Z * N), "Nearly right. Do all 32 rows count?"),
+    (lambda: sum_of_means(*batch) / Z, "Do all microbatches have as many targets?"),
+    (lambda: sum_of_means(*batch), "Each by its own count? And there are Z of them."),
 ]
 
 
@@ -830,8 +836,8 @@ def check_pipeline(function):
     if said.startswith("Not yet"):
         return f"{said} It is {lesson.ratio(found[1], right)}."
     if said or not lesson.same(found[0], loss):
-        return said or "The gradient is right. Now the loss it reports is not."
-    return "Loss and gradient are one device's."
+        return said or "The gradient is right, but now the loss it reports is not."
+    return "Right: loss and gradient equal one device's."
 
 
 # %% tags=["hide-output"]
@@ -840,18 +846,18 @@ print(check_pipeline(classify))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The function returns the *loss* divided by the number of targets, when the backward passes are long over. On
-# one device `grad` sees the division. Here the schedule calls the backward passes, and they begin with the
-# gradient of a sum: 21 times too big, once for each target that counts. Mend it where they begin, `pull(d_ND
+# The function divides the *loss* by the number of targets, when all backward passes have already run. On one
+# device `grad` sees the division. Here the schedule calls the backward passes, and they start with the
+# gradient of a sum: 21 times too big, once for each target that counts. Fix it where they start, `pull(d_ND
 # / tokens)` on the last stage, or at the end: `dw_DD[None] / jnp.sum(real_ZN)`. Dividing each microbatch by
 # its own count would be a mean of means.
 #
 # torchtitan had the mean of means ([#2206](https://github.com/pytorch/torchtitan/pull/2206), January 2026),
-# and after that change this fault ([#2972](https://github.com/pytorch/torchtitan/issues/2972), April 2026;
+# and after that change this bug ([#2972](https://github.com/pytorch/torchtitan/issues/2972), April 2026;
 # again in another trainer of that repository, [#4194](https://github.com/pytorch/torchtitan/pull/4194),
-# August). The printed loss was right, as it is divided on its own way. Adam divides constant factors out,
-# and clipping brings any norm down to its limit. NVIDIA's Automodel lost all gradients but the last
-# microbatch's as silently ([#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)): "only the gradient
+# August). The printed loss was right, because it is divided separately. Adam cancels constant factors, and
+# clipping reduces any norm to its limit. NVIDIA's Automodel lost the gradients of all microbatches but the
+# last as silently ([#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)): "only the gradient
 # norm gave it away".
 # </details>
 
@@ -863,7 +869,7 @@ def mended(w_lDD, x_ZND, target_ZN, real_ZN):
 
 
 def said(grad, factor=1):
-    """Of a mend whose gradient is a function of the right one and the batch."""
+    """Check a fix whose gradient is a function of the right one and the batch."""
 
     def mend(w_lDD, *batch):
         value, dw_lDD = mended(w_lDD, *batch)
@@ -874,14 +880,14 @@ def said(grad, factor=1):
 
 means = lambda g, *batch: own_part(sum_of_means(*batch))
 own_part = lambda g_LDD: g_LDD[jax.lax.axis_index("stage")][None]
-assert "as it was" in check_pipeline(classify)
+assert "has not changed" in check_pipeline(classify)
 assert "one device's" in check_pipeline(mended)
 assert "depends on Z" in said(lambda g, x, t, r: g * r.sum() / len(x))
 assert "32 rows" in said(lambda g, x, t, r: g * r.sum() / r.size)
 assert "as many targets" in said(lambda g, *batch: means(g, *batch) / len(batch[0]))
 assert "its own count" in said(means)
 assert "how many stages" in said(lambda g, x, t, r: g * r.sum() / 4)
-assert "lack a part" in said(lambda g, *batch: g / 4)
+assert "have part" in said(lambda g, *batch: g / 4)
 assert "3 times too big" in said(lambda g, *batch: 3 * g)
 assert "loss it reports" in said(lambda g, *batch: g, 0.5)
 assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.NOTHING
@@ -889,31 +895,31 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 # %% [markdown]
 # ## In one table
 #
-# x_ND goes through `layers[s]` on stage s, as y_ND to s + 1, as dx_ND to s - 1. A stage holds 1/n of the
-# layers, their gradients and optimizer state, and runs Z microbatches.
+# x_ND enters `layers[s]` on stage s, y_ND goes to stage s + 1, and dx_ND to stage s - 1. A stage stores 1/n
+# of the layers with their gradients and optimizer state, and runs Z microbatches.
 #
-# | schedule | waits, of Z + waits | keeps, first stage | sends, forward and back | in PyTorch |
+# | schedule | idle, of Z + idle | saves, first stage | sends, forward and backward | in PyTorch |
 # |---|---|---|---|---|
 # | GPipe | n - 1 | Z | y and dx of each microbatch | `ScheduleGPipe` |
-# | 1F1B | n - 1 | n; in lock-step 2n - 1 | as much; in lock-step both in every tick | `Schedule1F1B` |
+# | 1F1B | n - 1 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` |
 # | interleaved, v chunks | (n - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` |
 # | zero-bubble | (n - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` |
 #
-# All messages stand on the critical path in the first and last n - 1 ticks; between, they travel beside the
-# work on other microbatches, where the runtime lets them. **When:** 6 N D < 4 P over the slow wire, with Z at
-# least 4n; with P in place of all parameters of a sparse model. That is N < 2 P/(3 D) tokens a step: 1.3
-# million for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula has no chip in it;
-# the bubble has: it costs n - 1 microbatches' time, so on two nodes with fast networks, 400 Gbit/s a GPU, and
-# inside of a node, stages lose.
+# All messages are on the critical path in the first and last n - 1 ticks. Between them they can overlap with
+# work on other microbatches, if the runtime allows it. **When:** 6 N D < 4 P over the slow network, with Z
+# at least 4n; P counts all parameters of a sparse model. That is N < 2 P/(3 D) tokens per step: 1.3 million
+# for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula does not depend on the
+# chip, but the bubble does: it costs the time of n - 1 microbatches. So on two nodes with fast networks, 400
+# Gbit/s per GPU, and inside a node, stages lose.
 #
 # ## Three lines to keep
 #
-# 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B wait for (n - 1)/(Z + n - 1) of the
-#    time; they differ in what they keep.
-# 2. In one program for all devices, a tick ends for all. There 1F1B as published takes 48 instead of 33, and
-#    nearly twice the microbatches have to be under way before it is as fast as GPipe.
-# 3. A stage sends little and seldom, so it belongs on the slowest wire, while 6 N D and its bubble are less
-#    than 4 P; and a right loss says nothing of the gradient.
+# 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B are idle for (n - 1)/(Z + n - 1)
+#    of the time; they differ in the activations that they save.
+# 2. In one program for all devices, a tick ends for all of them. There the published 1F1B takes 48 units
+#    instead of 33, and nearly twice the microbatches have to be in flight before it is as fast as GPipe.
+# 3. A stage sends little and rarely, so it belongs on the slowest network, as long as 6 N D and its bubble
+#    are less than 4 P. And a right loss says nothing about the gradient.
 #
 # **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
 # became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
