@@ -1,9 +1,9 @@
-"""A trained model behind HTTP: the completions and chat completions of OpenAI's protocol.
+"""An HTTP server for a trained model, with the completions and chat completions of OpenAI's protocol.
 
-Open `app.py` first: what is answered at which path. `protocol.py` turns a request's JSON into jobs of the engine, and
-their texts into JSON; `template.py` is a model's own form of chats; `worker.py` is the thread that runs the engine, and
-who waits for it; `metrics.py` is what Prometheus reads; `lifetime.py` begins and ends it all. A command:
+Open `app.py` first: it maps paths to responses. `protocol.py` parses a request's JSON into engine jobs and writes the
+generated texts as JSON. `template.py` renders a model's chat template. `worker.py` runs the engine in a thread,
+`metrics.py` defines the Prometheus metrics, and `lifetime.py` starts and stops the server. The command is
 `python -m serve`.
 
-From outside: `app` and `worker`, by who puts another server around them.
+From outside: `app` and `worker`, for programs that wrap them in another server.
 """

@@ -1,4 +1,4 @@
-"""What is answered at which path."""
+"""The HTTP paths of the server and their responses."""
 
 import asyncio
 import contextlib
@@ -19,16 +19,16 @@ from serve.metrics import Metrics
 from serve.protocol import RequestError, ResponseBuilder, ServedModel, event
 from serve.worker import QueueFull, TextStream, Worker
 
-MAX_REQUEST_BYTES = 2**20  # of a request
+MAX_REQUEST_BYTES = 2**20
 PAGE = Path(__file__).parent / "page.html"
 
 
 class Server:
-    """A worker, and the paths at which clients reach it.
+    """The HTTP application around a worker.
 
-    api_key    what /v1 and /metrics ask for; empty: nothing
-    timeout_s  longest that a request may take, its wait for a slot included
-    draining   what runs is finished, and nothing else is begun
+    api_key    key required for /v1 and /metrics; empty: none
+    timeout_s  maximum duration of a request in seconds, including its wait for a slot
+    draining   true while the server only finishes requests that it has accepted
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Server:
     # Texts
 
     async def completions(self, request: Request) -> Response:
-        """Both kinds: texts whole, or as they grow."""
+        """Answer a completion or a chat completion, as one JSON object or as a stream."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 body = await read_body(request)
         except TimeoutError:
-            raise RequestError(408, f"the request did not come whole in {self.timeout_s:g} s") from None
+            raise RequestError(408, f"the request body did not arrive within {self.timeout_s:g} s") from None
         asked = await asyncio.to_thread(self.served.parse_request, body, request.url.path.endswith("/chat/completions"))
         answers, answer = ResponseBuilder(asked, self.served.encoding), self.begin_texts(asked.texts)
         if asked.stream:
@@ -95,15 +95,15 @@ class Server:
         if self.worker.failure:
             raise RequestError(500, self.worker.failure)
         if self.draining:
-            raise RequestError(503, "the server is about to end: it finishes what it has begun", Retry_After="10")
+            raise RequestError(503, "the server is shutting down and accepts no new requests", Retry_After="10")
         if len(texts) > self.worker.max_texts:
-            raise RequestError(400, f"{len(texts)} texts at a time; this server has room for {self.worker.max_texts}, "
-                          "running and waiting", "n")  # fmt: skip
+            raise RequestError(400, f"the request has {len(texts)} texts; this server runs and queues at most "
+                          f"{self.worker.max_texts} in total", "n")  # fmt: skip
         try:
             return self.worker.begin(texts)
         except QueueFull:
             busy = f"{self.worker.running} texts are running and {self.worker.waiting} waiting"
-            raise RequestError(429, f"{busy}; at most {self.worker.max_texts} may", Retry_After="1") from None
+            raise RequestError(429, f"{busy}; the limit is {self.worker.max_texts}", Retry_After="1") from None
 
     async def stream_events(
         self, request: Request, answer: TextStream, answers: ResponseBuilder
@@ -114,24 +114,24 @@ class Server:
                     self.check(news.ended)
                     if sent := answers.add(news):
                         yield sent
-        except RequestError as refused:  # too late for a status
+        except RequestError as refused:  # the status line has already been sent
             yield event(refused.body)
         else:
             for sent in answers.final_events():
                 yield sent
 
     def check(self, ended: str) -> None:
-        """Raises: Refused if a text has ended without being done."""
+        """Raises: RequestError if a text was cut short by a timeout, a disconnect or an engine failure."""
         if ended == "timeout":
-            raise RequestError(504, f"not done within {self.timeout_s:g} s; ask for fewer tokens, or give --timeout_s")
+            raise RequestError(504, f"not done within {self.timeout_s:g} s; request fewer tokens or raise --timeout_s")
         if ended == "cancelled":
-            raise RequestError(499, "the client has left")
+            raise RequestError(499, "the client disconnected")
         if ended.startswith("error"):
             raise RequestError(500, ended)
 
     @contextlib.asynccontextmanager
     async def cancel_on_disconnect(self, request: Request, answer: TextStream):
-        """Meanwhile end the texts when the time is over or the client leaves; afterwards, whatever is left of them."""
+        """End the texts at the timeout or when the client disconnects; on exit, cancel any that are unfinished."""
 
         async def leave() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -148,30 +148,30 @@ class Server:
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises: Refused if it is too large, before all of it is read."""
+    """Read the request body. Raises: RequestError as soon as it exceeds MAX_REQUEST_BYTES."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_REQUEST_BYTES:
-            raise RequestError(413, f"a request of more than {MAX_REQUEST_BYTES:,} bytes")
+            raise RequestError(413, f"the request body is larger than {MAX_REQUEST_BYTES:,} bytes")
     return bytes(body)
 
 
 async def error_response(_, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = RequestError(
-            error.status_code, f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
+            error.status_code, f"{error.detail}; use /v1/models, /v1/completions or /v1/chat/completions"
         )
     elif not isinstance(error, RequestError):
         error = RequestError(500, f"{type(error).__name__}: {error}")
     return JSONResponse(error.body, error.status, error.headers)
 
 
-# Around the paths -----------------------------------------------------------------------------------------------------
+# Middleware -----------------------------------------------------------------------------------------------------------
 
 
 def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """Let those who bring the key through to /v1 and /metrics."""
+    """Wrap an app so that /v1 and /metrics require the API key."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         if api_key and scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics")):
@@ -187,7 +187,7 @@ def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
 
 
 def count_requests(app: ASGIApp, metrics: Metrics, paths: set[str]) -> ASGIApp:
-    """Count the answers by path and status; paths that are not ours are one."""
+    """Wrap an app to count responses by path and status; unknown paths are counted together as "other"."""
 
     async def count(scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message) -> None:

@@ -1,4 +1,4 @@
-"""A server from its first request to its last."""
+"""Start the server, and drain it when a signal arrives."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from serve.worker import Worker
 
 
 class Uvicorn(uvicorn.Server):
-    capture_signals = contextlib.nullcontext  # `run` has its own
+    capture_signals = contextlib.nullcontext  # `run` handles signals itself
 
 
 async def run(
@@ -27,14 +27,14 @@ async def run(
     api_key: str = "",
     timeout_s: float = 600,
 ) -> int:
-    """Answer who comes to a socket, until a signal; then finish what was begun. A second signal ends the process.
+    """Serve requests until SIGTERM or SIGINT, then finish those in progress. A second signal ends the process at once.
 
-    Returns: an exit status, 1 if the engine failed.
+    Returns: the exit status, 1 if the engine failed.
     """
     metrics, loop = Metrics(), asyncio.get_running_loop()
     worker = Worker(engine, waiting, metrics)
     server = Server(served, worker, metrics, api_key, timeout_s)
-    # A client that reads slowly may go on for 5 s after all texts are done.
+    # A slow client may keep reading for 5 s after all texts are finished.
     http = Uvicorn(uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
 
     async def end() -> None:
@@ -50,13 +50,13 @@ async def run(
     def signalled(number: int) -> None:
         if server.draining:
             print(f"ended      by a second signal: {worker.running} texts were running", flush=True)
-            os._exit(128 + number)  # the engine's thread may be in a step, and would be waited for
+            os._exit(128 + number)  # a normal exit would wait for the engine's current step
         drain()
 
     worker.on_failure = drain
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)
     address, port, *_ = listener.getsockname()
-    print(f"ready      http://{f'[{address}]' if ':' in address else address}:{port} has {served.model}", flush=True)
+    print(f"ready      http://{f'[{address}]' if ':' in address else address}:{port} serves {served.model}", flush=True)
     await http.serve(sockets=[listener])
     return 0 if worker.stop() else 1

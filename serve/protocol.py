@@ -1,7 +1,7 @@
-"""OpenAI's protocol: a request's JSON to texts of ours, and their texts to its JSON.
+"""OpenAI's protocol: parse a request's JSON into texts to generate, and write the results as its JSON.
 
-What a client may leave out has the protocol's defaults, not those of `python -m generate`: temperature 1, every token
-may be drawn, and 16 tokens of a completion, or of a chat as many as there is room for.
+Optional parameters have the protocol's defaults, not those of `python -m generate`: temperature 1, no top_k or top_p,
+and at most 16 new tokens for a completion, or for a chat as many as fit in the context.
 """
 
 import codecs
@@ -23,14 +23,14 @@ from generate.texts import token_text
 from serve.template import Template
 from serve.worker import ServedText, TextUpdate
 
-MAX_TEXTS = 128  # of one request
-MAX_COMPLETION_LOGPROBS = 5  # as OpenAI's own
+MAX_TEXTS = 128  # per request
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
 class RequestError(Exception):
-    """A request that is answered with an error."""
+    """An error response: its HTTP status, its headers, and a body in OpenAI's format."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
         super().__init__(message)
@@ -44,26 +44,26 @@ def bad_request(param: str, message: str, code: str | None = None) -> RequestErr
     return RequestError(400, message, param, code)
 
 
-# What is asked --------------------------------------------------------------------------------------------------------
+# Requests -------------------------------------------------------------------------------------------------------------
 
-# Parameters of the protocol that change nothing here.
+# Parameters of the protocol that have no effect here.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Those that we do not have, the values that ask for nothing, and what would work.
+# Unsupported parameters: the values that have no effect and are accepted, and what to use instead.
 UNSUPPORTED = {
-    "presence_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
-    "frequency_penalty": ((0,), "repetition_penalty, above 1, makes what was there less likely"),
-    "logit_bias": (({},), "top_k, top_p and min_p choose among tokens"),
-    "echo": ((False,), "ask for a completion, whose prompt may be a chat's text"),
-    "suffix": (("",), "texts are continued at their end alone"),
-    "best_of": ((1,), "ask for n texts with logprobs, and choose"),
+    "presence_penalty": ((0,), "repetition_penalty above 1 makes repeated tokens less likely"),
+    "frequency_penalty": ((0,), "repetition_penalty above 1 makes repeated tokens less likely"),
+    "logit_bias": (({},), "use top_k, top_p or min_p to restrict tokens"),
+    "echo": ((False,), "use /v1/completions with the chat's text as the prompt"),
+    "suffix": (("",), "text is only added at the end of the prompt"),
+    "best_of": ((1,), "request n texts with logprobs, and choose the best"),
     "tools": (([],), "describe them in the prompt, and read the text"),
     "tool_choice": (("none", "auto"), "describe them in the prompt, and read the text"),
     "functions": (([],), "describe them in the prompt, and read the text"),
     "function_call": (("none", "auto"), "describe them in the prompt, and read the text"),
     "parallel_tool_calls": ((True, False), "describe them in the prompt, and read the text"),
-    "response_format": (({"type": "text"},), 'leave it, or give {"type": "text"}'),
-    "modalities": ((["text"],), "leave it: texts are all there is"),
-    "reasoning_effort": (("none",), "leave it"),
+    "response_format": (({"type": "text"},), 'leave it out, or use {"type": "text"}'),
+    "modalities": ((["text"],), "leave it out: only text is supported"),
+    "reasoning_effort": (("none",), "leave it out"),
 }  # fmt: skip
 SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "n", "max_tokens",
           "stream", "stream_options", "logprobs")  # fmt: skip
@@ -73,9 +73,10 @@ CHAT = (*SHARED, "messages", "max_completion_tokens", "top_logprobs")
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that was understood.
+    """A valid request.
 
-    texts  n for each prompt, in order
+    texts  the texts to generate: n for each prompt, in order
+    echo   for each text, true if its prompt's end-of-text token was added here and is not echoed; empty: no echo
     """
 
     model: str
@@ -83,22 +84,22 @@ class ParsedRequest:
     n: int
     chat: bool
     stream: bool
-    usage: bool  # send what was used at the end of a stream
+    usage: bool  # send token counts at the end of a stream
     logprobs: bool
-    echo: list[bool]  # answer the prompts too: of each text, whether the end of text before it is ours; empty: do not
+    echo: list[bool]
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are for."""
+    """The model that the server offers: its name, tokenizer, context length in tokens and chat template."""
 
     model: str
     encoding: tiktoken.Encoding
     context: int
-    template: Template | None = None  # None: a chat is a transcript, see `chat_text`
+    template: Template | None = None  # None: use the transcript of `chat_text`
 
     def parse_request(self, body: bytes, chat: bool) -> ParsedRequest:
-        """Raises: Refused."""
+        """Parse and check the body of a completion or chat request. Raises: RequestError."""
         values = read_json(body)
         known = CHAT if chat else COMPLETION
         for name in [*values]:
@@ -114,16 +115,16 @@ class ServedModel:
         stream, n = _typed_value(values, "stream", bool, False), _typed_value(values, "n", int, 1)
         options = _typed_value(values, "stream_options", dict, {})
         if options and not stream:
-            raise bad_request("stream_options", "stream_options is for a stream; give stream=true, or leave it")
+            raise bad_request("stream_options", "stream_options needs stream=true; set it, or leave stream_options out")
         prompts = [self.chat_prompt(values)] if chat else self.prompts(values)
         if n < 1 or n * len(prompts) > MAX_TEXTS:
             raise bad_request(
-                "n", f"n={n} texts of {len(prompts)} prompts: 1 to {MAX_TEXTS} texts can be asked for at a time"
+                "n", f"n={n} for {len(prompts)} prompts: a request can have 1 to {MAX_TEXTS} texts in total"
             )
         echo, logprobs = _typed_value(values, "echo", bool, False), _wants_logprobs(values)
         if echo and stream:
-            raise bad_request("echo", "echo is not for a stream: it has the prompt's tokens once all are read")
-        nothing = not chat and _typed_value(values, "max_tokens", int, 1) == 0  # but what is said of the prompt
+            raise bad_request("echo", "echo does not work with stream=true; set one of them to false")
+        nothing = not chat and _typed_value(values, "max_tokens", int, 1) == 0  # only score the prompt
         settings = self.settings(values | {"max_tokens": 1} if nothing else values, chat)
         seed = settings.seed
         texts = [ServedText(self.encoding, dataclasses.replace(settings, seed=seed + at), prompt, self.context)
@@ -141,7 +142,7 @@ class ServedModel:
         if name is None:
             raise bad_request("model", f"model is missing; this server has {self.model!r}")
         if name != self.model:
-            why = f"the model {name!r} is not here; this server has {self.model!r}"
+            why = f"model {name!r} does not exist; this server has {self.model!r}"
             raise RequestError(404, why, "model", "model_not_found")
 
     def settings(self, values: dict, chat: bool) -> Request:
@@ -160,23 +161,22 @@ class ServedModel:
                 "logprobs": _alternatives(values, chat)} | given)  # fmt: skip
         except UserError as error:
             name = str(error).partition("=")[0]
-            said = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-            raise bad_request(
-                said if name == "tokens" else name, str(error).replace("tokens=", f"{said}=", 1)
-            ) from error
+            param = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+            message = str(error).replace("tokens=", f"{param}=", 1)
+            raise bad_request(param if name == "tokens" else name, message) from error
 
     def prompts(self, values: dict) -> list[list[int]]:
-        """Tokens of each prompt: a text, or token ids, or a list of either."""
+        """Return the tokens of each prompt. The parameter is a text, token ids, or a list of either."""
         prompt = _typed_value(values, "prompt", (str, list), None)
         if prompt is None:
-            raise bad_request("prompt", "prompt is missing; give a text, token ids, or a list of either")
+            raise bad_request("prompt", "prompt is missing; set it to a text, token ids, or a list of either")
         found = [self.ids(one) for one in ([prompt] if _is_single_prompt(prompt) else prompt)]
         if not found:
-            raise bad_request("prompt", "prompt=[]: no text to continue; an empty text is ''")
+            raise bad_request("prompt", "prompt=[] has no text to continue; for an empty text use ''")
         return found
 
     def ids(self, prompt) -> list[int]:
-        """A text's tokens, after end of text; token ids as they are."""
+        """Return the end-of-text token and the tokens of a text; token ids are returned unchanged."""
         if isinstance(prompt, str):
             try:
                 prompt.encode()
@@ -193,7 +193,7 @@ class ServedModel:
             if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
                 raise bad_request("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if (excess := len(found) + 1 - self.context) > 0:
-            more = ", the end of text before it included," if isinstance(prompt, str) else ""
+            more = ", including the end-of-text token in front," if isinstance(prompt, str) else ""
             raise bad_request("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of "
                       f"{self.context} tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
         return found
@@ -209,14 +209,14 @@ class ServedModel:
     def chat_prompt(self, values: dict) -> list[int]:
         messages = _typed_value(values, "messages", list, None)
         if not messages:
-            raise bad_request("messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]')
-        said = [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+            raise bad_request("messages", 'messages is missing; use e.g. [{"role": "user", "content": "Hello"}]')
+        turns = [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
         if not self.template:
-            return self.ids(chat_text(said))
+            return self.ids(chat_text(turns))
         try:
-            return self.ids(self.encoding.encode(self.template.render(said), allowed_special="all"))
+            return self.ids(self.encoding.encode(self.template.render(turns), allowed_special="all"))
         except jinja2.TemplateError as error:
-            raise bad_request("messages", f"messages: the model's chat template refuses them: {error}") from error
+            raise bad_request("messages", f"messages: the model's chat template rejects them: {error}") from error
 
 
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -224,9 +224,9 @@ CHAT_STOP = "\nUser:"
 
 
 def chat_text(messages: list[tuple[str, str]]) -> str:
-    """Messages as one text to continue: `Role: content`, an empty line between, and `Assistant:` at the end.
+    """Format messages as a transcript to continue: `Role: content` paragraphs, and `Assistant:` at the end.
 
-    Models that were trained on plain text know such transcripts. The answer ends where the user would speak.
+    Models trained on plain text have seen such transcripts. The answer ends before the next `User:`.
     """
     return "\n\n".join([f"{ROLES[role]}: {content}" for role, content in messages] + ["Assistant:"])
 
@@ -271,7 +271,7 @@ def _typed_value(values: dict, name: str, kind: type | tuple, default):
 
 
 def _number(name: str, value) -> float:
-    """A float of what JSON says is a number; what does not fit in one is infinite."""
+    """Convert a JSON number to float; an integer too large for a float becomes infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise bad_request(name, f"{name}={value!r:.60}: should be a number")
     try:
@@ -285,7 +285,7 @@ def _wants_logprobs(values: dict) -> bool:
 
 
 def _alternatives(values: dict, chat: bool) -> int:
-    """How many likeliest tokens are asked for beside each that is drawn."""
+    """Return how many of the most likely tokens the request wants for each generated token."""
     if not chat:
         most, found = MAX_COMPLETION_LOGPROBS, _typed_value(values, "logprobs", int, 0) if "logprobs" in values else 0
         name = "logprobs"
@@ -299,32 +299,32 @@ def _alternatives(values: dict, chat: bool) -> int:
     return found
 
 
-# What is answered -----------------------------------------------------------------------------------------------------
+# Responses ------------------------------------------------------------------------------------------------------------
 
 
 class Choice:
-    """One text on its way to the client.
+    """One generated text of a response.
 
-    pending  tokens of it that were drawn, and not sent yet
+    pending  tokens that were generated and have not been sent yet
     """
 
     def __init__(self, asked: ParsedRequest, index: int, encoding: tiktoken.Encoding):
         self.asked, self.index, self.text, self.encoding = asked, index, asked.texts[index], encoding
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending: list[Token] = []
-        self.sent, self.offset = 0, 0  # characters that were sent, and that stand before the first pending token
+        self.sent, self.offset = 0, 0  # characters sent, and characters before the first pending token
         self.begun, self.echoed = False, ""
 
     def begin_with_prompt(self) -> None:
-        """Put the prompt before the text, and its tokens, without the end of text that is ours. One that was drawn is
-        the last token: who echoes counts from the end."""
+        """Put the prompt and its tokens before the text, without an end-of-text token that was added here. A
+        generated end-of-text token becomes the last one, because clients that echo count tokens from the end."""
         ours, ids = self.asked.echo[self.index], self.text.prompt
         self.echoed = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
         self.pending = [Token(ids[0], None, []), *(self.text.prompt_tokens or [])][ours:] + self.pending
         self.pending += [self.text.end_token] if self.text.end_token else []
 
     def to_json(self, piece: str, ended: str, delta: bool) -> dict:
-        """A piece of the text as JSON, with the tokens that begin in it. delta: as a part of a stream"""
+        """Return a piece of the text as JSON, with the tokens that begin in it. delta: in the form of a stream"""
         self.sent += len(piece)
         logprobs = self.logprobs(ended) if self.asked.logprobs else None
         finish = {"logprobs": logprobs, "finish_reason": ended or None}
@@ -336,7 +336,7 @@ class Choice:
         return {"index": self.index, "delta" if delta else "message": role | content} | finish
 
     def logprobs(self, ended: str) -> dict:
-        """Of tokens that are sent. One that begins behind a stop never is; a cut character's are, with the last."""
+        """Log-probabilities of the tokens sent now. Tokens after a stop are never sent; a cut character's come last."""
         shown = []
         while self.pending and (self.offset < self.sent or ended == "length" or self.pending[0] is self.text.end_token):
             shown.append((self.pending.pop(0), self.offset))
@@ -366,12 +366,12 @@ class Choice:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no infinity. None: of a first token, which nothing stands before."""
+    """Replace -inf and NaN by -9999, because JSON has neither. None: a first token, which has no log-probability."""
     return None if logprob is None else max(-9999.0, logprob)
 
 
 class ResponseBuilder:
-    """The JSON of one request's answer, whole or as a stream."""
+    """Build the JSON of one response, as a single object or as the events of a stream."""
 
     def __init__(self, asked: ParsedRequest, encoding: tiktoken.Encoding):
         self.asked = asked
@@ -383,7 +383,7 @@ class ResponseBuilder:
                       "model": asked.model}  # fmt: skip
 
     def usage(self) -> dict:
-        """Prompts count once, whatever n; end of text before them counts too."""
+        """Count tokens. A prompt counts once, whatever n is, including its end-of-text token."""
         prompt = sum(len(text.prompt) for text in self.asked.texts[:: self.asked.n])
         drawn = sum(len(text.tokens) for text in self.asked.texts)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
@@ -397,7 +397,7 @@ class ResponseBuilder:
         return self.about | {"choices": choices, "usage": self.usage()}
 
     def add(self, news: TextUpdate) -> bytes:
-        """What a stream sends now; nothing, while a character or a stop is not whole."""
+        """Return the event to send now; b"" while a character or a possible stop is incomplete, or without a stream."""
         choice = self.choices[news.index]
         choice.pending += news.tokens
         if not self.asked.stream or not (news.piece or news.ended):

@@ -1,7 +1,7 @@
 """The thread that runs the engine, and the texts that clients wait for.
 
-Clients live in one asyncio loop, the engine in one thread. They share two things: a queue of jobs to begin, and
-`Job.ended`, which either may set; what is drawn comes back by `call_soon_threadsafe`, once a step.
+All clients run in one asyncio loop, and the engine runs in one thread. They share a queue of submitted jobs and
+`Job.ended`, which either side may set. The engine thread returns new tokens by `call_soon_threadsafe`, once per step.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from serve.metrics import Metrics
 
 
 class TextUpdate(NamedTuple):
-    """What one step added to a text, and why it ended, if it did."""
+    """What one step added to a text, and the reason if the text ended."""
 
-    index: int  # of the text among those of its request
+    index: int  # of the text within its request
     piece: str
     tokens: list[Token]
-    ended: str  # as Job.ended; also "timeout", or "error: .." if the engine failed
+    ended: str  # as Job.ended, or "timeout", or "error: .." if the engine failed
 
 
 class ServedText(TextJob):
-    """A text that a client waits for. told_s: when its last token was drawn; before the first, when it arrived."""
+    """A text that a client waits for. `last_token_s`: time of its last token, or of its arrival if it has none yet."""
 
     last_token_s = 0.0
 
 
 class QueueFull(Exception):
-    """More texts wait than may."""
+    """The number of running and waiting texts has reached its limit."""
 
 
 class TextStream:
-    """The texts of one request, as they grow. Leave it, and those that are not done are cancelled."""
+    """The texts of one request: an async iterator over their updates. `end` ends those that are unfinished."""
 
     def __init__(self, worker: "Worker", jobs: list[ServedText]):
         self.worker, self.jobs = worker, jobs
@@ -57,17 +57,17 @@ class TextStream:
                 self.worker.remove(self.unfinished.pop(news.index))
 
     def end(self, why: str) -> None:
-        """End the texts that are not done; their slots are free at the engine's next step."""
+        """End the unfinished texts for the given reason; their slots are free at the engine's next step."""
         for index, job in [*self.unfinished.items()]:
             self.worker.engine.cancel(job)
             self.add(TextUpdate(index, "", [], why))
 
 
 class Worker:
-    """An engine that runs while there is work.
+    """Run an engine in a thread while there is work.
 
-    most    texts that are running or waiting at a time; beyond them `begin` refuses
-    failed  called if the engine fails, after which nothing is answered any more
+    max_texts   limit on running and waiting texts; beyond it `begin` raises QueueFull
+    on_failure  called if the engine fails; after that no request is answered
     """
 
     def __init__(self, engine: Engine, waiting: int, metrics: Metrics):
@@ -75,13 +75,13 @@ class Worker:
         self.on_failure: Callable[[], None] = lambda: None
         self.max_texts = len(engine.slots) + waiting
         self.submitted: queue.SimpleQueue[ServedText | None] = queue.SimpleQueue()
-        self.streams: dict[ServedText, tuple[TextStream, int]] = {}  # of every text that is not done
-        self.changed = asyncio.Event()  # a text is done
+        self.streams: dict[ServedText, tuple[TextStream, int]] = {}  # of every unfinished text
+        self.changed = asyncio.Event()  # set when a text is finished
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.thread.start()
 
-    # In the loop's thread
+    # Methods that run in the loop's thread
 
     @property
     def running(self) -> int:
@@ -92,7 +92,7 @@ class Worker:
         return len(self.streams) - self.running
 
     def begin(self, jobs: list[ServedText]) -> TextStream:
-        """Raises: Full."""
+        """Queue the texts of one request. Raises: QueueFull if there is no room for all of them."""
         if len(self.streams) + len(jobs) > self.max_texts:
             raise QueueFull
         answer = TextStream(self, jobs)
@@ -108,7 +108,7 @@ class Worker:
         self.changed.set()
 
     def deliver(self, drawn: list[tuple[ServedText, str, Token | None, str]]) -> None:
-        """Bring what a step has drawn to those who wait for it."""
+        """Pass the tokens of one step to the streams that wait for them."""
         for job, piece, token, ended in drawn:
             if job in self.streams:
                 answer, index = self.streams[job]
@@ -121,28 +121,28 @@ class Worker:
         self.on_failure()
 
     async def wait_until_done(self) -> None:
-        """Wait until no text is left."""
+        """Wait until every text is finished."""
         while self.streams:
             self.changed.clear()
             await self.changed.wait()
 
     def stop(self) -> bool:
-        """End the thread, at the engine's next step. False: the engine had failed."""
+        """End the thread after the engine's current step. Returns: False if the engine had failed."""
         self.submitted.put(None)
         self.thread.join()
         return not self.failure
 
-    # In the engine's thread
+    # Methods that run in the engine's thread
 
     def run(self) -> None:
         try:
             while self.admit_new():
                 self.step()
-        except Exception as error:  # whatever XLA raises: who waits must hear of it
+        except Exception as error:  # XLA raises many types, and waiting clients must be told
             self.loop.call_soon_threadsafe(self.fail, f"error: {type(error).__name__}: {error}")
 
     def admit_new(self) -> bool:
-        """Hand new texts to the engine; wait for one if there is nothing to do. False: stop."""
+        """Submit new texts to the engine, and block for one if it is idle. Returns: False to stop the thread."""
         while self.engine.idle or not self.submitted.empty():
             if (job := self.submitted.get()) is None:
                 return False
@@ -158,7 +158,7 @@ class Worker:
             measure = self.metrics.first_token if len(job.tokens) <= 1 else self.metrics.token
             measure.observe(now_s - job.last_token_s)
             job.last_token_s = now_s
-            token = job.tokens[-1] if len(job.tokens) > before.get(job, 0) else None  # end of text is not added
+            token = job.tokens[-1] if len(job.tokens) > before.get(job, 0) else None  # None at end of text
             drawn.append((job, job.piece, token, job.ended))
         self.metrics.drawn_tokens.inc(len(drawn))
         if drawn:
@@ -166,7 +166,7 @@ class Worker:
 
 
 def compile(sampler: Sampler, engine: Engine) -> None:
-    """Run a text through an engine, and with it each function it has."""
+    """Compile every function of an engine by running short texts through it."""
     end = sampler.encoding.eot_token
     for penalty in (1.0, 2.0):
         request = Request(tokens=2, repetition_penalty=penalty)

@@ -23,7 +23,7 @@ SLOTS, CONTEXT, PIECE = 3, 24, 8
 
 @pytest.fixture(scope="session")
 def engine(rule):  # noqa: F811
-    """Compiled once; a server at a time may have it."""
+    """An engine that is compiled once and shared by the servers of the tests, one at a time."""
     engine = rule.engine(SLOTS, CONTEXT, PIECE)
     worker.compile(rule, engine)
     return engine
@@ -31,21 +31,21 @@ def engine(rule):  # noqa: F811
 
 @contextlib.contextmanager
 def serving(sampler, engine, waiting=64, **settings):
-    """A server in a thread of this process, with a client of it, and what a test looks into."""
+    """Run a server in a thread, and yield it with a client and the internals that tests inspect."""
     here, ready = SimpleNamespace(engine=engine), threading.Event()
 
-    async def run(knock):
+    async def run(listener):
         metrics = Metrics()
         here.worker = worker.Worker(engine, waiting, metrics)
         here.server = Server(ServedModel("rule", sampler.encoding, engine.context), here.worker, metrics, **settings)
         here.http = uvicorn.Server(uvicorn.Config(here.server.app, log_level="warning", timeout_graceful_shutdown=1))
         ready.set()
-        await here.http.serve(sockets=[knock])
+        await here.http.serve(sockets=[listener])
         here.worker.stop()
 
-    with open_socket("127.0.0.1", 0) as knock:
-        here.url = f"http://127.0.0.1:{knock.getsockname()[1]}"
-        thread = threading.Thread(target=lambda: asyncio.run(run(knock)), daemon=True)
+    with open_socket("127.0.0.1", 0) as listener:
+        here.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=lambda: asyncio.run(run(listener)), daemon=True)
         thread.start()
         ready.wait()
         here.client = openai.OpenAI(base_url=f"{here.url}/v1", api_key=settings.get("api_key", "any"), max_retries=0)
@@ -56,7 +56,7 @@ def serving(sampler, engine, waiting=64, **settings):
             here.http.should_exit = True
             thread.join(60)
     for job in engine.slots:
-        assert job is None or job.ended, "a slot is held by nobody"
+        assert job is None or job.ended, "a finished server left a text in a slot"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def server(rule, engine):  # noqa: F811
 
 @pytest.fixture
 def gate(engine, monkeypatch):
-    """The engine steps while the gate is open."""
+    """An event that holds the engine's steps back until it is set."""
     step, opened = engine.step, threading.Event()
     monkeypatch.setattr(engine, "step", lambda: opened.wait(60) and step())
     yield opened
@@ -76,5 +76,5 @@ def gate(engine, monkeypatch):
 
 @pytest.fixture
 def serve(rule, engine):  # noqa: F811
-    """A server of a test's own: with serve(waiting=2) as server."""
+    """Start a separate server for a test: with serve(waiting=2) as server."""
     return lambda **settings: serving(rule, engine, **settings)

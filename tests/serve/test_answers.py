@@ -1,4 +1,4 @@
-"""OpenAI's own client, as it comes, asks a server on loopback."""
+"""Requests by OpenAI's own client to a server on loopback."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def completion(server, **asked):
 
 
 def test_a_completion(server):
-    """Catches a prompt that is answered twice, a length that is not the one asked for, and tokens miscounted."""
+    """Catches a prompt in the answer, a wrong length, and wrong token counts."""
     got = completion(server, max_tokens=5)
     assert (got.object, got.model, got.id[:5]) == ("text_completion", "rule", "cmpl-")
     [choice] = got.choices
@@ -34,8 +34,8 @@ def test_a_completion(server):
     assert len(completion(server).choices[0].text) == 16, "the protocol's default"
 
 
-def test_prompts_and_choices_keep_their_order(server):
-    """Catches texts mixed up, samples that are all one, and a seed that gives another text the next time."""
+def test_choices_are_in_the_order_of_their_prompts(server):
+    """Catches choices in the wrong order, identical samples, and a seed that does not reproduce its text."""
     got = completion(server, prompt=["!", "a", "Nx"], max_tokens=4)
     assert [choice.text for choice in got.choices] == [rule_text(prompt, 4)[-4:] for prompt in ("!", "a", "x")]
     ids = completion(server, prompt=[[EOT, *b"a"], [*b"!c"]], max_tokens=4)
@@ -48,8 +48,8 @@ def test_prompts_and_choices_keep_their_order(server):
     assert drawn() != drawn(), "without a seed"
 
 
-def test_settings_are_the_engines(rule, server):
-    """Catches a setting that does not reach the engine, the protocol's and the extras."""
+def test_settings_reach_the_engine(rule, server):
+    """Catches a setting that does not reach the engine, from the protocol or in addition to it."""
     asked = dict(temperature=3.0, seed=3, top_p=0.9)
     extras = dict(top_k=7, min_p=0.01, repetition_penalty=1.5)
     got = completion(server, prompt="ab", max_tokens=9, **asked, extra_body=extras).choices[0].text
@@ -61,8 +61,8 @@ def test_settings_are_the_engines(rule, server):
         assert mine.choices[0].text == other, name
 
 
-def test_a_stream_is_the_text(server):
-    """Catches pieces lost or sent twice, an end without its reason, and usage that nobody asked for."""
+def test_streamed_pieces_add_up_to_the_text(server):
+    """Catches pieces that are lost or sent twice, a missing finish_reason, and usage that was not requested."""
     chunks = [*completion(server, prompt=["!", "b"], max_tokens=7, stream=True)]
     for index, prompt in enumerate("!b"):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
@@ -80,7 +80,7 @@ def test_a_stream_is_the_text(server):
 
 
 def test_a_text_ends_before_a_stop(server):
-    """Catches a stop that is shown, whole or begun, in the text, in its stream, or among its tokens."""
+    """Catches a stop, or its beginning, in the text, in its stream, or among its tokens."""
     for stop, n in (("-", 3), (["xyz", "*-0"], 2), (["-0!"], 12)):
         whole = completion(server, max_tokens=12, stop=stop, logprobs=0).choices[0]
         chunks = [chunk.choices[0] for chunk in completion(server, max_tokens=12, stop=stop, stream=True, logprobs=0)]
@@ -91,7 +91,7 @@ def test_a_text_ends_before_a_stop(server):
 
 
 def test_log_probabilities(rule, server):
-    """Catches those of other tokens, and offsets that do not point into the text."""
+    """Catches log-probabilities of other tokens, and offsets that do not point into the text."""
     want = rule.write([Request("→a", tokens=6, temperature=4, top_k=0, top_p=1, seed=2, logprobs=3)])[0]
     got = completion(server, prompt="→a", max_tokens=6, temperature=4, seed=2, logprobs=3).choices[0].logprobs
     assert got.token_logprobs == pytest.approx([token.logprob for token in want.tokens], abs=1e-5)
@@ -114,8 +114,8 @@ def test_log_probabilities(rule, server):
 
 
 def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
-    """What lm-evaluation-harness asks of a server. Catches scores a token off, those of another piece of the prompt
-    than it lies in, a first token that is scored by nothing, and a token drawn where none is asked for."""
+    """lm-evaluation-harness sends such requests. Catches scores that are off by one token or belong to another
+    chunk of the prompt, a score for the first token, and a generated token although max_tokens is 0."""
     [want] = rule.write([Request("ab", tokens=15, temperature=9, top_k=0, top_p=1, seed=2, logprobs=2)])
     ids = [EOT, *b"ab", *(token.id for token in want.tokens)]
     assert len(want.tokens) == 15 and len({*ids}) > 12
@@ -136,10 +136,10 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
     assert nothing.usage.completion_tokens == 0
 
 
-def test_an_echo_says_that_end_of_text_was_drawn(server):
-    """Catches a list of log-probabilities that is one shorter where a text ends at once: lm-evaluation-harness leaves
-    out the last, as what was drawn, and would score an answer without its last token."""
-    # Temperature leaves noise alone, and of seed 24, the fifth text's, the largest is end of text's.
+def test_an_echo_includes_a_generated_end_of_text_token(server):
+    """Catches a list of log-probabilities that is one shorter if a text ends at once: lm-evaluation-harness drops
+    the last one as the generated token, and would score an answer without its last token."""
+    # At this temperature noise decides, and with seed 24, the fifth text's, it selects end of text.
     asked = dict(prompt=["ab"] * 8, echo=True, logprobs=1, temperature=1000, seed=20)
     choices = completion(server, **asked, max_tokens=1).choices
     assert {choice.finish_reason for choice in choices} == {"stop", "length"}
@@ -150,8 +150,8 @@ def test_an_echo_says_that_end_of_text_was_drawn(server):
         assert (found.tokens[2] == token_text(BYTES, EOT)) == ended and (choice.text == "ab") == ended
 
 
-def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
-    """Catches two tokens of one spelling: of the likeliest, by their names, one would be lost."""
+def test_tokens_that_are_parts_of_characters_have_distinct_names(rule):
+    """Catches two tokens with the same name: top_logprobs, keyed by name, would lose one."""
     names = [token_text(BYTES, byte) for byte in range(256)]
     assert len({*names}) == 256 and (names[0xE2], names[0x7F]) == (r"bytes:\xe2", "\x7f")
     likely = [(0xE2, -0.5), (0x97, -1.0), (ord("a"), -2.0)]
@@ -168,7 +168,7 @@ def test_tokens_that_are_parts_of_characters_are_told_apart(rule):
 
 
 def test_a_chat(server):
-    """Catches a template that is not what the page says, roles that are lost, and a stream that is not the answer."""
+    """Catches a template that differs from the page, roles that are lost, and a stream that differs from the answer."""
     assert chat_text([("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why?")]) == (
         "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Why?\n\nAssistant:"
     )
@@ -200,9 +200,9 @@ QWEN = """{%- for m in messages %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def test_a_chat_has_the_form_of_its_model(tmp_path):
-    """Catches a template that is passed over, special tokens read as their letters, an answer that goes on past its
-    end, and a template that reaches into this process."""
+def test_a_chat_uses_the_template_of_the_model(tmp_path):
+    """Catches a template that is ignored, special tokens encoded as plain text, an answer that continues past its
+    end token, and a template that accesses this process."""
     assert template.find_template(str(tmp_path)) is None
     config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": QWEN}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -221,15 +221,15 @@ def test_a_chat_has_the_form_of_its_model(tmp_path):
     for source, why in (("{{ raise_exception('no') }}", "no$"), ("{{ ''.__class__.mro() }}", "is unsafe|is undefined")):
         (tmp_path / "chat_template.jinja").write_text(source)
         served = ServedModel("q", encoding, 99, template.find_template(str(tmp_path)))
-        with pytest.raises(RequestError, match=f"messages: the model's chat template refuses them: .*{why}"):
+        with pytest.raises(RequestError, match=f"messages: the model's chat template rejects them: .*{why}"):
             ask({"role": "user", "content": "x"})
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(UserError, match="its chat template cannot be read: TemplateSyntaxError"):
+    with pytest.raises(UserError, match="cannot read the chat template: TemplateSyntaxError"):
         template.find_template(str(tmp_path))
 
 
 def test_models_health_and_the_page(server):
-    """Catches a page that needs network, and paths that clients and probes ask first."""
+    """Catches a page that needs a network, and a missing path that clients or probes request first."""
     assert [model.id for model in server.client.models.list()] == ["rule"]
     assert server.client.models.retrieve("rule").owned_by == "axis-by-axis"
     get = lambda path: server.client._client.get(server.url + path)
@@ -239,8 +239,8 @@ def test_models_health_and_the_page(server):
     assert "://" not in page.text and "src=" not in page.text
 
 
-def test_metrics_count_what_happened(rule, engine, serve):
-    """Catches a measure that stands still, one that counts twice, and a label that a client can invent."""
+def test_metrics_count_requests_and_tokens(rule, engine, serve):
+    """Catches a metric that never changes, one that counts twice, and labels that a client can create."""
     with serve() as server:
         values = lambda: read_metrics(server)
         assert values()["axis_drawn_tokens_total"] == 0
@@ -263,7 +263,7 @@ def read_metrics(server) -> dict[str, float]:
 
 
 def test_json_has_no_infinity():
-    """Catches an answer that no client can read, where a model's weights are broken."""
+    """Catches an answer that is not valid JSON because the model's weights are broken."""
     from serve.protocol import _finite
 
     values = [_finite(x) for x in (-float("inf"), float("nan"), -1.5)]

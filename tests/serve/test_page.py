@@ -1,4 +1,4 @@
-"""docs/serve.md: its commands and its program, beside a server that it says how to start."""
+"""Run the commands and the program of docs/serve.md against the server that the page starts."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from tests.docs import commands
 from tests.serve.test_process import process
 
 
-def test_what_the_page_shows_works(run_directory, tmp_path):
-    """Catches a command of the page that was renamed, a program that OpenAI's client cannot run, and a template that is
-    not the one shown."""
+def test_the_commands_of_the_page_work(run_directory, tmp_path):
+    """Catches a command that was renamed, a program that fails with OpenAI's client, and a template that differs from
+    the one shown."""
     page = (commands.ROOT / commands.SERVED).read_text()
     assert "```text\n" + chat_text([("system", "Be brief."), ("user", "Hi")]) + "\n```" in page
     assert all(f"`{name}`" in page for name in SHARED if name != "model") and ROLES
@@ -34,7 +34,7 @@ def test_what_the_page_shows_works(run_directory, tmp_path):
             words = ["bash", "-c", command.replace("http://127.0.0.1:8000", server.url)]
             return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
 
-        assert server.before[-1].endswith("has laptop\n")
+        assert server.before[-1].endswith("serves laptop\n")
         if shutil.which("curl") is None:
             pytest.skip("curl is not installed")
         whole, stream, chat, models, health, metrics, program = map(printed, asked)

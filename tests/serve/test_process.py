@@ -1,4 +1,4 @@
-"""The command itself, a process on loopback: how it starts, what it refuses, how it ends, and many clients at once."""
+"""The command as a process on loopback: start, errors, signals, and many clients at once."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @contextlib.contextmanager
 def process(run_directory, *flags):
-    """A server, and a client of it, once it is ready."""
+    """Start the command, and yield the process and a client when the server is ready."""
     words = [sys.executable, "-m", "serve", str(run_directory), "--port", "0", "--piece", "8", *flags]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as one:
@@ -45,17 +45,17 @@ def process(run_directory, *flags):
             one.kill()
 
 
-def test_a_signal_lets_those_who_run_finish(run_directory):
-    """Catches texts that are cut off, clients that are let in at the end, and a status that is none of success."""
+def test_a_signal_lets_running_texts_finish(run_directory):
+    """Catches texts that are cut off, new requests that are accepted while draining, and a nonzero exit status."""
     with process(run_directory, "--slots", "2", "--queue", "900") as (server, client):
         assert [line.split()[0] for line in server.before][-2:] == ["compiled", "ready"], server.before
-        assert server.before[-1].endswith(" has rule\n")
+        assert server.before[-1].endswith(" serves rule\n")
         ask = lambda **more: client.completions.create(model="rule", prompt="!", temperature=0, **more)
         long = ask(max_tokens=22, n=120, stream=True)
         next(long)
         server.send_signal(signal.SIGTERM)
         assert server.stdout.readline().startswith("draining   2 texts are running and 1")
-        with pytest.raises(openai.InternalServerError, match="about to end") as error:
+        with pytest.raises(openai.InternalServerError, match="shutting down") as error:
             ask()
         assert error.value.status_code == 503
         chunks = [*long]
@@ -66,7 +66,7 @@ def test_a_signal_lets_those_who_run_finish(run_directory):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once(run_directory, number):
-    """Catches texts that are written to their end all the same, a traceback, and a status of success."""
+    """Catches texts that are still completed, a traceback, and an exit status of 0."""
     with process(run_directory, "--slots", "2", "--queue", "900") as (server, client):
         long = client.completions.create(model="rule", prompt="!", max_tokens=22, n=120, stream=True)
         next(long)
@@ -85,37 +85,37 @@ def run(*argv):
     return status, err.getvalue()
 
 
-def test_what_cannot_be_served_is_refused(run_directory, tmp_path):
-    """Catches a traceback, a minute of compiling before a port is found taken, and a host that is open to all."""
+def test_invalid_flags_and_runs_are_refused(run_directory, tmp_path):
+    """Catches a traceback, compiling before the port is known to be free, and a public host without a key."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run(run_directory, "--port", port) == (
-            2, f"error: cannot listen at 127.0.0.1:{port}: Address already in use; --port 0 takes any port that is "
-            "free\n")  # fmt: skip
+            2, f"error: cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 uses any free "
+            "port\n")  # fmt: skip
     free = (run_directory, "--port", 0)
     assert run(tmp_path, "--port", 0) == (
         2, f"error: {tmp_path}: no config.json there; give a run's directory, e.g. runs/laptop\n")  # fmt: skip
     (tmp_path / "config.json").write_bytes((run_directory / "config.json").read_bytes())
     assert run(tmp_path, "--port", 0) == (2, f"error: no checkpoint in {tmp_path}/checkpoints\n")
     (tmp_path / "key").write_text("\n")
-    for flags, said in [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0: others may reach it; give --api_key_file FILE, or --host 127.0.0.1"),
-        (("--host", ""), "--host : others may reach it; give --api_key_file FILE, or --host 127.0.0.1"),
-        (("--api_key_file", tmp_path / "key"), f"{tmp_path}/key: no key in it; write one line, e.g. of `openssl rand "
+    for flags, message in [
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: others can connect; add --api_key_file FILE, or use --host 127.0.0.1"),
+        (("--host", ""), "--host : others can connect; add --api_key_file FILE, or use --host 127.0.0.1"),
+        (("--api_key_file", tmp_path / "key"), f"{tmp_path}/key: empty; write a key to it, e.g. with `openssl rand "
          "-hex 32`"),
         (("--api_key_file", tmp_path / "none"), f"[Errno 2] No such file or directory: '{tmp_path}/none'"),
-        (("--context", 25), "context=25: the model was trained with data.seq_len=24; give at most that"),
+        (("--context", 25), "context=25: the model was trained with data.seq_len=24; use at most that"),
         (("--timeout_s", "nan"), "timeout_s=nan: must be above 0, and finite"),
         (("--mesh", "data=16"), "mesh data=16 needs 16 devices, and there are 8; --devices 16 simulates them"),
     ]:  # fmt: skip
         status, err = run(*free, *flags)
-        assert (status, err.splitlines()[-1]) == (2, f"error: {said}")
+        assert (status, err.splitlines()[-1]) == (2, f"error: {message}")
 
 
 @pytest.mark.slow
 def test_many_clients_at_once(run_directory, rule):
-    """Catches an answer that is lost, cut or another client's; one that depends on who else asks; and memory that grows
-    with each."""
+    """Catches an answer that is lost, cut or sent to another client, or that depends on other requests; and memory
+    that grows with each request."""
     draw = random.Random(0)
     asked = [dict(prompt="".join(draw.choices("abcdefgh!NQ", k=draw.randint(0, 12))), max_tokens=draw.randint(1, 11),
                   temperature=draw.choice([0.0, 5.0]), seed=n) for n in range(20)]  # fmt: skip

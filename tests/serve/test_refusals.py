@@ -1,4 +1,4 @@
-"""What cannot be answered is refused in one sentence, with the protocol's status and body, and the next is answered."""
+"""Invalid requests get one sentence with the protocol's status and body, and the next request is answered."""
 
 import json
 import socket
@@ -19,19 +19,19 @@ from tests.serve.test_answers import completion, read_metrics
 
 ASKED = {"completions": {"model": "rule", "prompt": "!"},
          "chat/completions": {"model": "rule", "messages": [{"role": "user", "content": "x"}]}}  # fmt: skip
-COMPLETIONS = [  # what is asked besides, None: not at all; its status, the parameter that is named, the sentence
+COMPLETIONS = [  # parameters to change (None: to remove), the status, the parameter in the error, the message
     ({"model": None}, 400, "model", "model is missing; this server has 'rule'"),
-    ({"model": "gpt"}, 404, "model", "the model 'gpt' is not here; this server has 'rule'"),
-    ({"model": "\ud800"}, 404, "model", r"the model '\ud800' is not here; this server has 'rule'"),
-    ({"prompt": None}, 400, "prompt", "prompt is missing; give a text, token ids, or a list of either"),
-    ({"prompt": []}, 400, "prompt", "prompt=[]: no text to continue; an empty text is ''"),
+    ({"model": "gpt"}, 404, "model", "model 'gpt' does not exist; this server has 'rule'"),
+    ({"model": "\ud800"}, 404, "model", r"model '\ud800' does not exist; this server has 'rule'"),
+    ({"prompt": None}, 400, "prompt", "prompt is missing; set it to a text, token ids, or a list of either"),
+    ({"prompt": []}, 400, "prompt", "prompt=[] has no text to continue; for an empty text use ''"),
     ({"prompt": 3}, 400, "prompt", "prompt=3: should be of type str or list"),
     ({"prompt": ["a", 3]}, 400, "prompt", "prompt: should be a text, token ids, or a list of either, none of them "),
     ({"prompt": [[True]]}, 400, "prompt", "prompt: should be a text, token ids, or a list of either, none of them "),
     ({"prompt": [3, 999]}, 400, "prompt", "prompt: token 999 is not one of 0..256"),
     ({"prompt": "\ud800"}, 400, "prompt", "prompt: not UTF-8 (surrogates not allowed at character 0)"),
-    ({"prompt": "x" * 30}, 400, "prompt", "a prompt of 31 tokens, the end of text before it included, leaves no room "
-     "in a context of 24 tokens; shorten it by at least 8"),
+    ({"prompt": "x" * 30}, 400, "prompt", "a prompt of 31 tokens, including the end-of-text token in front, leaves "
+     "no room in a context of 24 tokens; shorten it by at least 8"),
     ({"prompt": [1] * 24}, 400, "prompt", "a prompt of 24 tokens leaves no room in a context of 24 tokens; shorten it "
      "by at least 1"),
     ({"temperature": float("nan")}, 400, "temperature", "temperature=nan: must be at least 0, and finite"),
@@ -44,29 +44,29 @@ COMPLETIONS = [  # what is asked besides, None: not at all; its status, the para
     ({"seed": 1.5}, 400, "seed", "seed=1.5: should be a whole number"),
     ({"stop": [""]}, 400, "stop", "stop=('',): should be texts, none of them empty"),
     ({"stop": 3}, 400, "stop", "stop=3: should be a text, or a list of texts"),
-    ({"n": 0}, 400, "n", "n=0 texts of 1 prompts: 1 to 128 texts can be asked for at a time"),
-    ({"n": 100}, 400, "n", "100 texts at a time; this server has room for 67, running and waiting"),
+    ({"n": 0}, 400, "n", "n=0 for 1 prompts: a request can have 1 to 128 texts in total"),
+    ({"n": 100}, 400, "n", "the request has 100 texts; this server runs and queues at most 67 in total"),
     ({"logprobs": 6}, 400, "logprobs", "logprobs=6: must lie from 0 to 5"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options",
-     "stream_options is for a stream; give stream=true, or leave it"),
+     "stream_options needs stream=true; set it, or leave stream_options out"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty",
-     "presence_penalty is not supported; repetition_penalty, above 1, makes what was there less likely"),
-    ({"echo": True, "stream": True}, 400, "echo", "echo is not for a stream: it has the prompt's tokens once all are "),
+     "presence_penalty is not supported; repetition_penalty above 1 makes repeated tokens less likely"),
+    ({"echo": True, "stream": True}, 400, "echo", "echo does not work with stream=true; set one of them to false"),
     ({"top-k": 3}, 400, "top-k", "'top-k' is not a parameter; did you mean 'top_k'? known: top_k, "),
     (b"[]", 400, None, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}'),
     (b'{"model"', 400, None, "the request is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
     (b"[" * 100_000, 400, None, "the request is not JSON: RecursionError: "),
     (b"\xff\xff", 400, None, "the request is not JSON: UnicodeDecodeError: "),
-    (b"x" * (app.MAX_REQUEST_BYTES + 1), 413, None, "a request of more than 1,048,576 bytes"),
+    (b"x" * (app.MAX_REQUEST_BYTES + 1), 413, None, "the request body is larger than 1,048,576 bytes"),
 ]  # fmt: skip
 CHATS = [
-    ({"messages": None}, 400, "messages", 'messages is missing; give e.g. [{"role": "user", "content": "Hello"}]'),
+    ({"messages": None}, 400, "messages", 'messages is missing; use e.g. [{"role": "user", "content": "Hello"}]'),
     ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages",
      'messages[0]: should be {"role": .., "content": ..}, with a role of system, developer, user, assistant'),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
      'messages[0]: content should be a text, or a list of {"type": "text", "text": ..}'),
     ({"tools": [{}]}, 400, "tools", "tools is not supported; describe them in the prompt, and read the text"),
-    ({"echo": True}, 400, "echo", "echo is not supported; ask for a completion, whose prompt may be a chat's text"),
+    ({"echo": True}, 400, "echo", "echo is not supported; use /v1/completions with the chat's text as the prompt"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "top_logprobs needs logprobs=true"),
 ]  # fmt: skip
 
@@ -75,8 +75,8 @@ CHATS = [
     "path, asked, status, param, message",
     [("completions", *row) for row in COMPLETIONS] + [("chat/completions", *row) for row in CHATS],
 )
-def test_what_cannot_be_answered_is_refused(server, path, asked, status, param, message):
-    """Catches a traceback as an answer, a setting that is passed over, and a request that ends the engine."""
+def test_invalid_requests_are_refused(server, path, asked, status, param, message):
+    """Catches a traceback as an answer, a setting that is ignored, and a request that ends the engine."""
     values = asked if isinstance(asked, bytes) else {k: v for k, v in (ASKED[path] | asked).items() if v is not None}
     body = values if isinstance(values, bytes) else json.dumps(values)
     got = server.client._client.post(f"{server.url}/v1/{path}", content=body)
@@ -86,16 +86,16 @@ def test_what_cannot_be_answered_is_refused(server, path, asked, status, param, 
     assert completion(server, max_tokens=2).choices[0].text == rule_text("!", 2)[1:]
 
 
-def test_what_asks_for_nothing_is_taken(server):
-    """Catches a client refused for defaults that it spells out."""
+def test_unsupported_parameters_may_have_neutral_values(server):
+    """Catches a client that is refused because it sends default values."""
     neutral = dict(
         presence_penalty=0, frequency_penalty=0.0, logit_bias={}, echo=False, best_of=1, user="me", suffix=None
     )
     assert completion(server, max_tokens=2, **neutral).choices[0].text == rule_text("!", 2)[1:]
 
 
-def test_the_client_raises_what_it_knows(server):
-    """Catches a body that OpenAI's client cannot read, and a context that is too long without its code."""
+def test_errors_become_the_exceptions_of_the_client(server):
+    """Catches an error body that OpenAI's client cannot read, and a too long prompt without its error code."""
     with pytest.raises(openai.NotFoundError) as error:
         completion(server, model="none")
     assert error.value.code == "model_not_found"
@@ -104,8 +104,8 @@ def test_the_client_raises_what_it_knows(server):
     assert error.value.code == "context_length_exceeded" and error.value.param == "prompt"
 
 
-def test_a_stranger_is_refused(serve):
-    """Catches a path that forgets the key, half a key, and a probe that would need one."""
+def test_a_wrong_key_is_refused(serve):
+    """Catches a path that does not check the key, half a key that is accepted, and a health probe that needs a key."""
     with serve(api_key="sesame") as server:
         assert completion(server, max_tokens=1).choices[0].text == "$"
         for key in ("sesam", "sesamee", "", "é"):
@@ -116,7 +116,7 @@ def test_a_stranger_is_refused(serve):
         assert [server.client._client.get(server.url + path).status_code for path in ("/health", "/")] == [200, 200]
 
 
-# Too much, too long, gone ---------------------------------------------------------------------------------------------
+# Limits, timeouts and disconnects -------------------------------------------------------------------------------------
 
 
 def wait_until(holds, longest_s=30.0):
@@ -127,7 +127,7 @@ def wait_until(holds, longest_s=30.0):
 
 
 def start_request(server, results: list, **asked) -> threading.Thread:
-    """Ask in a thread; its text, or its error, comes into a list."""
+    """Send a request in a thread, which appends its text or its error to a list."""
 
     def ask():
         try:
@@ -140,13 +140,13 @@ def start_request(server, results: list, **asked) -> threading.Thread:
     return thread
 
 
-def test_a_full_queue_says_come_again(serve, gate):
-    """Catches a queue without an end, one that is shorter than it says, and places that are not given back."""
+def test_a_full_queue_returns_429(serve, gate):
+    """Catches a queue without a limit, one that is too short, and places that are not released."""
     with serve(waiting=2) as server:
         texts: list = []
         threads = [start_request(server, texts, max_tokens=3) for _ in range(5)]  # 3 slots, 2 wait
         wait_until(lambda: len(server.worker.streams) == 5)
-        with pytest.raises(openai.RateLimitError, match="; at most 5 may") as error:
+        with pytest.raises(openai.RateLimitError, match="; the limit is 5") as error:
             completion(server)
         assert error.value.response.headers["retry-after"] == "1"
         gate.set()
@@ -159,9 +159,9 @@ def test_a_full_queue_says_come_again(serve, gate):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_slot(serve, gate, engine, stream):
-    """Catches a text that is written for nobody: its slot is free at the engine's next step, and so are those of others
-    of its request, that wait."""
+def test_a_disconnect_frees_the_slots(serve, gate, engine, stream):
+    """Catches a text that is still generated after its client disconnected. Its slot is free at the engine's next
+    step, and waiting texts of the same request are removed."""
     with serve() as server:
         body = json.dumps(ASKED["completions"] | {"max_tokens": 22, "n": 4, "stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -177,8 +177,8 @@ def test_a_client_that_leaves_frees_its_slot(serve, gate, engine, stream):
     assert not any(engine.slots) and not engine.waiting
 
 
-def test_a_request_that_takes_too_long_is_ended(serve, gate):
-    """Catches a client that waits for ever, a stream that ends as if it were whole, and slots that stay taken."""
+def test_a_request_ends_at_its_timeout(serve, gate):
+    """Catches a client that waits forever, a stream that ends as if it were complete, and slots that are not freed."""
     with serve(timeout_s=0.3) as server:
         with pytest.raises(openai.APIStatusError, match=r"not done within 0\.3 s") as error:
             completion(server)
@@ -193,8 +193,8 @@ def test_a_request_that_takes_too_long_is_ended(serve, gate):
         assert completion(server, max_tokens=2).choices[0].text == rule_text("!", 2)[1:]
 
 
-def test_an_engine_that_fails_is_heard_of(serve, engine, monkeypatch):
-    """Catches clients that wait for a thread which is no more, and a server that stays up without one."""
+def test_clients_are_told_when_the_engine_fails(serve, engine, monkeypatch):
+    """Catches clients that wait for a thread that has ended, and a server that continues without its engine."""
 
     def step():
         raise RuntimeError("out of memory")
@@ -206,5 +206,5 @@ def test_an_engine_that_fails_is_heard_of(serve, engine, monkeypatch):
                 with pytest.raises(openai.InternalServerError, match="error: RuntimeError: out of memory"):
                     completion(server)
         assert server.worker.failure
-    while not engine.idle:  # what it left
+    while not engine.idle:  # finish the texts that were left in it
         engine.step()
