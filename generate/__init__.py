@@ -1,12 +1,12 @@
-"""Words out: texts continued by a trained model, on any mesh.
+"""Text generation with a trained model, on any mesh.
 
-Open `engine.py` first: requests that share a batch. `cache.py` is the model a few tokens at a time, `sampling.py` how a
-token is chosen, `beam.py` how the likeliest text is searched, `speculative.py` how a small model hurries a large one,
-`quantised.py` how weights and cache become int8; `runs.py` opens the folder of a run; `texts.py` is what most want:
-texts in, texts out. A command too: `python -m generate`.
+Open `engine.py` first: it batches requests continuously. `cache.py` runs the model on a few new tokens with a KV cache,
+`sampling.py` draws tokens, `beam.py` is beam search, `speculative.py` is speculative decoding with a draft model,
+`quantised.py` quantizes weights and cache to int8, and `runs.py` opens the directory of a run. `texts.py` is the
+interface for most uses: prompts in, texts out. The command is `python -m generate`.
 
-From outside: `load`, `sample`, `Sampler` and `Request`, which are read from `texts.py` (and with it JAX) when they are
-first named; `runs.open_run`; `engine` and `texts` by `serve/` and `evaluate/`; `cache` by who looks at it.
+From outside: `load`, `sample`, `Sampler` and `Request`, which are imported from `texts.py` (and JAX with it) on first
+use; `runs.open_run`; `engine` and `texts`, for `serve/` and `evaluate/`; `cache`, for programs that inspect it.
 """
 
 NAMES = ("load", "sample", "prompt_ids", "Sampler", "Request")

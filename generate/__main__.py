@@ -23,39 +23,39 @@ class Arguments(Settings):
     """Continue texts with a trained model."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
-    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
-    tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
-    prompt: tuple[str, ...] = ()  # texts to continue, one continuation each
-    prompts: str = ""  # file of prompts, or - for standard input: a line is a text, or JSON {"prompt": .., "top_k": ..}
-    beams: Count = 0  # search the likeliest text with so many beams, and draw nothing; --json prints what all found
-    length_penalty: float = 1.0  # a beam's score is its log-probability / length**length_penalty; above 0 favours long
-    draft: str = ""  # directory of a small run with the same tokenizer, which proposes tokens; the text is not changed
-    draft_tokens: Size = 4  # tokens that the draft proposes for each step of the model
-    weights: Literal["compute", "int8"] = "compute"  # numbers of matrices: model.precision's, or int8 with scales
-    cache: Literal["compute", "bfloat16", "int8"] = "compute"  # numbers of the cache
-    samples: Size = 1  # continuations of each prompt; the n-th (from 0) of all uses seed + n
-    json: bool = False  # print one JSON object a text instead
+    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the newest
+    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
+    prompt: tuple[str, ...] = ()  # texts to continue
+    prompts: str = ""  # file, or - for standard input; each line is a text, or JSON {"prompt": .., "top_k": ..}
+    beams: Count = 0  # beam search with this many beams instead of sampling; --json prints all beams; 0: sample
+    length_penalty: float = 1.0  # a beam's score is its log-probability / length**length_penalty; above 0 favors long
+    draft: str = ""  # directory of a small run with the same tokenizer that proposes tokens (speculative decoding)
+    draft_tokens: Size = 4  # tokens that the draft proposes per step of the model
+    weights: Literal["compute", "int8"] = "compute"  # format of matrices: model.precision's, or int8 with scales
+    cache: Literal["compute", "bfloat16", "int8"] = "compute"  # format of the KV cache
+    samples: Size = 1  # continuations per prompt; number n of all, counted from 0, uses seed + n
+    json: bool = False  # print one JSON object per text
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
-    devices: Count = 0  # simulate this many CPU devices; 0: work on those there are
+    devices: Count = 0  # simulate this many CPU devices; 0: use the real devices
 
 
 def requests_of(args: Arguments) -> list[Request]:
-    """Every prompt with its own settings; what a JSON line does not say, the flags do. None at all: an empty prompt."""
-    asked = [{"prompt": text} for text in args.prompt] + (read_prompts(args.prompts) if args.prompts else [])
+    """Return a request per prompt. Settings of a JSON line override the flags. Without prompts: one empty prompt."""
+    prompts = [{"prompt": text} for text in args.prompt] + (read_prompts(args.prompts) if args.prompts else [])
     shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
-    asked = [own for own in asked or [{}] for _ in range(args.samples)]
-    return [Request(**shared | {"seed": args.seed + n} | own) for n, own in enumerate(asked)]
+    samples = [own for own in prompts or [{}] for _ in range(args.samples)]
+    return [Request(**shared | {"seed": args.seed + n} | own) for n, own in enumerate(samples)]
 
 
 def read_prompts(name: str) -> list[dict]:
-    """Read settings of one request from each line that is not empty. Raises: UserError naming the line."""
+    """Read the settings of a request from each nonempty line. Raises: UserError that names the line."""
     place = "standard input" if name == "-" else name
     lines = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).replace(b"\r\n", b"\n").split(b"\n")
-    asked = [_settings(line, f"{place}:{number}") for number, line in enumerate(lines, 1) if line]
-    if not asked:
-        raise UserError(f'{place}: no prompt in it; a line is a text, or JSON {{"prompt": "..", "top_k": 5}}')
-    return asked
+    prompts = [_settings(line, f"{place}:{number}") for number, line in enumerate(lines, 1) if line]
+    if not prompts:
+        raise UserError(f'{place}: no prompts; each line is a text, or JSON {{"prompt": "..", "top_k": 5}}')
+    return prompts
 
 
 def _settings(line: bytes, place: str) -> dict:
@@ -65,7 +65,7 @@ def _settings(line: bytes, place: str) -> dict:
         raise UserError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}): {line[:60]!r}") from error
     except ValueError as error:
         raise UserError(
-            f'{place}: begins like JSON and is not ({error}): {line.decode()[:60]!r}; a text goes in {{"prompt": ".."}}'
+            f'{place}: invalid JSON ({error}): {line.decode()[:60]!r}; write a text with a brace as {{"prompt": ".."}}'
         ) from error
     fields = [field.name for field in dataclasses.fields(Request)]
     for setting in values:
@@ -81,7 +81,7 @@ def _settings(line: bytes, place: str) -> dict:
 
 
 def tokens_of(sampler: Sampler, one: TextJob) -> list[dict]:
-    """Each token of a text with its log-probability, and the likeliest ones with theirs."""
+    """Return each token of a text with its log-probability and the most likely alternatives."""
     text = functools.partial(token_text, sampler.encoding)
     likeliest = lambda token: [(text(id), logprob) for id, logprob in token.alternatives]
     drawn = lambda token: {"token": text(token.id), "logprob": token.logprob, "likeliest": likeliest(token)}
@@ -89,17 +89,17 @@ def tokens_of(sampler: Sampler, one: TextJob) -> list[dict]:
 
 
 def result_fields(sampler: Sampler, request: Request, one: TextJob) -> dict:
-    """What was asked of a text, and what came."""
+    """Return the settings and the result of a text, for JSON."""
     more = {"drawn": tokens_of(sampler, one)} if request.logprobs else {}
     return dataclasses.asdict(request) | {"text": request.prompt + one.text, "ended": one.ended} | more
 
 
 def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
-    """Print every text: a single one while it grows."""
+    """Print every text. A single text is printed while it is generated."""
     for n, request in enumerate(requests):
         if (room := sampler.make_job(request).max_new_tokens) < request.tokens:
-            why = f"of {request.tokens} tokens fit behind its prompt in data.seq_len={sampler.cfg.data.seq_len}"
-            print(f"note: text {n} ends after {room} tokens at most: no more {why}", file=sys.stderr)
+            why = f"its prompt leaves no room for {request.tokens} in data.seq_len={sampler.cfg.data.seq_len}"
+            print(f"note: text {n} gets at most {room} new tokens: {why}", file=sys.stderr)
     if as_json:
         for request, one in zip(requests, sampler.write(requests), strict=True):
             print(json.dumps(result_fields(sampler, request, one)))
@@ -113,19 +113,19 @@ def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
 
 
 def show_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
-    """Print the best text that beam search finds; with JSON, every beam's."""
-    found = sampler.search(request, args.beams, args.length_penalty)
+    """Print the best text that beam search finds; with --json, those of all beams."""
+    results = sampler.search(request, args.beams, args.length_penalty)
     if not args.json:
-        print(request.prompt + found[0][0].text)
+        print(request.prompt + results[0][0].text)
         return
     beams = [{"text": request.prompt + one.text, "ended": one.ended, "logprob": beam.logprob,
-              "score": beam.score(args.length_penalty)} for one, beam in found]  # fmt: skip
-    asked = {"prompt": request.prompt, "tokens": request.tokens, "length_penalty": args.length_penalty}
-    print(json.dumps(asked | {"beams": beams}))
+              "score": beam.score(args.length_penalty)} for one, beam in results]  # fmt: skip
+    settings = {"prompt": request.prompt, "tokens": request.tokens, "length_penalty": args.length_penalty}
+    print(json.dumps(settings | {"beams": beams}))
 
 
 def show_speculative(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
-    """Print a text as it grows, or as JSON, and how many tokens came of a step of the model."""
+    """Print a text while it is generated, or as JSON, and how many tokens a step of the model yielded."""
     stream = None if args.json else lambda text: print(text, end="", flush=True)
     if stream:
         stream(request.prompt)
@@ -134,20 +134,20 @@ def show_speculative(sampler: Sampler, request: Request, args: Arguments, draft:
         print()
     else:
         print(json.dumps(result_fields(sampler, request, one) | {"tokens_per_step": rounds.tokens_per_step}))
-    proposed = f"{args.draft_tokens} proposed for each"
-    print(f"note: {rounds.tokens_per_step:.2f} tokens a step in {rounds.steps} steps, {proposed}", file=sys.stderr)
+    proposed = f"{args.draft_tokens} proposed per step"
+    print(f"note: {rounds.tokens_per_step:.2f} tokens per step in {rounds.steps} steps, {proposed}", file=sys.stderr)
 
 
 def check_beam_settings(args: Arguments, requests: list[Request]) -> None:
-    """Raises: UserError for what beam search does not do."""
+    """Raises: UserError for flags that do not work with beam search."""
     if args.beams and args.draft:
-        raise UserError(f"--beams {args.beams} and --draft {args.draft}: beams draw nothing; leave one of them out")
+        raise UserError(f"--beams {args.beams} and --draft {args.draft} do not work together; leave one of them out")
     if args.beams and args.samples > 1:
-        raise UserError(f"--samples {args.samples}: beams draw nothing, all samples would be equal; --json prints "
-                        f"the texts of all {args.beams} beams")  # fmt: skip
+        raise UserError(f"--samples {args.samples}: beam search does not sample, so all samples would be equal; "
+                        f"--json prints the texts of all {args.beams} beams")  # fmt: skip
     for name in ("repetition_penalty", "logprobs") if args.beams else ():
         if other := [request for request in requests if getattr(request, name) != getattr(Settings, name)]:
-            raise UserError(f"{name}={getattr(other[0], name)}: not with --beams {args.beams}, which rank whole texts")
+            raise UserError(f"{name}={getattr(other[0], name)} does not work with --beams {args.beams}; leave it out")
 
 
 HELP = """\
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     check(args)
     requests = requests_of(args)
     if not args.json and any(request.logprobs for request in requests):
-        raise UserError("--logprobs are printed as JSON; add --json")
+        raise UserError("--logprobs needs --json, because log-probabilities are only printed as JSON")
     check_beam_settings(args, requests)
     use_devices(args.devices)
     load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,

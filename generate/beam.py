@@ -1,11 +1,11 @@
-"""Beam search: the likeliest texts instead of drawn ones.
+"""Beam search: find the most likely texts instead of sampling.
 
-At each step every beam is continued by every token, and of all these the likeliest stay: beams are rows of one cache,
-and a row goes on from what its parent kept. A text that ends leaves its beam; the search ends when `width` have ended,
-or there is no more room. With a width of 1 it takes the likeliest token each time.
+Each step extends every beam by every token and keeps the most likely results. Beams are rows of one cache, and a row
+continues from a copy of its parent's row. A text that ends frees its beam. The search ends when `width` texts have
+ended, or when there is no more room. With a width of 1 it is greedy decoding.
 
-A text's score is its log-probability over length**penalty, the end of text counted, as transformers has it. GNMT
-(arXiv:1609.08144, section 7) divides by ((5 + length) / 6)**penalty instead, which changes less from token to token.
+The score of a text is its log-probability / length**penalty. The length includes the end-of-text token, as in
+transformers. GNMT (arXiv:1609.08144, section 7) divides by ((5 + length) / 6)**penalty, which varies less with length.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Beam:
 
     tokens: tuple[int, ...] = ()
     logprob: float = 0.0
-    ended: bool = False  # its last token is the end of text
+    ended: bool = False  # its last token is end of text
 
     def score(self, penalty: float) -> float:
         return self.logprob / len(self.tokens) ** penalty
@@ -39,7 +39,7 @@ class Beam:
 
 @functools.cache
 def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
-    """Compile fn(cache, parents_B) -> the cache whose row i is row parents_B[i] of the old one.
+    """Compile fn(cache, parents_B) -> a cache whose row i is row parents_B[i] of the old one.
 
     Sends over BATCH: (n - 1)/n of the cache.
     """
@@ -50,13 +50,13 @@ def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
 
     spec = cache_spec(c)
     local = jax.shard_map(shards, mesh=mesh, in_specs=(spec, P(BATCH)), out_specs=spec)
-    # Written as `empty_cache` writes it, or `cached_forward` would be compiled again.
+    # The same form of the sharding as in `empty_cache`, so that `cached_forward` is not compiled again.
     return ordered.jit(local, mesh, out_shardings=NamedSharding(mesh, spec))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "count"))
 def top_continuations(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: int):
-    """Of all beams, each continued by all tokens, the likeliest: log-probabilities, parents and tokens, best first."""
+    """Extend all beams by all tokens. Returns the best `count`: log-probabilities, parents and tokens, best first."""
     everywhere, vocabulary = NamedSharding(mesh, P()), len(drawable_V)
     logits_bV = jax.lax.with_sharding_constraint(logits_bV, everywhere)
     logprobs_bV = logprob_b[:, None] + log_probabilities(logits_bV, drawable_V)
@@ -65,13 +65,13 @@ def top_continuations(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: in
 
 
 def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty: float = 1.0) -> list[Beam]:
-    """The best continuations of a prompt that a search of so many beams finds, best first, at most `width`.
+    """Return the best continuations of a prompt that `width` beams find, best first, at most `width`.
 
-    engine  idle, of at least `width` slots
-    room    most tokens to add
+    engine   an idle engine with at least `width` slots
+    room     most tokens to add
     """
     rows = len(engine.slots)
-    assert width <= rows, f"{width} beams do not fit {rows} slots"
+    assert width <= rows, f"{width} beams need as many slots, and the engine has {rows}"
     engine.prefill_single(Job(prompt, Settings(temperature=0), 1))
     live, parents, ended = [Beam()], [0] * rows, []
     for step in range(min(room, engine.context - len(prompt))):
@@ -84,17 +84,17 @@ def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty:
         logits_bV, engine.cache = engine.decode_step(
             engine.params, engine.cache, np.int32(last_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(rows, np.int32))  # fmt: skip
-        # Each beam has one continuation that ends: of the 2 * width likeliest, `width` do not.
-        found = jax.device_get(
+        # Only one extension of each beam ends, so at least `width` of the best 2 * width extensions do not.
+        best = jax.device_get(
             top_continuations(logits_bV, logprob_b, engine.drawable_V, mesh=engine.mesh, count=2 * width)
         )
-        made = [(Beam((*live[parent].tokens, int(token)), float(logprob), bool(token == engine.end)), int(parent))
-                for logprob, parent, token in zip(*found, strict=True) if logprob > -np.inf]  # fmt: skip
-        ended += [beam for beam, _ in made[:width] if beam.ended]
-        goes_on = [(beam, parent) for beam, parent in made if not beam.ended][:width]
-        if len(ended) >= width or not goes_on:
+        extended = [(Beam((*live[parent].tokens, int(token)), float(logprob), bool(token == engine.end)), int(parent))
+                    for logprob, parent, token in zip(*best, strict=True) if logprob > -np.inf]  # fmt: skip
+        ended += [beam for beam, _ in extended[:width] if beam.ended]
+        unfinished = [(beam, parent) for beam, parent in extended if not beam.ended][:width]
+        if len(ended) >= width or not unfinished:
             break
-        live, parents = [beam for beam, _ in goes_on], [parent for _, parent in goes_on]
+        live, parents = [beam for beam, _ in unfinished], [parent for _, parent in unfinished]
         parents += range(len(live), rows)
     else:
         ended += live

@@ -6,10 +6,10 @@ context, and this file passes `CachedAttention`. For latent attention the cache 
 projections from the latent to keys and values are absorbed into query and output (arXiv:2405.04434, section 2.1.2).
 Mixtures of experts are dropless here, whatever capacity_factor they were trained with.
 
-It runs on any mesh, with the parameters where training left them. Sequences are split over BATCH, heads and vocabulary
-over TENSOR as in training, the cache's slots over CONTEXT, and layers with their cache over STAGE, where one stage
-works after the other. To the model, the new tokens of all sequences of a device are one row of n = b * s positions:
-split over CONTEXT everywhere, and over TENSOR between blocks.
+Any mesh works, with the parameters sharded as in training. Sequences are sharded over BATCH, heads and vocabulary over
+TENSOR, the cache's slots over CONTEXT, and layers with their cache over STAGE, where the stages run one after another.
+For the model, the new tokens of all sequences of a device are one row of n = b * s positions, which is sharded over
+CONTEXT everywhere, and over TENSOR between blocks.
 """
 
 import dataclasses
@@ -47,20 +47,20 @@ from sharding import (
 from xla import ordered
 
 NOWHERE = 2**30  # a position past the last slot of any cache
-ROWS_DIM = 1  # of every array of a cache: its sequences
+ROWS_DIM = 1  # the dim of every cache array that counts sequences
 
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
 class LatentCache(NamedTuple):
-    """One layer's cache of latent attention: C + R numbers a position, whatever the number of heads."""
+    """One layer's cache for latent attention: C + R numbers per position, for any number of heads."""
 
     latent_bSC: Any
     rotary_bSR: Any
 
 
 class GroupedCache(NamedTuple):
-    """One layer's cache of grouped-query attention: a key and a value for each of the G heads.
+    """One layer's cache for grouped-query attention: a key and a value for each of the G heads.
 
     The slots of a head are contiguous, because the matmul with one query reads them in that order.
     """
@@ -70,16 +70,16 @@ class GroupedCache(NamedTuple):
 
 
 def cache_spec(c: ModelConfig):
-    """How the arrays of a cache are sharded: slots over CONTEXT, heads over TENSOR. The first dim counts stages, as
-    each has its own layers, and copies of latents, because each TENSOR device has one."""
+    """Return the PartitionSpec of a cache: slots over CONTEXT, heads over TENSOR. The first dim counts stages, which
+    have separate layers, and for latents also copies, because each TENSOR device has one."""
     return P(STAGE, BATCH, TENSOR, CONTEXT) if c.attention == "gqa" else P((STAGE, TENSOR), BATCH, CONTEXT)
 
 
 def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
-    """The cache of b sequences as ShapeDtypeStructs, arranged as `unstack` arranges the layers' parameters:
+    """Return the cache of b sequences as ShapeDtypeStructs, arranged as `unstack` arranges the layers' parameters:
     {"prefix": [layer, ..], "blocks": [Block(dense=[layer, ..], moe=layer), ..]}.
 
-    slots  positions of a sequence that the cache holds, a multiple of the devices along CONTEXT
+    slots  positions per sequence in the cache, a multiple of the devices along CONTEXT
     form   number format: "compute", the compute dtype; "bfloat16"; or "int8", see `quantised.py`
     Every stage has a prefix, but only that of the first stage is used.
     """
@@ -104,17 +104,17 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
 
 
 def empty_cache(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
-    """Zeros of `cache_shapes`."""
+    """Return a cache of zeros with the shapes of `cache_shapes`."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), cache_shapes(c, mesh, b, slots, form))
 
 
 def first_slot(S: int):
-    """The position that this device's first slot holds. CONTEXT devices hold S consecutive positions each."""
+    """Return the position in this device's first slot. Each CONTEXT device holds S consecutive positions."""
     return axis_index(CONTEXT) * S
 
 
 def write_entries(cache_bgSX, new_bsgX, positions_bs):
-    """Write new tokens into the slots of their positions. Positions that have no slot on this device are skipped."""
+    """Write new tokens into the slots of their positions; positions with no slot on this device are skipped."""
 
     def write(cache_bgSX, new_bsgX):
         at_bs = positions_bs - first_slot(cache_bgSX.shape[-2])
@@ -128,8 +128,8 @@ def write_entries(cache_bgSX, new_bsgX, positions_bs):
 def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
     """Attend to this device's slots, up to each token's own position. Slot i holds position i. Queries are scaled.
 
-    Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log of the softmax's sum [b, s, h, 1];
-    latents without g. Each of g key heads serves r = h / g neighbours.
+    Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log-sum-exp of the scores [b, s, h, 1];
+    latents have no g. Each of the g key heads serves r = h / g consecutive query heads.
     """
     (b, s, h, X), g, S = q_bshX.shape, "g" * (k_bgSX.ndim - 3), k_bgSX.shape[-2]
     q_bsgrX = q_bshX.reshape(b, s, *k_bgSX.shape[1:-2], -1, X)
@@ -142,10 +142,10 @@ def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
 
 
 class CachedAttention:
-    """One layer's attention to its KV cache: what `model.layer` takes as `attend`, in place of `over_context`.
+    """One layer's attention to its KV cache: the `attend` argument of `model.layer`, in place of `over_context`.
 
     cache  a LatentCache or a GroupedCache. The call replaces it by the cache with the new tokens, which the caller
-           then reads: an instance serves one layer, once
+           reads afterwards; an instance is for one layer and one call
     """
 
     def __init__(self, cache, positions_bs):
@@ -154,8 +154,8 @@ class CachedAttention:
     def __call__(self, c: ModelAtWork, q_1nhK, parts, keys_values, segments_1n, absorbed=None):
         """Write the new tokens into the cache, and attend to it. Arguments and result as for `over_context`.
 
-        absorbed  how queries meet latents: a function of the queries, and one of the mixed latents; None: the cache
-                  holds keys and values
+        absorbed  for latents, two functions: one maps queries to latents, one maps attended latents to values; None:
+                  the cache holds keys and values
         """
         q_bshK, *new = gather_tokens((q_1nhK, *parts), *self.positions_bs.shape)
         pairs = zip(self.cache, new, strict=True)
@@ -173,13 +173,13 @@ class CachedAttention:
 
 
 def as_row(x_bsX):
-    """All tokens in one row, [1, n, ..], with zeros at the end: it splits over CONTEXT and TENSOR."""
+    """Reshape all tokens to one row [1, n, ..], padded with zeros to a multiple of CONTEXT * TENSOR devices."""
     row = x_bsX.reshape(1, -1, *x_bsX.shape[2:])
     return jnp.pad(row, ((0, 0), (0, -row.shape[1] % axis_size((CONTEXT, TENSOR))), *[(0, 0)] * (row.ndim - 2)))
 
 
 def gather_tokens(arrays_1n, b: int, s: int):
-    """The tokens of all CONTEXT devices by sequence and position. Shapes: [1, n, ..] -> [b, s, ..].
+    """Gather the tokens of all CONTEXT devices by sequence and position. Shapes: [1, n, ..] -> [b, s, ..].
 
     Sends over CONTEXT: (n - 1)/n of the gathered arrays, in one collective.
     """
@@ -191,14 +191,14 @@ def gather_tokens(arrays_1n, b: int, s: int):
 
 
 def merge_softmaxes(o_bshU, log_sum_bsh1):
-    """One softmax over the slots of all CONTEXT devices, for this device's tokens. Shapes: [b, s, ..] -> [1, n, h, U].
+    """Merge the softmaxes of all CONTEXT devices, for this device's tokens. Shapes: [b, s, ..] -> [1, n, h, U].
 
     Sends over CONTEXT: (n - 1)/n of both arrays, in float32, in one collective.
     """
     if axis_size(CONTEXT) == 1:
         return as_row(o_bshU)
     row = as_row(jnp.concatenate([o_bshU.astype(jnp.float32), log_sum_bsh1], axis=-1))
-    each_cnhX = all_to_all(row, CONTEXT, split_dim=1, join_dim=0)  # c: what each CONTEXT device found
+    each_cnhX = all_to_all(row, CONTEXT, split_dim=1, join_dim=0)  # c: the CONTEXT device of the slots
     share_cnh1 = jax.nn.softmax(each_cnhX[..., -1:], axis=0)
     return jnp.sum(share_cnh1 * each_cnhX[..., :-1], axis=0, keepdims=True).astype(o_bshU.dtype)
 
@@ -207,22 +207,22 @@ def merge_softmaxes(o_bshU, log_sum_bsh1):
 
 
 def decoding_config(c: ModelConfig) -> ModelAtWork:
-    """The model as generation runs it: dropless, and every weight gathered before it is used, never tokens sent to
-    the shards of a table, because an int8 table has to be gathered as int8."""
+    """Return the model's settings for generation: dropless experts, and all weights gathered before use. Tokens are
+    never sent to the shards of a table instead, because an int8 table has to be gathered as int8."""
     return ModelAtWork(**vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")})
 
 
 def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_bm, *, c: ModelAtWork):
     """Run new tokens through the model. Returns logits [b, m, v] after the wanted tokens of each row, and the cache.
 
-    w  this stage's parameters, layers in lists, see `unstacked`
-    Sends over STAGE: the activations, to the next stage at every tick; and the logits, to all.
+    w  this stage's parameters, layers in lists, see `unstack_shards`
+    Sends over STAGE: the activations to the next stage at every tick, and the logits to all stages.
     """
     stage, stages, b = axis_index(STAGE), axis_size(STAGE), len(tokens_bs)
     prefix, blocks, cache = (jax.tree.map(lambda x: x[0], tree) for tree in (w.prefix, w.blocks, cache))
     ours = lambda x_bs: own_slice(as_row(x_bs), CONTEXT, dim=1)
     batch = {"tokens_BT": ours(tokens_bs), "positions_BT": ours(positions_bs)}
-    batch |= dict.fromkeys(("segments_BT", "index_BT"), jnp.ones_like(batch["tokens_BT"]))  # documents, dropout: none
+    batch |= dict.fromkeys(("segments_BT", "index_BT"), jnp.ones_like(batch["tokens_BT"]))  # one document, no dropout
     tokens = model.tokens_of(batch)
 
     def layer(w_and_cache, x_1tD, number):
@@ -249,7 +249,7 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
     (x_1tD, cache["blocks"]), _ = jax.lax.scan(tick, (x_1tD, cache["blocks"]), jnp.arange(stages))
 
     def logits(x_1tD):
-        x_nD = model.leave(w, c, x_1tD, dim=1)[0]  # of CONTEXT devices, the one that has the wanted token computes
+        x_nD = model.leave(w, c, x_1tD, dim=1)[0]  # only the CONTEXT device with the wanted token computes its logits
         at_bm = jnp.arange(b)[:, None] * tokens_bs.shape[1] + wanted_bm - axis_index(CONTEXT) * len(x_nD)
         mine_bm = (at_bm >= 0) & (at_bm < len(x_nD))
         x_bmD = x_nD[jnp.clip(at_bm, 0, len(x_nD) - 1)]
@@ -261,7 +261,7 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
 
 
 def apply_to_row(cache, at_1, function):
-    """Apply a function, which takes and returns a cache, to one row of this device's cache: row number at_1."""
+    """Apply function(cache) -> (result, cache) to row at_1 of this device's cache."""
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at_1[0], 1, ROWS_DIM), cache)
     result, row = function(row)
     put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at_1[0], ROWS_DIM)
@@ -270,8 +270,8 @@ def apply_to_row(cache, at_1, function):
 
 @functools.cache
 def copy_rows(c: ModelConfig, mesh: Mesh) -> Callable:
-    """Compile fn(cache, from_b, to_b) -> the cache in which each device along BATCH has copied one of its rows onto
-    another, or onto itself. The old cache's memory is reused. Sends nothing."""
+    """Compile fn(cache, from_b, to_b) -> cache, which copies one row on each device along BATCH to another row, or to
+    itself. The old cache is donated. Sends nothing."""
 
     def shards(cache, from_1, to_1):
         row = lambda x: jax.lax.dynamic_slice_in_dim(x, from_1[0], 1, ROWS_DIM)
@@ -283,11 +283,11 @@ def copy_rows(c: ModelConfig, mesh: Mesh) -> Callable:
     return ordered.jit(local, mesh, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
 
 
-# Layers on their own --------------------------------------------------------------------------------------------------
+# Unstacked layers -----------------------------------------------------------------------------------------------------
 
 
 def map_layers(w: model.Transformer, c: ModelConfig, blocks: int, pick):
-    """A Transformer whose prefix and blocks are lists of what pick(stack, *place) makes of each stacked layer."""
+    """Return a Transformer whose prefix and blocks are lists of pick(stack, *place) for each stacked layer."""
     prefix = [pick(w.prefix, j) for j in range(c.dense_prefix)]
     dense = lambda i: [pick(w.blocks.dense, i, j) for j in range(c.layers_per_block - bool(c.n_experts))]
     moe = lambda i: pick(w.blocks.moe, i) if c.n_experts else None
@@ -299,7 +299,7 @@ def is_unstacked(params) -> bool:
 
 
 def unstack_shards(w: model.Transformer, c: ModelConfig):
-    """On local shards: the layers of this stage each on its own, with a first dim that counts stages."""
+    """Split the local shards into separate layers, each with a first dim that counts stages."""
     if is_unstacked(w):
         return w
     pick = lambda stack, *at: jax.tree.map(lambda x: x[at][None], stack)
@@ -307,21 +307,21 @@ def unstack_shards(w: model.Transformer, c: ModelConfig):
 
 
 def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
-    """How parameters lie on the mesh, stacked or not, some of them perhaps `quantize`d."""
+    """Return the PartitionSpecs of parameters, stacked or not, with or without `quantize`."""
     if not is_unstacked(params):
         return specs(c, params)
     first = params.blocks[0]
     block = model.Block(dense=first.dense[0] if first.dense else None, moe=first.moe)
     one_of_each = params.replace(prefix=params.prefix[0] if params.prefix else None, blocks=block)
     is_spec = lambda x: isinstance(x, P)
-    stage_and_own = lambda spec, n: P(*spec[:1], *spec[n:])  # of n letters of layers
+    stage_and_own = lambda spec, n: P(*spec[:1], *spec[n:])  # drop the n dims that count layers
     pick = lambda stack, *at: jax.tree.map(lambda spec: stage_and_own(spec, len(at)), stack, is_leaf=is_spec)
     return map_layers(specs(c, one_of_each), c, len(params.blocks), pick)
 
 
 def unstack(params, c: ModelConfig, mesh: Mesh):
-    """Parameters as `cached_forward` is fastest with: each layer's arrays by themselves. Parts of stacks would be
-    copied out, layer after layer, for every token. Sends nothing; the stacks stay."""
+    """Split stacked parameters into separate arrays per layer, which makes `cached_forward` faster: it would copy each
+    layer out of its stack for every token. Sends nothing. The stacks are not freed."""
     if is_unstacked(params):
         return params
     shape = jax.eval_shape(lambda w: unstack_shards(w, c), params)
@@ -337,14 +337,13 @@ def unstack(params, c: ModelConfig, mesh: Mesh):
 def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callable:
     """Compile fn(params, cache, tokens_bs, positions_bs, last_b) -> (logits [b, V], cache), once per shape.
 
-    With a prompt's tokens it is a prefill, with one token of each sequence a decode step.
+    With a prompt's tokens it is a prefill; with one token per sequence it is a decode step.
 
     params  as trained; or, which is faster, as `unstack` or `quantize` returns them
-    last_b  the token of each row after which logits are wanted; [b, m], several: then logits are [b, m, V]
-    rows    fn takes at_b too: which of the cache's rows on a device along BATCH its tokens belong to. There is one row
-            of tokens for each such device
-    The old cache's memory is reused: do not touch it again. Raises: UserError if a parameter does not split over the
-    mesh.
+    last_b  index of the token in each row after which logits are wanted; with [b, m] the logits are [b, m, V]
+    rows    fn also takes at_b, the cache row on each device along BATCH that its tokens belong to; each device then
+            has one row of tokens
+    The old cache is donated, so do not use it again. Raises: UserError if a parameter does not split over the mesh.
     """
     sharding.check_divides(model.declare(c), mesh)
 
@@ -362,5 +361,5 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
         logits_bmV, cache = local(params, cache, tokens_bs, positions_bs, wanted_bm, *at_b)
         return (logits_bmV[:, 0] if last_b.ndim == 1 else logits_bmV), cache
 
-    # Written as `empty_cache` writes it: the same sharding in other words would compile the next call again.
+    # The same form of the sharding as in `empty_cache`: an equivalent form would compile the next call again.
     return ordered.jit(forward, mesh, donate_argnums=1, out_shardings=(None, NamedSharding(mesh, cache_spec(c))))

@@ -1,11 +1,12 @@
-"""Requests that share a batch: a finished one leaves, a waiting one enters, and nothing is compiled again.
+"""Continuous batching: a finished request leaves the batch, a waiting one enters, and nothing is compiled again.
 
-An engine has a fixed number of slots, each a row of one cache. A step is one token of every text that is being written
-(decode), then some pieces of prompts (prefill): two compiled functions of two shapes, whatever the lengths. What a
-request draws depends on its tokens, settings and seed, and on no other request.
+An engine has a fixed number of slots, each a row of one cache. A step generates one token for every text in progress
+(decode), then processes some chunks of prompts (prefill). These are two compiled functions with one shape each, for any
+lengths. The result of a request depends on its tokens, settings and seed, and on no other request.
 
-A row keeps a prompt until another is read into it. Of a prompt that begins like one of them, whole pieces are copied:
-the n samples of one prompt read it once. They are bit for bit what would be read, since pieces are cut in one way.
+A row keeps its prompt in the cache until another prompt replaces it. A prompt that begins like a cached one copies the
+shared chunks, so n samples of a prompt prefill it once. The copy is bitwise equal because all prompts are cut into
+chunks in the same way.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from sharding import BATCH, CONTEXT
 
 
 def common_prefix_length(one: list[int], other: list[int]) -> int:
-    """How many tokens two begin with alike."""
+    """Return the number of tokens in the common prefix of two lists."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
     return int(differ[0]) if len(differ) else n
@@ -34,7 +35,7 @@ def common_prefix_length(one: list[int], other: list[int]) -> int:
 
 @dataclasses.dataclass
 class Token:
-    """What was drawn: its log-probability by the model, and the likeliest tokens with theirs."""
+    """A token, its log-probability in the model, and the most likely alternatives with theirs."""
 
     id: int
     logprob: float
@@ -42,30 +43,29 @@ class Token:
 
     @classmethod
     def from_row(cls, chosen: DrawnTokens, row: int, alternatives: int):
-        """The token of one row, with so many of the likeliest."""
+        """Return the token of one row, with at most `alternatives` alternatives."""
         pairs = zip(chosen.likeliest_bA[row].tolist(), chosen.logprobs_bA[row].tolist(), strict=True)
-        likely = [(id, logprob) for id, logprob in pairs if logprob != -math.inf]  # of ids of no token
+        likely = [(id, logprob) for id, logprob in pairs if logprob != -math.inf]  # -inf: unused ids
         return cls(int(chosen.token_b[row]), float(chosen.logprob_b[row]), likely[:alternatives])
 
 
 class Job:
-    """One request under way: its prompt, what was drawn so far, and why it ended.
+    """One request: its prompt, the tokens generated so far, and why it ended.
 
-    ended  "" while it runs; "stop" at end of text, "length" when it has the tokens asked for, or "cancelled"
+    ended          "" while it runs; "stop" at end of text, "length" when it has max_new_tokens, or "cancelled"
+    prompt_tokens  None, or a list that receives the scored tokens of the prompt, except the first
     """
 
     def __init__(self, prompt: list[int], settings: Settings, room: int):
         self.prompt, self.settings, self.max_new_tokens = prompt, settings, room
         self.tokens_read = 0  # tokens of the prompt that are in the cache
         self.tokens: list[Token] = []
-        self.prompt_tokens: list[Token] | None = (
-            None  # a list: the tokens of the prompt are to come into it, but the first
-        )
-        self.end_token: Token | None = None  # the end of text that was drawn
+        self.prompt_tokens: list[Token] | None = None
+        self.end_token: Token | None = None  # the end-of-text token, if it was generated
         self.ended = ""
 
     def add_token(self, token: Token, end: int) -> None:
-        """Add a token that was drawn; end of text is not added."""
+        """Add a generated token. The end-of-text token ends the job and is not added."""
         if token.id == end:
             self.ended, self.end_token = "stop", token
             return
@@ -75,16 +75,16 @@ class Job:
 
 
 class Engine:
-    """A model with slots for requests.
+    """A model with a fixed number of slots for requests.
 
-    vocabulary  ids that may be drawn, the first so many of the table
-    absent      those of them that are no token's, and never drawn
-    end         the token that ends a text
-    slots       requests at a time; rounded up to a multiple of the devices along BATCH
-    context     most tokens of a prompt and its text; rounded up to a multiple of the devices along CONTEXT
-    piece       tokens of a prompt that are read at once
-    at_once     most tokens of prompts between two steps of decoding, if not a single piece is more
-    cache       the form of its numbers, see `cache_shapes`
+    vocabulary      number of ids that may be generated, from 0; the model's table may be longer
+    end             the token that ends a text
+    slots           requests at a time; rounded up to a multiple of the devices along BATCH
+    context         most tokens of a prompt and its text; the cache rounds up to a multiple of devices along CONTEXT
+    piece           prompt tokens per prefill chunk
+    prefill_tokens  most prompt tokens between two decode steps, but always at least one chunk
+    cache           number format, see `cache_shapes`
+    unused_ids      ids below `vocabulary` that are not tokens, and never generated
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, *, vocabulary: int, end: int, slots: int, context: int = 0,
@@ -98,7 +98,7 @@ class Engine:
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
-        self.cached_prompts: list[list[int]] = [[]] * slots  # tokens of prompts that each row of the cache holds
+        self.cached_prompts: list[list[int]] = [[]] * slots  # the prompt tokens in each row of the cache
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
         self.drawable_V = jax.device_put(drawable_ids(vocabulary, unused_ids), everywhere)
@@ -120,15 +120,17 @@ class Engine:
         self.set_row = jax.jit(set_row, out_shardings=everywhere, donate_argnums=0)
 
     def submit(self, job: Job) -> Job:
-        """Let a request wait for a slot. Raises: UserError if its prompt leaves no room."""
+        """Queue a request for a slot. Raises: UserError if its prompt leaves no room for a new token."""
         if len(job.prompt) >= self.context:
-            raise UserError(f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions")
+            raise UserError(
+                f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions; shorten it"
+            )
         job.max_new_tokens = min(job.max_new_tokens, self.context - len(job.prompt))
         self.waiting.append(job)
         return job
 
     def cancel(self, job: Job) -> None:
-        """Take a request out; its slot is free at the next step."""
+        """Cancel a request; its slot is free at the next step."""
         job.ended = job.ended or "cancelled"
 
     @property
@@ -140,10 +142,10 @@ class Engine:
         return not self.waiting and not self.running
 
     def step(self) -> list[Job]:
-        """One step: a token for every text that is being written, then pieces of prompts. Returns who has drawn."""
+        """Decode one token for every text in progress, then prefill. Returns the jobs that got a token, or ended."""
         self.admit_jobs()
-        writing = [job is not None and job.tokens_read == len(job.prompt) for job in self.slots]
-        drawn = self.run_decode(writing) if any(writing) else []
+        decoding = [job is not None and job.tokens_read == len(job.prompt) for job in self.slots]
+        drawn = self.run_decode(decoding) if any(decoding) else []
         for _ in range(self.pieces):
             reading = self.next_prefills()
             if not any(job is not None for job in reading):
@@ -153,8 +155,8 @@ class Engine:
         return drawn
 
     def prefill_single(self, job: Job) -> Job:
-        """Read a prompt into the first row, and draw one token; who called goes on from there, with the engine idle."""
-        assert self.idle, "requests are under way"
+        """Prefill a prompt in row 0 of an idle engine and draw one token; the caller continues from this cache."""
+        assert self.idle, "the engine has requests in progress"
         self.submit(job)
         while not (job.tokens or job.ended):
             self.step()
@@ -162,7 +164,7 @@ class Engine:
         return job
 
     def admit_jobs(self) -> None:
-        """Free the slots of those who have ended, and give them to those who wait."""
+        """Free the slots of jobs that have ended, and assign them to waiting jobs."""
         for row, job in enumerate(self.slots):
             if job is not None and job.ended:
                 self.slots[row] = job = None
@@ -174,17 +176,17 @@ class Engine:
                         self.seen_bV = self.set_row(self.seen_bV, row, seen_V)
 
     def next_prefills(self) -> list[Job | None]:
-        """Of the rows of each device along BATCH, the first whose prompt is not all in the cache."""
+        """For each device along BATCH, return its first job whose prompt is not completely in the cache, or None."""
         per_group, found = len(self.slots) // self.groups, []
         for group in range(self.groups):
             rows = self.slots[group * per_group : (group + 1) * per_group]
             found.append(next((job for job in rows if job is not None and job.tokens_read < len(job.prompt)), None))
-        # What is compiled to score whole pieces may round differently: who is not scored does not share it.
+        # The program that scores whole chunks may round differently, so jobs without scores never share it.
         kinds = [job.prompt_tokens is None for job in found if job is not None]
         return [job if job is not None and (job.prompt_tokens is None) == kinds[0] else None for job in found]
 
     def copy_shared_prefixes(self, reading: list[Job | None]) -> None:
-        """Let prompts that are begun copy what a row of the same device along BATCH holds of them."""
+        """For prompts about to start, copy the cached prefix from a row of the same device along BATCH."""
         n, per_group = len(reading), len(self.slots) // self.groups
         from_n, to_n = np.zeros(n, np.int32), np.zeros(n, np.int32)
         for i, job in enumerate(reading):
@@ -201,7 +203,7 @@ class Engine:
             self.cache = self.copy(self.cache, from_n, to_n)
 
     def run_prefill(self, reading: list[Job | None]) -> list[Job]:
-        """Put a piece of each prompt into the cache; where it is the last, draw the first token."""
+        """Prefill one chunk of each prompt. After its last chunk, draw the first token."""
         self.copy_shared_prefixes(reading)
         n, per_group = len(reading), len(self.slots) // self.groups
         tokens_ns = np.zeros((n, self.piece), np.int32)
@@ -226,7 +228,7 @@ class Engine:
         return self.draw_tokens(logits_nV, done, rows) if any(job is not None for job in done) else []
 
     def score_prompts(self, reading: list[Job | None], logits_nmV) -> None:
-        """Score what follows each token of the pieces that were just read."""
+        """Score the tokens that follow each token of the chunks just prefilled."""
         m, targets_nm, after = self.piece, np.zeros(logits_nmV.shape[:2], np.int32), []
         for i, job in enumerate(reading):
             begin = (job.tokens_read - 1) // m * m if job is not None else 0
@@ -237,9 +239,9 @@ class Engine:
             for j in range(len(after[i])):
                 job.prompt_tokens.append(Token.from_row(chosen, i * m + j, job.settings.logprobs))
 
-    def run_decode(self, writing: list[bool]) -> list[Job]:
-        """Draw the next token of each text that is being written."""
-        jobs = [job if on else None for job, on in zip(self.slots, writing, strict=True)]
+    def run_decode(self, decoding: list[bool]) -> list[Job]:
+        """Draw the next token of each text in progress."""
+        jobs = [job if on else None for job, on in zip(self.slots, decoding, strict=True)]
         last = lambda job: (job.tokens[-1].id, len(job.prompt) + len(job.tokens) - 1)
         tokens_b, positions_b = zip(*((0, NOWHERE) if job is None else last(job) for job in jobs), strict=True)
         logits_bV, self.cache = self.decode_step(
@@ -248,7 +250,7 @@ class Engine:
         return self.draw_tokens(logits_bV, jobs, range(len(jobs)))
 
     def draw_tokens(self, logits_nV, jobs: list[Job | None], rows) -> list[Job]:
-        """Choose a token for each job from its logits. rows: where in the batch they are"""
+        """Draw a token for each job from its logits. rows: the slot of each job"""
         asked = BatchSettings.from_rows([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
         rows_n = np.int32([len(self.slots) if job is None else row for job, row in zip(jobs, rows, strict=True)])
         chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n, self.drawable_V)
@@ -256,6 +258,6 @@ class Engine:
         for n, job in enumerate(jobs):
             if job is not None and job.max_new_tokens:
                 job.add_token(Token.from_row(chosen, n, job.settings.logprobs), self.end)
-            elif job is not None:  # who asks for no token asked for its prompt's
+            elif job is not None:  # max_new_tokens=0 only scores the prompt
                 job.ended = job.ended or "length"
         return [job for job in jobs if job is not None]

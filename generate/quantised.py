@@ -1,8 +1,8 @@
-"""Numbers in int8, with a float32 scale for those that share one: weights by output channel, a cache by position.
+"""Quantization to int8 with float32 scales: one per output channel for weights, one per position for a cache.
 
-Decoding reads every weight and every cached number for each token, so bytes are time. A number is its int8 times its
-scale, the largest of those that share it over 127: no number is off by more than half a scale. Slices of weights are
-joined as int8; what comes of them, a layer's weights for one use, is in the compute dtype.
+Each decode step reads all weights and the whole cache, so fewer bytes take less time. A value is its int8 number times
+its scale. The scale is the largest magnitude in the group / 127, so no value is off by more than half a scale. Shards
+of weights are gathered as int8, and a layer converts them to the compute dtype for each use.
 """
 
 import jax
@@ -19,7 +19,7 @@ from xla import ordered
 
 @struct.dataclass
 class Quantised:
-    """An array of int8, and the scales of its numbers: as many dims, of size 1 where numbers share one."""
+    """An int8 array and its scales, which have the same dims, of size 1 where values share a scale."""
 
     values: jax.Array
     scale: jax.Array
@@ -30,7 +30,7 @@ class Quantised:
 
 
 def scale_of(x, dims, axes=()):
-    """The scale that numbers along some dims share, also those of other devices along mesh axes."""
+    """Return the scale shared by the values along some dims, and by the devices along some mesh axes."""
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=dims, keepdims=True)
     largest = jax.lax.pmax(largest, axes) if axes else largest
     return jnp.where(largest == 0, 1.0, largest / 127)
@@ -44,17 +44,17 @@ def round_to_int8(x, scale):
 
 
 def is_matrix(d: Declaration) -> bool:
-    """True of what becomes int8: all that is used in the compute dtype. Norms, biases and routers stay."""
+    """Return whether a parameter is quantized: those used in the compute dtype, not norms, biases or routers."""
     return FSDP in split_axes(d) and not d.exact
 
 
 def shared_dims(d: Declaration) -> list[int]:
-    """The dims whose numbers share a scale: those that a product sums over; of a table of words, a word's."""
+    """Return the dims that share a scale: those a matmul sums over; for the embedding table, those of a token."""
     return [i for i, letter in enumerate(d.dims) if letter in (d.fan_in or d.dims[-1])]
 
 
 def specs(c: ModelConfig, params):
-    """How parameters lie on the mesh, some of them `quantize`d: int8 as declared, scales not in slices."""
+    """Return the PartitionSpecs of parameters with or without `quantize`. Scales are not sharded over FSDP."""
 
     def one(d, w):
         if not isinstance(w, Quantised):
@@ -66,7 +66,7 @@ def specs(c: ModelConfig, params):
 
 
 def quantize(params, c: ModelConfig, mesh: Mesh):
-    """Parameters with matrices in int8, which `cached_forward` takes like any others.
+    """Quantize the matrices of parameters to int8; `cached_forward` accepts the result.
 
     Sends over FSDP, EXPERT, CONTEXT and TENSOR: scales.
     """
@@ -91,8 +91,8 @@ def quantize(params, c: ModelConfig, mesh: Mesh):
 
 
 def gather_weights(w, c: ModelConfig, *names):
-    """`overlap.weights.gathered` for weights of which some are int8. Sends: (n - 1)/n of every matrix, one byte
-    a parameter where it is int8."""
+    """Gather weights, some of which may be int8, for use in the compute dtype. Sends: (n - 1)/n of every matrix, at
+    one byte per parameter for int8."""
 
     def join(x, dim, axes, exact):
         # With one shard there is nothing to gather, but XLA's CPU backend would copy every weight for each token.
@@ -104,11 +104,11 @@ def gather_weights(w, c: ModelConfig, *names):
     return map_sliced(join, w, *names)
 
 
-# A cache --------------------------------------------------------------------------------------------------------------
+# Cache ----------------------------------------------------------------------------------------------------------------
 
 
 def quantize_like(x, like):
-    """Numbers in the format of a cache array; in int8, the numbers of the last dim share a scale."""
+    """Convert values to the format of a cache array. For int8, the values along the last dim share a scale."""
     if not isinstance(like, Quantised):
         return x.astype(like.dtype)
     scale = scale_of(x, -1)
@@ -116,5 +116,5 @@ def quantize_like(x, like):
 
 
 def dequantize(x, dtype):
-    """The inverse of `quantize_like`, up to rounding."""
+    """Convert back from `quantize_like`, up to rounding."""
     return (x.values * x.scale if isinstance(x, Quantised) else x).astype(dtype)

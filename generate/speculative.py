@@ -1,8 +1,8 @@
-"""Speculative decoding: a small model proposes k tokens, and the model reads them all in one step.
+"""Speculative decoding: a small draft model proposes k tokens, and the model checks them all in one step.
 
-A step of decoding reads every weight for one token, and costs about as much for a few. Of the tokens proposed the first
-so many are kept that the text is drawn from the model's own distribution, whatever the draft says: a bad draft costs
-time only. Both distributions are those after temperature, top_k, top_p, min_p and penalty.
+A decode step reads every weight for one token, and costs about as much for a few tokens. The acceptance rule keeps the
+text distributed exactly as the model alone would sample it, so a bad draft only costs time. Both distributions are
+those after temperature, top_k, top_p, min_p and penalty.
 
 Source: Leviathan et al., arXiv:2211.17192, algorithm 1.
 """
@@ -29,7 +29,7 @@ from generate.sampling import (
     penalize,
 )
 
-PROPOSED, ACCEPTED, REPLACED = range(3)  # what randomness is for: none of it may serve twice
+PROPOSED, ACCEPTED, REPLACED = range(3)  # purposes of random numbers: each has its own key
 
 
 def random_key(asked: BatchSettings, purpose: int):
@@ -38,7 +38,7 @@ def random_key(asked: BatchSettings, purpose: int):
 
 
 def probabilities(logits_bV, asked: BatchSettings, seen_bV):
-    """What `sampling.choose` draws from."""
+    """Return the distribution that `sampling.choose` draws from."""
     less_bV = penalize(logits_bV, asked.repetition_penalty, seen_bV)
     likeliest_bV = jax.nn.one_hot(jnp.argmax(less_bV, axis=-1), less_bV.shape[-1])
     return jnp.where(asked.temperature[:, None] > 0, jax.nn.softmax(filter_logits(less_bV, asked)), likeliest_bV)
@@ -50,7 +50,7 @@ def draw_token(key, probability_V):
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def propose(logits_bV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh):
-    """Draw a token from the draft's logits: the token, in every row; what it was drawn from; and seen_1V with it."""
+    """Draw a token from the draft's logits. Returns it in every row, its distribution, and the updated seen_1V."""
     everywhere = NamedSharding(mesh, P())
     logits_1V = mask_unused(jax.lax.with_sharding_constraint(logits_bV, everywhere)[:1], drawable_V)
     q_V = probabilities(logits_1V, asked, seen_1V)[0]
@@ -61,10 +61,10 @@ def propose(logits_bV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh)
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def verify(logits_bmV, proposed_k, q_kV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh):
-    """Decide how many of k proposed tokens are kept, and draw one more.
+    """Accept or reject the k proposed tokens, and draw one more after the accepted ones.
 
-    logits_bmV  the model's, before each proposed token and after the last: m = k + 1
-    Returns how many tokens there are, 1 to m; m, of which those are the first; and seen_1V with them.
+    logits_bmV  the model's logits before each proposed token and after the last: m = k + 1
+    Returns: the number n of new tokens, 1 to m; an array of m tokens, of which the first n count; and seen_1V.
     """
     everywhere, k = NamedSharding(mesh, P()), len(proposed_k)
     whole_mV = jax.lax.with_sharding_constraint(logits_bmV, everywhere)[0]
@@ -78,8 +78,8 @@ def verify(logits_bmV, proposed_k, q_kV, asked: BatchSettings, seen_1V, drawable
     uniform_k = jax.random.uniform(random_key(asked, ACCEPTED), (k,))
     kept_k = uniform_k * of_proposed(q_kV) < of_proposed(p_mV[:k])  # with probability min(1, p / q)
     n = jnp.sum(jnp.cumprod(kept_k))
-    left_V = jnp.maximum(p_mV - jnp.pad(q_kV, ((0, 1), (0, 0))), 0)[n]  # if all are kept, p itself
-    last = draw_token(random_key(asked, REPLACED), left_V)  # of probabilities that need not sum to 1
+    left_V = jnp.maximum(p_mV - jnp.pad(q_kV, ((0, 1), (0, 0))), 0)[n]  # p itself if all are accepted
+    last = draw_token(random_key(asked, REPLACED), left_V)  # the weights need not sum to 1
 
     token_m = jnp.where(jnp.arange(k + 1) < n, jnp.pad(proposed_k, (0, 1)), last)
     logprobs_mV = log_probabilities(whole_mV, drawable_V)
@@ -90,7 +90,7 @@ def verify(logits_bmV, proposed_k, q_kV, asked: BatchSettings, seen_1V, drawable
 
 
 def next_logits(engine: Engine, tokens_bs, at: int, wanted_m):
-    """Logits [b, m, V] after some of the tokens that follow in the first row, from position `at` on; others wait."""
+    """Run tokens through row 0 from position `at` on. Returns logits [b, m, V] after the tokens wanted_m."""
     positions_bs = np.full(tokens_bs.shape, NOWHERE, np.int32)
     positions_bs[0] = at + np.arange(tokens_bs.shape[1])
     wanted_bm = np.tile(np.int32(wanted_m), (len(tokens_bs), 1))
@@ -100,7 +100,7 @@ def next_logits(engine: Engine, tokens_bs, at: int, wanted_m):
 
 @dataclass
 class Rounds:
-    """How far the model came: without a draft, a token a step."""
+    """Steps of the model and the tokens they yielded; without a draft it is one token per step."""
 
     steps: int = 0
     tokens: int = 0
@@ -111,10 +111,10 @@ class Rounds:
 
 
 def speculate(engine: Engine, draft: Engine, job: Job, k: int, on_token: Callable[[], None] = lambda: None) -> Rounds:
-    """Continue one text to its end, k tokens proposed at a time. `took()` is called when it has one more.
+    """Continue one text to its end with k proposed tokens per step. `on_token()` is called after each new token.
 
-    engine, draft  both idle, of one vocabulary; of a round each runs shapes that are always the same
-    What a cache keeps of tokens that were not kept is overwritten before it is attended to.
+    engine, draft  both idle, with the same vocabulary; their shapes are the same in every round
+    Cache entries of rejected tokens are overwritten before they are attended to.
     """
     engine.prefill_single(job), draft.prefill_single(Job(job.prompt, Settings(temperature=0), 1))
     on_token()
@@ -124,7 +124,7 @@ def speculate(engine: Engine, draft: Engine, job: Job, k: int, on_token: Callabl
     while not job.ended:
         text, count = [*job.prompt, *(token.id for token in job.tokens)], len(job.tokens)
         asked = lambda more, count=count: BatchSettings.from_rows([(job.settings, count + more)], engine.vocabulary)
-        # The last of k that were all kept was never read by the draft: it always reads the last two.
+        # If all k tokens were accepted, the draft has not read the last one, so it always reads the last two.
         tokens_bs, seen_with_1V, proposed, q = rows(draft, text[-2:]), seen_1V, [], []
         for n in range(k):
             s = tokens_bs.shape[1]

@@ -1,4 +1,4 @@
-"""Texts in, texts out: prompts to tokens, tokens to text as it grows, up to a stop."""
+"""The text interface of generation: encode prompts, decode tokens as they are generated, and stop at given texts."""
 
 import codecs
 import functools
@@ -20,30 +20,30 @@ from generate.runs import Form, open_run
 from generate.sampling import Request
 from generate.speculative import Rounds, speculate
 
-MAX_SLOTS = 16  # requests of one call that share a batch; others wait
+MAX_SLOTS = 16  # requests of one call that run at a time; others wait
 
 
 def round_up_to_power_of_two(size: int, most: int) -> int:
-    """The next power of two, at most `most`: few shapes, so few compilations."""
+    """Round up to a power of two, at most `most`, so that few shapes are compiled."""
     return min(1 << (size - 1).bit_length(), most)
 
 
 def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int) -> list[int]:
-    """End of text, then the prompt. Raises: UserError if no token fits behind it."""
+    """Encode a prompt after the end-of-text token. Raises: UserError if it leaves no room for a new token."""
     ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
     if len(ids) >= seq_len:
         raise UserError(
-            f"a prompt of {len(ids) - 1} tokens and the end of text before it leave no room in data.seq_len={seq_len} "
-            f"positions; shorten it to at most {seq_len - 2} tokens"
+            f"a prompt of {len(ids) - 1} tokens and the end-of-text token before it leave no room in "
+            f"data.seq_len={seq_len}; shorten the prompt to at most {seq_len - 2} tokens"
         )
     return ids
 
 
 class TextJob(Job):
-    """A request whose tokens become text.
+    """A request whose tokens are decoded to text.
 
-    text   what is written, without the prompt: up to a stop, and so far as it cannot become one
-    piece  what the last token added to it
+    text   the generated text, up to a stop, without an end that could become a stop
+    piece  what the last token added to the text
     """
 
     def __init__(self, encoding: tiktoken.Encoding, request: Request, prompt: list[int], context: int):
@@ -65,23 +65,23 @@ class TextJob(Job):
 
 
 def token_text(encoding: tiktoken.Encoding, id: int) -> str:
-    r"""The text of a token; bytes:\xe2\x82 where it is a part of a character, as OpenAI writes it."""
+    r"""Return the text of a token; for a part of a character bytes:\xe2\x82, as OpenAI writes it."""
     raw = encoding.decode_single_token_bytes(id)
     try:
-        return raw.decode() or f"token_id:{id}"  # of SentencePiece's control tokens: two of them would be one
+        return raw.decode() or f"token_id:{id}"  # SentencePiece's control tokens are all empty texts
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _partial_stop_length(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of a stop."""
+    """Return how many characters at the end of a text are the beginning of a stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Sampler:
-    """A model ready to continue texts; keeps its engines, and their compiled functions, between calls.
+    """A model that continues texts. It keeps its engines and their compiled functions between calls.
 
-    mesh   where params lie; None: one device
+    mesh   the mesh of params; None: one device
     """
 
     def __init__(self, cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh | None = None,
@@ -92,11 +92,11 @@ class Sampler:
 
     @functools.cached_property
     def unstacked_params(self):
-        """Parameters as all engines share them."""
+        """The parameters with separate layers, shared by all engines."""
         return unstack(self.params, self.cfg.model, self.mesh)
 
     def engine(self, slots: int, context: int, piece: int) -> Engine:
-        """One for so many requests at a time of so many tokens: made once, its cache all zeros.
+        """Return the engine for these sizes. It is created once, with a cache of zeros.
 
         Raises: UserError if a parameter does not split over the mesh.
         """
@@ -109,13 +109,13 @@ class Sampler:
         return self.engines[key]
 
     def engine_for(self, writings: list[TextJob], slots: int) -> Engine:
-        """One that has room for the longest of these."""
+        """Return an engine with room for the longest of these texts."""
         T, longest = self.cfg.data.seq_len, max(len(one.prompt) for one in writings)
         context = round_up_to_power_of_two(max(len(one.prompt) + one.max_new_tokens for one in writings), T)
         return self.engine(slots, context, round_up_to_power_of_two(longest, min(64, T)))
 
     def make_job(self, request: Request) -> TextJob:
-        """Raises: UserError if its prompt is too long."""
+        """Return the job of a request. Raises: UserError if its prompt is too long."""
         context = self.cfg.data.seq_len
         return TextJob(self.encoding, request, prompt_ids(self.encoding, request.prompt, context), context)
 
@@ -131,34 +131,34 @@ class Sampler:
         return writings
 
     def search(self, request: Request, width: int, penalty: float = 1.0) -> list[tuple[TextJob, Beam]]:
-        """The best continuations that a search of so many beams finds, best first. A stop only cuts what was found."""
-        asked, found = self.make_job(request), []
-        engine = self.engine_for([asked], width)
-        for best in search(engine, asked.prompt, width=width, room=asked.max_new_tokens, penalty=penalty):
-            found.append((self.make_job(request), best))
-            for id in best.tokens:
-                if not found[-1][0].ended:
-                    found[-1][0].add_token(Token(id, math.nan, []), engine.end)
-        return found
+        """Beam search with `width` beams. Returns texts and beams, best first; a stop only truncates the texts."""
+        job, results = self.make_job(request), []
+        engine = self.engine_for([job], width)
+        for beam in search(engine, job.prompt, width=width, room=job.max_new_tokens, penalty=penalty):
+            results.append((self.make_job(request), beam))
+            for id in beam.tokens:
+                if not results[-1][0].ended:
+                    results[-1][0].add_token(Token(id, math.nan, []), engine.end)
+        return results
 
     def speculate(self, request: Request, draft: "Sampler", k: int,
                   stream: Callable[[str], None] | None = None) -> tuple[TextJob, Rounds]:  # fmt: skip
-        """Continue one prompt, for which a draft proposes k tokens at a time. `stream(text)` is called as text appears.
+        """Continue one prompt with a draft that proposes k tokens per step. `stream(text)` is called as text appears.
 
         Raises: UserError if the draft has another tokenizer.
         """
         if tokenizers.fingerprint(self.encoding) != tokenizers.fingerprint(draft.encoding):
             raise UserError(
-                f"the draft's tokenizer {draft.encoding.name!r} of {draft.encoding.n_vocab} tokens is not the model's, "
-                f"{self.encoding.name!r} of {self.encoding.n_vocab}: a draft has to be trained on the same tokens"
+                f"the draft's tokenizer {draft.encoding.name!r} with {draft.encoding.n_vocab} tokens is not the "
+                f"model's, {self.encoding.name!r} with {self.encoding.n_vocab}; use a draft with the same tokenizer"
             )
         one = self.make_job(request)
         engine = self.engine_for([one], 1)
-        said = lambda: stream(one.piece) if stream and one.piece else None
-        return one, speculate(engine, draft.engine(1, engine.context, engine.piece), one, k, said)
+        send_piece = lambda: stream(one.piece) if stream and one.piece else None
+        return one, speculate(engine, draft.engine(1, engine.context, engine.piece), one, k, send_piece)
 
     def texts(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[str]:
-        """Prompts and their continuations."""
+        """Continue each prompt. Returns prompts with their continuations."""
         written = self.write(requests, stream)
         return [request.prompt + one.text for request, one in zip(requests, written, strict=True)]
 
@@ -169,9 +169,9 @@ def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt:
 
 
 def load(directory: str, mesh: MeshConfig | str = "", cache: str = "compute", form: Form = "compute", **how) -> Sampler:
-    """Open a run that knows its tokenizer, or is told: see `open_run`.
+    """Open a run as a Sampler. It needs a tokenizer, its own or a named one: see `open_run`.
 
-    cache  the form of its numbers: "compute", the compute dtype; "bfloat16"; "int8"
+    cache  number format: "compute", the compute dtype; "bfloat16"; or "int8"
     """
     run = open_run(directory, mesh, texts=True, form=form, **how)
     return Sampler(run.cfg, run.params, run.encoding, run.mesh, cache)

@@ -1,4 +1,4 @@
-"""The command `python -m generate`: where prompts come from, what is printed, what is refused."""
+"""The command `python -m generate`: sources of prompts, output, and errors."""
 
 import contextlib
 import importlib
@@ -18,7 +18,7 @@ command = importlib.import_module("generate.__main__")
 
 
 def run(*argv, stdin=b""):
-    """Run the command in this process: exit status, what it printed, what it complained about."""
+    """Run the command in this process. Returns its exit status, stdout and stderr."""
     out, err, before = io.StringIO(), io.StringIO(), sys.stdin
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -32,7 +32,7 @@ def run(*argv, stdin=b""):
 
 
 def requests_of(*argv, stdin=b"", monkeypatch):
-    """The requests a command line makes."""
+    """Return the requests that a command line makes."""
     made = []
     monkeypatch.setattr(command.generate, "load", lambda directory, **how: directory)
     monkeypatch.setattr(command, "show", lambda sampler, requests, as_json: made.extend(requests))
@@ -41,8 +41,8 @@ def requests_of(*argv, stdin=b"", monkeypatch):
 
 
 def test_prompts_come_from_flags_files_and_standard_input(tmp_path, monkeypatch):
-    """Catches a source that is ignored, a line that is cut at a form feed or keeps its line end, settings of flags that
-    do not reach every text, and settings of a line that do not win."""
+    """Catches a source that is ignored, a line that is cut at a form feed or keeps its line end, flags that do not
+    reach every text, and settings of a line that do not override the flags."""
     ask = lambda *argv, **more: requests_of(*argv, **more, monkeypatch=monkeypatch)
     assert ask() == [Request("")]
     assert ask("--prompt", "") == [Request("")]
@@ -63,7 +63,7 @@ def test_prompts_come_from_flags_files_and_standard_input(tmp_path, monkeypatch)
 
 
 def test_the_command_continues_a_text(run_directory):
-    """Catches a command that works in tests only: a process of its own, UTF-8 through a pipe, the text as it grows."""
+    """Catches a command that fails as a separate process, with UTF-8 through a pipe, or while it streams the text."""
     process = subprocess.run(
         [sys.executable, "-m", "generate", run_directory, "--prompts", "-", "--tokens", "9", "--temperature", "0"],
         input="→!".encode(), cwd=ROOT, capture_output=True, timeout=120,
@@ -73,12 +73,12 @@ def test_the_command_continues_a_text(run_directory):
     assert process.returncode == 0
 
 
-def test_the_command_prints_what_it_is_asked_for(run_directory):
-    """Catches continuations in the wrong order, JSON that cannot be read back, and a cut text that is passed off as
-    whole."""
+def test_the_command_prints_texts_or_json(run_directory):
+    """Catches continuations in the wrong order, JSON that cannot be parsed, and a text that is shortened without a
+    note."""
     argv = [run_directory, "--prompt", "!", "b", "--temperature", "0", "--seed", "4"]
     status, out, err = run(*argv, "--tokens", "20")
-    assert (status, err.count("\n")) == (0, 1), "which step it reads, and nothing else"
+    assert (status, err.count("\n")) == (0, 1), "only the step it reads"
     assert out == f"--- 0\n{rule_text('!', 20)}\n--- 1\n{rule_text('b', 20)}\n"
     status, out, err = run(*argv, "--json")
     assert status == 0
@@ -87,12 +87,12 @@ def test_the_command_prints_what_it_is_asked_for(run_directory):
          "repetition_penalty": 1, "seed": seed, "logprobs": 0, "text": rule_text(prompt, 22), "ended": "length"}
         for prompt, seed in (("!", 4), ("b", 5))]  # fmt: skip
     assert err.splitlines()[-1] == (
-        "note: text 1 ends after 22 tokens at most: no more of 200 tokens fit behind its prompt in data.seq_len=24"
+        "note: text 1 gets at most 22 new tokens: its prompt leaves no room for 200 in data.seq_len=24"
     )
 
 
 def test_samples_and_log_probabilities(run_directory):
-    """Catches samples that are all one, and log-probabilities that are not those of the tokens beside them."""
+    """Catches identical samples, and log-probabilities of other tokens."""
     argv = [run_directory, "--prompt", "!", "--tokens", "3", "--temperature", "5", "--top-k", "0", "--samples", "2"]
     status, out, _ = run(*argv, "--logprobs", "2", "--json", "--stop", "~~")
     first, second = map(json.loads, out.splitlines())
@@ -109,9 +109,9 @@ def test_samples_and_log_probabilities(run_directory):
     assert first["drawn"][0]["likeliest"][0][0] == "$" and first["drawn"][0]["likeliest"][0][1] > -0.1
 
 
-def test_the_command_works_on_a_mesh(run_directory):
-    """Catches a mesh that is read and not used, one prompt that cannot be split over it, and a traceback where a
-    parameter cannot."""
+def test_the_command_runs_on_a_mesh(run_directory):
+    """Catches a mesh that is ignored, a single prompt that cannot be split over it, and a traceback if a parameter
+    cannot."""
     argv = [run_directory, "--prompt", "!", "--tokens", "9", "--temperature", "0", "--devices", "8", "--mesh"]
     assert run(*argv, "fsdp=2,context=2")[:2] == (0, rule_text("!", 9) + "\n")
     assert run(*argv, "tensor=2")[2].startswith("error: cannot split G=1 of ")
@@ -136,15 +136,15 @@ def test_the_command_works_on_a_mesh(run_directory):
         ("--temperature nan", "temperature=nan: must be at least 0, and finite"),
         ("--min-p 1", "min_p=1.0: must be at least 0 and below 1"),
         ("--logprobs 21", "logprobs=21: must lie from 0 to 20"),
-        ("--logprobs 2", "--logprobs are printed as JSON; add --json"),
+        ("--logprobs 2", "--logprobs needs --json, because log-probabilities are only printed as JSON"),
         ("--tokens 0", "tokens=0: must be at least 1"),
         ("--prompts HERE/none.txt", "[Errno 2] No such file or directory: 'HERE/none.txt'"),
         ("--prompt \udcff", r"prompt '\udcff': not UTF-8 (surrogates not allowed at character 0)"),
         ("", "HERE/run: no config.json there; give a run's directory, e.g. runs/laptop"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(tmp_path, argv, message):
-    """Catches a traceback, an exit status of 0, a message that does not say what was asked."""
+def test_invalid_settings_are_refused(tmp_path, argv, message):
+    """Catches a traceback, an exit status of 0, and a message without the value."""
     here = lambda text: text.replace("HERE", str(tmp_path))
     assert run(tmp_path / "run", *here(argv).split()) == (2, "", f"error: {here(message)}\n")
 
@@ -152,12 +152,12 @@ def test_a_request_that_cannot_be_met_is_refused(tmp_path, argv, message):
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b'{"prompt": "b"', "begins like JSON and is not (Expecting ',' delimiter: line 1 column 15 (char 14)): "
-         """'{"prompt": "b"'; a text goes in {"prompt": ".."}"""),
+        (b'{"prompt": "b"', "invalid JSON (Expecting ',' delimiter: line 1 column 15 (char 14)): "
+         """'{"prompt": "b"'; write a text with a brace as {"prompt": ".."}"""),
         (b'{"topk": 3}', "'topk' is not a setting; did you mean 'top_k'? "
          "known: tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed, logprobs, prompt"),
         (b'{"top_k": "3"}', "top_k='3': should be a whole number"),
-        (b'{"stop": ["", "a"]}', "stop=('', 'a'): should be texts, none of them empty"),
+        (b'{"stop": ["", "a"]}', "stop=('', 'a'): must be texts, and none may be empty"),
         (b'{"prompt": 3}', "prompt=3: should be text"),
         (b'{"seed": true}', "seed=True: should be a whole number"),
         (b'{"top_p": 0}', "top_p=0: must be above 0 and at most 1; 1 keeps every token"),
@@ -165,8 +165,8 @@ def test_a_request_that_cannot_be_met_is_refused(tmp_path, argv, message):
         (b'{"prompt": "\xe9"}', "not UTF-8 (invalid continuation byte at byte 12): b'{\"prompt\": \"\\xe9\"}'"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
-    """Catches a message that does not say where, and a line of JSON that is continued as if it were a text."""
+def test_errors_name_the_line_of_a_prompt_file(tmp_path, line, message):
+    """Catches a message without the line, and a line of JSON that is continued as if it were a text."""
     file = tmp_path / "prompts"
     file.write_bytes(b"a\n\n" + line + b"\n")
     assert run("none", "--prompts", file) == (2, "", f"error: {file}:3: {message}\n")
@@ -174,19 +174,18 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
     assert run("none", "--prompts", "-", stdin=file.read_bytes()) == (2, "", f"error: {place}:3: {message}\n")
 
 
-def test_no_prompt_at_all_is_refused(tmp_path):
-    """Catches a file that was never filled, continued as one empty prompt."""
+def test_a_file_without_prompts_is_refused(tmp_path):
+    """Catches an empty file that becomes one empty prompt."""
     (tmp_path / "prompts").write_text("\n\n")
     status, out, err = run("none", "--prompts", tmp_path / "prompts")
     assert (status, out) == (2, "")
-    assert (
-        err == f'error: {tmp_path}/prompts: no prompt in it; a line is a text, or JSON {{"prompt": "..", "top_k": 5}}\n'
-    )
+    message = 'no prompts; each line is a text, or JSON {"prompt": "..", "top_k": 5}'
+    assert err == f"error: {tmp_path}/prompts: {message}\n"
 
 
-def test_a_run_that_cannot_be_read_is_refused(tmp_path, run_directory):
-    """Catches a traceback where a run was not started, cut short, or has saved nothing yet; a tokenizer that is named
-    for converted weights, and not used."""
+def test_a_run_without_weights_or_tokenizer_is_refused(tmp_path, run_directory):
+    """Catches a traceback if a run was not started, was cut short, or has not saved yet; and a --tokenizer for
+    converted weights that is ignored."""
     config = (run_directory / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     assert run(tmp_path) == (2, "", f"error: no checkpoint in {tmp_path}/checkpoints\n")
@@ -195,7 +194,7 @@ def test_a_run_that_cannot_be_read_is_refused(tmp_path, run_directory):
     assert (status, out) == (2, "")
     assert err.startswith(f"error: {tmp_path}/config.json is not JSON: ")
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(config)["config"], "data": None}))
-    assert f"{tmp_path} names no tokenizer, and texts need one" in run(tmp_path)[2]
+    assert f"{tmp_path} has no tokenizer, and texts need one" in run(tmp_path)[2]
     (tmp_path / "checkpoints").symlink_to(run_directory / "checkpoints")
     argv = ["--tokenizer", "bytes", "--prompt", "!", "--tokens", "9", "--temperature", "0"]
     assert run(tmp_path, *argv)[:2] == (0, rule_text("!", 9) + "\n")
@@ -206,6 +205,6 @@ def test_a_prompt_longer_than_the_sequence_is_refused(run_directory):
     status, out, err = run(run_directory, "--prompt", "x" * 23)
     assert (status, out) == (2, "")
     assert err.splitlines(keepends=True)[-1] == (
-        "error: a prompt of 23 tokens and the end of text before it leave no room in data.seq_len=24 positions; "
-        "shorten it to at most 22 tokens\n"
+        "error: a prompt of 23 tokens and the end-of-text token before it leave no room in data.seq_len=24; "
+        "shorten the prompt to at most 22 tokens\n"
     )

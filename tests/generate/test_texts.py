@@ -1,4 +1,4 @@
-"""Texts in, texts out: what a trained model says, where it stops, and what is shown of it while it grows."""
+"""The text interface: what a trained model generates, where it stops, and what it streams."""
 
 import jax
 import numpy as np
@@ -22,9 +22,9 @@ from tests.generate.models import BYTES, EOT, RULE, TINY, V, one_device, rule_te
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A model of random weights that never ends a text: the logit of end of text is 0, that of the likeliest is not.
+    """A model of random weights that never ends a text: the logit of end of text is 0, and the largest is above 0.
 
-    It was trained with a capacity that one decoded token cannot fill; sampling drops none.
+    Its expert capacity in training is too small for one decoded token; sampling must drop none.
     """
     params = helpers.draw(model.declare(TINY.model), seed=1)
     params.unembedding_DV[:, EOT] = 0
@@ -36,7 +36,7 @@ def draw_all(sampler, *requests):
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(tiny):
-    """Catches a draw from the logits of another position, and a temperature of 0 that is not the likeliest token."""
+    """Catches logits of another position, and a temperature of 0 that does not take the most likely token."""
     prompt = [EOT, *b"ac"]
     (ids,) = draw_all(tiny, Request("ac", tokens=15, temperature=0, seed=5))
     assert len(ids) == 15 and len(set(ids)) > 3
@@ -47,15 +47,15 @@ def test_greedy_is_the_argmax_of_the_full_forward(tiny):
     assert ids == np.argmax(logits_TV[:, :V], axis=-1)[len(prompt) - 1 : -1].tolist()
 
 
-def test_an_id_of_no_token_is_not_drawn():
-    """A tokenizer may leave ids out, as cl100k_base does sixteen. Catches one that is drawn, by any of three ways: its
-    text is nothing that can be looked up; and one among the likeliest."""
+def test_unused_ids_are_never_generated():
+    """A tokenizer may skip ids, as cl100k_base skips sixteen. They have no text to look up. Catches one that is
+    generated, by sampling, speculation or beam search, and one among the alternatives."""
     ranks, end = {bytes([byte]): byte for byte in range(256)}, 262
     gaps = tiktoken.Encoding("gaps", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end})
     assert tokenizers.unused_ids(gaps) == [256, 257, 258, 259, 260, 261] and tokenizers.unused_ids(BYTES) == []
     params = helpers.draw(model.declare(TINY.model), seed=1)
     params.unembedding_DV[:, end] = 0
-    params.unembedding_DV[:, 256:end] = 9 * params.unembedding_DV[:, 97:103]  # the likeliest, if not the least
+    params.unembedding_DV[:, 256:end] = 9 * params.unembedding_DV[:, 97:103]  # the largest logits, or the smallest
     sampler = Sampler(TINY, jax.device_put(params), gaps)
     for settings in (dict(temperature=0), dict(temperature=3.0, top_k=0, top_p=1.0, repetition_penalty=1.5)):
         asked = Request("ab", tokens=9, logprobs=20, **settings)
@@ -69,35 +69,35 @@ def test_an_id_of_no_token_is_not_drawn():
     assert Token.from_row(row, 0, 2).alternatives == [(97, -0.5)]
 
 
-# The rule: a model that is certain ------------------------------------------------------------------------------------
+# A trained model that follows the rule --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_certain_model_reproduces_its_rule(rule, temperature):
-    """Catches tokens, positions or parameters that do not mean in sampling what they mean in training."""
-    prompts = ["!", "Nx", "abcy"]  # a letter between that breaks the rule: only the last byte counts
+def test_a_trained_model_follows_its_rule(rule, temperature):
+    """Catches tokens, positions or parameters that are used differently in generation than in training."""
+    prompts = ["!", "Nx", "abcy"]  # these prompts break the rule, and only the last byte counts
     texts = rule.texts([Request(prompt, tokens=18, temperature=temperature) for prompt in prompts])
     assert texts == [rule_text(prompt, 18) for prompt in prompts]
 
 
-def test_shapes_are_bucketed(rule):
-    """Catches an engine for every length of prompt: seconds each to compile."""
+def test_prompt_lengths_share_few_engines(rule):
+    """Catches an engine for every prompt length, each of which takes seconds to compile."""
     sampler = Sampler(replace(RULE, **{"data.seq_len": 256}), rule.params, BYTES)
     for length in (5, 6, 7, 200, 190):
         sampler.texts([Request("x" * length, tokens=3, seed=length)])
     assert [*sampler.engines] == [(1, 16, 8), (1, 256, 64)]
-    assert len({id(engine.params) for engine in sampler.engines.values()}) == 1, "each holds weights of its own"
+    assert len({id(engine.params) for engine in sampler.engines.values()}) == 1, "each engine has separate weights"
     engines = sampler.engines.values()
     assert [f._cache_size() for engine in engines for f in (engine.prefill, engine.decode_step)] == [1] * 4
 
 
-# The loop around a model that says what we like -----------------------------------------------------------------------
+# A scripted model -----------------------------------------------------------------------------------------------------
 
 
 class Scripted(Sampler):
-    """A sampler whose model is a function of the last token; padding rows of its table always have the largest logits.
+    """A sampler whose model is a function of the last token. The padding rows of its table have the largest logits.
 
-    `calls` holds the positions of every call.
+    `calls` records the positions of every call.
     """
 
     def __init__(self, next_token, cfg=TINY, encoding=BYTES):
@@ -119,31 +119,31 @@ class Scripted(Sampler):
         return new
 
 
-def test_a_text_ends_at_end_of_text_at_tokens_and_at_the_last_position():
-    """Catches a text that runs into the next document, shows the token between, or ends early; a step too many; a row
-    that ends with another; padding rows that are drawn."""
+def test_a_text_ends_at_end_of_text_or_at_its_maximum_length():
+    """Catches a text that continues after end of text, includes it, or ends early; a step too many; a row that ends
+    because another does; and padding rows that are drawn."""
     sampler = Scripted(lambda token: EOT if token == ord("d") else token + 1)
     assert sampler.texts([Request("a", tokens=50)]) == ["abcd"]
-    assert len(sampler.calls) == 4  # a, b, c, d: the end is not looked up
+    assert len(sampler.calls) == 4  # a, b, c, d: the end token is not run through the model
     sampler.calls.clear()
     assert sampler.texts([Request("A", tokens=5), Request("a", tokens=7), Request("xyz", tokens=1)]) == [
         "ABCDEF", "abcd", "xyz{"]  # fmt: skip
-    # End of text, prompt and what is drawn fill 18 positions: 1 + 1 + 16, and 1 + 16 + 1.
+    # End of text, prompt and new tokens fill 18 positions: 1 + 1 + 16, and 1 + 16 + 1.
     sampler.calls.clear()
     assert sampler.texts([Request("A", tokens=99), Request("0" * 16, tokens=99)]) == [
         "ABCDEFGHIJKLMNOPQ", "0" * 16 + "1"]  # fmt: skip
     looked_up = np.concatenate([positions.ravel() for positions in sampler.calls])
-    assert looked_up.max(where=looked_up < NOWHERE, initial=0) == 16  # of 0 to 17: the last token drawn is not
+    assert looked_up.max(where=looked_up < NOWHERE, initial=0) == 16  # of 0 to 17; the last new token is not run
     with pytest.raises(UserError) as error:
         sampler.texts([Request("0" * 17)])
     assert str(error.value) == (
-        "a prompt of 17 tokens and the end of text before it leave no room in data.seq_len=18 positions; "
-        "shorten it to at most 16 tokens"
+        "a prompt of 17 tokens and the end-of-text token before it leave no room in data.seq_len=18; "
+        "shorten the prompt to at most 16 tokens"
     )
 
 
 def test_positions_follow_the_prompt():
-    """Catches a decoded token that is put where the padded prompt ends, or where another row is."""
+    """Catches a decoded token at the position after the padding, or at that of another row."""
     sampler = Scripted(lambda token: token + 1)
     sampler.texts([Request("a", tokens=3), Request("abcde", tokens=3)])
     decoded = [positions.ravel().tolist() for positions in sampler.calls if positions.shape == (2, 1)]
@@ -153,13 +153,13 @@ def test_positions_follow_the_prompt():
 
 
 def test_an_empty_prompt_is_continued():
-    """Catches a prompt without end of text before it: there would be nothing to continue."""
+    """Catches a missing end-of-text token before the prompt, without which there is no token to continue."""
     assert Scripted(lambda token: ord("d") if token == EOT else token + 1).texts([Request("", tokens=3)]) == ["def"]
 
 
-def test_what_is_streamed_is_the_text():
-    """Catches a character that is cut in two because its bytes are separate tokens, a text that is printed twice, rows
-    that are mixed up, and bytes at the end that are lost."""
+def test_streamed_pieces_add_up_to_the_text():
+    """Catches a character that is split because its bytes are separate tokens, a text that is printed twice, mixed up
+    rows, and lost bytes at the end."""
     text = "né→😀"
     after = dict(zip(text.encode(), text.encode()[1:], strict=False))
     sampler, streamed = Scripted(lambda token: after.get(token, 0xE2)), []
@@ -175,16 +175,16 @@ def test_what_is_streamed_is_the_text():
     "stop, text, drawn",
     [
         (("f",), "bcde", 5),
-        (("efg", "ef"), "bcd", 5),  # the shorter is met first
+        (("efg", "ef"), "bcd", 5),  # the shorter stop is complete first
         (("de", "cdx"), "bc", 4),  # cd could have become cdx
         (("xyz",), "bcdefghi", 8),
-        (("ijk",), "bcdefghi", 8),  # the text ends, and what was held back comes
+        (("ijk",), "bcdefghi", 8),  # the text ends, and the held back end is released
         (("b",), "", 1),
     ],
 )
 def test_a_text_ends_before_a_stop(stop, text, drawn):
-    """Catches a stop that is shown, or found only within a token; the beginning of one that is streamed, or lost where
-    it does not go on; tokens drawn after it."""
+    """Catches a stop in the text, or found only within a token; the beginning of a stop that is streamed, or lost if
+    the stop is not completed; and tokens after it."""
     sampler, streamed = Scripted(lambda token: token + 1), []
     (one,) = sampler.write([Request("a", tokens=8, stop=stop)], stream=lambda _, piece: streamed.append(piece))
     assert one.text == "".join(streamed) == text
@@ -192,8 +192,8 @@ def test_a_text_ends_before_a_stop(stop, text, drawn):
     assert len(one.tokens) == drawn
 
 
-def test_a_seed_of_any_size_is_a_seed():
-    """Catches an overflow, and two seeds that are one."""
+def test_seeds_may_have_any_size():
+    """Catches an overflow, and different seeds that become equal."""
     asked = lambda seed: BatchSettings.from_rows([(Request(seed=seed), 0)], 60).seed.tolist()
     assert asked(-1) == [2**32 - 1] != asked(2**31)
     assert Scripted(lambda token: token + 1).texts([Request("a", tokens=1, seed=-(2**70))]) == ["ab"]
