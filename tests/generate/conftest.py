@@ -9,7 +9,7 @@ from train import checkpoint
 
 @pytest.fixture(scope="session")
 def run_directory(tmp_path_factory):
-    """What a finished run leaves, as far as sampling reads it."""
+    """The files of a finished run that generation reads."""
     directory = tmp_path_factory.mktemp("runs") / "rule"
     with checkpoint.open_directory(directory / "checkpoints") as manager:
         checkpoint.save(manager, 200, trained(), {})

@@ -1,4 +1,4 @@
-"""Models for the tests of sampling: of random weights, and one that is certain."""
+"""Models for the tests of generation: some with random weights, and one trained on a simple rule."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def one_device():
 
 
 GROUPED = helpers.in_model(helpers.GROUPED)
-# Latents of queries too, MoE with bias and shared experts, dense prefix; dense layers of its blocks have no rotary.
+# Query latents, MoE with bias and shared experts, dense prefix; the dense layers of blocks have no rotary.
 TINY = preset("tiny", **{"model.no_rope_every": 2})
 CONFIGS = {
     "tiny": TINY,
@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 def placed(cfg: Config, mesh):
-    """Random parameters, the same on any mesh."""
+    """Return random parameters, the same on any mesh."""
     declarations = model.declare(cfg.model)
     place = lambda x, shape: jax.device_put(x, shape.sharding)
     return jax.tree.map(place, helpers.draw(declarations, seed=1), sharding.shapes(declarations, mesh))
@@ -56,7 +56,7 @@ RULE = Config(
 
 
 def follow(byte):
-    """The byte after a byte: three further, around in the 90 characters from ! to z."""
+    """Return the next byte of the rule: plus three, modulo the 90 characters from ! to z."""
     return 33 + (byte - 33 + 3) % 90
 
 
@@ -67,7 +67,7 @@ def rule_text(prompt: str, tokens: int) -> str:
 
 
 def trained():
-    """The state of a one-layer model that was trained until it follows the rule."""
+    """Train a one-layer model until it follows the rule, and return its state."""
     mesh, rng = one_device(), np.random.default_rng(0)
     B, T = RULE.data.batch_size, RULE.data.seq_len
     step, state = optimizer.train_step(RULE, mesh), optimizer.init(RULE, mesh)
@@ -77,7 +77,7 @@ def trained():
         while len(rows_BT) <= T:
             rows_BT.append(follow(rows_BT[-1]))
         rows_BT = np.stack(rows_BT, axis=1).astype(np.int32)
-        weights_BT = (rows_BT[:, :-1] != EOT).astype(np.float32)  # what follows end of text is no rule
+        weights_BT = (rows_BT[:, :-1] != EOT).astype(np.float32)  # the token after end of text is random
         batch |= {"tokens_BT": rows_BT[:, :-1], "targets_BT": rows_BT[:, 1:], "weights_BT": weights_BT}
         state, metrics = step(state, sharding.put(batch, mesh))
     assert metrics["loss"] < 0.02

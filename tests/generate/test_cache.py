@@ -1,4 +1,4 @@
-"""A sample is drawn from what the model says: the cache changes how often a token is computed, not what comes out."""
+"""The cached forward pass gives the logits of the full forward pass, on any mesh."""
 
 import functools
 
@@ -18,7 +18,7 @@ from tests.generate.models import CONFIGS, EOT, V, one_device, placed
 
 
 def full_forward(cfg: Config, params, tokens_BT):
-    """Logits [B, T, V] of whole rows at once, as in training."""
+    """Return logits [B, T, V] of whole rows at once, as in training."""
     B, T = tokens_BT.shape
     batch = {
         "tokens_BT": tokens_BT,
@@ -32,8 +32,8 @@ def full_forward(cfg: Config, params, tokens_BT):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_logits_equal_the_full_forward(name):
-    """Catches a wrong slot, position, mask, layer number or absorbed projection; padding of a prompt that is looked at;
-    a token that depends on its neighbours in the batch."""
+    """Catches a wrong slot, position, mask, layer number or absorbed projection; attention to the padding of a prompt;
+    a token that depends on other rows of the batch."""
     cfg = CONFIGS[name]
     T, lengths_B = cfg.data.seq_len, np.array([1, 7, 12])
     params = helpers.draw(model.declare(cfg.model), seed=1)
@@ -48,17 +48,17 @@ def test_cached_logits_equal_the_full_forward(name):
     got_BV, cache = run(params, cache, prompts_Bs, positions_Bs, lengths_B - 1)
     rows = np.arange(3)
     for at_B in [lengths_B + n for n in range(T)]:
-        known = at_B <= T  # a row that is full goes on, past its last slot, and is not looked at
+        known = at_B <= T  # a full row continues past its last slot and is not compared
         # Float32, other order of sums.
         np.testing.assert_allclose(got_BV[known], want_BTV[rows, np.minimum(at_B, T) - 1][known], rtol=1e-4, atol=1e-4)
         tokens_B1 = tokens_BT[rows, np.minimum(at_B, T - 1)][:, None]
         got_BV, cache = run(params, cache, tokens_B1, at_B[:, None], np.zeros(3, np.int32))
-    assert want_BTV.std() > 0.3, "logits this flat would agree whatever the cache holds"
+    assert want_BTV.std() > 0.3, "logits this flat would agree with any cache"
 
 
 @pytest.mark.parametrize("n_heads, precision, itemsize", [(4, "float32", 4), (8, "mixed", 2)])
 def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, precision, itemsize):
-    """Catches a cache of keys and values of heads, or of another number format than activations have."""
+    """Catches a cache of keys and values per head, or in another number format than the activations."""
     c = preset("tiny", **{"model.n_heads": n_heads, "model.precision": precision}).model
     size = lambda slots: sum(x.nbytes for x in jax.tree.leaves(empty_cache(c, one_device(), 3, slots)))
     assert size(1) == 3 * c.n_layers * (c.d_kv_latent + c.d_rope) * itemsize
@@ -66,9 +66,9 @@ def test_the_latent_cache_holds_latents_and_rotary_keys_only(n_heads, precision,
 
 
 @pytest.mark.parametrize("name", ["tiny", "gqa, softmax router, no bias, none shared"])
-def test_a_row_is_extended_as_if_all_were(name):
-    """Catches a prompt that is written to another sequence's row, or in pieces at other positions; logits after another
-    token than each of those wanted."""
+def test_extending_one_row_equals_extending_all(name):
+    """Catches a prompt that is written to the wrong row, chunks at wrong positions, and logits after the wrong
+    tokens."""
     cfg, mesh = CONFIGS[name], sharding.make_mesh("fsdp=2,context=2")
     params, B, T, S = placed(cfg, mesh), 6, 7, 10
     tokens_BT = np.random.default_rng(2).integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
@@ -77,7 +77,7 @@ def test_a_row_is_extended_as_if_all_were(name):
     whole, one = cached_forward(cfg.model, mesh), cached_forward(cfg.model, mesh, rows=True)
     want_BTV, want = whole(params, empty_cache(cfg.model, mesh, B, S), tokens_BT, positions_BT, every_BT)
     got, got_BTV = empty_cache(cfg.model, mesh, B, S), np.zeros(want_BTV.shape, np.float32)
-    for at in (2, 0, 1):  # of the three rows that each of two devices holds
+    for at in (2, 0, 1):  # index among the three rows of each of two devices
         rows = np.array([at, 3 + at])
         for piece in (slice(0, 4), slice(4, T)):
             logits, got = one(params, got, tokens_BT[rows, piece], positions_BT[rows, piece],
@@ -87,8 +87,8 @@ def test_a_row_is_extended_as_if_all_were(name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), got, want)
 
 
-def test_the_cache_lies_where_its_axes_say():
-    """Catches slots, sequences, heads or layers that every device holds."""
+def test_the_cache_is_sharded_over_its_axes():
+    """Catches slots, sequences, heads or layers that are replicated."""
     cfg = CONFIGS["gqa, softmax router, no bias, none shared"]
     for mesh, parts in (("context=2,tensor=2", 4), ("fsdp=2,expert=2", 4), ("data=2,context=4", 8), ("stage=2", 2)):
         cache = empty_cache(cfg.model, sharding.make_mesh(mesh), 4, 12)
@@ -111,7 +111,7 @@ ON_MESHES = [
 
 @functools.cache
 def continued(cfg: Config, mesh: str):
-    """What three requests draw, and the logits they drew from, on a mesh."""
+    """Return the tokens of three requests on a mesh, and the logits they were drawn from."""
     mesh = sharding.make_mesh(mesh)
     engine = Engine(cfg, placed(cfg, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=16, piece=4)
     jobs = {name: Job([EOT, *name.encode()], Request(temperature=t, seed=3), room)
@@ -135,10 +135,10 @@ def continued(cfg: Config, mesh: str):
 @pytest.mark.parametrize(
     "cfg, mesh", ON_MESHES, ids=[f"{cfg.model.attention} {cfg.model.norm} {mesh}" for cfg, mesh in ON_MESHES]
 )
-def test_the_mesh_changes_where_a_text_is_made_not_what(cfg, mesh):
-    """Catches a stage that works before its turn, on another's cache or with its layer numbers; heads or words in the
-    wrong place; a dummy token that is written to the cache; a partial sum; noise that depends on the devices; where the
-    program was compiled before, collectives of branches that hang (stage=2,fsdp=2)."""
+def test_generated_texts_are_the_same_on_every_mesh(cfg, mesh):
+    """Catches a stage that runs too early, or with the cache or layer numbers of another; heads or vocabulary rows in
+    the wrong place; a padding token in the cache; a partial sum; noise that depends on the devices; and, if the program
+    was compiled before, collectives in branches that hang (stage=2,fsdp=2)."""
     want, want_logits = continued(replace(cfg, **parity.ONE_DEVICE), "data=1")
     got, got_logits = continued(cfg, mesh)
     assert got == want

@@ -1,4 +1,4 @@
-"""Requests that share a batch: who comes and goes changes nothing for the others, and nothing is compiled again."""
+"""Continuous batching: requests do not affect each other, and nothing is compiled again."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ MOE = CONFIGS["tiny"]
 
 @functools.cache
 def engine(mesh=""):
-    """Three slots of 24 tokens, of two devices four, whose prompts are read in pieces of 5."""
+    """An engine with three slots of 24 tokens (four on two devices) and prefill chunks of 5 tokens."""
     mesh = sharding.make_mesh(mesh) if mesh else one_device()
     return Engine(MOE, placed(MOE, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=24, piece=5, prefill_tokens=5)
 
@@ -48,10 +48,10 @@ ASKED = [
 ]
 
 
-def test_a_request_does_not_notice_its_batch():
-    """Catches settings of one row applied to another, noise keyed by the place in the batch, padding that is attended
-    to, what an earlier request left in a slot, pieces of a prompt cut where others leave room, and experts whose sums
-    depend on who else comes. To the bit, log-probabilities too."""
+def test_a_request_is_independent_of_its_batch():
+    """Catches settings applied to another row, noise keyed by the row number, attention to padding or to an earlier
+    request of the slot, prompt chunks whose size depends on other requests, and experts whose sums depend on them.
+    Tokens and log-probabilities are bitwise equal."""
     asked = lambda: [job(prompt, room, **settings) for prompt, room, settings in ASKED]
     alone = [drawn_tokens(run_all(one)[0]) for one in asked()]
     assert [len(tokens) for tokens in alone] == [12, 8, 9, 3, 14]
@@ -62,10 +62,10 @@ def test_a_request_does_not_notice_its_batch():
 
 
 @pytest.mark.parametrize("mesh, pieces", [("", 3 + 4 * 1), ("data=2", 3 + 1 + 1)])
-def test_samples_of_a_prompt_read_it_once(mesh, pieces, monkeypatch):
-    """Catches a prompt of 15 tokens that is read anew for each of 5 samples, in 15 pieces; a row that is copied from
-    another device's, or while it holds less than it should; the last token, without which there is nothing to draw; and
-    anything of another prompt, or of what was drawn. To the bit."""
+def test_samples_of_a_prompt_share_its_prefill(mesh, pieces, monkeypatch):
+    """Catches a prompt of 15 tokens that is prefilled for each of 5 samples, in 15 chunks; a row copied from another
+    device, or before it is complete; a copy of the last token, which leaves no logits to draw from; and entries of
+    another prompt or of generated tokens. Results are bitwise equal."""
     one, calls = engine(mesh), []
     samples = lambda: [job("abcdefghijklmn", 4, temperature=2.0, top_k=0, seed=seed) for seed in range(5)]
     others = lambda: [job("abcdefghijk", 6), job("abcdexghijklmn", 5, temperature=0), job("abcd", 3)]
@@ -77,24 +77,24 @@ def test_samples_of_a_prompt_read_it_once(mesh, pieces, monkeypatch):
     prefill = one.prefill
     monkeypatch.setattr(one, "prefill", lambda *of: calls.append(1) or prefill(*of))
     assert [drawn_tokens(asked) for asked in run_all(*samples(), of=one)] == alone[:5]
-    assert len(calls) == pieces, "a piece on each device at a time"
+    assert len(calls) == pieces, "one chunk on each device at a time"
     assert len({tuple(id for id, *_ in tokens) for tokens in alone[:5]}) == 5
     assert [drawn_tokens(asked) for asked in run_all(*others(), of=one)] == alone[5:]
     assert [drawn_tokens(asked) for asked in run_all(*others()[::-1], *samples(), of=one)] == alone[:4:-1] + alone[:5]
 
 
 def test_nothing_is_compiled_again():
-    """Catches a shape that depends on a prompt's length, on how many wait, or on what is asked."""
+    """Catches a shape that depends on a prompt's length, on the number of requests, or on settings."""
     run_all(job("a", 2))
     sizes = lambda: [f._cache_size() for f in (engine().prefill, engine().decode_step, engine().draw)]
     before = sizes()
     assert before[:2] == [1, 1]
     run_all(*[job("x" * n, 1 + n % 5, temperature=n % 2, top_k=n, logprobs=n % 3) for n in range(1, 20)])
-    assert sizes() == before[:2] + [2]  # tokens drawn from a prompt, and from what is written
+    assert sizes() == before[:2] + [2]  # after prefill, and after decode
 
 
-def test_a_finished_one_leaves_and_a_waiting_one_enters():
-    """Catches a batch that waits for its longest, and a queue out of order."""
+def test_a_waiting_request_takes_the_slot_of_a_finished_one():
+    """Catches a batch that waits for its longest text, and a queue out of order."""
     jobs = [job("abc", room) for room in (2, 9, 12, 4, 1)]
     for one in jobs:
         engine().submit(one)
@@ -103,12 +103,12 @@ def test_a_finished_one_leaves_and_a_waiting_one_enters():
         assert engine().running <= 3
         engine().step()
         ended += [jobs.index(one) for one in jobs if one.ended and jobs.index(one) not in ended]
-    # A prompt is read a step; 0 ends at step 2, and 3 takes its slot: it draws at step 4, when 2 has drawn once.
+    # One prompt is prefilled per step. 0 ends at step 2; 3 takes its slot and draws at step 4, after 2 drew once.
     assert ended == [0, 3, 4, 1, 2]
 
 
-def test_long_prompts_are_read_between_the_tokens_of_others():
-    """Catches a prompt that stops all others while it is read."""
+def test_long_prompts_do_not_stop_the_other_texts():
+    """Catches a prompt whose prefill stops all other texts."""
     first, long = job("a", 12), job("b" * 19, 2)
     engine().submit(first)
     engine().step()
@@ -124,7 +124,7 @@ def test_long_prompts_are_read_between_the_tokens_of_others():
 
 
 def test_a_cancelled_request_frees_its_slot_within_a_step():
-    """Catches a client that left, and holds a slot to the end; a waiting one that is let in although it left."""
+    """Catches a cancelled request that keeps its slot, and a cancelled waiting request that gets a slot."""
     jobs = [job("abc", 15) for _ in range(5)]
     for one in jobs:
         engine().submit(one)
@@ -139,7 +139,7 @@ def test_a_cancelled_request_frees_its_slot_within_a_step():
     assert [len(one.tokens) for one in jobs] == [before, 15, 15, 0, 15]
 
 
-def test_what_does_not_fit_is_refused_or_cut():
+def test_long_prompts_are_refused_and_long_texts_are_cut():
     """Catches a prompt that overwrites its own beginning, and a text that runs past the last position."""
     with pytest.raises(UserError, match="a prompt of 24 tokens leaves no room in 24 positions"):
         engine().submit(job("x" * 23, 1))
@@ -147,13 +147,13 @@ def test_what_does_not_fit_is_refused_or_cut():
     assert (len(last.tokens), last.ended) == (1, "length")
 
 
-def test_a_slot_keeps_nothing_of_the_penalty_of_another():
-    """Catches tokens of an earlier request that the next one in its slot is penalised for, and those of its own prompt
-    or text that are not."""
+def test_the_penalty_does_not_carry_over_to_the_next_request():
+    """Catches a penalty for tokens of an earlier request in the slot, and none for the tokens of the request's own
+    prompt or text."""
     settings = dict(temperature=0, repetition_penalty=50.0)
     alone = drawn_tokens(run_all(job("abc", 6, **settings))[0])
     ids = [id for id, *_ in alone]
-    assert len({*ids, EOT, *b"abc"}) == len(ids) + 4, "a token that was there before"
+    assert len({*ids, EOT, *b"abc"}) == len(ids) + 4, "a token is repeated in spite of the penalty"
     run_all(*[job("defg", 8, **settings) for _ in range(3)])
     assert drawn_tokens(run_all(job("abc", 6, **settings))[0]) == alone
     assert np.all(np.diff(ids) != 0)

@@ -1,4 +1,4 @@
-"""Weights and caches in int8: how large they are, how far off, and that a mesh changes neither."""
+"""Int8 weights and caches: their size, their error, and equality on every mesh."""
 
 import collections
 import functools
@@ -28,7 +28,7 @@ def parameters(cfg, mesh="data=1", weights="compute"):
 
 
 def run_forward(cfg, mesh, weights, cache):
-    """What logits after the first 4 tokens of some rows are made of, and after 4 from the last of these on."""
+    """Return the compiled function, its arguments for the first 4 tokens, and a function for those of 4 more."""
     tokens_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
     positions_B4, every_B4 = (np.tile(np.arange(n, n + 4, dtype=np.int32), (B, 1)) for n in (3, 0))
     params, mesh = parameters(cfg, mesh, weights), make_mesh(mesh)
@@ -46,7 +46,7 @@ def logits(cfg, mesh="data=1", weights="compute", cache="compute"):
 
 
 def relative_error(got, want):
-    """The root of the mean squared error, as a share of the logits' standard deviation."""
+    """Return the root-mean-square error / the standard deviation of the logits."""
     return np.sqrt(np.mean((got[0] - want[0]) ** 2)) / want[0].std()
 
 
@@ -54,9 +54,9 @@ def relative_error(got, want):
 
 
 @pytest.mark.parametrize("cfg", [MOE, GQA], ids=["mla", "gqa"])
-def test_a_weight_is_off_by_half_a_scale_of_its_channel_at_most(cfg):
-    """Catches one scale for a whole matrix, or for inputs instead of outputs; rounding towards 0; a matrix that is left
-    out, or a norm or router that is not; bytes that only look saved."""
+def test_a_weight_is_off_by_at_most_half_its_channels_scale(cfg):
+    """Catches one scale for a whole matrix, or for inputs instead of outputs; rounding toward 0; a matrix that is not
+    quantized, or a norm or router that is; and memory that is not saved."""
     before, after = (jax.device_get(named(parameters(cfg, weights=weights))) for weights in ("compute", "int8"))
     total = 0
     for name, d in named(model.declare(cfg.model)).items():
@@ -73,14 +73,14 @@ def test_a_weight_is_off_by_half_a_scale_of_its_channel_at_most(cfg):
     assert sum(x.nbytes for x in after.values()) == total
 
 
-def test_logits_of_int8_weights_are_near():
-    """Catches a scale that is not used, used twice, or of another layer or expert."""
-    assert relative_error(logits(MOE, weights="int8"), logits(MOE)) < 0.03  # half a scale of each weight, and 3 layers
+def test_logits_of_int8_weights_are_close():
+    """Catches a scale that is not applied, is applied twice, or belongs to another layer or expert."""
+    assert relative_error(logits(MOE, weights="int8"), logits(MOE)) < 0.03  # half a scale per weight, 3 layers
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "stage=2,expert=2"])
-def test_the_mesh_changes_where_int8_weights_lie_not_what_they_are(mesh):
-    """Catches scales of this device's slice alone, and those of another's slice."""
+def test_int8_weights_are_the_same_on_every_mesh(mesh):
+    """Catches scales computed from the local shard only, and scales of another shard."""
     want, got = (jax.device_get(named(parameters(MOE, where, "int8"))) for where in ("data=1", mesh))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     if mesh == "fsdp=2,tensor=2":
@@ -88,8 +88,8 @@ def test_the_mesh_changes_where_int8_weights_lie_not_what_they_are(mesh):
         np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2e-4)  # float32, other order of sums
 
 
-def test_slices_of_weights_travel_as_int8():
-    """Catches weights that are made large before they are joined: they would be 4 bytes a parameter to send."""
+def test_weights_are_gathered_as_int8():
+    """Catches weights that are dequantized before the all-gather, which would send 4 bytes per parameter."""
     gathers = {}
     for weights in ("compute", "int8"):
         read, first, _ = run_forward(MLA, "fsdp=2", weights, "compute")
@@ -97,7 +97,7 @@ def test_slices_of_weights_travel_as_int8():
         gathers[weights] = collections.Counter(found)
     matrices = sum(isinstance(w, Quantised) for w in jax.tree.leaves(
         parameters(MLA, "fsdp=2", "int8"), is_leaf=lambda w: isinstance(w, Quantised)))  # fmt: skip
-    joined = MLA.model.n_layers * (matrices - 1) + 2  # the table of words is used twice
+    joined = MLA.model.n_layers * (matrices - 1) + 2  # the embedding is used twice
     assert gathers["int8"]["i8"] == joined
     assert gathers["int8"]["f32"] == gathers["compute"]["f32"] - joined
 
@@ -106,15 +106,15 @@ def test_slices_of_weights_travel_as_int8():
 
 
 @pytest.mark.parametrize("cfg, form, most", [(MLA, "bfloat16", 0.003), (MLA, "int8", 0.02), (GQA, "int8", 0.02)])
-def test_logits_of_a_small_cache_are_near(cfg, form, most):
-    """Catches scales of other positions or heads, and numbers that are rounded twice or not at all."""
+def test_logits_of_a_quantized_cache_are_close(cfg, form, most):
+    """Catches scales of other positions or heads, and values that are rounded twice or not at all."""
     error = relative_error(logits(cfg, cache=form), logits(cfg))
-    assert 0 < error < most  # bfloat16 has 8 significant bits, int8 of a position's largest number 7
+    assert 0 < error < most  # bfloat16 has 8 significant bits, int8 has 7 at the largest value of a position
 
 
 @pytest.mark.parametrize("cfg", [MLA, GQA], ids=["mla", "gqa"])
-def test_a_small_cache_is_small(cfg):
-    """Catches scales for each number, or numbers in a larger form beside those kept."""
+def test_a_quantized_cache_is_small(cfg):
+    """Catches one scale per value, and an extra copy in a larger format."""
     c, one = cfg.model, make_mesh("data=1")
     parts = [c.d_kv_latent, c.d_rope] if c.attention == "mla" else 2 * c.n_kv_heads * [c.d_head]
     layers = 6 * 5 * c.n_layers
@@ -123,16 +123,16 @@ def test_a_small_cache_is_small(cfg):
         assert got == layers * (size * sum(parts) + (4 * len(parts) if form == "int8" else 0))
 
 
-def test_the_mesh_changes_where_a_small_cache_lies_not_what_it_keeps():
-    """Catches a scale of all heads where each has its own, and scales that are written to other slots."""
+def test_a_quantized_cache_is_the_same_on_every_mesh():
+    """Catches one scale for all heads, and scales that are written to other slots."""
     got, want = (logits(GQA, mesh, cache="int8") for mesh in ("context=2,tensor=2", "data=1"))
     apart = jax.tree.map(lambda x, y: np.max(np.abs(np.float32(x) - np.float32(y))), got[1], want[1])
-    assert max(jax.tree.leaves(apart)) <= 1  # float32, other order of sums: a number between two may go either way
+    assert max(jax.tree.leaves(apart)) <= 1  # float32, another order of sums: a tie may round either way
     assert relative_error(got, want) < 0.002
 
 
-def test_the_command_takes_int8(run_directory, monkeypatch):
-    """Catches flags that change nothing."""
+def test_the_command_runs_with_int8(run_directory, monkeypatch):
+    """Catches flags that are ignored."""
     command, samplers = importlib.import_module("generate.__main__"), []
     load = command.generate.load
     monkeypatch.setattr(command.generate, "load", lambda *of, **how: samplers.append(load(*of, **how)) or samplers[-1])

@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever the draft proposes, the model's own distribution comes out."""
+"""Speculative decoding: with any draft, texts have the distribution of the model alone."""
 
 import copy
 import functools
@@ -25,12 +25,12 @@ V, K, N = 5, 2, 20_000
 
 @functools.cache
 def tables():
-    """Logits after each of V tokens, of the model and of a draft that hardly agrees."""
+    """Return the logits after each of V tokens, for a model and a draft that rarely agree."""
     return np.float32(np.random.default_rng(3).normal(0, 0.8, (2, V, V)))
 
 
 def one_round(seed, settings):
-    """K proposals after token 0, and what is made of them, where a token depends on the one before it alone."""
+    """Propose and verify K tokens after token 0, for a model in which a token only depends on the previous one."""
     model_VV, draft_VV = tables()
     common = dict(drawable_V=drawable_ids(V), mesh=one_device())
     asked = jax.tree.map(np.asarray, BatchSettings.from_rows([(settings, 0)], V))
@@ -46,7 +46,7 @@ def one_round(seed, settings):
 
 
 def np_drawn_from(settings, last, seen):
-    """Probabilities of each token of the model, as `test_sampling.py` has proved `filtered` to be."""
+    """Return the model's probability of each token, using `filter_logits`, which test_sampling.py tests."""
     asked = BatchSettings.from_rows([(settings, 0)], V)
     logits_V = tables()[0][last]
     less_V = np.where(seen, np.where(logits_V > 0, logits_V / settings.repetition_penalty,
@@ -55,30 +55,30 @@ def np_drawn_from(settings, last, seen):
 
 
 def chi_square(count_V, probability_V):
-    """Of counts against probabilities, and its degrees of freedom."""
+    """Return the chi-square statistic of counts against probabilities, and its degrees of freedom."""
     kept_V = probability_V > 0
-    assert not np.any(count_V[~kept_V]), "a token that is left out"
+    assert not np.any(count_V[~kept_V]), "an excluded token was drawn"
     want_V = np.sum(count_V) * probability_V[kept_V]
     return np.sum((count_V[kept_V] - want_V) ** 2 / want_V), np.sum(kept_V) - 1
 
 
 SETTINGS = {
     "all tokens": Request(temperature=0.8, top_k=0, top_p=1.0),
-    "cut and penalised": Request(temperature=1.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.8),
+    "filters and penalty": Request(temperature=1.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.8),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_text_is_drawn_from_the_models_distribution(name):
-    """Catches a draft's token that is kept too often, one that replaces it drawn from p and not from what is left of
-    it, noise that serves twice, distributions before cuts, and a penalty that forgets the tokens proposed."""
+    """Catches proposals that are accepted too often, replacements drawn from p instead of the positive part of p - q,
+    noise that is used twice, distributions before the filters, and a penalty without the proposed tokens."""
     settings = SETTINGS[name]
     count_N, token_Nm = jax.device_get(jax.jit(jax.vmap(lambda seed: one_round(seed, settings)))(np.arange(N)))
-    assert {*count_N} == {*range(1, K + 2)}, "all are kept, or none"
+    assert {*count_N} == {*range(1, K + 2)}, "the number of accepted tokens does not vary"
     limits = (0, 10.83, 13.82, 16.27, 18.47)  # by degrees of freedom: a fair draw exceeds it once in 1000
     seen = np.arange(V) == 0
     cases = [(token_Nm[:, 0], np_drawn_from(settings, 0, seen))]
-    for first in range(V):  # what follows it, where it was kept
+    for first in range(V):  # tokens that follow it if it was accepted
         after = token_Nm[(token_Nm[:, 0] == first) & (count_N > 1), 1]
         if len(after) > 500:
             cases.append((after, np_drawn_from(settings, first, seen | (np.arange(V) == first))))
@@ -120,9 +120,9 @@ def assert_same(got, want):
         assert [id for id, _ in one.alternatives] == [id for id, _ in other.alternatives]
 
 
-def test_the_likeliest_tokens_are_those_of_the_model_alone_on_one_device():
-    """Catches a token of the draft that is let through, a position off by one, what a cache keeps of tokens that were
-    not kept, log-probabilities of other tokens, a text longer than asked, and a program compiled for each round."""
+def test_greedy_text_equals_that_of_the_model_alone():
+    """Catches a wrong proposal that is accepted, a position off by one, attention to cache entries of rejected tokens,
+    log-probabilities of other tokens, a text that is too long, and a program compiled for each round."""
     model, draft, k = engine(DENSE, MESH), engine(SMALL, MESH), 3
     programs = lambda: [len(one.decode_step.programs) for one in (model, draft)]
     counts = []
@@ -136,26 +136,26 @@ def test_the_likeliest_tokens_are_those_of_the_model_alone_on_one_device():
     assert counts[0] == counts[-1]
 
 
-def test_a_draft_that_is_the_model_is_always_right():
-    """Catches a proposal that is refused although it is as likely, and a draft whose cache misses what was kept."""
+def test_a_draft_equal_to_the_model_is_always_accepted():
+    """Catches a rejected proposal with equal probability, and a draft whose cache lacks accepted tokens."""
     model, k = engine(), 4
-    twin = copy.copy(model)  # which compiles nothing of its own
-    twin.cache, twin.seen_bV, twin.slots = jax.tree.map(jax.numpy.copy, model.cache), model.seen_bV.copy(), [None]
-    twin.cached_prompts = [[]]
+    draft = copy.copy(model)  # shares the compiled functions
+    draft.cache, draft.seen_bV, draft.slots = jax.tree.map(jax.numpy.copy, model.cache), model.seen_bV.copy(), [None]
+    draft.cached_prompts = [[]]
     for settings in (dict(), dict(temperature=0.7, seed=5), dict(temperature=1.3, top_p=0.8, repetition_penalty=1.5)):
         one = job("abc", 1 + 3 * (k + 1), **settings)
-        rounds = speculate(model, twin, one, k)
+        rounds = speculate(model, draft, one, k)
         assert (rounds.steps, rounds.tokens, rounds.tokens_per_step) == (3, 3 * (k + 1), k + 1)
     one = job("abc", 16, repetition_penalty=50.0)
-    speculate(model, twin, one, k)
+    speculate(model, draft, one, k)
     assert_same(one, run_alone("abc", 16, repetition_penalty=50.0))
     texts = [job("abc", 16, temperature=0.7, seed=seed) for seed in (5, 5, 6)]
-    drawn = [[token.id for token in one.tokens] for one in texts if speculate(model, twin, one, k)]
+    drawn = [[token.id for token in one.tokens] for one in texts if speculate(model, draft, one, k)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_the_end_of_a_text_ends_it():
-    """Catches tokens that are kept behind the end of text, and an end that is written out."""
+def test_speculation_stops_at_end_of_text():
+    """Catches tokens after end of text, and an end-of-text token in the text."""
     want = run_alone()
     end = want.tokens[6].id
     model, ended = engine(DENSE, MESH), []
@@ -171,20 +171,22 @@ def test_the_end_of_a_text_ends_it():
 
 
 def test_the_command_speculates(run_directory, tmp_path):
-    """Catches a draft that is not asked, a count that is not printed, and one of other tokens that is not refused."""
+    """Catches a draft that is not used, a count that is not printed, and flags that do not work together."""
     argv = [run_directory, "--prompt", "!", "--tokens", "13", "--temperature", "0", "--draft"]
     status, out, err = run(*argv, run_directory, "--draft_tokens", "3")
     assert (status, out) == (0, rule_text("!", 13) + "\n")
-    assert err.splitlines()[-1] == "note: 4.00 tokens a step in 3 steps, 3 proposed for each"
+    assert err.splitlines()[-1] == "note: 4.00 tokens per step in 3 steps, 3 proposed per step"
     status, out, _ = run(*argv, run_directory, "--draft_tokens", "3", "--json")
-    said = json.loads(out)
-    assert (said["text"], said["tokens_per_step"], said["ended"]) == (rule_text("!", 13), 4, "length")
+    printed = json.loads(out)
+    assert (printed["text"], printed["tokens_per_step"], printed["ended"]) == (rule_text("!", 13), 4, "length")
     assert run(*argv, run_directory, "--beams", "2")[2].startswith("error: --beams 2 and --draft ")
 
 
 def test_a_draft_of_another_tokenizer_is_refused(rule):
-    """Catches ids of one tokenizer that are read as another's."""
+    """Catches ids of one tokenizer that are read as those of another."""
     ranks = {bytes([255 - byte]): byte for byte in range(256)}
     other = tiktoken.Encoding("backwards", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|end|>": 256})
-    with pytest.raises(UserError, match="draft's tokenizer 'backwards' of 257 tokens is not the model's, 'bytes' of"):
+    with pytest.raises(
+        UserError, match="draft's tokenizer 'backwards' with 257 tokens is not the model's, 'bytes' with"
+    ):
         rule.speculate(Request("!"), Sampler(rule.cfg, rule.params, other), 3)
