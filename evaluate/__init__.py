@@ -1,9 +1,9 @@
-"""What a model is worth: tasks of lm-evaluation-harness, and the loss of any folder of tokens.
+"""Evaluate a model: benchmark tasks of lm-evaluation-harness, and the loss on any directory of tokens.
 
-Open `scoring.py` first: the log-probability of each token of a text, on any mesh.
-`answers.py` keeps what has been answered, so that a kill costs little; `answering.py` turns texts into tokens, asks,
-and remembers; `harness.py` is the adaptor to EleutherAI's harness, which alone needs it; `perplexity.py` reads a
-validation split as training does; `show.py` draws bars and tables. `python -m evaluate` is the command.
+Open `scoring.py` first: it computes the log-probability of each token of a text, on any mesh. `answering.py` tokenizes
+requests and answers each once. `answers.py` stores the answers in a file, so that an interrupted evaluation resumes.
+`harness.py` is the adaptor to EleutherAI's harness, and the only file that needs it. `perplexity.py` computes the loss
+on a validation split as training does. `show.py` prints progress and tables. The command is `python -m evaluate`.
 
 From outside: `scoring.Scorer`, `answering.Answerer`.
 """

@@ -22,38 +22,38 @@ from train.processes import end_together, join
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a run is worth: in tasks of lm-evaluation-harness, or in nats on the validation split of any tokens."""
+    """Evaluate a run on tasks of lm-evaluation-harness, or compute its loss on the validation split of any tokens."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # training's, or made by weights from-hf
-    step: str = ""  # checkpoint to read: its number, or best, of the lowest validation loss; empty: the newest
-    tasks: str = ""  # names with commas between, of the harness's own or of files in include_path
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, or of from-hf
+    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the newest
+    tasks: str = ""  # comma-separated names of tasks, in the harness or in include_path
     perplexity: str = ""  # directory of tokens, written by python -m data.prepare
-    include_path: str = ""  # folder of task files, YAML, beside the harness's own
-    num_fewshot: int | None = None  # examples before each question; none: as many as the task says
+    include_path: str = ""  # directory of additional task files (YAML)
+    num_fewshot: int | None = None  # examples before each question; none: the default of the task
     limit: Count = 0  # most questions of each task; 0: all
-    batches: Count = 0  # of --perplexity: most batches; 0: the whole split
-    batch: Count = 0  # texts at once, over all devices; 0: 32, and of --perplexity what the run was trained with
-    seq_len: Count = 0  # most tokens of a text; 0: what the run was trained with, or its Hugging Face config.json says
-    tokenizer: str = ""  # for a run that knows none: a tokenizer.json, a file of ranks, or bytes
-    bos: str = ""  # special token to put before each text, as Llama's <|begin_of_text|>; empty: none
-    cache: str = ""  # file that keeps the answers, so that the same command goes on after a kill
+    batches: Count = 0  # for --perplexity: most batches; 0: the whole split
+    batch: Count = 0  # texts per batch, over all devices; 0: 32, or for --perplexity that of training
+    seq_len: Count = 0  # most tokens of a text; 0: that of training, or of the Hugging Face config.json
+    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
+    bos: str = ""  # special token to put before each text, e.g. Llama's <|begin_of_text|>; empty: none
+    cache: str = ""  # file that stores the answers; after a kill, the same command resumes from it
     json: bool = False  # print JSON instead of a table
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
-    devices: Count = 0  # simulate this many CPU devices; 0: work on those there are
+    devices: Count = 0  # simulate this many CPU devices; 0: use the real devices
 
 
 HELP = """\
 e.g. python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes
      python -m evaluate runs/laptop --tasks lambada_openai --limit 100   # needs extra-evaluate
 
-Say what a run is worth: in tasks of lm-evaluation-harness, or in nats on the validation split of any tokens."""
+Evaluate a run on tasks of lm-evaluation-harness, or compute its loss on the validation split of any tokens."""
 
 
 def evaluate_tasks(args: Arguments) -> dict:
-    """Every task's numbers. What needs no device is refused first."""
+    """Return the results of every task. Errors that need no device are raised first."""
     if not importlib.util.find_spec("lm_eval"):
-        raise UserError("--tasks needs EleutherAI's lm-evaluation-harness: make extra-evaluate")
+        raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; install it with: make extra-evaluate")
     from evaluate import harness
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
@@ -61,22 +61,22 @@ def evaluate_tasks(args: Arguments) -> dict:
     run = load_run(args)
     answerer = Answerer(run, args.batch or 32, args.bos, args.cache)
     with harness.hf_evaluate_module():
-        found = harness.run_tasks(answerer, harness.load(manager, names), args.limit, args.num_fewshot)
+        results = harness.run_tasks(answerer, harness.load(manager, names), args.limit, args.num_fewshot)
     if not args.json and is_main_process():
-        show.table(harness.result_rows(found), "task", "metric", "value", "stderr", "shots", "examples")
-    return {"step": run.step} | found
+        show.table(harness.result_rows(results), "task", "metric", "value", "stderr", "shots", "examples")
+    return {"step": run.step} | results
 
 
 def evaluate_perplexity(args: Arguments) -> dict:
     run = load_run(args)
-    found = perplexity(run, args.perplexity, args.batches, args.batch)
+    results = perplexity(run, args.perplexity, args.batches, args.batch)
     if not args.json and is_main_process():
-        show.table([tuple(found.values())[:4]], *list(found)[:4])
-    return {"step": run.step} | found
+        show.table([tuple(results.values())[:4]], *list(results)[:4])
+    return {"step": run.step} | results
 
 
 def load_run(args: Arguments) -> Run:
-    """The run, on the devices of all processes: each answers the same requests."""
+    """Open the run on the devices of all processes, each of which answers the same requests."""
     use_devices(args.devices, join(RunConfig()).board.count)
     return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks))
 
@@ -87,10 +87,10 @@ def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m evaluate", description=HELP, use_underscores=True)
     check(args)
     if bool(args.tasks) == bool(args.perplexity):
-        raise UserError("say what to measure: either --tasks NAMES or --perplexity TOKENS")
-    found = {"run": args.run} | (evaluate_tasks(args) if args.tasks else evaluate_perplexity(args))
+        raise UserError("choose what to evaluate: either --tasks NAMES or --perplexity TOKENS")
+    results = {"run": args.run} | (evaluate_tasks(args) if args.tasks else evaluate_perplexity(args))
     if args.json and is_main_process():
-        print(json.dumps(to_json(found), indent=1))
+        print(json.dumps(to_json(results), indent=1))
 
 
 if __name__ == "__main__":

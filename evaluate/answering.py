@@ -1,4 +1,4 @@
-"""Requests of texts to answers: tokens as the harness's own adaptors cut them, each request asked once, and remembered.
+"""Answer requests about texts: tokenize them as the harness's own adaptors do, and answer each request once.
 
 Source: lm-evaluation-harness, `TemplateLM` and `HFLM`.
 """
@@ -16,16 +16,16 @@ from generate.runs import Run
 
 
 class Answerer:
-    """A run that answers requests of texts.
+    """Answers requests about texts with a run.
 
-    rows  texts at once, over all devices
-    bos   special token before each text; empty: none
+    rows   texts per batch, over all devices
+    bos    special token before each text; empty: none
     """
 
     def __init__(self, run: Run, rows: int = 32, bos: str = "", cache: str = ""):
         self.run, self.encoding, self.rows, self.max_tokens = run, run.encoding, rows, run.cfg.data.seq_len
         self.bos = [special_token_id(run.encoding, bos)] if bos else []
-        self.prefix = (*self.bos, run.encoding.eot_token)[0]  # what stands before a text that has nothing before it
+        self.prefix = (*self.bos, run.encoding.eot_token)[0]  # precedes a continuation that has no context
         self.scorer = Scorer(run.cfg, run.params, run.mesh, rows)
         self.sampler = generate.Sampler(run.cfg, run.params, run.encoding, run.mesh)
         fingerprint = tokenizers.fingerprint(run.encoding)
@@ -35,17 +35,17 @@ class Answerer:
     # Tokens -----------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens as a model reads it: a special token written in it is text like any other."""
+        """Tokenize a text as model input. Special tokens written in the text are plain text."""
         return self.bos + self.encode_plain(text)
 
     def encode_plain(self, text: str) -> list[int]:
         return tokenizers.encode(self.encoding, text.encode()).tolist()
 
     def encode_pair(self, context: str, continuation: str) -> Pair:
-        """Cut the tokens of both together where those of the context alone end; spaces between belong to what follows.
+        """Tokenize both together, and cut where the context's tokens end; spaces between them go to the continuation.
 
-        With nothing before it, a continuation follows the prefix, or its own first token if that is the prefix.
-        Raises: UserError if its last token begins in the context, so that none is its own.
+        Without a context, the prefix is the context; if the continuation begins with it, its first token is.
+        Raises: UserError if the continuation has no token after the cut.
         """
         if not context:
             ids = self.encode_plain(continuation)
@@ -53,13 +53,13 @@ class Answerer:
         before = self.encode(context.rstrip())
         after = self.encode(context + continuation)[len(before) :]
         if not after:
-            raise UserError(f"{continuation!r} after {context[-20:]!r}: this tokenizer leaves it no token of its own")
+            raise UserError(f"{continuation!r} after {context[-20:]!r}: the tokenizer gives it no token of its own")
         return before or [self.prefix], after
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
     def answer_all(self, what: str, keys: list[str], work: Callable[[list[int]], Iterator[tuple[int, object]]]) -> list:
-        """The answer of each key: those not known yet by work(numbers), which yields (place in numbers, answer)."""
+        """Return the answer of each key. work(numbers) computes new ones, and yields (index into numbers, answer)."""
         first = {}
         for number, key in enumerate(keys):
             if key not in self.answers:
@@ -73,18 +73,18 @@ class Answerer:
 
     def score_pairs(self, what: str, pairs: list[Pair]) -> list[Score]:
         keys = [request_key("pair", *pair) for pair in pairs]
-        found = self.answer_all(what, keys, lambda numbers: self.scorer.score([pairs[n] for n in numbers]))
-        return [(log, best) for log, best in found]
+        scores = self.answer_all(what, keys, lambda numbers: self.scorer.score([pairs[n] for n in numbers]))
+        return [(log, best) for log, best in scores]
 
     def loglikelihood(self, requests: list[tuple[str, str]]) -> list[Score]:
-        """Of each (context, continuation): log-probability of the continuation, and whether it is the likeliest."""
+        """Score each (context, continuation): its log-probability, and whether each token is the most likely."""
         return self.score_pairs("log-probabilities", [self.encode_pair(*request) for request in requests])
 
     def generate_texts(self, requests: list[tuple[str, dict]]) -> list[str]:
         """Continue each context.
 
         requests  (context, settings of generate.Request: tokens, temperature, stop, ..)
-        The same request, drawn again at a temperature, is another draw.
+        With a temperature above 0, a repeated request is sampled again with another seed.
         """
         times, keys, asked = Counter(), [], []
         for context, settings in requests:
@@ -105,18 +105,17 @@ class Answerer:
         return self.answer_all("texts", keys, work)
 
     def truncate_context(self, context: str, tokens: int) -> str:
-        """The end of a context that leaves room for so many tokens, and for the end of text before it."""
+        """Cut a context from the left so that `tokens` new tokens and the end-of-text token before it fit."""
         room = self.max_tokens - tokens - 1
         if room < 1:
-            raise UserError(f"a task asks for up to {tokens} new tokens, and a text of this model has "
-                            f"data.seq_len={self.max_tokens}; --seq_len allows more, max_gen_toks in the task asks for "
-                            "fewer")  # fmt: skip
+            raise UserError(f"a task requests up to {tokens} new tokens, which do not fit in data.seq_len="
+                            f"{self.max_tokens}; raise --seq_len, or lower max_gen_toks in the task")  # fmt: skip
         ids = self.encode_plain(context)
         return context if len(ids) <= room else self.encoding.decode_bytes(ids[-room:]).decode(errors="ignore")
 
 
 def special_token_id(encoding, name: str) -> int:
-    """The id of a special token. Raises: UserError if there is none of that name."""
+    """Return the id of a special token. Raises: UserError if there is none with this name."""
     if name not in encoding.special_tokens_set:
         raise UserError(f"--bos {name}: not a special token of {encoding.name!r}; it has "
                         f"{', '.join(sorted(encoding.special_tokens_set))}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a model has answered, in a file: a killed evaluation goes on where it was.
+"""Answers of a model stored in a file, so that a killed evaluation resumes where it was.
 
 {"of": {"weights": "5e1f..", "tokenizer": "9c0a..", "seq_len": 256, "bos": ""}}
 {"key": "77ab..", "answer": [-4.25, false]}
@@ -22,11 +22,11 @@ def request_key(kind: str, *asked) -> str:
 
 
 class Answers(dict):
-    """Answers by the key of what was asked. Process 0 appends each to the file at once.
+    """A dict from request keys to answers. Process 0 appends each new answer to the file immediately.
 
-    path  empty: they are kept in memory alone
-    of    what else decides an answer
-    Raises: UserError if the file holds answers of another model.
+    path   the file; empty: answers are only in memory
+    model  whatever else determines an answer, such as weights and tokenizer
+    Raises: UserError if the file has answers of another model.
     """
 
     def __init__(self, path: str, model: dict):
@@ -36,7 +36,7 @@ class Answers(dict):
             return
         rows = read_rows(self.path)
         if rows and (difference := first_difference(model, rows[0].get("of", {}))):
-            raise UserError(f"--cache {path} holds answers of another model ({difference}); name another file, or "
+            raise UserError(f"--cache {path} has answers of another model ({difference}); use another file, or "
                             "delete this one")  # fmt: skip
         self.update({row["key"]: row["answer"] for row in rows[1:]})
         check_same(path, list(self))
@@ -54,7 +54,7 @@ class Answers(dict):
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a file; what a kill left of a last one is cut off. Raises: UserError if it holds something else."""
+    """Read the rows of a file, and cut off an incomplete last row. Raises: UserError if it is another kind of file."""
     if not path.exists():
         return []
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[dict]:
         rows = [json.loads(line) for line in whole.splitlines()]
         assert all(set(row) == {"of"} for row in rows[:1]) and all({"key", "answer"} == set(row) for row in rows[1:])
     except (ValueError, AssertionError, TypeError):
-        raise UserError(f"--cache {path} is no file of answers; name another") from None
+        raise UserError(f"--cache {path} is not a file of answers; use another file") from None
     if rest and is_main_process():
         with open(path, "r+b") as file:
             file.truncate(len(whole + newline))
@@ -70,9 +70,9 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def check_same(path: str, keys: list[str]) -> None:
-    """Raises: UserError if processes know different answers: each has to ask the same, or they wait for ever."""
+    """Raises: UserError if processes have read different answers: then their batches differ, and they would hang."""
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(hashlib.sha256("".join(keys).encode()).digest(), np.uint8)
     if np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
-        raise UserError(f"--cache {path}: the hosts do not see the same file; put it on a disk they share")
+        raise UserError(f"--cache {path}: the hosts read different files; put it on a shared disk")

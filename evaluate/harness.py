@@ -1,6 +1,6 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, asked of a run: https://github.com/EleutherAI/lm-evaluation-harness.
+"""Run tasks of EleutherAI's lm-evaluation-harness: https://github.com/EleutherAI/lm-evaluation-harness.
 
-The harness makes requests of a task's examples, and metrics of their answers; what lies between is `Answerer`.
+The harness turns the examples of a task into requests, and the answers into metrics. `Answerer` answers the requests.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ |= {"TQDM_DISABLE": "1",  # its bars, beside ours
-               "DISABLE_MULTIPROC": "1"}  # its forks, of a process with JAX's threads  # fmt: skip
+os.environ |= {"TQDM_DISABLE": "1",  # its progress bars, as we print ours
+               "DISABLE_MULTIPROC": "1"}  # no fork of a process that has JAX's threads  # fmt: skip
 
 import lm_eval
 from lm_eval.api.model import LM
@@ -26,12 +26,12 @@ from errors import UserError, nearest
 from evaluate.answering import Answerer
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORTED = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # of what it returns
-DEFAULT_MAX_TOKENS = 256  # most new ones where a task does not say
+REPORTED = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # keys of its results
+DEFAULT_MAX_TOKENS = 256  # new tokens, if a task has no limit
 
 
 class Adaptor(LM):
-    """A run as the harness sees a model. Each of several processes answers all requests: they hold one model."""
+    """A run as a model of the harness. With several processes, each answers all requests, on one sharded model."""
 
     def __init__(self, answerer: Answerer):
         super().__init__()
@@ -41,7 +41,7 @@ class Adaptor(LM):
         return self.answerer.loglikelihood([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests):
-        """Whole texts, in windows that do not overlap; each but the first sees one token before it."""
+        """Score whole texts in disjoint windows. Each window but the first has one token of context."""
         answerer, windows = self.answerer, []
         for (text,) in (request.args for request in requests):
             cut = get_rolling_token_windows(answerer.encode(text), answerer.prefix, answerer.max_tokens, context_len=1)
@@ -57,7 +57,7 @@ class Adaptor(LM):
 
 
 def generation_settings(asked: dict) -> dict:
-    """How a text is continued, as `generate.Request` takes it; the words of tasks have several spellings."""
+    """Convert the generation settings of a task, whose names vary, to those of `generate.Request`."""
     how = normalize_gen_kwargs(asked, DEFAULT_MAX_TOKENS)
     temperature = float(how.get("temperature", 1.0)) if how["do_sample"] else 0.0
     stop = tuple(filter(None, handle_stop_sequences(how["until"], eos=None)))
@@ -67,7 +67,7 @@ def generation_settings(asked: dict) -> dict:
 
 @contextlib.contextmanager
 def hf_evaluate_module() -> Iterator[None]:
-    """Meanwhile tasks that `import evaluate` find Hugging Face's package of that name, and not this room."""
+    """Make `import evaluate` in tasks find Hugging Face's package of that name instead of this one."""
     elsewhere = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
     spec, ours = importlib.machinery.PathFinder.find_spec("evaluate", elsewhere), sys.modules["evaluate"]
     sys.modules["evaluate"] = module = importlib.util.module_from_spec(spec)
@@ -79,43 +79,43 @@ def hf_evaluate_module() -> Iterator[None]:
 
 
 def open_tasks(names: list[str], include_path: str) -> TaskManager:
-    """Tasks of a folder, and the harness's own. Raises: UserError for a name there is none of, or no folder."""
+    """Index the tasks of a directory and of the harness. Raises: UserError if a name or the directory is missing."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if include_path and not Path(include_path).is_dir():
-        raise UserError(f"--include_path {include_path}: there is no such folder")
+        raise UserError(f"--include_path {include_path}: no such directory")
     if include_path:
         tasks = TaskManager(include_path=include_path, include_defaults=False)
         if set(names) <= set(tasks.all_subtasks):
-            return tasks  # the harness has 14,000 names of its own, which take 10 s to read
+            return tasks  # reading the harness's 14,000 names takes 10 s
     tasks = TaskManager(include_path=include_path or None)
     for name in names:
         if name not in tasks.all_tasks and not (name.endswith(".yaml") and Path(name).is_file()):
-            raise UserError(f"--tasks {name}: no task of this name; {nearest(name, tasks.all_tasks)}")
+            raise UserError(f"--tasks {name}: no such task; {nearest(name, tasks.all_tasks)}")
     return tasks
 
 
 def load(tasks: TaskManager, names: list[str]) -> list:
-    """Open tasks and their data sets. Raises: UserError for a task that cannot be opened, and why."""
+    """Load tasks and their data sets. Raises: UserError if a task cannot be loaded or runs unsafe code."""
     found = []
     for name in names:
         try:
             opened = tasks.load([name])
-        except Exception as error:  # of the task's own code, of its file, or of what fetches its data set
-            why = f"{type(error).__name__}: {(str(error) or 'no word why').splitlines()[0]}"
+        except Exception as error:  # raised by the task's code, its file, or the download of its data set
+            why = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
             remedy = ""
             if isinstance(error, ConnectionError):
-                remedy = ("; run the same where there is a network, and bring its HF_HOME here, or give a task of your "
-                          "own local files")  # fmt: skip
-            raise UserError(f"--tasks {name}: its data set or its code cannot be loaded ({why}){remedy}") from error
+                remedy = ("; run it once on a machine with a network and copy its HF_HOME here, or use a task with "
+                          "local files")  # fmt: skip
+            raise UserError(f"--tasks {name}: cannot load its data set or code ({why}){remedy}") from error
         if any(getattr(task, "UNSAFE_CODE", False) for task in opened["tasks"].values()):
-            raise UserError(f"--tasks {name}: it runs code that a model has written, which this command does not")
+            raise UserError(f"--tasks {name}: it executes code that a model has written, which is not supported")
         found += [*opened["groups"].values()] or [*opened["tasks"].values()]
     return found
 
 
 def run_tasks(answerer: Answerer, tasks: list, limit: int = 0, num_fewshot: int | None = None) -> dict:
-    """Answer every request of opened tasks: the harness's own results, what of them counts."""
-    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result
+    """Answer every request of loaded tasks. Returns the REPORTED part of the harness's results, and its version."""
+    with contextlib.redirect_stdout(sys.stderr):  # keep its prints out of the results on stdout
         found = simple_evaluate(
             Adaptor(answerer), tasks=tasks, limit=limit or None, num_fewshot=num_fewshot, log_samples=False,
             torch_random_seed=None, bootstrap_iters=1000)  # fmt: skip
@@ -123,7 +123,7 @@ def run_tasks(answerer: Answerer, tasks: list, limit: int = 0, num_fewshot: int 
 
 
 def result_rows(found: dict) -> list[tuple]:
-    """A row for each metric of each task: task, metric, value, standard error, shots, examples."""
+    """Return a row per metric of each task: task, metric, value, standard error, shots, examples."""
     table = []
     for task, values in found["results"].items():
         for name, value in values.items():

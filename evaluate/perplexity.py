@@ -1,4 +1,4 @@
-"""The loss of a run on the validation split of a folder of tokens, as training measures it."""
+"""The loss of a run on the validation split of a directory of tokens, computed as in training."""
 
 import math
 
@@ -12,11 +12,11 @@ from train import progress
 
 
 def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> dict:
-    """Nats a token and what follows from them, over a whole validation split, or `batches` batches of it.
+    """Return loss (nats per token), perplexity and bits per byte over a validation split, or `batches` batches of it.
 
-    Capacities of experts are those of training, whose numbers these are; `bits_per_byte` is NaN where nobody knows how
-    many bytes a token stands for. A mixture is read where the run itself has read it.
-    Raises: UserError if there are no such tokens, they are another tokenizer's, or a batch does not split.
+    Expert capacity is that of training, so the loss is comparable. `bits_per_byte` is NaN if the bytes per token are
+    unknown. If the folder is the run's own data, its mixture is used.
+    Raises: UserError if the tokens are missing or of another tokenizer, or if a batch does not split over the mesh.
     """
     shards = run.cfg.mesh.batch_shards
     size = batch_size or -(-run.cfg.data.batch_size // shards) * shards
@@ -33,9 +33,9 @@ def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> 
 
 
 def check_tokenizer(run: Run, folder: str, tokenizer: dict) -> None:
-    """Raises: UserError if a run was trained on ids that mean something else."""
+    """Raises: UserError if the run was trained with another tokenizer."""
     same = ("name", "vocabulary", "eot") if not tokenizer["fingerprint"] else ("fingerprint", "vocabulary", "eot")
     if run.tokenizer and [run.tokenizer[name] for name in same] != [tokenizer[name] for name in same]:
-        raise UserError(f"{folder} holds ids of {tokenizer['name']!r}, vocabulary {tokenizer['vocabulary']}, and "
-                        f"{run.name} was trained on those of {run.tokenizer['name']!r}, vocabulary "
+        raise UserError(f"{folder} has tokens of {tokenizer['name']!r}, vocabulary {tokenizer['vocabulary']}, but "
+                        f"{run.name} was trained with {run.tokenizer['name']!r}, vocabulary "
                         f"{run.tokenizer['vocabulary']}; prepare the text with the latter")  # fmt: skip

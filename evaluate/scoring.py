@@ -1,7 +1,7 @@
-"""How likely a model finds given tokens: compiled once for each of few shapes, on any mesh.
+"""Score given tokens: their log-probabilities in a model, on any mesh, compiled for few shapes.
 
-Logits of a batch are never whole anywhere. A device makes those of its own words for a few tokens at a time, and keeps
-four numbers of each token; these are joined over the devices.
+The logits of a batch are never materialized. Each device computes those of its vocabulary shard for a chunk of tokens
+at a time, and reduces them to four numbers per token, which are combined over the devices.
 """
 
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, in_o
 from xla import ordered
 
 READS = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT")
-LEAST_POSITIONS = 16  # of the smallest shape that is compiled
+LEAST_POSITIONS = 16  # positions of the smallest shape that is compiled
 
-Pair = tuple[list[int], list[int]]  # tokens that are given, at least one, and those that are scored after them
-Score = tuple[float, bool]  # log-probability of a text, and whether each of its tokens is the likeliest
+Pair = tuple[list[int], list[int]]  # context tokens, at least one, and the tokens to score after them
+Score = tuple[float, bool]  # log-probability, and whether each token is the most likely one
 
 
 # On the mesh ----------------------------------------------------------------------------------------------------------
 
 
 def local_logit_stats(logits_nv, targets_n):
-    """What this device's words say of each token: log of the sum of exp(logits), the target's logit if it is one of
-    them, the largest logit, and its word (of equals, the first)."""
+    """Reduce the logits of this device's vocabulary shard to their log-sum-exp, the target's logit (0 if it is in
+    another shard), the largest logit, and its token id (the lowest in a tie)."""
     words_v = axis_index(TENSOR) * logits_nv.shape[1] + jnp.arange(logits_nv.shape[1])
     target_n = jnp.sum(jnp.where(words_v[None] == targets_n[:, None], logits_nv, 0), axis=1)
     best_n = words_v[jnp.argmax(logits_nv, axis=1)]
@@ -43,9 +43,9 @@ def local_logit_stats(logits_nv, targets_n):
 
 
 def combine_logit_stats(log_sum_n, target_n, top_n, best_n, targets_n):
-    """The target's log-probability, and whether it is the likeliest, from what the devices along TENSOR know.
+    """Combine the statistics over TENSOR: the target's log-probability, and whether it is the most likely token.
 
-    Sends over TENSOR: five numbers a token.
+    Sends over TENSOR: five numbers per token.
     """
     most_n, above_n = (jax.lax.pmax(x_n, TENSOR) for x_n in (log_sum_n, top_n))
     log_sum_n = most_n + jnp.log(psum(jnp.exp(log_sum_n - most_n), TENSOR))
@@ -54,10 +54,10 @@ def combine_logit_stats(log_sum_n, target_n, top_n, best_n, targets_n):
 
 
 def compile_scores(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch) -> (log-probability [B, T] of each of targets_BT, whether it is the likeliest [B, T]).
+    """Compile fn(params, batch) -> (log-probability [B, T] of targets_BT, whether each is the most likely [B, T]).
 
-    Every process gets all of them. Logits of work.loss_chunk tokens exist at once. Mixtures of experts are dropless,
-    whatever capacity_factor they were trained with: else a text would be scored by its neighbours in the batch.
+    Every process gets all results. Logits of work.loss_chunk tokens exist at a time. Mixtures of experts are dropless,
+    whatever capacity_factor they were trained with, so that scores do not depend on other texts of the batch.
     Raises: UserError if a parameter does not split over the mesh.
     """
     cfg = replace(cfg, **{"model.capacity_factor": 0.0})
@@ -88,52 +88,52 @@ def compile_scores(cfg: Config, mesh: Mesh):
 
 
 def to_row(pair: Pair, most: int) -> tuple[list[int], list[int]]:
-    """Inputs and targets of a pair, without its first tokens where they are more than `most` positions hold."""
+    """Return the inputs and targets of a pair, cut from the left to at most `most` positions."""
     tokens = [*pair[0], *pair[1]][-(most + 1) :]
     return tokens[:-1], tokens[1:]
 
 
 class Scorer:
-    """A model ready to score texts.
+    """Scores texts with a model.
 
-    rows  texts that are scored at once, over all devices
+    rows  texts per batch, over all devices
     """
 
     def __init__(self, cfg: Config, params, mesh: Mesh, rows: int = 32):
         self.params, self.mesh, self.max_tokens = params, mesh, cfg.data.seq_len
         self.rows = -(-rows // cfg.mesh.batch_shards) * cfg.mesh.batch_shards
-        # Positions split over context * tensor devices, those of context into two chunks each.
+        # Positions are sharded over context * tensor devices, with two chunks per context device.
         self.multiple = np.lcm(cfg.mesh.position_shards, 2 * cfg.mesh.context if cfg.mesh.context > 1 else 1)
         self.scores = compile_scores(cfg, mesh)
 
     def positions(self, length: int) -> int:
-        """Positions of the batch whose longest row has so many: a power of two, or all there are."""
+        """Return the padded positions of a batch with this longest row: a power of two, or the maximum."""
         T = round_up_to_power_of_two(max(length, LEAST_POSITIONS), max(self.max_tokens, LEAST_POSITIONS))
         return int(-(-T // self.multiple) * self.multiple)
 
     def score(self, pairs: list[Pair]) -> Iterator[tuple[int, Score]]:
-        """Yield the number of each pair and its score, the longest first; too long ones lose what comes first.
+        """Yield the index and score of each pair, longest first. Long pairs are cut from the left.
 
-        Raises: UserError if what is to be scored is longer than a text may be.
+        Raises: UserError if a continuation is longer than data.seq_len.
         """
         for context, continuation in pairs:
-            assert context, "a first token has nothing before it that could make it likely"
+            assert context, "a pair needs at least one context token, because a first token has no probability"
             if len(continuation) > self.max_tokens:
-                raise UserError(f"{len(continuation)} tokens are to be scored at once, and a text of this model "
-                                f"has data.seq_len={self.max_tokens}; "
-                                f"--seq_len {len(continuation)} allows more")  # fmt: skip
+                raise UserError(f"{len(continuation)} tokens to score do not fit in "
+                                f"data.seq_len={self.max_tokens}; "
+                                f"use --seq_len {len(continuation)}")  # fmt: skip
         rows = [to_row(pair, self.max_tokens) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda n: -len(rows[n][0]))
         for first in range(0, len(order), self.rows):
             numbers = order[first : first + self.rows]
             found = self.score_batch([rows[n] for n in numbers])
-            for n, log_T, best_T in zip(numbers, *found, strict=False):  # a batch is filled up with empty rows
+            for n, log_T, best_T in zip(numbers, *found, strict=False):  # the batch is padded with empty rows
                 end = len(rows[n][0])
                 part = slice(end - len(pairs[n][1]), end)
                 yield n, (float(np.sum(log_T[part], dtype=np.float64)), bool(np.all(best_T[part])))
 
     def score_batch(self, rows: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability of each target, and whether it is the likeliest: [B, T] of a shape that may be larger."""
+        """Score the targets of padded rows: log-probabilities [B, T], and whether each is the most likely token."""
         B, T = self.rows, self.positions(max(len(inputs) for inputs, _ in rows))
         batch = {name: np.zeros((B, T), np.int32) for name in READS}
         batch["positions_BT"][:] = np.arange(T)

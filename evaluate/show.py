@@ -1,4 +1,4 @@
-"""What an evaluation shows: how far it is, on standard error, and a table of what it found."""
+"""Show the progress of an evaluation on standard error, and its results as a table."""
 
 import contextlib
 import sys
@@ -11,31 +11,31 @@ from rich.table import Table
 
 from devices import is_main_process
 
-QUIET_S = 60  # between two lines where there is no terminal
+QUIET_S = 60  # seconds between progress lines without a terminal
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield a function to call when one of `total` is done: a bar on a terminal, a line now and then elsewhere."""
+    """Yield a function to call after each of `total` items. Shows a bar on a terminal, or a line every QUIET_S."""
     console, begun, done = Console(stderr=True), time.monotonic(), 0
     here = is_main_process()
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (here and console.is_terminal)) as bar:
-        task, said = bar.add_task(what, total=total), begun
+        task, printed = bar.add_task(what, total=total), begun
 
         def advance() -> None:
-            nonlocal done, said
+            nonlocal done, printed
             done += 1
             bar.advance(task)
-            if here and not console.is_terminal and (now := time.monotonic()) - said > QUIET_S:
-                left_s, said = (now - begun) / done * (total - done), now
+            if here and not console.is_terminal and (now := time.monotonic()) - printed > QUIET_S:
+                left_s, printed = (now - begun) / done * (total - done), now
                 print(f"{what}  {done} of {total}, {left_s / 60:.0f} minutes left", file=sys.stderr, flush=True)
 
         yield advance
 
 
 def table(rows: list[tuple], *columns: str) -> None:
-    """Print rows under their columns; numbers to the right."""
+    """Print rows under their column names. Numbers are right-aligned."""
     drawn = Table(box=None, header_style="")
     for number, column in enumerate(columns):
         drawn.add_column(column, justify="left" if all(isinstance(row[number], str) for row in rows) else "right")

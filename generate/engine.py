@@ -5,8 +5,7 @@ An engine has a fixed number of slots, each a row of one cache. A step generates
 lengths. The result of a request depends on its tokens, settings and seed, and on no other request.
 
 A row keeps its prompt in the cache until another prompt replaces it. A prompt that begins like a cached one copies the
-shared chunks, so n samples of a prompt prefill it once. The copy is bitwise equal because all prompts are cut into
-chunks in the same way.
+shared chunks, so n samples of a prompt prefill it once. Copies are bitwise equal, as all prompts have equal chunks.
 """
 
 import dataclasses
@@ -122,9 +121,7 @@ class Engine:
     def submit(self, job: Job) -> Job:
         """Queue a request for a slot. Raises: UserError if its prompt leaves no room for a new token."""
         if len(job.prompt) >= self.context:
-            raise UserError(
-                f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions; shorten it"
-            )
+            raise UserError(f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions")
         job.max_new_tokens = min(job.max_new_tokens, self.context - len(job.prompt))
         self.waiting.append(job)
         return job

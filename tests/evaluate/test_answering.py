@@ -1,4 +1,4 @@
-"""Claims about texts and answers: tokens are cut where the harness cuts them, and a kill loses no answer."""
+"""Requests and answers: texts are tokenized as the harness does it, and a kill loses no answer."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ CAT, SPACE_CAT = 257, 258
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A model of random weights, and a tokenizer of bytes and a few words. It never ends a text."""
+    """A run with random weights that never ends a text, and a tokenizer with bytes and a few merges."""
     ranks = tmp_path_factory.mktemp("answers") / "few.bpe"
     with ranks.open("wb") as file:
         tokens = [bytes([byte]) for byte in range(256)] + MERGES
@@ -38,9 +38,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answerer(run):
-    made = Answerer(run, rows=2)
-    made.rows = 4  # of texts
-    return made
+    answerer = Answerer(run, rows=2)
+    answerer.rows = 4  # texts generated at a time
+    return answerer
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------
@@ -50,26 +50,26 @@ def answerer(run):
     "context, continuation, want",
     [
         ("a", " cat", ([97], [SPACE_CAT])),
-        ("a ", "cat", ([97], [SPACE_CAT])),  # the space belongs to what follows
-        ("a\n", "\ncat", ([97], [10, 10, CAT])),  # and so does a line's end
+        ("a ", "cat", ([97], [SPACE_CAT])),  # the space goes to the continuation
+        ("a\n", "\ncat", ([97], [10, 10, CAT])),  # and so does a newline
         ("a", "cat", ([97], [CAT])),
-        ("ca", "t at", ([256], [32, 259])),  # together it is one token: it counts as the context's
+        ("ca", "t at", ([256], [32, 259])),  # "cat" is one token, and only as many are cut off as "ca" has alone
         ("", "cat", ("end", [CAT])),
         (" ", "cat", ("end", [SPACE_CAT])),
         ("a<|endoftext|>", "b", ([97, *b"<|endoftext|>"], [98])),
     ],
 )
 def test_a_pair_is_cut_as_the_harness_cuts_it(context, continuation, want, answerer):
-    """Catches a continuation that is encoded on its own, spaces left behind, and a first token after nothing.
+    """Catches a continuation that is tokenized separately, spaces left in the context, and a pair without context.
 
-    The cut of "ca" + "t at" is the harness's: as many tokens are taken off as the context has alone.
+    For "ca" + "t at" the harness removes as many tokens as the context has alone.
     """
     end = answerer.encoding.eot_token
     assert answerer.encode_pair(context, continuation) == ([end] if want[0] == "end" else want[0], want[1])
 
 
 def test_a_token_before_each_text(run):
-    """Catches one that is put before continuations too, or forgotten where there is no context."""
+    """Catches a BOS token that is also put before continuations, or is missing without a context."""
     with_bos = Answerer(run, bos=tokenizers.END_OF_TEXT)
     end = run.encoding.eot_token
     assert with_bos.encode_pair("a ", "cat") == ([end, 97], [SPACE_CAT])
@@ -78,9 +78,9 @@ def test_a_token_before_each_text(run):
         Answerer(run, bos="<s>")
 
 
-def test_what_cannot_be_asked_is_refused(answerer):
-    """Catches a continuation without a token, whose probability would be 1."""
-    with pytest.raises(UserError, match="'t' after 'ca': this tokenizer leaves it no token of its own"):
+def test_a_continuation_without_a_token_is_refused(answerer):
+    """Catches a probability of 1 for a continuation without tokens."""
+    with pytest.raises(UserError, match="'t' after 'ca': the tokenizer gives it no token of its own"):
         answerer.encode_pair("ca", "t")
 
 
@@ -94,7 +94,7 @@ class Killed(Exception):
 
 
 def kill_after(answerer, batches):
-    """The process dies before its next batch."""
+    """Make the answerer raise Killed after this many batches."""
     left = iter(range(batches))
 
     def of_batch(rows, run=answerer.scorer.score_batch):
@@ -106,7 +106,7 @@ def kill_after(answerer, batches):
 
 
 def test_a_kill_loses_no_answer(run, answerer, tmp_path):
-    """Catches an answer that is asked twice, or taken for another's, and a row cut in two that spoils the rest."""
+    """Catches an answer that is computed twice or mixed up, and an incomplete row that spoils the rest."""
     want = answerer.loglikelihood(ASKED)
     file = tmp_path / "answers.jsonl"
     first = Answerer(run, rows=2, cache=str(file))
@@ -119,7 +119,7 @@ def test_a_kill_loses_no_answer(run, answerer, tmp_path):
 
     again = Answerer(run, rows=2, cache=str(file))
     again.scorer.scores = answerer.scorer.scores
-    kill_after(again, 2)  # of 5 different requests 3 are left
+    kill_after(again, 2)  # 3 of 5 distinct requests are left
     assert again.loglikelihood(ASKED) == want
     rows = [json.loads(row) for row in file.read_text().splitlines()]
     assert len(rows) == 1 + 5 == 1 + len({row.get("key") for row in rows[1:]})
@@ -132,25 +132,25 @@ def test_a_kill_loses_no_answer(run, answerer, tmp_path):
     [(dict(digest="other"), "weights"), (dict(cfg=replace(CFG, **{"data.seq_len": 18})), "seq_len")],
 )
 def test_answers_of_another_model_are_refused(changed, why, run, tmp_path):
-    """Catches a table of numbers that another checkpoint has earned."""
+    """Catches results of another checkpoint in the table."""
     file = tmp_path / "answers.jsonl"
     Answerer(run, cache=str(file))
-    with pytest.raises(UserError, match=rf"--cache {file} holds answers of another model \({why}"):
+    with pytest.raises(UserError, match=rf"--cache {file} has answers of another model \({why}"):
         Answerer(dataclasses.replace(run, **changed), cache=str(file))
     file.write_text('{"a": 1}\n')
-    with pytest.raises(UserError, match=rf"--cache {file} is no file of answers; name another"):
+    with pytest.raises(UserError, match=rf"--cache {file} is not a file of answers; use another file"):
         Answerer(run, cache=str(file))
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-CONTEXTS = ["a cat", "b", "at" * 40]  # always three together: one shape
+CONTEXTS = ["a cat", "b", "at" * 40]  # always three at a time: one shape
 
 
-def test_texts_end_where_they_should(answerer):
-    """Catches a text with its prompt, one that goes past a stop, answers in the order of their batches, and a context
-    so long that nothing fits behind it."""
+def test_texts_end_at_stops_and_at_their_length(answerer):
+    """Catches a text that includes its prompt, or continues past a stop; answers in the order of the batches; and a
+    context that leaves no room."""
     how = dict(tokens=7, temperature=0.0)
     fitted = ["a cat", "b", "at" * (30 - 7 - 1)]
     whole = [one.text for one in answerer.sampler.write([Request(prompt=prompt, **how) for prompt in fitted])]
@@ -158,12 +158,12 @@ def test_texts_end_where_they_should(answerer):
     assert answerer.generate_texts(asked()) == whole and len(set(whole)) == 3
     first = whole[0][2]
     assert answerer.generate_texts(asked(stop=(whole[0][4:], first)))[0] == whole[0].partition(first)[0] != whole[0]
-    with pytest.raises(UserError, match=r"up to 29 new tokens, .* data.seq_len=30; --seq_len allows more"):
+    with pytest.raises(UserError, match=r"up to 29 new tokens, which do not fit in data.seq_len=30; raise --seq_len"):
         answerer.generate_texts([("a", how | {"tokens": 29})])
 
 
-def test_a_draw_is_another_each_time(answerer, monkeypatch):
-    """Catches one draw that is counted as many where a task asks for several, and an order that changes them."""
+def test_repeated_requests_are_sampled_separately(answerer, monkeypatch):
+    """Catches one sample that is counted several times, and samples that depend on the order of requests."""
     how = {"tokens": 7, "temperature": 2.0, "top_k": 0, "top_p": 1.0}
     _, b, long = [(context, how) for context in CONTEXTS]
     found = answer_again(answerer, monkeypatch, [long, b, long])

@@ -1,4 +1,4 @@
-"""Claims about `python -m evaluate`: its loss is that of training, and what cannot be done is said in one line."""
+"""The command `python -m evaluate`: its loss equals that of training, and errors are one line."""
 
 import contextlib
 import importlib.util
@@ -28,7 +28,7 @@ FIXTURES = ROOT / "tests/weights/fixtures"
 
 
 def command(*argv):
-    """Exit status, what it printed, what it complained about."""
+    """Run the command. Returns its exit status, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(word) for word in argv])
@@ -36,7 +36,7 @@ def command(*argv):
 
 
 def refused(*argv):
-    """The one line that says why."""
+    """Run a command that must fail, and return its error message."""
     status, out, err = command(*argv)
     *before, last = err.splitlines()
     assert (status, out) == (2, "") and all(line.startswith("reading    step ") for line in before), err
@@ -45,7 +45,7 @@ def refused(*argv):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run of two steps, its tokens, and others: of random bytes, and of another vocabulary."""
+    """A directory with a run of two steps, its tokens, random bytes, and tokens of another vocabulary."""
     home = tmp_path_factory.mktemp("evaluate")
     (home / "texts").mkdir()
     for n in range(9):
@@ -55,7 +55,7 @@ def home(tmp_path_factory):
     prepare.from_ids(random, str(home / "random"), tokenizer="bytes", val_share=0.5)
     prepare.from_ids(random, str(home / "others"), vocab_size=256, val_share=0.5)
     flags = [*SMALL, "--data.path", home / "tokens", "--run.dir", home, "--run.steps", "2"]
-    # Experts that drop tokens: the loss depends on it.
+    # Experts drop tokens at this capacity, which changes the loss.
     status, _, err = test_training.run([*flags, "--model.capacity_factor", "1"])
     assert (status, err) == (0, "")
     return home
@@ -70,12 +70,12 @@ def converted(home):
 # Loss -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_that_of_training(home):
-    """Catches experts that drop no token here, another split, targets counted twice, a batch that does not fit the
-    mesh, and numbers that do not follow from each other."""
+def test_the_loss_equals_that_of_training(home):
+    """Catches experts that drop no tokens, another split, targets counted twice, a batch that does not fit the mesh,
+    and inconsistent numbers."""
     want = test_training.rows(home / "small", "eval")[-1]
     assert want["full"]
-    # 16 sequences do not split over 3 devices: 18 are taken, and the split is read once all the same.
+    # 16 sequences do not split over 3 devices, so 18 are used; the split is still read once.
     argv = home / "small", "--perplexity", home / "tokens", "--mesh", "data=3"
     status, out, err = command(*argv, "--json")
     got = json.loads(out)
@@ -90,62 +90,62 @@ def test_the_loss_is_that_of_training(home):
     assert row.split() == [f"{got['tokens']:,}", *(f"{got[name]:.4f}" for name in header.split()[1:])]
 
 
-def test_other_tokens_are_measured_where_they_mean_the_same(home):
-    """Catches the run's own tokens read in place of those that are named, and ids of another tokenizer."""
+def test_other_tokens_need_the_same_tokenizer(home):
+    """Catches the run's own tokens read instead of those named, and ids of another tokenizer."""
     status, out, _ = command(home / "small", "--perplexity", home / "random", "--json", "--batches", "1")
     assert status == 0 and json.loads(out)["loss"] > 5 and not json.loads(out)["whole"]
     assert refused(home / "small", "--perplexity", home / "others") == (
-        f"{home}/others holds ids of 'unknown', vocabulary 257, and {home}/small was trained on those of 'bytes', "
+        f"{home}/others has tokens of 'unknown', vocabulary 257, but {home}/small was trained with 'bytes', "
         "vocabulary 257; prepare the text with the latter")  # fmt: skip
     assert "no tokens at " in command(home / "small", "--perplexity", home / "none")[2]
 
 
-# What cannot be done --------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_is_one_thing(home):
-    """Catches a flag that is ignored beside another."""
+def test_tasks_and_perplexity_exclude_each_other(home):
+    """Catches a flag that is ignored because of another."""
     for more in ((), ("--tasks", "a", "--perplexity", "b")):
-        assert refused(home / "small", *more) == "say what to measure: either --tasks NAMES or --perplexity TOKENS"
+        assert refused(home / "small", *more) == "choose what to evaluate: either --tasks NAMES or --perplexity TOKENS"
 
 
 def test_a_folder_without_weights_is_refused(home, tmp_path):
-    """Catches a traceback where there is no run, or nothing in it."""
+    """Catches a traceback if there is no run, or no checkpoint in it."""
     assert refused(tmp_path, "--perplexity", "x").startswith(f"{tmp_path}: no config.json there")
     shutil.copy(home / "small" / "config.json", tmp_path)
     assert refused(tmp_path, "--perplexity", "x") == f"no checkpoint in {tmp_path}/checkpoints"
 
 
-def test_the_harness_is_asked_for_by_its_extra(home, monkeypatch):
-    """Catches a traceback where it is not installed."""
-    found = importlib.util.find_spec
-    absent = lambda name, *more: None if name == "lm_eval" else found(name, *more)
+def test_a_missing_harness_is_named_with_its_extra(home, monkeypatch):
+    """Catches a traceback if it is not installed."""
+    find_spec = importlib.util.find_spec
+    absent = lambda name, *more: None if name == "lm_eval" else find_spec(name, *more)
     monkeypatch.setattr(importlib.util, "find_spec", absent)
-    want = "--tasks needs EleutherAI's lm-evaluation-harness: make extra-evaluate"
+    want = "--tasks needs EleutherAI's lm-evaluation-harness; install it with: make extra-evaluate"
     assert refused(home / "small", "--tasks", "hellaswag") == want
 
 
 def test_converted_weights_are_opened_with_a_tokenizer(converted, home, tmp_path):
-    """Catches texts as short as our own default where the model's are longer, a tokenizer that is guessed, that has
-    more ids than the model, or that a run knows better; and one refused though the run knows the same."""
+    """Catches texts cut to our default length although the model's are longer, a tokenizer that is guessed, has more
+    ids than the model, or differs from the run's own; and an equal tokenizer that is refused."""
     run = open_run(str(converted))
     assert (run.cfg.data.seq_len, run.encoding, run.step) == (64, None, None)
     assert open_run(str(converted), seq_len=40).cfg.data.seq_len == 40
-    said = lambda tokenizer, run=converted: refused(run, "--perplexity", "x", "--tokenizer", tokenizer)
-    assert said(tmp_path / "none.json").startswith(f"--tokenizer {tmp_path}/none.json: there is no such file; name a ")
-    assert said("bytes") == (f"--tokenizer bytes: it has 257 ids, and {converted} a table of 98; name the tokenizer "
-                             "this model was trained with")  # fmt: skip
+    error = lambda tokenizer, run=converted: refused(run, "--perplexity", "x", "--tokenizer", tokenizer)
+    assert error(tmp_path / "none.json").startswith(f"--tokenizer {tmp_path}/none.json: no such file; use a ")
+    assert error("bytes") == (f"--tokenizer bytes has 257 ids, but the vocabulary of {converted} has 98; use the "
+                              "tokenizer this model was trained with")  # fmt: skip
     with (tmp_path / "other").open("wb") as ranks:
         tokenizers.write_ranks(ranks, {bytes([255 - byte]): byte for byte in range(256)})
     other = tmp_path / "other"
-    assert said(other, home / "small").endswith("small was trained on tokens of 'bytes'; leave it out")
+    assert error(other, home / "small").endswith("small was trained with 'bytes'; leave the flag out")
     assert open_run(str(home / "small"), tokenizer="bytes").step == 2
     (tmp_path / "broken.json").write_text("{}")
-    assert said(tmp_path / "broken.json").startswith(f"tokenizer 'json:{tmp_path}/broken.json': not a tokenizer.json")
+    assert error(tmp_path / "broken.json").startswith(f"tokenizer 'json:{tmp_path}/broken.json': not a tokenizer.json")
 
 
-def test_weights_alone_are_a_run(home):
-    """Catches a folder of `slim` that is taken for converted weights: without a tokenizer, of no step."""
+def test_slim_weights_open_like_a_run(home):
+    """Catches a folder of `slim` that is opened like converted weights, without tokenizer and step."""
     slim.slim(str(home / "small"), str(home / "alone"))
     want, got = (open_run(str(home / name)) for name in ("small", "alone"))
     assert (got.step, got.encoding.name, got.cfg.data.seq_len) == (2, "bytes", want.cfg.data.seq_len)
@@ -153,14 +153,14 @@ def test_weights_alone_are_a_run(home):
     jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
-def test_two_processes_say_one_thing(home):
-    """Catches a process that asks for other rows than it holds, and numbers that are printed by each."""
+def test_two_processes_print_one_result(home):
+    """Catches a process that reads rows of another, and results that every process prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
+        env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
     words = [sys.executable, "-m", "evaluate", home / "small", "--perplexity", home / "tokens", "--json",
              "--devices", "2", "--mesh", "fsdp=2"]  # fmt: skip
-    both = [subprocess.Popen(words, cwd=ROOT, env=os.environ | told | {"JAX_PROCESS_ID": str(rank)}, text=True,
+    both = [subprocess.Popen(words, cwd=ROOT, env=os.environ | env | {"JAX_PROCESS_ID": str(rank)}, text=True,
                              stdout=subprocess.PIPE) for rank in range(2)]  # fmt: skip
     first, second = (process.communicate(timeout=300)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0] and second == ""

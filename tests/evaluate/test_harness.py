@@ -1,6 +1,6 @@
-"""Claims about the adaptor to lm-evaluation-harness: it says what the harness's own adaptor of Hugging Face says.
+"""The adaptor to lm-evaluation-harness gives the results of the harness's own Hugging Face adaptor.
 
-The witness is a tiny random Llama, made here and converted; each kind of request that a task can make is in one task.
+The model is a tiny random Llama, created here and converted. There is one task for each kind of request.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 from tests import extras
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-# What torch, transformers, datasets and the harness warn of on their way is theirs (November 2026).
+# Ignore warnings of torch, transformers, datasets and the harness (November 2026).
 pytestmark = [pytest.mark.filterwarnings("ignore"), extras.require("evaluate", "parity", "torch")]
 
 import tokenizers
@@ -49,7 +49,7 @@ TASKS = {
 
 
 def write_model(folder):
-    """A tokenizer of bytes and a few merges, and a model that often finds one of the first letters likeliest."""
+    """Write a tokenizer with bytes and a few merges, and a model that often prefers one of the first letters."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -85,7 +85,7 @@ def home(tmp_path_factory):
         task = {"task": name, **docs, "test_split": "test", "output_type": kind, **texts,
                 "metric_list": [{"metric": metric} for metric in metrics], "metadata": {"version": 1}}  # fmt: skip
         (home / "tasks" / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
-    # Its code asks for the package that shares a name with our room.
+    # The code of this task imports the package that shares its name with our evaluate.
     own = json.dumps(json.loads((home / "tasks/choices.yaml").read_text()) | {"task": "own", "doc_to_target": "CODE"})
     (home / "tasks" / "own.yaml").write_text(own.replace('"CODE"', "!function own.right"))
     (home / "tasks" / "own.py").write_text("from evaluate import load\n\ndef right(doc):\n    return doc['right']\n")
@@ -110,7 +110,7 @@ def our_scores(home, names, begins, mesh):
 
 
 def answers(found, task):
-    """What was answered, in the order of the examples: numbers, each with whether it is of the likeliest; or texts."""
+    """Return the answers in the order of the examples: scores with their is-greedy flags, or texts."""
     rows = sorted(found["samples"][task], key=lambda row: row["doc_id"])
     number = lambda x: {"True": 1.0, "False": 0.0}.get(str(x)) if str(x) in ("True", "False") else float(x)
     leaves = jax.tree.leaves([row["resps"] for row in rows])
@@ -118,10 +118,10 @@ def answers(found, task):
 
 
 @pytest.mark.parametrize("begins, mesh", [(False, "data=1"), (True, "fsdp=2,context=2,tensor=2")])
-def test_the_adaptor_says_what_the_harness_says(begins, mesh, home):
-    """Catches other tokens or windows, a cut on the right, a sum over other positions, a prefix that is forgotten, or
-    put where there is none, other stops, and answers in another order."""
-    # A text that is to be continued always begins with end of text here.
+def test_the_adaptor_equals_that_of_the_harness(begins, mesh, home):
+    """Catches other tokens or windows, a cut on the right, a sum over other positions, a prefix that is missing or
+    added wrongly, other stops, and answers in another order."""
+    # Our prompts always begin with end of text.
     names = [*TASKS] if begins else ["choices", "word", "rolling"]
     want, got = hf_scores(home, names, begins), our_scores(home, names, begins, mesh)
     for name in names:
@@ -132,12 +132,12 @@ def test_the_adaptor_says_what_the_harness_says(begins, mesh, home):
         values, wanted = ({key: x for key, x in found["results"][name].items() if isinstance(x, float)}
                           for found in (got, want))  # fmt: skip
         assert values == pytest.approx(wanted, rel=1e-4) and len(values) >= 2
-    assert 1.0 in answers(want, "choices")[1::2], "none is the likeliest: it would not show if that were wrong"
+    assert 1.0 in answers(want, "choices")[1::2], "no answer is the most likely one, so its flag is not tested"
 
 
-def test_the_command_asks_and_remembers(home, capfd):
-    """Catches what the harness prints among the results, an answer that is asked again after a kill, metrics that lose
-    their task, and a task whose code finds our room in place of a package."""
+def test_the_command_runs_tasks_and_stores_answers(home, capfd):
+    """Catches prints of the harness among the results, an answer that is computed again after a kill, metrics without
+    their task, and a task whose code imports our evaluate instead of the package."""
     argv = [home / "run", "--tokenizer", home / "hf/tokenizer.json", "--include_path", home / "tasks", "--batch", "6",
             "--cache", home / "answers"]  # fmt: skip
     status, out, _ = command(*argv, "--tasks", "word,own")
@@ -161,19 +161,19 @@ def test_the_harness_finds_what_it_needs_to_ask_a_server(home):
     assert asker.tok_encode("the cat") == asker.tokenizer.encode("the cat", add_special_tokens=False)
 
 
-def test_what_cannot_be_asked_is_said(home, monkeypatch):
-    """Catches a name that is refused without its nearest, a data set that ends in a traceback, and texts without a
+def test_missing_tasks_data_and_tokenizers_are_errors(home, monkeypatch):
+    """Catches an unknown task without its nearest name, a traceback for a missing data set, and texts without a
     tokenizer."""
     tasks = "--include_path", home / "tasks"
-    assert refused(home / "run", *tasks, "--tasks", "own").startswith(f"{home}/run names no tokenizer, and texts need ")
-    assert refused(home / "run", "--tasks", "own", "--include_path", home / "none").endswith("there is no such folder")
+    assert refused(home / "run", *tasks, "--tasks", "own").startswith(f"{home}/run has no tokenizer, and texts need ")
+    assert refused(home / "run", "--tasks", "own", "--include_path", home / "none").endswith("no such directory")
     local = functools.partial(TaskManager, include_defaults=False)  # reading the harness's own takes 10 s
     monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: local(include_path=include_path))
     asked = [home / "run", "--tokenizer", home / "hf/tokenizer.json", *tasks, "--tasks"]
-    assert refused(*asked, "rollin").startswith("--tasks rollin: no task of this name; did you mean 'rolling'? known: ")
+    assert refused(*asked, "rollin").startswith("--tasks rollin: no such task; did you mean 'rolling'? known: ")
     hub = json.loads((home / "tasks/word.yaml").read_text()) | {"task": "hub", "dataset_path": "some/where"}
     (home / "tasks" / "hub.yaml").write_text(json.dumps(hub | {"dataset_kwargs": {}}))
     why = "ConnectionError: Couldn't reach 'some/where' on the Hub (OfflineModeIsEnabled)"
     assert refused(*asked, "hub") == (
-        f"--tasks hub: its data set or its code cannot be loaded ({why}); run the same where there is a network, and "
-        "bring its HF_HOME here, or give a task of your own local files")  # fmt: skip
+        f"--tasks hub: cannot load its data set or code ({why}); run it once on a machine with a network and "
+        "copy its HF_HOME here, or use a task with local files")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Claims about scores: they are those of the whole logits, on any mesh, whatever else is in the batch."""
+"""Scores equal those computed from the full logits, on any mesh and in any batch."""
 
 import functools
 
@@ -14,17 +14,17 @@ from errors import UserError
 from evaluate.scoring import LEAST_POSITIONS, Scorer
 from tests import helpers
 
-CFG = preset("tiny", **{"model.capacity_factor": 1.0})  # experts would drop tokens, were they trained
+CFG = preset("tiny", **{"model.capacity_factor": 1.0})  # in training, experts would drop tokens
 T, V = CFG.data.seq_len, CFG.model.vocab_size
 RNG = np.random.default_rng(3)
-# Contexts and continuations: of one token, just as long as a text may be, longer, and of every shape between.
+# Lengths of contexts and continuations: one token, the maximum, longer, and some between.
 SIZES = [(1, 1), (1, T), (T, 1), (9, 4), (T + 12, 5), (T, T), (2, 11), (6, 1), (3, 3)]
 PAIRS = [tuple(RNG.integers(0, V, n).tolist() for n in sizes) for sizes in SIZES]
 
 
 @functools.cache
 def weights():
-    """Every word of the upper half of the vocabulary says what one of the lower half says: equals, far apart."""
+    """Return parameters in which token n + V/2 has the same logit as token n, so that ties are on different devices."""
     params = helpers.draw(model.declare(CFG.model), seed=1)
     params.unembedding_DV[:, V // 2 :] = params.unembedding_DV[:, : V // 2]
     return params
@@ -39,7 +39,7 @@ def scorer(mesh="", rows=1):
 
 @functools.cache
 def log_probabilities():
-    """Of each pair, float64 [T, V] after each of its last T tokens but one, from `pipeline.logits`; and the targets."""
+    """Return log-probabilities [T, V] in float64 for the last T inputs of each pair, and the rows of tokens."""
     cut = [(context + continuation)[-(T + 1) :] for context, continuation in PAIRS]
     tokens_BT = np.array([row[:-1] + [0] * (T + 1 - len(row)) for row in cut], np.int32)
     cfg = replace(CFG, **{"model.capacity_factor": 0.0})
@@ -49,7 +49,7 @@ def log_probabilities():
 
 
 def expected_scores(pairs):
-    """Scores by a loop over tokens."""
+    """Yield the scores of pairs, by a loop over tokens."""
     tables, cut = log_probabilities()
     for (_, continuation), log_TV, row in zip(pairs, tables, cut, strict=True):
         last = len(row) - 1
@@ -66,7 +66,7 @@ def check(found, pairs):
 
 
 def with_likely_ends():
-    """The same pairs; where one token is scored it is the likeliest, or the equal of it that comes later."""
+    """Return PAIRS, with three last tokens replaced by the most likely one, or by the later one in its tie."""
     tables, cut = log_probabilities()
     pairs = [(context, list(continuation)) for context, continuation in PAIRS]
     for n, shift in ((0, 0), (2, V // 2), (7, 0)):
@@ -75,24 +75,24 @@ def with_likely_ends():
 
 
 @pytest.mark.parametrize("mesh", ["stage=2,tensor=2", "expert=2,context=2"])
-def test_scores_are_those_of_whole_logits(mesh):
-    """Catches a sum over padding or over the context, targets one place off, a cut on the right, tokens that experts
-    drop, another order of positions or rows; of words split over devices, a sum or a largest that stays partial, and
-    the later of two equals."""
+def test_scores_equal_those_of_the_full_logits(mesh):
+    """Catches a sum over padding or the context, targets off by one, a cut on the right, tokens dropped by experts,
+    and a wrong order of positions or rows. With a sharded vocabulary, it catches a partial sum or maximum, and the
+    later token of a tie."""
     pairs = with_likely_ends()
     want = check(dict(scorer(mesh, len(PAIRS)).score(pairs)), pairs)
     assert [best for _, best in want].count(True) == 2
 
 
-def test_shapes_are_few():
-    """Catches a compilation for every length, a batch whose last rows are lost, rows that see each other."""
+def test_few_shapes_are_compiled():
+    """Catches a compilation for every length, a batch whose last rows are lost, and attention between rows."""
     one = scorer(rows=2)
     check(dict(one.score(PAIRS)), PAIRS)
     assert one.scores._cache_size() == len({LEAST_POSITIONS, T})
 
 
-def test_what_is_longer_than_a_text_is_refused():
-    """Catches a score of the end alone that is passed off as that of all."""
+def test_too_long_continuations_are_refused():
+    """Catches a score that only covers the end of the continuation."""
     pairs = [([1], list(range(T + 1)))]
-    with pytest.raises(UserError, match=rf"^{T + 1} tokens .* data.seq_len={T}; --seq_len {T + 1} allows more$"):
+    with pytest.raises(UserError, match=rf"^{T + 1} tokens .* data.seq_len={T}; use --seq_len {T + 1}$"):
         next(scorer().score(pairs))
