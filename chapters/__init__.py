@@ -1,5 +1,5 @@
-"""The guide: one program a chapter, read as a page, run as `python -m chapters.03_fsdp`, opened as a notebook.
+"""The guide. Each chapter is a page, a notebook, and a program: `python -m chapters.03_fsdp`.
 
-Open `00_machine.py` first. `lesson.py` is what all chapters share: predictions, checkers, pictures.
+Open `00_machine.py` first. `lesson.py` has the code that all chapters share: predictions, checkers and pictures.
 `python -m chapters` runs them all.
 """

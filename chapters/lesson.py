@@ -1,4 +1,4 @@
-"""What all chapters share: predictions, checkers, pictures. A reader may open it, and never needs to."""
+"""Code that all chapters share: predictions, checkers and pictures. Readers never need to open it."""
 
 import ast
 import dataclasses
@@ -17,19 +17,19 @@ from matplotlib.patches import Rectangle
 from sharding import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, as_tuple
 from xla import ledger
 
-# One colour for one mesh axis, in the whole guide; NEUTRAL for what belongs to none. The site inverts pictures in
-# the dark, and turns their hues back: these stay apart there too.
+# Each mesh axis has one color in the whole guide; NEUTRAL is for anything else. In dark mode the site inverts pictures
+# and restores the hues, and these colors stay distinct.
 COLOURS = {DATA: "#8c6d4f", STAGE: "#e08a1e", FSDP: "#3f74b5", EXPERT: "#9a5fb0", CONTEXT: "#3f9a4d", TENSOR: "#cf4446"}
 NEUTRAL = "#7d7d7d"
-DEVICES = matplotlib.colormaps["tab10"].colors  # of device 0, 1, ..
+DEVICES = matplotlib.colormaps["tab10"].colors  # colors of devices 0, 1, ..
 
 plt.rcParams.update({
     "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 10,
-    "figure.facecolor": "none", "axes.facecolor": "none",  # the page is the ground, light or dark
+    "figure.facecolor": "none", "axes.facecolor": "none",  # the page, light or dark, is the background
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11, "axes.titlelocation": "left",
     "legend.frameon": False, "svg.fonttype": "none", "svg.hashsalt": "axis by axis",
 })  # fmt: skip
-if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # a notebook: pictures stay sharp on a phone
+if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():  # in a notebook, SVG stays sharp on a phone
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
     set_matplotlib_formats("svg")
@@ -41,28 +41,28 @@ else:
 
 
 def predicted(what: str, prediction: float | None, counted: float, unit: str = "", within: float = 0.005) -> None:
-    """Print what was counted, beside the reader's prediction if there is one.
+    """Print a counted value, and compare the reader's prediction with it.
 
-    within  how far a prediction may be off, as a share of what was counted, and still be called right
+    within  largest relative error of a right prediction
     """
     number = lambda x: f"{x:,}" if isinstance(x, int) or x == int(x) else f"{x:,.4g}"
-    said = f"{what}: {number(counted)} {unit}".rstrip()
+    text = f"{what}: {number(counted)} {unit}".rstrip()
     if prediction is None or prediction is ...:
-        print(f"{said}. (You predicted nothing: put a number in place of None.)")
+        print(f"{text}. (No prediction yet: replace None with a number.)")
     elif not isinstance(prediction, int | float):
-        print(f"{said}. (A prediction is a number; yours is {prediction!r}.)")
+        print(f"{text}. (A prediction must be a number; yours is {prediction!r}.)")
     elif abs(prediction - counted) <= within * abs(counted):
-        print(f"{said}, as you predicted" + (f", within {within:.0%}." if within > 0.005 else "."))
+        print(f"{text}, as you predicted" + (f", within {within:.0%}." if within > 0.005 else "."))
     else:
         times = f", {prediction / counted:.3g} times as much" if counted else ""
-        print(f"{said}. You predicted {number(prediction)}{times}.")
+        print(f"{text}. You predicted {number(prediction)}{times}.")
 
 
 # Checkers -------------------------------------------------------------------------------------------------------------
 
 
 def same(a, b, share: float = 1e-4) -> bool:
-    """Whether two numbers, arrays or trees of them agree, up to a share of their largest entry."""
+    """Return whether two numbers, arrays or trees agree, up to `share` times the largest entry of each array."""
     a, b = ([np.asarray(x, dtype=object if x is None else None) for x in jax.tree.leaves(t)] for t in (a, b))
     if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
         return False
@@ -72,23 +72,23 @@ def same(a, b, share: float = 1e-4) -> bool:
     return all(close(np.float64(x), np.float64(y)) for x, y in zip(a, b, strict=True))
 
 
-NOTHING = "Nothing there yet: put your answer in place of the dots."
+NOTHING = "Nothing there yet: replace the dots with your answer."
 
 
 class Unanswered(Exception):
-    """A reader's function still returns the dots."""
+    """The reader's function still returns the dots."""
 
 
 def answered(function):
-    """A reader's function, for use inside of other programs: Unanswered is raised where it returns None or dots.
+    """Wrap a reader's function for use in other programs: it raises Unanswered instead of returning None or dots.
 
-    `diagnose` takes that for "Nothing there yet", so a checker may run an answer within a `shard_map`, or add to what it
-    returns, and need not look at it first.
+    `diagnose` reports that as NOTHING, so a checker may run an answer in a `shard_map`, or add to its result, without
+    checking it first.
     """
     if function is None or function is ...:
         raise Unanswered
     if not callable(function):
-        raise TypeError(f"a function is wanted here, and this is {brief(function)}")
+        raise TypeError(f"expected a function, but this is {brief(function)}")
 
     @functools.wraps(function)
     def call(*args, **more):
@@ -101,12 +101,12 @@ def answered(function):
 
 
 def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str, share: float = 1e-4) -> str:
-    """Try a reader's function on every case. Returns one line: `done`, or what the answer looks like.
+    """Check a reader's function on every case. Returns one line: `done`, or what is wrong with the answer.
 
-    cases     arguments of the function, a tuple a case, chosen so that mistakes differ from what is right
-    right     function of the same arguments: what should come out
-    mistakes  (function of the same arguments, hint): if the answer is wrong and this is what it gives in all cases that
-              it answers, the hint is returned; the first that fits
+    cases     tuples of arguments, chosen so that mistakes and right results differ
+    right     function of the same arguments that returns the right result
+    mistakes  pairs (function of the same arguments, hint): the hint of the first function whose results equal those of
+              a wrong answer in all cases is returned
     """
     if answer is None or answer is ...:
         return NOTHING
@@ -117,7 +117,7 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
             found.append(function(*case))
         except Unanswered:
             found.append(...)
-        except Exception as error:  # whatever a reader's code raises is theirs to read, in one line
+        except Exception as error:  # show any error of the reader's code in one line
             line = (str(error).strip().splitlines() or [""])[0]
             return f"It stops{at(function, case)}: {type(error).__name__}" + f": {line[:200]}" * bool(line)
     if all(x is None or x is ... for x in found):
@@ -140,7 +140,7 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
 
 
 def at(function, case: tuple) -> str:
-    """Where a function was tried: " at n=4, Z=8"; nothing, if it takes no arguments."""
+    """Describe the arguments of a case: " at n=4, Z=8", or "" if there are none."""
     try:
         names = [name for name, one in inspect.signature(function).parameters.items() if one.kind < one.VAR_POSITIONAL]
     except (TypeError, ValueError):
@@ -150,7 +150,7 @@ def at(function, case: tuple) -> str:
 
 
 def brief(x) -> str:
-    """A value in a few words: numbers and text, rounded where they are long, arrays by their shape."""
+    """Format a value briefly: rounded numbers, short text, and arrays by their shape."""
     if isinstance(x, float):
         return f"{x:.6g}"
     if isinstance(x, tuple):
@@ -165,7 +165,7 @@ def brief(x) -> str:
 
 
 def ratio(got, want) -> str:
-    """How a gradient differs from the right one, in words: "equal", "2 times too big", "another direction"."""
+    """Describe how a gradient differs from the right one: "equal", "2 times too big", "another direction"."""
     got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
     times = got @ want / (want @ want)
     if np.abs(got - times * want).max() > 1e-3 * np.abs(want).max():
@@ -184,24 +184,24 @@ def ratio(got, want) -> str:
 
 
 def compiled(function, mesh, *args) -> ledger.Ledger:
-    """What the compiler made of a function of arrays: its collectives, and the FLOPs of its products."""
+    """Compile a function of arrays, and return the program's collectives and the FLOPs of its matmuls."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     return ledger.read(jitted.lower(*args).compile().as_text(), mesh)
 
 
 def listed(found: ledger.Ledger) -> None:
-    """Print the collectives of a program, a line each."""
+    """Print the collectives of a program, one per line."""
     for one in found.collectives:
         times = f"{one.count:g} x " if one.count != 1 else ""
-        where = re.sub(r"^\d+\.py:", "this page, line ", one.source)  # a notebook's cell is a file with a number
+        where = re.sub(r"^\d+\.py:", "this page, line ", one.source)  # the file name of a notebook cell is a number
         print(f"{times}{one.kind} over {'*'.join(one.axes)}: {one.payload_bytes:,} bytes, a device sends "
               f"{one.wire_bytes:,}; {where}")  # fmt: skip
     if not found.collectives:
-        print("no collective")
+        print("no collectives")
 
 
 def source(*functions) -> None:
-    """Print functions as they stand in the project, without their docstrings."""
+    """Print the source of functions of the project, without docstrings."""
     for function in functions:
         function = inspect.unwrap(function)
         lines = textwrap.dedent(inspect.getsource(function)).splitlines()
@@ -221,10 +221,10 @@ ROOMS = ("pipeline", "kernels", "plan", "train", "weights", "data", "xla", "chap
 
 
 def slices(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None = None) -> None:
-    """Draw an array of one or two dims, cut as `spec` says: each piece with the numbers of the devices that hold it.
+    """Draw an array of one or two dims, sharded by `spec`. Each shard shows the numbers of the devices that hold it.
 
-    dims       a letter for each dim, such as "BD"
-    colour_by  mesh axis whose colour the pieces have; by default the first that cuts the array
+    dims       one letter per dim, e.g. "BD"
+    colour_by  mesh axis that gives the color of the shards; by default the first that shards the array
     """
     spec = (*spec, *(None,) * (len(dims) - len(spec)))
     cuts = [int(np.prod([mesh.shape[a] for a in as_tuple(axis)])) for axis in spec]

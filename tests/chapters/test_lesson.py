@@ -1,4 +1,4 @@
-"""Claims about what chapters tell a reader: of a prediction, and of an answer."""
+"""What chapters tell a reader about a prediction and an answer."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,21 +9,21 @@ from chapters import lesson
 
 CASES, SQUARES = [(2, 3), (4, 5)], lambda x, n: x * x + n
 MISTAKES = [(lambda x, n: 2 * x + n, "doubled"), (lambda x, n: x * x, "the rest is lost")]
-asked = lambda answer: lesson.diagnose(answer, CASES, SQUARES, MISTAKES, "right")
+check = lambda answer: lesson.diagnose(answer, CASES, SQUARES, MISTAKES, "right")
 
 
 def fails(x, n):
     raise StopIteration
 
 
-@pytest.mark.parametrize("answer, said", [
+@pytest.mark.parametrize("answer, message", [
     (SQUARES, "right"),
     (lambda x, n: np.float32(x * x + n), "right"),
     (..., lesson.NOTHING), (None, lesson.NOTHING), (lambda x, n: ..., lesson.NOTHING),
     (lambda x, n: lesson.answered(lambda x: ...)(x) + n, lesson.NOTHING),
     (lambda x, n: lesson.answered(...)(x), lesson.NOTHING),
     (lambda x, n: lesson.answered(lambda x: (1, None))(x), lesson.NOTHING),
-    (lambda x, n: 2 * x + n, "doubled"),  # and at x=2 it is right
+    (lambda x, n: 2 * x + n, "doubled"),  # right at x=2
     (lambda x, n: x * x, "the rest is lost"),
     (lambda x, n: 7 if x == 2 else 0,
      "Not yet: it is wrong at x=4, n=5, though not in every case. Your answer there is 0."),
@@ -31,21 +31,21 @@ def fails(x, n):
     (lambda x, n: jnp.ones((2, 3)), "Not yet at x=2, n=3: your result has shape (2, 3), and should have ()."),
     (lambda *_: [][1], "It stops at 2, 3: IndexError: list index out of range"),
     (fails, "It stops at x=2, n=3: StopIteration"),
-    (lambda x, n: lesson.answered(7)(x), "It stops at x=2, n=3: TypeError: a function is wanted here, and this is 7"),
+    (lambda x, n: lesson.answered(7)(x), "It stops at x=2, n=3: TypeError: expected a function, but this is 7"),
 ])  # fmt: skip
-def test_an_answer_is_met_with_one_line(answer, said):
-    """Catches a traceback, a wrong answer called right, a mistake that nobody names, and a case nobody can read."""
-    assert asked(answer) == said
+def test_an_answer_gets_one_line(answer, message):
+    """Catches a traceback, a wrong answer that passes, a mistake without its hint, and an unreadable case."""
+    assert check(answer) == message
 
 
-def test_a_mistake_that_is_right_is_a_fault_of_the_page():
-    """Catches a hint for what is no mistake: sizes at which wrong and right agree."""
+def test_a_listed_mistake_must_be_wrong():
+    """Catches a hint for a right answer, because its sizes make wrong and right agree."""
     with pytest.raises(AssertionError, match="no mistake: hint"):
         lesson.diagnose(lambda x, n: 0, [(2, 3)], SQUARES, [(lambda x, n: 2 * x + n, "hint")], "")
 
 
-def test_without_arguments_there_is_no_place():
-    """Catches "at no arguments"."""
+def test_messages_without_arguments_name_no_case():
+    """Catches an empty " at "."""
     assert lesson.diagnose(lambda: 3, [()], lambda: 4, [], "") == "Not yet: it is wrong. Your answer there is 3."
     assert lesson.diagnose(fails, [()], lambda: 4, [], "").startswith("It stops: TypeError: ")
 
@@ -54,30 +54,30 @@ def test_without_arguments_there_is_no_place():
     (1 / 3, "0.333333"), ((4, 0.5), "(4, 0.5)"), ((1,), "(1,)"), ("fsdp=2", "'fsdp=2'"),
     (np.ones((2, 5)), "an array (2, 5)"), (fails, "fails"), (np.float32(2), "2.0"),
 ])  # fmt: skip
-def test_values_are_said_briefly(value, words):
-    """Catches addresses, and numbers of 17 digits."""
+def test_values_are_formatted_briefly(value, words):
+    """Catches memory addresses, and numbers of 17 digits."""
     assert lesson.brief(value) == words
     assert lesson.brief(sharding.make_mesh("fsdp=2,tensor=3")) == "fsdp=2,tensor=3"
 
 
-@pytest.mark.parametrize("prediction, said", [
-    (None, "bytes: 1,344 B. (You predicted nothing: put a number in place of None.)"),
-    ("12", "bytes: 1,344 B. (A prediction is a number; yours is '12'.)"),
+@pytest.mark.parametrize("prediction, message", [
+    (None, "bytes: 1,344 B. (No prediction yet: replace None with a number.)"),
+    ("12", "bytes: 1,344 B. (A prediction must be a number; yours is '12'.)"),
     (1344, "bytes: 1,344 B, as you predicted."), (1345, "bytes: 1,344 B, as you predicted."),
     (672, "bytes: 1,344 B. You predicted 672, 0.5 times as much."),
 ])  # fmt: skip
-def test_a_prediction_is_compared(prediction, said, capsys):
-    """Catches a prediction that is called right because nobody made one, and one far off that passes."""
+def test_a_prediction_is_compared(prediction, message, capsys):
+    """Catches a missing prediction that counts as right, and one far off that passes."""
     lesson.predicted("bytes", prediction, 1344, "B")
-    assert capsys.readouterr().out == said + "\n"
+    assert capsys.readouterr().out == message + "\n"
 
 
-@pytest.mark.parametrize("times, said", [
+@pytest.mark.parametrize("times, message", [
     (1, "equal"), (8, "8 times too big"), (0.25, "1/4 of it"), (-1, "-1 times the right one"),
     (1.5, "1.5 times the right one"),
 ])  # fmt: skip
-def test_a_gradient_is_compared(times, said):
-    """Catches a factor in words that is another one in numbers."""
+def test_a_gradient_is_compared(times, message):
+    """Catches a wrong factor in the message."""
     right = {"a": np.arange(1.0, 4), "b": np.ones(2)}
-    assert lesson.ratio({"a": times * right["a"], "b": times * right["b"]}, right) == said
+    assert lesson.ratio({"a": times * right["a"], "b": times * right["b"]}, right) == message
     assert lesson.ratio({"a": right["a"], "b": -right["b"]}, right) == "another direction"

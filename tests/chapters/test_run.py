@@ -1,4 +1,4 @@
-"""Claims about `python -m chapters`: it runs each, says how long it took, and fails when one does."""
+"""`python -m chapters` runs each chapter, prints how long it took, and fails if one does."""
 
 import importlib
 import re
@@ -14,7 +14,7 @@ SPIN = "import time\nwhile time.process_time() < 1:\n    pass\n"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Three chapters: one that prints, one that fails, one that takes a second of the processor."""
+    """Three chapters: one that prints, one that fails, one that takes a second of CPU time."""
     for name, text in {
         "00_good": "print('here')\n",
         "01_bad": "print('last words')\nassert 1 == 2\n",
@@ -31,8 +31,8 @@ def folder(tmp_path, monkeypatch):
     [(["00"], 0, "00_good .* ran"), (["01"], 1, "01_bad .* failed, exit status 1"), (["02"], 0, "02_slow .* ran"),
      (["02", "--longest_s", "0.5"], 1, "02_slow .* took more than 0.5 s"), ([], 1, "00_good .* ran")],
 )  # fmt: skip
-def test_a_chapter_that_fails_or_takes_long_is_told(words, status, shown, capfd):
-    """Catches a runner that goes on as if nothing had happened, and a guide published with a broken chapter."""
+def test_failed_and_slow_chapters_are_reported(words, status, shown, capfd):
+    """Catches a runner that ignores a failure, and a guide that is published with a broken chapter."""
     assert runner.main(words) == status
     out, err = capfd.readouterr()
     assert any(re.match(shown, line) for line in out.splitlines()), out
@@ -40,7 +40,7 @@ def test_a_chapter_that_fails_or_takes_long_is_told(words, status, shown, capfd)
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_number_that_no_chapter_has_is_refused():
-    """Catches a typing error that runs nothing, and so succeeds."""
+def test_a_number_without_a_chapter_is_refused():
+    """Catches a typo that runs nothing and succeeds."""
     with pytest.raises(UserError, match="no chapter begins with '07'"):
         runner.chosen(("07",))
