@@ -1,15 +1,16 @@
 # %% [markdown]
-# # 06 · Context
+# # 06 · Context parallelism
 #
-# **Question.** One sequence has 131,072 positions, and what a model keeps of it does not fit on one device.
-# Its positions can be cut. But in attention every position looks at all earlier ones: what has to move, and
-# which device does how much of the work?
+# **Question.** One sequence has 131,072 positions, and the activations that a model saves for it do not fit
+# on one device. Its positions can be sharded. But in attention every position looks at all earlier ones:
+# what has to be sent, and how much of the work does each device do?
 #
-# **Why it hurts not to know.** Cut in the order of the text, up to half of attention's time is spent waiting,
-# and no error says so. And the program at the end of this page trains, and learns something else.
+# **Why it hurts not to know.** Sharded in the order of the text, devices are idle for up to half of
+# attention's time, and no error tells you. And the program at the end of this page trains, but learns the
+# wrong targets.
 #
 # *Before this:* 01 (`shard_map`, the six collectives), 02 (gradients). *Mesh:* `context=4`, then 8,
-# simulated. *Runs in* 40 s on 2 cores; reading takes about 25 minutes, trying it an hour.
+# simulated. *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
 
 # %%
 from devices import simulate_devices
@@ -27,18 +28,18 @@ from jax.sharding import PartitionSpec as P
 from chapters import lesson
 
 # %% [markdown]
-# ## One sequence, cut
+# ## One sequence on several devices
 #
-# Take Llama 3 8B and one sequence of 131,072 positions. With everything recomputed on the way back, training
-# still keeps what goes into each of the 32 layers: 131,072 positions x a width of 4,096 x 2 bytes x 32, which
-# is 34 GB. So the sequence itself is cut: each of n devices along the mesh axis `context` holds S/n of its S
-# positions.
+# Take Llama 3 8B and one sequence of 131,072 positions. Even if the backward pass recomputes everything,
+# training saves the input of each of the 32 layers: 131,072 positions x a width of 4,096 x 2 bytes x 32,
+# which is 34 GB. So shard the sequence itself: each of n devices along the mesh axis `context` holds S/n of
+# its S positions.
 #
-# Norms, projections and the feed-forward work on each position by itself, so for them the cut costs nothing.
-# Attention is the exception. Here it is, whole, for one sequence. S positions are looked at, s of them ask;
-# there are H heads of queries, G heads of keys and values (H/G query heads share one), each of width K.
-# Capital letters are whole dims, small ones a device's slice. `at_s` says where in the text each query stands:
-# it sees the keys at its own place and before it.
+# Norms, projections and the feed-forward treat each position independently, so for them nothing changes.
+# Attention is the exception. Here it is for one whole sequence. S positions have keys and s of them have
+# queries. There are H query heads and G heads of keys and values (H/G query heads share one), each of width
+# K. Capital letters are whole dims, lower-case letters a device's shard. `at_s` is the position of each
+# query in the text: it sees the keys up to its own position.
 
 # %%
 n, S, H, G, K = 4, 64, 8, 4, 8
@@ -59,7 +60,7 @@ def attend(q_sHK, k_SGK, v_SGK, at_s, at_S):
 right_SHK = attend(q_SHK, k_SGK, v_SGK, at_S, at_S)
 
 # %% [markdown]
-# Now on four devices, each with 16 positions, and the same function without any exchange:
+# Now the same function runs on four devices with 16 positions each, without any communication:
 
 # %%
 mesh = jax.make_mesh((n,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -78,8 +79,8 @@ for i, off_s in enumerate(np.split(off_S, n)):
 assert off_S[:16].max() < 1e-5 < 0.5 < off_S[16:].max()
 
 # %% [markdown]
-# Device 0 is right, because nothing comes before its positions. The others attend to a text that
-# begins at their first position. A model trained so learns short contexts only, and its loss falls.
+# Device 0 is right, because nothing comes before its positions. The others attend to a text that begins at
+# their first position. A model trained like this learns short contexts only, and its loss falls.
 #
 # ## Three exchanges
 #
@@ -105,18 +106,20 @@ for ax, (title, shade) in zip(axes.flat, PANELS.items(), strict=True):
     ax.set(xlim=(0, 4), ylim=(4, 0), xticks=[], yticks=[], ylabel="positions")
     ax.set(xlabel="heads")
     title = ax.set_title(title, size=9)
-says = "Keys (green) that device 1 has, and queries (q) it asks"
+says = "Keys (green) that device 1 has, and its queries (q)"
 title = figure.suptitle(says, size=11)
 
 # %% [markdown]
-# - **Gather the keys.** One all-gather of keys and values, then the device's queries ask them all. It is the
-#   shortest to write, and every device has all keys of a layer for a while.
-# - **A ring.** The devices pass their keys and values on, n - 1 times, and attend to what has arrived. The same
-#   bytes, but a device holds two neighbours' keys at most, and can work while the next message travels.
-# - **All-to-all over heads.** Heads do not look at each other, so devices trade: each gives away the other
-#   heads of its positions, and gets the other positions of its heads. A second exchange brings the result back.
+# - **All-gather the keys.** One all-gather of keys and values, then the device's queries attend to all of
+#   them. It is the simplest to write, and every device holds all keys of a layer for a while.
+# - **Ring attention.** The devices pass their keys and values on, n - 1 times, and attend to what has
+#   arrived. The bytes are the same, but a device holds at most two devices' keys, and can compute while the
+#   next message is in flight.
+# - **All-to-all over heads** (Ulysses). Heads are independent, so devices exchange positions for heads: each
+#   sends away the other heads of its positions, and receives the other positions of its heads. A second
+#   exchange brings the result back.
 #
-# The first and the third, in code, with `attend` as above:
+# Here are the first and the third in code, with `attend` as above:
 
 
 # %%
@@ -139,15 +142,15 @@ def over_heads(q_sHK, k_sGK, v_sGK, at_s):
 arrays = q_SHK, k_SGK, v_SGK, at_S
 for way in (gathered, over_heads):
     assert lesson.same(on_mesh(way)(*arrays), right_SHK), f"{way.__name__} is wrong"
-print("both are equal to one device")
+print("both equal one device")
 
 # %% [markdown]
-# A device's keys are 16 positions x 4 heads x width 8 x 4 bytes = 2,048 bytes, and its values as many. Its
-# queries are twice that, since there are 8 heads of them, and so is what attention returns.
+# A device's keys have 16 positions x 4 heads x width 8 x 4 bytes = 2,048 bytes, and its values as many. Its
+# queries have twice as many, because there are 8 query heads, and so does the output of attention.
 #
-# > **Predict.** How many bytes does a device send in `gathered`, and how many in `over_heads`? (Of n devices,
-# > one sends (n - 1)/n of the joined array in an all-gather, and (n - 1)/n of its own in an all-to-all. Leave
-# > out the places `at_s`.)
+# > **Predict.** How many bytes does a device send in `gathered`, and how many in `over_heads`? (Each of n
+# > devices sends (n - 1)/n of the gathered array in an all-gather, and (n - 1)/n of its own array in an
+# > all-to-all. Leave out the positions `at_s`.)
 
 # %%
 my_prediction_gathered, my_prediction_over_heads = None, None  # bytes
@@ -155,7 +158,7 @@ my_prediction_gathered, my_prediction_over_heads = None, None  # bytes
 
 def sent(way):
     found = lesson.compiled(on_mesh(way), mesh, *arrays).collectives
-    large = [one for one in found if one.payload_bytes > 256]  # not the places
+    large = [one for one in found if one.payload_bytes > 256]  # not the positions
     return round(sum(one.count * one.wire_bytes for one in large))
 
 
@@ -163,17 +166,17 @@ lesson.predicted("gathered", my_prediction_gathered, sent(gathered), "bytes")
 lesson.predicted("over heads", my_prediction_over_heads, sent(over_heads), "bytes")
 
 # %% tags=["remove-cell"]
-assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "other sizes, other bytes"
+assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "the sizes have changed"
 
 # %% [markdown]
-# Per position and unit of width, the gather sends keys and values, 2G numbers, to each of n - 1 others. The
-# all-to-all sends queries, keys, values and results, 2H + 2G, each to *one* place, which is another device in
-# (n - 1)/n of the cases. So
+# Per position and unit of width, the all-gather sends keys and values, 2G numbers, to each of n - 1 other
+# devices. The all-to-all sends queries, keys, values and results, 2H + 2G numbers, each to *one* place,
+# which is another device in (n - 1)/n of the cases. So
 #
 # $$\frac{\text{gather}}{\text{all-to-all}} = \frac{(n-1)\,2G}{\frac{n-1}{n}(2H+2G)} = \frac{n\,G}{H+G}$$
 #
 # and the all-to-all sends less as soon as **n is more than 1 + H/G**: here 4 x 4/12 = 1.33 times less. The
-# more query heads share keys, the cheaper keys are to send, and the later it comes:
+# more query heads share a key head, the fewer bytes the keys have, and the larger n has to be:
 
 
 # %% tags=["hide-input"]
@@ -188,25 +191,27 @@ for name, H_, G_ in MODELS:
     against(name, lambda n, H=H_, G=G_: n * G / (H + G), G_)
 sides = 128 * (192 + 192 + 128 + 128)  # of 128 heads: query, key, value, result
 against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
-print("*: more devices than heads of keys, see exercise 2")
+print("*: more devices than key heads, see exercise 2")
 
 # %% [markdown]
-# The stars are the other limit: **the heads have to divide**. With 8 heads of keys the trade ends at 8 devices,
-# or at 2 if `tensor=4` has split the heads already. DeepSeek's attention makes the keys of all 128 heads from
-# one latent of 576 numbers a position, so cheap to send that trading heads does not pay at these sizes.
+# The stars mark the other limit: **n must divide the number of heads**. With 8 key heads the exchange works
+# for up to 8 devices, or up to 2 if `tensor=4` has already split the heads. DeepSeek's attention computes
+# the keys of all 128 heads from one latent of 576 numbers per position. Sending that is so cheap that
+# exchanging heads does not pay at these sizes.
 #
 # ## The ring, by hand
 #
-# A ring needs one more idea: two softmaxes over different keys can be merged if each says how large its sum
-# of exponentials was. The result is their mean, weighted by those sums. The program keeps the logarithm of
-# the sum, as FlashAttention does. It has no shared heads; paste it into an empty file. `at_s` travels with
-# the keys, and the program counts, by device and step, the pairs of query and key that causal attention
-# allows. That is the work: two products of width K per pair and head. (Keys of which a query sees none give
-# it a log of -1e30, and so a share of exp(-1e30) = 0. And its gradient keeps the keys of every step: a ring
-# that is to save memory in training passes them around again on the way back.)
+# A ring needs one more idea: two softmaxes over different keys can be merged if you know the sum of
+# exponentials of each. The result is their mean, weighted by those sums. The program stores the logarithm of
+# the sum, as FlashAttention does. It has no shared heads; you can paste it into an empty file. `at_s` is
+# sent along with the keys, and the program counts, by device and step, the pairs of query and key that
+# causal attention allows. That is the work: two matmuls of width K per pair and head. (If a query sees none
+# of the keys, its log is -1e30, so its weight is exp(-1e30) = 0. And the backward pass of this program saves
+# the keys of every step. A ring that is meant to save memory in training sends them around again in the
+# backward pass.)
 #
-# > **Predict.** The text is cut in its order: device 0 has the first 16 positions, device 3 the last. Of all
-# > allowed pairs, 64 x 65/2 = 2,080, how many are device 3's?
+# > **Predict.** The text is sharded in order: device 0 has the first 16 positions, device 3 the last. Of all
+# > allowed pairs, 64 x 65/2 = 2,080, how many belong to device 3?
 
 
 # %% tags=["by-hand"]
@@ -222,10 +227,10 @@ ONWARD = [(i, (i + 1) % n) for i in range(n)]
 
 
 def meet(q_sHK, at_s, k_SHK, v_SHK, at_S):
-    """A softmax over these keys: values mixed, log of its sum, pairs allowed."""
+    """Softmax over these keys: weighted values, log of its sum, allowed pairs."""
     seen_sS = at_s[:, None] >= at_S[None, :]
     scores_HsS = jnp.einsum("sHK,SHK->HsS", q_sHK, k_SHK) / K**0.5
-    # Not -inf: a query may see none of these keys, and -inf less -inf is no number.
+    # Not -inf: a query may see none of these keys, and -inf - -inf is NaN.
     scores_HsS = jnp.where(seen_sS, scores_HsS, -1e30)
     sum_Hs = jax.nn.logsumexp(scores_HsS, axis=-1)
     weights_HsS = jnp.exp(scores_HsS - sum_Hs[..., None])
@@ -270,34 +275,36 @@ print("result and three gradients equal one device's")
 my_prediction = None  # pairs
 by_device = np.asarray(pairs).sum(axis=1)
 lesson.predicted("device 3", my_prediction, int(by_device[3]), "pairs")
-print("pairs, a row for each device, a column for each step of the ring:")
+print("pairs: a row per device, a column per step of the ring:")
 print(pairs)
 busiest = np.asarray(pairs).max(axis=0)
-print(f"busiest device of each step: {busiest}, together {busiest.sum()}")
-print(f"evenly shared it were {pairs.sum()} / {n} = {pairs.sum() // n} pairs' time")
+print(f"busiest device of each step: {busiest}, in total {busiest.sum()}")
+print(f"evenly shared it would be {pairs.sum()} / {n} = {pairs.sum() // n} pairs")
 
 # %% tags=["remove-cell"]
 assert by_device.tolist() == [136, 392, 648, 904] and busiest.sum() == 904
-assert round(1 - 520 / 904, 2) == 0.42, "the share of waiting in the text"
+assert round(1 - 520 / 904, 2) == 0.42, "the text says 42% idle"
 
 # %% [markdown]
-# In step r a device meets the keys of the device r places before it, around the end of the ring. For device 0
-# these are *later* keys, of which it may see none: three of its four steps have no work. Since every step
-# waits for the slowest, the ring takes 904 pairs' time for an average of 520: 42% of the time of attention is
-# waiting. With n devices the last has nearly (2n - 1)/n times its fair share, so **with many devices half of
-# attention's time is spent waiting**, however long the sequence. A gather does not help, because device 3's
-# work is the same. (A real kernel skips blocks that nobody sees; this program throws them away.)
+# In step r a device receives the keys of the device r places before it, modulo n. For device 0 these are
+# *later* keys, of which it may see none: three of its four steps have no work. Every step waits for the
+# slowest device, so the ring takes the time of 904 pairs where the average is 520: for 42% of attention's
+# time, the average device is idle. With n devices the last one has nearly (2n - 1)/n times its fair share,
+# so **with many devices half of attention's time is idle time**, however long the sequence. An all-gather
+# does not help, because device 3's work is the same. (A real kernel skips blocks that no query sees; this
+# program computes them and discards the result.)
 #
 # ## Zig-zag
 #
-# The work of a position is its place in the text, so each device should get an early part and a late one. Cut
-# the text into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring needs no new line, since
-# the places travel with the keys: only the order changes in which positions are handed out.
+# The work of a position grows with its place in the text, so each device should get an early part and a late
+# one. Split the text into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring needs no
+# new line, because the positions are sent with the keys. Only the order changes in which positions are
+# assigned to devices.
 
 
 # %%
 def zigzag(n, S):
-    """The places of all positions, device after device."""
+    """The positions of each device, device after device."""
     chunks = np.arange(S).reshape(2 * n, -1)
     return np.concatenate([chunks[c] for i in range(n) for c in (i, 2 * n - 1 - i)])
 
@@ -305,13 +312,13 @@ def zigzag(n, S):
 at_S = zigzag(n, S)
 out_SHK, pairs_zz = run(q_SHK[at_S], k_SHK[at_S], v_SHK[at_S], at_S)
 assert lesson.same(out_SHK, want[at_S]), "zig-zag changes the result"
-print("device 0 holds places", *at_S[:16])
+print("device 0 holds positions", *at_S[:16])
 print(pairs_zz)
-assert np.ptp(np.asarray(pairs_zz), axis=0).max() == 0, "some device has more in a step"
+assert np.ptp(np.asarray(pairs_zz), axis=0).max() == 0, "unequal work in a step"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two triangles of queries against keys, coloured by the device that works on them: plain stripes that grow downwards, and zig-zag with an early and a late stripe each; beside them bars of the work of each device, unequal and equal."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two triangles of queries against keys, colored by the device that works on them: plain stripes that grow downwards, and zig-zag with an early and a late stripe each; next to them bars of the work of each device, unequal and equal."}}
 figure, axes = plt.subplots(2, 2, figsize=(5.6, 5), width_ratios=(1.3, 1))
-orders = {"cut in order": np.arange(S), "zig-zag": at_S}
+orders = {"in order": np.arange(S), "zig-zag": at_S}
 for (ax, bars), (name, order) in zip(axes, orders.items(), strict=True):
     owner_S = np.empty(S, int)
     owner_S[order] = np.repeat(np.arange(n), S // n)
@@ -324,20 +331,20 @@ for (ax, bars), (name, order) in zip(axes, orders.items(), strict=True):
     bars.bar(range(n), of_device, color=lesson.DEVICES[:n])
     bars.axhline(np.mean(of_device), color=lesson.NEUTRAL, lw=0.8)
     bars.set(xlabel="device", ylabel="allowed pairs", xticks=range(n), ylim=(0, 950))
-says = "An early and a late chunk each: the same work for all"
+says = "With an early and a late chunk, all devices have the same work"
 title = figure.suptitle(says, size=11)
 
 # %% [markdown]
-# Each step has the same work on every device, 136 and then 128 pairs: half of what two full slices would have.
-# The balance holds in the sum *and* in each step of the ring. Llama 3 was trained so ([section
-# 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all needs none of it: each device has all positions of
-# its heads, so the work is the same for any mask.
+# Now every device has the same work in each step, 136 and then 128 pairs: half of what two full shards would
+# have. The balance holds in the sum *and* in each step of the ring. Llama 3 was trained this way ([section
+# 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all does not need it: each device has all positions
+# of its heads, so the work is equal for any mask.
 #
 # ## Packed documents
 #
-# Training text is packed: one sequence holds many documents, and a query sees its own document only. Then the
-# work of a position is its place *in its document*, and the argument for zig-zag is gone. Below are
-# 4,096 positions for 8 devices, in documents of drawn lengths.
+# Training text is packed: one sequence contains many documents, and a query sees only its own document. The
+# work of a position then depends on its place *in its document*, and zig-zag no longer balances. Below are
+# 4,096 positions for 8 devices, in documents of random lengths.
 
 # %%
 MANY, LONG = 8, 4096
@@ -352,9 +359,9 @@ one = LONG * (LONG + 1) / 2  # pairs of one long document
 print(f"{work_S.sum():,} allowed pairs, {work_S.sum() / one:.0%} of one document's")
 
 # %% [markdown]
-# A *layout*, `owner_S`, says for each position which device owns it; each owns equally many, because arrays
-# have equal shapes. We count allowed pairs by the device of the query and the device of the key. Where keys are
-# gathered, a device's row sum is its work. In a ring each step waits for its busiest.
+# A *layout*, `owner_S`, says for each position which device owns it. All devices own equally many, because
+# arrays have equal shapes. We count allowed pairs by the device of the query and the device of the key. With
+# gathered keys, a device's row sum is its work. In a ring, each step waits for its busiest device.
 
 
 # %%
@@ -367,7 +374,7 @@ def between(owner_S):
 
 
 def costs(owner_S):
-    """Time with gathered keys, and in a ring; 1 is what evenly shared work takes."""
+    """Time with gathered keys and in a ring; 1 is the time of evenly shared work."""
     pairs_nn = between(owner_S)
     step = lambda r: max(pairs_nn[i, (i - r) % MANY] for i in range(MANY))
     fair = pairs_nn.sum() / MANY
@@ -381,8 +388,9 @@ def owners(order_S):
 
 
 # %% [markdown]
-# > **Predict.** With these documents and zig-zag over the whole sequence, how many times its fair share does
-# > the busiest of 8 devices have? (One document, cut in order: 15/8. A guess is enough.)
+# > **Predict.** With these documents and zig-zag over the whole sequence, how many times its fair share of
+# > the work does the busiest of 8 devices have? (For one document sharded in order it is 15/8. A guess is
+# > enough.)
 
 # %%
 my_prediction = None  # times the fair share
@@ -391,12 +399,12 @@ times = float(costs(zz)[0])
 lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 
 # %% [markdown]
-# Two layouts know the documents.
+# Two layouts take documents into account.
 #
-# - **Zig-zag in each document.** Every document is cut into 2n chunks of its own, dealt out as above. What is
-#   left over, fewer than 2n positions at the end of each, goes around in turn.
-# - **Greedy.** Blocks of 32 positions, the one of most work first, go each to the device that has least work so
-#   far and room left.
+# - **Zig-zag in each document.** Every document is split into its own 2n chunks, which are assigned as
+#   above. The rest, fewer than 2n positions at the end of each document, is dealt to the devices in turn.
+# - **Greedy.** Blocks of 32 positions are assigned in order of decreasing work, each to the device that has
+#   the least work so far and room left.
 
 
 # %%
@@ -424,14 +432,14 @@ def greedy(work_S, block=32):
 
 
 # %%
-LAYOUTS = {"cut in order": plain, "zig-zag": zz}
+LAYOUTS = {"in order": plain, "zig-zag": zz}
 LAYOUTS |= {"zig-zag in each document": by_document(lengths), "greedy": greedy(work_S)}
 print(f"{'':25} gathered    ring     (1: evenly shared)")
 for name, owner_S in LAYOUTS.items():
     assert (np.bincount(owner_S) == LONG // MANY).all(), f"{name}: unequal positions"
     print(f"{name:25} {costs(owner_S)[0]:8.2f} {costs(owner_S)[1]:7.2f}")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight bars, the work of each device: very unequal when cut in order, unequal with zig-zag, equal with zig-zag in each document and with greedy blocks."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight bars, the work of each device: very unequal in order, unequal with zig-zag, equal with zig-zag in each document and with greedy blocks."}}
 figure, axes = plt.subplots(4, 1, figsize=(5.4, 6.2), sharex=True)
 for ax, (name, owner_S) in zip(axes, LAYOUTS.items(), strict=True):
     pairs_nn, floor = between(owner_S), np.zeros(MANY)
@@ -443,26 +451,27 @@ for ax, (name, owner_S) in zip(axes, LAYOUTS.items(), strict=True):
     ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
     ax.set(title=name, ylim=(0, 2.4), ylabel="work")
 axes[-1].set(xlabel="device (1: a fair share; lighter: later steps of a ring)")
-title = figure.suptitle("Documents unbalance zig-zag, unless each has its own", size=11)
+title = figure.suptitle("Documents unbalance zig-zag over the sequence", size=11)
 
 # %% [markdown]
-# With zig-zag over the sequence the busiest device takes 1.36 times the fair time where keys are gathered. In
-# a ring it is 2.09 times, because there the busiest device of *every step* counts: one long document lies on
-# few devices, which meet each other's keys in a few steps while the others wait. Zig-zag in each document is
-# balanced both ways. Greedy balances the sums alone, so it suits a gather. (Llama 3 gathers, partly for this.)
+# With zig-zag over the sequence, the busiest device takes 1.36 times the fair time if keys are gathered. In
+# a ring it is 2.09 times, because there the busiest device of *every step* counts: a long document is on few
+# devices, which meet each other's keys in a few steps while the others wait. Zig-zag in each document is
+# balanced in both. Greedy balances only the sums, so it suits an all-gather. (Llama 3 gathers, partly for
+# this reason.)
 #
-# There are three prices. The layout differs from batch to batch, so the host has to reorder tokens, targets
-# and places. A kernel must skip hidden pairs by that data, not by a fixed table. And pairs are not time: a
-# chunk of 7 positions does not fill a kernel's block of 128, so short documents had better stay on one
-# device.
+# This has three costs. The layout differs from batch to batch, so the host has to reorder tokens, targets
+# and positions. A kernel must skip hidden pairs based on this data, not on a fixed table. And pairs are not
+# time: a chunk of 7 positions does not fill a kernel's block of 128, so it is better to keep a short
+# document on one device.
 #
 # ## In seconds
 #
-# Simulated devices show no seconds. This is arithmetic with the speeds in `plan/hardware.py`: one layer of
-# Llama 3 8B, one sequence of 131,072 positions, bfloat16, forward. A pair costs two products of width K in
-# each head: 4HK FLOPs. In a step of the ring, with zig-zag, half of s times s pairs meet: 2HKs² FLOPs. The
-# next step's message is the keys and values of s positions, 4GKs bytes. It is hidden if it takes less time
-# than the products:
+# Simulated devices show no seconds. What follows is arithmetic with the speeds in `plan/hardware.py`, for
+# one layer of Llama 3 8B and one sequence of 131,072 positions, in bfloat16, forward pass only. A pair costs
+# two matmuls of width K in each head: 4HK FLOPs. In a step of the ring with zig-zag, half of s times s pairs
+# meet: 2HKs² FLOPs. The message for the next step has the keys and values of s positions, 4GKs bytes. It is
+# fully overlapped if it takes less time than the matmuls:
 #
 # $$s \ge 2\,\frac{G}{H}\cdot\frac{\text{FLOP/s of a device}}{\text{bytes/s to the next device}}$$
 
@@ -471,16 +480,16 @@ from config import MeshConfig
 from plan import hardware
 
 T, H_, G_, K_ = 131_072, 32, 8, 128  # Llama 3 8B
-keys, pair = 2 * G_ * K_ * 2, 4 * H_ * K_  # bytes of a position, FLOPs of a pair
+keys, pair = 2 * G_ * K_ * 2, 4 * H_ * K_  # bytes per position, FLOPs per pair
 
 
 # %%
 def milliseconds(chips):
-    """Products, gather, all-to-all; and of a ring's step products, message."""
+    """Matmuls, all-gather, all-to-all; and for a ring's step matmuls, message."""
     topology = hardware.Topology.parse(chips)
     n, peak = topology.chips, topology.chip.peak_flops_per_s
     link = hardware.layout(MeshConfig(context=n), topology)["context"]
-    s, traded = T // n, 4 * (H_ + G_) * K_  # bytes of a position
+    s, traded = T // n, 4 * (H_ + G_) * K_  # bytes per position
     least = 2 * G_ / H_ * peak / link.neighbour_bytes_per_s
     gather = (n - 1) * s * keys / link.bytes_per_s
     trade = (n - 1) / n * s * traded / link.all_to_all_bytes_per_s
@@ -489,43 +498,44 @@ def milliseconds(chips):
 
 
 # %%
-print("             products  gather  all-to-all   ring's step: products, message")
+print("              matmuls  gather  all-to-all    ring's step: matmuls, message")
 for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
     n_, s_, least, *seconds = milliseconds(chips)
     a, b, c, d, e = (f"{1e3 * x:.2f} ms" for x in seconds)
     print(f"{chips:9} {a:>12} {b:>8} {c:>8} {d:>18} {e:>10}")
-    print(f"          n = {n_}, s = {s_:,}; a ring hides from s = {least:,.0f}")
+    print(f"          n = {n_}, s = {s_:,}; a ring overlaps from s = {least:,.0f}")
 
 # %% [markdown]
-# Two of the 16 messages between two H100 nodes cross through one network card of 50 GB/s, and all others wait
-# for these. The gather takes all cards at once. (An all-to-all of 16 repeats the 8 heads: a fifth more bytes
-# than the column says.) On v5p the all-to-all sends fewer bytes than the gather and takes longer, because on
-# a torus most pieces cross several links. Products here run at the chip's peak; a kernel that reaches half of
-# it hides from half of that s. The way back has 2.5 times the FLOPs and twice the bytes: keys again (the
-# program above keeps them), and their gradients.
+# Two of the 16 messages between two H100 nodes cross through one network card of 50 GB/s, and all others
+# wait for these two. The all-gather uses all cards at once. (An all-to-all of 16 repeats the 8 key heads: a
+# fifth more bytes than the column says.) On v5p the all-to-all sends fewer bytes than the all-gather and
+# still takes longer, because on a torus most of them cross several links. Matmuls run at the chip's peak
+# here. A kernel that reaches half of it overlaps the message from half of that s. The backward pass has 2.5
+# times the FLOPs and twice the bytes: the keys again (the program above saves them) and their gradients.
 #
-# Inside a node the gather takes about 5% of the products' time, so hiding it saves no more. What a ring saves
-# then is memory: gathered keys and values are 4GK bytes x 131,072 = 537 MB for a layer, and a ring of 8 holds
-# two messages of 67 MB. If a message takes 1 microsecond to begin, that decides below 22 positions per
-# device on v5p (90 kB) and 110 on NVLink (450 kB).
+# Inside a node the all-gather takes about 5% of the matmuls' time, so overlapping it saves no more than
+# that. What a ring then saves is memory: the gathered keys and values of a layer have 4GK bytes x 131,072 =
+# 537 MB, and a ring of 8 holds two messages of 67 MB. If a message has a latency of 1 microsecond, latency
+# decides below 22 positions per device on v5p (90 kB) and 110 on NVLink (450 kB).
 #
-# So, as a rule:
+# So the rules are:
 #
-# - **Cut sequences only when you have fewer of them than devices.** While each device has sequences of its own
-#   (`data`, `fsdp`), attention sends nothing.
-# - **Context before tensor for long sequences.** A layer's two gathers and two scatters along `tensor` move 4D
-#   numbers a position forward; context moves 2GK, an eighth of that for Llama 3 8B (2,048 against 16,384). It
-#   slices no product, so weights are gathered for it; here `context` slices them at rest, as `fsdp` does.
-# - **All-to-all** on switched wires, if n is more than 1 + H/G and divides G. **Gather** if the keys fit in
-#   memory. **Ring** if they do not, or s is above your wire's threshold.
+# - **Shard sequences only if you have fewer of them than devices.** As long as each device has whole
+#   sequences (`data`, `fsdp`), attention sends nothing.
+# - **Context before tensor for long sequences.** A layer's two all-gathers and two reduce-scatters along
+#   `tensor` send 4D numbers per position in the forward pass. Context sends 2GK, an eighth of that for Llama
+#   3 8B (2,048 instead of 16,384). It splits no matmul's weights, so weights are gathered for it; in this
+#   project `context` shards the stored weights, as `fsdp` does.
+# - **All-to-all** on switched networks, if n is more than 1 + H/G and divides G. **All-gather** if the keys
+#   fit in memory. **Ring** if they do not, or if s is above the threshold of your link.
 #
 # ## In the project
 #
-# `work.context_attention` is `gather`, `ring` or `all_to_all`; `model.py` calls
-# `overlap.context.over_context` and does not know which. It gives queries, what it knows of its own positions
-# (`parts`), and a function that makes keys and values of that. Below, `in_order` puts joined zig-zag chunks
-# into the order of the text, `in_chunks` is its inverse, and `partial_attention` is `attend` in blocks and
-# inside documents (`segments`).
+# `work.context_attention` is `gather`, `ring` or `all_to_all`. `model.py` calls
+# `overlap.context.over_context` and does not depend on the choice. It passes queries, the data of its own
+# positions (`parts`), and a function that computes keys and values from them. Below, `in_order` puts
+# gathered zig-zag chunks into the order of the text, `in_chunks` is its inverse, and `partial_attention` is
+# `attend` in blocks and within documents (`segments`).
 
 # %% tags=["hide-output"]
 from config import preset
@@ -554,14 +564,15 @@ for way in ("gather", "ring", "all_to_all"):
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
 
 # %% [markdown]
-# All three equal one device; each also sends 192 bytes of document numbers. (H = G here, so the all-to-all
-# sends half.) The layout is zig-zag over the whole sequence, and the kernels visit every earlier block,
-# whichever document it is of: the work is balanced, and what documents could save is not saved.
+# All three equal one device. Each also sends 192 bytes of document numbers. (H = G here, so the all-to-all
+# sends half as much.) The layout is zig-zag over the whole sequence, and the kernels visit every earlier
+# block, of any document. So the work is balanced, but the work that documents could save is not saved.
 #
 # ## Exercise 1: two softmaxes
 #
-# Write what the ring needs: merge two attention results over different keys. `a_HsK` is the mean of values over
-# some keys, weighted by their softmax, and `a_Hs` the log of the sum of their exponentials; the same for b.
+# Write what the ring needs: merge two attention results over different keys. `a_HsK` is the mean of the
+# values of some keys, weighted by their softmax, and `a_Hs` is the log of the sum of their exponentials; b
+# has the same.
 
 
 # %%
@@ -571,7 +582,7 @@ def merged(a_HsK, a_Hs, b_HsK, b_Hs):
 
 # %% tags=["hide-input"]
 def ring_with(merge, times):
-    """Attention of 4 devices with `merge`, for queries so many times as large."""
+    """Attention on 4 devices with `merge`, with queries scaled by `scale`."""
 
     def device(q_sHK, k_sHK, v_sHK, at_s):
         travelling = (k_sHK, v_sHK, at_s)
@@ -599,11 +610,11 @@ both, ones = jnp.logaddexp, jnp.ones_like
 rescaled = lambda a, b: (jnp.exp(a - both(a, b)), jnp.exp(b - both(a, b)))
 FIRST = "The first merge is right. Then: "
 BAD_MERGES = {
-    "A mean of the two. But one may have seen 48 keys, and the other none.":
+    "A plain mean. But one may have seen 48 keys, and the other none.":
         by_shares(lambda a, b: (ones(a) / 2, ones(b) / 2), both),
-    "A sum of the two. Each is a mean already: what do its weights add up to?":
+    "A sum. Each is already a mean: what do its weights add up to?":
         by_shares(lambda a, b: (ones(a), ones(b)), both),
-    "Each has the other's share.": by_shares(lambda a, b: rescaled(b, a), both),
+    "Each has the other's weight.": by_shares(lambda a, b: rescaled(b, a), both),
     "Weighted by the logarithms of the sums, not by the sums.":
         by_shares(lambda a, b: (a / (a + b), b / (a + b)), both),
     FIRST + "is the log of a sum the sum of the logs?":
@@ -621,10 +632,10 @@ def check_merged(answer):
     run = functools.cache(lambda times: ring_with(lesson.answered(answer), times))
     mistakes = [(functools.partial(made_by, hint), hint) for hint in BAD_MERGES]
     right = lambda times: one_device(times * q_SHK, k_SHK, v_SHK)
-    done = "Right, on four devices, with scores of hundreds too."
+    done = "Right, on four devices, also with scores in the hundreds."
     said = lesson.diagnose(run, [(1.0,), (60.0,)], right, mistakes, done, share=1e-3)
     if said.startswith("Not yet") and lesson.same(run(1.0), right(1.0)):
-        return "Right while scores are small. Of large ones exp overflows: subtract."
+        return "Right for small scores. For large ones exp overflows: subtract first."
     return said
 
 
@@ -634,8 +645,8 @@ print(check_merged(merged))
 # <details><summary>Solution</summary>
 #
 # `both_Hs = jnp.logaddexp(a_Hs, b_Hs)`, and each result times `jnp.exp(its log sum - both_Hs)`: return
-# `a_HsK * jnp.exp(a_Hs - both_Hs)[..., None] + b_HsK * jnp.exp(b_Hs - both_Hs)[..., None], both_Hs`. The sums
-# themselves may be as large as e^300; their quotients are at most 1.
+# `a_HsK * jnp.exp(a_Hs - both_Hs)[..., None] + b_HsK * jnp.exp(b_Hs - both_Hs)[..., None], both_Hs`. The
+# sums themselves may be as large as e^300; their quotients are at most 1.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -649,11 +660,11 @@ assert check_merged(merged) == lesson.NOTHING
 assert "It stops" in check_merged(lambda *_: 1 / 0)
 
 # %% [markdown]
-# ## Exercise 2: fewer heads of keys than devices
+# ## Exercise 2: fewer key heads than devices
 #
-# With 8 devices and 2 heads of keys, repeat each head of keys and values until there is one for every device (n
-# is a multiple of G, or G of n). How many bytes does a device then send for one attention, forward, in float32?
-# s is its number of positions. The checker counts the compiled program.
+# With 8 devices and 2 key heads, repeat each head of keys and values until there is one for every device (n
+# is a multiple of G, or G of n). How many bytes does a device then send for one attention, forward, in
+# float32? s is its number of positions. The checker counts the compiled program.
 
 
 # %%
@@ -687,22 +698,22 @@ def by_formula(of_heads, share=lambda n: (n - 1) / n, width=4):
 ALL_FOUR = lambda n, H, G: 2 * H + 2 * max(n, G)
 BAD_TRADES = [
     (by_formula(lambda n, H, G: 2 * H + 2 * G),
-     "Keys are repeated before they are sent: how many heads are there then?"),
+     "Keys are repeated before they are sent: how many heads are sent?"),
     (by_formula(lambda n, H, G: H + 2 * max(n, G)),
-     "Nothing comes back: where do the results have to be?"),
-    (by_formula(lambda n, H, G: 2 * H + max(n, G)), "Keys and values, both."),
-    (by_formula(ALL_FOUR, lambda n: 1), "One piece stays: it is not sent."),
+     "Nothing comes back: where are the results needed?"),
+    (by_formula(lambda n, H, G: 2 * H + max(n, G)), "Count keys and values."),
+    (by_formula(ALL_FOUR, lambda n: 1), "One part is not sent."),
     (by_formula(ALL_FOUR, lambda n: n - 1),
-     "n - 1 times all of it? Each device gets another piece."),
+     "n - 1 times all of it? Each device gets a different part."),
     (by_formula(ALL_FOUR, width=2), "Float32 has 4 bytes."),
-    (by_formula(lambda n, H, G: 2 * G, lambda n: n - 1), "That is a gather of keys."),
+    (by_formula(lambda n, H, G: 2 * G, lambda n: n - 1), "That gathers keys."),
 ]  # fmt: skip
 
 
 # %% tags=["hide-input"]
 def check_trade(answer):
     cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 8, 4, 8)]
-    done = "Right: what the compiler counts, in all four cases."
+    done = "Right: equal to the compiled program in all four cases."
     return lesson.diagnose(answer, cases, counted_trade, BAD_TRADES, done)
 
 
@@ -711,10 +722,10 @@ print(check_trade(trade_bytes))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `(n - 1) / n * s * K * 4 * (2 * H + 2 * max(n, G))`. Queries go and results come back, H heads each; keys
-# and values go with max(n, G) heads each; of every array (n - 1)/n leaves the device. For Llama 3 405B (H =
-# 128, G = 8) at n = 16 that is 288 heads in place of 272, while gathered keys take 16 x 16 = 256 in the same
-# units: there the gather still sends less.
+# `(n - 1) / n * s * K * 4 * (2 * H + 2 * max(n, G))`. Queries are sent and results come back, H heads each.
+# Keys and values are sent with max(n, G) heads each. Of every array, (n - 1)/n leaves the device. For Llama
+# 3 405B (H = 128, G = 8) at n = 16 that is 288 heads instead of 272, while gathered keys take 16 x 16 = 256
+# in the same units: there the all-gather still sends less.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -725,24 +736,24 @@ assert check_trade(trade_bytes) == lesson.NOTHING
 assert "Not yet" in check_trade(lambda n, s, H, G, K: 1)
 
 # %% [markdown]
-# ## Exercise 3: a window
+# ## Exercise 3: sliding-window attention
 #
-# In many models most layers look back only a window of positions: a query at place p sees the keys p - window
-# + 1 to p. Here the window is 20, on 4 devices with 16 positions each. In which order are the places handed
-# out, and how often are keys passed on (3 is all around), so that the result is right and as little as
-# possible is sent?
+# In many models most layers look back only a window of positions: a query at position p sees the keys p -
+# window + 1 to p. Here the window is 20, on 4 devices with 16 positions each. Choose the order in which
+# positions are assigned to devices, and how often keys are passed on (3 times is all the way around), so
+# that the result is right and as little as possible is sent.
 
 # %%
 WINDOW = 20
 
 
 def windowed():
-    return ...  # (order of the 64 places, times that keys are passed on)
+    return ...  # (order of the 64 positions, times that keys are passed on)
 
 
 # %% tags=["hide-input"]
 def window_of(steps):
-    """What a device does: attention in a window, and its pairs."""
+    """A device's program: attention in a window, and its pairs."""
 
     def device(q_sHK, k_sHK, v_sHK, at_s):
         travelling, scores, values, pairs = (k_sHK, v_sHK, at_s), [], [], 0
@@ -778,12 +789,12 @@ def why_not(order, steps):
     whole, (got, pairs) = ring_window(order, n - 1)[0], ring_window(order, steps)
     off = np.flatnonzero(np.abs(got - whole).max(axis=(1, 2)) > 1e-4)
     if len(off):
-        return f"Place {off[0]} is wrong: not all of its keys reach its device."
+        return f"Position {off[0]} is wrong: not all of its keys reach its device."
     if steps == 2:
         return f"Right, with 2 messages. Pairs by device: {pairs}."
     if np.abs(ring_window(order, steps - 1)[0] - whole).max() < 1e-4:
-        return f"Right, but the last of {steps} messages brings nothing to see."
-    return f"Right, but keys go all around. Are late places still more work? {pairs}"
+        return f"Right, but no query sees the last of {steps} messages."
+    return f"Right, but keys go all the way. Do late positions have more work? {pairs}"
 
 
 # %% tags=["hide-input"]
@@ -792,12 +803,12 @@ def check_window(answer):
     if chosen is None or chosen is ...:
         return lesson.NOTHING
     if not isinstance(chosen, tuple) or len(chosen) != 2 or np.ndim(chosen[1]):
-        return "Return two things: the places, device after device, and a whole number."
+        return "Return two things: the positions, device after device, and an integer."
     order, steps = np.asarray(chosen[0]), chosen[1]
     if order.shape != (S,) or sorted(order.tolist()) != list(range(S)):
-        return "The order has to name each of the 64 places once."
+        return "The order has to contain each of the 64 positions once."
     if steps not in range(n):
-        return "Keys can be passed on 0 to 3 times: then all have been everywhere."
+        return "Keys can be passed on 0 to 3 times: after 3, all have been everywhere."
     return why_not(tuple(order.tolist()), int(steps))
 
 
@@ -806,18 +817,19 @@ print(check_window(windowed))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `np.arange(S), 2`. With a window every place from 19 on has the same work, so there is nothing for zig-zag
-# to balance, and it does harm: it puts far places next to each other. Cut in order, the 19 earlier keys of a
-# device's first query reach back over two neighbours, ceil((window - 1)/s) = ceil(19/16) = 2. A layer with a
-# window of 128 on slices of 16,384 needs one message, and of that only the last 127 positions.
+# `np.arange(S), 2`. With a window every position from 19 on has the same work, so zig-zag has nothing to
+# balance. It even does harm, because it puts distant positions next to each other. Sharded in order, the 19
+# earlier keys of a device's first query reach back over two neighbors, ceil((window - 1)/s) = ceil(19/16) =
+# 2. A layer with a window of 128 on shards of 16,384 needs one message, and of that only the last 127
+# positions.
 # </details>
 
 # %% tags=["remove-cell"]
 assert "Right, with 2" in check_window(lambda: (np.arange(S), 2))
-assert "brings nothing" in check_window(lambda: (np.arange(S), 3))
-assert "Place 16 is" in check_window(lambda: (np.arange(S), 0))
-assert "Place 32 is" in check_window(lambda: (np.arange(S), 1))
-assert "all around" in check_window(lambda: (zigzag(n, S), 3))
+assert "no query sees" in check_window(lambda: (np.arange(S), 3))
+assert "Position 16 is" in check_window(lambda: (np.arange(S), 0))
+assert "Position 32 is" in check_window(lambda: (np.arange(S), 1))
+assert "all the way" in check_window(lambda: (zigzag(n, S), 3))
 assert "is wrong" in check_window(lambda: (zigzag(n, S), 2))
 assert "once" in check_window(lambda: (np.zeros(S), 2))
 assert "0 to 3" in check_window(lambda: (np.arange(S), 4))
@@ -827,9 +839,10 @@ assert check_window(windowed) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague trains a small language model on one long sequence, cut in zig-zag. The text is easy: every word
-# has one word that always follows it. `join`, `attend` and `zigzag` are those of this page, and they are right.
-# On one device the loss goes to nothing. On more it stays higher, the higher the more devices.
+# A colleague trains a small language model on one long sequence, sharded in zig-zag order. The text is easy:
+# every word is always followed by the same word. `join`, `attend` and `zigzag` are those of this page, and
+# they are right. On one device the loss approaches zero. On several it stays higher, and more so the more
+# devices there are.
 
 # %%
 V, WIDTH = 32, 32
@@ -837,7 +850,7 @@ follows_V = np.random.default_rng(5).permutation(V)
 
 
 def text(seed):
-    """S words, of which each has one that follows it."""
+    """S words; each word is always followed by the same word."""
     words = [int(np.random.default_rng(seed).integers(V))]
     for _ in range(S - 1):
         words.append(int(follows_V[words[-1]]))
@@ -874,7 +887,7 @@ TEXTS = np.stack([text(seed) for seed in range(120)])
 
 
 def trained(n):
-    """The loss of each of 120 steps of SGD, a new text in each."""
+    """The loss of each of 120 steps of SGD, with a new text in each step."""
 
     def step(w, tokens_S):
         loss, d_w = jax.value_and_grad(loss_on(n))(w, tokens_S)
@@ -901,7 +914,7 @@ assert sorted(ends.values()) == list(ends.values()) and ends[8] > 4 * ends[1]
 
 # %% tags=["hide-input"]
 def with_targets(w, target_S, real_S):
-    """Loss on one device, of given targets of which some count."""
+    """Loss on one device, for given targets and a mask."""
     x_SD, at_S = w["words"][TEXTS[0]], np.arange(S)
     q, k, v = ((x_SD @ w[name])[:, None, :] for name in "qkv")
     y_SD = x_SD + attend(q, k, v, at_S, at_S)[:, 0]
@@ -916,7 +929,7 @@ judged = jax.jit(jax.value_and_grad(with_targets))
 # %% tags=["hide-input"]
 @functools.cache
 def wrong_targets(n, kind):
-    """Targets and what counts, as people get them, in the order of the text."""
+    """Targets and mask with a typical mistake, in the order of the text."""
     order, tokens, real = zigzag(n, S), TEXTS[0], np.arange(S) < S - 1
     held, back = tokens[order].reshape(n, -1), np.argsort(order)
     rolled, ends = np.roll(held, -1, axis=1), np.zeros(held.shape, bool)
@@ -929,9 +942,9 @@ def wrong_targets(n, kind):
 
 # %% tags=["hide-input", "hide-output"]
 BAD_TARGETS = {
-    "as it was": "As it was. What follows the last word that a device holds?",
-    "whole": "Words of the next device: it has what follows if the cut is plain.",
-    "mask one": "One end is left out. But a device has two chunks.",
+    "as it was": "Unchanged. What follows the last word that a device holds?",
+    "whole": "Words of the next device: right only if sharded in order.",
+    "mask one": "You masked one end. But a device has two chunks.",
     "mask both": "Nothing wrong is learned, but words at the ends never are.",
     "same": "The target of a word is that word.",
 }
@@ -944,29 +957,29 @@ def check_loss(answer):
     right = lambda n: judged(start, np.roll(TEXTS[0], -1), np.arange(S) < S - 1)
     made = lambda kind: lambda n: judged(start, *wrong_targets(n, kind))
     mistakes = [(made(kind), hint) for kind, hint in BAD_TARGETS.items()]
-    done = "Right: loss and gradient are one device's."
+    done = "Right: loss and gradient equal one device's."
     return lesson.diagnose(run, [(4,), (8,)], right, mistakes, done)
 
 
 print(check_loss(loss_on))
 
 # %% [markdown]
-# Mend `loss_on` so that the checker agrees. It compares loss and gradient with one device, on 4 and on 8.
+# Fix `loss_on` so that the checker agrees. It compares loss and gradient with one device, on 4 and on 8.
 #
 # <details><summary>Solution</summary>
 #
-# `jnp.roll` takes as the next word what lies next *on the device*. At the end of a chunk that is the first
-# word of another one. Shift in the order of the text, then cut: `targets_S = jnp.roll(tokens_S, -1)`, a
+# `jnp.roll` takes as the next word whatever is next *on the device*. At the end of a chunk that is the first
+# word of another chunk. Shift in the order of the text, then shard: `targets_S = jnp.roll(tokens_S, -1)`, a
 # fourth array `targets_S[order]` with spec `cut`, and `target_s` an argument of `device`. Of 2n chunks, 2n -
-# 2 end with a wrong target (one is followed by its own neighbour, one ends the text): 14 of 63 words here. Of
-# 8,192 words on 8 devices it would be 14 too, or 0.2%: a loss that nobody would look at twice.
+# 2 end with a wrong target (one is followed by its own neighbor, one ends the text): 14 of 63 words here. Of
+# 8,192 words on 8 devices it would also be 14, or 0.2%: a loss that nobody would look at twice.
 #
-# It is a common fault, because libraries for one device shift inside of the loss. Hugging Face's transformers
+# This bug is common, because libraries for one device shift inside of the loss. Hugging Face's transformers
 # did when Ulysses was ported to it: "we lose label 5 once shifted"
-# ([#36607](https://github.com/huggingface/transformers/pull/36607), March 2025). It has taken `shift_labels`
-# since, and models that drop them are still found
-# ([#48570](https://github.com/huggingface/transformers/pull/48570), September 2026). NVIDIA's BioNeMo recipes
-# cut in zig-zag and let the loss shift, exactly as above, until February 2026
+# ([#36607](https://github.com/huggingface/transformers/pull/36607), March 2025). It has accepted
+# `shift_labels` since, and models that ignore them are still found
+# ([#48570](https://github.com/huggingface/transformers/pull/48570), September 2026). NVIDIA's BioNeMo
+# recipes sharded in zig-zag order and let the loss shift, exactly as above, until February 2026
 # ([#1449](https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/1449)).
 # </details>
 
@@ -1010,14 +1023,14 @@ for many in (2, 4, 8):
 # %% [markdown]
 # ## In one table
 #
-# | | gather the keys | ring | all-to-all over heads |
+# | | all-gather of keys | ring | all-to-all over heads |
 # |---|---|---|---|
 # | in letters | `q_sHK, k_SGK -> o_sHK` | the same, `k_sGK` by `k_sGK` | `q_ShK, k_SgK -> o_ShK -> o_sHK` |
-# | a device holds | all keys of a layer | two neighbours' keys | all positions of H/n heads |
+# | a device holds | all keys of a layer | two devices' keys | all positions of H/n heads |
 # | forward | keys, values: all-gather | keys, values: n - 1 permutes | queries, keys, values, results: all-to-all |
-# | backward | their gradients: reduce-scatter | their gradients; keys too, if not kept | the four back: all-to-all |
+# | backward | their gradients: reduce-scatter | their gradients; keys too, if not saved | the four back: all-to-all |
 # | numbers sent | (n - 1) s 2GK | (n - 1) s 2GK | (n - 1)/n s (2H + 2G) K |
-# | critical path | waited for | hidden from some s on | waited for, twice |
+# | critical path | exposed | overlapped from some s on | exposed, twice |
 # | balance | zig-zag, or by documents | the same, in every step | any mask |
 # | Llama 3 8B: v5p | short s | s from 2,550 | documents |
 # | one H100 node (8) | n to 5 | s from 1,099 | n from 6 |
@@ -1025,17 +1038,18 @@ for many in (2, 4, 8):
 # | PyTorch | `context_parallel`, `allgather` | `context_parallel`, `alltoall` | Ulysses: DeepSpeed `DistributedAttention` |
 # | Megatron | `cp_comm_type` `all_gather` | `p2p` | `a2a` |
 #
-# A trap of words: the rotate method `alltoall` of PyTorch's `context_parallel` is a ring and trades no heads.
-# Zig-zag is *head-tail* there; a prototype, `_PerDocumentHeadTailLoadBalancer`, deals out each document as
-# above, if its length divides by 2n.
+# Beware: the rotate method `alltoall` of PyTorch's `context_parallel` is a ring and exchanges no heads.
+# Zig-zag is called *head-tail* there. A prototype, `_PerDocumentHeadTailLoadBalancer`, splits each document
+# as above, if its length is divisible by 2n.
 #
 # ## Three lines to keep
 #
-# 1. Cutting positions concerns attention alone. Keys come to the queries, at once or around a ring, for the
-#    same bytes; or positions are traded for heads, for fewer as soon as n is more than 1 + H/G.
-# 2. A plain cut has nearly twice the work on its last device; an early and a late chunk each is balanced. With
-#    packed documents count pairs again, by device and by step of the ring.
-# 3. What depends on the next position, such as the target, is made before positions are cut.
+# 1. Sharding positions affects only attention. Either keys are sent to the queries, all at once or in a
+#    ring, for the same bytes; or positions are exchanged for heads, for fewer bytes as soon as n is more
+#    than 1 + H/G.
+# 2. Sharded in order, the last device has nearly twice the work; an early and a late chunk on each device is
+#    balanced. With packed documents count pairs again, by device and by step of the ring.
+# 3. Compute whatever depends on the next position, such as the target, before you shard positions.
 #
 # **Sources.** Ring attention, [arXiv:2310.01889](https://arxiv.org/abs/2310.01889); DeepSpeed-Ulysses,
 # [arXiv:2309.14509](https://arxiv.org/abs/2309.14509); Llama 3,
