@@ -1,9 +1,9 @@
-"""What the planner must know of chips and of the wires between them. No device is touched.
+"""The speeds of chips and of the links between them. No device is touched.
 
-`Topology.parse("v4:2x4x4")` names devices, `layout` says on which wires each mesh axis lies and how fast they are, and
-`collective_seconds` how long a collective takes there, bound by bytes. `latency_seconds` is what it takes besides,
-however small it is: it counts below some 50 kB, so a training step leaves it out, and decoding does not. What
-collectives of different axes take from each other when they run at the same time is left out.
+`Topology.parse("v4:2x4x4")` names devices. `layout` returns the links that each mesh axis uses, and their speed.
+`collective_seconds` is the time of a collective there, bound by bytes, and `latency_seconds` is the latency that adds
+to it. Latency matters below about 50 kB, so a plan of decoding counts it, and a plan of a training step does not.
+Collectives of different axes that run at the same time are assumed not to slow each other down.
 """
 
 import functools
@@ -19,58 +19,58 @@ from errors import UserError, nearest
 from xla import links
 
 MiB, GiB = 2**20, 2**30
-# What JAX takes of a GPU's memory when it starts, and a program cannot exceed, unless XLA_CLIENT_MEM_FRACTION (in older
-# versions XLA_PYTHON_CLIENT_MEM_FRACTION) says otherwise: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+# The share of a GPU's memory that JAX reserves at start, and that limits a program, unless XLA_CLIENT_MEM_FRACTION (in
+# older versions XLA_PYTHON_CLIENT_MEM_FRACTION) is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 GPU_SHARE = 0.75
-# Of what NVLink's data sheet says, collectives reach: 370 of 450 GB/s on 8 H100, in messages of 10 GB.
+# The share of NVLink's data-sheet speed that collectives reach: 370 of 450 GB/s on 8 H100, in messages of 10 GB.
 # https://jax-ml.github.io/scaling-book/gpus, "Empirical measurements"
 NVLINK_MEASURED = 0.82
-# A byte from a chip to the next: https://jax-ml.github.io/scaling-book/sharding, on arrays so small that hops decide.
+# Latency from a chip to the next: https://jax-ml.github.io/scaling-book/sharding, on arrays bound by latency.
 HOP_S = 1e-6
-# What NCCL reckons with when it chooses a way for a few bytes, its ring of the protocol LL: to begin, for a step inside
-# a node, and to another node: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, baseLat and hwLat.
+# NCCL's estimates for a ring with the protocol LL (few bytes): to start, per step inside a node, and per step to
+# another node: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, baseLat and hwLat.
 NCCL_BEGIN_S, NVLINK_STEP_S, NETWORK_STEP_S = 6.6e-6, 0.6e-6, 2.7e-6
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them. Bytes per second are those of one direction."""
+    """One JAX device of a chip. Bytes per second are those of one direction."""
 
-    key: str  # how a topology begins: v4 in v4:2x4x4
+    key: str  # the start of a topology: v4 in v4:2x4x4
     name: str
-    device_kind: str  # jax's
-    peak_flops_per_s: float | None  # bf16, dense; None: not known, so nothing has an MFU
-    memory_bytes: int | None  # a program can use; None: devices share this machine's memory
+    device_kind: str  # as JAX reports it
+    peak_flops_per_s: float | None  # bf16, dense; None: unknown, so there is no MFU
+    memory_bytes: int | None  # available to a program; None: devices share this machine's memory
     hbm_bytes_per_s: float | None
     torus_dims: int  # 0: no torus
-    link_bytes_per_s: float | None  # TPU: one link to one neighbouring chip; GPU: all NVLinks of one GPU
-    dcn_bytes_per_s: float | None  # out of the slice or node, for each device: data centre network, or InfiniBand
-    most: int = 0  # chips of the largest slice; 0: no such bound
+    link_bytes_per_s: float | None  # TPU: one link to one neighboring chip; GPU: all NVLinks of one GPU
+    dcn_bytes_per_s: float | None  # out of the slice or node, per device: data center network, or InfiniBand
+    most: int = 0  # chips of the largest slice; 0: no limit
     devices_per_chip: int = 1
     inside_bytes_per_s: float | None = None  # between two devices of one chip
-    domain: int = 0  # GPUs that NVLink joins: a node, or a rack; 0: no NVLink
-    per_host: int = 4  # chips that one host drives
+    domain: int = 0  # GPUs connected by NVLink: a node, or a rack; 0: no NVLink
+    per_host: int = 4  # chips per host
 
     @property
     def side(self) -> int:
-        """Chips along a side of a whole pod, where it is a square."""
+        """Chips along a side of a full pod, if pods are square."""
         return math.isqrt(self.most)
 
 
 # FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e, tpu7x; NVIDIA's data sheets of A100, H100, H200 SXM,
 # HGX B200 and GB200 NVL72, not sparse.
-# Memory: what libtpu 0.0.42 says it has when a program does not fit; GPUs: what `nvidia-smi` prints, in MiB, times
-# GPU_SHARE (A100, H100: https://github.com/modal-labs/modal-client/pull/2797, which is the data sheets' 80 GB; B200:
-# https://github.com/NVIDIA/TensorRT-LLM/issues/10278).
-# HBM, links, DCN: https://jax-ml.github.io/scaling-book/tpus, "TPU Specs"; an earlier edition said 5e10 for a link of
-# v5e, and 1e11 for v5p and v6e, as Google's pages do, and as Google's page does for tpu7x (1,200 GB/s of six links).
+# Memory: the limit that libtpu 0.0.42 reports when a program does not fit; GPUs: what `nvidia-smi` prints, in MiB,
+# times GPU_SHARE (A100, H100: https://github.com/modal-labs/modal-client/pull/2797, which is the data sheets' 80 GB;
+# B200: https://github.com/NVIDIA/TensorRT-LLM/issues/10278).
+# HBM, links, DCN: https://jax-ml.github.io/scaling-book/tpus, "TPU Specs". For links, an earlier edition and Google's
+# pages have 5e10 for v5e and 1e11 for v5p and v6e; Google's page also has 1e11 for tpu7x (1,200 GB/s of six links).
 # Largest slices: https://cloud.google.com/tpu/docs/v5p: 6,144 chips, 16x16x24, of a pod of 8,960.
 # v3: https://cloud.google.com/tpu/docs/v3 (a device has half of a chip's 123 TFLOP/s and 900 GB/s); a pod's 340 TB/s of
-# all-reduces are 4 links of 8.3e10 on 1,024 chips; memory: 530 MB of 16 GiB are reserved. What joins a chip's two
-# devices is not published: as fast as a link, here. DCN: not known.
+# all-reduces are 4 links of 8.3e10 on 1,024 chips; memory: 530 MB of 16 GiB are reserved. The speed between a chip's
+# two devices is not published, so a link's is assumed. DCN: not known.
 # Between tpu7x's two devices: 1.2 TB/s both ways, six times a link: https://github.com/jax-ml/jax/pull/39340.
-# NVLink (18 links of 25e9, Blackwell 50e9), domains and InfiniBand (400 Gbit/s a GPU):
-# https://jax-ml.github.io/scaling-book/gpus, "Networking"; of A100 (12 links, 200 Gbit/s) NVIDIA's data sheet of DGX
+# NVLink (18 links of 25e9, Blackwell 50e9), domains and InfiniBand (400 Gbit/s per GPU):
+# https://jax-ml.github.io/scaling-book/gpus, "Networking"; for A100 (12 links, 200 Gbit/s) NVIDIA's data sheet of DGX
 # A100.
 CHIPS = {chip.key: chip for chip in (
     Chip("v3", "TPU v3", "TPU v3", 61.5e12, round(15.48 * GiB), 4.5e11, 2, 8.3e10, None, most=1024, devices_per_chip=2,
@@ -79,7 +79,7 @@ CHIPS = {chip.key: chip for chip in (
     Chip("v5e", "TPU v5e", "TPU v5 lite", 197e12, round(15.75 * GiB), 8.1e11, 2, 4.5e10, 3.125e9, most=256),
     Chip("v5p", "TPU v5p", "TPU v5", 459e12, round(95.74 * GiB), 2.8e12, 3, 9e10, 6.25e9, most=6144),
     Chip("v6e", "TPU v6e", "TPU v6 lite", 918e12, round(31.25 * GiB), 1.6e12, 2, 9e10, 12.5e9, most=256),
-    # Ironwood: of a chip's 2,307 TFLOP/s, 7.38 TB/s and 100 Gbit/s a device has half.
+    # Ironwood: a device has half of a chip's 2,307 TFLOP/s, 7.38 TB/s and 100 Gbit/s.
     Chip("tpu7x", "TPU7x", "TPU7x", 1153.5e12, round(94.75 * GiB), 3.69e12, 3, 9e10, 6.25e9, most=9216,
          devices_per_chip=2, inside_bytes_per_s=6e11),
     Chip("a100", "NVIDIA A100", "NVIDIA A100-SXM4-80GB", 312e12, round(GPU_SHARE * 81_920 * MiB), 2.039e12, 0, 300e9,
@@ -102,72 +102,72 @@ PEAK_FLOPS_PER_S = {chip.device_kind: chip.peak_flops_per_s for chip in CHIPS.va
 
 @dataclass(frozen=True)
 class Topology:
-    """Chips that are wired together: a TPU slice, GPU nodes, or the simulated devices of a CPU."""
+    """Connected chips: a TPU slice, GPU nodes, or the simulated devices of a CPU."""
 
     chip: Chip
-    shape: tuple[int, ...]  # of the torus, x first; of GPUs and CPUs: how many
+    shape: tuple[int, ...]  # of the torus, x first; of GPUs and CPUs: their number
     chips: int
     hosts: int
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Read `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`; of a slice the sizes in any order, see `cloud`.
+        """Parse `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`. A slice's sizes may have any order, see `cloud`.
 
-        Raises: UserError with what can be asked for instead.
+        Raises: UserError that suggests a topology which exists.
         """
         refuse = lambda why: UserError(f"topology {text!r}: {why}")
         key, _, rest = text.strip().lower().partition(":")
         if re.fullmatch(r"(v3|v4|v5p)-\d+", key):
-            raise refuse("slice names count cores on v3, v4 and v5p; say the shape in chips: v3-8 is v3:2x2, v4-64 is "
+            raise refuse("slice names count cores on v3, v4 and v5p; give the shape in chips: v3-8 is v3:2x2, v4-64 is "
                          "v4:2x4x4")  # fmt: skip
         if re.fullmatch(r"(v5e|v5litepod|v6e)-\d+", key):
-            raise refuse("say the shape in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
+            raise refuse("give the shape in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
         if key not in CHIPS:
             near = "Ironwood is tpu7x" if key in ("ironwood", "v7", "v7x", "tpu7") else nearest(key, CHIPS)
             raise refuse(f"no chip is called {key!r}; {near}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
         if rest.endswith("_twisted"):
-            raise refuse(f"twisted tori are not planned; {key}:{rest.removesuffix('_twisted')} is the same chips, "
-                         "not twisted")  # fmt: skip
+            raise refuse(f"twisted tori are not supported; use {key}:{rest.removesuffix('_twisted')}, without a twist")
         chip, dims = CHIPS[key], CHIPS[key].torus_dims
         shape = tuple(map(int, rest.split("x"))) if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", rest) else ()
         if len(shape) != max(dims, 1):
             example = {0: "8", 2: "4x4", 3: "4x4x4"}[dims]
             raise refuse(f"{chip.name} takes {dims or 'one'} size{'s' if dims else ''}, like {key}:{example}")
         if not dims:
-            (n,), whole = shape, chip.domain
-            if whole and n > whole and n % whole:
-                less, more = (f"{key}:{n - n % whole + add}" for add in (0, whole))
-                raise refuse(f"{n} is no number of whole nodes of {whole}; nearest: {less} or {more}")
-            return cls(chip, shape, n, hosts=-(-n // chip.per_host) if whole else 1)
-        asked = cls(chip, shape, math.prod(shape), 0).cloud.shape
-        bound, also = (chip.side, f", and at most {chip.side}") if dims == 2 else (chip.most, "")
-        fits = tuple(min(size + size % 2, bound) for size in asked[:2]) + asked[2:]
-        if fits != asked:
+            (n,), node = shape, chip.domain
+            if node and n > node and n % node:
+                less, more = (f"{key}:{n - n % node + add}" for add in (0, node))
+                raise refuse(f"{chip.name}s come in nodes of {node}, and {n} is not a multiple of {node}; use {less} "
+                             f"or {more}")  # fmt: skip
+            return cls(chip, shape, n, hosts=-(-n // chip.per_host) if node else 1)
+        sizes = cls(chip, shape, math.prod(shape), 0).cloud.shape
+        bound, also = (chip.side, f" and at most {chip.side}") if dims == 2 else (chip.most, "")
+        fits = tuple(min(size + size % 2, bound) for size in sizes[:2]) + sizes[2:]
+        if fits != sizes:
             near = cls(chip, fits, 0, 0).cloud
-            raise refuse(f"a host drives 2x2 chips, so two sizes are even{also}; nearest: {near}")
+            raise refuse(f"a host has 2x2 chips, so two sizes must be even{also}; use {near}")
         chips = math.prod(shape)
         if chips > chip.most:
-            raise refuse(f"{chips:,} chips are more than the {chip.most:,} of the largest slice of {chip.name}")
-        # v5e and v6e have hosts of 8 chips too, each a slice of its own: ct5lp-hightpu-8t, ct6e-standard-8t.
+            raise refuse(f"{chips:,} chips exceed the largest slice of {chip.name}, which has {chip.most:,}")
+        # v5e and v6e also have hosts of 8 chips, each a separate slice: ct5lp-hightpu-8t, ct6e-standard-8t.
         # https://cloud.google.com/tpu/docs/v5e and v6e, "VM types"
-        return cls(chip, shape, chips, hosts=1 if asked == (2, 4) and chip.most == 256 else chips // chip.per_host)
+        return cls(chip, shape, chips, hosts=1 if sizes == (2, 4) and chip.most == 256 else chips // chip.per_host)
 
     def __str__(self) -> str:
         return f"{self.chip.key}:{'x'.join(map(str, self.shape))}"
 
     @property
     def devices(self) -> int:
-        """As JAX counts them: what a mesh is made of."""
+        """The number of JAX devices, of which a mesh consists."""
         return self.chips * self.chip.devices_per_chip
 
     @property
     def order(self) -> list[int]:
-        """The torus axes as Google Cloud orders them: smallest first; but a host's 2x2 lies along the first two."""
+        """The torus axes in Google Cloud's order: smallest first, but the 2x2 chips of a host use the first two."""
         return sorted(range(len(self.shape)), key=lambda d: (self.shape[d] % 2, self.shape[d]))
 
     @property
     def cloud(self) -> "Topology":
-        """The same slice under Google Cloud's name for it, in whose order chips have their coordinates.
+        """The same slice with Google Cloud's name and order of axes, which is also the order of chip coordinates.
 
         Source: https://cloud.google.com/tpu/docs/types-topologies, "AxBxC, where A<=B<=C".
         """
@@ -175,10 +175,10 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which torus axes are closed by a link from the last chip to the first.
+        """For each torus axis, whether a wraparound link connects its last chip to the first.
 
-        v4, v5p and tpu7x are closed by optical switches between cubes of 4x4x4, so all axes or none: 2x4x4 is no torus.
-        An axis of v3, v5e and v6e is closed where it spans the pod.
+        On v4, v5p and tpu7x optical switches between cubes of 4x4x4 close all axes or none: 2x4x4 is not a torus.
+        On v3, v5e and v6e an axis has wraparound links if it spans the pod.
         Source: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking"; https://cloud.google.com/tpu/docs/v5p
         """
         if self.chip.torus_dims == 3:
@@ -191,7 +191,7 @@ class Topology:
 
 
 def named(devices) -> Topology | None:
-    """The topology of devices that are here, so that a plan knows their speed; None where it has no name."""
+    """Return the topology of these JAX devices, which gives a plan their speed; None if it has no name."""
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == devices[0].device_kind), None)
     if chip is None or not chip.peak_flops_per_s:
         return None
@@ -208,13 +208,13 @@ def named(devices) -> Topology | None:
 
 @dataclass(frozen=True)
 class NamedMesh:
-    """A mesh whose axes have any names. All functions below take one, in place of a MeshConfig."""
+    """A mesh with axes of any names. All functions below accept it in place of a MeshConfig."""
 
     pairs: tuple[tuple[str, int], ...]
 
     @classmethod
     def parse(cls, text: str) -> "NamedMesh":
-        """Read `data=4,model=8`, outermost axis first. Raises: UserError naming the part that cannot be read."""
+        """Parse `data=4,model=8`, outermost axis first. Raises: UserError naming the part that cannot be parsed."""
         pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
         for name, size in pairs:
             if not name.isidentifier() or not re.fullmatch(r"[1-9]\d{0,6}", size):
@@ -243,80 +243,80 @@ def named_mesh(sizes: dict[str, int]) -> NamedMesh:
 
 @functools.lru_cache(maxsize=64)
 def coordinates(mesh: MeshConfig | NamedMesh, topology: Topology) -> np.ndarray:
-    """Say which chip stands where on the mesh: its place on the torus, [*mesh sizes, torus axis].
+    """Return the torus coordinates of each device of the mesh, [*mesh sizes, torus axis].
 
-    Where a chip is several devices, which of them comes last: [*mesh sizes, torus axes and 1].
-    JAX decides, in the call that `compiled.topology_mesh` makes with real devices.
-    Raises: UserError for a mesh that JAX cannot lay there.
+    If a chip is several devices, the last coordinate is the device's index on the chip: [*mesh sizes, torus axes + 1].
+    JAX decides, with the same call that `compiled.topology_mesh` makes with real devices.
+    Raises: UserError for a mesh that JAX cannot place on the topology.
     """
     from jax.experimental import mesh_utils
 
     shape, chip, cloud = tuple(mesh.sizes.values()), topology.chip, topology.cloud.shape
     device = lambda place, core: SimpleNamespace(coords=(*place, 0)[:3], core_on_chip=core,
                                                  device_kind=chip.device_kind, platform="tpu")  # fmt: skip
-    # As libtpu orders them, x first: on small slices of tpu7x JAX goes by that, and not by coordinates.
+    # In libtpu's order, x first. On small slices of tpu7x JAX uses this order, not the coordinates.
     cores = range(chip.devices_per_chip)
     devices = [device(place[::-1], core) for place in np.ndindex(cloud[::-1]) for core in cores]
     try:
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    except (TypeError, ValueError) as error:  # as an axis of 28 in jax 0.10.2: github.com/jax-ml/jax/issues/38286
-        raise UserError(f"JAX cannot lay {mesh} on {topology}; make mesh axes of whole torus axes") from error
+    except (TypeError, ValueError) as error:  # e.g. an axis of 28 in jax 0.10.2: github.com/jax-ml/jax/issues/38286
+        raise UserError(f"JAX cannot place {mesh} on {topology}; use mesh axes that cover whole torus axes") from error
     places = np.array([(*device.coords[: len(cloud)], device.core_on_chip) for device in arranged.flat])
     back = [*np.argsort(topology.order), len(cloud)][: len(cloud) + (chip.devices_per_chip > 1)]
     return places[:, back].reshape(*shape, -1)
 
 
-# Wires ----------------------------------------------------------------------------------------------------------------
+# Links ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Link:
-    """The wires under one mesh axis. Bytes per second are those one device sends, None where they are not known."""
+    """The physical links of one mesh axis. Bytes per second are what one device sends; None if unknown."""
 
     bytes_per_s: float | None  # in all-gather, reduce-scatter, all-reduce
-    hops: int  # links from a device to the next along a torus axis; as many groups share each of them
-    ring: bool  # every torus axis it lies on is closed, or the last device is the first one's neighbour
+    hops: int  # links from a device to the next along a torus axis; as many groups share each link
+    ring: bool  # all its torus axes have wraparound links, or the last device is a neighbor of the first
     torus_axes: tuple[str, ...]  # of x, y, z
     note: str  # the line to print
-    neighbour_bytes_per_s: float | None  # in collective-permute: to the next device alone
+    neighbour_bytes_per_s: float | None  # in collective-permute: to the next device only
     all_to_all_bytes_per_s: float | None
-    latency_s: float = 0.0  # until the first byte of every device is everywhere
+    latency_s: float = 0.0  # until the first byte of each device has reached every other
 
 
 def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
-    """Raises: UserError for a mesh of another number of devices."""
+    """Raises: UserError if the mesh and the topology differ in their number of devices."""
     if mesh.devices != topology.devices:
         each = topology.chip.devices_per_chip
         chips = f"{topology.chips} chips" if topology.chip.torus_dims else f"{topology.chips}"
         has = f"{topology.devices}, {each} on each of {chips}" if each > 1 else chips
         raise UserError(f"mesh {mesh} has {mesh.devices} devices, and {topology} has {has}; "
-                        "use axes whose product is that")  # fmt: skip
+                        f"use axes whose product is {topology.devices}")  # fmt: skip
 
 
 @functools.cache
 def layout(mesh: MeshConfig | NamedMesh, topology: Topology) -> dict[str, Link]:
-    """Say on which wires each mesh axis of more than one device lies.
+    """Return the link of each mesh axis of more than one device.
 
-    Raises: UserError for a mesh of another number of devices.
+    Raises: UserError if the mesh and the topology differ in their number of devices.
     """
     require_devices(mesh, topology)
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if topology.chip.key == "cpu":
-        note = "lies in this machine's memory"
+        note = "uses this machine's memory"
         return {axis: Link(None, 1, True, (), f"{axis}={n} {note}", None, None) for axis, n in sizes.items()}
     return {axis: _find(mesh, topology, (axis,)) for axis in sizes}
 
 
 @functools.cache
 def link(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
-    """Say on which wires a group of devices along several mesh axes lies: they may have more links than along one."""
-    one_wire = len(axes) == 1 or topology.chip.key == "cpu"
-    return layout(mesh, topology)[axes[0]] if one_wire else _find(mesh, topology, axes)
+    """Return the link of a group of devices along several mesh axes, which may have more links than along one."""
+    single = len(axes) == 1 or topology.chip.key == "cpu"
+    return layout(mesh, topology)[axes[0]] if single else _find(mesh, topology, axes)
 
 
 def _find(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
     on_torus, n = topology.chip.torus_dims > 0, math.prod(mesh.sizes[axis] for axis in axes)
-    # JAX keeps the order of GPUs.
+    # JAX does not reorder GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
     find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
     along = [list(mesh.sizes).index(axis) for axis in axes]
@@ -326,41 +326,41 @@ def _find(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...
 
 
 def check(mesh: MeshConfig, topology: Topology) -> list[str]:
-    """Say in a line each what makes this mesh slower on these wires than it need be; [] if nothing does."""
+    """List what makes this mesh slower on these links than it could be, one line each; [] if nothing does."""
     chip, found = topology.chip, []
     if chip.torus_dims and not any(topology.wraps):
-        closed = "sizes that are all multiples of 4" if chip.torus_dims == 3 else f"a size of {chip.side}"
-        found.append(f"{topology} has no wraparound links ({closed} would): an axis of it sends one way only")
-    # As libtpu 0.0.42 compiles it; tests/plan/test_tpu.py holds it to that. On tpu7x, and on one host, it stays one.
+        closed = "all sizes are multiples of 4" if chip.torus_dims == 3 else f"a size is {chip.side}"
+        found.append(f"{topology} has no wraparound links (only if {closed}), so an axis sends in one direction only")
+    # As libtpu 0.0.42 compiles it (tests/plan/test_tpu.py). On tpu7x, and on one host, it stays a reduce-scatter.
     split = [axis for axis, size in mesh.sizes.items() if size > 1]
     scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1
     if scatters and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
-        found.append(f"{mesh} scatters over all chips of the slice: the TPU compiler makes all-reduces of it, up to "
-                     "twice the bytes")  # fmt: skip
+        found.append(f"{mesh} reduce-scatters over all chips of the slice, which the TPU compiler replaces with "
+                     "all-reduces of up to twice the bytes")  # fmt: skip
     for axis, link in layout(mesh, topology).items():
         name, speed = f"{axis}={mesh.sizes[axis]}", _speed(link.bytes_per_s)
         if link.hops > 1:
-            found.append(f"{name} neighbours are {link.hops} hops apart: {speed}")
+            found.append(f"{name} neighbors are {link.hops} hops apart: {speed}")
         if axis == "tensor" and not chip.torus_dims and link.bytes_per_s != chip.link_bytes_per_s:
-            found.append(f"{name} leaves the node of {chip.domain}: {speed}, not {_speed(chip.link_bytes_per_s)}")
+            found.append(f"{name} spans nodes of {chip.domain}: {speed}, not {_speed(chip.link_bytes_per_s)}")
     return found
 
 
 def remarks(topology: Topology) -> list[str]:
-    """Say in a line each what the numbers of such chips mean."""
+    """List what the numbers of these chips assume, one line each."""
     chip, found = topology.chip, []
     if chip.devices_per_chip > 1:
         apart = _speed(chip.inside_bytes_per_s)
-        found.append(f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} a chip with "
-                     f"{apart} between them; numbers are a device's")  # fmt: skip
-        found.append("what hides behind products is not known here: all is taken to be exposed, --compile counts it")
+        found.append(f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} per chip with "
+                     f"{apart} between them; all numbers are per device")  # fmt: skip
+        found.append("overlap is not modeled for this chip, so all communication counts as exposed; use --compile")
     if chip.domain:
         whole = chip.memory_bytes / GPU_SHARE / GiB
         found.append(
-            f"JAX takes {GPU_SHARE:.0%} of a GPU's {whole:.1f} GiB; for another XLA_CLIENT_MEM_FRACTION, --memory"
+            f"JAX reserves {GPU_SHARE:.0%} of a GPU's {whole:.1f} GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
         )
-        found.append(f"NVLink at its data sheet's {_speed(chip.link_bytes_per_s)}; 8 H100 were measured at "
-                     f"{NVLINK_MEASURED} of it")  # fmt: skip
+        found.append(f"NVLink has the {_speed(chip.link_bytes_per_s)} of its data sheet; on 8 H100s, "
+                     f"{NVLINK_MEASURED} of it was measured")  # fmt: skip
     return found
 
 
@@ -369,13 +369,13 @@ def _speed(bytes_per_s: float | None) -> str:
 
 
 def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Find the link of a mesh axis whose groups of devices stand at these places, [group, device, torus axis].
+    """Return the link of a mesh axis whose groups of devices have these coordinates, [group, device, torus axis].
 
-    A group that fills a box gathers along all its torus axes at once, and their speeds add up: both directions of a
-    link count where the torus axis is closed, one where it is not, since a chip at the end has one neighbour. A group
-    that cuts a torus axis has one ring, both ways (`xla/links.py`). Where neighbours are h links apart, h groups lie
-    between each other and share the links. An all-to-all is bound by the links across the middle of the longest torus
-    axis, which carry a quarter of the joined array each way, and of that quarter a device sends (n - 1) / n^2 * 4.
+    A group that fills a box gathers along all its torus axes at once, so their speeds add up. Both directions of a
+    link count if the torus axis has wraparound links, otherwise one, because a chip at the end has one neighbor. A
+    group that uses part of a torus axis has one ring, in both directions (`xla/links.py`). If neighbors are h links
+    apart, h groups interleave and share the links. An all-to-all is bound by the links across the middle of the longest
+    torus axis. They carry a quarter of the gathered array in each direction. A device sends (n - 1) / n^2 of the array.
     Source: https://jax-ml.github.io/scaling-book/sharding, "How long does this take?" and "AllToAll".
     """
     one, n, torus = topology.chip.link_bytes_per_s, lines.shape[1], topology.torus
@@ -395,40 +395,40 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
         speeds = [(2 if c else 1) * one / stride for c, (*_, stride) in zip(closed, sides, strict=True)]
         ring, hops, speed = ring or all(closed), max(stride for *_, stride in sides), sum(speeds)
         across = min(s * n / count for s, (*_, count, _) in zip(speeds, sides, strict=True))
-        if links.whole_axes(torus, lines) is None:  # the compiler's one ring through all of them
+        if links.whole_axes(torus, lines) is None:  # the compiler uses one ring through all devices
             speed = one / float(links.gather(torus, lines, 1.0).max())
         where = " and ".join(_part(*side) + "xyz"[d] for d, side in zip(used, sides, strict=True))
-    near = "neighbours adjacent" if hops == 1 else f"neighbours {hops} hops apart"
-    note = f"{axis}={n} lies on {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"
+    near = "neighbors adjacent" if hops == 1 else f"neighbors {hops} hops apart"
+    note = f"{axis}={n} maps to {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"
     all_to_all = min(speed, 4 * (n - 1) / n**2 * across)
     return Link(speed, hops, bool(ring), tuple("xyz"[d] for d in used), note, neighbour, all_to_all)
 
 
 def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Find the link of a mesh axis where a chip is several devices, [group, device, torus axes and place on the chip].
+    """Return the link of a mesh axis if a chip is several devices, [group, device, torus axes and index on the chip].
 
-    A group with all devices of its chips sends around as these chips would: each byte passes a chip's links once. If it
-    has one device of each chip, the groups of the others share the chip's links with it. A chip's own wires, of which
-    a device has no more than it takes on the way, are not counted beside links: they are six times as fast.
+    A group with all devices of its chips communicates as these chips would: each byte passes a chip's links once. If it
+    has one device of each chip, it shares the chip's links with the groups of the other devices. The connection inside
+    a chip is not counted next to links, because it is six times as fast.
     """
     chip, n, places = topology.chip, lines.shape[1], lines[..., :-1]
-    here = int((places[0] == places[0, 0]).all(axis=-1).sum())  # of the group's devices are on one chip
+    here = int((places[0] == places[0, 0]).all(axis=-1).sum())  # devices of the group on one chip
     if here == n:
         speed = chip.inside_bytes_per_s
         return Link(speed, 1, True, (), f"{axis}={n} stays on a chip: {_speed(speed)}", speed, speed)
     if any((np.unique(group, axis=0, return_counts=True)[1] != here).any() for group in places):
-        raise UserError(f"JAX lays {axis}={n} on {topology} across chips and parts of chips, which has no price here; "
-                        "make the axes powers of two")  # fmt: skip
+        raise UserError(f"JAX places {axis}={n} on {topology} across whole chips and parts of chips, which the planner "
+                        "does not model; use axes that are powers of two")  # fmt: skip
     firsts = [np.sort(np.unique(group, axis=0, return_index=True)[1]) for group in places]
     chips = np.stack([group[first] for group, first in zip(places, firsts, strict=True)])
     link = _torus_link(axis, chips if here > 1 else chips[lines[:, 0, -1] == 0], topology)
     side_by_side = (places[:, ::here] == places[:, here - 1 :: here]).all()
     gather, step = here / chip.devices_per_chip, (1 if side_by_side else 1 / here) * here / chip.devices_per_chip
-    sent = lambda count: (count - 1) / count**2  # of the joined array, by a device in an all-to-all
+    sent = lambda count: (count - 1) / count**2  # share of the gathered array that a device sends in an all-to-all
     across = link.all_to_all_bytes_per_s * gather * sent(n) / sent(n // here)
-    where = link.note.removeprefix(f"{axis}={n // here} lies on ").rpartition(", ")[0]
+    where = link.note.removeprefix(f"{axis}={n // here} maps to ").rpartition(", ")[0]
     which = "both devices" if here > 1 else "one device"
-    note = f"{axis}={n} lies on {which} of each chip of {where}, {_speed(gather * link.bytes_per_s)}"
+    note = f"{axis}={n} maps to {which} of each chip of {where}, {_speed(gather * link.bytes_per_s)}"
     return replace(
         link, bytes_per_s=gather * link.bytes_per_s, note=note, all_to_all_bytes_per_s=across,
         neighbour_bytes_per_s=step * link.neighbour_bytes_per_s,
@@ -436,13 +436,13 @@ def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
 
 def _part(size: int, _wraps: bool, count: int, stride: int) -> str:
-    """Say which part of a torus axis `count` chips are that stand `stride` apart."""
+    """Name the part of a torus axis that consists of `count` chips, `stride` apart."""
     share = {1: "", 2: "half of "}.get(size // count // stride, f"1/{size // count // stride} of ")
     return {1: "", 2: "every 2nd of "}.get(stride, f"every {stride}th of ") + share
 
 
 def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
-    """For each torus axis how many places a group takes and how far apart; None if it does not fill a box."""
+    """Return (chips, distance) of a group along each torus axis; None if it does not fill a box."""
     places = [np.unique(along) for along in group.T]
     gaps = [set(np.diff(values).tolist()) or {1} for values in places]
     fills = math.prod(map(len, places)) == len(group) and all(len(gap) == 1 for gap in gaps)
@@ -450,15 +450,15 @@ def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
 
 
 def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, sizes=1.0) -> float:
-    """Count the messages on the busiest direction of a link, or add up their sizes, if all go at once."""
+    """Return the total size of the messages on the busiest direction of a link, if all are sent at once."""
     return float(topology.torus.loads(start, end, sizes).max()) or 1.0
 
 
 def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Find the link of a mesh axis of GPUs, numbered [group, device, 1].
+    """Return the link of a mesh axis of GPUs, numbered [group, device, 1].
 
-    Inside a node, all that NVLink joins, every GPU reaches every other at full speed. A group that spans nodes joins
-    the network cards of its GPUs in each node.
+    Inside a node (the GPUs connected by NVLink) every GPU reaches every other at full speed. A group that spans nodes
+    uses the network cards of all its GPUs in each node together.
     Source: https://jax-ml.github.io/scaling-book/gpus, "How Do Collectives Work on GPUs?"
     """
     chip, n = topology.chip, lines.shape[1]
@@ -466,16 +466,16 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     if nodes == 1:
         inside = chip.link_bytes_per_s
         return Link(inside, 1, True, (), f"{axis}={n} stays in a node: NVLink, {_speed(inside)}", inside, inside)
-    here = -(-n // nodes)  # of the group's devices stand in one node
+    here = -(-n // nodes)  # devices of the group in one node
     card, speed = chip.dcn_bytes_per_s, min(chip.link_bytes_per_s, here * chip.dcn_bytes_per_s)
     note = f"{axis}={n} spans {nodes} nodes with {here} in each: InfiniBand, {_speed(speed)}"
     return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here))
 
 
 def _hops_latency(lines: np.ndarray, topology: Topology) -> float:
-    """Seconds from one end of a group on a torus to the other, [group, device, torus axis]: hops along each torus axis.
+    """Seconds of the hops along each torus axis from one end of a group, [group, device, torus axis], to the other.
 
-    Two devices of a chip count as a hop apart.
+    Two devices of a chip count as one hop apart.
     """
     sizes, wraps = topology.shape, topology.wraps
     span = np.ptp(lines[..., : len(sizes)], axis=1)
@@ -484,7 +484,7 @@ def _hops_latency(lines: np.ndarray, topology: Topology) -> float:
 
 
 def _switched_latency(lines: np.ndarray, topology: Topology) -> float:
-    """Seconds of the smallest ring of GPUs, numbered [group, device, 1]: each but one passes a step on."""
+    """Seconds of a ring without bytes over GPUs, numbered [group, device, 1]: n - 1 steps."""
     between = max(len(np.unique(group // topology.chip.domain)) for group in lines) - 1
     return NCCL_BEGIN_S + (lines.shape[1] - 1 - between) * NVLINK_STEP_S + between * NETWORK_STEP_S
 
@@ -493,20 +493,20 @@ def _switched_latency(lines: np.ndarray, topology: Topology) -> float:
 
 
 def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
-    """Count the bytes one of n devices sends in a collective, as `xla/ledger.py` does.
+    """Return the bytes that one of n devices sends in a collective, as in `xla/ledger.py`.
 
-    joined_bytes  all-gather: of the result; reduce-scatter and all-reduce: of one device's operand; all-to-all: of all
-                  operands together, so n times the ledger's payload; collective-permute: of what one device sends
+    joined_bytes  size of: the result (all-gather); one device's operand (reduce-scatter, all-reduce); all operands
+                  together, so n times the ledger's payload (all-to-all); what one device sends (collective-permute)
     """
     share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1 / n}
     return joined_bytes * (1 if kind == "collective-permute" else share[kind] * (n - 1) / n)
 
 
 def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> float:
-    """Seconds that a collective of n devices takes on their link, if it runs alone and is bound by bytes.
+    """Seconds of a collective of n devices on their link, if it runs alone and is bound by bytes.
 
     joined_bytes  as in `wire_bytes`
-    Source: https://jax-ml.github.io/scaling-book/sharding, "What Have We Learned?"; there (n - 1)/n is taken as 1.
+    Source: https://jax-ml.github.io/scaling-book/sharding, "What Have We Learned?", which approximates (n - 1)/n by 1.
     """
     speeds = {"all-to-all": link.all_to_all_bytes_per_s, "collective-permute": link.neighbour_bytes_per_s}
     speed = speeds.get(kind, link.bytes_per_s)
@@ -515,5 +515,5 @@ def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> fl
 
 
 def latency_seconds(kind: str, link: Link) -> float:
-    """Seconds that a collective takes beside those of its bytes. An all-reduce is a scatter, then a gather."""
+    """Seconds of latency that a collective adds to those of its bytes. An all-reduce is a scatter, then a gather."""
     return (2 if kind == "all-reduce" else 1) * link.latency_s

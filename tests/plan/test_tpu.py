@@ -381,7 +381,7 @@ def test_the_headline_step_is_as_good_as_it_is_said_to_be_and_as_predicted():
 
 def test_a_mesh_of_another_number_of_chips_is_refused():
     """Catches a crash in the arrangement of devices instead of the two numbers."""
-    message = r"^mesh fsdp=4 has 4 devices, and v4:2x2x2 has 8 chips; use axes whose product is that$"
+    message = r"^mesh fsdp=4 has 4 devices, and v4:2x2x2 has 8 chips; use axes whose product is 8$"
     with pytest.raises(UserError, match=message):
         compiled.topology_mesh(MeshConfig(fsdp=4), "v4:2x2x2")
 

@@ -416,7 +416,7 @@ def test_the_command_prints_what_it_read(tmp_path, capsys):
     assert (status, err) == (0, "")
     assert re.search(r"rows +│ all-reduce │ +0\.001 MiB", out)
     assert re.search(r"matmul +│ mine\.py:6 in <lambda> +│ +1 ", out)
-    assert "rows=4 lies on" in out and "all communication exposed" in out
+    assert "rows=4 maps to" in out and "all communication exposed" in out
     status, out, _ = run(tmp_path, capsys, GOOD, *words, "--json")
     found = json.loads(out)
     assert found["flops"] == 2 * 6 * 16 * 16 and found["argument_bytes"] == 4 * (24 // 4 * 16 + 16 * 16)
