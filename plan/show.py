@@ -1,4 +1,4 @@
-"""A plan as tables, and as a picture."""
+"""Print a plan as tables, and draw it as a picture."""
 
 import math
 
@@ -9,24 +9,25 @@ from plan.planner import STATE, Plan, amount
 
 
 def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
-    """(what, unit, predicted, compiled) of what both know; the compiler stops early if a step does not fit."""
+    """List (quantity, unit, predicted, compiled); compiled is None if the compiler stopped because of memory."""
     state = sum(one.memory_bytes[part] for part in STATE)
     rows = [
         ("parameters, optimizer, batch", "bytes", state, found.get("argument_bytes")),
         ("temporary", "bytes", one.temp_bytes, found.get("temp_bytes")),
         ("peak memory", "bytes", one.peak_bytes, found.get("peak_bytes")),
         ("FLOPs", "FLOPs", one.hardware_flops, found.get("hardware_flops")),
-        ("on the wire", "bytes", one.wire_bytes, found.get("wire_bytes")),
+        ("bytes sent", "bytes", one.wire_bytes, found.get("wire_bytes")),
     ]
-    wires, there = one.wire_by_axes, found.get("wire_by_axes", {})
-    names = sorted(wires.keys() | there.keys(), key=lambda name: -max(wires.get(name, 0), there.get(name, 0)))
-    rows += [(f"  over {name}", "bytes", wires.get(name, 0), there.get(name, 0) if there else None) for name in names]
+    planned, counted = one.wire_by_axes, found.get("wire_by_axes", {})
+    names = sorted(planned.keys() | counted.keys(), key=lambda name: -max(planned.get(name, 0), counted.get(name, 0)))
+    rows += [(f"  over {name}", "bytes", planned.get(name, 0), counted.get(name, 0) if counted else None)
+             for name in names]  # fmt: skip
     rows += [("  exposed", "bytes", one.exposed_bytes, found.get("exposed_bytes"))]
-    return [*rows, ("step, at best", "s", one.step_s, found.get("step_s"))]
+    return [*rows, ("step (roofline)", "s", one.step_s, found.get("step_s"))]
 
 
 def titled(title: str, *columns: str, words: int = 1, **more):
-    """A table, of which the first columns hold words and the others numbers."""
+    """Make a table whose first `words` columns are left-aligned text and whose other columns are numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -36,54 +37,55 @@ def titled(title: str, *columns: str, words: int = 1, **more):
 
 
 def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
-    """Print a plan as tables, what the compiler counted beside it, and settings that are better, if there are any."""
+    """Print a plan as tables, with the compiler's counts and better settings, if there are any."""
     cfg, seconds = one.cfg, one.seconds()
     console.print(f"model      {one.params_total:,} parameters, {one.params_active:,} active per token")
-    devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of no known kind"
+    devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of unknown kind"
     console.print(f"mesh       {cfg.mesh} on {devices}")
-    console.print(f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens a step")
+    console.print(f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens per step")
     console.print(f"settings   {one.settings()}", soft_wrap=True)
     if cfg.mesh.stage > 1:
         console.print(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
     if one.topology:
         for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values()):
-            console.print(f"{'' if number else 'wires':10} {link.note}")
+            console.print(f"{'' if number else 'links':10} {link.note}")
         for line in hardware.check(cfg.mesh, one.topology) + hardware.remarks(one.topology):
             console.print(f"note       {line}")
     ratio = one.hardware_flops / one.model_flops
-    console.print(f"work       {amount(one.model_flops, 'FLOPs')} a device and step, "
-                  f"{ratio:.2f} times that with recomputation and padding")  # fmt: skip
+    console.print(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
+                  f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
 
-    table = titled("memory of a device", "part", "predicted")
+    table = titled("memory per device", "part", "predicted")
     for part, size in one.memory_bytes.items():
         table.add_row(part, amount(size, "bytes"))
     table.add_section()
     fits = "fits" if one.fits else "does not fit"
     limit = f" of {amount(one.limit_bytes, 'bytes')}: {fits}" if one.limit_bytes else ""
-    table.add_row("at its fullest", amount(one.peak_bytes, "bytes") + limit)
+    table.add_row("peak", amount(one.peak_bytes, "bytes") + limit)
     console.print(table)
 
     if seconds:
-        table = titled("time of a step", "spent on", "predicted", "share")
+        table = titled("time of a step: roofline", "spent on", "predicted", "share")
         for part, time in seconds.items():
             table.add_row(part, amount(time, "s"), f"{time / one.step_s:.1%}")
         table.add_section()
         table.add_row("step", amount(one.step_s, "s"), f"MFU {one.mfu(one.step_s):.1%}")
         console.print(table)
         if one.expected:
-            table = titled("the same as compiled: what a replay would say", "spent on", "expected", "share")
+            table = titled("time of a step: expected of the compiled step", "spent on", "expected", "share")
             for part, time in one.expected.items():
-                table.add_row(part, amount(time, "s"), f"{time / one.likely_s:.1%}")
+                name = "matmuls" if part == "products" else part
+                table.add_row(name, amount(time, "s"), f"{time / one.likely_s:.1%}")
             table.add_section()
             table.add_row("step", amount(one.likely_s, "s"), f"MFU {one.mfu(one.likely_s):.1%}")
             console.print(table)
         if better:
             console.print(suggestion(one, *better), soft_wrap=True)
 
-    beside = ("compiled", "difference") if found else ()
-    table = titled(" and ".join(["predicted", *beside[:1]]), "a device and step", "predicted", *beside)
-    for what, unit, predicted, counted in compared(one, found or {}):
-        row = [what, amount(predicted, unit)]
+    columns = ("compiled", "difference") if found else ()
+    table = titled(" and ".join(["predicted", *columns[:1]]), "per device and step", "predicted", *columns)
+    for name, unit, predicted, counted in compared(one, found or {}):
+        row = [name, amount(predicted, unit)]
         if found:
             difference = f"{predicted / counted - 1:+.1%}" if counted and predicted is not None else "-"
             row += [amount(counted, unit), difference]
@@ -92,18 +94,16 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
 
 
 def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:
-    """The line to print of settings by which a step takes less time, or fits."""
+    """Return the line that suggests settings with which the step is faster, or fits."""
     flags = " ".join(f"--{name} {value}" for name, value in changed.items())
     less = f"{1 - other.likely_s / one.likely_s:.0%} less" if one.fits else "and it fits"
-    return (
-        f"try        {flags}: {amount(other.likely_s, 's')}, {less}; {amount(other.peak_bytes, 'bytes')} at its fullest"
-    )
+    return f"try        {flags}: {amount(other.likely_s, 's')}, {less}; peak memory {amount(other.peak_bytes, 'bytes')}"
 
 
 def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
-    """Print the ledger, and what should not be there."""
-    table = titled("the ledger: collectives of the compiled step", "kind", "mesh axes", "comes from", "executed",
-                   "on the wire", "exposed", words=3)  # fmt: skip
+    """Print the collectives of a compiled step, and kernels of unknown FLOPs."""
+    table = titled("the ledger: collectives of the compiled step", "kind", "mesh axes", "source", "executed",
+                   "bytes sent", "exposed", words=3)  # fmt: skip
     groups: dict[tuple, list] = {}
     for one in step.ledger.collectives:
         groups.setdefault((one.kind, "*".join(one.axes), one.source), []).append(one)
@@ -119,30 +119,30 @@ def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
     console.print(table)
     console.print(
         f"compiled   in {found['compile_s']:.1f} s (lowered in {found['lower_s']:.1f} s); "
-        f"{amount(found['donated_bytes'], 'bytes')} of the state are donated"
+        f"{amount(found['donated_bytes'], 'bytes')} of the state is donated"
     )
-    console.print(f"wires      {found['collectives']:,.0f} collectives send {amount(found['wire_bytes'], 'bytes')}: "
-                  f"{amount(found['hidden_bytes'], 'bytes')} beside products, and "
+    console.print(f"sent       {found['collectives']:,.0f} collectives send {amount(found['wire_bytes'], 'bytes')}: "
+                  f"{amount(found['hidden_bytes'], 'bytes')} overlapped with matmuls, and "
                   f"{amount(found['exposed_bytes'], 'bytes')} exposed")  # fmt: skip
     if found["unknown"]:
         console.print(f"unknown    {unknown_kernels(found['unknown'])}")
 
 
 def unknown_kernels(unknown: dict[str, float]) -> str:
-    """Kernels whose FLOPs no one knows, and that count 0."""
+    """List the kernels that state no FLOPs and so count as 0."""
     names = ", ".join(f"{times:,.0f} x {name}" for name, times in unknown.items())
     return f"FLOPs of {len(unknown)} kernel{'s' * (len(unknown) > 1)}: {names}"
 
 
 def scheduled(one: Plan) -> str:
-    """Schedule and microbatches, where there are stages."""
+    """Return the schedule and the number of microbatches; "" without a pipeline."""
     return f"{one.sched.name} M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
 
 
 def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
-    """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if there are."""
+    """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if any."""
     shown = f"the {most} fastest" if len(fit) > most else "the fastest"
-    table = titled(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "on the wire", "bubble",
+    table = titled(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "bytes sent", "bubble",
                    "step", "MFU", words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
         mfu = f"{one.mfu(one.likely_s):.1%}" if one.likely_s else "-"
@@ -150,7 +150,7 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
                       amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.likely_s, "s"), mfu)  # fmt: skip
     console.print(table)
     if large:
-        console.print(f"{len(large)} layouts are too large; the smallest of them, {large[0].cfg.mesh}, would take "
+        console.print(f"{len(large)} layouts are too large; the smallest of them, {large[0].cfg.mesh}, needs "
                       f"{amount(large[0].peak_bytes, 'bytes')} of {amount(large[0].limit_bytes, 'bytes')}")  # fmt: skip
     for reason, many in sorted(refused.items(), key=lambda item: -item[1])[:5]:
         console.print(f"{many} refused: {reason}")
@@ -162,23 +162,23 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
 
 
 def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> None:
-    """Print what answering costs: the cache, what fits, both passes part by part, and batch by batch."""
+    """Print the cost of inference: the cache, what fits, prefill and decode by part of the model, and by batch size."""
     cfg, batches, (total, active) = one.cfg, one.batches(asked), costs.parameters(one.cfg.model)
     for line in (f"model      {total:,} parameters, {active:,} active per token",
-                 f"mesh       {cfg.mesh} on {one.topology or f'{cfg.mesh.devices} devices of no known kind'}",
+                 f"mesh       {cfg.mesh} on {one.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
                  *inference_lines(one)):  # fmt: skip
         console.print(line, soft_wrap=True)
     for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values() if one.topology else ()):
-        console.print(f"{'' if number else 'wires':10} {link.note}")
+        console.print(f"{'' if number else 'links':10} {link.note}")
     of_chip = hardware.remarks(one.topology) if one.topology else []
     for line in one.notes() + [line for line in of_chip if "--compile" not in line]:
         console.print(f"note       {line}", soft_wrap=True)
     last = batches[-1]
-    of_prompts = f"prompts of {one.request.prompt:,} tokens, {one.request.piece:,} at once; of a device"
+    of_prompts = f"prompts of {one.request.prompt:,} tokens, {one.request.piece:,} at a time; per device"
     part_table(one, last, "prefill", f"prefill, batch {last:,}: {of_prompts}", console)
-    part_table(one, last, "decode", f"decode, batch {last:,}: a token for each; of a device", console)
-    columns = ("batch", "memory", "first tokens", "step", "tokens/s", "of each", "with prefill", "most time for")
-    table = titled("by batch: memory of a device, tokens of all", *columns, words=0)
+    part_table(one, last, "decode", f"decode, batch {last:,}: one token per sequence; per device", console)
+    columns = ("batch", "memory", "first tokens", "step", "tokens/s", "per seq.", "with prefill", "bound by")
+    table = titled("by batch size: memory per device, tokens/s of all sequences", *columns, words=0)
     for found in map(one.answered, batches):
         memory = amount(found["memory_bytes"], "bytes") + " too large" * (found["fits"] is False)
         names = ("tokens_per_s", "sequence_tokens_per_s", "with_prefill_tokens_per_s")
@@ -189,27 +189,27 @@ def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> No
 
 
 def inference_lines(one: inference.Plan) -> list[str]:
-    """What is asked, what the cache takes, how many sequences fit, and what bounds a step."""
+    """Describe the request, the size of the cache, how many sequences fit, and from which batch FLOPs bound a step."""
     request, most = one.request, one.most
     found = [f"request    prompts of {request.prompt:,} tokens, answers of {request.answer:,}; weights in "
              f"{request.weights_dtype}, cache in {request.cache_dtype}",
-             f"cache      {one.token_bytes:,} bytes a token, {amount(one.token_bytes * request.slots, 'bytes')} a "
-             f"sequence; {amount(one.cache_bytes(one.unit), 'bytes')} of it on a device"]  # fmt: skip
+             f"cache      {one.token_bytes:,} bytes per token, {amount(one.token_bytes * request.slots, 'bytes')} per "
+             f"sequence; {amount(one.cache_bytes(one.unit), 'bytes')} of it on each device"]  # fmt: skip
     if most is not None:
-        found.append(f"fit        {most:,} sequences beside {amount(one.weights_bytes(), 'bytes')} of weights on each "
-                     f"device; a tenth of its {amount(one.limit_bytes, 'bytes')} stays free")  # fmt: skip
+        found.append(f"fit        {most:,} sequences, next to {amount(one.weights_bytes(), 'bytes')} of weights on "
+                     f"each device; a tenth of its {amount(one.limit_bytes, 'bytes')} stays free")  # fmt: skip
     if one.bounds:
-        bound = {what: f"from {n:,} sequences on" if n else "at no batch" for what, n in one.bounds.items()}
+        bound = {what: f"from {n:,} sequences on" if n else "at no batch size" for what, n in one.bounds.items()}
         first = min((n for n in one.bounds.values() if n), default=math.inf)
-        full = f"; memory is full before, at {most:,}" if most and most < first else ""
-        found.append(f"FLOPs      take longer than reading weights {bound['products']}, than reading weights and cache "
-                     f"{bound['step']}{full}")  # fmt: skip
+        full = f"; memory is already full at {most:,}" if most and most < first else ""
+        found.append(f"FLOPs      take longer than reading the weights {bound['products']}, and longer than reading "
+                     f"weights and cache {bound['step']}{full}")  # fmt: skip
     return found
 
 
 def part_table(one: inference.Plan, batch: int, phase: str, title: str, console) -> None:
-    """Print a pass, part by part."""
-    columns = ("weights moved", "cache moved", "FLOPs", "sent", "time", "most for")
+    """Print the cost of prefill or decode by part of the model."""
+    columns = ("weights moved", "cache moved", "FLOPs", "bytes sent", "time", "bound by")
     table, rows = titled(title, "part", *columns), one.rows(batch, phase)
     all_of = inference.Row("all", *(sum(getattr(row, name) for row in rows) for name in (
         "flops", "weight_bytes", "cache_bytes")), [sent for row in rows for sent in row.exchanges])  # fmt: skip
@@ -226,13 +226,13 @@ def part_table(one: inference.Plan, batch: int, phase: str, title: str, console)
 
 
 def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> None:
-    """Draw tokens a second, the seconds of a step by cause, and the time to the first token, against the batch."""
+    """Draw tokens per second, the seconds of a step by cause, and the time to the first token, by batch size."""
     found = [one.answered(batch) for batch in one.batches(asked)]
     batches = [row["batch"] for row in found]
     figure = pictures.new_picture(figsize=(12, 3.9), dpi=150)
     rate, step, first = figure.subplots(1, 3)
-    rate.loglog(batches, [row["tokens_per_s"] for row in found], "o-", label="of all")
-    rate.loglog(batches, [row["sequence_tokens_per_s"] for row in found], "s--", label="of each sequence")
+    rate.loglog(batches, [row["tokens_per_s"] for row in found], "o-", label="all sequences")
+    rate.loglog(batches, [row["sequence_tokens_per_s"] for row in found], "s--", label="per sequence")
     rate.set_title("tokens/s", loc="left", size=10)
     places, floor = range(len(found)), [0.0] * len(found)
     for cause in inference.CAUSES:
@@ -241,11 +241,11 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
         floor = [low + time for low, time in zip(floor, times, strict=True)]
     step.set(xticks=places)
     step.set_xticklabels([f"{batch:,}" for batch in batches], rotation=45, ha="right")
-    step.set_title("ms of a decode step", loc="left", size=10)
+    step.set_title("ms per decode step", loc="left", size=10)
     first.loglog(batches, [row["first_token_s"] for row in found], "o-")
-    first.set_title("s until all have their first token", loc="left", size=10)
+    first.set_title("s until every sequence has its first token", loc="left", size=10)
     for axes in (rate, first):
-        for name, batch in (("memory is full", one.most), ("products bound by FLOPs", one.bounds["products"])):
+        for name, batch in (("memory is full", one.most), ("matmuls bound by FLOPs", one.bounds["products"])):
             if batch and batch <= 2 * batches[-1]:
                 axes.axvline(batch, linewidth=1, linestyle=":" if "FLOPs" in name else "--", color="black", label=name)
     for axes in (rate, step, first):
@@ -259,16 +259,16 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
 
 # Pictures -------------------------------------------------------------------------------------------------------------
 
-FIXED = ("compute", "optimizer", "bubble")  # of a step's seconds; the others are wires, by mesh axes
+FIXED = ("compute", "optimizer", "bubble")  # causes of a step's seconds; the others are communication by mesh axes
 
 
 def scale(largest_bytes: float) -> tuple[int, str]:
-    """The unit that `amount` gives such a size, in bytes and by name."""
+    """Return the unit that `amount` uses for this size, in bytes and as a name."""
     return (2**30, "GiB") if largest_bytes >= 2**30 / 10 else (2**20, "MiB")
 
 
 def plot(one: Plan, found: dict | None, path: str) -> None:
-    """Draw memory by part, bytes on the wire by mesh axes, and the schedule into a picture file."""
+    """Draw memory by part, bytes sent by mesh axes, and the pipeline schedule, into a picture file."""
     staged, wired = one.cfg.mesh.stage > 1, bool(one.wire_bytes)
     figure = pictures.new_picture(figsize=(11 if wired else 5.5, 7.3 if staged else 4), dpi=150)
     grid = figure.add_gridspec(1 + staged, 1 + wired, width_ratios=(3, 4)[: 1 + wired])
@@ -278,21 +278,21 @@ def plot(one: Plan, found: dict | None, path: str) -> None:
     if staged:
         plot_schedule(figure.add_subplot(grid[1, :]), one)
     on = f" on {one.topology}" if one.topology else ""
-    figure.suptitle(f"{one.cfg.run.name}: mesh {one.cfg.mesh}{on}, {one.tokens_per_step:,} tokens a step",
+    figure.suptitle(f"{one.cfg.run.name}: mesh {one.cfg.mesh}{on}, {one.tokens_per_step:,} tokens per step",
                     x=0.01, ha="left")  # fmt: skip
     figure.savefig(path)
 
 
 def plot_memory(axes, one: Plan, found: dict | None) -> None:
-    """A bar of what arithmetic says, by part, and one of what the compiler says."""
+    """Draw a bar of the predicted memory, by part, and one of the compiled memory."""
     from matplotlib import colormaps
 
     bars = [("predicted", part, size, colour) for (part, size), colour in
             zip(one.memory_bytes.items(), colormaps["tab20"].colors, strict=False) if size]  # fmt: skip
     if found and "argument_bytes" in found:
-        there = found["argument_bytes"]
-        bars += [("compiled", "arguments", there, "#999999"),
-                 ("compiled", "temporary", found["peak_bytes"] - there, "#cccccc")]  # fmt: skip
+        arguments = found["argument_bytes"]
+        bars += [("compiled", "arguments", arguments, "#999999"),
+                 ("compiled", "temporary", found["peak_bytes"] - arguments, "#cccccc")]  # fmt: skip
     tops: dict[str, float] = {}
     unit, name = scale(one.peak_bytes)
     for column, part, size, colour in bars:
@@ -301,15 +301,15 @@ def plot_memory(axes, one: Plan, found: dict | None) -> None:
     if one.limit_bytes and one.limit_bytes < 2 * one.peak_bytes:
         axes.axhline(one.limit_bytes / unit, color="black", linewidth=1, linestyle="--", label="device")
     axes.set(ylabel=name, xlim=(-0.5, len(tops) - 0.5))
-    has = f", which has {amount(one.limit_bytes, 'bytes')}" if one.limit_bytes else ""
-    axes.set_title(f"memory of a device{has}", loc="left", size=10)
+    limit = f" of {amount(one.limit_bytes, 'bytes')}" if one.limit_bytes else ""
+    axes.set_title(f"memory per device{limit}", loc="left", size=10)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def plot_wires(axes, one: Plan, found: dict | None) -> None:
-    """A bar of what arithmetic says for each group of mesh axes, and one of what the compiler says."""
+    """Draw the predicted bytes, and the compiled ones, for each group of mesh axes."""
     rows = [row for row in compared(one, found or {}) if row[0].startswith("  over ")]
     rows = [row for row in rows if row[2] >= 0.002 * one.wire_bytes]
     series = {"predicted": [row[2] for row in rows]}
@@ -322,40 +322,40 @@ def plot_wires(axes, one: Plan, found: dict | None) -> None:
         axes.bar_label(bars, [amount(x, "bytes") for x in values], padding=3, size=8)
     alone = 0.5 * (len(rows) == 1)  # a single bar does not fill the panel
     axes.set(yticks=range(len(rows)), yticklabels=[row[0].removeprefix("  over ") for row in rows],
-             xlabel=f"{name} a step", xlim=(0, 1.2 * max(map(max, series.values())) / unit),
+             xlabel=f"{name} per step", xlim=(0, 1.2 * max(map(max, series.values())) / unit),
              ylim=(len(rows) - 0.5 + alone, -0.5 - alone))  # fmt: skip
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=8, loc="lower right")
-    axes.set_title("sent by a device, by mesh axes", loc="left", size=10)
+    axes.set_title("bytes sent per device, by mesh axes", loc="left", size=10)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def plot_schedule(axes, one: Plan) -> None:
-    """What the stages do, in lock-step."""
+    """Draw the work of each stage, in lock-step."""
     cfg, sched = one.cfg, one.sched
-    form = "as run, in lock-step"
+    form = "as executed, in lock-step"
     if costs.passes(cfg, sched).forward > sched.microbatches:
-        form += ", after all forward passes once for the balance loss"
+        form += ", after an extra forward pass of all microbatches for the balance loss"
     draw.paint_spans(axes, sched, schedules.in_lock_step(sched, *costs.slots(cfg, sched)), 10, form)
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
-    """Draw where the time of a step goes in the fastest layouts into a picture file."""
+    """Draw the time of a step by cause, for the fastest layouts, into a picture file."""
     fit = fit[:most]
     figure = pictures.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
     axes, ends = figure.subplots(), [0.0] * len(fit)
-    for name in ("compute", "wires", "optimizer", "bubble"):
-        times = [1e3 * sum(time for part, time in one.seconds().items() if (part if part in FIXED else "wires") == name)
-                 for one in fit]  # fmt: skip
+    cause = lambda part: part if part in FIXED else "communication"
+    for name in ("compute", "communication", "optimizer", "bubble"):
+        times = [1e3 * sum(s for part, s in one.seconds().items() if cause(part) == name) for one in fit]
         bars = axes.barh(range(len(fit)), times, 0.8, left=ends, label=name)
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     axes.bar_label(bars, [f"MFU {one.mfu(one.step_s):.1%}" for one in fit], padding=3, size=8)
     axes.set(yticks=range(len(fit)), yticklabels=[f"{one.cfg.mesh} {scheduled(one)}".strip() for one in fit],
-             xlabel="milliseconds of a step")  # fmt: skip
+             xlabel="milliseconds per step")  # fmt: skip
     axes.set(xlim=(0, 1.12 * max(ends)), ylim=(len(fit) - 0.5, -0.5))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(ncols=4, frameon=False, fontsize=8, loc="outside lower right")
-    axes.set_title(f"{fit[0].cfg.run.name} on {fit[0].topology}, {fit[0].tokens_per_step:,} tokens a step: "
+    axes.set_title(f"{fit[0].cfg.run.name} on {fit[0].topology}, {fit[0].tokens_per_step:,} tokens per step: "
                    f"the {len(fit)} fastest layouts", loc="left", size=10)  # fmt: skip
     figure.savefig(path)

@@ -306,7 +306,7 @@ def check_prediction(plan, found: dict, state=0.01):
     assert abs(off["parameters, optimizer, batch"]) <= state, off
     assert abs(off["peak memory"]) <= 0.20, off
     assert abs(off["FLOPs"]) <= 0.05, off
-    assert abs(off["on the wire"]) <= 0.05, off
+    assert abs(off["bytes sent"]) <= 0.05, off
     assert abs(plan.exposed_bytes - found["exposed_bytes"]) <= 0.10 * found["wire_bytes"], rows
     wires = {what: value for what, value in off.items() if what.startswith("over ")}
     assert wires or plan.cfg.mesh.devices == 1

@@ -247,7 +247,7 @@ def test_the_table_and_the_numbers_say_the_same(capsys, tmp_path, monkeypatch):
     status, out, _ = run(capsys, "llama3_70b", *EIGHT, *words, "--json", str(path), "--plot", str(picture))
     found = json.loads(path.read_text())
     assert status == 0 and picture.read_bytes().startswith(b"\x89PNG")
-    assert f"{found['most']} sequences beside {found['weights_bytes'] / 2**30:.3f} GiB of weights" in out
+    assert f"{found['most']} sequences, next to {found['weights_bytes'] / 2**30:.3f} GiB of weights" in out
     assert "from 121 sequences on, than reading weights and cache at no batch; memory is full before, at 37" in out
     last = found["batches"][-1]
     assert last["batch"] == found["most"] and last["fits"]
@@ -279,7 +279,7 @@ def test_every_preset_is_planned(capsys, name):
 def test_without_a_topology_there_are_no_seconds(capsys):
     """Catches a speed that nobody gave, and a cache that is not shown where there is none."""
     status, out, _ = run(capsys, "tiny", "--inference", "--mesh", "stage=2,tensor=2", "--prompt", "9", "--answer", "5")
-    assert status == 0 and "360 bytes a token" in out and "tokens/s" in out and " ms " not in out
+    assert status == 0 and "360 bytes per token" in out and "tokens/s" in out and " ms " not in out
     assert "note       stages work one after another: 1 of 2 wait" in out
     assert "each of tensor=2 devices keeps the latents of all heads" in out
 

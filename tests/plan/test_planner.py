@@ -340,7 +340,7 @@ def test_better_settings_are_told(capsys):
     words = "llama3_8b --topology v5e:8x8 --mesh fsdp=64 --data.batch_size 64 --data.seq_len 4096".split()
     status, out, _ = run(capsys, *words, "--work.remat", "none")
     [line] = re.findall("^try .*", out, re.MULTILINE)
-    tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, and it fits; (\S+) GiB at its fullest", line)
+    tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, and it fits; peak memory (\S+) GiB", line)
     assert status == 1
     status, out, _ = run(capsys, *words, *tried[1].split(), "--json", "-")
     found = json.loads(out)
@@ -365,7 +365,7 @@ def test_better_settings_are_told_of_the_best_layout(capsys, words):
     say so; and words that are another plan's."""
     status, out, _ = run(capsys, *words)
     [line] = re.findall("^try .*", out, re.MULTILINE)
-    tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, .*; (\S+) GiB at its fullest", line)
+    tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, .*; peak memory (\S+) GiB", line)
     preset_and_batch = [word for word in words if word not in ("--search", "16", "32")]
     _, out, _ = run(capsys, *preset_and_batch, *tried[1].split(), "--json", "-")
     found = json.loads(out)
@@ -414,7 +414,7 @@ def test_compiled_stands_beside_predicted(capsys, tmp_path):
     assert found["compiled"]["ledger"]
     waits = found["compiled"]  # simulated devices begin nothing ahead
     assert (waits["hidden_bytes"], waits["exposed_bytes"], waits["unknown"]) == (0, waits["wire_bytes"], {})
-    assert re.search(r"wires +[\d,]+ collectives send (\S+ \S+): \S+ \S+ beside products, and \1 exposed", out)
+    assert re.search(r"sent +[\d,]+ collectives send (\S+ \S+): \S+ \S+ overlapped with matmuls, and \1 exposed", out)
     assert {"over fsdp", "over stage"} <= {line.split("│")[1].strip() for line in out.splitlines() if "│" in line}
     assert "difference" in out
     assert "the ledger" in out
@@ -435,12 +435,13 @@ def test_the_picture_says_what_it_shows(capsys, tmp_path, figures):
     words = ["--mesh", "stage=2,fsdp=2,tensor=2", "--work.schedule", "zb", "--plot", str(tmp_path / "a.png")]
     assert run(capsys, "tiny", *words)[0] == 0
     (figure,) = figures
-    assert figure.get_suptitle() == "tiny: mesh stage=2,fsdp=2,tensor=2, 288 tokens a step"
+    assert figure.get_suptitle() == "tiny: mesh stage=2,fsdp=2,tensor=2, 288 tokens per step"
     memory, wires, stages = figure.axes
     assert {bar.get_x() + bar.get_width() / 2 for bar in memory.patches} == {0} and memory.get_xlim() == (-0.5, 0.5)
     middles = [bar.get_y() + bar.get_height() / 2 for bar in wires.patches]
     assert middles == pytest.approx(list(wires.get_yticks())) and wires.get_legend() is None
-    assert "as run, in lock-step, after all forward passes once for the balance loss" in stages.get_title(loc="left")
+    title = "as executed, in lock-step, after an extra forward pass of all microbatches for the balance loss"
+    assert title in stages.get_title(loc="left")
     cfg = preset("tiny", **{"mesh": words[1], "work.schedule": "zb"})
     assert stages.get_xlim()[1] == schedules.lock_step(pipeline.schedule(cfg), F=1, B=1, W=2)  # not recomputed
 
@@ -451,7 +452,7 @@ def test_a_search_is_drawn(capsys, tmp_path, figures):
     assert run(capsys, "moe1b", "--topology", "v4:2x2x1", "--search", "4", "--plot", str(path))[0] == 0
     assert path.read_text().startswith("<?xml")
     (axes,) = figures[0].axes
-    assert axes.get_title(loc="left").startswith("moe1b on v4:2x2x1, 262,144 tokens a step: the ")
+    assert axes.get_title(loc="left").startswith("moe1b on v4:2x2x1, 262,144 tokens per step: the ")
     first = axes.get_yticklabels()[0].get_text()
     fastest = planner.plan(replace(preset("moe1b"), mesh=first), "v4:2x2x1")
     ends = max(bar.get_x() + bar.get_width() for bar in axes.patches if bar.get_y() < 0)
