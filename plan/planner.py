@@ -1,7 +1,7 @@
-"""What a configuration needs, sends and takes: `plan` adds up the rows of `costs.py` on the wires of `hardware.py`.
+"""Predict the memory, communication and time of a step: `plan` evaluates the rows of `costs.py` on `hardware.py`.
 
-No device is touched, but by `compile_plan`, which has the trainer's own step compiled and counts what the compiler
-made, and by `largest_batch`, which asks it what fits.
+No device is touched, except by `compile_plan`, which compiles the trainer's step and counts what is in it, and by
+`largest_batch`, which calls it.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from plan.formulas import maximum, minimum
 from sharding import TENSOR
 from xla import ledger
 
-STATE = ("parameters", "optimizer", "batch")  # parts of memory that are there before a step and after it
+STATE = ("parameters", "optimizer", "batch")  # parts of memory that exist before and after a step
 
 # Plan -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step costs: numbers of one device and one step, in bytes, FLOPs and seconds."""
+    """The predicted cost of a training step, per device and step, in bytes, FLOPs and seconds."""
 
     cfg: Config
     topology: hardware.Topology | None
@@ -36,21 +36,21 @@ class Plan:
     params_active: int
     tokens_per_step: int  # of all devices
     model_flops: float
-    work: list[costs.Work]  # products, with recomputation
+    work: list[costs.Work]  # matmuls, including recomputation
     memory_bytes: dict[str, float]
     traffic: list[costs.Traffic]
     sched: schedules.Schedule
     limit_bytes: int | None  # memory of a device
-    bubble: float  # share of the time of the layers that a stage waits for others
-    why: str = ""  # what `auto` chose, and what else it could have been
+    bubble: float  # share of the layers' time in which a stage waits for other stages
+    why: str = ""  # what `auto` chose, and what the alternatives cost
 
     @property
     def flops(self) -> dict[str, float]:
-        """With recomputation, by part of the model."""
-        found: dict[str, float] = {}
+        """FLOPs by part of the model, including recomputation."""
+        by_part: dict[str, float] = {}
         for one in self.work:
-            found[one.part] = found.get(one.part, 0) + one.flops
-        return found
+            by_part[one.part] = by_part.get(one.part, 0) + one.flops
+        return by_part
 
     @property
     def hardware_flops(self) -> float:
@@ -77,16 +77,16 @@ class Plan:
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
     def refusal(self) -> str:
-        """Why this does not fit, in numbers, and what would take less."""
+        """Explain in numbers why this plan does not fit, with a setting that needs less memory."""
         parts = ((name, size) for name, size in sorted(self.memory_bytes.items(), key=lambda part: -part[1]) if size)
         return (f"a device would need {amount(self.peak_bytes, 'bytes')}, and has {amount(self.limit_bytes, 'bytes')}: "
                 + ", ".join(f"{name} {amount(size, 'bytes')}" for name, size in parts)
                 + f"; try {compiled.advice(self.cfg)}")  # fmt: skip
 
     def settings(self) -> str:
-        """The way of working, what `auto` chose first and with reasons."""
-        said = {name.partition("=")[0] for name in self.why.split(", ")} | auto.without_effect(self.cfg.mesh)
-        rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in said)
+        """Return the execution settings as text: first those that `auto` chose, with reasons."""
+        listed = {name.partition("=")[0] for name in self.why.split(", ")} | auto.without_effect(self.cfg.mesh)
+        rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in listed)
         return f"{self.why}; {rest}" if self.why else rest
 
     @property
@@ -95,19 +95,19 @@ class Plan:
 
     @property
     def wire_by_axes(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        by_axes: dict[str, float] = {}
         for one in self.traffic:
-            found["*".join(one.axes)] = found.get("*".join(one.axes), 0) + one.wire_bytes
-        return found
+            by_axes["*".join(one.axes)] = by_axes.get("*".join(one.axes), 0) + one.wire_bytes
+        return by_axes
 
     def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
-        """Where the time of a step goes: products, wires by mesh axes, memory of the optimizer, bubble.
+        """Return the roofline of a step, seconds by cause: compute, communication by mesh axes, optimizer, bubble.
 
-        flops, exchanges  those of a compiled step, in place of the predicted ones
-        alone  as if nothing ran beside anything else: all bytes are waited for
-        A roofline. A product runs at the chip's peak, or at its memory's full speed, whichever takes longer; a
-        collective at its wires' full speed. What is exposed is waited for; what is hidden, only as far as the wires of
-        an axis take longer than all products. Latency is left out. None: the chip's or the wires' speed is not known.
+        flops, exchanges  those of a compiled step, instead of the predicted ones
+        alone  as if nothing overlapped: all communication is exposed
+        A matmul takes the longer of its FLOPs at the chip's peak and its bytes at the full speed of memory. Exposed
+        communication adds its bytes at the full speed of its links. Overlapped communication adds only the time by
+        which an axis takes longer than all matmuls. Latency is ignored. None: the speed of chip or links is unknown.
         """
         chip = self.topology and self.topology.chip
         if not chip or not chip.peak_flops_per_s:
@@ -115,7 +115,7 @@ class Plan:
         compute = sum(maximum(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
         if flops is not None:
             compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
-        found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: what a stage does in its slots
+        found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: seconds of a stage inside its slots
         for one in self.traffic if exchanges is None else exchanges:
             speed, name = self.speed(one), "*".join(one.axes)
             exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
@@ -131,7 +131,7 @@ class Plan:
         return found
 
     def speed(self, one: costs.Traffic) -> float:
-        """Bytes per second of a collective along mesh axes. Positions go around TENSOR both ways at once."""
+        """Bytes per second of a collective along mesh axes. A ring over TENSOR sends in both directions at once."""
         link = self.link(one.axes)
         if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
@@ -151,20 +151,20 @@ class Plan:
 
     @functools.cached_property
     def expected(self) -> dict[str, float] | None:
-        """Seconds by cause as a replay of the compiled step would have them; None where none is: see `expected`."""
+        """Expected seconds of the compiled step by cause; None if not modeled for this chip. See `expected.py`."""
         return expected.seconds(self)
 
     @property
     def likely_s(self) -> float | None:
-        """Seconds of a step: as expected, or, where that is not known, the roofline's."""
+        """Seconds of a step: the expected ones, or the roofline's if those are unknown."""
         return sum(self.expected.values()) if self.expected else self.step_s
 
     def mfu(self, step_s: float | None) -> float | None:
-        """Model FLOPs over what the chip could have done in the time."""
+        """Model FLOPs over the FLOPs that the chip could execute in this time."""
         return step_s and self.model_flops / step_s / self.topology.chip.peak_flops_per_s
 
     def to_json(self) -> dict:
-        """The plan as a dict of numbers, of one device and step."""
+        """Return the plan as a dict of numbers per device and step."""
         step_s, likely_s = self.step_s, self.likely_s
         names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
                  "exposed_bytes", "peak_bytes", "temp_bytes", "limit_bytes", "fits", "bubble", "step_s", "memory_bytes",
@@ -178,24 +178,24 @@ class Plan:
 
 
 def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_bytes: int | None = None) -> Plan:
-    """Predict what a step costs; no device is touched. What is `auto` is chosen here, see `auto.py`.
+    """Predict the cost of a step without touching a device. Chooses the settings that are `auto`, see `auto.py`.
 
-    topology     the devices; None: times, and whether it fits, are not known
-    limit_bytes  memory of a device, if not what the chip has
-    Raises: UserError for settings that do not fit the mesh, and a mesh that does not fit the topology.
+    topology     the devices; None: the plan has no times, and cannot tell whether the step fits
+    limit_bytes  memory of a device, if it differs from the chip's
+    Raises: UserError for settings that do not fit the mesh, and for a mesh that does not fit the topology.
     """
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
-    fit.split_batch(cfg)  # refused before a width: it is the easier one to change
+    fit.split_batch(cfg)  # checked before the widths, because a batch size is easier to change
     fit.check(cfg.model, cfg.mesh, cfg.work)
     one, why = auto.choose(cfg, lambda settled: of_settled(settled, topology, limit_bytes))
     return dataclasses.replace(one, why=why)
 
 
 def of_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
-    """The plan of a step in which nothing is to be chosen."""
+    """Plan a step whose settings are all chosen, none `auto`."""
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     chip = topology.chip.key if topology else ""
     total, active = parameters(cfg.model)
@@ -211,13 +211,13 @@ def is_tpu(chip: hardware.Chip | None) -> bool:
     return bool(chip and chip.torus_dims)
 
 
-WORTH = 0.03  # of the time, to be worth a word
+WORTH = 0.03  # least share of the time to save before settings are suggested
 
 
 def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
-    """The settings that `auto` would choose in place of those that were pinned, and their plan.
+    """Return the settings that `auto` would choose instead of the pinned ones, and their plan.
 
-    None: they would not take 3% less than the plan does, if that fits at all, or the time is not known.
+    None: the plan fits and they would save less than 3%, or they do not fit, or the time or memory limit is unknown.
     """
     if one.likely_s is None or one.limit_bytes is None:
         return None
@@ -231,7 +231,7 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
 
 
 def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
-    """The same of a plan that `search` found, its mesh and schedule among the settings."""
+    """Like `faster`, for a plan from `search`: the settings include its mesh and schedule."""
     chosen = {"mesh": str(one.cfg.mesh)}
     if one.cfg.mesh.stage > 1:
         chosen |= {"work.schedule": one.cfg.work.schedule, "work.chunks": one.cfg.work.chunks}
@@ -243,13 +243,13 @@ def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
 
 
 def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
-    """Compile what a plan is about; returns what the compiler counted, under the plan's names, and the step.
+    """Compile the step of a plan. Returns the compiler's counts, under the plan's names, and the compiled step.
 
-    For the plan's TPU topology, or simulated CPU devices. A step that does not fit is told, not raised.
+    Uses the plan's TPU topology or simulated devices. If the step does not fit, the counts have "error" and it is None.
     """
     cfg, chip = one.cfg, one.topology and one.topology.chip
     mesh = compiled.topology_mesh(cfg.mesh, str(one.topology)) if is_tpu(chip) else sharding.make_mesh(cfg.mesh)
-    # For its own memory libtpu knows best: what it compiles, fits.
+    # With the chip's real limit, libtpu decides: a step that it compiles fits.
     on_tpu = is_tpu(chip) and one.limit_bytes == chip.memory_bytes
     same = {name: getattr(one, name) for name in ("params_total", "params_active", "tokens_per_step", "model_flops")}
     try:
@@ -286,7 +286,7 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
 
 
 def sent(one: ledger.Collective) -> costs.Traffic:
-    """A compiled collective as the plan's own are."""
+    """Convert a compiled collective to the plan's type."""
     wire_bytes = one.count * one.wire_bytes
     return costs.Traffic(one.scope, one.kind, one.axes, one.count, wire_bytes, wire_bytes * (not one.hidden),
                          "_slot" in one.scope)  # fmt: skip
@@ -296,29 +296,29 @@ def sent(one: ledger.Collective) -> costs.Traffic:
 
 
 def meshes(devices: int):
-    """All ways to spread devices over the six axes."""
+    """Yield every mesh of this many devices over the six axes."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for sizes in itertools.product(divisors, repeat=len(AXES) - 1):
         if devices % math.prod(sizes) == 0:
             yield MeshConfig(*sizes, devices // math.prod(sizes))
 
 
-REFINED = 20  # of the layouts that a search finds, the first, for which all is chosen that is `auto`
+REFINED = 20  # number of layouts of a search, fastest first, whose `auto` settings are chosen
 
 
 def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, say=lambda text: None):
-    """Plan every mesh, and every schedule where there are stages.
+    """Plan every mesh, with every schedule if it has stages.
 
-    What is `auto` takes least memory at first; then it is chosen for the first twenty layouts.
-    Returns the plans that fit, fastest first; those that do not, smallest first; and {reason: how many are refused}.
+    Settings that are `auto` first get the values that need the least memory. Then they are chosen for the first twenty.
+    Returns the plans that fit, fastest first; those that do not, smallest first; and {reason: number of refused plans}.
     """
     fit, large, refused = [], [], {}
-    autos, dense = cfg.work.autos, not cfg.model.n_experts  # dense: then an expert axis is another fsdp axis
+    autos, dense = cfg.work.autos, not cfg.model.n_experts  # in a dense model, an expert axis equals an fsdp axis
     least = {name: value for name, value in cfg.work.ways("least").items() if name in autos}
-    tried = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
-    for number, mesh in enumerate(tried):
+    candidates = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
+    for number, mesh in enumerate(candidates):
         if number % 50 == 0:
-            say(f"{number} of {len(tried)} meshes planned ..")
+            say(f"{number} of {len(candidates)} meshes planned ..")
         for schedule in [*schedules.SCHEDULES] if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
             work = dataclasses.replace(cfg.work, **least, schedule=schedule).settled
             try:
@@ -339,14 +339,14 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
 
 
 def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None, say) -> tuple[int, int]:
-    """The most sequences that fit, by compiling, and the fewest that do not, a sixteenth apart.
+    """Find by compiling the most sequences that fit and the fewest that do not, at most a sixteenth apart.
 
-    Starts at what arithmetic says fits, goes on from there in growing steps, and halves what is left between.
-    Raises: UserError if not even the smallest batch fits, or memory hardly grows with the batch.
+    Starts at the batch that fits by arithmetic, moves in growing steps, and then bisects.
+    Raises: UserError if not even the smallest batch fits, or if memory hardly grows with the batch.
     """
     if (at_once := cfg.work.device_batch) != AUTO:
-        raise UserError(f"--max_batch: with work.device_batch={at_once} a device works on {at_once} sequences at "
-                        "once, however many there are; leave it at auto to learn how many it could")  # fmt: skip
+        raise UserError(f"--max_batch: work.device_batch={at_once} limits a device to {at_once} sequences at a time, "
+                        "whatever the batch; leave it at auto")  # fmt: skip
     unit = cfg.mesh.batch_shards * (1 if cfg.work.microbatches == AUTO else cfg.work.microbatches)
 
     def sized(units: int) -> Plan:  # all of them at once
@@ -361,7 +361,7 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
 
     low, high = 0, 1
     if sized(high).limit_bytes is None:
-        raise UserError("--max_batch needs a memory to fit: name a --topology, or a --memory in GiB")
+        raise UserError("--max_batch needs the memory of a device: pass --topology, or --memory in GiB")
     while sized(high).fits:
         low, high = high, 2 * high
         if high * unit > 2**16 * cfg.data.batch_size:
@@ -372,7 +372,7 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
 
     at = max(low, 1)
     low, high, step = 0, None, max(at // 16, 1)
-    while not high or high - low > max(low // 16, 1):  # within a sixteenth
+    while not high or high - low > max(low // 16, 1):
         low, high = (at, high) if fits(at) else (low, at)
         at = (low + high) // 2 if low and high else low + step if low else max(high - step, 1)
         step *= 2
@@ -385,7 +385,7 @@ SCALES = {"bytes": (2**30, "GiB", 2**20, "MiB"), "FLOPs": (1e12, "TFLOP", 1e9, "
 
 
 def amount(x: float | None, unit: str) -> str:
-    """A number with its unit, large or small as it is: amount(3e9, "bytes") is "2.794 GiB"."""
+    """Format a number with a large or small unit: amount(3e9, "bytes") is "2.794 GiB"."""
     if x is None:
         return "-"
     large, name, small, small_name = SCALES[unit]
