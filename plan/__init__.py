@@ -1,15 +1,14 @@
-"""Know before you rent: what a configuration needs, sends and takes, read from the program and from the compiler.
+"""Predict the memory, communication and time of a configuration before you rent chips. The command is `python -m plan`.
 
-Open `planner.py` first: `plan(cfg, topology)` adds up what the others know. `traced_layer.py` reads a layer's matmuls
-and collectives from its trace, as formulas; `costs.py` says how often each runs and what it costs on a mesh;
-`memory.py` what a device keeps; `hiding.py` what runs beside products; `hardware.py` chips and wires, with sources;
-`expected.py` how long a step takes as compiled; `auto.py` chooses what is left to it; `compiled.py` compiles for
-absent devices, and `replayed.py` plays what came out against time; `inference.py` is the plan of answers, in place of
-training; `show.py` prints and draws. `python -m plan` is the command.
+Open `planner.py` first: `plan(cfg, topology)` combines the other modules. `traced_layer.py` reads the matmuls and
+collectives of a layer from its trace, as formulas. `costs.py` counts how often each runs and its cost on a mesh.
+`memory.py` predicts memory, `hiding.py` which communication overlaps with compute, and `expected.py` the time of a
+compiled step. `hardware.py` lists chips and links with sources. `auto.py` chooses settings that are `auto`.
+`compiled.py` compiles for devices that are not present, and `replayed.py` simulates the compiled schedule.
+`inference.py` plans inference. `show.py` prints and draws. `why.py` compares the plan with the traced step.
 
-`traced.py` plans any JAX program, also one with other axes: `rows.py` walks its trace, and `program.py` adds it up;
-`user_file.py` imports a file that is not ours.
-`why.py` puts the traced step beside the plan. `formulas.py` runs all of this in letters, for the planner's page.
+`traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace, `program.py` adds it up, and
+`user_file.py` imports the user's file. `formulas.py` evaluates the plan symbolically, for the planner's web page.
 
-From outside: `planner.plan`, `costs.parameters`, `hardware`'s tables, `traced.read`, and `compiled` for who measures.
+Used by other packages: `planner.plan`, `costs.parameters`, the tables of `hardware`, `traced.read`, and `compiled`.
 """

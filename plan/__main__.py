@@ -1,4 +1,4 @@
-"""Plan from the command line: by arithmetic, and by the compiler beside it. HELP says how."""
+"""Plan a configuration from the command line. HELP describes the usage."""
 
 import json
 import os
@@ -15,41 +15,41 @@ from plan.costs import parameters
 from plan.inference import DType
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
-     python -m plan moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed
-     python -m plan moe1b --topology v4:4x4x2 --why         # the traced step line by line, beside it
+     python -m plan moe1b --topology v4:4x4x2 --compile     # compare with the TPU compiler; needs no TPU
+     python -m plan moe1b --topology v4:4x4x2 --why         # compare with the traced step, line by line
      python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
-     python -m plan moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling
+     python -m plan moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
-Know before you rent: does a configuration fit, what moves, what waits, how fast could it be; a training step, or with
---inference answers.
+Predict before you rent chips whether a configuration fits, what it sends, what is exposed, and how long it takes: a
+training step, or with --inference text generation.
 
-A plan is arithmetic; --compile puts the compiler's own counts beside it. Exit status 1: it does not fit. Presets:"""
+A plan is arithmetic; --compile compares it with the compiler's counts. Exit status 1: it does not fit. Presets:"""
 
 
 @dataclass(frozen=True)
 class Arguments(Config):
-    topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ..; empty: of no known speed or memory
+    topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ..; empty: speed and memory are unknown
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices
     search: int = 0  # plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
-    why: bool = False  # trace the step, and print each line of the model with its FLOPs and bytes beside the plan's
-    memory: float = 0.0  # GiB a device has; 0: what its kind has
-    json: str = ""  # write the numbers to this file as JSON; -: print them, and nothing else
-    # draw memory, wires and schedule, the layouts --search finds, or --inference by batch: png, svg or pdf
+    why: bool = False  # trace the step, and compare the FLOPs and bytes of each line of the model with the plan
+    memory: float = 0.0  # memory of a device in GiB; 0: that of its chip
+    json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
+    # draw memory, communication and schedule, the layouts of --search, or --inference by batch: png, svg or pdf
     plot: str = ""
-    inference: bool = False  # what answering costs, in place of training: cache, sequences that fit, tokens/s
-    prompt: Count = 0  # of --inference: tokens of a prompt; 0: three quarters of data.seq_len
-    answer: Count = 0  # of --inference: tokens of an answer; 0: a quarter of data.seq_len
-    piece: Count = 64  # of --inference: tokens of a prompt that are read at once
-    weights_dtype: DType = AUTO  # of --inference: how weights are kept; auto: as activations are
-    cache_dtype: DType = AUTO  # of --inference: how the cache is kept; auto: as activations are
-    batch: tuple[int, ...] = ()  # of --inference: sequences at once; none: powers of two up to the most that fit
+    inference: bool = False  # plan inference instead of training: cache, sequences that fit, tokens/s
+    prompt: Count = 0  # --inference: tokens of a prompt; 0: three quarters of data.seq_len
+    answer: Count = 0  # --inference: tokens of an answer; 0: a quarter of data.seq_len
+    piece: Count = 64  # --inference: tokens of a prompt that are read at a time
+    weights_dtype: DType = AUTO  # --inference: dtype of the stored weights; auto: that of activations
+    cache_dtype: DType = AUTO  # --inference: dtype of the cache; auto: that of activations
+    batch: tuple[int, ...] = ()  # --inference: batch sizes; none: powers of two up to the most sequences that fit
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    """Parse `[PRESET | --config FILE] [--flags]`. The preset or file sets the defaults of the flags."""
     lines = (f"  {name:13} {what}" for name, (what, _) in PRESETS.items())
     return command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments)
 
@@ -66,42 +66,42 @@ def say(text: str) -> None:
 
 
 def check(args: Arguments, topology: hardware.Topology | None) -> None:
-    """Raises: UserError for flags of which one would do nothing, and a picture that could not be written."""
-    asked = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
-    if len(asked) > 1 and asked != ["max_batch", "compile"]:  # which compiles anyway
-        raise UserError(f"{' and '.join(f'--{name}' for name in asked)}: ask for one of them at a time")
+    """Raises: UserError for flags that exclude each other, and for a picture that cannot be written."""
+    modes = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
+    if len(modes) > 1 and modes != ["max_batch", "compile"]:  # --max_batch compiles anyway
+        raise UserError(f"{' and '.join(f'--{name}' for name in modes)} exclude each other; pass one of them")
     if not args.plot:
         return
     check_picture(args.plot)
     if args.max_batch:
-        raise UserError("--plot: --max_batch finds one number, and has nothing to draw; drop one of them")
+        raise UserError("--plot: --max_batch finds a single number, so there is nothing to draw; drop one of them")
     if args.search and topology and not topology.chip.peak_flops_per_s:
-        raise UserError(f"--plot: with --search it draws seconds, and the speed of {topology.chip.name} is not known")
+        raise UserError(f"--plot with --search draws seconds, but the speed of {topology.chip.name} is unknown")
 
 
 ANSWERING = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
 
 
 def check_said(argv: list[str], answers: bool) -> None:
-    """Raises: UserError for a flag that does nothing, as it is one of training, or of --inference."""
-    said = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    """Raises: UserError for a flag that has no effect: a training flag with --inference, or the reverse."""
+    flags = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     training = {"search", "max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
-    for name in said:
+    for name in flags:
         if answers and (name in training or name.startswith("work.")):
-            raise UserError(f"--{name} is of training, and --inference of answering; leave one of them out")
+            raise UserError(f"--{name} has no effect with --inference; drop one of them")
         if not answers and name in ANSWERING:
-            raise UserError(f"--{name} is of answering; say --inference too")
+            raise UserError(f"--{name} has an effect only with --inference; add --inference or drop --{name}")
 
 
 def answering(cfg: Config, args: Arguments, topology: hardware.Topology | None, console) -> tuple[dict, int]:
-    """Plan inference; returns the numbers, and the exit status: 1 if a batch does not fit."""
+    """Plan inference. Returns the numbers for JSON and the exit status: 1 if a batch does not fit."""
     T = cfg.data.seq_len
     request = inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
                                 args.cache_dtype, args.piece)  # fmt: skip
     one = inference.plan(cfg, topology, request, round(args.memory * 2**30) or None)
     if args.plot and not one.speed_known:
-        raise UserError("--plot: with --inference it draws seconds, and the speed of these devices is not known; name "
-                        "a --topology of chips")  # fmt: skip
+        raise UserError("--plot with --inference draws seconds, but the speed of these devices is unknown; pass a "
+                        "--topology of TPUs or GPUs")  # fmt: skip
     show.inference_tables(one, args.batch, console)
     if args.plot:
         show.plot_inference(one, args.batch, args.plot)
@@ -109,11 +109,11 @@ def answering(cfg: Config, args: Arguments, topology: hardware.Topology | None, 
     if one.most == 0:
         say(f"error: {one.refusal()}")
     numbers = one.to_json(args.batch)
-    return numbers, 1 if any(found["fits"] is False for found in numbers["batches"]) else 0
+    return numbers, 1 if any(row["fits"] is False for row in numbers["batches"]) else 0
 
 
 def told(better) -> dict:
-    """What `planner.faster` found, for JSON."""
+    """Return the result of `planner.faster` for JSON."""
     if not better:
         return {}
     changed, other = better
@@ -121,7 +121,7 @@ def told(better) -> dict:
 
 
 def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
-    """Do what the flags ask, and print it; returns the numbers, and the exit status: 1 if it does not fit."""
+    """Run the mode that the flags select. Returns the numbers for JSON and the exit status: 1 if it does not fit."""
     from rich.console import Console
 
     console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -134,8 +134,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         use_devices(cfg.mesh.devices)
     if args.search:
         if not topology or args.search != topology.devices:
-            there = f"{topology} has {topology.devices}" if topology else "there is no --topology"
-            raise UserError(f"--search {args.search}: {there}; name one with {args.search} devices")
+            has = f"{topology} has {topology.devices} devices" if topology else "there is no --topology"
+            raise UserError(f"--search {args.search}: {has}; pass a --topology with {args.search}")
         fit, large, refused = planner.search(cfg, topology, limit, say)
         better = planner.faster_layout((fit or large)[0]) if fit or large else None
         show.search_table(fit, large, refused, better, console)

@@ -285,12 +285,12 @@ def test_without_a_topology_there_are_no_seconds(capsys):
 
 
 @pytest.mark.parametrize("name, words, why", [
-    ("tiny", ["--inference", "--search", "8"], "--search is of training, and --inference of answering"),
-    ("tiny", ["--inference", "--work.remat=full"], "--work.remat is of training"),
-    ("tiny", ["--inference", "--max-batch"], "--max_batch is of training"),
-    ("tiny", ["--prompt", "9"], "--prompt is of answering; say --inference too"),
+    ("tiny", ["--inference", "--search", "8"], "--search has no effect with --inference"),
+    ("tiny", ["--inference", "--work.remat=full"], "--work.remat has no effect with --inference"),
+    ("tiny", ["--inference", "--max-batch"], "--max_batch has no effect with --inference"),
+    ("tiny", ["--prompt", "9"], "--prompt has an effect only with --inference"),
     ("tiny", ["--inference", "--batch", "0"], "--batch 0: must be at least 1 sequence"),
-    ("tiny", ["--inference", "--plot", "a.png"], "the speed of these devices is not known"),
+    ("tiny", ["--inference", "--plot", "a.png"], "the speed of these devices is unknown"),
     ("llama3_8b", ["--inference", "--mesh", "tensor=16"], "cannot split G=8 of"),
     ("llama3_8b", [*EIGHT, "--topology", "v5e:4x4"], "mesh tensor=8 has 8 devices"),
 ])  # fmt: skip

@@ -287,10 +287,10 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
 def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     """Catches an endless search."""
     cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8})
-    with pytest.raises(UserError, match="needs a memory to fit"):
+    with pytest.raises(UserError, match="needs the memory of a device: pass --topology"):
         planner.largest_batch(cfg, None, None, print)
     in_passes = replace(cfg, **{"work.device_batch": 16})
-    with pytest.raises(UserError, match=r"work\.device_batch=16 a device works on 16 .*; leave it at auto"):
+    with pytest.raises(UserError, match=r"work\.device_batch=16 limits a device to 16 .*; leave it at auto"):
         planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
     with pytest.raises(UserError, match="still fit: memory does not grow"):
         planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), 2**60, print)
@@ -462,9 +462,9 @@ def test_a_search_is_drawn(capsys, tmp_path, figures):
 @pytest.mark.parametrize("words, why", [
     (["--plot", "a.xyz"], "a.xyz: cannot write a picture ending in 'xyz'; known: png, svg, pdf, jpg, webp"),
     (["--plot", "nowhere/a.png"], "nowhere/a.png: there is no directory nowhere"),
-    (["--max_batch", "--plot", "a.png"], "--max_batch finds one number, and has nothing to draw"),
-    (["--search", "8", "--topology", "cpu:8", "--plot", "a.png"], "the speed of this machine is not known"),
-    (["--search", "8", "--topology", "cpu:8", "--compile"], "--search and --compile: ask for one of them at a time"),
+    (["--max_batch", "--plot", "a.png"], "--max_batch finds a single number, so there is nothing to draw"),
+    (["--search", "8", "--topology", "cpu:8", "--plot", "a.png"], "the speed of this machine is unknown"),
+    (["--search", "8", "--topology", "cpu:8", "--compile"], "--search and --compile exclude each other"),
 ])  # fmt: skip
 def test_flags_that_cannot_be_followed_are_refused(capsys, monkeypatch, words, why):
     """Catches a traceback after minutes of compiling, and a flag that does nothing."""

@@ -65,8 +65,8 @@ def test_the_command_prints_lines_beside_the_plan(capsys):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--inference", "--why"], "--why is of training"),
-    (["--search", "8", "--why"], "--search and --why: ask for one of them at a time"),
+    (["--inference", "--why"], "--why has no effect with --inference"),
+    (["--search", "8", "--why"], "--search and --why exclude each other"),
 ])  # fmt: skip
 def test_what_it_cannot_explain_is_refused(capsys, words, message):
     """Catches a flag that is passed over."""
