@@ -1,7 +1,7 @@
-"""What of a step's wires stands beside products in the schedule that the TPU compiler makes, and what it sends instead.
+"""Predict which collectives the TPU compiler overlaps with compute, and which it replaces with others.
 
-Rules, read off schedules compiled with the options of `xla/options.py`; tests/plan/test_tpu.py holds v4's exposed bytes
-to them, within 10% of all bytes. Of a chip that HIDES does not name no schedule is known: there all is exposed.
+The rules were read from schedules compiled with the options of `xla/options.py`. tests/plan/test_tpu.py compares v4's
+exposed bytes with them, within 10% of all bytes. On chips that are not in HIDES, all communication counts as exposed.
 """
 
 import math
@@ -10,29 +10,29 @@ from config import ModelAtWork
 from plan import formulas
 from sharding import STAGE, TENSOR
 
-WHOLE = ("full", "branches")  # remat policies that repeat products
+WHOLE = ("full", "branches")  # remat policies that recompute matmuls
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
-HIDES = {  # chip: of what it sends, what stands beside products. A SparseCore is what sends gradients
+HIDES = {  # chip: what it overlaps with matmuls. Where gradients overlap, a SparseCore sends them
     "v4": {GATHERS, RINGS}, "v5e": {GATHERS}, "v5p": {SCATTERS, RINGS}, "v6e": {GATHERS, SCATTERS, RINGS},
 }  # fmt: skip
 
 
 def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
-    """The collective that is compiled: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
+    """Return the compiled collective: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
     if kind != "reduce-scatter" or platform != "tpu":
         return kind
     n = math.prod(mesh[axis] for axis in axes)
     return "all-reduce" if n > 4 and n == math.prod(mesh.values()) else kind
 
 
-LANES = 128  # of a TPU's vector: the entries of an array's narrowest dim lie along them
+LANES = 128  # lanes of a TPU vector, which hold the minor dim of an array
 
 
 def scatter_of(dims: str, width: int, platform: str) -> str:
-    """The collective of a parameter's gradient, of which a device keeps a slice this wide.
+    """Return the collective of a parameter's gradient if each device has a shard this wide.
 
-    The sliced dim lies along lanes: of matrices by head, of the embedding, and of an unembedding in slices of words.
-    What is no whole vector, nor an even share of one, is cut out of a sum; of slices of words, a share too.
+    The sharded dim is along lanes in per-head matrices, the embedding, and vocabulary chunks of an unembedding. There a
+    width that is not a multiple of LANES makes it an all-reduce, except a divisor (not of DV), and a wider one of VD.
     """
     if platform != "tpu" or width % LANES == 0 or not (dims in ("VD", "DV") or {*dims} & {*"HG"}):
         return "reduce-scatter"
@@ -47,11 +47,11 @@ def hides(chip: str, what: str) -> bool:
 
 @formulas.by_cases
 def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
-    """The share of a collective's bytes that no products stand beside.
+    """Return the exposed share of a collective's bytes.
 
-    chip  as `hardware.CHIPS` names it, or none
+    chip  a key of `hardware.CHIPS`, or ""
     when  forward, again (repeated for the backward pass) or back
-    of    the part of a layer that it is for, or vocabulary; "": outside of loops, where the next product waits for it
+    of    the part of a layer that it is for, or vocabulary; "": outside of loops, where the next matmul needs it
     """
     if not of or not any(chip == key for key in HIDES):
         return 1
@@ -67,17 +67,17 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
 
 @formulas.by_cases
 def rings_hide(mesh: dict[str, int], chip: str) -> bool:
-    """v5e's compiler puts the permutes of a ring one behind the other; but not in a branch, where stages compute."""
+    """Whether rings overlap. v5e's compiler runs permutes one after the other, except in the branches of a pipeline."""
     return hides(chip, RINGS) or (chip == "v5e" and mesh[STAGE] > 1)
 
 
 def of_positions(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:
-    """A gather is needed at once. One of gradients has the products of other gradients beside it, and so has one that
-    is repeated for weight gradients alone: where products are kept.
+    """Return the exposed share of activations over TENSOR.
 
-    A ring hides, but for narrow products. Half of its entries come one after the other: in front of a feed-forward all
-    but the last are handed on before there is a product to run. Or, where nothing is computed again, the compiler sends
-    half of attention's sums while it writes what is kept, when no product is left.
+    A forward all-gather is exposed: its result is needed at once. Gathers of gradients overlap with matmuls of other
+    gradients. So does a gather that is repeated only for weight gradients, if matmul outputs are saved. A ring
+    overlaps, except in narrow models: before a feed-forward, all but the last of half of its permutes run before a
+    matmul can. With remat "none", instead, half of those after attention run when no matmul is left.
     """
     if kind == "all-gather":
         return float(when == "forward" or (when == "again" and c.work.remat in WHOLE))
@@ -86,12 +86,12 @@ def of_positions(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float
 
 
 def of_weights(c: ModelAtWork, when: str, of: str) -> float:
-    """All-gathers run one after the other, each beside products that do not need it. Experts' three matrices are most
-    of a layer, and one finds none; of wide models two do, where products are repeated.
+    """Return the exposed share of weight all-gathers, which run one after the other, each next to matmuls of others. Of
+    the experts' three matrices, one is exposed in the forward pass, and two in the backward pass of a wide model.
     """
     return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
 
 
 def wide(c: ModelAtWork) -> bool:
-    """Whether products are long enough to hide behind: as llama3_8b's and mixtral_8x7b's, not dense_124m's."""
+    """Whether matmuls are long enough to overlap with: true for llama3_8b and mixtral_8x7b, not for dense_124m."""
     return c.d_model >= 2048
