@@ -1,6 +1,6 @@
-"""What `auto` stands for: of the ways of working that fit, the one whose step is planned to take least time.
+"""Choose the execution settings that are `auto`: of those that fit, the ones with the smallest planned time.
 
-Where no time is planned, as on CPUs, it is the plainest that fits. Every way gives the same numbers, but for rounding.
+If no time is planned, as on CPUs, these are the simplest settings that fit. Settings change results only by rounding.
 """
 
 import itertools
@@ -14,19 +14,19 @@ from overlap.remat import REMAT
 from pipeline import fit, schedules
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
 
-SPARE = 0.1  # of the memory is left free: a predicted peak may be exceeded by as much
-CLOSE = 1.01  # ways that take so much longer at most count as equally fast
+SPARE = 0.1  # share of memory left free, because the real peak may exceed the predicted one by as much
+CLOSE = 1.01  # settings whose time is at most this factor longer count as equally fast
 
 
 def options(cfg: Config) -> dict[str, tuple]:
-    """For each setting that is to be chosen, and that mesh and batch leave a choice, its values, the plainest first."""
+    """List the possible values of each `auto` setting that has an effect on this mesh and batch, simplest first."""
     whole = fit.split_batch(cfg).device_batch
     found = {
         "device_batch": tuple(size for size in range(whole, 0, -1) if whole % size == 0),
         "remat": tuple(REMAT),
         "gather": ("layer", "step"),
         "tensor_exchange": ("gather", "ring"),
-        "context_attention": ("gather", "ring"),  # all_to_all has been timed on no chip: who wants it says so
+        "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
         "schedule": tuple(schedules.SCHEDULES),
     }
     idle = without_effect(cfg.mesh)
@@ -35,24 +35,24 @@ def options(cfg: Config) -> dict[str, tuple]:
 
 
 def without_effect(mesh: MeshConfig) -> set[str]:
-    """Settings that do nothing on this mesh."""
+    """Return the settings that have no effect on this mesh."""
     n = mesh.sizes
-    found = {
+    group_sizes = {
         "gather": math.prod(n[axis] for axis in SLICED),
         "tensor_exchange": n[TENSOR],
         "context_attention": n[CONTEXT],
         "schedule": n[STAGE],
         "chunks": n[STAGE],
     }
-    return {name for name, devices in found.items() if devices == 1}
+    return {name for name, devices in group_sizes.items() if devices == 1}
 
 
 def choose(cfg: Config, plan: Callable):
-    """Settle what is `auto` in `cfg.work`: the plan of the way that is chosen, and in words what others would cost.
+    """Choose the `auto` settings of `cfg.work`. Returns their plan, and a text that says what alternatives would cost.
 
     plan  fn(settled Config) -> Plan
-    Of ways that are equally fast, one that works on most sequences at once, and then the one of least memory.
-    Raises: UserError if no way suits the mesh.
+    Of equally fast settings it takes those with the most sequences at a time, then those that need the least memory.
+    Raises: UserError if no settings suit the mesh.
     """
     choice, found, refused = options(cfg), [], None
     sizes = choice.pop("device_batch", (cfg.work.device_batch,))
@@ -66,7 +66,7 @@ def choose(cfg: Config, plan: Callable):
                 refused = refused or error
                 continue
             if one.limit_bytes is None and one.likely_s is None:
-                return one, ""  # nothing is known that would speak for another way
+                return one, ""  # without time and memory limit there is nothing to compare
             found.append((way | {"device_batch": one.device_batch}, one))
         if any(fits_well(one) and way.get("remat", "none") == "none" for way, one in found):
             break  # fewer sequences at once would save nothing
@@ -75,12 +75,12 @@ def choose(cfg: Config, plan: Callable):
     fits = [(way, one) for way, one in found if fits_well(one)]
     if not fits:
         least = min((one for _, one in found), key=lambda one: one.peak_bytes)
-        return least, f"with {cfg.work} nothing fits; this takes least memory"
+        return least, f"nothing fits with {cfg.work}; these settings need the least memory"
     time = lambda one: one.likely_s or 1 + list(REMAT).index(one.cfg.work.remat)
     close = CLOSE * min(time(one) for _, one in fits)
     way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
-    told = reasons(way, one, found)
-    return one, f"{told}, the plainest that fits" if told and not one.likely_s else told
+    text = reasons(way, one, found)
+    return one, f"{text}, the simplest that fits" if text and not one.likely_s else text
 
 
 def fits_well(one) -> bool:
@@ -88,21 +88,21 @@ def fits_well(one) -> bool:
 
 
 def reasons(chosen: dict, one, found: list) -> str:
-    """What another value of one setting would have cost: "remat=dots (none does not fit, full +12%)"."""
+    """Describe the cost of changing each setting alone: "remat=dots (none does not fit, full +12%)"."""
 
     def cost(other) -> str:
         if not fits_well(other):
             return "does not fit"
         return f"{other.likely_s / one.likely_s - 1:+.0%}"
 
-    said = []
+    texts = []
     for name, value in chosen.items():
         others = [(way[name], other) for way, other in found if way != chosen and way | {name: value} == chosen]
-        if name == "device_batch":  # the whole alone, if it is not that
+        if name == "device_batch":  # only the whole batch, if it was not chosen
             others = [two for two in others if two[0] > value][:1]
-        if not one.likely_s:  # the plainest was taken
+        if not one.likely_s:  # the simplest was chosen, so only those that do not fit matter
             others = [two for two in others if not fits_well(two[1])]
         if others or name != "device_batch":
             why = ", ".join(f"{another} {cost(other)}" for another, other in others)
-            said.append(f"{name}={value}" + f" ({why})" * bool(why))
-    return ", ".join(said)
+            texts.append(f"{name}={value}" + f" ({why})" * bool(why))
+    return ", ".join(texts)

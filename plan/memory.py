@@ -1,4 +1,4 @@
-"""What one training step keeps on a device at its fullest, by arithmetic on the declarations. Letters: `costs.py`."""
+"""Predict the peak memory of a device in a training step, from the declared parameters. Letters: `costs.py`."""
 
 import model
 from config import Config, ModelAtWork
@@ -12,11 +12,11 @@ from sharding import CONTEXT, EXPERT, TENSOR
 
 @formulas.by_cases
 def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
-    """Bytes that one layer keeps of one microbatch for its backward pass. one_piece: it is the only one of the step.
+    """Return the bytes of saved activations of one layer and microbatch. one_piece: the step has only this microbatch.
 
-    "full" keeps what comes in, "branches" also what comes into the second branch, "dots" what comes in and results of
-    products without batch dims, "none" every operand that a gradient asks for: the norms', queries, keys, values and
-    what was mixed, the pieces of an activation function.
+    "full" saves the layer's input, "branches" also the input of the second branch, "dots" the input and the outputs of
+    matmuls without batch dims, "none" every operand that a gradient needs: inputs of norms, queries, keys, values,
+    attention outputs, and intermediate values of an activation function.
     """
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
     way = over_context(c, z)
@@ -25,7 +25,7 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
     h = c.n_heads // z.mesh[TENSOR]
     if c.attention == "mla":
         latent, score, value = c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value
-        g, made = h, keys * h * (c.d_head + value)  # keys and values out of the latent
+        g, made = h, keys * h * (c.d_head + value)  # keys and values computed from the latent
     else:
         latent, score, value = 0, c.d_head, c.d_head
         g = c.n_kv_heads // z.mesh[TENSOR]
@@ -38,12 +38,12 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
         rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
         tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
-    branches = 1 if c.parallel_residual else 2  # which norm the stream and gather it
+    branches = 1 if c.parallel_residual else 2  # each normalizes and gathers the residual stream
     if remat in WHOLE:
         return (branches if remat == "branches" else 1) * stream * z.width
     if remat == "dots":
-        # A TPU keeps neither the normed stream of attention nor its result, where no latent is made of them; but in one
-        # piece it does in a narrow model, and each head's copy of the rotary key too.
+        # A TPU saves neither the normalized input of attention nor its output if there is no latent. But a narrow model
+        # in one piece saves both, and MLA in one piece saves each head's copy of the rotary key.
         on_tpu, less = z.platform == "tpu", 0
         if on_tpu and c.attention == "gqa" and not (one_piece and not hiding.wide(c)):
             less = stream + whole
@@ -53,11 +53,11 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
     matrices = 2 + model.swiglu(c)
     attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
-    if way == "all_to_all":  # in both places
+    if way == "all_to_all":  # attention outputs before and after the exchange
         attended += N * h * value * z.width
-    if way == "ring":  # a step keeps what was mixed before it
+    if way == "ring":  # each step saves the partial output of the steps before it
         attended += (n_context - 1) * N * h * (value + 1) * f32
-    if remat == "fused":  # a TPU makes again what costs no product, rather than keep it
+    if remat == "fused":  # a TPU recomputes what needs no matmul instead of saving it
         return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (dense + rows * m)
                            + 3 * rows * c.d_model) * z.width  # fmt: skip
     activation = 5 if model.swiglu(c) else 6
@@ -70,7 +70,7 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
 
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
-    """Estimate one device's memory at its fullest, in bytes: exact for the state, a sketch for what comes and goes."""
+    """Predict one device's peak memory in bytes, by part: exact for the state, an estimate for temporary arrays."""
     c, z = cfg.at_work, Sizes.of(cfg, platform)
     one_piece, w = sched.in_one_piece, weights(cfg)
     state = sum(x.held * x.d.dtype.itemsize for x in w)
@@ -83,7 +83,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     buffers, stream = sched.slots, z.b * z.t * c.d_model * z.width
     step = c.work.gather == "step"
     table = maximum(*(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
-    # Gathered once a step, and added up over microbatches: a CPU has them a second time, as they are sent.
+    # With gather=step, float32 sums over microbatches. A CPU has a second copy while it sends them.
     each = where(on_tpu, 4, 8)
     gradients = sum(where(step, x.joined * where(one_piece, x.width, each), x.held * 4) for x in w)
     tokens = logits_tokens(z)
@@ -97,6 +97,6 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "weights": where(step, sum(x.joined * x.width for x in w), 2 * of_layer),
         "saved": (buffers.kept + where(one_piece, 0, 1)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        # On one layer; or on logits, when in one piece no layer has a gradient yet (`freed`).
+        # One layer, or logits. In one piece, no layer has a gradient yet during the logits (`freed`).
         "at work": maximum(work, where(on_tpu, 1, 3) * logits + table - freed),
     }

@@ -57,7 +57,7 @@ def test_where_no_speed_is_known_it_is_the_plainest_that_fits():
     tight = planner.plan(cfg, None, round(free.peak_bytes))
     assert tight.peak_bytes <= 0.9 * tight.limit_bytes
     assert (tight.cfg.work.remat, tight.device_batch) != ("none", 4)
-    assert "does not fit" in tight.why and tight.why.endswith(", the plainest that fits")
+    assert "does not fit" in tight.why and tight.why.endswith(", the simplest that fits")
 
 
 def test_fewer_sequences_at_once_only_where_that_helps():
@@ -96,9 +96,9 @@ def test_nothing_fits():
     """Catches an error out of the choice itself, instead of a plan that says by how much it is too large."""
     one = planner.plan(preset("deepseek_v3", mesh="fsdp=16", **{"data.batch_size": 16}), "v5e:4x4")
     assert one.fits is False and one.cfg.work.remat == "full" and one.cfg.work.gather == "layer"
-    assert one.why == "with all auto nothing fits; this takes least memory"
+    assert one.why == "nothing fits with all auto; these settings need the least memory"
     pinned = planner.plan(replace(one.cfg, work=WorkConfig(remat="dots")), "v5e:4x4")
-    assert pinned.why == "with remat=dots nothing fits; this takes least memory"
+    assert pinned.why == "nothing fits with remat=dots; these settings need the least memory"
 
 
 def test_a_schedule_that_the_layers_forbid_is_not_chosen():
