@@ -1,17 +1,17 @@
-"""How long a step takes as compiled: what a replay of its schedule would say, by arithmetic.
+"""Predict by arithmetic how long the compiled step takes when its schedule is simulated.
 
-`Plan.seconds` is a roofline: each product at the chip's peak, each wire at its full speed, and all that the compiler
-puts beside products hidden. Compiled steps, played against time (`xla/replay.py`), take a fifth to twice as long. Four
-rules say why; their numbers were read off replays of compiled steps, of four presets on v4, v5e, v5p and v6e, and
-`python -m bench.plan` prints both beside each other:
+`Plan.seconds` is a roofline: every matmul runs at the chip's peak, every link at its full speed, and overlapped
+communication is free. Simulated schedules of compiled steps (`xla/replay.py`) take between a fifth more and twice that.
+Four rules explain why. Their numbers were fitted to simulated steps of four presets on v4, v5e, v5p and v6e, and
+`python -m bench.plan` compares both:
 
-- A product takes PRODUCT of its FLOPs at the peak, and MOVED of the time in which its operands and results move: so a
-  narrow one is far from the peak. Kernels, of attention and experts, take the longer of the two.
-- The rest of a layer reads and writes its stream, what it keeps, its experts' rows and its weights several times. v4
-  keeps a part of it in its CMEM; on other chips it is OTHERS times as much.
-- A permute of positions is hidden as long as the product beside it lasts, and no longer: interval by interval.
-- What no products stand beside is waited for, as `hiding.py` says chip by chip; of weights' gathers also what takes
-  longer than the products that use them, and of gradients that a SparseCore sends while products run, HELD_UP.
+- A matmul takes PRODUCT times its FLOPs at the peak, plus MOVED times the time to move its operands and results. So a
+  narrow one is far from the peak. Attention and expert kernels take the longer of the two times.
+- Other operations read and write the residual stream, saved activations, experts' rows and weights several times. v4
+  holds some of this in its CMEM; on other chips it takes OTHERS times as long.
+- A permute of a ring over TENSOR overlaps only as long as the matmul next to it lasts, interval by interval.
+- Communication that does not overlap is exposed, as `hiding.py` lists by chip. So is the time by which weight gathers
+  take longer than the matmuls that use the weights, and a share HELD_UP of gradient reductions on a SparseCore.
 """
 
 from plan import costs, formulas, hardware, hiding
@@ -19,17 +19,17 @@ from plan.costs import Sizes
 from plan.formulas import maximum, present, where
 from sharding import SLICED, TENSOR
 
-# Read off the causes of played steps (`python -m bench.plan --json` has both), MOVED, STREAM, KEPT and ROWS by least
-# squares over v4's, the others by eye: PRODUCT and OTHERS of each chip, and for one that was not played v5p's.
+# Fitted to the causes of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, KEPT and ROWS by
+# least squares over v4's, PRODUCT and OTHERS by eye for each chip. Chips that were not simulated use v5p's.
 PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
-STREAM, KEPT, ROWS, STATE = 1.5, 2.7, 1.4, 5  # times that these bytes are moved
-ADDED = 12  # bytes moved for each entry of a sum: read, written, and what is added
-HELD_UP = 0.25  # share of the seconds of gradients that are on their way behind products
+STREAM, KEPT, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are moved
+ADDED = 12  # bytes moved per entry of a gradient sum: the sum is read and written, the addend read
+HELD_UP = 0.25  # exposed share of the seconds of gradients that overlap with matmuls
 
 
 def seconds(one) -> dict[str, float] | None:
-    """Seconds of a step by cause: products, other ops, waiting by mesh axes, bubble. None: not known for such a chip.
+    """Seconds of a step by cause: matmuls, other ops, exposed communication by mesh axes, bubble. None: not modeled.
 
     one  a `planner.Plan`
     """
@@ -63,12 +63,12 @@ def of_chip(numbers: dict[str, float], chip: hardware.Chip) -> float:
 
 
 def slower(chip: hardware.Chip) -> float:
-    """Times that a product takes of what its FLOPs take at the peak."""
+    """Return the time of a matmul's FLOPs over their time at the peak."""
     return of_chip(PRODUCT, chip)
 
 
 def products(one, chip: hardware.Chip) -> float:
-    """Seconds of all products."""
+    """Seconds of all matmuls and kernels."""
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
@@ -78,7 +78,7 @@ def products(one, chip: hardware.Chip) -> float:
 
 @formulas.by_cases
 def others(one, chip: hardware.Chip) -> float:
-    """Bytes that all but products move."""
+    """Bytes moved by operations other than matmuls."""
     cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
     z, run, step = Sizes.of(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
     layers = c.n_layers / cfg.mesh.stage
@@ -87,7 +87,7 @@ def others(one, chip: hardware.Chip) -> float:
     kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1)
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
     activations = STREAM * stream * passes + KEPT * kept + ROWS * rows
-    # Sums of gradients in float32, a microbatch after the other: read, written, and what is added.
+    # Gradient sums in float32, one microbatch after the other.
     sums = sum(w.joined if step else w.held for w in costs.weights(cfg))
     added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or step)
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
@@ -95,7 +95,7 @@ def others(one, chip: hardware.Chip) -> float:
 
 
 def positions(one, speed: float, chip: hardware.Chip) -> float:
-    """Seconds waited for rings over TENSOR: each part's permute against the product of another part."""
+    """Exposed seconds of rings over TENSOR: the permute of each chunk against the matmul of another chunk."""
     return waits_of_rings(one, speed, chip.peak_flops_per_s / slower(chip))
 
 
@@ -109,9 +109,9 @@ def waits_of_rings(one, speed: float, peak: float) -> float:
                      and row.kind == "collective-permute"]  # fmt: skip
         for exchange, product in zip(exchanges, beside(rows)[: len(exchanges)], strict=True):
             part = product * (n - 1) / n
-            took = lambda times, row=exchange, part=part: maximum(0.0, row.times * row.size / speed - times * part)
+            wait = lambda times, row=exchange, part=part: maximum(0.0, row.times * row.size / speed - times * part)
             ahead = run.forward + run.again * exchange.again
-            waits += many * (ahead * took(1 / peak) + run.inputs * took(2 / peak))
+            waits += many * (ahead * wait(1 / peak) + run.inputs * wait(2 / peak))
     return waits
 
 
