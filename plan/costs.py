@@ -1,13 +1,13 @@
-"""What one training step costs a device: FLOPs and bytes on the wire.
+"""Count the FLOPs and the bytes sent of one device in one training step.
 
 A layer's matmuls and collectives are read from its trace as formulas in letters (`traced_layer.py`), and evaluated here
-for a model on a mesh. Written here are the embedding, the logits, and what is sent for each declared parameter. A row
-says what the forward pass of one microbatch does once, and whether the backward pass does it again; `passes` says how
-often each happens in a step. The rows are those of the busiest device, one of the first stage.
-`python -m plan --compile` puts the compiler's counts beside them.
+for a model on a mesh. The embedding, the logits, and the collectives of each declared parameter are written here. A
+row describes one forward pass of one microbatch, and whether the backward pass repeats it. `passes` counts how often
+each runs in a step. The rows are those of the busiest device, one of the first stage.
+`python -m plan --compile` compares them with the compiler's counts.
 
-Letters are sizes and as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths
-of this device.
+Letters are sizes as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths of
+this device.
 """
 
 import functools
@@ -31,9 +31,9 @@ from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 
 
 def parameters(c: ModelAtWork) -> tuple[int, int]:
-    """Count parameters: all of them, and those one token passes through (top_k of the n_experts routed ones).
+    """Count all parameters, and the active ones of a token (top_k of the n_experts routed experts).
 
-    The selection bias is not counted: it is not trained by a gradient, and published counts leave it out.
+    The selection bias is not counted, because no gradient trains it and published counts omit it.
     """
     every = declared(c).values()
     total = sum(d.size for d in every if d.trainable)
@@ -42,11 +42,11 @@ def parameters(c: ModelAtWork) -> tuple[int, int]:
 
 
 def model_flops_per_token(cfg: Config) -> int:
-    """FLOPs of forward and backward for one token, multiply and add counted apart, recomputation not counted.
+    """FLOPs of forward and backward for one token, without recomputation; a multiply-add counts as 2.
 
-    6 per active parameter that multiplies (the embedding only looks up), and for attention 6 per pair of positions it
-    may look at, on average (T + 1)/2, and per width of scores and values. Source: PaLM, arXiv:2204.02311, appendix B,
-    with causal attention counted as causal.
+    6 per active parameter of a matmul (the embedding is only a lookup). Attention adds 6 per position that a token can
+    attend to, on average (T + 1)/2, and per width of scores and values. Source: PaLM, arXiv:2204.02311, appendix B,
+    but with half the pairs, because attention is causal.
     """
     c = cfg.at_work
     _, active = parameters(cfg.model)
@@ -64,12 +64,12 @@ class Sizes:
 
     b: int  # sequences
     T: int  # positions of a sequence
-    s: int  # positions attention asks for, those of all TENSOR neighbours
+    s: int  # positions of attention's queries, those of all TENSOR neighbors
     t: int  # positions between blocks
     width: int  # bytes of an activation
     blocks: int  # repeating blocks of one stage
     mesh: dict[str, int]
-    platform: str  # cpu, gpu or tpu: the grouped product has more than one form
+    platform: str  # cpu, gpu or tpu, which have different grouped matmuls
 
     @classmethod
     def of(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
@@ -80,7 +80,7 @@ class Sizes:
                    c.n_blocks // mesh[STAGE], mesh, platform)  # fmt: skip
 
     def group(self, *axes: str) -> int:
-        """Devices along some axes."""
+        """Number of devices along these axes."""
         return math.prod(self.mesh[axis] for axis in axes)
 
 
@@ -89,14 +89,14 @@ vocabulary_slices = formulas.table(2)(slicing.vocabulary_slices)
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul of one layer's forward pass. `again`: it is repeated for the backward pass."""
+    """A matmul of one layer's forward pass. `again`: it is recomputed for the backward pass."""
 
     part: str
     flops: float
     hbm_bytes: float  # operands and results
     again: bool = True
-    back: tuple[float, float] | None = None  # the two of a backward pass; None: of one for inputs, and one for weights
-    function: str = ""  # of the model that does it
+    back: tuple[float, float] | None = None  # FLOPs and bytes backward; None: one matmul for inputs, one for weights
+    function: str = ""  # function of the model that contains it
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class Exchange:
     part: str
     kind: str  # one of ledger.KINDS
     axes: tuple[str, ...]
-    size: float  # bytes: of the joined array for a gather or scatter, of the array for the others
+    size: float  # bytes: of the gathered array for a gather or scatter, otherwise of the array
     again: bool = True  # repeated for the backward pass
-    back: float = 1  # gradients sent for each
-    times: float = 1  # in one forward pass
-    of: str = "layer"  # what it is for, as `waits` asks
+    back: float = 1  # collectives of gradients for each
+    times: float = 1  # executions in one forward pass
+    of: str = "layer"  # what it is for, an argument of `hiding.exposed`
 
     def wire_bytes(self, n: int) -> float:
-        """What one of n devices sends in one execution."""
+        """Bytes that one of n devices sends in one execution."""
         return {"all-reduce": 2 * (n - 1) / n, "collective-permute": formulas.minimum(n - 1, 1)}.get(
             self.kind, (n - 1) / n
         ) * self.size
@@ -121,17 +121,17 @@ class Exchange:
 
 @formulas.by_cases
 def grouped_rows(A: int, e: int, platform: str) -> int:
-    """Rows that the grouped product of e experts multiplies for A assignments: it pads, or repeats parts of tiles."""
+    """Rows that the grouped matmul of e experts computes for A assignments, with padding or repeated parts of tiles."""
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
 def over_context(c: ModelAtWork, z: Sizes) -> str:
-    """How keys of other devices are met: gather, ring or all_to_all."""
+    """Return how queries reach the keys of other devices: gather, ring or all_to_all."""
     return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
 
 
 def letters(c: ModelAtWork, z: Sizes) -> dict:
-    """The sizes of the letters in `traced_layer.PRIMES`, of one device."""
+    """Return one device's sizes of the letters in `traced_layer.PRIMES`."""
     tensor, context, heads = z.mesh[TENSOR], z.mesh[CONTEXT], c.n_heads if c.attention == "mla" else c.n_kv_heads
     found = {
         "tensor": tensor, "context": context, "expert": z.mesh[EXPERT], "(tensor - 1)": tensor - 1,
@@ -145,16 +145,16 @@ def letters(c: ModelAtWork, z: Sizes) -> dict:
 
 
 def whole(x):
-    """A number of positions or heads, which halves in a formula have made a float."""
+    """Convert a number of positions or heads back to int, after halves in a formula made it a float."""
     return int(x) if isinstance(x, float) else x
 
 
 @formulas.table(5)
 def head_costs(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> tuple[int, ...]:
-    """FLOPs of a head in one sequence, forward and backward, its bytes, forward and backward, and bytes of its keys.
+    """FLOPs of a head in one sequence, forward and backward; its bytes, forward and backward; bytes of its keys.
 
-    n        devices along CONTEXT that have a share of the queries, as `chunk_starts` says
-    earlier  whether all keys are earlier than all queries
+    n        devices along CONTEXT that share the queries, see `chunk_starts`
+    earlier  whether all keys precede all queries
     """
     starts = ((S,),) if earlier else chunk_starts(s, n)
     of_head, of_keys = (attending.hbm_bytes(s, S, starts, h, g, K, U, width, platform) for h, g in ((1, 0), (0, 1)))
@@ -166,24 +166,24 @@ def attention(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes)
     queries, keys = row.dims[0][1], row.dims[1][1]
     (b, s, h, K), (_, S, g, _), (*_, U) = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
     gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
-    # Else a ring's own keys, or those of another device: all earlier.
+    # In a ring: either the local keys, or those of another device, which all precede the queries.
     n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
     flops, flops_back, moved, moved_back, of_keys = head_costs(s, S, n, earlier, K, U, z.width, z.platform)
     ahead, back = (h * flops, h * moved), (h * flops_back, h * moved_back + g * of_keys)
     if z.platform != "tpu" and row.again and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
-        back = back[0] - 2 * h * K * s * S, back[1]  # of one block, scores made again are those of the backward pass
+        back = back[0] - 2 * h * K * s * S, back[1]  # in a single block, XLA merges recomputed scores with backward's
     return [b * x for x in ahead], [b * x for x in back]
 
 
 def experts(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
-    """FLOPs and HBM bytes of a matmul of experts, forward: rows that a tile pads or repeats count."""
+    """FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats."""
     (A, _), (e, D, M), *_ = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims)
     rows = grouped_rows(A, e, z.platform)
     return 2 * rows * D * M, (rows * D + e * D * M + rows * M) * z.width
 
 
 def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Product:
-    """A matmul or kernel of a layer, on one device."""
+    """Return the cost of a matmul or kernel of a layer on one device."""
     count, back = row.count.at(sizes), None
     if traced_layer.KERNELS.get(row.kind) == "attention":
         ahead, back = ([count * x for x in one] for one in attention(row, sizes, c, z))
@@ -191,7 +191,7 @@ def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -
         ahead = [count * x for x in experts(row, sizes, z)]
     else:
         ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
-    once_more = max(row.again - 1, 0)  # a step of a ring is repeated, whatever the layer keeps
+    once_more = max(row.again - 1, 0)  # a step of a ring is recomputed, whatever the layer saves
     if back is None and (once_more or row.back not in (1, 2)):
         back = [row.back * x for x in ahead]
     back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
@@ -199,7 +199,7 @@ def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -
 
 
 def exchange(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
-    """A collective of a layer."""
+    """Return the cost of a collective of a layer."""
     small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "around" in row.callers
     if row.axes == (CONTEXT,):
         part = "heads" if row.kind == "all-to-all" else "keys"
@@ -221,7 +221,7 @@ def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
 
 
 def layer(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Product | Exchange]:
-    """Every matmul, kernel and collective of one layer, read from its trace, see `traced_layer`."""
+    """List every matmul, kernel and collective of one layer, read from its trace; see `traced_layer`."""
     way, sizes = with_attention(c, over_context(c, z)), letters(c, z)
     return [
         exchange(row, sizes) if row.axes else product(row, sizes, c, z) for row in traced_layer.layer_rows(way, is_moe)
@@ -229,7 +229,7 @@ def layer(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Product | Exchange]:
 
 
 def by_form(*settings: str):
-    """Decorate a function that lists rows: in letters it lists those of each value of these settings."""
+    """Decorate a function that lists rows, so that with symbolic arguments it covers each value of these settings."""
 
     def decorate(rows):
         @functools.wraps(rows)
@@ -247,7 +247,7 @@ def tokens_go(c: ModelAtWork, z: Sizes) -> bool:
 
 @by_form("gather")
 def enter(c: ModelAtWork, z: Sizes):
-    """The embedding: it looks up, and adds what TENSOR neighbours found."""
+    """List the collectives of the embedding, which sums the partial results of TENSOR neighbors."""
     yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=False)
     if tokens_go(c, z):
         yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=False, back=False)
@@ -255,19 +255,19 @@ def enter(c: ModelAtWork, z: Sizes):
 
 
 def logits_tokens(z: Sizes) -> int:
-    """Tokens of which a device makes its words' logits: a share on each stage."""
+    """Number of tokens whose logits a device computes for its vocabulary shard; the stages share the tokens."""
     return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
 
 
 @by_form()
 def logits(c: ModelAtWork, z: Sizes):
-    """Logits and loss, a share of the tokens on each stage."""
+    """List the matmuls and collectives of logits and loss; each stage has a share of the tokens."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
     slices, words = vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // n)
     arrays = tokens * c.d_model + c.d_model * words + tokens * words
     one = Product("logits", 2 * tokens * c.d_model * words, arrays * z.width)
     yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes)
-    yield replace(one, again=False)  # the last slice's, the backward pass finds made
+    yield replace(one, again=False)  # the backward pass reuses the logits of the last vocabulary chunk
     X = tokens * c.d_model * z.width
     yield Exchange("activations", "reduce-scatter", (STAGE,), X // n * z.mesh[STAGE], again=False)
     yield Exchange("activations", "all-gather", (TENSOR,), X, again=False)
@@ -279,20 +279,20 @@ def logits(c: ModelAtWork, z: Sizes):
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a step does each thing, all microbatches together."""
+    """Passes of a layer in a step, summed over all microbatches."""
 
     forward: int  # forward passes
-    again: int  # times a backward pass repeats what it needs of the forward pass
+    again: int  # recomputations in backward passes
     inputs: int  # gradients of inputs
     weights: int  # gradients of weights
 
 
 @formulas.by_cases
 def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
-    """How often the layers of a stage are passed.
+    """Count the passes through the layers of a stage.
 
-    The balance loss costs one more forward pass, unless all forward passes come before the first backward pass. Where
-    weight gradients wait, both halves of a backward pass repeat what they need, and both pass the layers.
+    The balance loss costs one more forward pass, unless all forward passes precede the first backward pass. If weight
+    gradients are computed separately, both halves of a backward pass recompute, and both pass through the layers.
     """
     c, M = cfg.at_work, sched.microbatches
     once_more = M * sched.stages > 1 and not sched.turns and c.n_experts and c.balance_loss
@@ -301,7 +301,7 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
 
 
 def layer_counts(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
-    """How many dense and MoE layers the first stage has."""
+    """Count the dense and the MoE layers of the first stage."""
     n_moe = z.blocks if c.n_experts else 0
     n_dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
     return n_dense, n_moe
@@ -309,14 +309,14 @@ def layer_counts(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
 
 @by_form("remat", "tensor_exchange", "context_attention")
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
-    """(how many, rows of one) of each kind of layer on the first stage."""
+    """List (number of layers, rows of one layer) for each kind of layer on the first stage."""
     counts = enumerate(layer_counts(c, z))
     return [(many, layer(c, z, bool(is_moe)) if present(many) else []) for is_moe, many in counts]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one product does in a step, recomputation included."""
+    """The cost of one matmul in a step, including recomputation."""
 
     part: str
     flops: float
@@ -324,7 +324,7 @@ class Work:
 
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
-    """Every product of one device's step."""
+    """List every matmul of one device in a step."""
     c, z, once, run = cfg.at_work, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
 
     def count(row: Product, many: int, run: Passes) -> Work:
@@ -341,7 +341,7 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
 
 @dataclass(frozen=True)
 class Weights:
-    """One parameter, as a device of the first stage has it."""
+    """One parameter on a device of the first stage."""
 
     name: str
     d: sharding.Declaration
@@ -355,7 +355,7 @@ class Weights:
 
     @property
     def held(self) -> int:
-        """Entries of the slice a device keeps."""
+        """Entries of the local shard."""
         return self.d.size // math.prod(self.mesh[axis] for axes in self.axes for axis in axes)
 
     @property
@@ -364,34 +364,34 @@ class Weights:
 
     @property
     def parts(self) -> int:
-        """Devices whose slices are joined."""
+        """Number of shards that a gather combines."""
         return math.prod(self.mesh[axis] for axis in self.gathered_over)
 
     @property
     def slice(self) -> int:
-        """How wide a slice is, along the dim that is gathered."""
-        found = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
-        return found[0] // self.parts if found else 0
+        """Width of a shard along the dim that is gathered."""
+        sizes = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
+        return sizes[0] // self.parts if sizes else 0
 
     @property
     def joined(self) -> int:
-        """Entries of what products use."""
+        """Entries of the gathered parameter."""
         return self.held * self.parts
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Axes along which every device has the same."""
+        """Axes along which the parameter is replicated."""
         return tuple(axis for axis in AXES if not any(axis in axes for axes in self.axes))
 
     @property
     def width(self) -> int:
-        """Bytes of an entry in use."""
+        """Bytes of an entry of the gathered parameter."""
         narrow = self.gathered_over and not self.d.exact and self.c.compute_dtype == "bfloat16"
         return 2 if narrow else self.d.dtype.itemsize
 
     @property
     def layers(self) -> int:
-        """Layers of one stage that have one."""
+        """Number of layers of one stage that have this parameter."""
         sizes = dict(zip(self.d.dims, self.d.shape, strict=True))
         stages = self.mesh[STAGE] if "L" in sizes else 1
         return math.prod(sizes.get(letter, 1) for letter in "PLJ") // stages
@@ -409,19 +409,19 @@ def weights(cfg: Config) -> list[Weights]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one device sends in a step for one purpose."""
+    """The bytes that one device sends in a step for one purpose."""
 
     part: str
     kind: str
     axes: tuple[str, ...]  # of more than one device
     count: float
     wire_bytes: float
-    exposed_bytes: float  # of those it waits for: no products stand beside
-    in_a_slot: bool  # each microbatch does it, and other stages wait for the slowest
+    exposed_bytes: float  # bytes that do not overlap with matmuls
+    in_a_slot: bool  # sent for each microbatch, inside a pipeline slot
 
 
 def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "") -> list[Traffic]:
-    """Everything one device sends in a step, but for a few numbers (counts, norms, metrics)."""
+    """List everything that one device sends in a step, except for a few numbers (counts, norms, metrics)."""
     c, z, run = cfg.at_work, Sizes.of(cfg, platform), passes(cfg, sched)
     once, found = Passes(*(sched.microbatches,) * 4), {}
 
@@ -464,7 +464,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
 
 @formulas.by_cases
 def messages(cfg: Config, sched: schedules.Schedule) -> int:
-    """How often a stage sends to its neighbour: after each tick, forward and backward."""
+    """Count the messages of a stage to its neighbor: one after each tick, forward and backward."""
     if sched.stages == 1:
         return 0
     once_more = passes(cfg, sched).forward > sched.microbatches
@@ -479,19 +479,19 @@ def in_a_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Use:
-    """A parameter, or pieces of it, that are joined for products."""
+    """A parameter, or chunks of it, gathered for matmuls."""
 
-    ahead: int  # forward passes of a step that do
-    again: int  # repeated ones
+    ahead: int  # gathers in forward passes
+    again: int  # gathers repeated for backward passes
     back: int  # gradients
     dims: str
-    size: float  # entries of one piece, joined
-    times: float  # pieces
-    of: str = ""  # what for, as `hiding.exposed` asks
+    size: float  # entries of one gathered chunk
+    times: float  # chunks
+    of: str = ""  # what it is for, an argument of `hiding.exposed`
 
 
 def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
-    """Each use of a parameter: of each layer, or once a step."""
+    """Yield each use of a parameter: in each layer, or once per step."""
     c, z, M, run = cfg.at_work, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
     if c.work.gather == "step":
         yield Use(1, 0, 1, w.d.dims, w.joined / w.layers, w.layers)
@@ -505,12 +505,12 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
         v = c.vocab_size // z.mesh[TENSOR]
         slices, words = vocabulary_slices(c.work.loss_chunk, logits_tokens(z), v)
         yield Use(M, 0, M, "DV", w.joined / v * words, slices - 1, "vocabulary")
-        yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first one, and the last gradient: nothing is beside
+        yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first chunk and the last gradient overlap with nothing
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent for one parameter, as `hiding.exposed` asks."""
+    """A collective of one parameter. `when` and `of` are arguments of `hiding.exposed`."""
 
     part: str
     kind: str
@@ -523,7 +523,7 @@ class Sent:
 
 @formulas.by_cases
 def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
-    """What is sent for one parameter: its slices, its gradients."""
+    """Yield the collectives of one parameter: gathers of weights and reductions of gradients."""
     once, M = cfg.at_work.work.gather == "step", sched.microbatches
     for use in uses(w, cfg, sched):
         size = use.size * w.width
@@ -531,13 +531,13 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str
         yield Sent("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
         if not w.d.trainable:
             continue
-        if once and M * sched.stages > 1:  # added up in float32 before
+        if once and M * sched.stages > 1:  # summed in float32 before they are sent
             size = 4 * use.size
-        kind = "reduce-scatter" if once else hiding.scatter_of(use.dims, w.slice, platform)  # of a layer's alone
+        kind = "reduce-scatter" if once else hiding.scatter_of(use.dims, w.slice, platform)  # only those of a layer
         yield Sent("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
         yield Sent("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
-    if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that interleaving puts them on, and back
+    if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that compute them when interleaved, and back
         held = (w.joined if cfg.at_work.work.gather == "step" else w.held) / sched.chunks
         yield Sent("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
         yield Sent("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
@@ -547,7 +547,7 @@ def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str
 
 
 def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
-    """Cost of a forward slot, a backward slot and a weight slot, in forward passes of a stage."""
+    """Return the cost of a forward, a backward and a weight-gradient slot, in forward passes of a stage."""
     c = cfg.at_work
     again = 1.0 if c.work.remat in WHOLE else 0.2 if c.work.remat == "dots" else 0.0  # "dots": scores, and the experts
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
@@ -555,7 +555,7 @@ def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
 
 @formulas.by_cases
 def bubble(cfg: Config, sched: schedules.Schedule) -> float:
-    """Share of the time of the layers that a stage waits for others: all wait for the slowest after every tick."""
+    """Share of the layers' time in which a stage waits for others. All wait for the slowest after every tick."""
     F, B, W = slots(cfg, sched)
     busy, whole = sched.microbatches * (F + B + W), schedules.lock_step(sched, F, B, W)
     if passes(cfg, sched).forward > sched.microbatches:
