@@ -1,13 +1,13 @@
-"""The rows of a traced program: every matmul, kernel and collective of one device, and how often it runs.
+"""Read the rows of a traced program: every matmul, kernel and collective of one device, and how often it runs.
 
 `Walk` visits each equation of a jaxpr once. Inside `shard_map` every array is a local shard and every collective is an
 equation, so the trace already says what each device computes and sends.
 
-Bytes sent follow the prices in `sharding.py`, which are also the ledger's. FLOPs are those of matmuls, convolutions and
-kernels; a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
+Bytes sent follow the formulas in `sharding.py`, as in the ledger. FLOPs are those of matmuls, convolutions and kernels;
+a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
 
-A compiler may still merge two equal matmuls. XLA does so on CPUs where attention is one block and a layer is
-recomputed: it makes the scores once, and the trace counts them twice, up to 7% of the FLOPs of `tiny`.
+A compiler may still merge two equal matmuls. XLA does so on CPUs if attention is one block and a layer is recomputed:
+it computes the scores once, and the trace counts them twice, up to 7% of the FLOPs of `tiny`.
 """
 
 import functools
@@ -40,7 +40,7 @@ KIND_OF = {
     "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
 }
-# Calls to code that JAX cannot look into, and that declares no FLOPs.
+# Calls to code that JAX cannot trace, and that declares no FLOPs.
 OPAQUE = ("ffi_call", "custom_call", "pure_callback", "io_callback")
 COUNTED_ONCE = "while: trips unknown, counted once"
 
@@ -49,20 +49,20 @@ COUNTED_ONCE = "while: trips unknown, counted once"
 class Row:
     """One operation of one device. FLOPs and bytes are of one execution."""
 
-    kind: str  # matmul, convolution, kernel, or a collective as the ledger calls it
+    kind: str  # matmul, convolution, kernel, or a kind of collective from the ledger
     source: str  # "model.py:123 in hidden"
-    scope: str = ""  # named scopes around it, outermost first
+    scope: str = ""  # enclosing named scopes, outermost first
     axes: tuple[str, ...] = ()  # of a collective: mesh axes of more than one device
     flops: float = 0
-    hbm_bytes: float = 0  # operands and results of a matmul; of a kernel what it declares
-    wire_bytes: float = 0  # this device sends
+    hbm_bytes: float = 0  # of a matmul, its operands and results; of a kernel, what it declares
+    wire_bytes: float = 0  # bytes that this device sends
     count: float = 1  # executions in one call of the program
     loop: str = ""  # "scan", or COUNTED_ONCE
     branch: str = ""  # how a conditional around it was counted: "larger of 2 sides", "0.57 of runs (forward_slot)"
     unknown: bool = False  # a kernel that declares no FLOPs
-    automatic: tuple[str, ...] = ()  # mesh axes along which the compiler, not the program, splits it
-    callers: tuple[str, ...] = ()  # functions around it, innermost first, those of packages left out
-    arrays: tuple[tuple[tuple[int, ...], int], ...] = ()  # shape and item size: of its operands, then of its results
+    automatic: tuple[str, ...] = ()  # mesh axes over which the compiler, not the program, shards it
+    callers: tuple[str, ...] = ()  # enclosing functions, innermost first, without those of packages
+    arrays: tuple[tuple[tuple[int, ...], int], ...] = ()  # shape and item size of its operands, then of its results
 
     def total(self, of: str) -> float:
         return self.count * getattr(self, of)
@@ -96,28 +96,28 @@ def convolution_flops(equation) -> int:
 
 
 def arrays_of(equation) -> tuple:
-    """Shape and item size of the operands and results of an operation."""
+    """Return shape and item size of the operands and results of an operation."""
     avals = (x.aval for x in (*equation.invars, *equation.outvars))
     return tuple((x.shape, x.dtype.itemsize) for x in avals if hasattr(x, "shape"))
 
 
 def computation(equation) -> Row | None:
-    """The row of an operation that computes, without its place; None for any other."""
+    """Return the row of an operation that computes, without its location; None for any other."""
     name, moved = equation.primitive.name, array_bytes(x.aval for x in (*equation.invars, *equation.outvars))
     if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
         return Row("matmul", "", flops=matmul_flops(equation), hbm_bytes=moved)
     if name == "conv_general_dilated":
         return Row("convolution", "", flops=convolution_flops(equation), hbm_bytes=moved)
     if name == "pallas_call":
-        said = equation.params.get("cost_estimate")
-        if said is None:
+        cost_estimate = equation.params.get("cost_estimate")
+        if cost_estimate is None:
             return Row("kernel", "", hbm_bytes=moved, unknown=True)
-        return Row("kernel", "", flops=said.flops, hbm_bytes=said.bytes_accessed)
+        return Row("kernel", "", flops=cost_estimate.flops, hbm_bytes=cost_estimate.bytes_accessed)
     return Row("kernel", "", hbm_bytes=moved, unknown=True) if name in OPAQUE else None
 
 
 def collective(equation, sizes: dict[str, int]) -> Row | None:
-    """The row of a collective, without its place; None for any other operation, and for a group of one device."""
+    """Return the row of a collective, without its location; None for other operations, and for groups of one device."""
     kind, params = KIND_OF.get(equation.primitive.name), equation.params
     if not kind:
         return None
@@ -136,18 +136,18 @@ def collective(equation, sizes: dict[str, int]) -> Row | None:
 # Places ---------------------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
-THEIRS = (str(Path(jax.__file__).parent.parent), str(Path(os.__file__).parent), "<frozen")  # packages, Python's own
+THEIRS = (str(Path(jax.__file__).parent.parent), str(Path(os.__file__).parent), "<frozen")  # packages, Python's library
 
 
 @functools.cache
 def is_theirs(file: str) -> bool:
-    """Whether a file is a package's or Python's own, or one of our files of thin collectives."""
-    ours = os.path.realpath(file).startswith(f"{ROOT}{os.sep}")  # a checkout may be reached through links
+    """Whether a file belongs to a package or to Python, or is one of our modules of collective wrappers."""
+    ours = os.path.realpath(file).startswith(f"{ROOT}{os.sep}")  # the path to a checkout may contain symlinks
     return file.startswith(THEIRS) or (ours and os.path.basename(file) in WRAPPERS)
 
 
 def source(traceback) -> str:
-    """The line that asked for an operation, "file.py:12 in f": the innermost frame outside packages and wrappers."""
+    """Return the source line of an operation, "file.py:12 in f": the innermost frame outside packages and wrappers."""
     for frame in traceback.frames if traceback else ():
         if not is_theirs(frame.file_name):
             function = frame.function_name.replace("<locals>.", "")
@@ -156,21 +156,21 @@ def source(traceback) -> str:
 
 
 def callers(traceback) -> tuple[str, ...]:
-    """The names of the functions around an operation, innermost first, those of packages left out."""
+    """Return the names of the functions that enclose an operation, innermost first, without those of packages."""
     frames = traceback.frames if traceback else ()
     return tuple(x.function_name.rpartition(".")[2] for x in frames if not x.file_name.startswith(THEIRS))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a program an equation is, and how often it runs there."""
+    """The location of an equation in a program, and how often it runs there."""
 
     times: float = 1
     scope: str = ""
     loop: str = ""
     branch: str = ""
-    manual: frozenset[str] = frozenset()  # mesh axes of the `shard_map`s around it
-    counted: frozenset[str] = frozenset()  # scopes of conditionals whose share is in `times`
+    manual: frozenset[str] = frozenset()  # mesh axes of the enclosing `shard_map`s
+    counted: frozenset[str] = frozenset()  # scopes of conditionals whose share `times` includes
 
     def within(self, equation, **changes) -> "Place":
         names = str(equation.source_info.name_stack)
@@ -186,27 +186,27 @@ class Walk:
 
     sizes: dict[str, int]  # of the mesh axes
     platform: str
-    shares: dict[str, Share]  # of conditionals by named scope, as `ledger.read` takes them
-    kernels: frozenset[str] = frozenset()  # names of functions under `jit` that are one row, whatever is in them
-    reductions: int = 0  # outside `shard_map`: a compiler may make collectives of them
+    shares: dict[str, Share]  # of conditionals by named scope, as in `ledger.read`
+    kernels: frozenset[str] = frozenset()  # names of functions under `jit` that count as one row
+    reductions: int = 0  # number outside `shard_map`, which a compiler may turn into collectives
     shard_maps: int = 0
 
     def rows(self, jaxpr, at: Place) -> list[Row]:
         return [row for equation in needed_equations(jaxpr) for row in self.step(equation, at)]
 
     def step(self, equation, at: Place) -> list[Row]:
-        """The rows of one equation, and of what it runs."""
+        """Return the rows of one equation, and of the jaxprs that it runs."""
         name, params = equation.primitive.name, equation.params
         if row := computation(equation) or collective(equation, self.sizes):
             at = at.within(equation)
             left = tuple(axis for axis, n in self.sizes.items() if n > 1 and axis not in at.manual)
-            asked = equation.source_info.traceback
-            place = dict(source=source(asked), callers=callers(asked), scope=at.scope, loop=at.loop, branch=at.branch)
+            trace = equation.source_info.traceback
+            place = dict(source=source(trace), callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch)
             return [replace(row, count=at.times, automatic=left, arrays=arrays_of(equation), **place)]
         if name == "jit" and params["name"] in self.kernels:
-            at, asked = at.within(equation), equation.source_info.traceback
-            place = dict(callers=callers(asked), scope=at.scope, loop=at.loop, branch=at.branch, count=at.times)
-            return [Row(params["name"], source(asked), arrays=arrays_of(equation), **place)]
+            at, trace = at.within(equation), equation.source_info.traceback
+            place = dict(callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch, count=at.times)
+            return [Row(params["name"], source(trace), arrays=arrays_of(equation), **place)]
         if name == "cond":
             return self.branch(equation, at.within(equation))
         if name == "scan":
@@ -226,41 +226,41 @@ class Walk:
         return [row for jaxpr in inside for row in self.rows(jaxpr, at.within(equation))]
 
     def branch(self, equation, at: Place) -> list[Row]:
-        """The rows of a conditional: of its share, if its scope has one, and of its larger side."""
+        """Return the rows of a conditional's more expensive branch, times its share if its scope has one."""
         sides, platforms = equation.params["branches"], equation.params.get("branches_platforms")
-        if platforms:  # `lax.platform_dependent`: one side alone is compiled
+        if platforms:  # `lax.platform_dependent`: only one branch is compiled
             names = [("cuda", "rocm") if self.platform == "gpu" else (self.platform,) for _ in sides]
             fits = [p is None or bool({*p} & {*mine}) for p, mine in zip(platforms, names, strict=True)]
             return self.rows(sides[fits.index(True)].jaxpr, at)
         scopes = {one for one in self.shares if re.search(rf"\b{re.escape(one)}\b", at.scope)} - at.counted
         found = [self.shares[one] for one in scopes]
         share = math.prod(one(at.times) if callable(one) else one for one in found)
-        told = f"{share:.3g} of runs ({', '.join(sorted(scopes))})" if scopes else f"larger of {len(sides)} sides"
-        branch = ", ".join(filter(None, (at.branch, told)))
+        text = f"{share:.3g} of runs ({', '.join(sorted(scopes))})" if scopes else f"larger of {len(sides)} sides"
+        branch = ", ".join(filter(None, (at.branch, text)))
         here = replace(at, times=at.times * share, branch=branch, counted=at.counted | scopes)
         return max((self.rows(side.jaxpr, here) for side in sides), key=cost)
 
     def check_mesh(self, equation) -> None:
-        """Raises: UserError for a `shard_map` on a mesh other than the one asked for."""
+        """Raises: UserError for a `shard_map` on a mesh other than the requested one."""
         own = dict(equation.params["mesh"].shape)
         if own != self.sizes:
-            place, mine, asked = source(equation.source_info.traceback), *map(hardware.named_mesh, (own, self.sizes))
+            place, mine, wanted = source(equation.source_info.traceback), *map(hardware.named_mesh, (own, self.sizes))
             raise UserError(
-                f"shard_map at {place} runs on its own mesh {mine}, not on {asked}; leave mesh= out of "
-                "shard_map to take the mesh that is asked for"
+                f"shard_map at {place} runs on its own mesh {mine}, not on {wanted}; omit mesh= in shard_map to use "
+                "the requested mesh"
             )
 
 
 def needed_equations(jaxpr) -> list:
-    """The equations of a jaxpr whose results are used. JAX 0.10 keeps unused Pallas kernels, and XLA removes them."""
-    found, used = [], {x for x in jaxpr.outvars if isinstance(x, jex.Var)}
+    """Return the equations whose results are used. JAX 0.10 keeps unused Pallas kernels, and XLA removes them."""
+    needed, used = [], {x for x in jaxpr.outvars if isinstance(x, jex.Var)}
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not used.isdisjoint(equation.outvars):
-            found.append(equation)
+            needed.append(equation)
             used.update(x for x in equation.invars if isinstance(x, jex.Var))
-    return found[::-1]
+    return needed[::-1]
 
 
 def cost(rows: list[Row]) -> tuple[float, ...]:
-    """What decides which side of a conditional is larger: FLOPs, then bytes sent, then bytes of memory."""
+    """Return the key that orders the branches of a conditional: FLOPs, then bytes sent, then HBM bytes."""
     return tuple(sum(row.total(of) for row in rows) for of in ("flops", "wire_bytes", "hbm_bytes"))

@@ -1,7 +1,7 @@
-"""Where a plan's numbers come from: the rows of the traced step beside those of the plan, with their lines of source.
+"""Compare the rows of a plan with those of the traced step, and list the source lines that cause them.
 
-The plan's rows are those of `costs.py`, before a compiler changes a collective into another one. A line of a layer has
-its formula: the FLOPs of one forward pass, or the bytes of a collective, in letters.
+The plan's rows are those of `costs.py`, before the compiler replaces any collective. A source line of a layer has its
+formula in letters: the FLOPs of one forward pass, or the bytes of a collective.
 """
 
 import re
@@ -16,7 +16,7 @@ from plan.traced_layer import part_of
 
 @dataclass
 class Line:
-    """One line of source: what all its operations of one kind do in a step."""
+    """The operations of one kind on one source line, summed over a step."""
 
     source: str  # "model.py:123 in hidden"
     formula: str = ""  # of one forward pass of a layer, in the letters of MEANS
@@ -26,10 +26,10 @@ class Line:
 
 @dataclass
 class Group:
-    """The same of the plan and of the trace: FLOPs of a part, or bytes of a collective over some axes."""
+    """A planned and a traced total: FLOPs of a part of the model, or bytes of a collective over some axes."""
 
     name: str
-    parts: str  # as `costs.py` calls them
+    parts: str  # names from `costs.py`
     planned: float
     traced: float = 0
     lines: list[Line] = field(default_factory=list)
@@ -47,9 +47,9 @@ class Group:
         self.traced += row.total(of)
 
 
-MEANS = {  # what each letter of a formula is, of one device
+MEANS = {  # meaning of each letter of a formula, as sizes of one device
     "b": "sequences of a microbatch", "t": "positions of a sequence between blocks", "D": "model width",
-    "g": "heads of keys and values", "r": "query heads that share one", "K": "width of a head", "R": "its rotary part",
+    "g": "key-value heads", "r": "query heads that share one", "K": "width of a head", "R": "its rotary part",
     "U": "width of a value", "Q": "query latent", "C": "key and value latent", "f": "hidden width",
     "k": "experts a token", "e": "experts", "m": "hidden width of an expert", "x": "shared experts",
     "X": "slots of an expert",
@@ -58,31 +58,31 @@ MEANS = {  # what each letter of a formula is, of one device
 
 
 def legend(one: Plan) -> str:
-    """How to read a formula, and every letter that a formula of this plan has, with its value."""
+    """Explain how to read a formula, with the meaning and value of each letter in this plan's formulas."""
     text = " ".join(formulas(one).values())
     sizes = costs.letters(one.cfg.at_work, costs.Sizes.of(one.cfg))
-    said = (
+    entries = (
         f"{letter}={sizes[letter]:,} {means}" for letter, means in MEANS.items() if re.search(rf"\b{letter}\b", text)
     )
     return (
-        "A formula is FLOPs of a matmul, or bytes of a collective, in one forward pass of one layer; outside of layers "
-        "there is none. Letters are one device's share: " + ", ".join(said) + ". A count is all executions in a step, "
-        "with every layer, pass, microbatch and part of a ring."
+        "A formula gives the FLOPs of a matmul, or the bytes of a collective, in one forward pass of one layer. Lines "
+        "outside layers have none. Letters are sizes on one device: " + ", ".join(entries) + ". The count includes all "
+        "executions in a step: every layer, pass, microbatch and chunk of a ring."
     )
 
 
 def formulas(one: Plan) -> dict[tuple[str, bool], str]:
-    """For each line of source in a layer, and of its collectives or not: what one forward pass does, in letters."""
-    found: dict[tuple[str, bool], list[str]] = {}
+    """Map (source line of a layer, whether it is a collective) to the formula of one forward pass."""
+    by_line: dict[tuple[str, bool], list[str]] = {}
     for is_moe in (False, True)[: 1 + bool(one.cfg.model.n_experts)]:
         for row in traced_layer.layer_rows(one.cfg.at_work, is_moe):
-            terms = found.setdefault((row.source, bool(row.axes)), [])
+            terms = by_line.setdefault((row.source, bool(row.axes)), [])
             terms += [row.formula] * (row.formula not in terms)
-    return {line: " + ".join(terms) for line, terms in found.items()}
+    return {line: " + ".join(terms) for line, terms in by_line.items()}
 
 
 def compared(one: Plan) -> dict[str, list[Group]]:
-    """Groups of "FLOPs" by part, and of "bytes" by collective and axes, the largest first."""
+    """Compare "FLOPs" by part of the model, and "bytes" by collective and axes, the largest group first."""
     platform = "tpu" if is_tpu(one.topology and one.topology.chip) else "cpu"
     step, flops, sent, of_line = program.training_step(one.cfg, platform), {}, {}, formulas(one)
     for part, planned in one.flops.items():
@@ -102,10 +102,10 @@ def compared(one: Plan) -> dict[str, list[Group]]:
 
 
 def print_why(one: Plan, found: dict[str, list[Group]], console) -> None:
-    """Print each group that `compared` found, what the plan and the trace say of it, and its lines of source."""
+    """Print each group with its planned and traced total, and its source lines."""
     for unit, groups in found.items():
-        title = f"{unit} of a device and step: planned, and traced line by line"
-        columns = "what", "where", "forward pass of a layer", "count", "planned", "traced", "traced/planned"
+        title = f"{unit} per device and step: planned, and traced by source line"
+        columns = "part", "where", "forward pass of a layer", "count", "planned", "traced", "traced/planned"
         table = titled(title, *columns, words=3)
         for group in groups:
             ratio = "-" if group.ratio is None else f"{group.ratio:.4f}"
