@@ -1,4 +1,4 @@
-"""Claims about the planner: its arithmetic is what the compiler counts, and what it prints can be relied on."""
+"""Test that the planner predicts what the compiler counts, and that the command prints the plan correctly."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def config(name: str, mesh: str, **settings):
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
 LAYER, NONE = {"work.gather": "layer"}, {"work.remat": "none"}
-IN_TURN = {"work.tensor_exchange": "ring"}
+RING = {"work.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
 GPTJ = {"model.attention": "gqa", "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
         "model.rope_dims": 8, "model.activation": "gelu"}  # fmt: skip
@@ -40,37 +40,37 @@ CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
     "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "work.device_batch": 2}),
     "experts, gathered by layer": ("bench", "fsdp=2,expert=2", LAYER),
-    "dense, everything kept": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
-    "products kept": ("bench", "context=2,tensor=2", LAYER | {"work.remat": "dots"}),
+    "dense, everything saved": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
+    "matmul outputs saved": ("bench", "context=2,tensor=2", LAYER | {"work.remat": "dots"}),
     "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"work.schedule": "1f1b", "work.microbatches": 8}),
     "interleaved": ("bench", "stage=2,fsdp=2", {"work.schedule": "interleaved", "work.chunks": 2}),
     "zb": ("bench", "stage=2,tensor=2", {"work.schedule": "zb", "model.balance_loss": 0.0}),
     "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
-    "ring, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {
+    "ring over context, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {
         "work.context_attention": "ring", **in_model(GROUPED), "model.n_kv_heads": 2,
         "model.activation": "swiglu", "model.tie_embeddings": True}),
-    "heads for positions": ("bench", "context=4,fsdp=2", LAYER | {"work.context_attention": "all_to_all"}),
-    "grouped heads for positions": ("bench", "context=2,tensor=2", LAYER | DENSE | NONE | {
+    "all_to_all over context": ("bench", "context=4,fsdp=2", LAYER | {"work.context_attention": "all_to_all"}),
+    "all_to_all over context, grouped heads": ("bench", "context=2,tensor=2", LAYER | DENSE | NONE | {
         "work.context_attention": "all_to_all", "model.attention": "gqa", "model.n_kv_heads": 4}),
     "the laptop preset in one piece": ("laptop", "fsdp=2", {}),
-    "positions in turn": ("bench", "fsdp=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 48}),
-    "no query latent": ("bench", "context=2,tensor=4", LAYER | IN_TURN | {"model.d_query_latent": 0}),
-    "grouped queries, in turn": ("bench", "fsdp=4,tensor=2", LAYER | IN_TURN | DENSE | {"model.attention": "gqa",
+    "ring over tensor": ("bench", "fsdp=2,tensor=4", LAYER | RING | {"model.d_query_latent": 48}),
+    "no query latent": ("bench", "context=2,tensor=4", LAYER | RING | {"model.d_query_latent": 0}),
+    "ring over tensor, grouped queries": ("bench", "fsdp=4,tensor=2", LAYER | RING | DENSE | {"model.attention": "gqa",
         "model.n_kv_heads": 2, "model.activation": "swiglu"}),
     "GPT-J's block": ("bench", "fsdp=2,tensor=2", LAYER | DENSE | NONE | GPTJ),
-    "GPT-J's block, in turn": ("bench", "stage=2,tensor=2", LAYER | DENSE | IN_TURN | GPTJ | {
+    "GPT-J's block, ring over tensor": ("bench", "stage=2,tensor=2", LAYER | DENSE | RING | GPTJ | {
         "work.remat": "branches"}),
-    "a prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
+    "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 
 
-QUICK = ("bench.step's default", "GPT-J's block")  # all others repeat them with other settings
+QUICK = ("bench.step's default", "GPT-J's block")  # the others repeat these with other settings
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.repeat) for c in CASES])
-def test_what_is_predicted_is_what_is_compiled(case, monkeypatch):
-    """Catches a product, an exchange or a buffer of the model that the arithmetic does not have, or has too often."""
-    if case == "products kept":  # compiled quickly, it needs less memory than it does for users
+def test_the_plan_matches_the_compiled_step(case, monkeypatch):
+    """Catches a matmul, a collective or a buffer of the model that the plan omits or counts too often."""
+    if case == "matmul outputs saved":  # the tests' faster compiler options need less memory than those of users
         quickly, as_for_users = jax.stages.Lowered.compile, {"xla_cpu_use_fusion_emitters": True}
         monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: quickly(lowered, as_for_users))
     name, mesh, settings = CASES[case]
@@ -92,12 +92,12 @@ MORE = [pytest.param(n, marks=pytest.mark.repeat) for n in range(1, DRAWN)]
 
 
 @pytest.mark.parametrize("number", [0, *MORE])
-def test_what_is_drawn_is_predicted(number):
-    """Catches a way of working that none of the chosen cases has: a forward pass too many, once, went unseen so."""
+def test_random_settings_are_predicted(number):
+    """Catches settings that none of the cases above has. An extra forward pass once went unnoticed this way."""
     plan = planner.plan(preset("tiny", **fuzz.draw(number)))
     found, _ = planner.compile_plan(plan, print)
     assert plan.hardware_flops == pytest.approx(found["hardware_flops"], rel=0.05)
-    assert plan.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.25)  # buffers of a few numbers are padded
+    assert plan.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.25)  # small buffers are padded
     total = found["wire_bytes"]
     for axes, wire_bytes in found["wire_by_axes"].items():
         assert plan.wire_by_axes.get(axes, 0) == pytest.approx(wire_bytes, rel=0.05, abs=0.01 * total), axes
@@ -105,8 +105,8 @@ def test_what_is_drawn_is_predicted(number):
 
 # A change may not add bytes, collectives or FLOPs ---------------------------------------------------------------------
 
-# name, mesh: bytes on the wire, collectives, FLOPs and temporary bytes of a device and step, as compiled for CPU, but
-# for the order of collectives there (test_ordered.py). Lower them when the program gets better; they are printed.
+# name, mesh: bytes sent, collectives, FLOPs and temporary bytes per device and step, as compiled for CPU but without
+# ordering the collectives (test_ordered.py). Lower them when the program gets better; the test prints the new ones.
 BUDGETS = {
     ("bench", "fsdp=2,stage=2,tensor=2"): (16_700_000, 330, 6.82e9, 25_500_000),
     ("laptop", "fsdp=2"): (17_000_000, 160, 1.62e10, 75_000_000),
@@ -123,7 +123,7 @@ WORK = {"tiny": {"data.seq_len": 24}, "laptop": {"work.remat": "full"},
     "name, mesh", [pytest.param(*run, marks=() if run[0] == "bench" else pytest.mark.repeat) for run in BUDGETS]
 )
 def test_a_step_stays_within_its_budget(name, mesh, as_on_accelerators):
-    """Catches a change that adds an exchange, a product or a buffer to the step, in every layer or once."""
+    """Catches a change that adds a collective, a matmul or a buffer to the step, in every layer or once."""
     found, _ = planner.compile_plan(planner.plan(config(name, mesh, **WORK.get(name, {}))), print)
     wire, collectives, flops, temp = BUDGETS[name, mesh]
     print(found["wire_bytes"], found["collectives"], found["hardware_flops"], found["temp_bytes"])
@@ -137,8 +137,7 @@ HEADLINE_BYTES = 7.95 * GIB  # over all axes, for 262,144 tokens on 32 chips
 
 
 def test_the_headline_plan_stays_within_its_budget():
-    """Catches a change of the model or the preset that makes the headline step dearer; its compiled form is in
-    test_tpu.py."""
+    """Catches a change that makes the headline step more expensive. test_tpu.py compiles this step."""
     plan = planner.plan(preset("moe1b"), "v4:4x4x2")
     assert plan.fits
     assert plan.hardware_flops <= 1.45 * plan.model_flops
@@ -149,20 +148,20 @@ def test_the_headline_plan_stays_within_its_budget():
 # Arithmetic by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_time_is_work_over_speed():
-    """Catches a term of the roofline that is lost, doubled, or divided by another wire's speed."""
+def test_roofline_time_is_work_over_speed():
+    """Catches a term of the roofline that is missing, doubled, or divided by the speed of another link."""
     settings = {"data.batch_size": 64, "work.remat": "full", "work.tensor_exchange": "gather", "work.schedule": "gpipe"}
     cfg = preset("dense_124m", **{"mesh": "data=4,tensor=2,stage=4"} | settings)
     plan = planner.plan(cfg, "v4:4x4x2")
     links, seconds = hardware.layout(cfg.mesh, plan.topology), plan.seconds()
     assert seconds["compute"] == sum(max(x.flops / 275e12, x.hbm_bytes / 1.2e12) for x in plan.work)
     over_tensor = [x for x in plan.traffic if x.axes == ("tensor",)]
-    waited = sum(x.exposed_bytes for x in over_tensor)
-    assert 0 < waited < sum(x.wire_bytes for x in over_tensor) == plan.wire_by_axes["tensor"]
-    assert seconds["tensor"] == pytest.approx(waited / links["tensor"].bytes_per_s)
+    exposed = sum(x.exposed_bytes for x in over_tensor)
+    assert 0 < exposed < sum(x.wire_bytes for x in over_tensor) == plan.wire_by_axes["tensor"]
+    assert seconds["tensor"] == pytest.approx(exposed / links["tensor"].bytes_per_s)
     state = plan.memory_bytes["parameters"]
     assert seconds["optimizer"] == pytest.approx(7 * state / 1.2e12)  # three arrays read and written, gradients read
-    # gpipe, M=16 microbatches, S=4 stages: of 19 rounds of forward passes and 19 of backward passes a stage has 16.
+    # gpipe, M=16 microbatches, S=4 stages: a stage is busy in 16 of 19 forward ticks and 16 of 19 backward ticks.
     assert plan.sched.microbatches == 16
     assert plan.bubble == pytest.approx(3 / 19)
     assert seconds["bubble"] == pytest.approx((seconds["compute"] + seconds["tensor"]) * 3 / 16)
@@ -170,8 +169,8 @@ def test_time_is_work_over_speed():
     assert plan.mfu(plan.step_s) == pytest.approx(plan.model_flops / plan.step_s / 275e12)
 
 
-def test_hidden_wires_cost_what_they_take_longer_than_products():
-    """Catches hidden bytes that cost nothing however many there are, or as much as exposed ones."""
+def test_overlapped_communication_costs_its_excess_over_compute():
+    """Catches overlapped bytes that are free however many there are, or that cost as much as exposed ones."""
     settings = {
         "work.tensor_exchange": "ring",
         "data.batch_size": 64,
@@ -189,18 +188,18 @@ def test_hidden_wires_cost_what_they_take_longer_than_products():
     assert plan.seconds(3 * plan.hardware_flops, hidden)["tensor"] == 0
 
 
-def test_few_rows_take_the_time_of_their_weights():
-    """Catches a roofline in which a product of a few rows costs its FLOPs alone, not the weights that are read."""
+def test_matmuls_of_few_rows_are_bound_by_memory():
+    """Catches a roofline that counts only the FLOPs of a matmul with few rows, not the time to read its weights."""
     settings = {"mesh": "data=4", "data.batch_size": 4, "work.gather": "step", "model.d_ff": 8192}
     few, many = (planner.plan(preset("dense_124m", **settings, **{"data.seq_len": T}), "v4:2x2x1") for T in (8, 4096))
-    ridge = 275e12 / 1.2e12  # FLOPs that a byte must serve
+    ridge = 275e12 / 1.2e12  # FLOPs per byte at which compute takes as long as memory
     wide = lambda plan: next(x for x in plan.work if x.part == "feed-forward")
-    assert wide(few).flops / wide(few).hbm_bytes == pytest.approx(2 * 8 / 2, rel=0.05)  # two for each row and number
+    assert wide(few).flops / wide(few).hbm_bytes == pytest.approx(2 * 8 / 2, rel=0.05)  # 2 FLOPs per row and weight
     assert wide(many).flops / wide(many).hbm_bytes > ridge
     assert few.seconds()["compute"] > 5 * few.hardware_flops / 275e12
 
 
-def test_a_scatter_over_all_chips_costs_an_all_reduce():
+def test_a_reduce_scatter_over_all_chips_costs_an_all_reduce():
     """Catches a ranking in which `fsdp` over a whole slice is as cheap as over half of it."""
 
     def kinds(mesh, **more):
@@ -208,7 +207,7 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
             "data.batch_size": 64,
             "model.d_model": 1024,
             "model.d_head": 64,
-        } | more  # no slice is narrower than 128
+        } | more  # no shard is narrower than 128
         plan = planner.plan(preset("dense_124m", mesh=mesh, **settings), "v4:2x2x2")
         return {x.kind: x.wire_bytes for x in plan.traffic if x.part == "gradients"}
 
@@ -218,7 +217,7 @@ def test_a_scatter_over_all_chips_costs_an_all_reduce():
 
 
 def test_a_mesh_divides_the_work_and_not_the_model():
-    """Catches numbers of one device that are those of all, and the other way round."""
+    """Catches per-device numbers that are totals over all devices, and the reverse."""
     passes = {"work.device_batch": 16}
     one, many = (
         planner.plan(preset("dense_124m", mesh=mesh, **passes), None) for mesh in ("data=1", "data=2,fsdp=2,tensor=2")
@@ -227,13 +226,13 @@ def test_a_mesh_divides_the_work_and_not_the_model():
     assert one.model_flops == 8 * many.model_flops
     assert one.hardware_flops == pytest.approx(8 * many.hardware_flops)
     assert one.wire_bytes == 0
-    # Norms, 768 numbers a layer twice and once at the end, are whole everywhere; all else lies on 4 devices.
+    # Norms (768 numbers, two per layer and one at the end) are replicated; the rest is sharded over 4 devices.
     norms = 4 * 768 * (2 * 12 + 1)
     assert many.memory_bytes["parameters"] - norms == (one.memory_bytes["parameters"] - norms) / 4
 
 
-def test_a_balance_loss_costs_a_forward_pass_where_passes_mix():
-    """Catches a plan of 1F1B that leaves out the passes before the first backward pass."""
+def test_a_balance_loss_costs_a_forward_pass_in_1f1b():
+    """Catches a plan of 1F1B that omits the forward passes before the first backward pass."""
     settings = {"mesh": "stage=2", "work.microbatches": 4, "work.schedule": "1f1b", "work.remat": "full"}
     with_loss, without = (config("bench", **settings, **{"model.balance_loss": x}) for x in (0.1, 0.0))
     counted = [costs.passes(cfg, pipeline.schedule(cfg)) for cfg in (with_loss, without)]
@@ -245,15 +244,15 @@ def test_a_balance_loss_costs_a_forward_pass_where_passes_mix():
 # Search and largest batch ---------------------------------------------------------------------------------------------
 
 
-def test_all_ways_to_spread_devices():
-    """Catches meshes that are left out, or listed twice: 8 = 2^3 goes into 6 axes in C(8, 3) ways."""
+def test_every_mesh_of_8_devices_is_listed_once():
+    """Catches meshes that are missing or listed twice: 8 = 2^3 factors over 6 axes in C(8, 3) ways."""
     found = list(planner.meshes(8))
     assert len(found) == len({str(mesh) for mesh in found}) == math.comb(8, 3)
     assert all(mesh.devices == 8 for mesh in found)
 
 
 def test_search_ranks_what_fits_and_counts_what_does_not():
-    """Catches a layout that does not fit among those that do, a wrong order, and layouts that vanish without a word."""
+    """Catches a layout that does not fit among those that do, a wrong order, and layouts that are dropped silently."""
     cfg = preset("dense_124m", **{"data.batch_size": 64})
     limit = 2 * GIB
     fit, large, refused = planner.search(cfg, hardware.Topology.parse("v4:2x2x2"), limit)
@@ -269,19 +268,19 @@ def test_search_ranks_what_fits_and_counts_what_does_not():
 
 @pytest.mark.parametrize("true", [4, 45, 700, 1234, 9000])
 def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
-    """Catches a search that stops where arithmetic does, or a step before or after, and one that compiles for hours."""
-    cfg, asked = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8}), []
+    """Catches a search that trusts the arithmetic, is off by one step, or compiles for hours."""
+    cfg, compiled_sizes = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8}), []
 
     def compile_plan(plan, say):
-        asked.append(plan.cfg.data.batch_size)
+        compiled_sizes.append(plan.cfg.data.batch_size)
         return {"peak_bytes": plan.cfg.data.batch_size * 1e6, "fits": plan.cfg.data.batch_size <= true}, None
 
     monkeypatch.setattr(planner, "compile_plan", compile_plan)
     most, too_many = planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
     assert most <= true < too_many
     assert too_many - most <= most / 16 + 4
-    assert {most, too_many} <= set(asked)
-    assert len(asked) < 20
+    assert {most, too_many} <= set(compiled_sizes)
+    assert len(compiled_sizes) < 20
 
 
 def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
@@ -302,7 +301,7 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
 # Better settings ------------------------------------------------------------------------------------------------------
 
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096}
-COULD_BE_FASTER = {  # and the settings to change for it
+COULD_BE_FASTER = {  # ..., and the settings to change
     "dense": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=32,tensor=2", "work.remat": "full"}, {"remat"}),
     "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "layer"}, {"gather"}),
     "no rules": (
@@ -317,7 +316,7 @@ COULD_BE_FASTER = {  # and the settings to change for it
 
 @pytest.mark.parametrize("which", COULD_BE_FASTER)
 def test_better_settings_are_the_best_of_all_that_fit(which):
-    """Catches settings that are slower, or fuller, than others, and more advice to whom has taken it."""
+    """Catches suggested settings that are not the best, and further suggestions after they are applied."""
     name, topology, settings, changes = COULD_BE_FASTER[which]
     cfg = preset(name, **settings)
     one = planner.plan(cfg, topology)
@@ -334,9 +333,9 @@ def test_better_settings_are_the_best_of_all_that_fit(which):
     assert planner.faster(planned(**changed)) is None
 
 
-def test_better_settings_are_told(capsys):
-    """Catches advice that is in no output, or in that of a mesh for which there is none; and a larger exit status for
-    it, or a smaller one for what would fit."""
+def test_better_settings_are_suggested(capsys):
+    """Catches a suggestion that is not printed, or printed where there is none, and a suggestion that changes the exit
+    status."""
     words = "llama3_8b --topology v5e:8x8 --mesh fsdp=64 --data.batch_size 64 --data.seq_len 4096".split()
     status, out, _ = run(capsys, *words, "--work.remat", "none")
     [line] = re.findall("^try .*", out, re.MULTILINE)
@@ -347,9 +346,9 @@ def test_better_settings_are_told(capsys):
     assert status == 0 and "faster" not in found
     assert (f"{found['likely_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
     status, out, _ = run(capsys, *words, "--work.remat", "none", "--json", "-")
-    told = json.loads(out)["faster"]
-    assert (told["step_s"], told["peak_bytes"]) == (found["likely_s"], found["peak_bytes"])
-    assert " ".join(f"--{name} {value}" for name, value in told["settings"].items()) == tried[1]
+    better = json.loads(out)["faster"]
+    assert (better["step_s"], better["peak_bytes"]) == (found["likely_s"], found["peak_bytes"])
+    assert " ".join(f"--{name} {value}" for name, value in better["settings"].items()) == tried[1]
     _, out, _ = run(capsys, *"moe1b --topology v4:4x4x2 --mesh stage=2,fsdp=8,tensor=2 --work.gather layer".split())
     assert re.search(r"^try +--work.gather step\S*: 0.\d+ s, \d+% less; ", out, re.MULTILINE)
     _, out, _ = run(capsys, "laptop", "--mesh", "fsdp=4")  # of no known speed
@@ -360,9 +359,8 @@ def test_better_settings_are_told(capsys):
     ["moe1b", "--topology", "v4:4x4x2", "--search", "32", "--work.gather", "step"],
     ["llama3_8b", "--topology", "v5e:4x4", "--search", "16", "--data.batch_size", "64", "--work.remat", "none"],
 ], ids=["fits", "does not fit"])  # fmt: skip
-def test_better_settings_are_told_of_the_best_layout(capsys, words):
-    """Catches a search for which other settings of the model would be a better one, or the only one, and that does not
-    say so; and words that are another plan's."""
+def test_a_search_suggests_better_settings_for_its_best_layout(capsys, words):
+    """Catches a search that does not suggest better settings, or the only ones that fit, and wrong numbers."""
     status, out, _ = run(capsys, *words)
     [line] = re.findall("^try .*", out, re.MULTILINE)
     tried = re.fullmatch(r"try +((?:--\S+ \S+ ?)+): (\S+) s, .*; peak memory (\S+) GiB", line)
@@ -371,10 +369,10 @@ def test_better_settings_are_told_of_the_best_layout(capsys, words):
     found = json.loads(out)
     assert found["fits"] and (f"{found['likely_s']:.3f}", f"{found['peak_bytes'] / GIB:.3f}") == (tried[2], tried[3])
     again, out, _ = run(capsys, *words, "--json", "-")
-    told = json.loads(out)["faster"]["settings"]
-    assert " ".join(f"--{name} {value}" for name, value in told.items()) == tried[1]
+    settings = json.loads(out)["faster"]["settings"]
+    assert " ".join(f"--{name} {value}" for name, value in settings.items()) == tried[1]
     assert status == again == (0 if "moe1b" in words else 1)
-    assert ("work.schedule" in told) == ("stage" in told["mesh"])
+    assert ("work.schedule" in settings) == ("stage" in settings["mesh"])
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -389,8 +387,8 @@ def run(capsys, *words):
     return status, out, err
 
 
-def test_json_is_one_object_of_all_that_is_promised(capsys):
-    """Catches a key that is renamed, and words between the numbers of `--json -`."""
+def test_json_is_one_object_with_all_documented_keys(capsys):
+    """Catches a renamed key, and other text in the output of `--json -`."""
     status, out, _ = run(capsys, "moe1b", "--topology", "v4:4x4x2", "--json", "-")
     found = json.loads(out)
     assert status == 0
@@ -402,8 +400,8 @@ def test_json_is_one_object_of_all_that_is_promised(capsys):
     assert found["compile_s"] is None
 
 
-def test_compiled_stands_beside_predicted(capsys, tmp_path):
-    """Catches a command that compiles something else, or does not say what came out."""
+def test_compiled_numbers_are_printed_next_to_predicted_ones(capsys, tmp_path):
+    """Catches a command that compiles something else, or does not print the result."""
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     status, out, _ = run(capsys, "tiny", "--mesh", "fsdp=4,stage=2", "--compile", "--json", str(path), "--plot",
                          str(picture))  # fmt: skip
@@ -412,8 +410,8 @@ def test_compiled_stands_beside_predicted(capsys, tmp_path):
     assert found["compiled"].keys() >= WANTED
     assert found["compiled"]["fits"] is True
     assert found["compiled"]["ledger"]
-    waits = found["compiled"]  # simulated devices begin nothing ahead
-    assert (waits["hidden_bytes"], waits["exposed_bytes"], waits["unknown"]) == (0, waits["wire_bytes"], {})
+    counts = found["compiled"]  # simulated devices overlap nothing
+    assert (counts["hidden_bytes"], counts["exposed_bytes"], counts["unknown"]) == (0, counts["wire_bytes"], {})
     assert re.search(r"sent +[\d,]+ collectives send (\S+ \S+): \S+ \S+ overlapped with matmuls, and \1 exposed", out)
     assert {"over fsdp", "over stage"} <= {line.split("│")[1].strip() for line in out.splitlines() if "│" in line}
     assert "difference" in out
@@ -423,15 +421,15 @@ def test_compiled_stands_beside_predicted(capsys, tmp_path):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are drawn in a test."""
+    """Collect the figures that a test draws."""
     drawn, new = [], pictures.new_picture
     monkeypatch.setattr(pictures, "new_picture", lambda **how: drawn.append(new(**how)) or drawn[-1])
     return drawn
 
 
-def test_the_picture_says_what_it_shows(capsys, tmp_path, figures):
-    """Catches a picture that names neither preset nor mesh, bars beside their labels, room for a bar that is not there,
-    and a schedule that is not the one that runs."""
+def test_the_picture_is_labeled(capsys, tmp_path, figures):
+    """Catches a picture without preset and mesh, bars that miss their labels, space for a missing bar, and a schedule
+    that is not the executed one."""
     words = ["--mesh", "stage=2,fsdp=2,tensor=2", "--work.schedule", "zb", "--plot", str(tmp_path / "a.png")]
     assert run(capsys, "tiny", *words)[0] == 0
     (figure,) = figures
@@ -447,7 +445,7 @@ def test_the_picture_says_what_it_shows(capsys, tmp_path, figures):
 
 
 def test_a_search_is_drawn(capsys, tmp_path, figures):
-    """Catches a flag that does nothing, and bars that are not the seconds printed."""
+    """Catches a flag that has no effect, and bars that differ from the printed seconds."""
     path = tmp_path / "search.svg"
     assert run(capsys, "moe1b", "--topology", "v4:2x2x1", "--search", "4", "--plot", str(path))[0] == 0
     assert path.read_text().startswith("<?xml")
@@ -466,15 +464,15 @@ def test_a_search_is_drawn(capsys, tmp_path, figures):
     (["--search", "8", "--topology", "cpu:8", "--plot", "a.png"], "the speed of this machine is unknown"),
     (["--search", "8", "--topology", "cpu:8", "--compile"], "--search and --compile exclude each other"),
 ])  # fmt: skip
-def test_flags_that_cannot_be_followed_are_refused(capsys, monkeypatch, words, why):
-    """Catches a traceback after minutes of compiling, and a flag that does nothing."""
-    monkeypatch.setattr(planner, "plan", None)  # nothing is planned before
+def test_flags_that_exclude_each_other_are_refused(capsys, monkeypatch, words, why):
+    """Catches a traceback after minutes of compiling, and a flag that has no effect."""
+    monkeypatch.setattr(planner, "plan", None)  # the check precedes planning
     status, out, err = run(capsys, "tiny", *words)
     assert (status, out) == (2, "") and why in err
 
 
 def test_help_shows_the_presets_and_the_defaults_of_one(capsys):
-    """Catches help whose defaults are no preset's, though a preset must be named."""
+    """Catches help whose defaults are not those of a preset, although a preset is required."""
     for argv, shown in ((["--help"], "laptop"), (["moe1b", "--help"], "moe1b")):
         with pytest.raises(SystemExit, match="0"):
             main(argv)
@@ -483,8 +481,8 @@ def test_help_shows_the_presets_and_the_defaults_of_one(capsys):
         assert all(f"{name} {what}" in out for name, (what, _) in PRESETS.items())
 
 
-def test_out_of_memory_is_a_report(capsys, monkeypatch):
-    """Catches a traceback, or exit status 0, where the answer is that it does not fit."""
+def test_out_of_memory_is_reported(capsys, monkeypatch):
+    """Catches a traceback, or exit status 0, for a step that does not fit."""
 
     def refuse(*_):
         raise compiled.OutOfMemory(round(40.1 * GIB), round(30.75 * GIB), [], "work.remat=full")
@@ -501,17 +499,17 @@ def test_out_of_memory_is_a_report(capsys, monkeypatch):
     assert found["excess_bytes"] == round(40.1 * GIB) - round(30.75 * GIB)
 
 
-def test_what_should_not_be_in_a_program_is_an_error(capsys, monkeypatch):
-    """Catches an unexpected collective that the planner knows of and does not report."""
-    told = lambda plan, say: ({"fits": True, "unexpected": ["all-gather of 1 bytes over fsdp"]}, None)
-    monkeypatch.setattr(planner, "compile_plan", told)
+def test_an_unexpected_collective_is_an_error(capsys, monkeypatch):
+    """Catches an unexpected collective that the planner does not report."""
+    counts = lambda plan, say: ({"fits": True, "unexpected": ["all-gather of 1 bytes over fsdp"]}, None)
+    monkeypatch.setattr(planner, "compile_plan", counts)
     status, _, err = run(capsys, "tiny", "--mesh", "data=2,fsdp=4", "--compile")
     assert status == 1
     assert "error: all-gather of 1 bytes over fsdp" in err
 
 
 def test_a_plan_that_does_not_fit_ends_with_1(capsys):
-    """Catches a script that goes on to rent what will not do."""
+    """Catches a script that continues with a plan that does not fit."""
     status, out, _ = run(
         capsys, "deepseek_v3", "--topology", "v4:4x4x2", "--mesh", "fsdp=32", "--data.batch_size", "32"
     )
@@ -534,8 +532,8 @@ def test_a_plan_that_does_not_fit_ends_with_1(capsys):
         (["tiny", "--json", "/nowhere/plan.json"], "/nowhere/plan.json"),
     ],
 )
-def test_bad_input_gets_one_line(capsys, words, message):
-    """Catches a traceback for what a user can cause."""
+def test_bad_input_prints_one_line(capsys, words, message):
+    """Catches a traceback for a user's mistake."""
     status, _, err = run(capsys, *words)
     assert status == 2
     lines = err.strip().splitlines()
@@ -544,8 +542,8 @@ def test_bad_input_gets_one_line(capsys, words, message):
     assert re.search(message, lines[0])
 
 
-def test_without_words_the_presets_are_listed(capsys):
-    """Catches a table in the README that no command prints any more."""
+def test_without_arguments_the_presets_are_listed(capsys):
+    """Catches a table in the docs that no command prints any more."""
     status, out, _ = run(capsys)
     assert status == 0
     assert "| `llama3_8b` | the published shape, 8,030,261,248 parameters | 8,030,261,248 | 8,030,261,248 |" in out
