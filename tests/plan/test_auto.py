@@ -1,4 +1,4 @@
-"""Claims about `auto`: which way of working a plan chooses, what it says of it, and that nothing else changes."""
+"""Test `auto`: which execution settings a plan chooses, the reasons it prints, and that nothing else changes."""
 
 import dataclasses
 import itertools
@@ -14,8 +14,8 @@ WIDE = {"data.batch_size": 64, "data.seq_len": 4096}
 CASES = {
     "one axis": ("llama3_8b", "v4:4x4x4", WIDE | {"mesh": "fsdp=64"}),
     "stages": ("moe1b", "v4:4x4x2", {"mesh": "stage=2,fsdp=8,tensor=2"}),
-    "positions": ("dense_124m", "v5e:4x4", {"mesh": "fsdp=4,context=2,tensor=2", "data.batch_size": 64}),
-    "passes": ("dense_124m", "h100:1", {"data.batch_size": 96}),
+    "context": ("dense_124m", "v5e:4x4", {"mesh": "fsdp=4,context=2,tensor=2", "data.batch_size": 64}),
+    "accumulation": ("dense_124m", "h100:1", {"data.batch_size": 96}),
 }
 VALUES = {
     "remat": ("none", "dots", "branches", "full"), "gather": ("layer", "step"), "tensor_exchange": ("gather", "ring"),
@@ -25,7 +25,7 @@ VALUES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_that_fits_is_faster(case):
-    """Catches a way that is passed over, a time that is another way's, and a choice that leaves no memory free."""
+    """Catches settings that are not considered, the time of other settings, and a choice that leaves no memory free."""
     name, topology, settings = CASES[case]
     cfg = preset(name, **settings)
     chosen = planner.plan(cfg, topology)
@@ -36,18 +36,18 @@ def test_nothing_that_fits_is_faster(case):
         assert not fits or one.likely_s >= chosen.likely_s / 1.01, (values, one.likely_s, chosen.likely_s)
     again = planner.plan(chosen.cfg, topology)
     assert (again.likely_s, again.peak_bytes) == (chosen.likely_s, chosen.peak_bytes)
-    assert dataclasses.replace(chosen.cfg, work=cfg.work) == cfg, "a setting of something else is changed"
+    assert dataclasses.replace(chosen.cfg, work=cfg.work) == cfg, "a setting outside of `work` changed"
 
 
-def test_of_equally_fast_ways_it_takes_the_one_of_least_memory():
-    """Catches ties that are broken by the order of the list: `dots` is as fast here, and needs five times as much."""
+def test_ties_are_broken_by_memory():
+    """Catches ties broken by the order of the list: `dots` is as fast here, and needs five times the memory."""
     chosen, dots = (planner.plan(preset("moe1b", **{"work.remat": x}), "v4:4x4x2") for x in ("auto", "dots"))
     assert (chosen.cfg.work.remat, chosen.cfg.work.gather) == ("full", "layer")
     assert dots.likely_s == pytest.approx(chosen.likely_s, rel=0.01) and dots.peak_bytes > 5 * chosen.peak_bytes
 
 
-def test_where_no_speed_is_known_it_is_the_plainest_that_fits():
-    """Catches simulated devices on which rings are waited for, and a laptop whose memory is overrun."""
+def test_without_a_known_speed_it_chooses_the_simplest_settings_that_fit():
+    """Catches rings on simulated devices, and a laptop that runs out of memory."""
     cfg = preset("laptop", mesh="fsdp=2,tensor=2")
     plain = dict(remat="none", gather="layer", tensor_exchange="gather", schedule="gpipe", loss_chunk=512)
     free, roomy = planner.plan(cfg), planner.plan(cfg, None, GIB)
@@ -60,8 +60,8 @@ def test_where_no_speed_is_known_it_is_the_plainest_that_fits():
     assert "does not fit" in tight.why and tight.why.endswith(", the simplest that fits")
 
 
-def test_fewer_sequences_at_once_only_where_that_helps():
-    """Catches a batch that is cut while it fits whole, and one that is computed again layer by layer instead."""
+def test_it_splits_the_batch_only_if_that_helps():
+    """Catches a batch that is split although it fits, and one whose layers are recomputed instead."""
     whole = planner.plan(preset("dense_124m", **{"data.batch_size": 24}), "h100:1")
     cut = planner.plan(preset("dense_124m", **{"data.batch_size": 480}), "h100:1")
     assert whole.device_batch == 24 and whole.cfg.work.device_batch == "auto"
@@ -69,8 +69,8 @@ def test_fewer_sequences_at_once_only_where_that_helps():
     assert f"device_batch={cut.device_batch} (480 does not fit)" in cut.why
 
 
-def test_what_is_pinned_stays():
-    """Catches a flag that is passed over because something else is faster."""
+def test_pinned_settings_stay():
+    """Catches a flag that is ignored because another setting is faster."""
     pinned = {"work.remat": "branches", "work.gather": "step", "work.device_batch": 2, "work.loss_chunk": 96}
     one = planner.plan(preset("llama3_8b", **WIDE, mesh="fsdp=8,tensor=8", **pinned), "v4:4x4x4")
     assert {
@@ -79,8 +79,8 @@ def test_what_is_pinned_stays():
     assert {name.partition("=")[0] for name in one.why.split(", ")} == {"tensor_exchange"}
 
 
-def test_the_reasons_are_the_other_plans():
-    """Catches a percentage, or a refusal, that belongs to another way."""
+def test_the_reasons_match_the_other_plans():
+    """Catches a percentage, or a "does not fit", of other settings."""
     cfg = preset("llama3_8b", **WIDE, mesh="fsdp=64")
     one = planner.plan(cfg, "v4:4x4x4")
     of = lambda remat: planner.plan(replace(cfg, work=dataclasses.replace(one.cfg.work, remat=remat)), "v4:4x4x4")
@@ -92,8 +92,8 @@ def test_the_reasons_are_the_other_plans():
     assert one.settings() == f"{one.why}; loss_chunk=512"
 
 
-def test_nothing_fits():
-    """Catches an error out of the choice itself, instead of a plan that says by how much it is too large."""
+def test_if_nothing_fits_it_returns_the_smallest_plan():
+    """Catches an error in the choice itself, instead of a plan that shows by how much it is too large."""
     one = planner.plan(preset("deepseek_v3", mesh="fsdp=16", **{"data.batch_size": 16}), "v5e:4x4")
     assert one.fits is False and one.cfg.work.remat == "full" and one.cfg.work.gather == "layer"
     assert one.why == "nothing fits with all auto; these settings need the least memory"
@@ -102,8 +102,8 @@ def test_nothing_fits():
 
 
 def test_a_schedule_that_the_layers_forbid_is_not_chosen():
-    """Catches a refusal of one schedule, whose chunks do not split, that ends the choice."""
-    one = planner.plan(preset("moe1b", mesh="stage=8,fsdp=4"), "v4:4x4x2")  # 8 blocks: one a stage
+    """Catches a choice that fails because one schedule's chunks do not split the layers."""
+    one = planner.plan(preset("moe1b", mesh="stage=8,fsdp=4"), "v4:4x4x2")  # 8 blocks: one per stage
     assert one.sched.name != "interleaved" and "interleaved" not in one.why
 
 
@@ -116,15 +116,15 @@ def test_a_schedule_that_the_layers_forbid_is_not_chosen():
     ("cpu", [None] * 8, None),
     ("TPU v99", [(0, 0, 0)], None),
 ])  # fmt: skip
-def test_devices_that_are_here_have_the_name_of_their_slice(kind, coords, name):
-    """Catches a slice whose speed is another one's, and an error for devices that no table knows."""
+def test_present_devices_have_the_topology_of_their_slice(kind, coords, name):
+    """Catches a slice with the speed of another, and an error for devices that are in no table."""
     devices = [SimpleNamespace(device_kind=kind, coords=place) for place in coords]
     found = hardware.named(devices)
     assert (found and found.cloud) == (name and hardware.Topology.parse(name).cloud)
 
 
-def test_a_setting_that_does_nothing_here_is_not_named():
-    """Catches a line of start-up that lists what no exchange asks for."""
+def test_settings_without_effect_are_not_listed():
+    """Catches settings without effect on this mesh in the line that start-up prints."""
     assert auto.without_effect(preset("tiny", mesh="data=2").mesh) == {
         "gather", "tensor_exchange", "context_attention", "schedule", "chunks"}  # fmt: skip
     assert auto.without_effect(preset("tiny", mesh="stage=2,context=2,tensor=2").mesh) == set()

@@ -1,4 +1,4 @@
-"""Claims about expected seconds: why a step takes longer than its roofline, and which layout is chosen for it."""
+"""Test the expected seconds: why a step takes longer than its roofline, and which layout a search then chooses."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from plan import expected, hardware, planner
 from plan.costs import Exchange, Product
 from sharding import TENSOR
 
-# Unless a claim says otherwise, so that layouts compare.
+# Settings of all tests, unless a test changes them, so that layouts are comparable.
 WORK = {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "ring", "work.schedule": "gpipe"}
 
 
@@ -20,7 +20,7 @@ def llama(mesh, topology="v4:4x4x4", **more):
     return of("llama3_8b", topology, mesh=mesh, **{"data.batch_size": 64, "data.seq_len": 4096} | more)
 
 
-# Seconds that the compiled step took when played: `python -m bench.overlap .. --seconds`, 2026-11-24, libtpu 0.0.42.1.
+# Simulated seconds of the compiled step: `python -m bench.overlap .. --seconds`, 2026-11-24, libtpu 0.0.42.1.
 PLAYED = {
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "full"): 1.237,
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "dots"): 1.101,
@@ -36,8 +36,8 @@ PLAYED = {
 
 
 @pytest.mark.parametrize("key", PLAYED, ids=lambda key: "-".join(key))
-def test_expected_seconds_are_those_of_the_played_step(key):
-    """Catches a rule that is lost: the rooflines of these steps are 7% to 58% too short."""
+def test_expected_seconds_match_the_simulated_step(key):
+    """Catches a missing rule: the rooflines of these steps are 7% to 58% too short."""
     name, topology, mesh, gather, remat = key
     settings = {"mesh": mesh, "work.gather": gather, "work.remat": remat}
     if name in ("llama3_8b", "mixtral_8x7b"):
@@ -48,7 +48,7 @@ def test_expected_seconds_are_those_of_the_played_step(key):
 WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size": 64, "data.seq_len": 2048}
 
 
-# GiB at the fullest, as compiled: the same commands print it.
+# Peak memory in GiB of the compiled step; the same commands print it.
 @pytest.mark.parametrize("name, topology, mesh, remat, more, peak", [
     ("moe1b", "v4:2x4x4", "fsdp=32", "full", {}, 2.00),
     ("moe1b", "v4:2x4x4", "fsdp=32", "dots", {}, 10.75),
@@ -58,28 +58,28 @@ WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size":
     ("llama3_8b", "v5e:8x8", "fsdp=16,tensor=4", "full", WIDE, 4.12),
     ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "full", WIDE, 15.89),
 ])  # fmt: skip
-def test_planned_peaks_are_those_of_compiled_steps(name, topology, mesh, remat, more, peak):
-    """Catches what narrow models keep more than wide ones: their peak was a fifth too low."""
+def test_planned_peaks_match_compiled_steps(name, topology, mesh, remat, more, peak):
+    """Catches activations that only narrow models save: without them the peak was a fifth too low."""
     one = of(name, topology, mesh=mesh, **{"work.remat": remat} | more)
     assert one.peak_bytes / 2**30 == pytest.approx(peak, rel=0.06)
 
 
-def test_a_search_puts_first_what_is_fastest_when_played():
-    """Catches `tensor` cut into d_model 768 while fsdp alone is faster, as the roofline would have it."""
+def test_a_search_ranks_the_fastest_simulated_layout_first():
+    """Catches `tensor` for a d_model of 768, which the roofline prefers although fsdp alone is faster."""
     fit, _, _ = planner.search(preset("moe1b"), hardware.Topology.parse("v4:4x4x2"), None)
     assert fit[0].cfg.mesh.tensor == fit[0].cfg.mesh.stage == 1
     assert min(fit, key=lambda one: one.step_s).cfg.mesh.tensor > 1
     assert [one.likely_s for one in fit] == sorted(one.likely_s for one in fit)
 
 
-def test_a_narrow_product_is_far_from_the_peak():
-    """Catches products at the peak whatever their shape: of d_model 768 they take half as long again."""
+def test_a_narrow_matmul_is_far_from_the_peak():
+    """Catches matmuls at the peak whatever their shape: with d_model 768 they take 1.5 times as long."""
     share = lambda one: expected.products(one, one.topology.chip) / (one.hardware_flops / 275e12)
     assert share(of("dense_124m", "v4:4x4x2", mesh="fsdp=32")) > 1.5 > 1.3 > share(llama("fsdp=64"))
 
 
-def test_a_ring_hides_only_as_long_as_the_product_beside_it_lasts():
-    """Catches "some product stands between": a wire 10 times as slow is waited for, with the same products beside."""
+def test_a_ring_overlaps_only_as_long_as_its_matmul_lasts():
+    """Catches a ring that counts as free because some matmul overlaps: on a link 10 times as slow it is exposed."""
     one = llama("fsdp=32,tensor=2")
     chip = one.topology.chip
     fast, slow = (expected.positions(one, speed, chip) for speed in (1e15, 4.5e9))
@@ -88,8 +88,8 @@ def test_a_ring_hides_only_as_long_as_the_product_beside_it_lasts():
     assert fast == 0 and 0.8 * alone < slow < alone
 
 
-def test_every_ring_of_a_layer_has_a_product_beside_it():
-    """Catches a kind of layer whose rings stand beside another one's products, or beside none."""
+def test_every_ring_of_a_layer_overlaps_with_its_matmul():
+    """Catches a kind of layer whose rings overlap with the matmuls of another kind, or with none."""
     one = of("moe1b", "v4:4x4x2", mesh="fsdp=16,tensor=2")
     from plan import costs
 
@@ -100,10 +100,10 @@ def test_every_ring_of_a_layer_has_a_product_beside_it():
         assert min(expected.beside(rows)) > 0 and sum(expected.beside(rows)) < sum(flops)
 
 
-def test_what_hides_differs_from_chip_to_chip():
-    """Catches v4's rule said of every TPU: there gathers hide, on v5p gradients, on v6e both, and a ring not on v5e."""
+def test_overlap_differs_from_chip_to_chip():
+    """Catches v4's rule applied to every TPU: v4 overlaps gathers, v5p gradients, v6e both, and v5e no rings."""
     waits = lambda topology: (one := llama("fsdp=32", topology)).expected["fsdp"] / one.seconds(alone=True)["fsdp"]
-    assert 0.5 < waits("v4:2x4x4") < 0.7  # over all chips half of the seconds are an all-reduce of gradients
+    assert 0.5 < waits("v4:2x4x4") < 0.7  # half of the seconds are an all-reduce of gradients
     assert waits("v5p:2x4x4") == pytest.approx((1 + 0.25) / 2, rel=0.05)
     assert waits("v6e:4x8") == pytest.approx((0 + 0.25) / 2, rel=0.15)
     share = lambda one: one.expected["tensor"] / one.seconds(alone=True)["tensor"]
@@ -114,30 +114,30 @@ def test_what_hides_differs_from_chip_to_chip():
 @pytest.mark.parametrize("topology, weights, gradients", [
     ("v4:2x4x4", 0, 1), ("v5e:4x8", 0, 1), ("v5p:2x4x4", 1, 0), ("v6e:4x8", 0, 0), ("tpu7x:2x2x4", 1, 1),
 ])  # fmt: skip
-def test_exposed_bytes_are_those_of_the_chip(topology, weights, gradients):
-    """Catches v4's rule said of every TPU: v5p was planned to expose half of what it does."""
+def test_exposed_bytes_follow_the_rule_of_the_chip(topology, weights, gradients):
+    """Catches v4's rule applied to every TPU, with which the plan had half of v5p's exposed bytes."""
     one = llama("fsdp=32", topology)
     for part, share in (("weights", weights), ("gradients", gradients)):
         [row] = [row for row in one.traffic if row.part == part and row.axes == ("fsdp",)]
-        assert row.exposed_bytes / row.wire_bytes == pytest.approx(share, abs=0.1), part  # tables' ends wait anywhere
+        assert row.exposed_bytes / row.wire_bytes == pytest.approx(share, abs=0.1), part  # a table's ends are exposed
 
 
-def test_rings_wait_on_v5e_but_not_in_a_pipeline():
-    """Catches a rule that forgets what a branch does to the compiler's order, or applies it to another chip."""
+def test_rings_are_exposed_on_v5e_except_in_a_pipeline():
+    """Catches a rule that ignores how a branch changes the compiler's order, or that applies it to another chip."""
     ring = lambda one: next(row for row in one.traffic if row.axes == (TENSOR,) and row.kind == "collective-permute")
     share = lambda mesh, topology: (row := ring(llama(mesh, topology))).exposed_bytes / row.wire_bytes
     assert share("fsdp=8,tensor=4", "v5e:4x8") == 1
     assert share("stage=2,fsdp=4,tensor=4", "v5e:4x8") == share("fsdp=8,tensor=4", "v4:2x4x4") == 0
 
 
-def test_gathers_that_outlast_their_products_are_waited_for():
-    """Catches hidden bytes that cost nothing, however few tokens a device has: the wires are the same."""
+def test_gathers_longer_than_their_matmuls_are_exposed():
+    """Catches overlapped bytes that are free however few tokens a device has, although the bytes stay the same."""
     waits = lambda batch: llama("context=2,fsdp=32", **{"data.batch_size": batch, "data.seq_len": 512}).expected
     few, many = (sum(s for name, s in waits(batch).items() if "fsdp" in name) for batch in (32, 512))
     assert few > 1.2 * many
 
 
-def test_where_nothing_was_played_nothing_is_expected():
-    """Catches rules of TPUs said of GPUs: there the roofline is what is known."""
+def test_chips_that_were_not_simulated_have_no_expected_time():
+    """Catches rules of TPUs applied to GPUs, for which only the roofline is known."""
     one = of("dense_124m", "h100:8", mesh="fsdp=8")
     assert one.expected is None and one.likely_s == one.step_s

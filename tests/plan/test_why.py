@@ -1,4 +1,4 @@
-"""Claims about `python -m plan --why`: every row of a plan has lines of the model that add up to it."""
+"""Test `python -m plan --why`: the source lines of every row of a plan add up to it."""
 
 import json
 import re
@@ -12,16 +12,15 @@ from plan.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLANS = {
-    "experts, shared and routed": ("laptop", "", {"mesh": "fsdp=2,expert=2,tensor=2"}),
+    "shared and routed experts": ("laptop", "", {"mesh": "fsdp=2,expert=2,tensor=2"}),
     "a parallel feed-forward": ("gptj_6b", "v5e:4x4", {"mesh": "fsdp=8,tensor=2", "data.batch_size": 64}),
     "kernels in slots": ("deep", "v5e:2x4", {"mesh": "stage=4,fsdp=2", "work.schedule": "1f1b"}),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_each_row_of_a_plan_has_its_lines(name):
-    """Catches a part whose matmuls are another part's, a row of the plan that is left out, and lines that do not add
-    up to what stands above them."""
+def test_the_lines_of_each_row_add_up_to_the_plan(name):
+    """Catches matmuls assigned to another part, a missing row of the plan, and lines that do not add up to the row."""
     model, topology, settings = PLANS[name]
     one = planner.plan(preset(model, **settings), topology or None)
     found = why.compared(one)
@@ -36,8 +35,8 @@ def test_each_row_of_a_plan_has_its_lines(name):
         assert all(re.fullmatch(r"\w+\.py:\d+ in \S+", line.source) for line in group.lines)
 
 
-def test_the_lines_are_those_of_the_model():
-    """Catches a line of source that is another one's, as one that is counted after a change of the file."""
+def test_the_lines_are_lines_of_the_model():
+    """Catches a wrong source line, such as a line number from before a change of the file."""
     found = why.compared(planner.plan(preset("laptop", mesh="fsdp=2")))["FLOPs"]
     text = (ROOT / "model.py").read_text().splitlines()
     at = lambda line: text[int(re.search(r"model\.py:(\d+)", line.source)[1]) - 1]
@@ -48,8 +47,8 @@ def test_the_lines_are_those_of_the_model():
         "w_up_DF", "w_gate_DF", "w_down_FD"}  # fmt: skip
 
 
-def test_the_command_prints_lines_beside_the_plan(capsys):
-    """Catches a flag that prints nothing, and numbers of JSON that are others."""
+def test_the_command_prints_lines_next_to_the_plan(capsys):
+    """Catches a flag that prints nothing, and JSON with other numbers."""
     words = ["laptop", "--mesh", "fsdp=2,tensor=2", "--why"]
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -68,7 +67,7 @@ def test_the_command_prints_lines_beside_the_plan(capsys):
     (["--inference", "--why"], "--why has no effect with --inference"),
     (["--search", "8", "--why"], "--search and --why exclude each other"),
 ])  # fmt: skip
-def test_what_it_cannot_explain_is_refused(capsys, words, message):
-    """Catches a flag that is passed over."""
+def test_modes_without_a_step_are_refused(capsys, words, message):
+    """Catches a flag that is ignored."""
     assert main(["laptop", *words]) == 2
     assert message in capsys.readouterr().err
