@@ -1,7 +1,7 @@
-"""Claims about chips and wires: published numbers, layouts worked out by hand, the JAX scaling book's worked problems.
+"""Test chips and links: published numbers, layouts computed by hand, the worked problems of the JAX scaling book.
 
-BOOK is "How to Scale Your Model", https://jax-ml.github.io/scaling-book, and BOOK/tpus its page of that name. It takes
-(n - 1)/n for 1 and rounds as it goes: a tolerance beside its answer says by how much.
+BOOK is "How to Scale Your Model", https://jax-ml.github.io/scaling-book, and BOOK/tpus its page "tpus". The book
+approximates (n - 1)/n by 1 and rounds intermediate results; each tolerance shows by how much.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from plan.hardware import CHIPS, Topology, collective_seconds, layout
 
 approx = pytest.approx
 V5P = CHIPS["v5p"]
-POD = Topology(V5P, (16, 20, 28), 8960, 2240)  # no slice is as large: 6,144 chips at most
+POD = Topology(V5P, (16, 20, 28), 8960, 2240)  # larger than any slice: 6,144 chips at most
 LLAMA3_70B = ModelConfig(
     vocab_size=128_256, d_model=8192, n_layers=80, n_heads=64, attention="gqa", n_kv_heads=8, d_head=128, d_ff=28_672
 )
@@ -47,14 +47,14 @@ def read(topology):
 
 @pytest.mark.parametrize("text, chips, hosts, wraps", [
     ("v4:4x4x4", 64, 16, (True, True, True)),
-    ("v4:4x4x2", 32, 8, (False, False, False)),  # BOOK/tpus: wraparound comes with whole cubes of 4x4x4
+    ("v4:4x4x2", 32, 8, (False, False, False)),  # BOOK/tpus: only whole cubes of 4x4x4 have wraparound links
     ("v4:2x4x4", 32, 8, (False, False, False)),
     ("v4:1x2x2", 4, 1, (False, False, False)),
     ("v5p:16x16x24", 6144, 1536, (True, True, True)),  # https://cloud.google.com/tpu/docs/v5p: the largest
     ("tpu7x:4x4x8", 128, 32, (True, True, True)),
-    ("v5e:2x4", 8, 1, (False, False)),  # ct5lp-hightpu-8t and ct6e-standard-8t: one host drives all 8
+    ("v5e:2x4", 8, 1, (False, False)),  # ct5lp-hightpu-8t and ct6e-standard-8t: one host for all 8
     ("v6e:4x2", 8, 1, (False, False)),
-    ("v3:2x4", 8, 2, (False, False)),  # no host of eight chips
+    ("v3:2x4", 8, 2, (False, False)),  # v3 has no hosts of eight chips
     ("v3:16x32", 512, 128, (False, True)),
     ("v5e:4x4", 16, 4, (False, False)),
     ("v5e:8x16", 128, 32, (False, True)),  # BOOK/tpus, a footnote of "TPU Networking"
@@ -66,7 +66,7 @@ def read(topology):
     ("cpu:8", 8, 1, (False,)),
 ])  # fmt: skip
 def test_a_topology_is_read(text, chips, hosts, wraps):
-    """Catches a size that is lost, hosts counted in cores, and rings where no wire closes them."""
+    """Catches a missing size, hosts counted in cores, and rings without a wraparound link."""
     topology = Topology.parse(text)
     assert (topology.chips, topology.hosts, topology.wraps, str(topology)) == (chips, hosts, wraps, text)
     assert topology.devices == (2 if text.startswith(("v3", "tpu7x")) else 1) * chips
@@ -76,8 +76,8 @@ def test_a_topology_is_read(text, chips, hosts, wraps):
     ("v4:4x4x2", "v4:2x4x4"), ("v4:1x2x2", "v4:2x2x1"), ("v5p:8x4x4", "v5p:4x4x8"), ("v5e:8x4", "v5e:4x8"),
     ("v6e:16x8", "v6e:8x16"), ("tpu7x:2x4x2", "tpu7x:2x2x4"), ("v4:4x4x8", "v4:4x4x8"), ("h100:16", "h100:16"),
 ])  # fmt: skip
-def test_a_slice_is_the_same_in_whatever_order_its_sizes_are(ours, clouds):
-    """Catches speeds that follow from the order in which someone typed the sizes. Google Cloud's own is smallest first,
+def test_the_order_of_sizes_does_not_change_a_slice(ours, clouds):
+    """Catches speeds that depend on the order of the sizes. Google Cloud's order is smallest first,
     https://cloud.google.com/tpu/docs/types-topologies; a chip's coordinates are in that order."""
     here, there = Topology.parse(ours), Topology.parse(clouds)
     assert here.cloud == there.cloud == there and str(here) == ours
@@ -112,8 +112,8 @@ def test_a_slice_is_the_same_in_whatever_order_its_sizes_are(ours, clouds):
     ("h100:4x4", r"NVIDIA H100 takes one size, like h100:8"),
     ("cpu:", r"this machine takes one size, like cpu:8"),
 ])  # fmt: skip
-def test_nonsense_is_refused_with_what_works(text, message):
-    """Catches a traceback, and advice that is refused as well."""
+def test_a_wrong_topology_is_refused_with_one_that_works(text, message):
+    """Catches a traceback, and suggestions that are refused as well."""
     with pytest.raises(UserError, match=message) as refused:
         Topology.parse(text)
     for word in re.split("[ ;,]+", str(refused.value)):
@@ -121,20 +121,20 @@ def test_nonsense_is_refused_with_what_works(text, message):
             Topology.parse(word)
 
 
-def test_the_page_names_every_chip():
-    """Catches a table of docs/meshes.md that is older than the chips."""
+def test_the_page_lists_every_chip():
+    """Catches an outdated table in docs/meshes.md."""
     page = Path(__file__).parents[2].joinpath("docs/meshes.md").read_text(encoding="utf-8")
     row = r"^\| `((\w+):\S+)` \| (.*?) \| (\d) \| ([\d.]+) GiB \| ([\d,]+) (?:chips|by NVLink) \|$"
     rows = re.findall(row, page, re.MULTILINE)
     assert [key for _, key, *_ in rows] == [key for key in CHIPS if key != "cpu"]
     for topology, key, name, devices, memory, most in rows:
-        chip, said = CHIPS[key], (name, int(devices), float(memory), int(most.replace(",", "")))
-        assert said == (chip.name, chip.devices_per_chip, round(chip.memory_bytes / 2**30, 2), chip.most or chip.domain)
+        chip, row = CHIPS[key], (name, int(devices), float(memory), int(most.replace(",", "")))
+        assert row == (chip.name, chip.devices_per_chip, round(chip.memory_bytes / 2**30, 2), chip.most or chip.domain)
         assert str(Topology.parse(topology).cloud) == topology
 
 
 def test_a_group_along_two_axes_has_the_links_of_both():
-    """Catches a group over fsdp*context as slow as its slower axis: 8 chips in a box of 4x2 send along both sides."""
+    """Catches a group over fsdp*context as slow as one axis: 8 chips in a box of 4x2 send along both sides."""
     mesh, topology = MeshConfig.parse("fsdp=2,context=4,tensor=4"), Topology.parse("v4:4x4x2")
     speed = lambda *axes: hardware.link(mesh, topology, axes).bytes_per_s
     assert speed("fsdp") == speed("context") == 4.5e10
@@ -143,29 +143,29 @@ def test_a_group_along_two_axes_has_the_links_of_both():
     assert hardware.link(*gpus, ("data", "fsdp")).bytes_per_s == 4.5e11
 
 
-def test_distance_goes_the_short_way_round():
-    """Catches a way around through links that are not there, and one that is missed."""
+def test_distance_uses_the_shorter_direction():
+    """Catches a path through wraparound links that do not exist, and one that is missed."""
     torus, line = Topology.parse("v5e:16x16").torus, Topology.parse("v5e:4x4").torus
     assert torus.distance([0, 0], [15, 15]) == 2 and torus.distance([3, 0], [11, 0]) == 8
     assert line.distance([0, 0], [3, 3]) == 6
     assert torus.steps([0, 0], [15, 1]).tolist() == [-1, 1]
 
 
-def test_devices_are_counted_apart_from_chips():
-    """Catches a mesh of Ironwood that has a device for each chip, of which there are two."""
+def test_devices_are_not_chips():
+    """Catches a mesh of Ironwood with one device per chip instead of two."""
     with pytest.raises(UserError, match=r"has 64 devices, and tpu7x:4x4x4 has 128, 2 on each of 64 chips; use .* 128"):
         links("fsdp=64", "tpu7x:4x4x4")
     assert set(links("fsdp=32,tensor=4", "tpu7x:4x4x4")) == {"fsdp", "tensor"}
     chip, pod = CHIPS["tpu7x"], Topology.parse("tpu7x:16x16x36")
-    # https://cloud.google.com/tpu/docs/tpu7x: of a chip 2,307 TFLOP/s, 7,380 GB/s, 192 GiB and 100 Gbit/s.
+    # https://cloud.google.com/tpu/docs/tpu7x: a chip has 2,307 TFLOP/s, 7,380 GB/s, 192 GiB and 100 Gbit/s.
     assert pod.chips == 9216 == chip.most
     of_a_device = chip.peak_flops_per_s, chip.hbm_bytes_per_s, chip.dcn_bytes_per_s
     assert [2 * value for value in of_a_device] == [2307e12, 7.38e12, 12.5e9]
     assert 0.95 < 2 * chip.memory_bytes / (192 * 2**30) < 1
 
 
-def test_what_the_numbers_mean_is_said():
-    """Catches GPU memory that a JAX program is not given, and a data sheet taken for a measurement."""
+def test_notes_explain_what_the_numbers_assume():
+    """Catches GPU memory that a JAX program cannot use, and a data sheet presented as a measurement."""
     memory, nvlink = hardware.remarks(Topology.parse("h200:8"))
     assert memory == "JAX reserves 75% of a GPU's 140.4 GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
     assert nvlink == "NVLink has the 450 GB/s of its data sheet; on 8 H100s, 0.82 of it was measured"
@@ -178,31 +178,31 @@ def test_what_the_numbers_mean_is_said():
 
 # Layouts --------------------------------------------------------------------------------------------------------------
 
-# mesh, topology -> axis: (links' worth of bytes per second, hops, ring, torus axes)
+# topology, mesh -> axis: (bytes per second in units of a link, hops, ring, torus axes)
 LAYOUTS = [
     ("v4:4x4x4", "fsdp=64", {"fsdp": (6, 1, True, "xyz")}),
     ("v4:4x4x4", "fsdp=16,tensor=4", {"fsdp": (4, 1, True, "yz"), "tensor": (2, 1, True, "x")}),
-    # 4x4x2 has no ring. Two torus axes, of which fsdp has half of y, and stage goes over the other half's head.
+    # 4x4x2 has no ring. fsdp has x and half of y; stage connects the halves of y, two hops apart.
     ("v4:4x4x2", "fsdp=8,stage=2,tensor=2",
      {"stage": (1 / 2, 2, False, "y"), "fsdp": (2, 1, False, "xy"), "tensor": (1, 1, False, "z")}),
     ("v5e:4x4", "fsdp=4,tensor=4", {"fsdp": (1, 1, False, "y"), "tensor": (1, 1, False, "x")}),
     ("v5e:16x16", "fsdp=16,tensor=16", {"fsdp": (2, 1, True, "y"), "tensor": (2, 1, True, "x")}),
     ("v5e:8x16", "fsdp=16,tensor=8", {"fsdp": (2, 1, True, "y"), "tensor": (1, 1, False, "x")}),
-    # Half of a closed axis is a line; the other factor goes round it in steps of two, two groups on each link.
+    # Half of a closed axis is a line; the other factor goes around it in steps of two, with two groups per link.
     ("v4:4x4x4", "stage=16,fsdp=2,tensor=2",
      {"stage": (4, 1, True, "yz"), "fsdp": (2 / 2, 2, True, "x"), "tensor": (1, 1, False, "x")}),
-    # JAX orders 2x2 as a ring: a mesh of 2x2 has its outer pairs on the diagonals, whose routes do not meet.
+    # JAX orders 2x2 as a ring: a mesh of 2x2 has its outer pairs on the diagonals, whose routes share no link.
     ("v5e:2x2", "tensor=4", {"tensor": (2, 1, True, "xy")}),
     ("v5e:2x2", "fsdp=2,tensor=2", {"fsdp": (1, 2, False, "xy"), "tensor": (1, 1, False, "x")}),
-    # Groups of four that are no box: round both ways, two messages meet on a link.
+    # Groups of four that are not a box: in both directions, two messages share a link.
     ("v5e:2x4", "fsdp=4,tensor=2", {"fsdp": (1, 3, False, "xy"), "tensor": (1, 1, False, "x")}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("topology, mesh, expected", LAYOUTS)
-def test_axes_lie_where_jax_puts_them(topology, mesh, expected):
-    """Catches a ring without a closing link, both directions counted on a line, neighbours that are none, and links
-    that several groups share counted once for each."""
+def test_mesh_axes_use_the_links_that_jax_gives_them(topology, mesh, expected):
+    """Catches a ring without a closing link, both directions counted on a line, devices that are not neighbors, and
+    links shared by several groups that count fully for each."""
     one = Topology.parse(topology).chip.link_bytes_per_s
     found = {
         axis: (link.bytes_per_s / one, link.hops, link.ring, "".join(link.torus_axes))
@@ -220,23 +220,23 @@ def test_axes_lie_where_jax_puts_them(topology, mesh, expected):
     ("v4:2x2x1", "fsdp=2,tensor=2"), ("v4:8x8x16", "data=2,fsdp=32,stage=4,tensor=4"),
 ])  # fmt: skip
 def test_the_compiler_arranges_the_chips_the_same_way(topology, mesh):
-    """Catches devices made up here that JAX arranges differently from libtpu's, whose coordinates are in Cloud's order;
-    hosts of another size; and a chip taken for one device that is two."""
+    """Catches placeholder devices that JAX arranges differently from libtpu's, whose coordinates are in Cloud's order;
+    hosts of another size; and a chip of two devices that counts as one."""
     from plan import compiled
 
-    sizes, asked = MeshConfig.parse(mesh), Topology.parse(topology)
-    real, dims = compiled.topology_mesh(sizes, topology).devices, len(asked.shape)
-    ours = hardware.coordinates(sizes, asked)
+    sizes, slice_ = MeshConfig.parse(mesh), Topology.parse(topology)
+    real, dims = compiled.topology_mesh(sizes, topology).devices, len(slice_.shape)
+    ours = hardware.coordinates(sizes, slice_)
     theirs = np.array([(*device.coords[:dims], device.core_on_chip) for device in real.flat])[:, : ours.shape[-1]]
-    np.testing.assert_array_equal(ours[..., [*asked.order, dims][: ours.shape[-1]]], theirs.reshape(ours.shape))
-    assert len({device.process_index for device in real.flat}) == asked.hosts
-    assert real.flat[0].device_kind == asked.chip.device_kind
+    np.testing.assert_array_equal(ours[..., [*slice_.order, dims][: ours.shape[-1]]], theirs.reshape(ours.shape))
+    assert len({device.process_index for device in real.flat}) == slice_.hosts
+    assert real.flat[0].device_kind == slice_.chip.device_kind
 
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_the_compiler_has_as_much_memory(topology):
-    """Catches the memory printed on a chip taken for what a program gets."""
+def test_memory_is_what_the_compiler_reports(topology):
+    """Catches the nominal memory of a chip used instead of what a program can use."""
     from plan import compiled
 
     chip, devices = Topology.parse(topology).chip, Topology.parse(topology).devices
@@ -253,8 +253,8 @@ def test_the_compiler_has_as_much_memory(topology):
     ("v4:2x2x2", True), ("v5p:2x2x2", True), ("v5e:4x4", True), ("v6e:4x4", True), ("v4:2x2x1", False),
     ("v5e:2x4", False), ("v6e:2x4", False), ("tpu7x:2x2x1", False), ("tpu7x:2x2x2", False),
 ])  # fmt: skip
-def test_a_scatter_over_the_whole_slice_becomes_what_the_note_says(topology, as_one):
-    """Catches a note of an all-reduce where there is none: on Ironwood, and on the 8 chips of one host."""
+def test_a_scatter_over_the_whole_slice_compiles_as_the_note_says(topology, as_one):
+    """Catches a wrong note of an all-reduce: there is none on Ironwood, and none on the 8 chips of one host."""
     from plan import compiled
 
     sizes = MeshConfig(fsdp=Topology.parse(topology).devices)
@@ -269,11 +269,11 @@ def test_a_scatter_over_the_whole_slice_becomes_what_the_note_says(topology, as_
     assert any("replaces with all-reduces" in note for note in notes) == as_one
 
 
-def test_a_slice_the_compiler_does_not_know_is_told_in_a_line(monkeypatch):
-    """Catches libtpu's own error, a page long, from one that is older than the chip; and GPUs that it is asked for."""
+def test_a_slice_unknown_to_the_compiler_is_refused_in_one_line(monkeypatch):
+    """Catches the page-long error of a libtpu that is older than the chip, and GPUs that are passed to libtpu."""
     from plan import compiled
 
-    def older(**asked):
+    def older(**arguments):
         raise RuntimeError("INVALID_ARGUMENT: Invalid TPU external name: TPU7X\na page")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -286,7 +286,7 @@ def test_a_slice_the_compiler_does_not_know_is_told_in_a_line(monkeypatch):
         compiled.topology_mesh(MeshConfig(fsdp=8), "h100:8")
 
 
-def test_gpus_leave_the_node():
+def test_gpus_in_several_nodes_use_their_network_cards():
     """Catches an axis that spans nodes at the speed of NVLink, and a node that sends through one network card."""
     found = links("data=2,fsdp=2,tensor=8", "h100:32")
     assert [link.bytes_per_s for link in found.values()] == [50e9, 50e9, 450e9]
@@ -296,7 +296,7 @@ def test_gpus_leave_the_node():
 
 
 def test_a_rack_is_one_node():
-    """Catches GB200 in nodes of 8: NVLink joins 72 of them. BOOK/gpus: 900e9 a GPU, 3600e9 out of the rack."""
+    """Catches GB200 in nodes of 8: NVLink connects 72. BOOK/gpus: 900e9 per GPU, 3600e9 out of the rack."""
     inside = links("fsdp=9,tensor=8", "gb200:72")
     assert [link.bytes_per_s for link in inside.values()] == [900e9, 900e9]
     assert [link.bytes_per_s for link in links("fsdp=9,tensor=8", "b200:72").values()] == [50e9, 900e9]
@@ -308,23 +308,23 @@ def test_a_rack_is_one_node():
     assert note == "tensor=16 spans nodes of 72: 400 GB/s, not 900 GB/s"
 
 
-def test_two_devices_of_a_chip_are_nearest():
-    """Catches wires of Ironwood counted for each device that its chip has once. By hand: a chip's link is 90 GB/s."""
+def test_two_devices_of_a_chip_share_its_links():
+    """Catches links of an Ironwood chip that count fully for each of its devices. By hand: a link has 90 GB/s."""
     found = links("fsdp=64,tensor=2", "tpu7x:4x4x4")
     assert found["tensor"].bytes_per_s == 6e11 and found["tensor"].note == "tensor=2 stays on a chip: 600 GB/s"
-    # Six links of a chip are shared by two groups, of one device of each chip.
+    # Two groups, each with one device of every chip, share the six links of a chip.
     assert found["fsdp"].bytes_per_s == 6 * 9e10 / 2 and found["fsdp"].neighbour_bytes_per_s == 9e10 / 2
     found = links("fsdp=32,tensor=4", "tpu7x:4x4x4")
-    assert found["fsdp"].bytes_per_s == 4 * 9e10  # y and z, around which both devices of a chip send once
+    assert found["fsdp"].bytes_per_s == 4 * 9e10  # y and z; a chip sends each byte once for both devices
     assert found["fsdp"].note.startswith("fsdp=32 maps to both devices of each chip of y and z: ring, ")
     assert found["tensor"].bytes_per_s == 2 * 9e10 / 2
-    # Half of the joined array crosses the middle of a torus of 4 chips a side, whoever has which part of it.
+    # Half of the gathered array crosses the middle of a torus of 4 chips a side, however it is sharded.
     everyone = links("fsdp=128", "tpu7x:4x4x4")["fsdp"]
     assert collective_seconds("all-to-all", 1e9, 128, everyone) == approx(1e9 / 4 / (4 * 4 * 2 * 9e10))
 
 
-def test_a_line_can_be_read():
-    """Catches notes that say something else than the numbers, and silence about what is slow."""
+def test_notes_match_the_numbers():
+    """Catches notes that contradict the numbers, and a slow mesh without a note."""
     notes = {axis: link.note for axis, link in links("fsdp=8,stage=2,tensor=2", "v4:4x4x2").items()}
     assert notes["fsdp"] == "fsdp=8 maps to x and half of y: no ring, neighbors adjacent, 90 GB/s"
     assert notes["stage"] == "stage=2 maps to every 2nd of y: no ring, neighbors 2 hops apart, 22.5 GB/s"
@@ -340,20 +340,20 @@ def test_a_line_can_be_read():
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    """Catches a layout of fewer chips than were asked for, and JAX's own TypeError."""
+    """Catches a layout with fewer chips than requested, and JAX's own TypeError."""
     with pytest.raises(UserError, match=r"mesh fsdp=8 has 8 devices, and v4:4x4x2 has 32 chips; use axes"):
         links("fsdp=8", "v4:4x4x2")
     with pytest.raises(UserError, match=r"mesh fsdp=8 has 8 devices, and h100:16 has 16"):
         links("fsdp=8", "h100:16")
     with pytest.raises(UserError, match=r"JAX places tensor=3 on tpu7x:2x2x3 across whole chips .* powers of two"):
         links("fsdp=8,tensor=3", "tpu7x:2x2x3")
-    if importlib.metadata.version("jax") == "0.10.2":  # jax-ml/jax#38286, mended later
+    if importlib.metadata.version("jax") == "0.10.2":  # jax-ml/jax#38286, fixed later
         with pytest.raises(UserError, match=r"JAX cannot place fsdp=2240,tensor=4 on v5p:16x20x28"):
             links("fsdp=2240,tensor=4", POD)
 
 
 def test_a_thousand_chips_take_less_than_a_second():
-    """Catches a search that grows with the square of the chips. 0.05 s on the machine this was written on."""
+    """Catches a search whose time grows with the square of the chips. It took 0.05 s when this was written."""
     links("tensor=4", "v4:2x2x1")  # imports JAX's part
     start = time.perf_counter()
     links("data=2,stage=4,fsdp=8,expert=2,context=2,tensor=4", "v4:8x8x16")
@@ -364,7 +364,7 @@ def test_a_thousand_chips_take_less_than_a_second():
 
 
 def test_a_message_to_the_next_device_uses_one_direction():
-    """Catches a pipeline or a ring of keys that is promised the links of a gather, and routes that meet unseen."""
+    """Catches a pipeline or ring attention planned with the links of a gather, and routes that share a link."""
     ring = links("fsdp=16,tensor=4", "v4:4x4x4")["tensor"]
     assert collective_seconds("collective-permute", 4.5e10, 4, ring) == 1
     assert links("tensor=4", "v4:2x2x1")["tensor"].neighbour_bytes_per_s == 4.5e10  # over the end of x into y
@@ -374,7 +374,7 @@ def test_a_message_to_the_next_device_uses_one_direction():
 
 
 def test_an_all_to_all_costs_a_quarter_of_a_gather_on_a_ring():
-    """Catches an all-to-all priced by what a device sends alone. BOOK/sharding, "AllToAll"; BOOK/gpus for the node."""
+    """Catches an all-to-all that counts only what a device sends. BOOK/sharding, "AllToAll"; BOOK/gpus for the node."""
     ring = links("fsdp=16,tensor=16", "v5e:16x16")["tensor"]
     gather, exchange = (collective_seconds(kind, 1e9, 16, ring) for kind in ("all-gather", "all-to-all"))
     assert exchange == approx(gather / 4 * 16 / 15)  # there is no (n - 1)/n in an all-to-all
@@ -386,12 +386,12 @@ def test_an_all_to_all_costs_a_quarter_of_a_gather_on_a_ring():
     assert collective_seconds("all-to-all", 1e9, 32, oblong) == approx(1e9 * 256 / 1024 / (4 * 2 * 4.5e10))
     node = links("tensor=8", "h100:8")["tensor"]
     assert collective_seconds("all-to-all", 1e9, 8, node) == approx(1e9 * 7 / 64 / 450e9)
-    nodes = links("expert=16", "h100:16")["expert"]  # half of each sixteenth leaves the node, by one card a GPU
+    nodes = links("expert=16", "h100:16")["expert"]  # half of each sixteenth leaves the node, by one card per GPU
     assert collective_seconds("all-to-all", 1e9, 16, nodes) == approx(1e9 / 16 / 2 / 50e9)
 
 
-def test_wire_bytes_are_the_ledgers():
-    """Catches the whole taken for a slice, and an all-reduce sent once."""
+def test_bytes_sent_match_the_ledger():
+    """Catches a full array counted instead of a shard, and an all-reduce that counts once."""
     sent = {kind: hardware.wire_bytes(kind, 800, 4) for kind in
             ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")}  # fmt: skip
     assert list(sent.values()) == [600, 600, 1200, 150, 800]
@@ -414,9 +414,9 @@ def test_wire_bytes_are_the_ledgers():
     ("gb200", 186e9, 8.0e12, 2.5e15, 18 * 50e9, 400e9 / 8),
 ])  # fmt: skip
 def test_book_table(key, memory, hbm, flops, link, dcn):
-    """BOOK/tpus, "TPU Specs", and BOOK/gpus, "Summary of GPU specs", rounded to 2%; libtpu keeps up to 5% of memory,
-    and JAX takes 0.75 of a GPU's, which has up to 8% more than its data sheet says.
-    Wires of A100: NVIDIA's data sheet of DGX A100. Memory of B200 and GB200: those of DGX B200, 1,440 GB, and of GB200
+    """BOOK/tpus, "TPU Specs", and BOOK/gpus, "Summary of GPU specs", rounded to 2%; libtpu reserves up to 5% of
+    memory, and JAX uses 0.75 of a GPU's, which has up to 8% more than its data sheet.
+    Links of A100: NVIDIA's data sheet of DGX A100. Memory of B200 and GB200: those of DGX B200, 1,440 GB, and of GB200
     NVL72, 13.4 TB; FLOP/s of GB200: 360 PFLOP/s of 72, sparse."""
     chip = CHIPS[key]
     has = chip.memory_bytes / (memory if chip.torus_dims else 0.75 * memory)
@@ -438,7 +438,7 @@ def test_book_pods():
 
 
 def test_book_weights_from_memory():
-    """BOOK/tpus, question 1: 200B parameters in bf16 on 32 v4 chips are read in about 10 ms."""
+    """BOOK/tpus, question 1: reading 200B parameters in bf16 on 32 v4 chips takes about 10 ms."""
     assert 2 * 200e9 / 32 / CHIPS["v4"].hbm_bytes_per_s == approx(10e-3, rel=0.05)
 
 
@@ -471,7 +471,7 @@ def test_book_gather_in_a_node():
 
 
 def layer_seconds(tokens, D, F, mesh, topology):
-    """Forward pass of the book's layer, two products D x F in bf16: seconds of products, fsdp gathers, tensor sums."""
+    """Forward pass of the book's layer, two D x F matmuls in bf16: seconds of matmuls, fsdp gathers, tensor sums."""
     sizes, found = MeshConfig.parse(mesh), links(mesh, topology)
     products = 4 * tokens * D * F / sizes.devices / read(topology).chip.peak_flops_per_s
     weight, activations = 2 * D * F / sizes.tensor, 2 * tokens / sizes.fsdp * D
@@ -491,7 +491,7 @@ def layer_seconds(tokens, D, F, mesh, topology):
     ("fsdp=8960", POD, 3),
 ])  # fmt: skip
 def test_book_fsdp_needs_2550_tokens_a_chip(mesh, topology, torus_axes):
-    """BOOK/training, "Fully-Sharded Data Parallelism": communication binds below 2550, 1275 or 850 tokens a chip."""
+    """BOOK/training, "Fully-Sharded Data Parallelism": communication-bound below 2550, 1275, 850 tokens a chip."""
     sizes = MeshConfig.parse(mesh)
     least = 2550 / torus_axes * (sizes.fsdp - 1) / sizes.fsdp
     for tokens, bound in ((0.99 * least, True), (1.01 * least, False)):
@@ -500,7 +500,7 @@ def test_book_fsdp_needs_2550_tokens_a_chip(mesh, topology, torus_axes):
 
 
 def test_book_tensor_parallelism_ends_at_f_over_2550():
-    """BOOK/training, "Tensor Parallelism": with F of 30,000, 8-way is bound by products, 16-way by communication."""
+    """BOOK/training, "Tensor Parallelism": with F of 30,000, 8-way is bound by compute, 16-way by communication."""
     ways = 28_672 / (V5P.peak_flops_per_s / (2 * V5P.link_bytes_per_s))
     assert ways == approx(11, rel=0.03)
     for mesh, topology, bound in (
@@ -524,14 +524,14 @@ def test_book_best_split_of_a_cube():
 def test_book_llama3_70b_takes_44_days():
     """BOOK/applied-training: 70.4B parameters, 6.3e24 FLOPs for 15T tokens, 44 days on 8960 v5p at 40% of the peak."""
     total, active = planner.parameters(LLAMA3_70B)
-    assert total == active == 70_553_706_496  # as published; the book leaves out the gains, and rounds the layers
+    assert total == active == 70_553_706_496  # as published; the book omits the norms' weights, and rounds the layers
     flops = 6 * total * 15e12
     assert flops == approx(6.3e24, rel=0.01)
     assert flops / (8960 * V5P.peak_flops_per_s * 0.4) / 86_400 == approx(44, rel=0.02)
 
 
 def test_book_llama3_70b_fits_on_171_chips():
-    """BOOK/applied-training: bf16 weights 140 GB, float32 moments 560 GB, three kept activations a layer 15.8 TB."""
+    """BOOK/applied-training: bf16 weights 140 GB, float32 moments 560 GB, three saved activations per layer 15.8 TB."""
     total, _ = planner.parameters(LLAMA3_70B)
     weights, moments, kept = 2 * total, 8 * total, 3 * 80 * 2 * 8192 * 4e6
     assert (weights, moments, kept) == (approx(140e9, rel=0.01), approx(560e9, rel=0.01), approx(15.8e12, rel=0.01))
@@ -540,8 +540,8 @@ def test_book_llama3_70b_fits_on_171_chips():
 
 
 def test_book_llama3_70b_needs_tensor_parallelism():
-    """BOOK/applied-training, "How to Shard": with 4M tokens communication binds FSDP alone on a whole pod, and does not
-    with 4-way tensor parallelism: on the largest slice there is, although tensor has no ring there."""
+    """BOOK/applied-training, "How to Shard": with 4M tokens FSDP alone is bound by communication on a whole pod. With
+    4-way tensor parallelism it is not, here on the largest slice, where tensor has no ring."""
     D, F = LLAMA3_70B.d_model, LLAMA3_70B.d_ff
     tokens = BATCH_TOKENS / 8960
     assert tokens == approx(468, rel=0.001)
@@ -552,7 +552,7 @@ def test_book_llama3_70b_needs_tensor_parallelism():
     mixed = "fsdp=1536,tensor=4"
     assert not links(mixed, "v5p:16x16x24")["tensor"].ring
     products, fsdp, tensor = layer_seconds(BATCH_TOKENS, D, F, mixed, "v5p:16x16x24")
-    # The book lets fsdp use all links of the axis that tensor cuts; the compiler makes one ring of it, a third as fast.
+    # In the book fsdp uses all links of the axis that it shares with tensor. The compiler uses one ring, 1/3 as fast.
     assert max(fsdp / 3, tensor) < products < fsdp
 
 
@@ -569,11 +569,11 @@ def test_book_llama2_13b_on_4096_chips():
     products, fsdp, tensor = layer_seconds(3e6, D, F, "fsdp=1024,tensor=4", topology)
     assert fsdp / 3 < products < fsdp  # one ring, as above
     assert 6 * 3e6 * total / (4096 * V5P.peak_flops_per_s * 0.4) == approx(300e-3, rel=0.05)
-    # The book gives tensor a ring of its own. On a quarter of a side it has none, and half the speed.
+    # In the book tensor has its own ring. On a quarter of a side it has no ring, and half the speed.
     assert tensor / 2 < products < tensor
 
 
-def test_book_pods_joined_by_the_data_centre_network():
-    """BOOK/training, "Scaling Across Pods": 71,360 tokens in each v5p pod, or about 75,000, hide the gradients' way."""
+def test_book_pods_connected_by_the_data_center_network():
+    """BOOK/training, "Scaling Across Pods": gradients overlap with 71,360 tokens, or about 75,000, per v5p pod."""
     tokens = V5P.peak_flops_per_s / V5P.dcn_bytes_per_s
     assert tokens == approx(73_000, rel=0.03)
