@@ -10,5 +10,5 @@ compiled step. `hardware.py` lists chips and links with sources. `auto.py` choos
 `traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace, `program.py` adds it up, and
 `user_file.py` imports the user's file. `formulas.py` evaluates the plan symbolically, for the planner's web page.
 
-Used by other packages: `planner.plan`, `costs.parameters`, the tables of `hardware`, `traced.read`, and `compiled`.
+From outside: `planner.plan`, `costs.parameters`, the tables of `hardware`, `traced.read`, and `compiled`.
 """
