@@ -1,6 +1,6 @@
-"""A compiled step, played against time on the chips it is for: seconds by cause, and a picture of one layer.
+"""Simulate the time of a compiled step on its target chips: seconds by cause, and a plot of one layer.
 
-`xla/replay.py` plays; here stand the chip, the places of the mesh's devices on its torus, and the table of ticks.
+`xla/replay.py` is the simulator. This module supplies the chip, the torus coordinates of the devices, and the schedule.
 """
 
 import numpy as np
@@ -14,30 +14,30 @@ from plan import costs
 from plan.hardware import Topology
 from xla import links, replay
 
-# FLOPs of a device's matrix units in a cycle, two for each of their cells; so that peak / these is the clock: v4 has 8
-# units of 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5, v5p 8 at 1.75, v6e 4 of 256 x 256 at 1.75,
-# and one of the two devices of a tpu7x chip 4 at 2.2. https://jax-ml.github.io/scaling-book/tpus, "What Is a TPU?"
+# FLOPs per cycle of a device's matrix units, two per cell, so peak / FLOPs per cycle is the clock: v4 has 8 units of
+# 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5, v5p 8 at 1.75, v6e 4 of 256 x 256 at 1.75, and one
+# of the two devices of a tpu7x chip 4 at 2.2. https://jax-ml.github.io/scaling-book/tpus, "What Is a TPU?"
 FLOPS_PER_CYCLE = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "tpu7x": 2**19}
 HOP_S = 1e-6  # https://jax-ml.github.io/scaling-book/sharding: "about 1us per hop"
 
-HEAD = """Played on paper, not seen on a chip: products as the compiler estimates them, all else at full speed; latency,
-the speed of vector units and what a product leaves of the memory's speed are not known."""
+HEAD = """Simulated, not measured on a chip: matmuls take the compiler's estimate, everything else runs at full speed.
+Latency, the speed of vector units and memory contention with matmuls are unknown."""
 
 
 def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Machine:
-    """The chip and the places of a mesh's devices.
+    """Describe the chip and the torus coordinates of a mesh's devices.
 
-    Raises: UserError for devices that have no coordinates, as GPUs and simulated ones, and for those of several slices.
+    Raises: UserError if the devices have no coordinates, like GPUs and simulated devices, or span several slices.
     """
     chip, devices = topology.chip, [*mesh.devices.flat]
     if chip.key not in FLOPS_PER_CYCLE or not all(hasattr(device, "coords") for device in devices):
         raise UserError(f"replay: the devices of {topology} have no coordinates on a torus; "
                         "name a TPU slice, like v4:4x4x2 or v5e:4x4")  # fmt: skip
     if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
-        raise UserError("replay: the wires between slices are not played; name one slice")
+        raise UserError("replay: the simulator does not model the network between slices; name one slice")
     places = np.array([device.coords for device in devices])[:, : len(topology.shape)]
     shape, wraps = topology.shape, topology.wraps
-    if tuple(places.max(axis=0) + 1) != shape:  # libtpu has the sizes in another order
+    if tuple(places.max(axis=0) + 1) != shape:  # libtpu orders the dims differently
         order = [sorted(range(len(shape)), key=shape.__getitem__)[rank] for rank in
                  np.argsort(np.argsort(places.max(axis=0), kind="stable"))]  # fmt: skip
         shape, wraps = tuple(shape[d] for d in order), tuple(wraps[d] for d in order)
@@ -48,9 +48,9 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Ma
 
 
 def waits(cfg: Config, text: str) -> dict:
-    """How often the devices wait for a slot of a tick, by its named scope: see `ledger.read`.
+    """Return the share of ticks in which a slot's work is on the critical path, by named scope: see `ledger.read`.
 
-    All stages wait for the slowest one after every tick. What that one does counts, what others do meanwhile does not.
+    After every tick all stages wait for the slowest, so only the slots of the slowest stage count.
     """
     sched = pipeline.schedule(cfg)
     seconds = dict(zip("FBW", costs.slots(cfg, sched), strict=True))
@@ -64,16 +64,16 @@ def waits(cfg: Config, text: str) -> dict:
 
 
 def played(cfg: Config, topology: Topology, mesh: Mesh, text: str, at_peak=False, latency_s=0.0) -> replay.Replay:
-    """Play the compiled step of a configuration.
+    """Simulate the compiled step of a configuration.
 
-    at_peak    products at the chip's peak, not as the compiler estimates
-    latency_s  of one link: HOP_S, or 0 to leave it out
+    at_peak    matmuls run at the chip's peak FLOP/s instead of the compiler's estimate
+    latency_s  latency of one link: HOP_S, or 0 to ignore it
     """
     return replay.replay(text, mesh, machine(topology, mesh, latency_s), waits(cfg, text), at_peak)
 
 
 def to_json(found: replay.Replay) -> dict:
-    """Seconds by cause, and the timelines of the two computations in which most of them pass."""
+    """Return the seconds by cause, and the timelines of the two computations that take the most time."""
     return {"step_s": found.seconds, "seconds": found.causes, "timelines": [
         {"computation": name, "times": found.times[name], "events": [e._asdict() for e in found.played[name].events]}
         for name in found.longest()]}  # fmt: skip
@@ -84,7 +84,7 @@ WAITING = "#c44e52"
 
 
 def plot(found: replay.Replay, title: str, path: str) -> None:
-    """Draw the two computations in which most seconds pass, a layer forward and one back: the core, and the wires."""
+    """Plot the two computations that take the most time, a layer's forward and backward pass: core and links."""
     names = found.longest()
     lanes = [["core", *sorted({e.lane for e in found.played[name].events} - {"core"})] for name in names]
     figure = pictures.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)
@@ -104,9 +104,9 @@ def plot(found: replay.Replay, title: str, path: str) -> None:
                        + ", ".join(f"{cause} {1e6 * s:,.0f}" for cause, s in one.own.most_common(4)),
                        loc="left", size=9)  # fmt: skip
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("us since it began")
-    patches = [("products", COLOURS["products"]), ("other ops", COLOURS["other ops"]), ("waiting", WAITING),
-               ("a collective on its way", "#55a868")]  # fmt: skip
+    panels[-1].set_xlabel("us since the start")
+    patches = [("matmuls", COLOURS["products"]), ("other ops", COLOURS["other ops"]), ("stalled", WAITING),
+               ("collective in flight", "#55a868")]  # fmt: skip
     handles = [panels[0].barh([0], [0], color=colour, label=label) for label, colour in patches]
     figure.legend(handles=handles, ncols=len(patches), frameon=False, fontsize=8, loc="outside lower left")
     figure.suptitle(title, x=0.01, ha="left", size=10)

@@ -1,4 +1,4 @@
-"""Claims about playing a compiled step: the table of ticks, the chips' places, and the command's flags."""
+"""Tests of simulating a compiled step: the schedule, the coordinates of the chips, and the command's flags."""
 
 import types
 
@@ -23,7 +23,7 @@ SLOTS = "\n".join(f'%c = f32[] conditional(%p), metadata={{op_name="{name}/cond"
 
 
 def test_all_stages_wait_for_the_slowest_one():
-    """Catches a bubble that costs nothing: of M + 1 ticks each way on 2 stages, one stage or the other works in all."""
+    """Catches a free bubble: with 2 stages and M + 1 ticks per direction, some stage is busy in every tick."""
     cfg = preset("moe1b", mesh="stage=2,fsdp=8,tensor=2", **{"work.schedule": "gpipe", "work.microbatches": 8})
     shares = replayed.waits(cfg, SLOTS)
     assert set(shares) == {"forward_slot", "backward_slot", "loss_slot"}
@@ -32,49 +32,49 @@ def test_all_stages_wait_for_the_slowest_one():
     assert shares["loss_slot"](16) == 0.5
 
 
-def test_without_stages_nothing_is_counted_down():
-    """Catches a share for a conditional that the program does not have: `ledger.read` refuses it."""
+def test_a_program_without_conditionals_has_no_shares():
+    """Catches a share for a conditional that the program lacks, which `ledger.read` refuses."""
     assert replayed.waits(preset("dense_124m", mesh="fsdp=4"), "no conditional( here".replace("(", "")) == {}
 
 
-def test_chips_lie_where_the_compiler_says():
-    """Catches torus axes in another order than the coordinates that libtpu gives: 2x4x4 for 4x4x2."""
+def test_the_torus_has_the_axis_order_of_libtpu():
+    """Catches torus axes in a different order than libtpu's coordinates: 2x4x4 for 4x4x2."""
     shape = lambda sizes: replayed.machine(Topology.parse("v4:4x4x2"), mesh_of([*np.ndindex(*sizes)])).torus.shape
     assert shape((4, 4, 2)) == (4, 4, 2) and shape((2, 4, 4)) == (2, 4, 4)
 
 
-def test_the_clock_is_the_peak_over_a_cycle():
-    """Catches a clock of another chip: v4 runs at 1.05 GHz, v5e at 1.5."""
+def test_the_clock_is_the_peak_divided_by_flops_per_cycle():
+    """Catches the clock of another chip: v4 runs at 1.05 GHz, v5p at 1.75."""
     clock = lambda text: replayed.machine(Topology.parse(text), mesh_of([*np.ndindex(4, 4, 4)])).cycles_per_s
     assert clock("v4:4x4x4") == pytest.approx(1.05e9, rel=0.01)
     assert clock("v5p:4x4x4") == pytest.approx(1.75e9, rel=0.01)
 
 
-def test_what_has_no_place_is_refused_in_a_line():
+def test_devices_without_coordinates_raise_a_user_error():
     """Catches a traceback for GPUs, which have no coordinates, and for several slices."""
     with pytest.raises(UserError, match="the devices of h100:8 have no coordinates on a torus; name a TPU slice"):
         replayed.machine(Topology.parse("h100:8"), mesh_of([(0,)]))
     slices = mesh_of([*np.ndindex(4, 4, 4)])
     slices.devices[0].slice_index = 1
-    with pytest.raises(UserError, match="between slices are not played"):
+    with pytest.raises(UserError, match="does not model the network between slices"):
         replayed.machine(Topology.parse("v4:4x4x4"), slices)
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [(["--at_peak"], "--at_peak says how to play a step; add --seconds"),
      (["--seconds", "--latency_us", "-1"], "must be at least 0; about 1 on a TPU"),
      (["--seconds", "--plot", "layer.doc"], "cannot write a picture ending in 'doc'"),
      (["--topology", "h100:8", "--seconds"], "only TPU slices are compiled for")],
 )  # fmt: skip
-def test_bad_flags_are_refused_before_the_compiler_works(flags, said):
-    """Catches a minute of compiling for a command that cannot end well."""
-    with pytest.raises(UserError, match=said):
+def test_bad_flags_are_refused_before_compilation(flags, message):
+    """Catches a minute of compilation before a command fails because of a bad flag."""
+    with pytest.raises(UserError, match=message):
         overlap.parse(flags)
 
 
-def test_a_picture_and_json_have_the_two_longest(tmp_path):
-    """Catches an empty picture, and numbers that JSON cannot hold."""
+def test_the_plot_and_the_json_contain_the_two_longest_computations(tmp_path):
+    """Catches an empty plot, and numbers that JSON cannot represent."""
     import json
 
     event = replay.Event(0.0, 1e-3, "core", "products", "dot")
