@@ -1,7 +1,7 @@
-"""A JAX program read from its trace: FLOPs, bytes in memory and bytes sent, of one device.
+"""Trace a JAX program and count the FLOPs, memory traffic and bytes sent of one device.
 
-`read` traces a program for a mesh whose devices need not exist, and collects the rows of `rows.py`. Communication that
-a compiler adds (`jit` with shardings) is not in a trace: `Program.check` refuses such a program.
+`read` traces a program for a mesh whose devices need not exist, and collects the rows of `rows.py`. A trace lacks the
+communication that a compiler adds (`jit` with shardings): `Program.check` refuses such a program.
 """
 
 import collections
@@ -40,9 +40,9 @@ class Program:
 
     rows: list[Row]
     mesh: hardware.NamedMesh
-    argument_bytes: int  # of one device
+    argument_bytes: int  # per device
     shard_maps: int
-    reductions: int  # outside `shard_map`
+    reductions: int  # number of reductions outside `shard_map`
 
     @functools.cached_property
     def flops(self) -> float:
@@ -57,19 +57,19 @@ class Program:
         return sum(row.total("hbm_bytes") for row in self.rows)
 
     def sent(self, *fields: str) -> dict[tuple, float]:
-        """Bytes sent by fields of Row, the most first: sent("axes", "kind")."""
-        found = collections.Counter()
+        """Sum bytes sent by fields of Row, such as sent("axes", "kind"), in decreasing order."""
+        totals = collections.Counter()
         for row in self.rows:
             if row.axes:
-                found[tuple(getattr(row, name) for name in fields)] += row.total("wire_bytes")
-        return dict(found.most_common())
+                totals[tuple(getattr(row, name) for name in fields)] += row.total("wire_bytes")
+        return dict(totals.most_common())
 
     @property
     def wire_by_axes(self) -> dict[str, float]:
         return {"*".join(axes): size for (axes,), size in self.sent("axes").items()}
 
     def row_seconds(self, row: Row, topology: hardware.Topology) -> float:
-        """Seconds of all executions of a row at the chip's or the link's full speed."""
+        """Return the seconds that all executions of a row take at the full speed of the chip or link."""
         chip = topology.chip
         if not row.axes:
             return row.count * max(row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s)
@@ -78,41 +78,41 @@ class Program:
         return row.total("wire_bytes") / speeds.get(row.kind, link.bytes_per_s)
 
     def seconds(self, topology: hardware.Topology | None) -> dict[str, float] | None:
-        """A roofline: seconds of "compute" and of each group of mesh axes; None where the speed is not known."""
+        """Return roofline seconds for "compute" and for each group of mesh axes; None if the speed is unknown."""
         if not topology or not topology.chip.peak_flops_per_s:
             return None
-        found = collections.Counter(compute=0.0)
+        totals = collections.Counter(compute=0.0)
         for row in self.rows:
-            found["*".join(row.axes) or "compute"] += self.row_seconds(row, topology)
-        return dict(found)
+            totals["*".join(row.axes) or "compute"] += self.row_seconds(row, topology)
+        return dict(totals)
 
     def check(self) -> None:
-        """Raises: UserError if a compiler, and not the program, decides what is communicated."""
-        hint = "those collectives do not exist before compilation; --compile counts them in the compiled program"
+        """Raises: UserError if the compiler, not the program, decides which collectives run."""
+        hint = "the trace lacks the collectives that it adds; --compile counts them in the compiled program"
         if self.mesh.devices == 1:
             return
         if not self.shard_maps:
             raise UserError(
-                f"the program has no shard_map: with jit alone the compiler splits it over the mesh, and {hint}"
+                f"the program has no shard_map, so the compiler decides how to split it over the mesh, and {hint}"
             )
         for row in self.rows:
             if row.automatic:
                 raise UserError(
-                    f"{row.source}: the compiler splits this {row.kind} over {'*'.join(row.automatic)}, "
-                    f"as it is outside of shard_map's axes, and {hint}"
+                    f"{row.source}: no shard_map around this {row.kind} covers {'*'.join(row.automatic)}, so the "
+                    f"compiler decides how to split it, and {hint}"
                 )
 
 
 def specs_of_arguments(jaxpr) -> dict:
-    """How the first `shard_map` that an input of a jaxpr reaches takes it: {input: PartitionSpec}."""
+    """Map each input of a jaxpr to its PartitionSpec in the first `shard_map` that uses it."""
     found = {}
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr")
         if equation.primitive.name == "shard_map":
             specs = zip(equation.invars, equation.params["in_specs"], strict=True)
         elif equation.primitive.name == "jit":
-            below = specs_of_arguments(inner.jaxpr)
-            specs = ((x, below.get(mine)) for x, mine in zip(equation.invars, inner.jaxpr.invars, strict=True))
+            nested = specs_of_arguments(inner.jaxpr)
+            specs = ((x, nested.get(y)) for x, y in zip(equation.invars, inner.jaxpr.invars, strict=True))
         else:
             continue
         for x, spec in specs:
@@ -122,21 +122,21 @@ def specs_of_arguments(jaxpr) -> dict:
 
 
 def argument_specs(function, shapes: tuple) -> list[PartitionSpec | None]:
-    """How the program's own `shard_map` takes each array of its arguments, in the mesh of the context; None: as is."""
+    """List the spec of each argument array in the program's own `shard_map`; None if none uses it."""
     jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
-    found = specs_of_arguments(jaxpr)
-    return [found.get(x) for x in jaxpr.invars]
+    specs = specs_of_arguments(jaxpr)
+    return [specs.get(x) for x in jaxpr.invars]
 
 
 def local_bytes(aval, spec: PartitionSpec | None, sizes: dict[str, int]) -> int:
-    """Bytes of one device's shard of an array."""
+    """Return the bytes of the local shard of an array."""
     axes = [axis for entry in spec or () for axis in as_tuple(entry)]
     return array_bytes([aval]) // math.prod(sizes[axis] for axis in axes)
 
 
 @contextlib.contextmanager
 def whole_tracebacks():
-    """Meanwhile errors keep JAX's frames, in which `axis_it_lacks` looks for the axis that was asked for."""
+    """Keep JAX's frames in tracebacks: `axis_it_lacks` searches them for the name of the missing axis."""
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -146,20 +146,20 @@ def whole_tracebacks():
 
 
 def abstract_mesh(mesh: hardware.NamedMesh, platform: str = "cpu") -> AbstractMesh:
-    """A mesh of devices that need not exist. Kernels take the form of its platform: cpu, gpu or tpu."""
+    """Make a mesh of devices that need not exist. Its platform (cpu, gpu or tpu) selects the form of kernels."""
     types = (AxisType.Auto,) * len(mesh.sizes)
     device = AbstractDevice(platform, None, platform)
     return AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.sizes), axis_types=types, abstract_device=device)
 
 
 def has_own_mesh(x) -> bool:
-    """Whether a shape says, in its sharding, on which mesh of explicit axes the program runs."""
+    """Whether the sharding of a shape has a mesh with explicit axes, on which the program runs."""
     place = getattr(x, "sharding", None)
     return isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types
 
 
 def trace(function, shapes: tuple, mesh: AbstractMesh):
-    """The jaxpr of function(*shapes). A program that brings its own mesh is traced on that."""
+    """Return the jaxpr of function(*shapes). A program with its own mesh is traced on that mesh."""
     own = any(map(has_own_mesh, jax.tree.leaves(shapes)))
     plain = shapes if own else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     with whole_tracebacks():
@@ -175,15 +175,15 @@ def trace(function, shapes: tuple, mesh: AbstractMesh):
 def read(
     function, *shapes, mesh: Mesh | AbstractMesh, shares: dict[str, Share] | None = None, kernels=frozenset()
 ) -> Program:
-    """Trace function(*shapes) and list what one device of the mesh computes and sends. No device is used.
+    """Trace function(*shapes) and count what one device of the mesh computes and sends, without using a device.
 
-    shapes  trees of `jax.ShapeDtypeStruct`, or arrays, of the whole arguments
-    mesh    its axes may have any names. A `shard_map` without `mesh=` runs on it
-    shares  named scope -> the share of runs in which a conditional in that scope does something, as in `ledger.read`;
-            any other conditional counts its larger side, and its rows say so
+    shapes   trees of `jax.ShapeDtypeStruct`, or arrays, with the unsharded shapes of the arguments
+    mesh     its axes may have any names. A `shard_map` without `mesh=` runs on it
+    shares   named scope -> the share of runs in which a conditional in that scope does work, as in `ledger.read`.
+             Any other conditional counts its more expensive branch, which `Row.branch` records
     kernels  names of functions under `jit` that become one row, with the shapes of their operands
-    Raises: UserError for a mesh axis that does not exist and a shape that does not divide; any other error of the
-    function as it is.
+    Raises: UserError for a mesh axis that does not exist and a shape that does not divide. Other errors of the
+    function propagate unchanged.
     """
     sizes = dict(mesh.shape)
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
@@ -195,30 +195,30 @@ def read(
         raise
     platform = abstract.abstract_device.platform if abstract.abstract_device else "cpu"
     walk = Walk(sizes, platform, shares or {}, kernels)
-    found = collections.Counter()
+    counts = collections.Counter()
     for row in walk.rows(jaxpr, Place()):
-        found[replace(row, count=0)] += row.count
-    specs, given = specs_of_arguments(jaxpr), [getattr(x, "sharding", None) for x in jax.tree.leaves(shapes)]
-    said = [getattr(place, "spec", None) or specs.get(x) for x, place in zip(jaxpr.invars, given, strict=True)]
-    held = sum(local_bytes(x.aval, spec, sizes) for x, spec in zip(jaxpr.invars, said, strict=True))
-    rows = [replace(row, count=count) for row, count in found.items() if count]
-    return Program(rows, hardware.named_mesh(sizes), held, walk.shard_maps, walk.reductions)
+        counts[replace(row, count=0)] += row.count
+    declared, given = specs_of_arguments(jaxpr), [getattr(x, "sharding", None) for x in jax.tree.leaves(shapes)]
+    specs = [getattr(own, "spec", None) or declared.get(x) for x, own in zip(jaxpr.invars, given, strict=True)]
+    argument_bytes = sum(local_bytes(x.aval, spec, sizes) for x, spec in zip(jaxpr.invars, specs, strict=True))
+    rows = [replace(row, count=count) for row, count in counts.items() if count]
+    return Program(rows, hardware.named_mesh(sizes), argument_bytes, walk.shard_maps, walk.reductions)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
 def frames(error: BaseException):
-    """The frames of a traceback, innermost first."""
-    found, one = [], error.__traceback__
+    """Yield (frame, line number) for a traceback, innermost first."""
+    stack, one = [], error.__traceback__
     while one:
-        found.append((one.tb_frame, one.tb_lineno))
+        stack.append((one.tb_frame, one.tb_lineno))
         one = one.tb_next
-    return reversed(found)
+    return reversed(stack)
 
 
 def error_place(error: BaseException) -> str:
-    """The innermost line of the user's own that an error came through: "file.py:12 in f"; empty if there is none."""
+    """Return the innermost traceback line in user code, as "file.py:12 in f"; empty if there is none."""
     for frame, line in frames(error):
         file = frame.f_code.co_filename
         if not is_theirs(file) and Path(os.path.realpath(file)).parent != ROOT / "plan":
@@ -227,12 +227,12 @@ def error_place(error: BaseException) -> str:
 
 
 def axis_it_lacks(error: BaseException, sizes: dict[str, int]) -> str:
-    """Say which axis was asked for that the mesh lacks: of a collective, or of a spec; empty if none was.
+    """Return a message if a collective or a spec names an axis that the mesh lacks; empty if none does.
 
-    JAX 0.10 names the axis in some of its errors and has no words in others. All collectives call it `axis_name`.
+    JAX 0.10 names the axis in only some of its errors. In all its collectives the argument is called `axis_name`.
     """
-    asked = [re.findall(r"(in|out)_specs\S* refers to '(\w+)'", str(error))]
-    lacks = [name for found in asked for _, name in found if name not in sizes]
+    matches = [re.findall(r"(in|out)_specs\S* refers to '(\w+)'", str(error))]
+    lacks = [name for groups in matches for _, name in groups if name not in sizes]
     for frame, _ in frames(error):
         if frame.f_code.co_filename.startswith(THEIRS):
             names = frame.f_locals.get("axis_name", ())
@@ -252,7 +252,7 @@ DIVIDES = re.compile(
 
 
 def what_does_not_divide(error: BaseException) -> str:
-    """Say which argument does not split over its mesh axes; empty if another thing is wrong."""
+    """Return a message if an argument's shape does not divide by its mesh axes; empty for any other error."""
     match = DIVIDES.search(str(error)) if "evenly divisible" in str(error) else None
     if not match:
         return ""
@@ -260,13 +260,13 @@ def what_does_not_divide(error: BaseException) -> str:
     axes = re.sub(r"[()' ]", "", axes).replace(",", "*")
     near = sorted({max(int(size) // int(parts), 1) * int(parts), (int(size) // int(parts) + 1) * int(parts)})
     return (
-        f"argument {argument} of shape {shape} does not split: dim {dim} has {size} entries, and {axes} {parts} "
-        f"devices; use {' or '.join(map(str, near))}, or a smaller axis"
+        f"argument {argument} of shape {shape}: dim {dim} has size {size}, which is not a multiple of the {parts} "
+        f"devices on {axes}; use {' or '.join(map(str, near))}, or a smaller axis"
     )
 
 
 def training_step(cfg: Config, platform: str = "cpu") -> Program:
-    """Loss and gradients of a training step. The optimizer, which only updates local shards, is not in it."""
+    """Trace the loss and gradients of a training step, without the optimizer, which only updates local shards."""
     mesh = abstract_mesh(hardware.named_mesh(cfg.mesh.sizes), platform)
     shape, dtype = (cfg.data.batch_size, cfg.data.seq_len), {"weights_BT": np.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype.get(name, np.int32)) for name in BATCH_NAMES}

@@ -1,7 +1,7 @@
-"""Plan any JAX program: what one device computes and sends, read from its trace before any chip is rented.
+"""Plan any JAX program: trace it and count what one device computes and sends, before you rent a chip.
 
-`read(function, *shapes, mesh=mesh)` is the call, `python -m plan.traced FILE:FUNCTION --mesh data=4,model=8` the
-command. HELP says how a file gives the shapes of its arguments.
+Call `read(function, *shapes, mesh=mesh)`, or run `python -m plan.traced FILE:FUNCTION --mesh data=4,model=8`. HELP
+explains how a file gives the shapes of its arguments.
 """
 
 import collections
@@ -32,14 +32,14 @@ __all__ = ["read"]
 
 HELP = """e.g. python -m plan.traced docs/mlp.py:step --mesh data=4,model=8 --topology v5p:4x4x2
 
-Trace a JAX program for a mesh that need not exist, and print what one device holds, computes and sends, with the
-seconds of a roofline. Mesh axes have the names that the program uses, outermost first. A complete FILE:
+Trace a JAX program for a mesh that need not exist. Print what one device stores, computes and sends, and roofline
+times in seconds. Give the mesh axes the names that the program uses, outermost first. A complete FILE:
 
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
-    def local_loss(weights, x):  # shards of one device
+    def local_loss(weights, x):  # local shards
         w_up, w_down = weights
         y = jax.lax.psum(jax.nn.relu(x @ w_up) @ w_down, "model").astype(jnp.float32)
         return jax.lax.pmean(jnp.mean(y**2), "data")
@@ -49,32 +49,32 @@ seconds of a roofline. Mesh axes have the names that the program uses, outermost
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     arguments = ((shape(8192, 32768), shape(32768, 8192)), shape(16384, 8192))
 
-FUNCTION is `step` here. `arguments` is a tuple of whole shapes, or a function that returns one; name another one with
---arguments. A shape is split as its sharding says, or else as the first shard_map that takes it. Leave mesh= out of
-shard_map to run on the mesh of the command; a program may also make its own mesh of the same axes.
+FUNCTION is `step` here. `arguments` is a tuple of unsharded shapes, or a function that returns one; --arguments gives
+another name. A shape is split by its own sharding, or else by the in_specs of the first shard_map that takes it. If
+shard_map has no mesh=, it uses the mesh of the command. A program may also create its own mesh with the same axes.
 
-What is counted: matmuls, convolutions, and kernels that declare a cost_estimate; collectives inside shard_map. A loop
-counts its trips, a conditional its larger side. The roofline takes bfloat16's peak. Communication that the compiler
-adds (jit with shardings, no shard_map) does not exist before compilation: --compile counts it in the compiled program,
-for simulated CPU devices, or for the TPUs of --topology. Exit status 2: the program cannot be traced."""
+The counts include matmuls, convolutions, kernels that declare a cost_estimate, and collectives inside shard_map. A
+loop counts all its iterations, a conditional its more expensive branch. The roofline uses the bfloat16 peak. A trace
+lacks communication that the compiler adds (jit with shardings, no shard_map): --compile counts it in the program
+compiled for simulated CPU devices or for the TPUs of --topology. Exit status 2: the program cannot be traced."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE:FUNCTION")]
     mesh: str  # axes and their sizes, outermost first: data=4,model=8
-    topology: str = ""  # the devices: v5p:4x4x2, v5e:4x4, h100:16 ..; empty: of no known speed
-    arguments: str = "arguments"  # what FILE calls the shapes of FUNCTION's arguments
+    topology: str = ""  # the devices: v5p:4x4x2, v5e:4x4, h100:16 ..; empty: no times are printed
+    arguments: str = "arguments"  # the name in FILE of the shapes of FUNCTION's arguments
     compile: bool = False  # count in the compiled program instead of in the trace
-    rows: int = 10  # how many of the largest rows to print
-    json: bool = False  # print the numbers as JSON, with all rows, and nothing else
+    rows: int = 10  # number of rows to print, the largest first
+    json: bool = False  # print only JSON, with all rows
 
 
 # The compiled program -------------------------------------------------------------------------------------------------
 
 
 def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) -> Mesh:
-    """The mesh on devices of a TPU topology that need not be here, or on simulated CPU devices."""
+    """Make the mesh from a TPU topology, which need not be attached, or from simulated CPU devices."""
     if topology and is_tpu(topology.chip):
         devices = compiled.topology_devices(topology)
     else:
@@ -88,12 +88,12 @@ def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) ->
 def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology: hardware.Topology | None) -> dict:
     """Compile function(*shapes) and return the ledger's counts.
 
-    Raises: UserError for what cannot be compiled or counted.
+    Raises: UserError if the function cannot be compiled or counted.
     """
     mesh = device_mesh(named, topology)
     given = [getattr(getattr(x, "sharding", None), "spec", None) for x in jax.tree.leaves(shapes)]
-    with their_errors("does not compile"), jax.set_mesh(mesh):
-        specs = [said or spec for said, spec in zip(given, argument_specs(function, shapes), strict=True)]
+    with their_errors("compilation failed"), jax.set_mesh(mesh):
+        specs = [own or spec for own, spec in zip(given, argument_specs(function, shapes), strict=True)]
         leaves, tree = jax.tree.flatten(shapes)
         placed = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
@@ -101,21 +101,21 @@ def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology
         ]
         program = function if hasattr(function, "lower") else jax.jit(function)
         step, _ = compiled.compile_lowered(program.lower(*jax.tree.unflatten(tree, placed)))
-        found = ledger.read(step.as_text(), mesh)
+        counted = ledger.read(step.as_text(), mesh)
     memory = step.memory_analysis()
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "flops": found.flops,
-        "wire_bytes": found.total.wire_bytes,
-        "unknown": found.unknown,
-        "sent": [{"axes": list(axes), "kind": kind, **counts} for (axes, kind), counts in by_kind(found).items()],
-        "rows": [dataclasses.asdict(one) for one in found.collectives],
+        "flops": counted.flops,
+        "wire_bytes": counted.total.wire_bytes,
+        "unknown": counted.unknown,
+        "sent": [{"axes": list(axes), "kind": kind, **counts} for (axes, kind), counts in by_kind(counted).items()],
+        "rows": [dataclasses.asdict(one) for one in counted.collectives],
     }
 
 
 def by_kind(found: ledger.Ledger) -> dict:
-    """Executions and bytes sent by (axes, kind), the most bytes first."""
+    """Sum executions and bytes sent by (axes, kind), in decreasing order of bytes."""
     totals = {}
     for one in found.collectives:
         counts = totals.setdefault((one.axes, one.kind), {"count": 0, "wire_bytes": 0})
@@ -128,7 +128,7 @@ def by_kind(found: ledger.Ledger) -> dict:
 
 
 def numbers(one: Program, topology: hardware.Topology | None) -> dict:
-    """A program as a dict of numbers, of one device and one call."""
+    """Return the numbers of one device and one call as a dict."""
     seconds = one.seconds(topology)
     return {
         "mesh": str(one.mesh),
@@ -151,19 +151,19 @@ def numbers(one: Program, topology: hardware.Topology | None) -> dict:
 
 
 def notes(one: Program) -> list[str]:
-    """What the numbers leave out or assume, a line each."""
-    found, places = [], lambda rows: ", ".join(sorted({row.source for row in rows}))
+    """List what the numbers omit or assume, one line each."""
+    lines, places = [], lambda rows: ", ".join(sorted({row.source for row in rows}))
     if unknown := [row for row in one.rows if row.unknown]:
-        found.append(f"kernels without a cost_estimate count 0 FLOPs: {places(unknown)}")
+        lines.append(f"kernels without a cost_estimate count as 0 FLOPs: {places(unknown)}")
     if loops := [row for row in one.rows if row.loop == COUNTED_ONCE]:
-        found.append(f"loops whose trips are known only at run time count once: {places(loops)}")
+        lines.append(f"loops with an iteration count known only at run time count as 1 iteration: {places(loops)}")
     if branches := [row for row in one.rows if "larger of" in row.branch]:
-        found.append(f"conditionals count their larger side: {places(branches)}")
+        lines.append(f"conditionals count their more expensive branch: {places(branches)}")
     if one.reductions and one.mesh.devices > 1:
-        found.append(
-            f"{one.reductions} reductions outside shard_map may communicate, which is not counted; --compile counts it"
+        lines.append(
+            f"the trace does not show whether {one.reductions} reductions outside shard_map communicate; use --compile"
         )
-    return found
+    return lines
 
 
 def print_program(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
@@ -171,10 +171,10 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
     seconds = one.seconds(topology)
     console.print(f"mesh       {one.mesh}" + f" on {topology}" * bool(topology))
     for number, link in enumerate(hardware.layout(one.mesh, topology).values() if topology else ()):
-        console.print(f"{'' if number else 'wires':10} {link.note}")
+        console.print(f"{'' if number else 'links':10} {link.note}")
     has = topology and topology.chip.memory_bytes
-    of = f", which has {amount(has, 'bytes')}" if has else ""
-    console.print(f"arguments  {amount(one.argument_bytes, 'bytes')} on each device{of}")
+    capacity = f", which has {amount(has, 'bytes')}" if has else ""
+    console.print(f"arguments  {amount(one.argument_bytes, 'bytes')} on each device{capacity}")
     console.print(f"FLOPs      {amount(one.flops, 'FLOPs')} on each device in one call")
     console.print(f"sent       {amount(one.wire_bytes, 'bytes')} by each device in one call")
     for note in notes(one):
@@ -194,7 +194,7 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
 
 @dataclass
 class Line:
-    """What one line of source does in one call, forward and backward together."""
+    """The total cost of one source line in one call, forward and backward together."""
 
     count: float = 0
     flops: float = 0
@@ -203,20 +203,20 @@ class Line:
 
 
 def lines_of(one: Program, topology: hardware.Topology | None) -> dict[tuple[str, str], Line]:
-    """The rows of a program by what they do and where, the longest first, or the most FLOPs and then bytes."""
-    found = collections.defaultdict(Line)
+    """Sum a program's rows by (operation, source line), in decreasing order of seconds, FLOPs and bytes."""
+    lines = collections.defaultdict(Line)
     for row in one.rows:
-        line = found[row.kind + f" over {'*'.join(row.axes)}" * bool(row.axes), row.source]
+        line = lines[row.kind + f" over {'*'.join(row.axes)}" * bool(row.axes), row.source]
         line.count += row.count
         line.flops += row.total("flops")
         line.wire_bytes += row.total("wire_bytes")
         line.seconds += one.row_seconds(row, topology) if topology else 0
     size = lambda item: (item[1].seconds, item[1].flops, item[1].wire_bytes)
-    return dict(sorted(found.items(), key=size, reverse=True))
+    return dict(sorted(lines.items(), key=size, reverse=True))
 
 
 def print_largest(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
-    """Print what the largest lines of source cost; topology: where the speed is known."""
+    """Print the cost of the largest source lines, with times if a topology is given."""
     table = titled("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
     for (what, place), line in list(lines_of(one, topology).items())[:most]:
         flops, sent = amount(line.flops or None, "FLOPs"), amount(line.wire_bytes or None, "bytes")
@@ -233,13 +233,13 @@ def print_sent(sent: list[tuple], console) -> None:
 
 
 def print_compiled(found: dict, console) -> None:
-    """Print what the compiler made of a program."""
+    """Print the counts of a compiled program."""
     console.print(f"arguments  {amount(found['argument_bytes'], 'bytes')} on each device, as compiled")
     console.print(f"temporary  {amount(found['temp_bytes'], 'bytes')}")
     console.print(f"FLOPs      {amount(found['flops'], 'FLOPs')} on each device in one call")
     console.print(f"sent       {amount(found['wire_bytes'], 'bytes')} by each device in one call")
     for kernel, times in found["unknown"].items():
-        console.print(f"note       {kernel}: a kernel that declares no FLOPs, {times:,.0f} times", soft_wrap=True)
+        console.print(f"note       {kernel}: this kernel declares no FLOPs; it runs {times:,.0f} times", soft_wrap=True)
     if found["sent"]:
         print_sent([(one["axes"], one["kind"], one["wire_bytes"]) for one in found["sent"]], console)
 
@@ -253,23 +253,23 @@ def main(argv: list[str] | None = None) -> int:
     named = hardware.NamedMesh.parse(args.mesh)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     if topology:
-        hardware.layout(named, topology)  # refused before the program is read
-    with contextlib.suppress(RuntimeError):  # this process has devices already, as in tests
+        hardware.layout(named, topology)  # raises before the program is imported
+    with contextlib.suppress(RuntimeError):  # tests have initialized their devices already
         jax.config.update("jax_num_cpu_devices", named.devices)  # for a file that makes its own mesh
     mesh = abstract_mesh(named, "tpu" if topology and is_tpu(topology.chip) else "cpu")
     function, arguments = load(args.program, args.arguments)
     shapes = shapes_of(arguments, mesh)
     if args.compile:
-        found = compile_program(function, shapes, named, topology)
-        print_compiled(found, console)
+        results = compile_program(function, shapes, named, topology)
+        print_compiled(results, console)
     else:
-        with their_errors("does not trace"):
+        with their_errors("tracing failed"):
             one = read(function, *shapes, mesh=mesh)
         one.check()
-        found = numbers(one, topology)
+        results = numbers(one, topology)
         print_program(one, topology, args.rows, console)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
     return 0
 
 

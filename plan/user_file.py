@@ -1,4 +1,4 @@
-"""A user's own file: import it without mixing its modules with ours, and show its errors as its own."""
+"""Import a user's file without mixing up its modules with ours, and report its errors with their source lines."""
 
 import contextlib
 import importlib.util
@@ -13,14 +13,14 @@ from plan.rows import ROOT
 
 
 def is_ours(module) -> bool:
-    """Whether a module is a file of this checkout, and not of a package that is installed in it."""
+    """Whether a module is a file of this checkout and not of a package installed in it."""
     file = getattr(module, "__file__", None) or ""
     return Path(file).is_relative_to(ROOT) and "site-packages" not in file
 
 
 @contextlib.contextmanager
 def modules_beside(file: Path):
-    """Meanwhile a file imports the modules beside it first. A model.py or errors.py there is not taken for ours."""
+    """Let a file import the modules in its own directory first, so that its model.py is not confused with ours."""
     hidden = {} if file.is_relative_to(ROOT) else {name: one for name, one in sys.modules.items() if is_ours(one)}
     for name in hidden:
         del sys.modules[name]
@@ -34,31 +34,31 @@ def modules_beside(file: Path):
 
 @contextlib.contextmanager
 def their_errors(doing: str):
-    """Turn an error of the user's own code into one line that keeps its type, its message and its place."""
+    """Convert an error in user code to a UserError of one line with its type, message and source line."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # anything that a program may raise
-        place, words = error_place(error), " ".join(str(error).split())[:300]
-        raise UserError(f"{doing}: {f'{place}: ' * bool(place)}{type(error).__name__}: {words}") from error
+    except Exception as error:  # user code may raise anything
+        place, message = error_place(error), " ".join(str(error).split())[:300]
+        raise UserError(f"{doing}: {f'{place}: ' * bool(place)}{type(error).__name__}: {message}") from error
 
 
 def load(text: str, arguments: str):
-    """Import FILE and return FUNCTION and what gives its arguments' shapes.
+    """Import FILE and return FUNCTION and the variable with the shapes of its arguments.
 
-    Raises: UserError if there is no such file, function or shapes; an error of the file as one line.
+    Raises: UserError if the file, function or variable does not exist, or if the import fails.
     """
     path, colon, name = text.rpartition(":")
     if not colon or not path or not name:
         raise UserError(f"{text!r} should be FILE:FUNCTION, as in docs/mlp.py:step")
     if not Path(path).is_file():
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"program_of_{Path(path).stem}", Path(path).resolve())
     if spec is None:
         raise UserError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     with modules_beside(Path(path).resolve()), their_errors(f"cannot import {path}"):
         spec.loader.exec_module(module)
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -66,19 +66,19 @@ def load(text: str, arguments: str):
         raise UserError(f"{path} has no function {name!r}; {nearest(name, known)}")
     if not hasattr(module, arguments):
         hint = "a tuple of jax.ShapeDtypeStruct, or a function that returns one"
-        raise UserError(f"{path} has no {arguments!r}, which should be {hint}; --arguments gives it another name")
+        raise UserError(f"{path} does not define {arguments!r}: define {hint}, or name another variable in --arguments")
     return getattr(module, name), getattr(module, arguments)
 
 
 def shapes_of(arguments, mesh) -> tuple:
-    """The shapes that a file gives, as a tuple of trees.
+    """Return the argument shapes that a file defines, as a tuple of trees.
 
-    Raises: UserError for what has no shape.
+    Raises: UserError if a leaf has no shape.
     """
-    with their_errors("the shapes of the arguments"), jax.sharding.use_abstract_mesh(mesh):
-        found = arguments() if callable(arguments) else arguments
-    found = tuple(found) if isinstance(found, tuple | list) else (found,)
-    for leaf in jax.tree.leaves(found):
+    with their_errors("cannot get the argument shapes"), jax.sharding.use_abstract_mesh(mesh):
+        shapes = arguments() if callable(arguments) else arguments
+    shapes = tuple(shapes) if isinstance(shapes, tuple | list) else (shapes,)
+    for leaf in jax.tree.leaves(shapes):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise UserError(f"an argument is {leaf!r:.80}, which has no shape; use jax.ShapeDtypeStruct(shape, dtype)")
-    return found
+    return shapes

@@ -1,7 +1,7 @@
-"""Claims about programs read from their trace: FLOPs and bytes are the program's, and what cannot be read is refused.
+"""Tests of tracing programs: the counted FLOPs and bytes are correct, and uncountable programs are refused.
 
-What is expected is arithmetic on shapes, written out here, or a plan: how often layers run, times formulas that were
-read from one layer at other sizes (`plan/traced_layer.py`). Both count a step at its own sizes.
+The expected values are arithmetic on shapes, written out here, or a plan: the number of layer runs times the formulas
+that were read from one layer at other sizes (`plan/traced_layer.py`).
 """
 
 import ast
@@ -56,17 +56,17 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_traced_step_is_the_planners_arithmetic(case):
-    """Catches a loop, a branch, a kernel or a collective that the walk counts too often, not at all, or by another
-    price. FLOPs agree to 0.1%, bytes over each group of axes to 1%, or to 0.01% of all: counts, norms and metrics have
-    no row in `costs.py`."""
+def test_a_traced_step_equals_the_plan(case):
+    """Catches a loop, branch, kernel or collective that the trace counts too often, not at all, or with wrong bytes.
+    FLOPs agree to 0.1%, bytes over each group of axes to 1%, or to 0.01% of all bytes, because counts, norms and
+    metrics have no row in `costs.py`."""
     name, mesh, platform, settings = STEPS[case]
     cfg = preset(name, mesh=mesh, **settings)
     one, sched = program.training_step(cfg, platform), pipeline.schedule(cfg)
     one.check()
     assert one.flops == pytest.approx(sum(x.flops for x in costs.work(cfg, sched, platform)), rel=1e-3)
     wanted = {}
-    for x in costs.traffic(cfg, sched):  # of "cpu": as the program says, before a compiler changes a collective
+    for x in costs.traffic(cfg, sched):  # "cpu": no collective is changed by a compiler
         wanted["*".join(x.axes)] = wanted.get("*".join(x.axes), 0) + x.wire_bytes
     least = 1e-4 * sum(wanted.values())
     for axes in {*wanted, *one.wire_by_axes}:
@@ -75,12 +75,12 @@ def test_a_traced_step_is_the_planners_arithmetic(case):
 
 
 def test_every_preset_is_traced():
-    """Catches a preset that is added, and whose trace nobody compares."""
+    """Catches a new preset without a case in STEPS."""
     assert {name for name, *_ in STEPS.values()} == set(PRESETS)
 
 
 def test_a_row_names_its_line_of_the_model():
-    """Catches rows that point to JAX, or to the thin collectives that every line calls."""
+    """Catches rows that point to JAX, or to the collectives' wrappers in `sharding.py`."""
     one = program.training_step(preset("laptop", mesh="fsdp=2,tensor=2"))
     assert {row.source.split(":")[0] for row in one.rows} <= {
         "model.py", "weights.py", "attention.py", "grouped.py", "step.py", "ticks.py"}  # fmt: skip
@@ -93,8 +93,8 @@ def test_a_row_names_its_line_of_the_model():
 
 
 def test_fully_sharded_layers():
-    """Catches a gather that is not repeated in the backward pass, and its reduce-scatter. As in JAX's `shard_map`
-    tutorial, "fully-sharded data parallelism"."""
+    """Catches a missing all-gather or reduce-scatter in the backward pass. From JAX's `shard_map` tutorial,
+    "fully-sharded data parallelism"."""
     layers, batch, width, n = 3, 64, 128, 8
 
     @jax.remat
@@ -109,19 +109,19 @@ def test_fully_sharded_layers():
     step = jax.grad(jax.shard_map(loss, in_specs=(P("batch"), P("batch")), out_specs=P()))
     one = traced.read(step, [shape(width, width)] * layers, shape(batch, width), mesh=mesh_of(f"batch={n}"))
     matrix, product = 4 * width**2, 2 * (batch // n) * width**2
-    # Gathered forward and again backward, and a gradient scattered. The loss is one number, which nothing needs.
+    # Gathered forward and again backward, and a gradient scattered. The unused loss needs no all-reduce.
     assert one.sent("axes", "kind") == {
         (("batch",), "all-gather"): 2 * layers * matrix * (n - 1) / n,
         (("batch",), "reduce-scatter"): layers * matrix * (n - 1) / n,
     }  # fmt: skip
-    # Forward, again, by the weights, and by the inputs of all layers but the first.
+    # Forward, recomputation, gradients of the weights, and gradients of the inputs of all layers but the first.
     assert one.flops == (4 * layers - 1) * product
     assert one.argument_bytes == (layers * matrix + 4 * batch * width) / n
 
 
 def test_a_tensor_parallel_network():
-    """Catches a psum taken for half of one, and axes that are mixed up. As in the tutorial, "tensor parallelism", with
-    data parallelism beside it."""
+    """Catches a psum counted as half of one, and swapped axes. From the tutorial, "tensor parallelism", combined with
+    data parallelism."""
     batch, width, hidden, rows_, columns = 64, 32, 128, 4, 2
 
     def loss(weights, x):
@@ -134,15 +134,15 @@ def test_a_tensor_parallel_network():
     shapes = ((shape(width, hidden), shape(hidden, width)), shape(batch, width))
     one = traced.read(step, *shapes, mesh=mesh_of(f"batch={rows_},feats={columns}"))
     matrix, mine = 4 * width * hidden // columns, batch // rows_
-    # Over batch: two gradients, and the loss; over feats: the output alone, as its gradient is the same everywhere.
+    # Over batch: two gradients and the loss. Over feats: only the output, because its gradient is replicated.
     assert one.wire_by_axes == {"batch": 2 * 3 / 4 * (2 * matrix + 4), "feats": 2 * 1 / 2 * 4 * mine * width}
-    # Two forward; backward two by weights, and one by the hidden units.
+    # Two forward; backward two for gradients of weights, and one for the gradient of the hidden units.
     assert one.flops == 5 * 2 * mine * width * hidden // columns
 
 
 def test_a_ring_of_permutes():
-    """Catches a permute in a loop that counts once, and one that costs a share of its bytes. As in the tutorial,
-    "collective matmul"."""
+    """Catches a permute in a loop that is counted once, and one whose bytes are multiplied by (n - 1)/n. From the
+    tutorial, "collective matmul"."""
     n, width = 8, 64
 
     def matmul(lhs, rhs):
@@ -168,13 +168,13 @@ def test_a_ring_of_permutes():
 
 @pytest.fixture
 def as_a_reader_runs_it():
-    """The guide's programs stretch shapes as JAX does unless told otherwise; the tests forbid it to ours."""
+    """Allow rank promotion, JAX's default: the guide's programs use it, and the tests forbid it in our code."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
 
 def by_hand(chapter: str, *constants: str) -> dict:
-    """The imports and functions of a chapter's cells "by hand", and some of their constants; nothing is computed."""
+    """Return the imports, functions and named constants of a chapter's "by-hand" cells, without running the rest."""
     [path] = (ROOT / "chapters").glob(f"{chapter}_*.py")
     cells = re.split(r"(?m)^# %%", path.read_text())
     text = "\n".join(cell.partition("\n")[2] for cell in cells if '"by-hand"' in cell.partition("\n")[0])
@@ -187,7 +187,7 @@ def by_hand(chapter: str, *constants: str) -> dict:
 
 
 def test_chapter_03_gathers_twice_and_scatters_once():
-    """Catches a loop over layers that counts once, in the chapter's own program."""
+    """Catches a loop over layers that is counted as one iteration."""
     chapter = by_hand("03", "L")
     L, B, D = chapter["L"], chapter["B"], chapter["D"]
     slices, batch = P(None, "fsdp"), P("fsdp")
@@ -195,11 +195,11 @@ def test_chapter_03_gathers_twice_and_scatters_once():
     step = jax.shard_map(chapter["fsdp_step"], **specs)
     one = traced.read(step, *[shape(L, D, D)] * 3, *[shape(B, D)] * 2, mesh=mesh_of("fsdp=8"))
     assert one.wire_by_axes == {"fsdp": 3 * L * 7 / 8 * 4 * D * D}
-    assert one.flops == 4 * L * 2 * (B // 8) * D * D  # forward, again, and two backward
+    assert one.flops == 4 * L * 2 * (B // 8) * D * D  # forward, recomputation, and two backward
 
 
-def test_chapter_04_joins_and_adds(as_a_reader_runs_it):
-    """Catches a backward pass whose collectives are not those of the forward pass, the other way round."""
+def test_chapter_04_gathers_and_scatters(as_a_reader_runs_it):
+    """Catches a backward pass whose collectives are not the transposes of those in the forward pass."""
     chapter = by_hand("04", "join", "add", "cuts", "sizes")
     sliced = P(None, "tensor")
     loss = jax.shard_map(chapter["loss_of_slices"], in_specs=(chapter["cuts"], sliced, sliced), out_specs=P())
@@ -208,12 +208,12 @@ def test_chapter_04_joins_and_adds(as_a_reader_runs_it):
     whole = 4 * 2 * 16 * 32
     assert one.sent("kind") == {
         ("all-gather",): 4 * 3 / 4 * whole, ("reduce-scatter",): 4 * 3 / 4 * whole,
-        ("all-reduce",): 2 * 3 / 4 * 4 * (2 * 32 + 1),  # of two gains' gradients, and the loss
+        ("all-reduce",): 2 * 3 / 4 * 4 * (2 * 32 + 1),  # the gradients of two gains, and the loss
     }  # fmt: skip
 
 
-def test_chapter_05_sends_twice_a_tick():
-    """Catches ticks that are not counted, and a backward pass inside a tick that is left out."""
+def test_chapter_05_sends_twice_per_tick():
+    """Catches ticks that are not counted, and a missing backward pass within a tick."""
     chapter = by_hand("05", "n", "Z", "N", "D", "RING", "pass_on", "varying", "layer", "share")
     n, Z, N, D = (chapter[name] for name in "nZND")
     step = jax.shard_map(chapter["one_f_one_b"], in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
@@ -223,8 +223,8 @@ def test_chapter_05_sends_twice_a_tick():
     assert one.flops == ticks * 4 * 2 * N * D * D  # the layer twice, and two backward
 
 
-def test_chapter_06_passes_keys_around():
-    """Catches a ring whose keys, values or positions are left out."""
+def test_chapter_06_sends_keys_around_a_ring():
+    """Catches keys, values or positions that are missing from the ring's bytes."""
     chapter = by_hand("06", "n", "ONWARD")
     n, S, H, K = (chapter[name] for name in "nSHK")
     ring = jax.shard_map(chapter["ring"], in_specs=(P("context"),) * 4, out_specs=P("context"))
@@ -234,8 +234,8 @@ def test_chapter_06_passes_keys_around():
     assert one.flops == n * 2 * 2 * H * K * (S // n) ** 2
 
 
-def test_chapter_07_sends_slots_there_and_back():
-    """Catches an all-to-all that costs its whole array, and matmuls of several experts that count as one."""
+def test_chapter_07_sends_slots_to_experts_and_back():
+    """Catches an all-to-all that counts its entire array as sent, and several experts' matmuls counted as one."""
     chapter = by_hand("07", "n")
     n, N, E, D, M, slots = *(chapter[name] for name in "nNEDM"), 8
     device = lambda w, x_tD: chapter["on_device"](w, x_tD, slots)
@@ -247,7 +247,7 @@ def test_chapter_07_sends_slots_there_and_back():
 
 
 def test_chapter_14_decodes_over_two_axes(as_a_reader_runs_it):
-    """Catches a group of two axes that costs one axis' price."""
+    """Catches a collective over two axes that is priced as one over a single axis."""
     chapter = by_hand("14", "B", "ALL", "w_specs", "shapes", "slots")
     B, D, G, I, K, S, new = *(chapter[name] for name in "BDGIKS"), 5
     specs = dict(in_specs=(chapter["w_specs"], chapter["slots"], P(), P()), out_specs=(P(), chapter["slots"]))
@@ -257,7 +257,7 @@ def test_chapter_14_decodes_over_two_axes(as_a_reader_runs_it):
     queries, stream = 4 * B * new * (G // 4) * I, 4 * B * new * D
     assert one.wire_by_axes == {
         "tensor": 2 * 3 / 4 * stream, "tensor*context": 2 * 7 / 8 * stream,
-        "context": queries * (1 + 1 + K),  # 2 (n - 1)/n is 1: largest score, sum and mix
+        "context": queries * (1 + 1 + K),  # 2 (n - 1)/n is 1: maximum score, sum and weighted values
     }  # fmt: skip
 
 
@@ -265,12 +265,12 @@ def test_chapter_14_decodes_over_two_axes(as_a_reader_runs_it):
 
 
 def read_one(function, *shapes, **more):
-    """Read a function of one device."""
+    """Trace a function on one device."""
     return traced.read(function, *shapes, mesh=mesh_of("x=1"), **more)
 
 
 def test_loops_within_loops_multiply():
-    """Catches an inner loop that counts once a program."""
+    """Catches an inner loop that is counted once per program."""
 
     def twice(x):
         inner = lambda x, _: (x @ x, None)
@@ -281,8 +281,8 @@ def test_loops_within_loops_multiply():
     assert one.flops == 15 * 2 * 4**3 and [row.count for row in one.rows] == [15]
 
 
-def test_a_loop_of_unknown_trips_counts_once_and_says_so():
-    """Catches a while loop whose trips are made up, or that is passed over."""
+def test_a_loop_of_unknown_length_counts_once_with_a_note():
+    """Catches an invented number of iterations, and a while loop that is skipped."""
     one = read_one(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x, x), shape(4, 4), shape(dtype=jnp.int32))
     assert one.flops == 2 * 4**3 and one.rows[0].loop == rows.COUNTED_ONCE
     assert any("only at run time" in note for note in traced.notes(one))
@@ -293,15 +293,15 @@ def branched(x, which):
         return jax.lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)
 
 
-def test_a_conditional_counts_its_larger_side_and_says_so():
-    """Catches both sides added up, the smaller one, and a row that does not say which."""
+def test_a_conditional_counts_its_more_expensive_branch_with_a_note():
+    """Catches the sum of both branches, the cheaper branch, and a row that does not record the choice."""
     one = read_one(branched, shape(4, 4), shape(dtype=bool))
     assert one.flops == 2 * 2 * 4**3 and {row.branch for row in one.rows} == {"larger of 2 sides"}
-    assert any("larger side" in note for note in traced.notes(one))
+    assert any("more expensive branch" in note for note in traced.notes(one))
 
 
-def test_a_share_counts_a_conditional_down_once():
-    """Catches a share that is applied to nothing, twice where branches nest, or with the wrong number of runs."""
+def test_a_share_scales_a_conditional_once():
+    """Catches a share that is ignored, applied twice to nested branches, or called with the wrong number of runs."""
 
     def ticks(x, which):
         nested = lambda x: jax.lax.cond(which, lambda x: branched(x, which), lambda x: x, x)
@@ -318,7 +318,7 @@ def test_a_share_counts_a_conditional_down_once():
 
 
 def test_a_kernel_counts_what_it_declares():
-    """Catches a kernel whose body is counted, once, and one of unknown FLOPs that nobody hears of."""
+    """Catches a kernel counted by its body, and a kernel of unknown FLOPs without a note."""
 
     def call(estimate):
         def body(x, out):
@@ -326,29 +326,29 @@ def test_a_kernel_counts_what_it_declares():
 
         return pl.pallas_call(body, shape(8, 8), cost_estimate=estimate)
 
-    said = read_one(call(pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=99)), shape(8, 8))
-    assert (said.flops, said.hbm_bytes, traced.notes(said)) == (77, 99, [])
-    unsaid = read_one(call(None), shape(8, 8))
-    assert unsaid.flops == 0 and "without a cost_estimate" in traced.notes(unsaid)[0]
+    declared = read_one(call(pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=99)), shape(8, 8))
+    assert (declared.flops, declared.hbm_bytes, traced.notes(declared)) == (77, 99, [])
+    unknown = read_one(call(None), shape(8, 8))
+    assert unknown.flops == 0 and "without a cost_estimate" in traced.notes(unknown)[0]
 
 
-def test_a_kernel_that_nothing_uses_is_not_counted():
-    """Catches a kernel of a gradient that nobody asked for, with the matmul before it: XLA removes both."""
+def test_an_unused_kernel_is_not_counted():
+    """Catches counting the kernel of an unused gradient and the matmul before it: XLA removes both."""
     estimate = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=99)
     kernel = pl.pallas_call(lambda x, out: None, shape(8, 8), cost_estimate=estimate)
     assert read_one(lambda x: (kernel(x @ x), x + 1)[1], shape(8, 8)).flops == 0
     assert read_one(lambda x: kernel(x @ x), shape(8, 8)).flops == 77 + 2 * 8**3
 
 
-def test_each_platform_has_its_own_side():
-    """Catches the FLOPs of a form that is for another platform."""
+def test_each_platform_counts_its_own_branch():
+    """Catches the FLOPs of another platform's implementation."""
     choose = lambda x: jax.lax.platform_dependent(x, tpu=lambda x: x @ x @ x, default=lambda x: x @ x)
     counted = [traced.read(choose, shape(4, 4), mesh=mesh_of("x=1", platform)).flops for platform in ("tpu", "cpu")]
     assert counted == [4 * 4**3, 2 * 4**3]
 
 
 def test_grouped_matmuls_and_convolutions():
-    """Catches a row that meets every group's weights, and a kernel's size that is left out."""
+    """Catches a row multiplied by the weights of all groups, and a convolution that ignores its kernel size."""
     grouped = read_one(jax.lax.ragged_dot, shape(12, 4), shape(3, 4, 8), shape(3, dtype=jnp.int32))
     assert grouped.flops == 2 * 12 * 4 * 8
     convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "VALID")
@@ -356,13 +356,13 @@ def test_grouped_matmuls_and_convolutions():
 
 
 def test_bytes_of_memory_are_operands_and_results():
-    """Catches a matmul whose result is not written."""
+    """Catches a matmul whose result is missing from the bytes."""
     one = read_one(lambda x, w: x @ w, shape(4, 8, dtype=jnp.bfloat16), shape(8, 16, dtype=jnp.bfloat16))
     assert one.hbm_bytes == 2 * (4 * 8 + 8 * 16 + 4 * 16)
 
 
 def test_seconds_are_work_over_speed():
-    """Catches a roofline with another axis' link, or another collective's speed."""
+    """Catches a roofline that uses the link of another axis, or the speed of another collective."""
 
     def local(x, w):
         y = jax.lax.all_gather(x @ w, "model", axis=1, tiled=True)
@@ -382,8 +382,8 @@ def test_seconds_are_work_over_speed():
     assert one.seconds(None) is None
 
 
-def test_axes_of_any_name_lie_on_the_same_links():
-    """Catches a link of another axis, where the axes are not the project's six."""
+def test_axes_of_any_name_use_the_same_links():
+    """Catches wrong links for axes that are not among the project's six."""
     topology = hardware.Topology.parse("v5p:4x4x4")
     ours, theirs = (mesh("fsdp=4,tensor=16") for mesh in (MeshConfig.parse, hardware.NamedMesh.parse))
     assert hardware.layout(ours, topology) == hardware.layout(theirs, topology)
@@ -402,15 +402,15 @@ GOOD = """
 
 
 def run(tmp_path, capsys, text: str, *words: str, mesh: str = "rows=4,columns=2", function: str = "step"):
-    """Run the command on a file; returns its status, its output and its errors."""
+    """Run the command on a file; return its exit status, stdout and stderr."""
     file = tmp_path / "mine.py"
     file.write_text(textwrap.dedent(text))
     status = traced.main([f"{file}:{function}", "--mesh", mesh, *words])
     return status, *capsys.readouterr()
 
 
-def test_the_command_prints_what_it_read(tmp_path, capsys):
-    """Catches a table without a number, a place or a link, and numbers of JSON that are others."""
+def test_the_command_prints_its_counts(tmp_path, capsys):
+    """Catches a table without a number, a source line or a link, and wrong numbers in JSON."""
     words = ("--topology", "v5e:2x4")
     status, out, err = run(tmp_path, capsys, GOOD, *words)
     assert (status, err) == (0, "")
@@ -424,8 +424,8 @@ def test_the_command_prints_what_it_read(tmp_path, capsys):
     assert found["exposed_s"] == pytest.approx(sum(found["seconds"].values()))
 
 
-def test_the_example_of_the_help_is_a_program(tmp_path, capsys):
-    """Catches an example that cannot be pasted into a file, or counts something else than docs/mlp.py."""
+def test_the_example_in_the_help_text_runs(tmp_path, capsys):
+    """Catches an example that does not run from a file, or has other counts than docs/mlp.py."""
     example = traced.HELP.partition("A complete FILE:\n")[2].partition("\nFUNCTION is")[0]
     found = []
     for text in (example, (ROOT / "docs/mlp.py").read_text()):
@@ -436,8 +436,8 @@ def test_the_example_of_the_help_is_a_program(tmp_path, capsys):
     assert found[0]["flops"] == 5 * 2 * (16384 // 4) * 8192 * (32768 // 8)
 
 
-def test_a_program_may_bring_its_own_mesh(tmp_path, capsys):
-    """Catches a mesh of simulated devices that is refused, and another mesh than the one asked for that is not."""
+def test_a_program_may_create_its_own_mesh(tmp_path, capsys):
+    """Catches an error for a mesh of simulated devices, and no error for a mesh that differs from --mesh."""
     own = GOOD.replace("in_specs", "mesh=jax.make_mesh((4, 2), ('rows', 'columns'), "
                        "axis_types=(jax.sharding.AxisType.Auto,) * 2), in_specs")  # fmt: skip
     status, out, _ = run(tmp_path, capsys, own, "--json")
@@ -446,9 +446,9 @@ def test_a_program_may_bring_its_own_mesh(tmp_path, capsys):
     assert status == 2 and "runs on its own mesh rows=4,columns=2, not on rows=2,columns=4" in err
 
 
-def test_modules_beside_a_file_are_its_own(tmp_path, capsys):
-    """Catches a user's model.py that is taken for ours, or stays in place of ours, and a dataclass of the file that
-    does not find its module."""
+def test_a_file_imports_modules_from_its_own_directory(tmp_path, capsys):
+    """Catches a user's model.py that is confused with ours or replaces it, and a dataclass in the file that does not
+    find its module."""
     import model
 
     sizes = """
@@ -479,10 +479,10 @@ JIT = """
 
 
 def test_jit_alone_is_refused_and_counted_when_compiled(tmp_path, capsys):
-    """Catches a program whose collectives nobody wrote, and that is said to send nothing."""
+    """Catches a program that reports no communication although the compiler adds collectives."""
     status, out, err = run(tmp_path, capsys, JIT)
     assert (status, out) == (2, "")
-    assert err.startswith("error: the program has no shard_map: with jit alone the compiler splits it")
+    assert err.startswith("error: the program has no shard_map, so the compiler decides how to split it")
     assert "--compile counts them" in err
     status, out, _ = run(tmp_path, capsys, JIT, "--compile", "--json")
     found = json.loads(out)
@@ -490,40 +490,40 @@ def test_jit_alone_is_refused_and_counted_when_compiled(tmp_path, capsys):
     assert found["sent"] == [{"axes": ["columns"], "kind": "all-reduce", "count": 1, "wire_bytes": 2 / 2 * 4 * 24 * 16}]
 
 
-def test_a_matmul_outside_of_shard_map_is_refused(tmp_path, capsys):
-    """Catches a program of which one half is counted."""
+def test_a_matmul_outside_shard_map_is_refused(tmp_path, capsys):
+    """Catches a program of which only a part is counted."""
     outside = GOOD + "    inside = step\n    step = lambda x, w: inside(x, w) @ w\n"
     status, _, err = run(tmp_path, capsys, outside)
     assert status == 2
     assert re.search(
-        r"mine\.py:8 in <lambda>: the compiler splits this matmul over rows\*columns, as it is outside", err
+        r"mine\.py:8 in <lambda>: no shard_map around this matmul covers rows\*columns, so the compiler", err
     )
 
 
-def test_what_is_compiled_is_what_is_traced(tmp_path, capsys):
-    """Catches a convention of bytes that is not the ledger's."""
+def test_the_compiled_counts_equal_the_traced_counts(tmp_path, capsys):
+    """Catches bytes that are counted by a different convention than the ledger's."""
     found = [json.loads(run(tmp_path, capsys, GOOD, "--json", *more)[1]) for more in ((), ("--compile",))]
     for name in ("flops", "wire_bytes", "argument_bytes"):
         assert found[0][name] == found[1][name], name
 
 
 BAD = {
-    "a shape": (GOOD.replace("x @ w", "x @ x"), {}, "does not trace: mine.py:6 in <lambda>: TypeError: dot_general"),
+    "a shape": (GOOD.replace("x @ w", "x @ x"), {}, "tracing failed: mine.py:6 in <lambda>: TypeError: dot_general"),
     "their own": (GOOD + "    def step(x, w):\n        raise RuntimeError('too\\nmuch')\n", {},
-                  "does not trace: mine.py:8 in step: RuntimeError: too much"),
+                  "tracing failed: mine.py:8 in step: RuntimeError: too much"),
     "an axis of a collective": (GOOD.replace('x @ w, "rows"', 'x @ w, "cols"'), {},
                                 "mine.py:6 in <lambda>: the mesh rows=4,columns=2 has no axis 'cols'"),
     "an axis of a gather": (GOOD.replace('psum(x @ w, "rows"', 'all_gather(x @ w, "cols"'), {},
                             "mine.py:6 in <lambda>: the mesh rows=4,columns=2 has no axis 'cols'"),
     "an axis of a spec": (GOOD.replace('P("rows")', 'P("cols")'), {}, "the mesh rows=4,columns=2 has no axis 'cols'"),
-    "a split": (GOOD, {"mesh": "rows=5,columns=2"}, "argument [0] of shape float32[24,16] does not split: dim 0 has 24 "
-                "entries, and rows 5 devices; use 20 or 25, or a smaller axis"),
+    "a split": (GOOD, {"mesh": "rows=5,columns=2"}, "argument [0] of shape float32[24,16]: dim 0 has size 24, which is "
+                "not a multiple of the 5 devices on rows; use 20 or 25, or a smaller axis"),
     "a split of two": (GOOD.replace('P("rows")', 'P(("rows", "columns"))'), {"mesh": "rows=4,columns=4"},
-                       "argument [0] of shape float32[24,16] does not split: dim 0 has 24 entries, and rows*columns 16 "
-                       "devices; use 16 or 32, or a smaller axis"),
+                       "argument [0] of shape float32[24,16]: dim 0 has size 24, which is not a multiple of the 16 "
+                       "devices on rows*columns; use 16 or 32, or a smaller axis"),
     "an import": ("1 / 0", {}, "cannot import"),
     "no function": (GOOD, {"function": "stop"}, "has no function 'stop'; did you mean 'step'?"),
-    "no shapes": (GOOD.replace("arguments", "shapes"), {}, "has no 'arguments', which should be a tuple of jax.Shape"),
+    "no shapes": (GOOD.replace("arguments", "shapes"), {}, "does not define 'arguments': define a tuple of jax.Shape"),
     "no shape": (GOOD + "    arguments = 3, 4\n", {}, "an argument is 3, which has no shape"),
     "a mesh": (GOOD, {"mesh": "rows=4,columns"}, "mesh 'rows=4,columns': columns= should be AXIS=SIZE"),
     "a mesh twice": (GOOD, {"mesh": "rows=4,rows=2"}, "mesh 'rows=4,rows=2': axis 'rows' is given twice"),
@@ -535,7 +535,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_gets_one_line(tmp_path, capsys, what):
-    """Catches a traceback of JAX in place of the user's line, and a refusal that does not name what is wrong."""
+    """Catches a JAX traceback instead of the user's source line, and an error that does not name the problem."""
     text, more, words = BAD[what]
     more = dict(more)
     status, out, err = run(tmp_path, capsys, text, *more.pop("words", ()), **more)
@@ -544,18 +544,18 @@ def test_bad_input_gets_one_line(tmp_path, capsys, what):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["nowhere.py:step"], "there is no file nowhere.py"),
+    (["nowhere.py:step"], "file nowhere.py does not exist"),
     (["step"], "'step' should be FILE:FUNCTION"),
 ])  # fmt: skip
 def test_no_file_gets_one_line(capsys, words, message):
-    """Catches an error of the import system."""
+    """Catches a traceback from the import system."""
     assert traced.main([*words, "--mesh", "x=2"]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_call_raises_the_users_own_error():
-    """Catches an error of the program that a caller in Python cannot catch by its type, and a setting that stays."""
-    jax.config.update("jax_traceback_filtering", "auto")  # as it is from the start
+    """Catches an error whose type changes on the way to a Python caller, and a JAX setting that is not restored."""
+    jax.config.update("jax_traceback_filtering", "auto")  # JAX's default
     with pytest.raises(ZeroDivisionError):
         read_one(lambda x: 1 / 0, shape(4))
     with pytest.raises(UserError, match="has no axis 'y'"):
