@@ -1,11 +1,11 @@
-"""The rows of one layer as formulas in letters, read from its trace: forward, recomputed and backward.
+"""Derive symbolic FLOPs and bytes for one layer from its trace: forward, recomputation and backward.
 
-`model.layer` is traced once for each kind of layer and each way of executing it, on sizes that are all different
-primes. A FLOP count, or the bytes of a collective, then factors into letters in one way only, and the row holds for any
-sizes and any mesh: `2 b t tensor D f` is a matmul of all positions of the TENSOR neighbours.
+`model.layer` is traced once for each kind of layer and each execution setting, on sizes that are distinct primes. A
+FLOP count or the bytes of a collective then factor into letters in only one way, and the formula is valid for all sizes
+and meshes: `2 b t tensor D f` is a matmul over the positions of all TENSOR neighbors.
 
-Kernels (attention and experts' matmuls) stay one row with the letters of their operands; what they compute and move is
-what they declare, see `kernels/`.
+A kernel (attention or experts' matmuls) is one row with the letters of its operands. It counts the FLOPs and bytes that
+it declares, see `kernels/`.
 """
 
 import contextlib
@@ -31,30 +31,30 @@ from plan.program import abstract_mesh, read
 from plan.rows import ROOT, Row
 from sharding import AXES, BATCH, CONTEXT, FSDP, KERNELS_AS_CALLS, TENSOR, map_named, vary
 
-# Letters of the legend in `model.py`, and: r query heads of a key head, k experts of a token, x shared experts; tensor,
-# context and expert are sizes of mesh axes. Lower case: this device's share. With a cache: S slots, s new tokens of a
-# sequence, n tokens between blocks: a share of all new ones, padded to whole shares. A width that rotary needs to be
-# even, and positions, which CONTEXT cuts in two, are twice a prime; sums of widths have a prime that no letter has.
+# The letters are in `model.py`'s legend. Also: r query heads per key head, k experts per token, x shared experts;
+# tensor, context and expert are sizes of mesh axes. Lower case is a local shard. With a cache: S slots, s new tokens of
+# a sequence, and n tokens between blocks, a padded equal share of all new tokens. Rotary widths must be even and
+# CONTEXT halves positions, so these sizes are twice a prime. A sum of widths has a prime that no letter has.
 PRIMES = {
     "b": 11, "s": 107, "n": 79, "t": 2 * 13, "S": 83, "tensor": 3, "context": 5, "expert": 7, "k": 23, "e": 67, "X": 73,
     "D": 1009, "g": 37, "r": 101, "(r + 2)": 103, "K": 2 * 29, "(K + 1)": 59, "R": 2 * 53, "(K + R)": 58 + 106,
     "U": 193, "(U + 1)": 194, "Q": 71, "C": 127, "(C + R)": 127 + 106, "(Q + C + R)": 71 + 127 + 106,
     "(g (K + R) + C + R)": 37 * (58 + 106) + 127 + 106, "x": 61, "f": 47, "m": 89,
 }  # fmt: skip
-WIDE_LATENT = 1013  # a query latent that is not sent: see `model.sends_latents`
+WIDE_LATENT = 1013  # a query latent too wide to be sent: see `model.sends_latents`
 LETTER_OF = {max(p for p in range(3, value + 1) if value % p == 0 and all(p % q for q in range(2, p))): letter
              for letter, value in PRIMES.items()} | {WIDE_LATENT: "Q"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Term:
-    """A coefficient times letters; a letter that occurs twice is there twice."""
+    """A product of a coefficient and letters. The square of a letter lists it twice."""
 
     coefficient: float
     letters: tuple[str, ...] = ()
 
     def at(self, sizes: dict):
-        """Its value. `sizes` may hold anything that multiplies."""
+        """Return the value for `sizes`, whose values may be of any type that supports `*`."""
         value = self.coefficient
         for letter in self.letters:
             value = value * sizes[letter]
@@ -69,29 +69,29 @@ class Term:
 
 
 def term(value: float) -> Term:
-    """Write a number of a trace in letters. Raises: ValueError if it has a factor that no letter explains."""
+    """Factor a number from a trace into letters. Raises: ValueError if a factor matches no letter."""
     left, coefficient, letters = round(value), round(value), []
     for prime, letter in LETTER_OF.items():
         while left and left % prime == 0:
             left, coefficient = left // prime, coefficient / (prime if prime == WIDE_LATENT else PRIMES[letter])
             letters.append(letter)
     if left & (left - 1):
-        raise ValueError(f"{value:,.0f} has the factor {left}, which no letter of plan/traced_layer.py explains")
+        raise ValueError(f"{value:,.0f} has the factor {left}, which matches no letter in plan/traced_layer.py")
     return Term(coefficient, tuple(letters))
 
 
 # The trace ------------------------------------------------------------------------------------------------------------
 
-KERNELS = {  # name of the form that a trace finds: attention or experts' matmuls, forward or backward
+KERNELS = {  # kernel function in a trace, forward or backward: the part of the layer
     "mixed_in_blocks": "attention", "pulled_in_blocks": "attention",
     "grouped_matmul_in_tiles": "experts", "pulled_in_tiles": "experts",
 }  # fmt: skip
 
 
 def in_letters(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
-    """A model of one layer that is computed like a layer of `c`, and whose sizes are PRIMES."""
+    """Return a one-layer model that executes like a layer of `c`, with sizes from PRIMES."""
     n, heads, group = PRIMES, PRIMES["g"] * PRIMES[TENSOR], 1 if c.attention == "mla" else PRIMES["r"]
-    if c.work.context_attention == "all_to_all":  # then g is a share of the heads for each device along CONTEXT
+    if c.work.context_attention == "all_to_all":  # then CONTEXT also shards the heads, and g is one shard
         heads *= PRIMES[CONTEXT]
     query_latent = n["Q"] if model.sends_latents(c) else WIDE_LATENT
     positions = n["t"] * n["tensor"] * n["context"]
@@ -111,12 +111,12 @@ def in_letters(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
 
 
 def whole_over_slices(spec: P) -> P:
-    """A parameter's spec once its slices over FSDP are gathered, as a layer takes it."""
+    """Return a parameter's spec after its all-gather over FSDP, as a layer expects it."""
     return P(*(None if FSDP in (entry if isinstance(entry, tuple) else (entry,)) else entry for entry in spec))
 
 
 def gathered_layer(c: ModelAtWork, is_moe: bool):
-    """Shapes and specs of one layer's parameters, gathered and in the compute dtype, as `model.layer` takes them."""
+    """Return shapes and specs of a layer's gathered parameters in the compute dtype, as `model.layer` expects them."""
     blocks, stacked = model.declare(c).blocks, 1 if is_moe else 2
 
     def shape(name, d):
@@ -132,13 +132,13 @@ MESH = hardware.named_mesh({axis: PRIMES.get(axis, 1) for axis in AXES})
 
 
 def read_rows(function, in_specs, *shapes) -> list[Row]:
-    """The rows of a function on local shards, on a mesh of PRIMES."""
+    """Return the rows of a function of local shards, on a mesh with sizes from PRIMES."""
     on_mesh = jax.shard_map(function, in_specs=in_specs, out_specs=P(AXES))
     return read(on_mesh, *shapes, mesh=abstract_mesh(MESH, KERNELS_AS_CALLS), kernels=frozenset(KERNELS)).rows
 
 
 def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
-    """Every operation of one layer of a model `in_letters`, and of its backward pass."""
+    """List all operations of one layer of a model from `in_letters`, and of its backward pass."""
     w, specs = gathered_layer(c, is_moe)
     B, T = PRIMES["b"] * PRIMES["expert"], PRIMES["t"] * PRIMES["tensor"] * PRIMES["context"]
     x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.compute_dtype))
@@ -155,21 +155,21 @@ def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
 
 
 def cached_rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
-    """Every operation of one layer of a model `in_letters` in prefill and decode: new tokens attend to a KV cache."""
+    """List all operations of one layer in prefill and decode, where new tokens attend to a KV cache."""
     from generate import cache
 
     w, specs = gathered_layer(c, is_moe)
-    of = PRIMES
-    dtype, groups, devices = jnp.dtype(c.compute_dtype), of["expert"], of["context"] * of["tensor"]
+    size = PRIMES
+    dtype, groups, devices = jnp.dtype(c.compute_dtype), size["expert"], size["context"] * size["tensor"]
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    slots = groups * of["b"], of["S"] * of["context"]
+    slots = groups * size["b"], size["S"] * size["context"]
     if c.attention == "mla":
-        entries = cache.LatentCache(*(array(of["tensor"], *slots, width) for width in (c.d_kv_latent, c.d_rope)))
+        entries = cache.LatentCache(*(array(size["tensor"], *slots, width) for width in (c.d_kv_latent, c.d_rope)))
     else:
         entries = cache.GroupedCache(*[array(1, slots[0], c.n_kv_heads, slots[1], c.d_head)] * 2)
-    x_1nD = array(groups, of["n"] * devices, c.d_model)
-    numbers_1n = jax.ShapeDtypeStruct((groups, of["n"] * devices), jnp.int32)
-    positions_bs = jax.ShapeDtypeStruct((groups * of["b"], of["s"]), jnp.int32)
+    x_1nD = array(groups, size["n"] * devices, c.d_model)
+    numbers_1n = jax.ShapeDtypeStruct((groups, size["n"] * devices), jnp.int32)
+    positions_bs = jax.ShapeDtypeStruct((groups * size["b"], size["s"]), jnp.int32)
 
     def local(w, entries, x_1nD, numbers_1n, positions_bs):
         batch = dict.fromkeys(("positions_BT", "segments_BT", "index_BT"), numbers_1n)
@@ -181,8 +181,8 @@ def cached_rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
     return read_rows(local, in_specs, w, entries, x_1nD, numbers_1n, positions_bs)
 
 
-# A function of the model, and the part of a plan that its operations are. The first that is around a row decides; the
-# last ones are inside of loops and kernels, which are traced apart from the layer that calls them.
+# Maps a function of the model to a part of a plan. The first entry among a row's callers decides. The last entries are
+# functions in loops and kernels, whose traces do not contain the layer that calls them.
 PART_OF = {
     "attend_to_slots": "cache", "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts",
     "logit_sums": "logits", "feed_forward": "feed-forward", "attention_branch": "attention",
@@ -191,44 +191,44 @@ PART_OF = {
 
 
 def part_of(row) -> str:
-    """The part of a plan that a matmul or kernel, a Row or a LayerRow, belongs to; "other" if none does."""
+    """Return the part of a plan that contains a matmul or kernel (a Row or a LayerRow), or "other"."""
     return next((part for function, part in PART_OF.items() if function in row.callers), "other")
 
 
 # Rows in letters ------------------------------------------------------------------------------------------------------
 
-TOKENS = {"b", "n"}  # letters of what is not a weight
-BACK_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  # the collective of a gradient
+TOKENS = {"b", "n"}  # letters that occur in activations but not in weights
+BACK_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  # collective in the backward pass
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One operation of a layer's forward pass, and how often the backward pass repeats it and takes its gradient."""
+    """One operation of a layer's forward pass, with the cost of its recomputation and of its gradient."""
 
     kind: str  # matmul, a name of KERNELS, or a collective
     source: str  # "model.py:123 in hidden"
     callers: tuple[str, ...]
     axes: tuple[str, ...]
     count: Term
-    flops: Term  # of one execution; of a kernel see `dims`
-    moved: tuple[Term, ...]  # bytes of operands and results; an operand that the matmul before it has read is left out
-    payload: Term  # bytes of a collective: of the joined array for a gather or scatter, of the array for the others
+    flops: Term  # per execution; see `dims` for kernels
+    moved: tuple[Term, ...]  # bytes of operands and results, except an operand that the previous matmul read
+    payload: Term  # bytes of a collective's array; of the gathered array for an all-gather or reduce-scatter
     dims: tuple[tuple[Term, ...], ...]  # shapes of a kernel's operands
-    again: float  # times that the backward pass repeats it
-    back: float  # of a matmul or kernel: the backward FLOPs in forward ones; of a collective: 1 if a gradient is sent
+    again: float  # recomputations in the backward pass
+    back: float  # matmul or kernel: backward FLOPs / forward FLOPs; collective: 1 if its gradient is sent
 
     @property
     def function(self) -> str:
         return self.source.rpartition(" ")[2]
 
     def hbm_bytes(self, sizes: dict):
-        """Bytes that all its executions in a forward pass read and write. Weights are read once for a whole ring."""
+        """Return the bytes that a forward pass reads and writes. All steps of a ring read the weights only once."""
         count = self.count.at(sizes)
         return sum(x.at(sizes) * (count if TOKENS & {*x.letters} else self.count.coefficient) for x in self.moved)
 
     @property
     def formula(self) -> str:
-        """FLOPs of one forward pass, or the bytes whose share a collective sends; of a kernel the operands' shapes."""
+        """Format a matmul's FLOPs in a forward pass, a collective's total payload, or a kernel's operand shapes."""
         if self.dims:
             operands = (f"[{', '.join(map(str, dims))}]" for dims in self.dims[:3] if len(dims) > 1)
             return f"{KERNELS[self.kind]} of {' '.join(operands)}"
@@ -236,12 +236,12 @@ class LayerRow:
 
 
 def when(row: Row) -> str:
-    """Whether a row of `rows` is of the forward pass, repeated for the backward pass ("again"), or backward."""
+    """Classify a row as forward pass ("forward"), recomputation ("again") or backward pass ("back")."""
     return "again" if "rematted_computation" in row.scope else "back" if "transpose(" in row.scope else "forward"
 
 
 def count_term(row: Row) -> Term:
-    """How often a row runs in a layer. A ring over TENSOR is unrolled: a matmul for each device's positions, and one
+    """Count the executions of a row in a layer. A ring over TENSOR is unrolled, with one matmul per device and one
     permute fewer. A ring over CONTEXT is a loop."""
     n, steps = PRIMES[TENSOR], PRIMES[CONTEXT] - 1
     if row.loop:
@@ -254,13 +254,13 @@ def count_term(row: Row) -> Term:
 
 
 def payload(row: Row) -> float:
-    """Bytes whose share a device of the traced mesh sends, see `sharding.py`'s prices."""
+    """Compute the array's bytes from the bytes that a device sends; see the `Sends` lines in `sharding.py`."""
     n = math.prod(PRIMES[axis] for axis in row.axes)
     return row.wire_bytes / {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(row.kind, (n - 1) / n)
 
 
 def of_row(row: Row, again: float, back: float) -> LayerRow:
-    """A forward row in letters."""
+    """Convert a forward row to letters."""
     bytes_of = lambda shape, width: term(math.prod(shape) * width)
     return LayerRow(
         row.kind, row.source, row.callers, row.axes, count_term(row), term(row.flops),
@@ -270,7 +270,7 @@ def of_row(row: Row, again: float, back: float) -> LayerRow:
 
 
 def take(rows: list[Row], fits, most: float = math.inf) -> float:
-    """Count the executions of the rows that fit, up to `most`, and take those rows out of the list."""
+    """Remove the rows that satisfy `fits` until `most` executions are reached, and count their executions."""
     total = 0.0
     for row in [row for row in rows if fits(row)]:
         if total < most:
@@ -281,13 +281,13 @@ def take(rows: list[Row], fits, most: float = math.inf) -> float:
 
 @functools.cache
 def layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
-    """The rows of one layer of `c`, in the order of its forward pass."""
+    """List the operations of one layer of `c`, in the order of its forward pass."""
     return kept_on_disk(in_letters(c, is_moe), is_moe)
 
 
 @functools.cache
 def cached_layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
-    """The same of prefill and decode, see `cached_rows`."""
+    """List the operations of one layer of `c` in prefill and decode, see `cached_rows`."""
     work = replace(c.work, remat="none", tensor_exchange=c.work.tensor_exchange, context_attention="gather")
     return kept_on_disk(in_letters(replace(c, work=work), is_moe), is_moe, cached=True)
 
@@ -298,46 +298,46 @@ SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/
 
 @functools.cache
 def state() -> str:
-    """What rows depend on besides their model: the code that is traced, the code that reads it, and JAX's version."""
+    """Hash what the rows depend on besides their model: the traced code, the tracing code and the JAX version."""
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files) + jax.__version__.encode()).hexdigest()
 
 
 @functools.cache
 def kept_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
-    """`from_trace`, whose half second is spent once on a machine: rows are kept in the user's cache folder."""
+    """Return `from_trace(..)`, which takes half a second, from a file in the user's cache directory if possible."""
     name = hashlib.sha256(repr((state(), c, c.work, is_moe, cached)).encode()).hexdigest()
     file = Path(devices.cache_directory(), "layers", name)
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         return pickle.loads(file.read_bytes())
-    found = from_trace(c, is_moe, cached)
+    result = from_trace(c, is_moe, cached)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-            temporary.write(pickle.dumps(found))
+            temporary.write(pickle.dumps(result))
         os.replace(temporary.name, file)
-    return found
+    return result
 
 
 def from_trace(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
-    """The rows of one layer of a model `in_letters`.
+    """Trace one layer of a model from `in_letters` and combine each forward row with its backward rows.
 
-    Raises: ValueError for an operation of the backward pass that belongs to none of the forward pass.
+    Raises: ValueError if a backward operation matches no forward operation.
     """
     every = cached_rows(c, is_moe) if cached else rows(c, is_moe)
     forward, again, back = ([row for row in every if when(row) == one] for one in ("forward", "again", "back"))
     found = []
     for row in forward:
         same = lambda x, row=row: place(x) == place(row) and (x.kind, operands(x)) == (row.kind, operands(row))
-        pulled = lambda x, row=row: place(x) == place(row) and is_gradient(x, row)
-        found.append(of_row(row, take(again, same) / row.count, take(back, pulled, 2 * row.count) / row.count))
+        gradient = lambda x, row=row: place(x) == place(row) and is_gradient(x, row)
+        found.append(of_row(row, take(again, same) / row.count, take(back, gradient, 2 * row.count) / row.count))
     if again or back:
-        raise ValueError(f"no operation of a layer's forward pass explains these: {again + back}")
+        raise ValueError(f"these backward operations match no operation of the layer's forward pass: {again + back}")
     return read_once(found)
 
 
 def read_once(found: list[LayerRow]) -> list[LayerRow]:
-    """The rows, where matmuls of the same operand that follow each other read it once: compilers merge them."""
+    """Let consecutive matmuls with the same operand read it once, because compilers merge them."""
     rows, operand = [], None
     for row in found:
         if row.kind == "matmul":
@@ -348,17 +348,17 @@ def read_once(found: list[LayerRow]) -> list[LayerRow]:
 
 
 def place(row: Row) -> tuple:
-    """What an operation has in common with its repetition and its gradient. `around`: a ring that gathers."""
+    """Return the key that an operation shares with its recomputation and its gradient."""
     return row.source, row.axes, row.loop, "around" in row.callers
 
 
 def operands(row: Row) -> tuple:
-    """The arrays by which operations of one line are told apart."""
+    """Return the arrays that distinguish the operations of one source line."""
     return row.arrays[:3] if row.kind in KERNELS else row.arrays
 
 
 def is_gradient(x: Row, row: Row) -> bool:
-    """Whether x, of the same line, is the backward pass of a forward row."""
+    """Whether x, from the same source line, belongs to the backward pass of a forward row."""
     if row.kind in KERNELS:
         return KERNELS.get(x.kind) == KERNELS[row.kind] and operands(x) == operands(row)
     if row.axes:

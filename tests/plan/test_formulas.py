@@ -1,4 +1,4 @@
-"""Claims about arithmetic in letters: what it computes is what the same code computes on numbers."""
+"""Tests of symbolic arithmetic: a formula evaluates to what the same code computes on numbers."""
 
 import functools
 import itertools
@@ -19,14 +19,14 @@ class Row:
 
 @formulas.by_cases
 def rows(n, b):
-    """Branches, integer division, rows that only one branch has."""
+    """Yield rows with branches, integer division, and a row that only one branch has."""
     if n > 1 and b % 2 == 0:
         yield Row("tensor", b * (n - 1) / n)
     yield Row("data", where(n <= 2, 5, maximum(-(-b // n), 3)) if n != 4 else 7)
 
 
-def test_code_in_letters_computes_what_it_computes_on_numbers():
-    """Catches an operator, a branch or a row that is lost or swapped."""
+def test_formulas_evaluate_to_the_results_on_numbers():
+    """Catches an operator, a branch or a row that is missing or swapped."""
     with formulas.in_letters():
         in_letters = rows(letter("n"), letter("b"))
     assert {row.axis for row in in_letters} == {"tensor", "data"}
@@ -35,8 +35,8 @@ def test_code_in_letters_computes_what_it_computes_on_numbers():
         assert {axis: size for axis, size in sizes.items() if size} == {row.axis: row.size for row in rows(n, b)}
 
 
-def test_a_formula_is_never_taken_for_a_number():
-    """Catches a branch that silently takes one side for all values, and a cache that hands out one case's result."""
+def test_a_formula_cannot_be_used_as_a_number():
+    """Catches code that takes the same branch for all values, and a cache that returns the result of another case."""
     n = letter("n")
     with formulas.in_letters():
         with pytest.raises(TypeError, match="outside of `by_cases`"):
@@ -48,7 +48,7 @@ def test_a_formula_is_never_taken_for_a_number():
                 functools.cache(lambda x: x)(unknown)
 
 
-def test_equal_formulas_are_one():
+def test_equal_formulas_are_one_object():
     """Catches a page that grows with every use of a formula."""
     n = letter("n")
     assert (n + 1) * 2 is (n + 1) * 2

@@ -1,4 +1,4 @@
-"""Claims about a layer's rows in letters: they are what the trace says at any sizes, and nothing of it is lost."""
+"""Tests of a layer's symbolic rows: they match the trace at any sizes, and cover all of its operations."""
 
 import math
 from dataclasses import replace
@@ -15,17 +15,17 @@ FULL = {"work.remat": "full"}
 
 
 def formulas(name: str, is_moe: bool, **settings) -> dict[str, str]:
-    """Of each function of the model: what its matmuls, or its collectives, are in letters."""
+    """Group the formulas of matmuls by function of the model, and those of collectives by kind and axes."""
     rows = traced_layer.layer_rows(preset(name, **FULL, **settings).at_work, is_moe)
-    found = {}
+    by_label = {}
     for row in rows:
         label = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else row.function
-        found.setdefault(label, []).append(row.formula)
-    return found
+        by_label.setdefault(label, []).append(row.formula)
+    return by_label
 
 
-def test_a_dense_layer_in_letters():
-    """Catches a letter that stands for another one. The formulas are those of chapters 03 and 04, written by hand."""
+def test_the_formulas_of_a_dense_layer():
+    """Catches one letter in place of another. The formulas were derived by hand in chapters 03 and 04."""
     assert formulas("llama3_8b", False) == {
         "all-gather over tensor": ["2 b t tensor D", "2 b t tensor D"],
         "reduce-scatter over tensor": ["2 b t tensor D", "2 b t tensor D"],
@@ -39,8 +39,8 @@ def test_a_dense_layer_in_letters():
     }  # fmt: skip
 
 
-def test_experts_and_latents_in_letters():
-    """Catches rows of latents, routed and shared experts that are another part's."""
+def test_the_formulas_of_experts_and_latents():
+    """Catches rows of latents, routed experts and shared experts that are assigned to another part."""
     found = formulas("deepseek_v3", True)
     assert found["all-gather over tensor"][0] == "2 b t tensor (Q + C + R)"  # latents, narrower than the stream
     assert found["all-gather over expert"][0] == found["reduce-scatter over expert"][0] == "2 b t tensor expert D"
@@ -51,19 +51,19 @@ def test_experts_and_latents_in_letters():
     assert found["latent_attention.keys_values"] == ["2 b t tensor context g K C", "2 b t tensor context g U C"]
 
 
-def test_rings_run_once_for_each_device():
-    """Catches a ring that is counted as one exchange, or as one for each device, its own positions too."""
+def test_a_ring_of_n_devices_sends_n_minus_1_times():
+    """Catches a ring that is counted as 1 transfer, or as n instead of n - 1."""
     rings = {"work.tensor_exchange": "ring", "work.context_attention": "ring"}
     found = formulas("llama3_8b", False, **rings)
     assert found["collective-permute over tensor"] == ["2 b t D (tensor - 1)"] * 4
     assert set(found["collective-permute over context"]) == {
         "4 b t tensor g K (context - 1)", "4 b t tensor (context - 1)"}  # fmt: skip
-    assert found["down"] == ["2 b t tensor D f"]  # of all positions, however many come at a time
+    assert found["down"] == ["2 b t tensor D f"]  # of all positions, not of one chunk
 
 
-def test_a_layer_that_decodes_in_letters():
-    """Catches keys and values of every token in place of the slots of a cache, and absorbed projections as if keys were
-    made of the latents of all slots."""
+def test_the_formulas_of_a_layer_in_decode():
+    """Catches attention over new tokens instead of cache slots, and keys that are computed from the latents of all
+    slots although the projections are absorbed."""
     c = decoding_config(preset("deepseek_v3").at_work)
     found = {}
     for row in traced_layer.cached_layer_rows(c, False):
@@ -75,9 +75,9 @@ def test_a_layer_that_decodes_in_letters():
     assert found["hidden"] == ["2 n tensor D f"] * 2
 
 
-def test_memory_is_read_once_where_it_can_be():
-    """Catches the stream read three times for queries, keys and values, and weights read again for each part of a
-    ring: the constants of `plan/expected.py` were fitted to one reading."""
+def test_operands_are_read_once_if_possible():
+    """Catches activations read three times for queries, keys and values, and weights read in every step of a ring. The
+    constants in `plan/expected.py` were fitted to one read."""
     rows = traced_layer.layer_rows(preset("llama3_8b", **FULL, **{"work.tensor_exchange": "ring"}).at_work, False)
     read = {}
     for row in rows:
@@ -91,54 +91,54 @@ def test_memory_is_read_once_where_it_can_be():
 
 
 def test_every_number_has_one_factorization():
-    """Catches two letters, or a letter and a sum, that share a prime: a row would have the wrong letters."""
+    """Catches two letters, or a letter and a sum, with a common prime, which would give wrong formulas."""
     assert len(LETTER_OF) == len(PRIMES) + 1
     assert all(math.gcd(x, y) in (1, 2, 4) for x in PRIMES.values() for y in PRIMES.values() if x != y)
     for letter, value in PRIMES.items():
         assert term(8 * value * value) == Term(8, (letter, letter))
-    with pytest.raises(ValueError, match="has the factor 218, which no letter"):
+    with pytest.raises(ValueError, match="has the factor 218, which matches no letter"):
         term(2 * 109 * PRIMES["D"])
 
 
 @pytest.mark.parametrize("remat, again", [("none", 0), ("dots", 0), ("branches", 1), ("full", 1)])
-def test_what_is_repeated_is_the_policys(remat, again):
-    """Catches a policy that is passed over. Attention's scores and collectives repeat under every policy but none."""
+def test_the_remat_policy_decides_what_is_recomputed(remat, again):
+    """Catches a policy that is ignored. Every policy but none recomputes attention scores and collectives."""
     rows = traced_layer.layer_rows(preset("llama3_8b", **{"work.remat": remat}).at_work, False)
-    of = {row.function: row.again for row in rows if not row.axes}
-    assert of["hidden"] == of["queries_keys_values"] == again and of["down"] == 0
-    assert of["partial_attention"] == (remat != "none")
-    assert of["grouped_attention.out"] == (remat == "full")
+    runs = {row.function: row.again for row in rows if not row.axes}
+    assert runs["hidden"] == runs["queries_keys_values"] == again and runs["down"] == 0
+    assert runs["partial_attention"] == (remat != "none")
+    assert runs["grouped_attention.out"] == (remat == "full")
 
 
-def test_nothing_of_a_backward_pass_is_lost(monkeypatch):
-    """Catches a backward operation that belongs to no forward row, and would not be planned."""
+def test_an_unmatched_backward_operation_raises(monkeypatch):
+    """Catches a plan that omits a backward operation because it matches no forward row."""
     stray = Row("matmul", "model.py:1 in nowhere", scope="transpose(jvp())", flops=2.0)
     every = traced_layer.rows
     monkeypatch.setattr(traced_layer, "rows", lambda *args: [*every(*args), stray])
     c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
-    with pytest.raises(ValueError, match="no operation of a layer's forward pass explains these"):
+    with pytest.raises(ValueError, match="these backward operations match no operation of the layer's forward pass"):
         traced_layer.from_trace(c, False)
 
 
-def test_rows_are_kept_on_disk_as_long_as_the_code_is_the_same(monkeypatch, tmp_path):
-    """Catches rows of yesterday's model, and a damaged file that ends the command."""
+def test_rows_are_cached_on_disk_until_the_code_changes(monkeypatch, tmp_path):
+    """Catches stale rows of an older model, and a damaged cache file that stops the command."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = traced_layer.kept_on_disk.__wrapped__
+    load = traced_layer.kept_on_disk.__wrapped__
     traced = []
     monkeypatch.setattr(traced_layer, "from_trace", lambda c, *which: traced.append(c) or [Term(len(traced))])
     c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
-    assert kept(c, False) == kept(c, False) == [Term(1)]
-    kept(replace(c, work=replace(c.work, remat="dots")), False)
-    assert len(traced) == 2  # another policy is another file
+    assert load(c, False) == load(c, False) == [Term(1)]
+    load(replace(c, work=replace(c.work, remat="dots")), False)
+    assert len(traced) == 2  # each policy has its own file
     monkeypatch.setattr(traced_layer, "state", lambda: "model.py has changed")
-    assert kept(c, False) == [Term(3)]
+    assert load(c, False) == [Term(3)]
     for file in (tmp_path / "axis-by-axis" / "layers").iterdir():
         file.write_bytes(b"half a pick")
-    assert kept(c, False) == [Term(4)]
+    assert load(c, False) == [Term(4)]
 
 
-def test_a_plan_asks_for_the_letters_of_its_mesh():
-    """Catches sizes of all devices in place of this one's: they are those of the model's shards."""
+def test_a_plan_evaluates_letters_for_local_shards():
+    """Catches global sizes instead of the sizes of local shards."""
     cfg = preset("mixtral_8x7b", mesh="fsdp=2,expert=2,context=2,tensor=4", **FULL, **{"data.batch_size": 32})
     z = costs.Sizes.of(cfg)
     sizes = costs.letters(cfg.at_work, z)
