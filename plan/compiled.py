@@ -1,7 +1,7 @@
-"""The trainer's own step, compiled for devices that need not be here: simulated CPU devices, or a TPU slice.
+"""Compile the trainer's step for devices that need not be attached: simulated CPU devices, or a TPU slice.
 
-libtpu (`make extra-tpu`) compiles for any slice on a machine without a TPU. What comes out is what the slice would run:
-its memory, its collectives, its FLOPs. Only seconds need the slice.
+libtpu (`make extra-tpu`) compiles for any slice on a machine without a TPU. The result is the program that the slice
+would run, with its memory, collectives and FLOPs. Only measuring seconds needs the slice.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ from xla import ledger, options
 
 @dataclass(frozen=True)
 class Compiled:
-    """One step of one device, as compiled. Sizes in bytes."""
+    """A compiled training step and its sizes in bytes on one device."""
 
     lower_s: float
     compile_s: float
     argument_bytes: int  # parameters, optimizer and batch
     temp_bytes: int  # everything that is not an argument or a result
     output_bytes: int
-    alias_bytes: int  # arguments whose memory the results take over: donated
-    peak_bytes: int  # at the step's fullest
+    alias_bytes: int  # donated arguments, whose memory the results reuse
+    peak_bytes: int
     ledger: ledger.Ledger
-    shares: dict  # what `ledger` was read with: see `shares`
-    unexpected: list[str]  # what should not be in the program, one line each: see `unexpected`
+    shares: dict  # shares of conditionals that `ledger` uses: see `shares`
+    unexpected: list[str]  # collectives that should not be in the program, one line each: see `unexpected`
     step: jax.stages.Compiled
 
 
@@ -54,13 +54,13 @@ class Compiled:
 
 class Buffer(NamedTuple):
     size_bytes: int
-    shape: str  # of the array, or of the arrays that have this place in turn
-    scope: str = ""  # named scopes of the operation that makes it, where the compiler says so
+    shape: str  # of the array, or of all arrays that reuse this buffer
+    scope: str = ""  # named scopes of the operation that creates it, if the compiler reports them
     source: str = ""  # "model.py:123"
 
 
 class OutOfMemory(UserError):
-    """The compiler cannot fit the step. Sizes in bytes, of one device; `buffers` are the largest first."""
+    """The step does not fit in memory. Sizes are in bytes on one device; `buffers` are in decreasing order of size."""
 
     def __init__(self, used_bytes: int, limit_bytes: int, buffers: list[Buffer], advice: str):
         self.used_bytes, self.limit_bytes, self.excess_bytes = used_bytes, limit_bytes, used_bytes - limit_bytes
@@ -72,7 +72,7 @@ class OutOfMemory(UserError):
         )
         super().__init__(
             f"out of memory: one device needs {gib(used_bytes)} and has {gib(limit_bytes)}, "
-            f"{gib(self.excess_bytes)} too little; " + f"largest buffers: {largest}; " * bool(largest) + f"try {advice}"
+            f"{gib(self.excess_bytes)} too little; " + f"largest buffers: {largest}; " * bool(largest) + f"use {advice}"
         )
 
 
@@ -81,39 +81,38 @@ NEEDED = (
     rf"total memory required for HLO temporaries \({SIZE}\) exceeds available HBM \({SIZE}\)",
     rf"Used {SIZE} of {SIZE} hbm",
 )
-# An entry of "Largest program allocations"; and a row of a table of places, which arrays have in turn.
+# An entry of "Largest program allocations", and a row of a table of buffers that several arrays reuse.
 ENTRY = rf"\d+\. Size: {SIZE}\n((?:[ \t]+\S.*\n?)*)"
 ROW = rf"^ *{SIZE}\( *\d+%\); +{SIZE}; +\d+; +\d+; (.*)$"
 
 
 def out_of_memory(text: str, advice: str) -> OutOfMemory | None:
-    """Read what libtpu says when a program does not fit into a chip: its exception, and a report it logs; None if it
-    says something else."""
-    found = next((match for pattern in NEEDED if (match := re.search(pattern, text))), None)
-    return found and OutOfMemory(_bytes(found[1]), _bytes(found[2]), buffers(text), advice)
+    """Parse libtpu's out-of-memory exception and the report that it logs; None if the text is about another error."""
+    match = next((match for pattern in NEEDED if (match := re.search(pattern, text))), None)
+    return match and OutOfMemory(_bytes(match[1]), _bytes(match[2]), buffers(text), advice)
 
 
 def buffers(text: str) -> list[Buffer]:
-    """The largest buffers named in what libtpu says, each once."""
-    found = []
+    """Parse the largest buffers from libtpu's report, without duplicates."""
+    parsed = []
     for size, lines in re.findall(ENTRY, text):
-        of = lambda pattern, lines=lines: (re.search(pattern, lines) or ["", ""])[1]
-        file, line = of(r'source_file="([^"]*)"'), of(r"source_line=(\d+)")
+        read = lambda pattern, lines=lines: (re.search(pattern, lines) or ["", ""])[1]
+        file, line = read(r'source_file="([^"]*)"'), read(r"source_line=(\d+)")
         source = f"{os.path.basename(file)}:{line}" if file else ""
-        found.append(Buffer(_bytes(size), of(r"Shape: ([^\s{]+)"), of(r'op_name="([^"]*)"'), source))
+        parsed.append(Buffer(_bytes(size), read(r"Shape: ([^\s{]+)"), read(r'op_name="([^"]*)"'), source))
     for _, size, shapes in re.findall(ROW, text, re.MULTILINE):
-        found.append(Buffer(_bytes(size), shapes))
-    return sorted(dict.fromkeys(found), key=lambda buffer: -buffer.size_bytes)
+        parsed.append(Buffer(_bytes(size), shapes))
+    return sorted(dict.fromkeys(parsed), key=lambda buffer: -buffer.size_bytes)
 
 
 def _bytes(text: str) -> int:
-    """Read 29.30G, 576.0K, 512B or 0."""
+    """Parse a size: 29.30G, 576.0K, 512B or 0."""
     number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)", text).groups()
     return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
 
 
 def advice(cfg: Config) -> str:
-    """Settings that would take less memory, and are not yet as they should be."""
+    """List settings that would reduce memory and are not yet in use, joined by "or"."""
     split, work, stages = fit.split_batch(cfg), cfg.work.settled, cfg.mesh.stage > 1
     remedies = {
         "work.remat=full": work.remat != "full",
@@ -126,60 +125,60 @@ def advice(cfg: Config) -> str:
     return " or ".join(remedy for remedy, helps in remedies.items() if helps)
 
 
-# Devices that are not here --------------------------------------------------------------------------------------------
+# Devices that are not attached----------------------------------------------------------------------------------------
 
 
 def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
-    """Arrange the devices of a slice, like v4:2x4x4, along the mesh axes, innermost axes on nearest neighbours.
+    """Arrange the devices of a slice, like v4:2x4x4, along the mesh axes, innermost axes on nearest neighbors.
 
-    Raises: UserError without libtpu, for a slice it does not know, and for a mesh of another number of devices.
+    Raises: UserError without libtpu, for a slice that libtpu does not know, and for a wrong number of devices.
     """
-    asked = Topology.parse(topology)
-    check_compiles_for(asked)
-    hardware.require_devices(sizes, asked)
-    return sharding.make_mesh(sizes, topology_devices(asked))
+    parsed = Topology.parse(topology)
+    check_compiles_for(parsed)
+    hardware.require_devices(sizes, parsed)
+    return sharding.make_mesh(sizes, topology_devices(parsed))
 
 
-def check_compiles_for(asked: Topology) -> None:
-    """Raises: UserError for devices that are no TPU slice, and without libtpu."""
-    if not asked.chip.torus_dims:
-        raise UserError(f"topology {str(asked)!r}: only TPU slices are compiled for without being there; "
+def check_compiles_for(topology: Topology) -> None:
+    """Raises: UserError if the topology is not a TPU slice, or if libtpu is missing."""
+    if not topology.chip.torus_dims:
+        raise UserError(f"topology {str(topology)!r}: only TPU slices can be compiled for without the devices; "
                         "name one like v4:2x4x4, v5p:4x4x4, v5e:4x4, v6e:8x8 or tpu7x:2x2x2")  # fmt: skip
     if not importlib.util.find_spec("libtpu"):
-        raise UserError(f"compiling for {asked} needs libtpu; install it with: make extra-tpu")
+        raise UserError(f"compiling for {topology} needs libtpu; install it with: make extra-tpu")
 
 
-def topology_devices(asked: Topology) -> list:
-    """The devices of a TPU slice, as libtpu describes them without being there.
+def topology_devices(topology: Topology) -> list:
+    """Return libtpu's descriptions of the devices of a TPU slice, which need not be attached.
 
-    Raises: UserError without libtpu, and for a slice it does not know.
+    Raises: UserError without libtpu, and for a slice that libtpu does not know.
     """
-    check_compiles_for(asked)
-    # Without these libtpu asks the network which machine of which slice this is, and keeps logs. It is to say what it
-    # warns of (level 1): `complaints` reads it.
+    check_compiles_for(topology)
+    # Without these, libtpu queries the network for this machine's slice, and writes log files. Level 1 makes it print
+    # its warnings, which `complaints` parses.
     quiet = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
                  TPU_ACCELERATOR_TYPE="v4-8", TPU_LOG_DIR="disabled", TPU_STDERR_LOG_LEVEL="1")  # fmt: skip
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    cloud = asked.cloud
+    cloud = topology.cloud
     more = {"chips_per_host_bounds": (2, 4, 1)} if cloud.shape == (2, 4) else {}  # a host of 8 chips
-    if asked.chip.key == "v4":  # a chip has two cores that work as one device; other generations are so by default
+    if topology.chip.key == "v4":  # the two cores of a chip work as one device, the default of other generations
         more = dict(chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1))
-    # Untold, it takes every axis for a line, and makes all-reduces of gathers over a whole torus.
+    # By default libtpu assumes that no axis wraps, and turns all-gathers over an entire torus into all-reduces.
     wrap = (*cloud.wraps, False)[:3]
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=str(cloud), wrap=wrap, **more).devices
-    except Exception as error:  # libtpu's own type, with what it knows
-        said = str(error).splitlines()[0]
-        raise UserError(f"topology {str(asked)!r}: libtpu says {said!r}; a newer one may know it; "
-                        "all know v4:2x4x4, v5p:4x4x4, v5e:4x4 and the like") from error  # fmt: skip
+    except Exception as error:  # libtpu raises its own type
+        reason = str(error).splitlines()[0]
+        raise UserError(f"topology {str(topology)!r}: libtpu reports {reason!r}; upgrade libtpu, or "
+                        "use a slice like v4:2x4x4, v5p:4x4x4 or v5e:4x4") from error  # fmt: skip
 
 
 # The step -------------------------------------------------------------------------------------------------------------
 
 
 def shapes(cfg: Config, mesh: Mesh):
-    """ShapeDtypeStruct, with its sharding, of the state and of a batch."""
+    """Return the state and a batch as trees of ShapeDtypeStruct with shardings."""
     describe = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     state = jax.tree.map(describe, optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     place, shape = NamedSharding(mesh, sharding.BATCH_SPEC), (cfg.data.batch_size, cfg.data.seq_len)
@@ -188,9 +187,9 @@ def shapes(cfg: Config, mesh: Mesh):
 
 
 def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
-    """Lower and compile the training step of main.py, and read what came out.
+    """Lower and compile the training step of main.py, and analyze the program.
 
-    say  called with a line of progress
+    say  called with each progress message
     Raises: OutOfMemory; UserError for settings that do not fit the mesh.
     """
     fit.check(cfg.model, cfg.mesh, cfg.work)
@@ -198,46 +197,47 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     lowered = optimizer.train_step(cfg, mesh).lower(*shapes(cfg, mesh))
     lower_s, begin = time.perf_counter() - begin, time.perf_counter()
     say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ..")
-    step, said = compile_lowered(lowered, advice(cfg))
+    step, warnings = compile_lowered(lowered, advice(cfg))
     compile_s = time.perf_counter() - begin
     say(f"compiled in {compile_s:.1f} s")
     memory, text = step.memory_analysis(), step.as_text()
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # On TPU the most that is alive at once, and decides what fits; `temp_bytes` may be more. On CPU it is not counted.
+    live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # The TPU compiler reports the peak of live bytes, which decides what fits and may be less than `temp_bytes`. The
+    # CPU compiler does not report it.
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    peak_bytes = memory.peak_memory_in_bytes if on_tpu else kept + memory.temp_size_in_bytes
+    peak_bytes = memory.peak_memory_in_bytes if on_tpu else live + memory.temp_size_in_bytes
     known = shares(cfg, text)
-    found = ledger.read(text, mesh, known)
+    counted = ledger.read(text, mesh, known)
     return Compiled(
         lower_s, compile_s, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
-        memory.alias_size_in_bytes, peak_bytes, found, known,
-        unexpected(found.collectives, reported_bytes(cfg)) + said, step,
+        memory.alias_size_in_bytes, peak_bytes, counted, known,
+        unexpected(counted.collectives, reported_bytes(cfg)) + warnings, step,
     )  # fmt: skip
 
 
 def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.stages.Compiled, list[str]]:
-    """Compile, and return what the compiler complains of beside the program; see `complaints`.
+    """Compile, and return the program and the compiler's layout warnings; see `complaints`.
 
-    Raises: OutOfMemory; any other error of the compiler as it is.
+    Raises: OutOfMemory. Other errors of the compiler propagate unchanged.
     """
     try:
-        # A program out of a cache says nothing of the time it takes, and complains no more.
-        with options.refused(), compile_cache(""), heard() as heard_text:
+        # The compilation cache is off because a cached program would have no compile time and no warnings.
+        with options.refused(), compile_cache(""), heard() as log:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        refusal = out_of_memory("\n".join([str(error), *heard_text]), advice)
+        refusal = out_of_memory("\n".join([str(error), *log]), advice)
         if refusal:
             raise refusal from error
-        sys.stderr.write("".join(heard_text))
+        sys.stderr.write("".join(log))
         raise
-    found, rest = complaints("".join(heard_text))
+    warnings, rest = complaints("".join(log))
     sys.stderr.write(rest)
-    return step, found
+    return step, warnings
 
 
 @contextlib.contextmanager
 def heard():
-    """Collect in a list what is written to file descriptor 2 meanwhile, by C++ too, instead of its being shown."""
+    """Capture in a list everything that is written to file descriptor 2, including C++ output."""
     text = []
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -253,61 +253,61 @@ def heard():
             text.append(file.read().decode(errors="replace"))
 
 
-LOGGED = r"^[IWEF]\d{4} [\d:.]+ +\d+ "  # how a line begins that C++ logs: severity, time, thread; then file:line] text
+LOGGED = r"^[IWEF]\d{4} [\d:.]+ +\d+ "  # start of a C++ log line: severity, time, thread; then file:line] text
 ALARM = r"(\[spmd\] involuntary full rematerialization.*?|\[sharding_fusion\].*?)(?: As the last resort,.*)?$"
-# Warnings of libtpu to its makers.
+# Warnings that are meant for libtpu's developers.
 CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|lowering_emitter|shardy_xla_pass|barrier_assignment)\S*\] "
 
 
 def complaints(text: str) -> tuple[list[str], str]:
-    """What the compiler logs, in two: complaints of a layout it cannot reach without copies; the rest, less chatter."""
-    found, rest = [], []
+    """Split the compiler's log into warnings about layout changes that need copies, and the rest without CHATTER."""
+    warnings, rest = [], []
     for line in text.splitlines(keepends=True):
         alarm = re.search(ALARM, line.rstrip(), re.IGNORECASE)
         if alarm:
-            found.append(alarm[1])
+            warnings.append(alarm[1])
         elif not re.match(CHATTER, line):
             rest.append(line)
-    return found, "".join(rest)
+    return warnings, "".join(rest)
 
 
 def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[str]:
-    """What no line of ours asks for, one line each.
+    """Describe the collectives that our code does not contain, one line each.
 
-    Inside the `shard_map` every collective is a line of ours. Outside it the partitioner makes them: sums for the
-    gradient's norm, and what is reported of a step, together at most `most_bytes` each; more is an array that it moves
-    from one layout to another. Groups along no mesh axes are never ours.
-    A compiler also writes ours in another way: for TPU a reduce-scatter may become a padded all-reduce and permutes,
-    and sums of several lines, the norm's too, become one. So sums are left out, and permutes of no scope.
+    Inside `shard_map` our code contains every collective. Outside it the partitioner adds sums for the gradient norm,
+    and sends the metrics of a step, at most `most_bytes` each. A larger collective moves an array to another layout.
+    Our collectives always run along mesh axes.
+    The compiler may also rewrite our collectives. On TPU a reduce-scatter may become a padded all-reduce and permutes,
+    and it may merge several sums, including the norm's. So all sums are expected, and permutes without a scope.
     """
-    found = []
+    lines = []
     for one in collectives:
         a_sum = one.kind in ("all-reduce", "reduce-scatter") or (not one.scope and one.kind == "collective-permute")
         ours = "shard_map" in one.scope or a_sum
         if "?" in one.axes or (not ours and one.payload_bytes > most_bytes):
             over = "devices along no mesh axes" if "?" in one.axes else "*".join(one.axes)
             place = one.scope or "no scope"
-            found.append(f"{one.kind} of {one.payload_bytes:,} bytes over {over} ({place}, {one.source})")
-    return found
+            lines.append(f"{one.kind} of {one.payload_bytes:,} bytes over {over} ({place}, {one.source})")
+    return lines
 
 
 def reported_bytes(cfg: Config) -> int:
-    """The most that a step reports of itself: a number for each parameter of a layer, and for each expert."""
+    """Return the largest size of a step's metrics: one number per parameter of a layer, and one per expert."""
     return 4 * (len(optimizer.places(cfg)) + cfg.model.n_layers * max(cfg.model.n_experts, 1))
 
 
 def shares(cfg: Config, text: str) -> dict:
-    """How often the conditionals of a step, by their named scopes, do something: see `ledger.read`.
+    """Return the share of runs in which a step's conditionals do work, by named scope: see `ledger.read`.
 
-    In a pipeline each slot of a tick does so once for each microbatch, and once for each chunk of the layers; one of
-    them in the first tick, or the last, where that has slots of its own.
+    In a pipeline each slot does work once per microbatch and chunk of layers. If the first or last tick has its own
+    slots, one of these runs is there.
     """
     conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
     return {scope: share for scope, share in slot_shares(cfg).items() if scope in conditionals}
 
 
 def slot_shares(cfg: Config) -> dict:
-    """The same for every conditional that a step may have; `program.read` passes over those that it lacks."""
+    """Return the same for every conditional that a step may have; `program.read` ignores the ones that it lacks."""
     sched = pipeline.schedule(cfg)
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
     runs["loss_slot"] = sched.microbatches

@@ -1,4 +1,4 @@
-"""Claims about compiled steps: what the compiler refuses and complains of is told, and nothing else is hidden."""
+"""Tests of compiled steps: errors and warnings of the compiler are reported, and its other output is not hidden."""
 
 import os
 import re
@@ -22,7 +22,7 @@ GIB = 2**30
 
 # Out of memory --------------------------------------------------------------------------------------------------------
 
-# What libtpu 0.0.42 raises, then what it logs; the tables are cut short.
+# An exception of libtpu 0.0.42, then its log, with shortened tables.
 QUICK = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (103.53G) exceeds available HBM (30.75G)."  # noqa: E501
 REPORT = """\
 E1121 14:41:11.717294   28057 deepsea_compiler_base.cc:3781] XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 103.53G of 30.75G hbm. Exceeded hbm capacity by 72.78G. Memory usage report:
@@ -39,7 +39,7 @@ Total bytes: 111162206720 (103.53GiB)
   ------------------------------------------------------------
     2.00GiB(  2%);    2.00GiB;     15384576;                8; (), 2×bf16[128256,4096], 5×f32[8,1,1,32,256,8192]
 """  # noqa: E501
-# What it raises where the program fits until buffers have their places.
+# The exception if the program only fails to fit once its buffers have addresses.
 LONG = """\
 RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 40.10G of 30.75G hbm. Exceeded hbm capacity by 9.35G.
 
@@ -66,16 +66,16 @@ Total hbm usage >= 41.35G:
 """  # noqa: E501
 
 
-def test_the_quick_refusal_is_read():
-    """Catches a message that has other words than the one the reader was written for: libtpu has several."""
+def test_the_short_out_of_memory_message_is_parsed():
+    """Catches a wording that the parser does not know: libtpu has several."""
     error = compiled.out_of_memory(QUICK, "less")
     assert (error.used_bytes, error.limit_bytes) == (round(103.53 * GIB), round(30.75 * GIB))
     assert (error.excess_bytes, error.buffers) == (error.used_bytes - error.limit_bytes, [])
-    assert str(error) == "out of memory: one device needs 103.53 GiB and has 30.75 GiB, 72.78 GiB too little; try less"
+    assert str(error) == "out of memory: one device needs 103.53 GiB and has 30.75 GiB, 72.78 GiB too little; use less"
 
 
 def test_the_logged_report_names_the_largest_buffers():
-    """Catches a report that is thrown away, a buffer told twice, and MiB taken for GiB."""
+    """Catches a report that is ignored, a duplicate buffer, and MiB parsed as GiB."""
     error = compiled.out_of_memory(QUICK + "\n" + REPORT, "less")
     shapes = ["(), 2×bf16[128256,4096], 5×f32[8,1,1,32,256,8192]", "5×f32[8,1,1,32,256,7936]", "bf16[4096,128256]"]
     assert [buffer.shape for buffer in error.buffers] == shapes
@@ -83,9 +83,9 @@ def test_the_logged_report_names_the_largest_buffers():
     assert "; largest buffers: 2.00 GiB (), 2×bf16" in str(error)
 
 
-def test_the_long_refusal_is_read():
-    """Catches buffers in the compiler's order instead of by size, and one without an operator that takes its
-    neighbour's."""
+def test_the_long_out_of_memory_message_is_parsed():
+    """Catches buffers in the compiler's order instead of by size, and a buffer without an operator that gets the
+    operator of the next one."""
     error = compiled.out_of_memory(LONG, "less")
     assert (error.used_bytes, error.limit_bytes) == (round(40.1 * GIB), round(30.75 * GIB))
     assert error.buffers == [
@@ -94,22 +94,22 @@ def test_the_long_refusal_is_read():
     ]
     assert str(error).endswith(
         "9.35 GiB too little; largest buffers: 2.25 GiB f32[9,64,1024,1024]; 0.56 GiB bf16[4,36,1024,2048] in "
-        "jit(step)/shard_map/while/body/dot_general (model.py:412); try less"
+        "jit(step)/shard_map/while/body/dot_general (model.py:412); use less"
     )
 
 
-@pytest.mark.parametrize("settings, words", [
+@pytest.mark.parametrize("settings, advice", [
     ({}, "work.remat=full or a smaller work.device_batch or a larger fsdp axis"),
     ({"work.remat": "full", "work.gather": "step", "mesh": "stage=2", "data.batch_size": 4},
      "work.gather=layer or work.schedule=1f1b or a larger fsdp axis"),
 ])  # fmt: skip
-def test_what_would_help_is_not_yet_so(settings, words):
-    """Catches advice to do what was done already."""
-    assert compiled.advice(preset("tiny", **settings)) == words
+def test_advice_omits_settings_already_in_use(settings, advice):
+    """Catches advice to change a setting that already has the recommended value."""
+    assert compiled.advice(preset("tiny", **settings)) == advice
 
 
 class Refused:
-    """A lowered program whose compiler logs something and gives up."""
+    """A lowered program whose compiler logs a message and fails."""
 
     def __init__(self, message, logged=b""):
         self.message, self.logged = message, logged
@@ -123,9 +123,9 @@ class Refused:
     "INTERNAL: Mosaic failed to compile",
     "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 17.00M of 16.00M vmem.",
 ])  # fmt: skip
-def test_other_errors_of_the_compiler_stay_what_they_are(message, capfd):
-    """Catches any failure taken for one of memory, one that is told without what the compiler logged, and a setting of
-    JAX that stays changed."""
+def test_other_compiler_errors_propagate_unchanged(message, capfd):
+    """Catches another failure that is reported as out of memory, a lost compiler log, and a JAX setting that is not
+    restored."""
     before = jax.config.jax_enable_compilation_cache
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
         compiled.compile_lowered(Refused(message, b"some words\n"))
@@ -133,9 +133,9 @@ def test_other_errors_of_the_compiler_stay_what_they_are(message, capfd):
     assert jax.config.jax_enable_compilation_cache == before
 
 
-def test_a_refusal_is_read_with_its_log(capfd):
-    """Catches a report on standard error that floods the screen, and buffers that are told there alone."""
-    with pytest.raises(compiled.OutOfMemory, match=r"0\.98 GiB bf16\[4096,128256\]; try a smaller program"):
+def test_buffers_are_parsed_from_the_log(capfd):
+    """Catches a long report printed to standard error, and buffers that only this report contains."""
+    with pytest.raises(compiled.OutOfMemory, match=r"0\.98 GiB bf16\[4096,128256\]; use a smaller program"):
         compiled.compile_lowered(Refused(QUICK, REPORT.encode()))
     assert capfd.readouterr().err == ""
 
@@ -144,27 +144,27 @@ def test_a_refusal_is_read_with_its_log(capfd):
 
 
 def moved(start: P, end: P):
-    """Compile a program that brings an array [16, 24, 32] from one layout to another, and read it."""
+    """Compile a program that moves an array [16, 24, 32] from one layout to another; return its collectives."""
     mesh = sharding.make_mesh("stage=2,fsdp=2,tensor=2")
     places = [NamedSharding(mesh, spec) for spec in (start, end)]
     move = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, places[1]), in_shardings=places[0])
-    step, said = compiled.compile_lowered(move.lower(jax.ShapeDtypeStruct((16, 24, 32), jnp.float32)))
-    return compiled.unexpected(ledger.read(step.as_text(), mesh).collectives, most_bytes=100), said
+    step, warnings = compiled.compile_lowered(move.lower(jax.ShapeDtypeStruct((16, 24, 32), jnp.float32)))
+    return compiled.unexpected(ledger.read(step.as_text(), mesh).collectives, most_bytes=100), warnings
 
 
-def test_a_layout_that_is_reached_by_a_copy_is_told(capfd):
-    """Catches XLA's warning that it gives up and gathers the whole array, left on a screen nobody reads."""
-    found, said = moved(P(STAGE, FSDP), P(None, (STAGE, FSDP, TENSOR)))
-    assert len(said) == 1
-    assert re.match(r"\[SPMD\] Involuntary full rematerialization\. .* for HLO operation .*\.$", said[0])
+def test_a_layout_change_by_copying_is_reported(capfd):
+    """Catches XLA's warning that it gathers the entire array, if it is only printed and not reported."""
+    lines, warnings = moved(P(STAGE, FSDP), P(None, (STAGE, FSDP, TENSOR)))
+    assert len(warnings) == 1
+    assert re.match(r"\[SPMD\] Involuntary full rematerialization\. .* for HLO operation .*\.$", warnings[0])
     place = r"\(jit\(<lambda>\)/mul, test_compiled\.py:\d+ in moved"
-    assert any(re.match(rf"all-gather of [\d,]+ bytes over (stage|fsdp).* {place}", line) for line in found), found
+    assert any(re.match(rf"all-gather of [\d,]+ bytes over (stage|fsdp).* {place}", line) for line in lines), lines
     assert capfd.readouterr().err == ""
 
 
-def test_a_program_is_compiled_anew(tmp_path):
-    """Catches a program out of JAX's cache, which takes no time to compile and complains of nothing; and a cache that
-    is off from then on."""
+def test_compiling_bypasses_the_cache(tmp_path):
+    """Catches a program from JAX's cache, which has no compile time and no warnings, and a cache that stays off
+    afterwards."""
     hits = []
     listen = lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
     jax.monitoring.register_event_listener(listen)
@@ -174,7 +174,7 @@ def test_a_program_is_compiled_anew(tmp_path):
         jax.jit(lambda x: x * 3 + 1).lower(jnp.float32(1)).compile()
 
     with compile_cache(str(tmp_path)):
-        for _ in range(2):  # JAX decides at a program whether it keeps programs, then keeps to it
+        for _ in range(2):  # JAX decides at its first program whether to use the cache
             compile_once()
             hits.clear()
             jax.clear_caches()
@@ -184,16 +184,16 @@ def test_a_program_is_compiled_anew(tmp_path):
         assert hits != []
 
 
-def test_an_exchange_that_the_partitioner_made_up_is_told():
-    """Catches an array that moves between two lines of ours, and nobody asked for it."""
-    found, said = moved(P((STAGE, FSDP)), P((FSDP, TENSOR)))
-    assert said == []
-    assert len(found) == 1
-    assert re.match(r"collective-permute of \d.* bytes over (devices along no mesh axes|stage\*)", found[0])
+def test_a_collective_added_by_the_partitioner_is_reported():
+    """Catches an unreported transfer that our code does not contain."""
+    lines, warnings = moved(P((STAGE, FSDP)), P((FSDP, TENSOR)))
+    assert warnings == []
+    assert len(lines) == 1
+    assert re.match(r"collective-permute of \d.* bytes over (devices along no mesh axes|stage\*)", lines[0])
 
 
-def test_what_the_compiler_logs_besides_is_shown(capfd):
-    """Catches words of C++ that are swallowed, and a standard error that is not given back."""
+def test_other_compiler_logs_are_shown(capfd):
+    """Catches lost C++ output, and a standard error that is not restored."""
     with compiled.heard() as text:
         os.write(2, b"meanwhile\n")
     os.write(2, b"afterwards\n")
@@ -208,15 +208,15 @@ def test_what_the_compiler_logs_besides_is_shown(capfd):
 
 @pytest.mark.parametrize("kind, scope, payload_bytes, ours", [
     ("all-gather", "jit(step)/shard_map/all_gather", 4000, True),
-    ("all-reduce", "jit(step)/reduce_sum", 40, True),  # the gradient's norm
-    ("all-reduce", "jit(step)/reduce_sum", 4000, True),  # merged with a reduce-scatter of ours
+    ("all-reduce", "jit(step)/reduce_sum", 40, True),  # the gradient norm
+    ("all-reduce", "jit(step)/reduce_sum", 4000, True),  # merged with one of our reduce-scatters
     ("all-to-all", "jit(step)/transpose", 4000, False),
     ("all-gather", "", 40, True),  # a metric
-    ("all-gather", "", 4000, False),  # parameters that leave in another layout
-    ("all-reduce", "", 4000, True),  # a reduce-scatter, as TPU writes it
+    ("all-gather", "", 4000, False),  # parameters that the step returns in another layout
+    ("all-reduce", "", 4000, True),  # a reduce-scatter, as rewritten on TPU
 ])  # fmt: skip
-def test_what_is_ours(kind, scope, payload_bytes, ours):
-    """Catches a list that is never empty, so that nobody reads it, and one that misses what moves outside."""
+def test_expected_collectives_are_not_reported(kind, scope, payload_bytes, ours):
+    """Catches false alarms, and a missing report of a transfer outside shard_map."""
     one = ledger.Collective(kind, (FSDP,), payload_bytes, "f32", 0, 1, False, "?", scope)
     assert (compiled.unexpected([one], most_bytes=100) == []) == ours
     nowhere = ledger.Collective(kind, ("?",), payload_bytes, "f32", 0, 1, False, "?", scope)
@@ -226,12 +226,12 @@ def test_what_is_ours(kind, scope, payload_bytes, ours):
 # The step -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_trainers_step_holds_what_it_should():
-    """Catches a step whose state is not donated, or that moves what no line of ours asks for; silence while it works;
-    and memory of another program than the ledger's."""
+def test_the_memory_and_collectives_of_a_training_step():
+    """Catches a step whose state is not donated, unexpected collectives, missing progress messages, and memory of
+    another program than the ledger's."""
     cfg = preset("tiny", **{"mesh": "fsdp=2,tensor=2", "model.n_layers": 3, "data.seq_len": 16})
-    mesh, said = sharding.make_mesh(cfg.mesh), []
-    found = compiled.compile_step(cfg, mesh, said.append)
+    mesh, messages = sharding.make_mesh(cfg.mesh), []
+    found = compiled.compile_step(cfg, mesh, messages.append)
     assert found.unexpected == []
     assert found.alias_bytes == state_bytes(cfg, mesh)
     tokens_bytes = 5 * 4 * cfg.data.batch_size // 2 * cfg.data.seq_len
@@ -239,18 +239,18 @@ def test_the_trainers_step_holds_what_it_should():
     assert found.peak_bytes == found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
     assert found.ledger.total.count > 0
     assert found.shares == {"not_finite": 0.0}
-    assert [line.split(" in ")[0] for line in said] == ["lowered", "compiled"]
+    assert [line.split(" in ")[0] for line in messages] == ["lowered", "compiled"]
 
 
 def state_bytes(cfg, mesh):
-    """Of the state's slices on one device."""
+    """Count the bytes of the state's local shards."""
     shapes, places = optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh)
     slices = jax.tree.map(lambda x, place: np.prod(place.shard_shape(x.shape)) * x.dtype.itemsize, shapes, places)
     return sum(jax.tree.leaves(slices))
 
 
-def test_without_libtpu_its_name_is_said(monkeypatch):
-    """Catches a ModuleNotFoundError, or a mesh of the devices that happen to be here."""
+def test_a_missing_libtpu_raises_a_user_error(monkeypatch):
+    """Catches a ModuleNotFoundError, and a mesh of local devices."""
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     message = "compiling for v4:2x2x1 needs libtpu; install it with: make extra-tpu"
     with pytest.raises(UserError, match=f"^{message}$"):

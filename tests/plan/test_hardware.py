@@ -278,11 +278,9 @@ def test_a_slice_unknown_to_the_compiler_is_refused_in_one_line(monkeypatch):
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(compiled.topologies, "get_topology_desc", older)
-    with pytest.raises(
-        UserError, match=r"^topology 'tpu7x:2x2x1': libtpu says '.*TPU7X'; a newer one may know it; all.*$"
-    ):
+    with pytest.raises(UserError, match=r"^topology 'tpu7x:2x2x1': libtpu reports '.*TPU7X'; upgrade libtpu, or .*$"):
         compiled.topology_mesh(MeshConfig(fsdp=8), "tpu7x:2x2x1")
-    with pytest.raises(UserError, match=r"^topology 'h100:8': only TPU slices are compiled for .* like v4:2x4x4, "):
+    with pytest.raises(UserError, match=r"^topology 'h100:8': only TPU slices can be compiled for .* like v4:2x4x4, "):
         compiled.topology_mesh(MeshConfig(fsdp=8), "h100:8")
 
 
