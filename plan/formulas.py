@@ -1,9 +1,9 @@
-"""Arithmetic in letters: run the planner's own functions on letters instead of numbers, and the result is a formula.
+"""Symbolic arithmetic: call the planner's functions with letters instead of numbers to get formulas.
 
-Operators, `where`, `maximum`, `minimum` and `table` make a `Formula` when one of their arguments is one, and compute
-plain numbers otherwise. A function that branches on a letter is decorated with `by_cases`: in letters it runs once for
-each way through it, and the results are joined. So the browser (`docs/planner_formulas.py`) evaluates what Python
-computes, and nobody writes a formula twice. Outside of `in_letters` a decorated function runs as it is.
+Operators, `where`, `maximum`, `minimum` and `table` return a `Formula` if an argument is one, and numbers otherwise.
+Decorate a function that branches on a letter with `by_cases`: inside `in_letters` it runs once for each combination of
+branches, and `where` merges the results. Outside it runs unchanged. The browser (`docs/planner_formulas.py`) evaluates
+the formulas, so it computes what Python computes and no formula is written twice.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
              "%": operator.mod, "max": max, "min": min, ">": operator.gt, "=": operator.eq}  # fmt: skip
-CONDITIONS = (">", "=", "is", "flag")  # these are true or false; the others are quantities
+CONDITIONS = (">", "=", "is", "flag")  # operators with a boolean result
 NODES: dict[tuple, "Formula"] = {}  # equal formulas are one object
-TABLES: dict[str, Callable] = {}  # functions of few values, that the browser looks up
-OPTIONS: dict[str, tuple] = {}  # of each choice
+TABLES: dict[str, Callable] = {}  # functions with few possible arguments, which the browser looks up
+OPTIONS: dict[str, tuple] = {}  # the possible values of each Choice
 REPLACED: dict[tuple, tuple] = {}
 
 
 class Formula:
-    """A number that is not known yet. It has no hash, so that no cache takes it for a number."""
+    """A symbolic number. It is unhashable, so that caches reject it."""
 
     __slots__ = ("args", "number", "op")
     __hash__ = None
@@ -94,12 +94,12 @@ class Formula:
         if self.op == "letter":  # at least 1
             return True
         if self.op not in CONDITIONS:
-            raise TypeError(f"a quantity in letters ({self.op}) is neither true nor false: compare it")
+            raise TypeError(f"a symbolic quantity ({self.op}) is neither true nor false; compare it with a number")
         return decide(self)
 
 
 class Choice:
-    """A setting that is not known yet: one of a few values."""
+    """A symbolic setting with a few possible values."""
 
     __hash__ = None
 
@@ -120,13 +120,13 @@ class Choice:
 def node(op: str, *args) -> Formula:
     key = (op, *(("#", x.number) if isinstance(x, Formula) else x for x in args))
     if key not in NODES:
-        NODES[key] = found = Formula()
-        found.op, found.args, found.number = op, args, len(NODES)
+        NODES[key] = formula = Formula()
+        formula.op, formula.args, formula.number = op, args, len(NODES)
     return NODES[key]
 
 
 def letter(name: str) -> Formula:
-    """A size, or a speed: at least 1."""
+    """Create the symbol of a size or a speed, which is at least 1."""
     return node("letter", name)
 
 
@@ -135,7 +135,7 @@ def flag(name: str) -> Formula:
 
 
 def calculate(op: str, x, y):
-    """x op y: a number where both are, or where it does not depend on the letters."""
+    """Return x op y: a number if both are numbers or if the result does not depend on the letters."""
     if not isinstance(x, Formula) and not isinstance(y, Formula):
         return OPERATORS[op](x, y)
     is_number = lambda one, value: not isinstance(one, Formula) and one == value
@@ -157,7 +157,7 @@ def negate(x):
 
 
 def where(condition, x, y):
-    """x if the condition holds, else y; both are computed."""
+    """Return x if the condition holds, else y; both are evaluated."""
     if not isinstance(condition, Formula):
         return x if condition else y
     if condition.op == "not":
@@ -178,12 +178,12 @@ def minimum(*values):
 
 
 def present(x) -> bool:
-    """False for a number that is 0. What has letters may be more."""
+    """Return False only for the number 0, since a formula may be nonzero."""
     return isinstance(x, Formula) or bool(x)
 
 
 def table(outputs: int) -> Callable:
-    """Decorate a function that returns so many numbers and is no formula: in letters, a table is looked up."""
+    """Decorate a function that returns `outputs` numbers but has no formula: the browser looks up its values."""
 
     def decorate(function: Callable) -> Callable:
         TABLES[function.__name__] = function
@@ -203,11 +203,11 @@ def table(outputs: int) -> Callable:
 # Branches -------------------------------------------------------------------------------------------------------------
 
 tracing = False
-known: dict[int, bool] | None = None  # on the way through a function: conditions that are decided
+known: dict[int, bool] | None = None  # decided conditions, while `ways` runs a function
 
 
 class Undecided(BaseException):
-    """A condition that code branches on, and that this way has not decided yet."""
+    """Raised when code branches on a condition that is not yet in `known`."""
 
 
 class Fork(NamedTuple):
@@ -228,10 +228,10 @@ def in_letters():
 
 def decide(condition: Formula) -> bool:
     if known is None:
-        raise TypeError(f"code branches on letters ({condition.op} {condition.args}) outside of `by_cases`")
+        raise TypeError(f"code branches on letters ({condition.op} {condition.args}) outside `by_cases`")
     if condition.number in known:
         return known[condition.number]
-    if condition.op == "is":  # one value, and no other
+    if condition.op == "is":  # exactly one of the values holds
         name, value = condition.args
         others = [known.get(node("is", name, other).number) for other in OPTIONS[name] if other != value]
         if True in others or None not in others:
@@ -240,25 +240,25 @@ def decide(condition: Formula) -> bool:
 
 
 def ways(function: Callable, decided: dict[int, bool]):
-    """What a function returns on each way through it: a tree of forks."""
+    """Run a function for each combination of branches and return its results as a tree of forks."""
     global known
     before, known = known, decided
     try:
         return function()
-    except Undecided as asked:
-        (condition,) = asked.args
+    except Undecided as undecided:
+        (condition,) = undecided.args
     finally:
         known = before
     return Fork(condition, *(ways(function, decided | {condition.number: answer}) for answer in (True, False)))
 
 
 def by_cases(function: Callable) -> Callable:
-    """Decorate a function without effects that branches on letters: what it returns is joined by `where`."""
+    """Decorate a pure function that branches on letters, so that `where` merges the results of its branches."""
     run = (lambda *args: list(function(*args))) if inspect.isgeneratorfunction(function) else function
 
     @functools.wraps(function)
     def joined(*args, **more):
-        if not tracing or known is not None:  # plain numbers, or the function around it already decides
+        if not tracing or known is not None:  # plain numbers, or the calling function is already split into branches
             return run(*args, **more)
         return join(ways(lambda: run(*args, **more), {}))
 
@@ -266,11 +266,11 @@ def by_cases(function: Callable) -> Callable:
 
 
 def cases(function: Callable) -> list[tuple]:
-    """(condition, what the function returns where it holds), for results that are no numbers."""
+    """List (condition, result of the function under that condition), for results that are not numbers."""
     tree = ways(function, {}) if tracing and known is None else function()
-    leaves = lambda of: [*leaves(of.yes), *leaves(of.no)] if isinstance(of, Fork) else [of]
-    holds = lambda of, leaf: (where(of.condition, holds(of.yes, leaf), holds(of.no, leaf)) if isinstance(of, Fork)
-                              else int(of == leaf))  # fmt: skip
+    leaves = lambda x: [*leaves(x.yes), *leaves(x.no)] if isinstance(x, Fork) else [x]
+    holds = lambda x, leaf: (where(x.condition, holds(x.yes, leaf), holds(x.no, leaf)) if isinstance(x, Fork)
+                             else int(x == leaf))  # fmt: skip
     return [(holds(tree, leaf), leaf) for leaf in dict.fromkeys(leaves(tree))]
 
 
@@ -283,16 +283,16 @@ def is_number(x) -> bool:
 
 
 def merge(condition: Formula, x, y):
-    """`where`, for numbers and for dataclasses, tuples and lists of them."""
+    """Apply `where` to numbers, or to dataclasses, tuples and lists of numbers."""
     if is_number(x) and is_number(y):
         return where(condition, x, y)
     if isinstance(x, list):
         return merge_rows(condition, x, y)
     if isinstance(x, tuple):
-        return tuple(merge(condition, *both) for both in zip(x, y, strict=True))
+        return tuple(merge(condition, *pair) for pair in zip(x, y, strict=True))
     if dataclasses.is_dataclass(x):
-        return type(x)(*(merge(condition, *both) for both in zip(fields(x), fields(y), strict=True)))
-    assert x == y, f"{x} and {y} cannot be joined"
+        return type(x)(*(merge(condition, *pair) for pair in zip(fields(x), fields(y), strict=True)))
+    assert x == y, f"cannot merge {x} and {y}"
     return x
 
 
@@ -301,7 +301,7 @@ def fields(x) -> list:
 
 
 def shape(x):
-    """All of a row but its numbers."""
+    """Return a row without its numbers."""
     if is_number(x):
         return ...
     return (type(x), *map(shape, fields(x) if dataclasses.is_dataclass(x) else x)) if not isinstance(
@@ -309,7 +309,7 @@ def shape(x):
 
 
 def blank(x):
-    """The row with all its numbers 0."""
+    """Return a row with all numbers set to 0."""
     if is_number(x):
         return 0
     if dataclasses.is_dataclass(x):
@@ -318,30 +318,30 @@ def blank(x):
 
 
 def merge_rows(condition: Formula, x: list, y: list) -> list:
-    """Rows of both lists: those of the same shape, in order, are one row; what the other list lacks is 0 there."""
-    if x and isinstance(x[0], tuple):  # pairs of how many and rows
-        return [merge(condition, *both) for both in zip(x, y, strict=True)]
-    left, found = list(y), []
+    """Merge two lists, pairing rows of the same shape in order. A row that one list lacks counts as 0 there."""
+    if x and isinstance(x[0], tuple):  # pairs of a count and rows
+        return [merge(condition, *pair) for pair in zip(x, y, strict=True)]
+    left, merged = list(y), []
     for row in x:
         other = next((i for i, one in enumerate(left) if shape(one) == shape(row)), None)
-        found.append(merge(condition, row, blank(row) if other is None else left.pop(other)))
-    return found + [merge(condition, blank(row), row) for row in left]
+        merged.append(merge(condition, row, blank(row) if other is None else left.pop(other)))
+    return merged + [merge(condition, blank(row), row) for row in left]
 
 
 def settled(x, names: tuple[str, ...]):
-    """A dataclass in which these choices are made, as caches can take it; any other choice has its first value."""
+    """Return a hashable dataclass: the named choices get their decided value, all others their first option."""
     if not tracing:
         return x
     value = lambda choice: choice.settled if choice.name in names else OPTIONS[choice.name][0]
     fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    made = {name: value(of) for name, of in fields.items() if isinstance(of, Choice)}
-    made |= {name: settled(of, names) for name, of in fields.items() if dataclasses.is_dataclass(of)}
-    return replaced(x, **made) if made else x
+    changes = {name: value(x) for name, x in fields.items() if isinstance(x, Choice)}
+    changes |= {name: settled(x, names) for name, x in fields.items() if dataclasses.is_dataclass(x)}
+    return replaced(x, **changes) if changes else x
 
 
-def replaced(x, **made):
-    """`dataclasses.replace`, which checks every field again, once for each result: ways through a function are many."""
-    key = id(x), tuple((name, value if isinstance(value, str) else id(value)) for name, value in made.items())
+def replaced(x, **changes):
+    """Cache `dataclasses.replace`, which validates all fields and would run for each combination of branches."""
+    key = id(x), tuple((name, value if isinstance(value, str) else id(value)) for name, value in changes.items())
     if key not in REPLACED:
-        REPLACED[key] = x, made, dataclasses.replace(x, **made)  # kept, so that an id stays its own
+        REPLACED[key] = x, changes, dataclasses.replace(x, **changes)  # references keep the ids valid
     return REPLACED[key][-1]

@@ -39,7 +39,7 @@ def test_a_formula_cannot_be_used_as_a_number():
     """Catches code that takes the same branch for all values, and a cache that returns the result of another case."""
     n = letter("n")
     with formulas.in_letters():
-        with pytest.raises(TypeError, match="outside of `by_cases`"):
+        with pytest.raises(TypeError, match="outside `by_cases`"):
             bool(n > 4)
         with pytest.raises(TypeError, match="neither true nor false"):
             bool(2 * n)
