@@ -125,7 +125,7 @@ def advice(cfg: Config) -> str:
     return " or ".join(remedy for remedy, helps in remedies.items() if helps)
 
 
-# Devices that are not attached----------------------------------------------------------------------------------------
+# Devices that are not attached ----------------------------------------------------------------------------------------
 
 
 def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:

@@ -1,15 +1,15 @@
-"""What answering costs: prompts are read (prefill), then every sequence gets a token at a time (decode).
+"""Plan the cost of inference: prefill reads the prompts, then decode generates one token per sequence and step.
 
-`plan(cfg, topology, request)` adds up `rows`: what each part of the model does in a pass of a device. What the layers
-compute and send is read from their trace with a KV cache (`traced_layer.cached_rows`). Parameters lie as in training;
-those in slices over FSDP, EXPERT and CONTEXT are gathered for every pass. Sequences are split over data, fsdp and
-expert; their cache by heads over TENSOR, where latents are the same, and by positions over CONTEXT. Tokens are split
-over CONTEXT, and between blocks over TENSOR. Stages work one after another. Prompts are read in pieces, one sequence
-after another; logits are gathered everywhere, where tokens are drawn.
+`plan(cfg, topology, request)` adds up `rows`, the cost of each part of the model in a forward pass on one device. The
+FLOPs and collectives of layers come from their trace with a KV cache (`traced_layer.cached_rows`). Parameters are
+sharded as in training; shards over FSDP, EXPERT and CONTEXT are gathered for every pass. Sequences are sharded over
+data, fsdp and expert. Their cache is sharded by heads over TENSOR (MLA latents are replicated there) and by position
+over CONTEXT. Tokens are sharded over CONTEXT, and between blocks over TENSOR. Stages run one after another. Prompts are
+read in chunks, one sequence after another. Every device gathers the logits and samples tokens.
 
-A pass is a roofline: each part takes its FLOPs at the chip's peak, or what it reads of memory, whichever is longer,
-and then its collectives, their hops too. Nothing hides them. All slots of a cache are read, filled or not. Activations
-are left out, in memory and of what is read: of few rows they are nothing, of many the FLOPs take longer.
+A pass is a roofline: each part takes the longer of its FLOPs at the chip's peak and its memory reads. Its collectives
+and their latency are added, because nothing overlaps with them. All slots of a cache are read, filled or not.
+Activations are ignored, in memory and in reads: few rows are negligible, and with many rows the FLOPs take longer.
 """
 
 import functools
@@ -27,20 +27,20 @@ from plan.auto import SPARE
 from plan.costs import Weights
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR
 
-WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; int8's scales, one a column or position, are left out
+WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; ignores int8 scales, one per column or position
 DType = Literal["auto", "float32", "bfloat16", "int8"]
-CAUSES = ("weights", "cache", "FLOPs", "wires", "hops")  # what a pass waits for
+CAUSES = ("weights", "cache", "FLOPs", "wires", "hops")  # what can limit a pass
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of each sequence, and in which number formats weights and cache are kept."""
+    """The length of each sequence, and the dtypes of weights and cache."""
 
     prompt: int  # tokens
     answer: int  # tokens
-    weights_dtype: DType = AUTO  # auto: as activations are
+    weights_dtype: DType = AUTO  # auto: the dtype of activations
     cache_dtype: DType = AUTO
-    piece: int = 64  # tokens of a prompt that are read at once; as `generate.engine` does, if nobody says otherwise
+    piece: int = 64  # prompt tokens per prefill chunk; the default of `generate.engine`
 
     @property
     def slots(self) -> int:
@@ -48,7 +48,7 @@ class Request:
 
 
 class Sent(NamedTuple):
-    """A collective, as `hardware.wire_bytes` asks, and how often a pass has it."""
+    """A collective, with the arguments of `hardware.wire_bytes`, and the number of times that a pass runs it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -58,12 +58,12 @@ class Sent(NamedTuple):
 
 @dataclass
 class Row:
-    """What one part of the model does in a pass, of a device: all layers, those of other stages before and after."""
+    """The cost of one part of the model in a pass on one device, over the layers of all stages."""
 
     part: str
     flops: float = 0.0
-    weight_bytes: float = 0.0  # read; of those that are gathered, written before
-    cache_bytes: float = 0.0  # read, and written
+    weight_bytes: float = 0.0  # read; for gathered weights also the bytes that the gather writes
+    cache_bytes: float = 0.0  # read and written
     exchanges: list[Sent] = field(default_factory=list)
 
     def times(self, n: int) -> "Row":
@@ -76,13 +76,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """So many new tokens of so many sequences on each device, with the whole cache before them."""
+    """A forward pass of s new tokens of each of b sequences per device, with a full cache."""
 
     cfg: Config
     request: Request
     b: int  # sequences
     s: int  # new tokens of each
-    padded: bool = False  # experts' rows, as they are on simulated CPU devices
+    padded: bool = False  # pad experts' rows, as simulated CPU devices do
 
     @functools.cached_property
     def n(self) -> dict[str, int]:
@@ -94,12 +94,12 @@ class Pass:
 
     @property
     def own(self) -> int:
-        """Tokens between attentions, in whole shares of CONTEXT and TENSOR."""
+        """Tokens per device between attention blocks: a share over CONTEXT and TENSOR, rounded up."""
         return -(-self.tokens // (self.n[CONTEXT] * self.n[TENSOR]))
 
     @property
     def fed(self) -> int:
-        """Tokens of feed-forward: those of all TENSOR neighbours."""
+        """Tokens in the feed-forward block: those of all TENSOR neighbors."""
         return self.own * self.n[TENSOR]
 
     @property
@@ -111,23 +111,23 @@ class Pass:
 
     @property
     def logits_bytes(self) -> int:
-        """Those of all devices' sequences, everywhere."""
+        """Bytes of the logits of all sequences, which every device has."""
         return 4 * self.b * math.prod(self.n[axis] for axis in BATCH) * self.cfg.model.vocab_size
 
     @property
     def slots(self) -> int:
-        """Positions of a sequence whose cache a device keeps."""
+        """Positions of a sequence in a device's shard of the cache."""
         return -(-self.request.slots // self.n[CONTEXT])
 
 
 def width(w: Weights, dtype: str) -> int:
-    """Bytes of an entry: of matrices as asked, of gains, biases and routers as the model has them."""
+    """Return the bytes of an entry: `dtype` for matrices, the model's own dtype for gains, biases and routers."""
     vector = len(w.d.dims.lstrip("PLJ")) == 1
     return w.d.dtype.itemsize if vector or w.d.exact else WIDTHS[dtype]
 
 
 def part_of(w: Weights) -> str:
-    """The row in which a weight counts."""
+    """Return the name of the row that includes a weight."""
     if w.name == "embedding_VD":
         return "embedding"
     if "attention" in w.name:
@@ -138,9 +138,9 @@ def part_of(w: Weights) -> str:
 
 
 def share_read(w: Weights, at: Pass) -> float:
-    """Of a weight, the part that is read: of experts those that a token has chosen, if each is as likely.
+    """Return the share of a weight that is read. Experts are read if a token chose them, with equal probability.
 
-    An expert is left out by a token with probability 1 - k/E, so by N of them with (1 - k/E)^N.
+    A token does not choose an expert with probability 1 - k/E, and N tokens do not with probability (1 - k/E)^N.
     """
     if part_of(w) == "embedding":
         return 0
@@ -151,7 +151,7 @@ def share_read(w: Weights, at: Pass) -> float:
 
 
 def of_weights(at: Pass):
-    """(part, FLOPs, bytes moved, gathers) of each weight. FLOPs: only those of logits; a layer's are in `of_layers`."""
+    """Yield (part, FLOPs, bytes moved, gathers) of each weight. `of_layers` has the FLOPs of all parts but logits."""
     c = at.cfg.model
     for w in costs.weights(at.cfg):
         stages = at.n[STAGE] if "L" in w.d.dims else 1
@@ -166,7 +166,7 @@ def of_weights(at: Pass):
 
 
 def letters(at: Pass) -> dict:
-    """The sizes of the letters in `traced_layer.PRIMES`, of one device."""
+    """Return the sizes on one device of the letters in `traced_layer.PRIMES`."""
     c, n = decoding_config(at.cfg.at_work), at.n
     g, r = (c.n_heads, 1) if c.attention == "mla" else (c.n_kv_heads, c.n_heads // c.n_kv_heads)
     g, z = g // n[TENSOR], costs.Sizes(at.b, 0, 0, 0, at.width, 0, n, "cpu")
@@ -178,9 +178,9 @@ def letters(at: Pass) -> dict:
 
 
 def of_layers(at: Pass):
-    """(part, FLOPs, collectives) of each operation of the layers, read from their trace: see `traced_layer`.
+    """Yield (part, FLOPs, collectives) of each operation of the layers, from their trace: see `traced_layer`.
 
-    A matmul of experts multiplies as many rows as if each expert were as likely.
+    The experts' matmuls have the number of rows of a balanced load.
     """
     c, sizes = decoding_config(at.cfg.at_work), letters(at)
     of_moe = c.n_blocks if c.n_experts else 0
@@ -201,19 +201,19 @@ def of_layers(at: Pass):
 
 
 def kept(c: ModelConfig, tensor: int = 1) -> int:
-    """Numbers of a position that a layer keeps on a device: keys and values of its heads, or the latent of all."""
+    """Count a layer's cache entries per position on a device: keys and values of its heads, or one MLA latent."""
     return c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.n_kv_heads // tensor * c.d_head
 
 
 def cache_moved(at: Pass) -> float:
-    """Bytes of the cache that a pass reads and writes. Each CONTEXT neighbour has some slots."""
+    """Return the bytes of the cache that a pass reads and writes. CONTEXT shards the slots."""
     c = at.cfg.model
     each = WIDTHS[at.request.cache_dtype] * kept(c, at.n[TENSOR])
     return c.n_layers * at.b * (at.slots + -(-at.s // at.n[CONTEXT])) * each
 
 
 def exchanges(at: Pass):
-    """(part, collective) of activations outside of layers."""
+    """Yield (part, collective) for activations outside the layers."""
     c = at.cfg.model
     yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.fed), 1)
     yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.fed), 1)
@@ -223,57 +223,57 @@ def exchanges(at: Pass):
 
 
 def rows(at: Pass) -> list[Row]:
-    """Each part of a pass."""
+    """List the parts of a pass that have a cost."""
     names = ("embedding", "attention", "cache", "feed-forward", "experts", "shared experts", "stages", "logits",
              "drawing")  # fmt: skip
-    found = {name: Row(name) for name in names}
-    found["cache"].cache_bytes = cache_moved(at)
+    parts = {name: Row(name) for name in names}
+    parts["cache"].cache_bytes = cache_moved(at)
     for part, flops, sent in of_layers(at):
-        found[part].flops += flops
-        found[part].exchanges += sent
+        parts[part].flops += flops
+        parts[part].exchanges += sent
     for part, flops, weight_bytes, gathers in of_weights(at):
-        found[part].flops += flops
-        found[part].weight_bytes += weight_bytes
-        found[part].exchanges += gathers
+        parts[part].flops += flops
+        parts[part].weight_bytes += weight_bytes
+        parts[part].exchanges += gathers
     for part, one in exchanges(at):
-        found[part].exchanges.append(one)
-    for row in found.values():
+        parts[part].exchanges.append(one)
+    for row in parts.values():
         axes = lambda one: tuple(axis for axis in AXES if axis in one.axes and at.n[axis] > 1)
         row.exchanges = [one._replace(axes=axes(one)) for one in row.exchanges if axes(one)]
-    return [row for row in found.values() if row.flops or row.weight_bytes or row.cache_bytes or row.exchanges]
+    return [row for row in parts.values() if row.flops or row.weight_bytes or row.cache_bytes or row.exchanges]
 
 
 # Seconds --------------------------------------------------------------------------------------------------------------
 
 
 def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, float]:
-    """Seconds of a part by what it waits for."""
-    chip, found, sizes = topology.chip, dict.fromkeys(CAUSES, 0.0), cfg.mesh.sizes
+    """Return the seconds of a part by cause."""
+    chip, times, sizes = topology.chip, dict.fromkeys(CAUSES, 0.0), cfg.mesh.sizes
     compiled_away = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1  # see `hardware.check`
     computing = row.flops / chip.peak_flops_per_s
     reading = {"weights": row.weight_bytes / chip.hbm_bytes_per_s, "cache": row.cache_bytes / chip.hbm_bytes_per_s}
-    found |= {"FLOPs": computing} if computing > sum(reading.values()) else reading
+    times |= {"FLOPs": computing} if computing > sum(reading.values()) else reading
     for one in row.exchanges:
         link, n = hardware.link(cfg.mesh, topology, one.axes), math.prod(sizes[axis] for axis in one.axes)
         kind = hiding.made_of(one.kind, one.axes, sizes, "tpu" if compiled_away else "")
-        found["wires"] += one.count * hardware.collective_seconds(kind, one.joined_bytes, n, link)
-        found["hops"] += one.count * hardware.latency_seconds(kind, link)
-    return found
+        times["wires"] += one.count * hardware.collective_seconds(kind, one.joined_bytes, n, link)
+        times["hops"] += one.count * hardware.latency_seconds(kind, link)
+    return times
 
 
 def sent_bytes(row: Row, cfg: Config) -> float:
-    """What a device sends for a part."""
+    """Return the bytes that a device sends for a part."""
     n = lambda axes: math.prod(cfg.mesh.sizes[axis] for axis in axes)
     return sum(one.count * hardware.wire_bytes(one.kind, one.joined_bytes, n(one.axes)) for one in row.exchanges)
 
 
-def added(found: list[dict[str, float]]) -> dict[str, float]:
-    return {cause: sum(one[cause] for one in found) for cause in CAUSES}
+def added(parts: list[dict[str, float]]) -> dict[str, float]:
+    return {cause: sum(one[cause] for one in parts) for cause in CAUSES}
 
 
-def largest(found: dict[str, float]) -> str:
-    """What is waited for longest."""
-    return max(found, key=found.get)
+def largest(times: dict[str, float]) -> str:
+    """Return the cause that takes the most time."""
+    return max(times, key=times.get)
 
 
 # Plan -----------------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def largest(found: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Answering on a mesh: bytes are those of a device, batches and tokens those of all."""
+    """A plan of inference on a mesh. Bytes are per device; batches and tokens are totals over all devices."""
 
     cfg: Config
     topology: hardware.Topology | None
@@ -290,7 +290,7 @@ class Plan:
 
     @property
     def unit(self) -> int:
-        """Groups of devices that answer different sequences: fewer are filled up to so many."""
+        """The number of device groups with different sequences; a batch is padded to a multiple of it."""
         return math.prod(self.cfg.mesh.sizes[axis] for axis in BATCH)
 
     @property
@@ -298,20 +298,20 @@ class Plan:
         return bool(self.topology and self.topology.chip.peak_flops_per_s)
 
     def rows(self, batch: int, phase: str) -> list[Row]:
-        """Of a decode step, or of all passes that read the prompts: a piece of one sequence of each group.
+        """List the parts of a decode step, or of all prefill passes: each reads a chunk of one sequence per group.
 
-        A token is drawn behind a prompt's last piece alone.
+        Only the last chunk of a prompt samples a token.
         """
         b, padded = -(-batch // self.unit), not self.speed_known
         if phase == "decode":
             return rows(Pass(self.cfg, self.request, b, 1, padded))
         piece = min(self.request.piece, self.request.prompt)
         pieces = -(-self.request.prompt // piece)
-        found = rows(Pass(self.cfg, self.request, 1, piece, padded))
-        return [row.times(b if row.part == "drawing" else b * pieces) for row in found]
+        parts = rows(Pass(self.cfg, self.request, 1, piece, padded))
+        return [row.times(b if row.part == "drawing" else b * pieces) for row in parts]
 
     def seconds(self, batch: int, phase: str) -> dict[str, float] | None:
-        """Seconds of a pass by what it waits for: of all prompts, or of a token for each sequence. None: not known."""
+        """Return the seconds by cause to prefill all prompts, or of a decode step. None if the speed is unknown."""
         if not self.speed_known:
             return None
         return added([self.of_row(row) for row in self.rows(batch, phase)])
@@ -323,12 +323,12 @@ class Plan:
 
     @property
     def token_bytes(self) -> int:
-        """Cache of one token, in all layers: each number once, however often the mesh has it."""
+        """Bytes of cache per token in all layers, without replicas."""
         c = self.cfg.model
         return c.n_layers * kept(c) * WIDTHS[self.request.cache_dtype]
 
     def cache_bytes(self, batch: int) -> int:
-        """What a device keeps of a batch. The first layers, before the blocks, are on every stage, see `generate`."""
+        """Return the bytes of a device's cache. Every stage has the dense_prefix layers, see `generate`."""
         c, at = self.cfg.model, Pass(self.cfg, self.request, -(-batch // self.unit), 1)
         layers = c.dense_prefix + (c.n_layers - c.dense_prefix) // self.cfg.mesh.stage
         return layers * at.b * at.slots * kept(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
@@ -338,52 +338,52 @@ class Plan:
 
     @functools.cached_property
     def gathered_bytes(self) -> float:
-        """Weights in one piece, where they lie in slices: a layer's, or a table."""
-        found: dict[str, float] = {}
+        """Bytes of the largest set of weights that is gathered at once: one layer, or an embedding table."""
+        sizes: dict[str, float] = {}
         for w in (w for w in costs.weights(self.cfg) if w.parts > 1):
-            of = ".".join(w.name.split(".")[:2])  # prefix, blocks.dense, blocks.moe, or the name of a table
-            found[of] = found.get(of, 0) + w.joined / w.layers * width(w, self.request.weights_dtype)
-        return max(found.values(), default=0)
+            group = ".".join(w.name.split(".")[:2])  # prefix, blocks.dense, blocks.moe, or the name of a table
+            sizes[group] = sizes.get(group, 0) + w.joined / w.layers * width(w, self.request.weights_dtype)
+        return max(sizes.values(), default=0)
 
     def memory_bytes(self, batch: int) -> dict[str, float]:
         at = Pass(self.cfg, self.request, -(-batch // self.unit), 1)
-        logits = at.logits_bytes * 5 / 4  # and which words a sequence has, a byte each
+        logits = at.logits_bytes * 5 / 4  # plus one byte per token that marks its presence in a sequence
         return {"weights": self.weights_bytes(), "gathered": self.gathered_bytes, "cache": self.cache_bytes(batch),
                 "logits": logits}  # fmt: skip
 
     @property
     def room_bytes(self) -> float | None:
-        """What may be filled: a tenth of the memory stays free."""
+        """Usable bytes: a tenth of the memory stays free."""
         return self.limit_bytes and (1 - SPARE) * self.limit_bytes
 
     @property
     def most(self) -> int | None:
-        """The most sequences that fit. None: the memory is not known."""
+        """The largest batch that fits. None if the memory is unknown."""
         if not self.room_bytes:
             return None
         none, one = (sum(self.memory_bytes(batch).values()) for batch in (0, self.unit))
         return max(int((self.room_bytes - none) // (one - none)), 0) * self.unit
 
     def refusal(self) -> str:
-        """Why no sequence fits, in numbers, and what would do."""
+        """Return an error message for a mesh that fits no batch, with sizes and remedies."""
         request, room, held = self.request, self.room_bytes, self.memory_bytes(self.unit)
         parts = ", ".join(f"{part} {size / 2**30:.3f} GiB" for part, size in held.items() if size >= 2**20)
         fits = lambda dtype: sum(held.values()) - held["weights"] + self.weights_bytes(dtype) <= room
         now = WIDTHS[request.weights_dtype]
         ways = [f"--weights_dtype {dtype}" for dtype, each in WIDTHS.items() if each < now and fits(dtype)]
-        whole = sum(w.d.size * width(w, request.weights_dtype) for w in costs.weights(self.cfg))
-        whole += self.unit * self.token_bytes * request.slots
-        devices = max(math.ceil(whole / room), self.cfg.mesh.devices + 1)
-        ways.append(f"at least {1 << (devices - 1).bit_length()} devices that split all of it")
+        total = sum(w.d.size * width(w, request.weights_dtype) for w in costs.weights(self.cfg))
+        total += self.unit * self.token_bytes * request.slots
+        devices = max(math.ceil(total / room), self.cfg.mesh.devices + 1)
+        ways.append(f"a mesh that shards everything over at least {1 << (devices - 1).bit_length()} devices")
         return (
-            f"not even {self.unit} x {request.slots:,} tokens fit on {self.cfg.mesh}: a device would hold {parts}, and "
-            f"of its {self.limit_bytes / 2**30:.3f} GiB a tenth stays free; try {' or '.join(ways)}"
+            f"{self.unit} x {request.slots:,} tokens do not fit on {self.cfg.mesh}: each device needs {parts}, "
+            f"but may use only 90% of {self.limit_bytes / 2**30:.3f} GiB; use {' or '.join(ways)}"
         )
 
     # Batches
 
     def batches(self, asked: tuple[int, ...] = ()) -> list[int]:
-        """As asked; or in powers of two up to the most that fit."""
+        """Return the requested batch sizes, or powers of two up to the largest batch that fits."""
         if min(asked, default=1) < 1:
             raise UserError(f"--batch {min(asked)}: must be at least 1 sequence")
         if asked:
@@ -393,13 +393,13 @@ class Plan:
         return sorted({*doubled, most})
 
     def flops_bound(self, parts: Callable[[Row], bool]) -> int | None:
-        """The fewest sequences of which a decode step takes longer to compute than to read. None: no batch does."""
+        """Return the smallest batch for which decode is limited by FLOPs, not by memory reads, or None."""
         chip = self.topology.chip
 
         def bound(units: int) -> bool:
-            found = [row for row in self.rows(units * self.unit, "decode") if parts(row)]
-            reading = sum(row.weight_bytes + row.cache_bytes for row in found) / chip.hbm_bytes_per_s
-            return sum(row.flops for row in found) / chip.peak_flops_per_s >= reading
+            chosen = [row for row in self.rows(units * self.unit, "decode") if parts(row)]
+            reading = sum(row.weight_bytes + row.cache_bytes for row in chosen) / chip.hbm_bytes_per_s
+            return sum(row.flops for row in chosen) / chip.peak_flops_per_s >= reading
 
         low, high = 0, 1
         while not bound(high):
@@ -413,7 +413,7 @@ class Plan:
 
     @functools.cached_property
     def bounds(self) -> dict[str, int | None]:
-        """From which batch on decode computes longer than it reads: products with weights, and all of it."""
+        """The batch sizes from which FLOPs limit decode: for matmuls with weights, and for the entire step."""
         if not self.speed_known:
             return {}
         return {
@@ -422,44 +422,44 @@ class Plan:
         }
 
     def answered(self, batch: int) -> dict:
-        """What a batch of this size takes, and gets."""
+        """Return the memory, times and throughput of a batch."""
         memory_bytes = sum(self.memory_bytes(batch).values())
-        found = {"batch": batch, "memory_bytes": memory_bytes,
-                 "fits": None if self.room_bytes is None else memory_bytes <= self.room_bytes}  # fmt: skip
+        result = {"batch": batch, "memory_bytes": memory_bytes,
+                  "fits": None if self.room_bytes is None else memory_bytes <= self.room_bytes}  # fmt: skip
         if not self.speed_known:
-            return found
+            return result
         by_cause, first = self.seconds(batch, "decode"), self.seconds(batch, "prefill")
         step_s = sum(by_cause.values())
-        return found | {"first_token_s": sum(first.values()), "step_s": step_s, "seconds": by_cause,
-                        "prefill_seconds": first, "tokens_per_s": batch / step_s, "sequence_tokens_per_s": 1 / step_s,
-                        "with_prefill_tokens_per_s": batch * self.request.answer / (
-                            sum(first.values()) + (self.request.answer - 1) * step_s),
-                        "bound_by": largest(by_cause)}  # fmt: skip
+        return result | {"first_token_s": sum(first.values()), "step_s": step_s, "seconds": by_cause,
+                         "prefill_seconds": first, "tokens_per_s": batch / step_s, "sequence_tokens_per_s": 1 / step_s,
+                         "with_prefill_tokens_per_s": batch * self.request.answer / (
+                             sum(first.values()) + (self.request.answer - 1) * step_s),
+                         "bound_by": largest(by_cause)}  # fmt: skip
 
     def notes(self) -> list[str]:
-        """Say in a line each what the numbers depend on that one may not expect."""
-        cfg, found = self.cfg, []
+        """List unexpected conditions that the numbers depend on, one line each."""
+        cfg, lines = self.cfg, []
         if (slots := self.request.slots) > (T := cfg.data.seq_len):
-            found.append(f"prompt and answer are {slots:,} tokens, and the model is trained on data.seq_len={T:,}: "
-                         f"sampling ends a text there; give --data.seq_len {slots} for another model")  # fmt: skip
+            lines.append(f"prompt and answer are {slots:,} tokens, but generation stops at data.seq_len={T:,}; "
+                         f"if the model was trained on longer sequences, pass --data.seq_len {slots}")  # fmt: skip
         if self.gathered_bytes:
             axes = "*".join(axis for axis in ("fsdp", "expert", "context") if cfg.mesh.sizes[axis] > 1)
             sent = sum(sent_bytes(Row("", exchanges=gathers), cfg)
                        for *_, gathers in of_weights(Pass(cfg, self.request, 1, 1)))  # fmt: skip
-            found.append(f"weights lie in slices over {axes} and are gathered for every token: a device sends "
-                         f"{sent / 2**30:.3f} GiB of them; tensor and stage split weights and gather none")  # fmt: skip
+            lines.append(f"weights are sharded over {axes} and gathered for every token: a device sends "
+                         f"{sent / 2**30:.3f} GiB per token; shards over tensor or stage need no gather")  # fmt: skip
         enough = self.bounds["products"] if self.bounds else None
         if enough and (piece := min(self.request.piece, self.request.prompt)) < (enough := -(-enough // self.unit)):
-            found.append(f"prompts are read in pieces of {piece} tokens, and each reads the weights for longer than it "
-                         f"computes; from --piece {enough} on it would not")  # fmt: skip
+            lines.append(f"prefill in chunks of {piece} tokens is limited by reading the weights once per chunk; "
+                         f"--piece {enough} or more avoids this")  # fmt: skip
         if cfg.model.attention == "mla" and cfg.mesh.tensor > 1:
-            found.append(f"each of tensor={cfg.mesh.tensor} devices keeps the latents of all heads")
+            lines.append(f"each of the tensor={cfg.mesh.tensor} devices stores the latents of all heads")
         if cfg.mesh.stage > 1:
-            found.append(f"stages work one after another: {cfg.mesh.stage - 1} of {cfg.mesh.stage} wait")
-        return found
+            lines.append(f"stages run one after another, so {cfg.mesh.stage - 1} of {cfg.mesh.stage} are idle")
+        return lines
 
     def to_json(self, asked: tuple[int, ...] = ()) -> dict:
-        """The plan as a dict of numbers."""
+        """Return the plan's numbers as a dict."""
         batches, request = self.batches(asked), self.request
         of_part = lambda row: {"part": row.part, "flops": row.flops, "weight_bytes": row.weight_bytes,
                                "cache_bytes": row.cache_bytes, "sent_bytes": sent_bytes(row, self.cfg),
@@ -477,10 +477,10 @@ class Plan:
 def plan(
     cfg: Config, topology: hardware.Topology | str | None, request: Request, limit_bytes: int | None = None
 ) -> Plan:
-    """Predict what answering costs; no device is touched.
+    """Plan the memory and time of inference, without using a device.
 
-    topology     the devices; None: times, and what fits, are not known
-    limit_bytes  memory of a device, if not what the chip has
+    topology     the devices; if None, times and the largest batch are unknown
+    limit_bytes  memory of a device, if it differs from the chip's
     Raises: UserError for a model that does not split over the mesh, and a mesh that does not fit the topology.
     """
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology

@@ -1,4 +1,4 @@
-"""Claims about plans of inference: they are what our program keeps, computes and sends, and what others have published.
+"""Tests of inference plans: they match what our program stores, computes and sends, and published numbers.
 
 BOOK/inference and BOOK/applied-inference are https://jax-ml.github.io/scaling-book/inference and /applied-inference.
 """
@@ -37,15 +37,15 @@ def lying(mesh: str):
     return sharding.make_mesh(mesh, jax.devices()[: preset("tiny", mesh=mesh).mesh.devices])
 
 
-# As our program does it -----------------------------------------------------------------------------------------------
+# Compared with our program --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 @pytest.mark.parametrize("model_of", [{}, GROUPED], ids=["latents", "heads"])
 @pytest.mark.parametrize("mesh", ["data=1", "tensor=2", "stage=2", "data=2,fsdp=2,expert=2", "context=2,tensor=2"])
-def test_the_cache_is_the_one_that_is_made(mesh, model_of, precision):
-    """Catches keys without values, layers of another stage, latents that are split, and slots of the whole sequence
-    where each device has some."""
+def test_the_planned_cache_has_the_size_of_the_real_one(mesh, model_of, precision):
+    """Catches keys without values, layers of another stage, sharded latents, and slots of entire sequences on devices
+    that have a shard of them."""
     cfg = preset("tiny", mesh=mesh, **model_of | {"model.precision": precision})
     cache = jax.tree.leaves(cache_shapes(cfg.model, lying(mesh), 8, 18))
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in cache)
@@ -60,9 +60,9 @@ def test_the_cache_is_the_one_that_is_made(mesh, model_of, precision):
     ("tensor=2", GROUPED | {"model.parallel_residual": True}, "decode"),
 ], ids=["heads", "latents, experts", "prompts, slots over context", "narrow latents, slots over context",
         "attention and feed-forward in parallel"])  # fmt: skip
-def test_a_pass_is_the_compiled_one(mesh, model_of, phase):
-    """Catches a product or an exchange of the program that the plan does not have, or has too often: gathers of weights
-    once a text, a stage's layers once, each expert with all tokens. Of logits, `cached_forward` itself gathers none."""
+def test_a_planned_pass_equals_the_compiled_one(mesh, model_of, phase):
+    """Catches a matmul or a collective that the plan lacks or counts too often: weights gathered once per text, only
+    one stage's layers, all tokens in each expert. `cached_forward` itself does not gather logits."""
     cfg = preset("tiny", mesh=mesh, **model_of)
     c, devices, n = cfg.model, lying(mesh), math.prod(cfg.mesh.sizes[axis] for axis in sharding.BATCH)
     rows, b, s = phase == "prefill", *((n, 6) if phase == "prefill" else (8, 1))
@@ -71,7 +71,7 @@ def test_a_pass_is_the_compiled_one(mesh, model_of, phase):
     compiled = cached_forward(c, devices, rows=rows).lower(*shapes, ids, ids, each, *[each] * rows).compile()
     counted = ledger.read(compiled.as_text(), devices)
     planned = inference.plan(cfg, None, request(piece=6)).rows(8, phase)
-    times = 8 // n * 2 if rows else 1  # two pieces of each prompt
+    times = 8 // n * 2 if rows else 1  # two chunks per prompt
     assert sum(row.flops for row in planned) == pytest.approx(times * counted.flops, rel=0.02)
     exchanges = [one for row in planned if row.part != "drawing" for one in row.exchanges]
     for axes, total in counted.by("axes").items():
@@ -81,12 +81,12 @@ def test_a_pass_is_the_compiled_one(mesh, model_of, phase):
     assert {"*".join(one.axes) for one in exchanges} == counted.by("axes").keys()
 
 
-def test_prompts_are_read_as_the_engine_does():
-    """Catches pieces of another size than those of who does not say."""
+def test_the_default_chunk_size_is_the_engines():
+    """Catches a default prefill chunk that differs from the engine's."""
     assert inspect.signature(Engine).parameters["piece"].default == request().piece
 
 
-# As others have published it ------------------------------------------------------------------------------------------
+# Compared with published numbers --------------------------------------------------------------------------------------
 
 LLAMA2_13B = ModelConfig(vocab_size=32_000, d_model=5120, n_layers=40, n_heads=40, attention="gqa", n_kv_heads=40,
                          d_head=128, d_ff=13_824)  # fmt: skip
@@ -96,16 +96,16 @@ STEPS_MS = {40: (4.98, 12.13, 20.30, 36.65, 69.33, 249.09), 8: (4.17, 5.60, 7.23
 
 @pytest.mark.parametrize("n_kv_heads", STEPS_MS)
 def test_steps_of_llama_2_13b(n_kv_heads):
-    """BOOK/inference, "Modeling throughput and latency for LLaMA 2-13B": 8 v5e, 8,192 tokens, and with fewer heads of
-    keys, but as many parameters. Catches a cache or weights that are read twice, on one device, or not at all. There
-    memory is read at 820 GB/s, here at 810; here the table of the embedding, 1% of the weights, is not read."""
+    """BOOK/inference, "Modeling throughput and latency for LLaMA 2-13B": 8 v5e, 8,192 tokens, also with fewer key heads
+    but as many parameters. Catches a cache or weights that are read twice, on one device, or not at all. The book reads
+    memory at 820 GB/s, the plan at 810, and the plan does not read the embedding table, 1% of the weights."""
     d_ff = 13_824 + {40: 0, 8: 2728}[n_kv_heads]
     c = dataclasses.replace(LLAMA2_13B, n_kv_heads=n_kv_heads, d_ff=d_ff)
     one = inference.plan(replace(preset("llama3_8b"), model=c, mesh="tensor=8"), "v5e:2x4", request(8000, 192))
     for batch, step_ms in zip(BATCHES, STEPS_MS[n_kv_heads], strict=True):
         found = one.seconds(batch, "decode")
         assert 1e3 * (found["weights"] + found["cache"] + found["FLOPs"]) == pytest.approx(step_ms, rel=0.02)
-    assert n_kv_heads == 8 or 8 < one.most <= 16, "it is out of memory beyond 16, with none kept free"
+    assert n_kv_heads == 8 or 8 < one.most <= 16, "without free memory, up to 16 sequences fit"
 
 
 def llama3_70b(weights: str, cache: str, mesh="tensor=8", topology="v5e:2x4", limit_bytes=None):
@@ -114,10 +114,10 @@ def llama3_70b(weights: str, cache: str, mesh="tensor=8", topology="v5e:2x4", li
 
 
 def test_llama_3_70b_as_the_book_serves_it():
-    """BOOK/applied-inference: 160 KiB a token in int8, 324 kB in bfloat16; 8 v5e for weights of 70 GB; FLOPs bind from
-    240 sequences on, with int8 weights from 120; 43 sequences of 8,192 tokens in 16 GB a chip; 26e12 FLOPs for 240
-    tokens in feed-forwards; 19 ms for a step of a full memory. Catches a plan that is off by a format, a layer or the
-    devices."""
+    """BOOK/applied-inference: 160 KiB per token in int8, 324 kB in bfloat16; 8 v5e for weights of 70 GB; FLOPs limit
+    decode from 240 sequences, with int8 weights from 120; 43 sequences of 8,192 tokens in 16 GB per chip; 26e12
+    feed-forward FLOPs for 240 tokens; 19 ms for a step with full memory. Catches a plan that is off by a dtype, a layer
+    or the number of devices."""
     narrow, wide = llama3_70b("int8", "int8"), llama3_70b("bfloat16", "bfloat16")
     assert (narrow.token_bytes, wide.token_bytes) == (160 * 1024, 2 * 160 * 1024)
     assert 8 * narrow.weights_bytes() == pytest.approx(70e9, rel=0.02)
@@ -134,25 +134,25 @@ def test_llama_3_70b_as_the_book_serves_it():
 
 
 def test_caches_of_a_token():
-    """Insights into DeepSeek-V3, arXiv:2505.09343, table 1: 70.272 KB, and of Llama 3 405B 516.096 KB. Catches latents
-    with a value beside them, or rotary keys of every head."""
+    """Insights into DeepSeek-V3, arXiv:2505.09343, table 1: 70.272 KB, and 516.096 KB for Llama 3 405B. Catches values
+    stored in addition to latents, and rotary keys stored for every head."""
     bytes_of = lambda name, **shape: inference.plan(preset(name, **shape), None, request()).token_bytes
     assert bytes_of("deepseek_v3") == 70_272
-    assert bytes_of("llama3_70b", **{"model.n_layers": 126}) == 516_096  # as many heads of keys, as wide
+    assert bytes_of("llama3_70b", **{"model.n_layers": 126}) == 516_096  # 405B has the same key heads
 
 
 # Arithmetic by hand ---------------------------------------------------------------------------------------------------
 
 
 def test_a_step_by_hand():
-    """Catches a term that is lost, doubled, or of another wire: Llama 3 8B, 16 sequences of 2,304 on 8 v5e."""
+    """Catches a term that is missing, doubled, or of another link: Llama 3 8B, 16 sequences of 2,304 on 8 v5e."""
     one = inference.plan(preset("llama3_8b", mesh="tensor=8"), "v5e:2x4", request(2048, 256))
     L, D, V, b, found = 32, 4096, 128_256, 16, one.seconds(16, "decode")
-    gains = 2 * 4 * D * (2 * L + 1) * 7 / 8 - 4 * D * (2 * L + 1) * 6 / 8  # whole everywhere, and of 4 bytes
+    gains = 2 * 4 * D * (2 * L + 1) * 7 / 8 - 4 * D * (2 * L + 1) * 6 / 8  # replicated, 4 bytes each
     assert found["weights"] == pytest.approx((2 * (8_030_261_248 - V * D) / 8 + gains) / 8.1e11, rel=1e-3)
     assert found["cache"] == pytest.approx(b * (2304 + 1) * 2 * 8 * 128 * 2 * L / 8 / 8.1e11)
     assert found["FLOPs"] == 0
-    # Of [16, 4096] a gather and a scatter around attention and feed-forward, one of each around all layers; the logits.
+    # [16, 4096]: all-gather and reduce-scatter around attention and feed-forward, a pair around all layers. And logits.
     sent = 7 / 8 * (2 * b * D * (4 * L + 2) + 4 * b * V)
     assert found["wires"] == pytest.approx(sent / 9e10)
     assert found["hops"] == pytest.approx((4 * L + 3) * 4e-6)  # from a corner of 2x4 to the other: 1 + 3
@@ -165,7 +165,7 @@ def test_a_step_by_hand():
     ("tensor=8", "h100:8", 6.6e-6 + 7 * 0.6e-6), ("tensor=16", "h100:16", 6.6e-6 + 14 * 0.6e-6 + 2.7e-6),
 ])  # fmt: skip
 def test_hops_of_a_collective(mesh, topology, seconds):
-    """Catches a line that is closed, a ring that is open, devices in place of hops, and nodes that cost nothing."""
+    """Catches a line priced as a ring or vice versa, devices instead of hops, and free hops between nodes."""
     cfg = preset("llama3_8b", mesh=mesh)
     link = hardware.link(cfg.mesh, hardware.Topology.parse(topology), ("tensor",))
     assert hardware.latency_seconds("all-gather", link) == pytest.approx(seconds)
@@ -173,8 +173,8 @@ def test_hops_of_a_collective(mesh, topology, seconds):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_experts_that_are_read(tokens):
-    """Catches experts of one token times the tokens, or all of them, where some are chosen twice."""
+def test_the_expected_number_of_experts_read(tokens):
+    """Catches k experts per token although tokens share experts, and all experts although some are unused."""
     cfg = preset("mixtral_8x7b", **{"model.n_experts": 32, "model.top_k": 3})
     at = inference.Pass(cfg, request(), tokens, 1)
     rng = np.random.default_rng(0)
@@ -183,19 +183,19 @@ def test_experts_that_are_read(tokens):
     assert 32 * inference.share_read(w, at) == pytest.approx(np.mean(draws), rel=0.03)
 
 
-def test_weights_in_slices_are_gathered_for_every_token():
-    """Catches fsdp as if it split what a step reads, and slices of which a device keeps all."""
+def test_weights_sharded_over_fsdp_are_gathered_for_every_token():
+    """Catches fsdp shards that reduce what a step reads, and devices that store unsharded weights."""
     split, sliced = (inference.plan(preset("llama3_8b", mesh=mesh), "v5e:2x4", request(2048, 256))
                      for mesh in ("tensor=8", "fsdp=8"))  # fmt: skip
     assert sliced.weights_bytes() == pytest.approx(split.weights_bytes())
     sent = sum(inference.sent_bytes(row, sliced.cfg) for row in sliced.rows(8, "decode"))
     assert sent == pytest.approx(2 * 8_030_261_248 * 7 / 8, rel=1e-3)
-    written, read = 8_030_261_248, 8_030_261_248 - 128_256 * 4096  # but for the embedding
+    written, read = 8_030_261_248, 8_030_261_248 - 128_256 * 4096  # without the embedding
     moved = sum(row.weight_bytes for row in sliced.rows(8, "decode"))
     assert moved == pytest.approx(2 * (written + read), rel=1e-3)
     assert sliced.answered(8)["bound_by"] == "wires" and split.answered(8)["bound_by"] == "weights"
     assert any("gathered for every token" in note for note in sliced.notes())
-    assert [note.split(" tokens")[0] for note in split.notes()] == ["prompts are read in pieces of 64"]
+    assert [note.split(" tokens")[0] for note in split.notes()] == ["prefill in chunks of 64"]
 
 
 ROOMS = {"llama3_8b": "tensor=8", "mixtral_8x7b": "expert=2,tensor=4", "moe1b": "stage=2,data=2,tensor=2",
@@ -203,8 +203,8 @@ ROOMS = {"llama3_8b": "tensor=8", "mixtral_8x7b": "expert=2,tensor=4", "moe1b": 
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_the_most_that_fit_fit(name):
-    """Catches a batch that fills the tenth which stays free, or leaves room for another."""
+def test_the_largest_batch_uses_at_most_90_percent_of_memory(name):
+    """Catches a batch that uses the reserved tenth, or one that could be larger."""
     cfg = preset(name, mesh=ROOMS[name])
     one = inference.plan(cfg, "v5p:2x2x2", request(1000, 24))
     held = lambda batch: sum(one.memory_bytes(batch).values())
@@ -215,8 +215,8 @@ def test_the_most_that_fit_fit(name):
 
 
 @pytest.mark.parametrize("answer, bound", [(1, True), (8000, False)], ids=["short", "long"])
-def test_the_batch_from_which_flops_bind(answer, bound):
-    """Catches a step whose long cache is said to be bound by FLOPs, and a bound that is one batch off."""
+def test_the_batch_size_from_which_flops_limit_decode(answer, bound):
+    """Catches a FLOPs bound for a step with a long cache, and a bound that is off by one batch."""
     one = inference.plan(preset("llama3_8b", mesh="data=8"), "v5e:2x4", request(1, answer))
     first = one.bounds["step"]
     assert (first is not None) == bound
@@ -238,8 +238,8 @@ def run(capsys, *words):
     return status, out, err
 
 
-def test_the_table_and_the_numbers_say_the_same(capsys, tmp_path, monkeypatch):
-    """Catches a column of another batch or phase, a picture of nothing, and a memory that is full without a word."""
+def test_the_table_the_plot_and_the_json_agree(capsys, tmp_path, monkeypatch):
+    """Catches a column of another batch or phase, an empty plot, and full memory that is not reported."""
     figures, new = [], pictures.new_picture
     monkeypatch.setattr(pictures, "new_picture", lambda **how: figures.append(new(**how)) or figures[-1])
     path, picture = tmp_path / "a.json", tmp_path / "a.png"
@@ -264,8 +264,8 @@ def test_the_table_and_the_numbers_say_the_same(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_planned(capsys, name):
-    """Catches a shape without a row: no experts, no latents of queries, tied tables; and batches that are not those
-    asked for."""
+    """Catches a model without a row (no experts, no query latents, tied embeddings), and batches other than the
+    requested ones."""
     words = ["--inference", "--topology", "h200:8", "--prompt", "9", "--answer", "5", "--batch", "4", "2"]
     status, out, _ = run(capsys, name, *words, "--mesh", "data=8", "--json", "-")
     found = json.loads(out)
@@ -273,15 +273,15 @@ def test_every_preset_is_planned(capsys, name):
     assert status == (found["most"] == 0) == (name in ("llama3_70b", "deepseek_v3"))
     whole = sum(row["flops"] for row in found["decode"])
     active = inference.costs.parameters(preset(name).model)[1]
-    assert whole > active, "a token passes all that is active, but for a table"
+    assert whole > active, "a token uses all active parameters except a table"
 
 
 def test_without_a_topology_there_are_no_seconds(capsys):
-    """Catches a speed that nobody gave, and a cache that is not shown where there is none."""
+    """Catches an assumed speed, and a cache that is not printed without a topology."""
     status, out, _ = run(capsys, "tiny", "--inference", "--mesh", "stage=2,tensor=2", "--prompt", "9", "--answer", "5")
     assert status == 0 and "360 bytes per token" in out and "tokens/s" in out and " ms " not in out
-    assert "note       stages work one after another: 1 of 2 wait" in out
-    assert "each of tensor=2 devices keeps the latents of all heads" in out
+    assert "note       stages run one after another, so 1 of 2 are idle" in out
+    assert "each of the tensor=2 devices stores the latents of all heads" in out
 
 
 @pytest.mark.parametrize("name, words, why", [
@@ -294,34 +294,34 @@ def test_without_a_topology_there_are_no_seconds(capsys):
     ("llama3_8b", ["--inference", "--mesh", "tensor=16"], "cannot split G=8 of"),
     ("llama3_8b", [*EIGHT, "--topology", "v5e:4x4"], "mesh tensor=8 has 8 devices"),
 ])  # fmt: skip
-def test_what_cannot_be_planned_is_refused(capsys, name, words, why):
-    """Catches a flag that does nothing, and a traceback."""
+def test_bad_input_gets_one_line(capsys, name, words, why):
+    """Catches a flag that is silently ignored, and a traceback."""
     status, out, err = run(capsys, name, *words)
     assert (status, out) == (2, "") and why in err
 
 
-def test_an_unknown_format_is_refused(capsys):
-    """Catches a format that is taken for another one."""
+def test_an_unknown_dtype_is_refused(capsys):
+    """Catches an unknown dtype that is treated as another one."""
     with pytest.raises(SystemExit, match="2"):
         main(["tiny", "--inference", "--cache_dtype", "int9"])
     assert "'int8'" in capsys.readouterr().err
 
 
-def test_weights_that_do_not_fit_say_what_would(capsys):
-    """Catches exit status 0 for it, and advice that would not do."""
+def test_the_error_for_full_memory_gives_remedies_that_work(capsys):
+    """Catches exit status 0, and advice that does not help."""
     _, _, err = run(capsys, "llama3_70b", "--inference", "--topology", "v5e:2x2", "--mesh", "tensor=4")
-    assert "; try at least 16 devices" in err, "in int8, too, weights are larger than the chip"
+    assert "; use a mesh that shards everything over at least 16 devices" in err, "int8 weights do not fit either"
     words = [*EIGHT, "--prompt", "8000", "--answer", "500"]
     status, out, err = run(capsys, "llama3_70b", *words)
-    assert status == 1 and "error: not even 1 x 8,500 tokens fit on tensor=8: a device would hold weights 16.4" in err
-    assert "8,500 tokens, and the model is trained on data.seq_len=8,192" in out
-    dtype, devices = re.search(r"try --weights_dtype (\w+) or at least (\d+) devices", err).groups()
+    assert status == 1 and "error: 1 x 8,500 tokens do not fit on tensor=8: each device needs weights 16.4" in err
+    assert "8,500 tokens, but generation stops at data.seq_len=8,192" in out
+    dtype, devices = re.search(r"use --weights_dtype (\w+) or .* at least (\d+) devices", err).groups()
     assert run(capsys, "llama3_70b", *words, "--weights_dtype", dtype)[0] == 0
     more = [*words[:2], "v5e:4x4", "--mesh", f"stage={int(devices) // 8},tensor=8", *words[5:]]
     assert devices == "16" and run(capsys, "llama3_70b", *more)[0] == 0
 
 
-def test_no_token_is_no_request():
-    """Catches a division by the tokens of an answer that has none."""
+def test_a_request_for_0_tokens_is_refused():
+    """Catches a division by an answer length of 0."""
     with pytest.raises(UserError, match="--answer 0: must be at least 1 token"):
         inference.plan(preset("tiny"), None, request(3, 0))
