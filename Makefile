@@ -43,7 +43,7 @@ help: ## list every command
 # python -m plan.traced #: plan any JAX program from its trace, before you rent chips
 # python -m pipeline #: print, draw and compare pipeline schedules
 # python -m tests.parity #: compare a mesh with one device
-# python -m tests.fuzz #: compare drawn meshes and models with one device
+# python -m tests.fuzz #: compare random meshes and models with one device
 # python -m bench.step #: measure a step on simulated devices
 # python -m bench.data #: what tokens cost, beside plain slices of a file, and beside tiktoken alone
 # python -m bench.gpu #: measure our trainer and one in torch, in turn, on one GPU

@@ -1,7 +1,7 @@
-"""The optional packages that some tests need: `@pytest.mark.extra("ray")`, and the one reason why a test is skipped.
+"""Skip tests whose optional packages are missing: `@pytest.mark.extra("ray")`. Tests are skipped for no other reason.
 
-A module that imports such a package at its top says `pytestmark = extras.require("serve")` before it does. Every other
-test names its extras in the mark. `tests/conftest.py` skips what is not installed.
+A module that imports an optional package at the top first sets `pytestmark = extras.require("serve")`. Other tests name
+their extras in the mark. `tests/conftest.py` skips a test if an extra is not installed.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-# What tests import of each extra. `make extra-NAME` installs it.
+# The packages of each extra that tests import. `make extra-NAME` installs them.
 PACKAGES = {
     "serve": ("openai", "uvicorn"),
     "buckets": ("moto", "s3fs", "gcp_storage_emulator", "gcsfs"),
@@ -29,13 +29,13 @@ def installed(extra: str) -> bool:
 
 
 def reason(extras) -> str:
-    """Say which of these extras are missing, as the command that installs them; empty if none is."""
+    """Return the reason to skip: the command that installs the missing extras; empty if none is missing."""
     missing = [f"extra-{name}" for name in extras if not installed(name)]
     return f"needs make {' '.join(missing)}" if missing else ""
 
 
 def require(*names: str) -> pytest.MarkDecorator:
-    """Return the mark of a module that needs these extras. Where one is missing, skip the whole module."""
+    """Return the mark of a module that needs these extras, or skip the module if one is missing."""
     if why := reason(names):
         pytest.skip(why, allow_module_level=True)
     return pytest.mark.extra(*names)

@@ -1,11 +1,11 @@
-"""Compare drawn meshes and models with one device: `tests.parity` on cases that nobody chose.
+"""Compare random meshes and models with one device: run `tests.parity` on random cases.
 
     python -m tests.fuzz --seed 3 --count 60
-    python -m tests.fuzz --seed 3 --only 17      # one of them again, with what it prints
+    python -m tests.fuzz --seed 3 --only 17      # repeat one case and show its output
 
-A case is a mesh of 2 to 8 simulated devices, a model, and how the work is done; its number and the seed say which. Each
-runs in a process of its own, so that one that hangs or aborts is one line here. Exit status 0: all agree with one
-device; 1: some do not, and the command of each is printed.
+A case is a mesh of 2 to 8 simulated devices, a model, and execution settings, which the seed and the case number
+determine. Each case runs in its own process, so a case that hangs or crashes is one line here. Exit status 0: all cases
+agree with one device; 1: some do not, and their commands are printed.
 """
 
 import json
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def draw_mesh(rng: random.Random) -> MeshConfig:
-    """Up to three axes, of sizes whose product is at most 8."""
+    """Draw a mesh of up to three axes and at most 8 devices."""
     sizes = {}
     for axis in rng.sample(AXES, rng.choice((1, 2, 2, 3, 3, 3))):
         room = 8 // math.prod(sizes.values())
@@ -39,13 +39,13 @@ def draw_mesh(rng: random.Random) -> MeshConfig:
 
 
 def draw(seed: int) -> dict:
-    """Dotted settings over the preset `tiny`, which split over their mesh."""
+    """Draw dotted settings for the preset `tiny` that are valid on their mesh."""
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
     mesh = draw_mesh(rng)
     sliced, tensor, context = mesh.fsdp * mesh.expert * mesh.context, mesh.tensor, mesh.context
-    some = lambda unit, *counts: unit * pick(*counts)  # a multiple of what must divide it
-    # Not too narrow: rounding would be most of what a norm of 5 numbers says.
+    some = lambda unit, *counts: unit * pick(*counts)  # a multiple of unit
+    # Not too narrow: rounding would dominate a norm of 5 numbers.
     wide = lambda *least: -(-pick(*least) // sliced) * sliced
 
     n_experts = pick(0, some(mesh.expert, 2, 4, 5))
@@ -80,8 +80,8 @@ def draw(seed: int) -> dict:
         "data.mask_documents": pick(True, False), "run.seed": pick(0, 1, 2),
     }  # fmt: skip
     if n_experts and n_experts > model["top_k"] * seq_len:
-        model["capacity_factor"] = 0.0  # at 1.0 an expert would keep no token, which is refused
-    if context > 1 and rng.random() < 1 / 3:  # drawn last: what else a seed says stays
+        model["capacity_factor"] = 0.0  # at 1.0 an expert would have no slot, which is refused
+    if context > 1 and rng.random() < 1 / 3:  # drawn last, so that older seeds give the same values above
         work["context_attention"] = "all_to_all"
         model |= {name: context * model[name] for name in ("n_heads", "n_kv_heads")}
     if rng.random() < 1 / 2:
@@ -93,7 +93,7 @@ def draw(seed: int) -> dict:
 
 
 def flags(settings: dict) -> list[str]:
-    """What to type for dotted settings."""
+    """Convert dotted settings to command-line flags."""
     words = []
     for name, value in settings.items():
         group, _, last = name.rpartition(".")
@@ -104,18 +104,18 @@ def flags(settings: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare drawn meshes and models with one device."""
+    """Compare random meshes and models with one device."""
 
-    seed: int = 0  # another seed, other cases
-    count: int = 20  # cases
-    only: int = -1  # number of the one case to run; -1: all
-    jobs: int = 2  # processes at once
+    seed: int = 0  # random seed of the cases
+    count: int = 20  # number of cases
+    only: int = -1  # number of the only case to run; -1: all
+    jobs: int = 2  # parallel processes
     timeout: float = 300.0  # seconds until a case counts as hanging
-    json: bool = False  # print one line of JSON a case instead of a table
+    json: bool = False  # print one line of JSON per case instead of a table
 
 
 def run(number: int, args: Arguments) -> dict:
-    """One case in its own process: what `tests.parity` found, or how it ended."""
+    """Run a case in its own process. Return the result of `tests.parity`, or how the process ended."""
     settings = draw(1000 * args.seed + number)
     words = ["-m", "tests.parity", "tiny", *flags(settings)]
     begin = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What tests of the model share: batches, weights drawn by NumPy, blocks run alone, and the model a second time.
+"""Helpers for tests of the model: batches, random weights, single blocks, and a reference implementation.
 
-The reference below is float64 NumPy, one token and one head at a time, and imports nothing of `model.py`: it reads the
-weights by name and nothing else.
+The reference is float64 NumPy, one token and one head at a time. It does not use `model.py`: it only reads the weights
+by name.
 """
 
 import collections
@@ -21,11 +21,11 @@ from plan import show
 from sharding import AXES, TOKENS
 from xla import ordered
 
-GROUPED = {"attention": "gqa"}  # what every test of grouped attention switches on
+GROUPED = {"attention": "gqa"}  # settings of every test of grouped attention
 
 
 def in_model(settings: dict) -> dict:
-    """Settings of ModelConfig by their dotted names."""
+    """Prefix the names of ModelConfig settings with "model."."""
     return {f"model.{name}": value for name, value in settings.items()}
 
 
@@ -33,14 +33,14 @@ def in_model(settings: dict) -> dict:
 
 
 def documents(*lengths, padding=0):
-    """Positions and segments of one row that holds documents of these lengths, then padding (segment 0)."""
+    """Return positions and segments of a row with documents of these lengths, then padding (segment 0)."""
     positions = [i for length in (*lengths, padding) for i in range(length)]
     segments = [number for number, length in enumerate(lengths, start=1) for _ in range(length)] + [0] * padding
     return np.array(positions, np.int32), np.array(segments, np.int32)
 
 
 def random_batch(cfg: Config, seed: int):
-    """Random tokens and targets; rows differ in documents, padding, and the weights of their targets."""
+    """Draw random tokens and targets. Rows have different documents, padding and target weights."""
     rng = np.random.default_rng(seed)
     B, T, V = cfg.data.batch_size, cfg.data.seq_len, cfg.model.vocab_size
     rows = []
@@ -63,7 +63,7 @@ def random_batch(cfg: Config, seed: int):
 
 
 def draw(declarations, seed: int = 0):
-    """Weights from NumPy. Those that start constant (gains, biases) vary too, or a forgotten one would not be seen."""
+    """Draw weights with NumPy. Gains and biases vary too, so that a test notices if one is not applied."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda d: np.float32(d.mean + (d.std or 0.1) * rng.normal(size=d.shape)), declarations)
 
@@ -79,10 +79,10 @@ def attention_declarations(c: ModelConfig):
 
 
 def compiled(function, declarations, n_arrays: int, mesh="data=1"):
-    """fn(w, *arrays), as the model runs it: in one `shard_map`, manual over all axes, `check_vma` on.
+    """Compile fn(w, *arrays) as the model does: in one `shard_map`, manual over all axes, with `check_vma`.
 
-    Arrays are split over TOKENS along their first dim, so that they may differ along every axis, as in the model. Every
-    output needs a dim, which is joined over all axes.
+    Arrays are sharded over TOKENS along their first dim, so that they vary along every axis, as in the model. Every
+    output needs at least one dim; its first is sharded over all axes.
     """
     specs = (sharding.specs(declarations), *[P(TOKENS)] * n_arrays)
     mesh = sharding.make_mesh(mesh)
@@ -94,7 +94,7 @@ def run(function, declarations, w, *arrays, mesh="data=1"):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, those inside loops, branches and calls too."""
+    """Yield every equation of a jaxpr, including equations in loops, branches and calls."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -104,7 +104,7 @@ def equations(jaxpr):
 
 
 def assert_gradients_close(got, want, share, what):
-    """Each gradient equals the wanted one up to a share of its largest entry; the worst one is named."""
+    """Check that each gradient equals `want` up to a share of its largest entry; an error names the worst."""
     got, want = sharding.named(got), sharding.named(want)
     assert set(got) == set(want)
     worst = {name: np.abs(got[name] - want[name]).max() / max(np.abs(want[name]).max(), 1e-20) for name in want}
@@ -112,7 +112,7 @@ def assert_gradients_close(got, want, share, what):
     assert worst[name] <= share, f"{what}: {name} is off by {worst[name]:.2e} of its largest entry, allowed {share:.0e}"
 
 
-# The model a second time ----------------------------------------------------------------------------------------------
+# Reference implementation ---------------------------------------------------------------------------------------------
 
 
 def np_rms_norm(x, gain, eps):
@@ -120,14 +120,14 @@ def np_rms_norm(x, gain, eps):
 
 
 def np_norm(x, gain, bias, eps):
-    """RMSNorm, or LayerNorm where there is a bias."""
+    """Apply RMSNorm, or LayerNorm if there is a bias."""
     if bias is None:
         return np_rms_norm(x, gain, eps)
     return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * gain + bias
 
 
 def np_turn(x_R, position, theta):
-    """Coordinates i and i + R/2 are one complex number, turned by position * theta^(-2i/R)."""
+    """Rotate coordinates i and i + R/2, as one complex number, by position * theta^(-2i/R)."""
     half = len(x_R) // 2
     turned = (x_R[:half] + 1j * x_R[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
     return np.concatenate([turned.real, turned.imag])
@@ -143,7 +143,7 @@ def np_softmax(x):
 
 
 def np_attend(q_THK, k_THK, v_THU, positions_T, segments_T):
-    """One query of one head at a time, over a list of the positions it may see."""
+    """Attend one query of one head at a time over the positions that it may see."""
     T, H, K = q_THK.shape
     out_THU = np.zeros((T, H, v_THU.shape[-1]))
     for s, h in itertools.product(range(T), range(H)):
@@ -174,7 +174,7 @@ def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotar
     q_THK = turn(np.einsum("td,dhk->thk", x_TD, w.w_query_DHK))
     k_TGK = turn(np.einsum("td,dgk->tgk", x_TD, w.w_key_DGK))
     v_TGK = np.einsum("td,dgk->tgk", x_TD, w.w_value_DGK)
-    shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # neighbours share
+    shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # consecutive heads share
     out_THK = np_attend(q_THK, k_TGK[:, shared_by], v_TGK[:, shared_by], positions_T, segments_T)
     return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD)
 
@@ -194,7 +194,7 @@ def np_dense(w, x_D):
 
 
 def np_route(w, c: ModelConfig, x_D):
-    """Gates, experts and probabilities of one token."""
+    """Return gates, experts and probabilities of one token."""
     logits_E = x_D @ w.w_router_DE
     scores_E = 1 / (1 + np.exp(-logits_E)) if c.router == "sigmoid" else np_softmax(logits_E)
     bias_E = np.zeros(c.n_experts) if w.bias_E is None else w.bias_E
@@ -204,7 +204,7 @@ def np_route(w, c: ModelConfig, x_D):
 
 
 def np_moe(w, c: ModelConfig, x_TD, slots=None):
-    """One sequence, token by token. Returns [T, D] and how many of each token's assignments found no slot."""
+    """Run an MoE layer token by token. Return [T, D] and the number of dropped assignments of each token."""
     out_TD, taken_E, dropped_T = np.zeros(x_TD.shape), np.zeros(c.n_experts, int), np.zeros(len(x_TD), int)
     for t, x_D in enumerate(x_TD):
         gates, experts, _ = np_route(w, c, x_D)
@@ -221,7 +221,7 @@ def np_moe(w, c: ModelConfig, x_TD, slots=None):
 
 
 def np_layers(w, c: ModelConfig):
-    """The layers of the model in order, each with whether it is an MoE."""
+    """Yield (weights, is_moe) of the model's layers in order."""
     for p in range(c.dense_prefix):
         yield jax.tree.map(lambda x, p=p: x[p], w.prefix), False
     for n in range(c.n_blocks):
@@ -233,7 +233,7 @@ def np_layers(w, c: ModelConfig):
 
 
 def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
-    """Logits of one sequence, [T, V], and how many assignments of each token each MoE layer dropped."""
+    """Return the logits of one sequence, [T, V], and each MoE layer's dropped assignments per token."""
     w = jax.tree.map(np.float64, w)
     x_TD, dropped = w.embedding_VD[tokens_T], []
     for number, (layer, is_moe) in enumerate(np_layers(w, c), start=1):
@@ -255,7 +255,7 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
 
 
 def np_cross_entropy(w, c: ModelConfig, batch, slots=None):
-    """Weighted sums over the batch, by name, and [B, MoE layers, T] of what was dropped."""
+    """Return weighted sums over the batch by name, and the dropped assignments, [B, MoE layers, T]."""
     sums, dropped = collections.Counter(), []
     for row in range(len(batch["tokens_BT"])):
         tokens_T, positions_T, segments_T, targets_T, weights_T = (
@@ -275,13 +275,13 @@ def np_cross_entropy(w, c: ModelConfig, batch, slots=None):
 
 
 def meetings(mesh: str, *features: str) -> set[frozenset]:
-    """The pairs that one case tests: each axis its mesh splits over, with each other one and with each feature."""
+    """Return the pairs that a case tests: each mesh axis larger than 1 with each other such axis and each feature."""
     axes = [axis for axis, size in MeshConfig.parse(mesh).sizes.items() if size > 1]
     return {frozenset((axis, other)) for axis in axes for other in (*axes, *features) if other != axis}
 
 
 def covering(cases: dict[str, set]) -> list[str]:
-    """Cases, few of them, in which every pair of all cases is met: each time the one that meets most new ones."""
+    """Choose a few cases that cover all pairs, greedily: next the case with the most uncovered pairs."""
     chosen, wanted = [], set().union(*cases.values())
     while wanted:
         chosen.append(max(cases, key=lambda case: len(cases[case] & wanted)))
@@ -290,7 +290,7 @@ def covering(cases: dict[str, set]) -> list[str]:
 
 
 def with_repeats(cases, chosen=None) -> list:
-    """Parameters of a test: every case. Those that are not chosen, or that a covering does without, are repeats."""
+    """Return test parameters for all cases; mark a case as a repeat if it is not chosen (default: `covering`)."""
     chosen = covering(cases) if chosen is None else chosen
     return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.repeat) for case in cases]
 
@@ -299,8 +299,8 @@ def with_repeats(cases, chosen=None) -> list:
 
 
 def check_prediction(plan, found: dict, state=0.01):
-    """Parameters and optimizer within 1%, peak memory 20%, FLOPs 5%, bytes 5% over each set of axes that carries 1%;
-    of exposed bytes 10% of all."""
+    """Check a plan: state within 1%, peak memory 20%, FLOPs 5%, bytes 5% in total and over each set of axes with at
+    least 1% of them, exposed bytes within 10% of all bytes."""
     rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in show.compared(plan, found)}
     off = {what: predicted / counted - 1 for what, (predicted, counted) in rows.items() if counted}
     assert abs(off["parameters, optimizer, batch"]) <= state, off
@@ -315,12 +315,12 @@ def check_prediction(plan, found: dict, state=0.01):
             assert abs(value) <= 0.05, off
 
 
-BEFORE_WORK = {  # ways of working, in groups and with values as an older version wrote them
+BEFORE_WORK = {  # execution settings as an older version saved them, in other groups
     "model": {"remat": "full", "gather": "ahead", "tensor_exchange": "ring", "loss_chunk": 36},
     "pipeline": {"schedule": "gpipe", "microbatches": 0, "chunks": 1}, "optim": {"max_device_batch": 0},
 }  # fmt: skip
 
 
 def every_form(*args, tpu, gpu, default):
-    """In place of `sharding.by_platform`: trace them all, and not that of the mesh's platform alone."""
+    """Replace `sharding.by_platform` with a version that traces the forms of all platforms."""
     return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)

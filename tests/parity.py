@@ -1,9 +1,9 @@
-"""Compare a mesh with one device, in float32: the same loss, metrics, gradients and updates, whatever is split.
+"""Compare training on a mesh with one device, in float32: loss, metrics, gradients and updates must agree.
 
     python -m tests.parity tiny --mesh fsdp=2,tensor=2
     python -m tests.parity tiny --mesh stage=2,fsdp=2,tensor=2 --model.n_heads 6 --json
 
-Devices are simulated. Exit status 0: the mesh agrees with one device; 1: it does not; 2: it cannot be run.
+Devices are simulated. Exit status 0: the mesh agrees with one device; 1: it does not; 2: the settings are invalid.
 """
 
 import dataclasses
@@ -28,23 +28,23 @@ from xla import ordered
 
 STEPS, TRIES = 3, 3
 
-# One device, working in the plainest way; the loss in larger chunks than any preset's.
+# One device with the simplest execution settings, and a larger loss chunk than any preset's.
 ONE_DEVICE = affecting(Affects.SPEED) | {"work.loss_chunk": 1024}
 
-# Adam divides by sqrt(v) + eps. Where v is all rounding noise, a small eps would turn noise into a whole step; clipped
-# to 0.05, most entries of the gradient lie below 1e-3, and a step is nearly proportional to them. The rate is high, so
-# that three steps are thousands of times the last bit of a parameter.
+# Adam divides by sqrt(v) + eps, so with a small eps, rounding noise in v would become a full step. Clipped to norm
+# 0.05, most entries of the gradient are below 1e-3, and a step is nearly proportional to them. The learning rate is
+# high, so that three steps are thousands of times a parameter's last bit.
 OPTIMIZER = {"optim.clip_norm": 0.05, "optim.eps": 1e-3, "optim.lr": 0.01, "optim.warmup_steps": 1}
 
-# What is compared -> how far it may be off. Sums in another order differ in float32's last bits, of which there are 24.
+# Tolerance of each kind of value. Sums in another order differ in the last of float32's 24 bits.
 ALLOWED = {
     "initial": 0.0,  # share of a parameter's entries that differ before the first step
     "loss": 1e-5,  # of each step, relative
-    "count": 0.0,  # share of the entries that differ: tokens of an expert, share that was dropped
-    "metric": 1e-5,  # relative to the largest entry, of the first step
-    "gradient": 1e-4,  # relative to the parameter's largest entry, in the first step
+    "count": 0.0,  # share of the entries that differ: tokens per expert, dropped share
+    "metric": 1e-5,  # relative to the largest entry, first step
+    "gradient": 1e-4,  # relative to the parameter's largest entry, first step
     "update": 1e-3,  # change of a parameter in all steps, relative to its largest; rounding of parameters adds up
-    "replica": 0.0,  # share of an array's entries that differ between devices that should hold the same
+    "replica": 0.0,  # share of the entries that differ between replicas
 }
 COUNTS = ("tokens_per_expert", "drop_fraction")
 
@@ -52,7 +52,7 @@ COUNTS = ("tokens_per_expert", "drop_fraction")
 
 
 def random_batch(cfg: Config, seed: int):
-    """Documents, padding and weights that differ by row, and a row, so perhaps a device, that has no target at all."""
+    """Draw rows with different documents, padding and weights, and one row (maybe one device) without any target."""
     batch = helpers.random_batch(cfg, seed)
     batch["weights_BT"][-1] = 0
     if not cfg.data.mask_documents:
@@ -61,7 +61,7 @@ def random_batch(cfg: Config, seed: int):
 
 
 def compiled_step(cfg: Config, mesh):
-    """fn(state, batch) -> (state, metrics, grads): `optimizer.train_step`, showing its gradients too."""
+    """Compile fn(state, batch) -> (state, metrics, grads), which is `optimizer.train_step` plus its gradients."""
     updates = optimizer.updates(cfg, mesh)
 
     def step(state, batch):
@@ -78,18 +78,18 @@ def host(tree) -> dict[str, np.ndarray]:
 
 
 def differing(got, want) -> float:
-    """Share of the entries that are not equal."""
+    """Return the share of the entries that are not equal."""
     return float(np.mean(got != want))
 
 
 def off(got, want) -> float:
-    """Largest difference, as a share of the largest entry wanted."""
+    """Return the largest difference, relative to the largest entry of `want`."""
     share = np.abs(got - want).max() / max(np.abs(want).max(), 1e-20)
     return float(share) if np.isfinite(share) else np.inf
 
 
 def differing_replicas(array: jax.Array) -> float:
-    """Largest share of the entries in which a device's shard differs from another's with the same index."""
+    """Return the largest share of entries in which two replicas of a shard differ."""
     first = {}
     return max(
         differing(np.asarray(shard.data), first.setdefault(str(shard.index), np.asarray(shard.data)))
@@ -97,29 +97,29 @@ def differing_replicas(array: jax.Array) -> float:
     )
 
 
-@functools.lru_cache(maxsize=2)  # a mesh and one device, for another try
+@functools.lru_cache(maxsize=2)  # the mesh and one device, for another attempt
 def compiled(cfg: Config):
     mesh = sharding.make_mesh(cfg.mesh)
     return mesh, compiled_step(cfg, mesh), optimizer.init(cfg, mesh)
 
 
 def run(cfg: Config, first_batch: int = 0) -> dict[str, dict]:
-    """Take STEPS steps. Returns what is compared, {kind: {name: values}}, kinds as in ALLOWED."""
+    """Run STEPS steps. Return the values to compare, {kind: {name: values}}, with the kinds of ALLOWED."""
     cfg = replace(cfg, **OPTIMIZER)
     mesh, step, initial = compiled(cfg)
-    state, taken = initial, []
+    state, results = initial, []
     for seed in range(first_batch, first_batch + STEPS):
         state, metrics, grads = step(state, sharding.put(random_batch(cfg, seed), mesh))
-        taken.append((host(metrics), grads))
-    norms = [float(metrics["grad_norm"]) for metrics, _ in taken]
+        results.append((host(metrics), grads))
+    norms = [float(metrics["grad_norm"]) for metrics, _ in results]
     assert not min(norms) <= cfg.optim.clip_norm, f"clipping was not active: {norms}"
 
-    metrics, grads = taken[0]
+    metrics, grads = results[0]
     before, after = host(initial.params), host(state.params)
     replicas = sharding.named({"initial": initial, "gradient": grads, "final": state})
     return {
         "initial": before,
-        "loss": {f"step {n}": metrics["loss"] for n, (metrics, _) in enumerate(taken)},
+        "loss": {f"step {n}": metrics["loss"] for n, (metrics, _) in enumerate(results)},
         "count": {name: value for name, value in metrics.items() if name in COUNTS},
         "metric": {name: value for name, value in metrics.items() if name not in COUNTS},
         "gradient": host(grads),
@@ -157,13 +157,13 @@ MEASURES = dict.fromkeys(ALLOWED, off) | {
 
 
 class Comparison(NamedTuple):
-    loss: float  # of the first step, on the mesh
+    loss: float  # first step, on the mesh
     loss_on_one_device: float
     differences: list[Difference]
-    tries: int = 1  # sets of batches; more than one if the first differed
+    tries: int = 1  # attempts with different batches; more than one if the first differed
 
     def worst(self, *kinds: str) -> Difference:
-        """The largest of some kinds, or of all; one that is not allowed before those that are."""
+        """Return the largest difference of some kinds, or of all; differences beyond tolerance come first."""
         kinds = kinds or tuple(ALLOWED)
         among = [d for d in self.differences if d.kind in kinds]
         return max(among, key=lambda d: (not d.ok, d.off), default=Difference(kinds[0], "nothing", 0.0))
@@ -189,19 +189,19 @@ class Comparison(NamedTuple):
 
 def differences(got: dict[str, dict], want: dict[str, dict]) -> Comparison:
     """Compare two results of `run`."""
-    found = []
+    results = []
     for kind, measure in MEASURES.items():
-        assert set(got[kind]) == set(want[kind]), f"{kind}: not the same names"
-        found += [Difference(kind, name, measure(got[kind][name], want[kind][name])) for name in want[kind]]
-    return Comparison(float(got["loss"]["step 0"]), float(want["loss"]["step 0"]), found)
+        assert set(got[kind]) == set(want[kind]), f"{kind}: the names differ"
+        results += [Difference(kind, name, measure(got[kind][name], want[kind][name])) for name in want[kind]]
+    return Comparison(float(got["loss"]["step 0"]), float(want["loss"]["step 0"]), results)
 
 
 def compare(cfg: Config) -> Comparison:
-    """Compare cfg.mesh, and how cfg does the work there, with one device that does it plainly.
+    """Compare cfg.mesh and the execution settings of cfg with one device and the simplest settings.
 
-    Where the scores of two experts are equal but for the last bit, a sum in another order chooses the other one, and
-    much follows from that: the third step's update differs in the second digit. It is rare, and it is no fault. So a
-    mixture of experts that differs is tried with other batches, up to TRIES in all: a fault is there in every one.
+    If the scores of two experts differ only in the last bit, a sum in another order may choose the other expert, and
+    then the third step's update differs in the second digit. This is rare and not a bug. So an MoE model that differs
+    is compared again with other batches, in at most TRIES attempts: a bug differs in all of them.
     Raises: UserError if cfg cannot be run on its mesh.
     """
     for attempt in range(TRIES if cfg.model.n_experts else 1):
@@ -213,7 +213,7 @@ def compare(cfg: Config) -> Comparison:
 
 
 def table(cfg: Config, comparison: Comparison) -> str:
-    """What a person reads: one line for each kind, and the five worst gradients."""
+    """Format the comparison as a table: one line per kind, and the five worst gradients."""
     n_devices = f"{cfg.mesh.devices} devices" if cfg.mesh.devices > 1 else "1 device"
     lines = [
         f"mesh {cfg.mesh} ({n_devices}) against one device, {cfg.model.compute_dtype}, {STEPS} steps",
@@ -226,7 +226,7 @@ def table(cfg: Config, comparison: Comparison) -> str:
         worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.off)
         lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
     verdict = "equal to" if comparison.worst().ok else "DIFFERENT from"
-    tries = f" ({comparison.tries} sets of batches were tried; see `compare`)" if comparison.tries > 1 else ""
+    tries = f" (after {comparison.tries} attempts with other batches; see `compare`)" if comparison.tries > 1 else ""
     return "\n".join([*lines, "", f"The mesh is {verdict} one device{tries}."])
 
 
@@ -239,7 +239,7 @@ class Arguments(Config):
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Read `[PRESET | --config FILE] [--flags]`; float32, unless a flag says otherwise."""
+    """Parse `[PRESET | --config FILE] [--flags]`; the default precision is float32."""
     float32 = lambda start, flags: replace(start, **{"model.precision": "float32"})
     return command_line(argv, "python -m tests.parity", __doc__, "tiny", Arguments, float32)
 

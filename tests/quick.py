@@ -1,7 +1,7 @@
-"""XLA's flags for programs that run a few steps: faster to compile, and slower to run.
+"""Set XLA flags for programs that run only a few steps: they compile faster and run slower.
 
-Import it, and call `compile_quickly`, before the first use of a device. Not for benchmarks: what is measured is another
-program. Verdicts are the same: no collective, and no formula, is another one.
+Call `compile_quickly` before the first use of a device. Do not use it for benchmarks, because it changes the compiled
+program. It does not change test results: collectives and formulas stay the same.
 """
 
 import os
@@ -15,7 +15,7 @@ FLAGS = {
 
 
 def compile_quickly() -> None:
-    """In this process and those it starts. Flags that are set already stay as they are."""
+    """Set the flags for this process and its children. Flags that are already set do not change."""
     given = os.environ.get("XLA_FLAGS", "")
     ours = [f"--{name}={value}" for name, value in FLAGS.items() if f"--{name}=" not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()

@@ -1,15 +1,15 @@
-"""What CI runs once a week: a seventh of the repeats a day, and on fixed weekdays the tests that need a large package.
+"""Assign weekly tests to weekdays: a seventh of the repeats each day, tests of large packages on fixed weekdays.
 
     python -m tests.rotation 3    # the targets that install what Wednesday's tests need
 
-`make test-rotation` installs them and runs the tests: those of today (UTC), or of another day with DAY=3.
+`make test-rotation` installs them and runs the tests of today (UTC), or of another day with DAY=3.
 """
 
 import hashlib
 import sys
 
 NAMES = {1: "Monday", 2: "Tuesday", 3: "Wednesday", 4: "Thursday", 5: "Friday", 6: "Saturday", 7: "Sunday"}
-# The day of each set of extras that a test needs. Only one set is installed on a day.
+# The day of each set of extras that a test needs. Each day installs only one set.
 DAY_OF_EXTRAS = {
     ("ray",): 1,
     ("torch",): 2,
@@ -17,8 +17,7 @@ DAY_OF_EXTRAS = {
     ("evaluate", "parity", "torch"): 4,
     ("parity",): 5,
 }
-# The longest repeats have a day here, by a part of their id, so that no day has two of them and much else. The days of
-# all others follow from a hash.
+# The days of the longest repeats, by a part of their id, which spread them over the week. A hash gives all other days.
 DAY_OF_LONG = {
     "python -m bench.options": 5,
     "python -m plan moe1b --topology v4:4x4x8": 3,
@@ -29,9 +28,9 @@ DAY_OF_LONG = {
 
 
 def day_of(test_id: str, extras: tuple[str, ...] = ()) -> int:
-    """Return the weekday on which CI runs a test, 1 to 7: the same on every machine, whichever other tests exist.
+    """Return the weekday (1 to 7) on which CI runs a test. It depends on neither the machine nor the other tests.
 
-    Raises: KeyError for a set of extras that has no day.
+    Raises: KeyError for a set of extras without a day.
     """
     if large := tuple(name for name in extras if name != "tpu"):
         return DAY_OF_EXTRAS[large]
@@ -42,7 +41,7 @@ def day_of(test_id: str, extras: tuple[str, ...] = ()) -> int:
 
 
 def of_day(items, day: int) -> list:
-    """Return the tests of a day, by the mark that `tests/conftest.py` put on them."""
+    """Return the tests that `tests/conftest.py` marked for a day."""
     return [item for item in items for mark in item.iter_markers("rotation") if mark.kwargs["day"] == day]
 
 

@@ -1,4 +1,4 @@
-"""Attention by all scores at once, with which `kernels/attention.py` is compared: it never holds a matrix of scores."""
+"""Reference attention that stores all scores; `kernels/attention.py`, which never does, is compared with it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ float32 = jnp.float32
 
 
 def attend(q_bshK, k_bSgK, v_bSgU, mask_bsS):
-    """Mix values by the softmax of scaled scores, all made at once; zeros for a query that may look at nothing.
+    """Average values by the softmax of scaled scores. The output of a query that sees no key is 0.
 
-    Each of g key and value heads serves h / g neighbours.
+    Each of the g key and value heads serves h / g consecutive query heads.
     Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
     """
     (b, s, h, K), g = q_bshK.shape, k_bSgK.shape[2]
