@@ -1,17 +1,17 @@
-"""The commands of README.md and docs/*.md, the output shown of them, and how to run them as they stand there.
+"""Parse the commands in README.md and docs/*.md with their expected output, and run them unchanged.
 
-What a page may hold, so that a test can read it:
+A page may contain:
 
-- A block (between ``` lines) whose first line is a command: every line is one. `# comment` is dropped, and
-  `# exit status N` is the status that is wanted; without it 0 is.
-- A block whose first line begins with `$ `: such lines are commands, those below each are what it prints.
-- A block that begins with three backquotes and `python` is a program: what it prints is the block that follows it.
-- A block that begins with three backquotes and `diff` changes files; `test_recipes.py` applies it.
-- A block that begins with three backquotes and `text` is read by nobody.
-- Any other block, and a table whose paragraph says "prints this table": what a command printed that is quoted, in the
-  paragraph before, between backquotes. `...` stands for any lines, and in a line for any words.
-- Between backquotes in the text, `python ...` or `make ...`: a command with arguments is run like those of a block; one
-  without only names it, and is asked for its help (`make NAME`: whether there is such a target).
+- A block (between ``` lines) whose first line is a command: every line is a command. `# comment` is ignored, and
+  `# exit status N` gives the expected exit status (default 0).
+- A block whose first line begins with `$ `: such lines are commands, and the lines below each are its output.
+- A block that begins with three backquotes and `python`: a program. The next block is its output.
+- A block that begins with three backquotes and `diff`: a change of files, which `test_recipes.py` applies.
+- A block that begins with three backquotes and `text`: ignored.
+- Any other block, and a table whose paragraph contains "prints this table": the output of the command that the
+  paragraph before quotes in backquotes. `...` matches any lines, and within a line any words.
+- `python ...` or `make ...` between backquotes in the text: a command with arguments is run like in a block. Without
+  arguments it only runs with --help (`make NAME`: only checks that the target exists).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FENCE = "```"
-HOSTS = ("./launcher.sh ", "./setup_tpu.sh ", "./debug_tpu.sh ")  # run by tests/launch, on hosts of its own
+HOSTS = ("./launcher.sh ", "./setup_tpu.sh ", "./debug_tpu.sh ")  # run by tests/launch, on simulated hosts
 STARTS = (
     "python ",
     "make ",
@@ -36,14 +36,14 @@ STARTS = (
     "curl ",
     "lm_eval ",
     *HOSTS,
-)  # what a line of a block of commands may begin with
+)  # how a line in a block of commands may begin
 RUN, NAMED = "run", "named"
 KINDS_OF_BLOCK = {f"{FENCE}python": "program", f"{FENCE}diff": "change", f"{FENCE}text": "text"}
-LONGEST_S = 3600.0  # of one command: the longest takes 150 s alone, and 20 times that on a crowded machine
+LONGEST_S = 3600.0  # timeout per command: the longest takes 150 s alone, and 20 times that on a busy machine
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
-# Not run here, and why. A row that stands on no page is refused, so is a command that is neither here nor run.
+# Commands that are not run, and why. Each row must be on a page, and each command must be here or be run.
 IN_A_BUCKET = "needs a bucket: tests/data/test_buckets.py trains in one"
 NOT_RUN = {
     "python main.py laptop --run.dir gs://BUCKET/runs": IN_A_BUCKET,
@@ -67,15 +67,15 @@ NOT_RUN = {
     "python -m data.prepare --source stdlib --tokenizer gpt2 --out tokens/stdlib-gpt2": "downloads the tokenizer",
     'python -m data.train_tokenizer --source "text:*/*.py" --vocabulary 1024 --out tokens/own.bpe': "needs `make "
     "extra-parity`",
-    'python -m data.prepare --source "text:*/*.py" --tokenizer bpe:tokens/own.bpe --out tokens/own-1024': "goes on "
-    "from that",
+    'python -m data.prepare --source "text:*/*.py" --tokenizer bpe:tokens/own.bpe --out tokens/own-1024': "needs the "
+    "output of the previous command",
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
     "python -m evaluate runs/laptop --tasks lambada_openai,hellaswag --limit 100 "
     "--cache runs/laptop/answers.jsonl": "needs `make extra-evaluate`, and downloads",
     "lm_eval --model local-completions --tasks hellaswag --model_args model=NAME,base_url="
-    "http://127.0.0.1:8000/v1/completions,tokenizer=DIR,max_length=4096": "asks a server, and downloads",
+    "http://127.0.0.1:8000/v1/completions,tokenizer=DIR,max_length=4096": "needs a server, and downloads",
 }
-# Run by `make test-rotation`, and what `make test-tpu` has of the kind. A row that is on no page is refused.
+# Commands that `make test-rotation` runs, and a similar test that `make test-tpu` runs. Each row must be on a page.
 REPEATS = {
     "python -m bench.options": "its rows of v4, in tests/bench/test_options.py",
     "python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64 "
@@ -85,7 +85,7 @@ REPEATS = {
     "python -m plan mixtral_8x7b --topology v4:8x8x16 --mesh fsdp=128,tensor=8 --data.batch_size 1024 --compile":
         "mixtral_8x7b on 64 chips, and the same, there",
 }  # fmt: skip
-# Run by `make test-tpu`, or `make test-rotation`: they need the TPU compiler, though no TPU.
+# Commands that need the TPU compiler but no TPU, run by `make test-tpu` or `make test-rotation`.
 TPU = re.compile(r"make plan\b|--topology v\S+.* --(compile|max_batch)\b|bench\.\w+ .*--topology|bench\.options")
 
 NUMBER = r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w|\.\d)"
@@ -93,16 +93,16 @@ NUMBER = r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w|\.\d)"
 
 @dataclass(frozen=True)
 class Kind:
-    """Numbers that may differ from what a page shows, by where they stand in a line; `#` is the number itself."""
+    """A tolerance for numbers at a certain place in a line. In `where`, `#` is the number."""
 
     name: str
     where: str
-    share: float = 0.0  # of the number shown
-    factor: float = 0.0  # or: at most this many times as large, or as small
-    absolute: float = 0.0  # or: by this much
+    share: float = 0.0  # relative difference
+    factor: float = 0.0  # or: largest ratio
+    absolute: float = 0.0  # or: absolute difference
 
 
-# The first kind that fits decides; a number that none fits may be off by 1%, which for 1 to 99 is nothing.
+# The first matching kind decides. Other numbers may be off by 1%, so integers from 1 to 99 must be equal.
 KINDS = (
     Kind("rounding: a number with e-", r"(?=\d\.\d+e-)#", factor=30),
     Kind("loss, bits a byte, entropy", r"(loss|validation|unigram|bigram) #|# bits/byte", share=0.03),
@@ -118,12 +118,12 @@ KINDS = (
 EXACT = Kind("any other", "#", share=0.01)
 
 
-# What a page holds ----------------------------------------------------------------------------------------------------
+# The content of a page-------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Command:
-    """A command of a page, and the blocks of output that it shows."""
+    """A command on a page, and the blocks of output shown for it."""
 
     page: str
     line: int
@@ -145,18 +145,18 @@ class Command:
 
 
 def pages() -> list[str]:
-    """README and every page under docs/, as paths from the root."""
+    """List README and the pages of docs/, as paths from the root."""
     return ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
 
 
 def uncommented(line: str) -> tuple[str, int]:
-    """A command without its comment, and the exit status that the comment may state."""
+    """Return a command without its comment, and the exit status in the comment or 0."""
     status = re.search(r"# exit status (\d+)", line)
     return re.sub(r"\s+# .*$", "", line).strip(), int(status[1]) if status else 0
 
 
 def parts(text: str) -> list[tuple[int, str, list[str]]]:
-    """(line, kind, lines) of a page, in order: kind is `block`, `program`, `change`, `table` or `text`, a paragraph."""
+    """List (line, kind, lines) of a page: kind is `block`, `program`, `change`, `table` or `text` (a paragraph)."""
     found, inside = [], False
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith(FENCE):
@@ -176,19 +176,19 @@ def parts(text: str) -> list[tuple[int, str, list[str]]]:
 
 
 def quoted(lines: list[str]) -> list[str]:
-    """Commands between backquotes in a paragraph, which may begin on one line and end on the next."""
+    """List the commands in backquotes in a paragraph, which may continue on the next line."""
     return [words for words in re.findall(r"`([^`]+)`", " ".join(lines)) if re.match(r"(python|make) ", words)]
 
 
 def names_only(text: str) -> bool:
-    """True of a command without arguments, as in a sentence that tells what it is for."""
+    """Whether a command has no arguments, as in a sentence about the command."""
     return bool(re.fullmatch(r"python ([\w/]+\.py|-m [\w.]+)|make [\w-]+", text))
 
 
 def commands(page: str, text: str) -> list[Command]:
-    """The commands of a page in order, each with the output shown.
+    """List the commands of a page in order, each with the output shown.
 
-    Raises: ValueError for a block that no command is said to have printed.
+    Raises: ValueError for a block of output without a command.
     """
     found: list[Command] = []
 
@@ -199,28 +199,28 @@ def commands(page: str, text: str) -> list[Command]:
             return found[-1]
         return same[-1]
 
-    said: list[Command] = []
+    last: list[Command] = []
     before: list[str] = []
     for number, kind, lines in parts(text):
         if kind == "text" or (kind == "table" and not prints_table(before)):
-            said = [command(number, words, NAMED if names_only(words) else RUN, again=False) for words in quoted(lines)]
+            last = [command(number, words, NAMED if names_only(words) else RUN, again=False) for words in quoted(lines)]
         elif kind == "block" and lines[0].startswith(("$ ", *STARTS)):
             session = lines[0].startswith("$ ")
             for offset, line in enumerate(lines):
                 if session and not line.startswith("$ "):
-                    said[-1].shown[-1].append(line)
+                    last[-1].shown[-1].append(line)
                 elif line.strip():
                     if not session and not line.startswith(STARTS):
                         raise ValueError(f"{page}:{number + offset}: not a command: {line}")
-                    said = [command(number + offset, *_and_status(line.removeprefix("$ ")))]
-                    said[-1].shown += [[]] if session else []
+                    last = [command(number + offset, *_and_status(line.removeprefix("$ ")))]
+                    last[-1].shown += [[]] if session else []
         elif kind == "program":
-            said = [command(number, "\n".join(("python - <<'END'", *lines, "END")))]
+            last = [command(number, "\n".join(("python - <<'END'", *lines, "END")))]
         elif kind != "change":
-            if not said:
-                raise ValueError(f"{page}:{number}: no command is said to print this block")
-            said[-1].shown.append(lines[2:] if kind == "table" else lines)
-            said[-1].how = RUN
+            if not last:
+                raise ValueError(f"{page}:{number}: no command before this block of output")
+            last[-1].shown.append(lines[2:] if kind == "table" else lines)
+            last[-1].how = RUN
         before = lines
     return found
 
@@ -239,9 +239,9 @@ def of_page(page: str) -> list[Command]:
 
 
 SERVED = "docs/serve.md"
-NOT_RUN |= {one.text: "asks a server: tests/serve/test_page.py" for one in of_page(SERVED) if one.how == RUN}
+NOT_RUN |= {one.text: "needs a server: tests/serve/test_page.py" for one in of_page(SERVED) if one.how == RUN}
 
-# What was printed, compared with what is shown ------------------------------------------------------------------------
+# Compare printed output with the page ---------------------------------------------------------------------------------
 
 
 def numbers(line: str) -> list[re.Match]:
@@ -249,7 +249,7 @@ def numbers(line: str) -> list[re.Match]:
 
 
 def kind_of(line: str, number: re.Match) -> Kind:
-    """How a number of a line may differ, by where it stands there."""
+    """Return the tolerance of a number, by its place in the line."""
     for kind in KINDS:
         place = re.compile(kind.where.replace("#", f"({NUMBER})"))
         for match in place.finditer(line):
@@ -267,10 +267,10 @@ def agree(kind: Kind, shown: float, printed: float) -> bool:
 
 
 def compare(shown: str, printed: str) -> str | None:
-    """Why a printed line is not the one shown; None if it is. Runs of spaces count as one."""
-    found = numbers(shown)
+    """Return how a printed line differs from the line shown, or None. Runs of spaces count as one space."""
+    expected = numbers(shown)
     pattern, end = "", 0
-    for number in [*found, None]:
+    for number in [*expected, None]:
         words = shown[end : number.start() if number else None]
         pattern += re.sub(r"(\\ )+", r"\\s+", re.escape(words)).replace(r"\.\.\.", ".*?")
         pattern += f"({NUMBER})" if number else ""
@@ -279,17 +279,17 @@ def compare(shown: str, printed: str) -> str | None:
     if not match:
         return "no such line"
     value = lambda text: float(text.replace(",", ""))
-    for number, got in zip(found, match.groups(), strict=True):
+    for number, got in zip(expected, match.groups(), strict=True):
         kind = kind_of(shown, number)
         if not agree(kind, value(number[0]), value(got)):
-            return f"{number[0]} is shown, {got} was printed ({kind.name})"
+            return f"the page shows {number[0]}, the command printed {got} ({kind.name})"
     return None
 
 
 def missing(shown: list[str], printed: str) -> str | None:
-    """Why a block of output is not in what was printed; None if it is.
+    """Return why the printed output does not contain a block, or None.
 
-    Lines follow each other as shown, and blank ones do not count; after `...` any number of lines may come first.
+    Lines must be consecutive, ignoring blank lines; `...` matches any number of lines.
     """
     lines = [line for line in printed.splitlines() if line.strip()]
     at, runs = 0, [[]]
@@ -299,9 +299,9 @@ def missing(shown: list[str], printed: str) -> str | None:
         elif line.strip():
             runs[-1].append(line)
     for run in filter(None, runs):
-        tries = [[compare(*pair) for pair in zip(run, lines[start:], strict=False)] + ["the output ends"]
-                 for start in range(at, len(lines))]  # fmt: skip
-        reasons = [next((n, why) for n, why in enumerate(one) if why) for one in tries]
+        attempts = [[compare(*pair) for pair in zip(run, lines[start:], strict=False)] + ["the output ends"]
+                    for start in range(at, len(lines))]  # fmt: skip
+        reasons = [next((n, why) for n, why in enumerate(one) if why) for one in attempts]
         whole = [start for start, (n, _) in enumerate(reasons, start=at) if n == len(run)]
         if not whole:
             n, why = max(reasons, key=lambda one: (one[0], one[1] != "no such line"), default=(0, "no output"))
@@ -314,9 +314,9 @@ def missing(shown: list[str], printed: str) -> str | None:
 
 
 def make_site(folder: Path) -> Path:
-    """A working directory like a checkout after `make`: links to its files, a .venv, and runs/ and tokens/ of its own.
+    """Create a working directory like a checkout after `make`: links to all files but runs/ and tokens/, and a .venv.
 
-    docs/ is a copy, because a command writes there. The stamps of .venv are new, so that make installs nothing.
+    docs/ is a copy, because a command writes there. The stamps in .venv are new, so that make installs nothing.
     """
     for path in ROOT.iterdir():
         if path.name not in (".git", ".venv", "runs", "tokens", "docs"):
@@ -332,17 +332,17 @@ def make_site(folder: Path) -> Path:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """What a newcomer's shell has after `source .venv/bin/activate`: nothing that tests set; and no network."""
+    """Return the environment of a fresh shell after `source .venv/bin/activate`, without test settings or network."""
     ours = re.compile(r"XLA_|NPROC$|COLUMNS$|PYTEST|HYPOTHESIS|JAX_|MAKE|ARGS$")
     env = {name: value for name, value in os.environ.items() if not ours.match(name)}
-    nowhere = "http://127.0.0.1:9"  # the port `discard`: what tries to download fails at once
+    nowhere = "http://127.0.0.1:9"  # the port `discard`: downloads fail at once
     env |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), nowhere) | {"PIP_NO_INDEX": "1"}
     path = f"{site / '.venv' / 'bin'}{os.pathsep}{env['PATH']}"
     return env | {"PATH": path, "VIRTUAL_ENV": str(site / ".venv"), "JAX_PLATFORMS": "cpu"}
 
 
 def run(one: Command, site: Path) -> str | None:
-    """Run a command as it stands on its page. Returns what is wrong; None: nothing."""
+    """Run a command as its page shows it. Return what is wrong, or None."""
     words = one.text
     if one.how == NAMED:
         words = words.replace("make ", "make -n ") if words.startswith("make ") else f"{words} --help"
@@ -356,18 +356,18 @@ def run(one: Command, site: Path) -> str | None:
         raise
     tail = "\n".join(printed.splitlines()[-40:])
     if process.returncode != one.status:
-        return f"{one}\nended with status {process.returncode}, the page says {one.status}:\n{tail}"
+        return f"{one}\nexit status {process.returncode}, expected {one.status}:\n{tail}"
     wrong = [why for block in one.shown if (why := missing(block, printed))]
-    return f"{one}\n" + "\n".join(wrong) + f"\nwas not printed; this was, at the end:\n{tail}" if wrong else None
+    return f"{one}\n" + "\n".join(wrong) + f"\nwas not printed; the output ended with:\n{tail}" if wrong else None
 
 
 def named(found: list[Command]) -> list[Command]:
-    """Commands that pages only name, each once, but for those that some page runs."""
+    """List commands that pages name but no page runs, without duplicates."""
     run_somewhere = {one.text for one in found if one.how == RUN} | set(NOT_RUN)
     return list({one.text: one for one in found if one.how == NAMED and one.text not in run_somewhere}.values())
 
 
 def to_run(page: str, tpu: bool = False, hosts: bool = False) -> list[Command]:
-    """Commands of a page that a test runs, in order."""
+    """List the commands of a page that a test runs, in order."""
     return [dataclasses.replace(one) for one in of_page(page)
             if one.how == RUN and one.text not in NOT_RUN and (one.tpu, one.hosts) == (tpu, hosts)]  # fmt: skip

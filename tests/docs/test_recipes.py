@@ -1,4 +1,4 @@
-"""Claims about docs/recipes.md: its steps work on a copy of the checkout, and each is missed by the tests it names."""
+"""Tests of docs/recipes.md: its steps work on a copy of the checkout, and the named tests fail without each step."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from tests.docs import commands
 ROOT = commands.ROOT
 PAGE = "docs/recipes.md"
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "tokens", "notebooks", "_build", "__pycache__")
-# Of a test with many cases, those that the recipes are about.
+# The relevant cases of tests with many cases.
 CASES = {
     "test_attention_equals_a_loop_over_queries": "[gqa-True]",
     "test_every_parameter_receives_gradient": "[gqa]",
@@ -29,7 +29,7 @@ CASES = {
     "test_converted_weights_say_what_the_library_says": "[mistral]",
     "test_there_and_back_is_bit_equal": "[mistral]",
 }
-# Of these, those that compile a model.
+# Tests that compile a model.
 SLOW = {"test_cached_logits_equal_the_full_forward", "test_the_plan_matches_the_compiled_step",
         "test_every_parameter_receives_gradient", "test_the_loss_and_its_metrics_by_hand",
         "test_a_schedule_changes_when_not_what"}  # fmt: skip
@@ -37,10 +37,10 @@ SLOW = {"test_cached_logits_equal_the_full_forward", "test_the_plan_matches_the_
 
 @dataclass(frozen=True)
 class Step:
-    """A block of a recipe, and the tests that are red without it."""
+    """A block of a recipe, and the tests that fail without it."""
 
-    number: int  # in its recipe, from 1
-    kind: str  # change, or block: of commands
+    number: int  # within its recipe, from 1
+    kind: str  # "change", or "block" of commands
     lines: tuple[str, ...]
     tests: tuple[str, ...]
 
@@ -51,7 +51,7 @@ def named_tests(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def recipes() -> dict[str, list[Step]]:
-    """The steps of each section of the page, in order."""
+    """Return the steps of each section of the page, in order."""
     found = {}
     for title, text in re.findall(r"(?ms)^## (.*?)$(.*?)(?=^## |\Z)", (ROOT / PAGE).read_text(encoding="utf-8")):
         steps = found[title] = []
@@ -64,9 +64,9 @@ def recipes() -> dict[str, list[Step]]:
 
 
 def change(root: Path, lines) -> None:
-    """Apply a block: after a line `@@ FILE @@`, lines to add (+), to take away (-), and those around them, once there.
+    """Apply a block: a line `@@ FILE @@`, then lines to add (+), to remove (-), and context, which must occur once.
 
-    Lines are joined before they are looked for, so that the last may be the beginning of one.
+    The search is for the joined text, so that the last line may be only the beginning of a line.
     """
     for name, text in re.findall(r"(?ms)^@@ (\S+) @@\n(.*?)(?=^@@ |\Z)", "\n".join(lines) + "\n"):
         pairs = [(line[:1], line[1:]) for line in text.rstrip("\n").split("\n")]
@@ -77,7 +77,7 @@ def change(root: Path, lines) -> None:
 
 
 def copy_with(steps: list[Step], root: Path) -> Path:
-    """A copy of the checkout in which these steps are taken."""
+    """Copy the checkout and apply these steps."""
     shutil.copytree(ROOT, root, ignore=NOT_COPIED)
     for step in steps:
         if step.kind == "change":
@@ -91,8 +91,8 @@ def copy_with(steps: list[Step], root: Path) -> Path:
 
 
 def make_witness(fixtures: Path) -> None:
-    """What `make_reference.py` would write, with a library that is not here: without a window Mistral computes what
-    Llama does, so Llama's witness, under Mistral's settings, is one of Mistral."""
+    """Write the reference that `make_reference.py` would, without its library. Without a sliding window Mistral equals
+    Llama, so Llama's reference with Mistral's settings is valid."""
     shutil.copytree(fixtures / "llama", fixtures / "mistral")
     path = fixtures / "mistral" / "config.json"
     hf = {name: x for name, x in json.loads(path.read_text()).items()
@@ -102,17 +102,17 @@ def make_witness(fixtures: Path) -> None:
 
 
 def verdicts(root: Path, tests) -> dict[str, bool]:
-    """Run tests in a copy: whether each is green. One that cannot be collected, or has no such case, is red."""
+    """Run tests in a copy and return whether each passes. A test that cannot be collected fails."""
     ids = [test + CASES.get(test.split("::")[1], "") for test in tests]
     words = ["-q", "-n", "0", "-rA", "--tb=short", "--durations=0", *ids]
     env = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=root, env=env, capture_output=True, text=True)
     print(done.stdout[-6000:], done.stderr[-2000:])
-    found = {}
+    passed = {}
     for test in tests:
-        told = re.findall(rf"(?m)^(PASSED|FAILED|ERROR) {re.escape(test)}\b", done.stdout)
-        found[test] = bool(told) and set(told) == {"PASSED"}
-    return found
+        results = re.findall(rf"(?m)^(PASSED|FAILED|ERROR) {re.escape(test)}\b", done.stdout)
+        passed[test] = bool(results) and set(results) == {"PASSED"}
+    return passed
 
 
 def marks(tests):
@@ -122,7 +122,7 @@ def marks(tests):
 @pytest.mark.slow
 @pytest.mark.parametrize("title", recipes())
 def test_a_recipe_works(title, tmp_path):
-    """Catches a line that has moved or changed since, and a place that a recipe forgets."""
+    """Catches a line that has moved or changed, and a file that a recipe forgets to change."""
     steps, text = recipes()[title], (ROOT / PAGE).read_text(encoding="utf-8")
     tests = list(dict.fromkeys(named_tests(text.split(f"## {title}\n")[1].split("\n## ")[0])))  # also those of no step
     assert {test for step in steps for test in step.tests} <= {*tests}
@@ -135,23 +135,23 @@ LEFT_OUT = [pytest.param(title, step, marks=marks(step.tests), id=f"{title}, ste
 
 
 @pytest.mark.parametrize("title, step", LEFT_OUT)
-def test_a_step_that_is_left_out_is_told(title, step, tmp_path):
-    """Catches a test that no longer sees what it is named for, and a recipe with a step too many."""
+def test_the_named_tests_fail_without_a_step(title, step, tmp_path):
+    """Catches a test that no longer detects the missing step, and a step that is not needed."""
     steps = [one for one in recipes()[title] if one is not step]
     found = verdicts(copy_with(steps, tmp_path / "copy"), step.tests)
     assert not any(found.values()), found
 
 
-def test_every_recipe_names_what_tells():
-    """Catches a page whose steps, or tests, are no longer found."""
+def test_every_recipe_names_tests():
+    """Catches a page whose steps or tests are no longer found."""
     assert list(recipes()) == ["Add a parameter", "Add a loss", "Add a setting", "Add a schedule", "Add a model family"]
     assert all(sum(bool(step.tests) for step in steps) >= 2 for steps in recipes().values())
     assert len(LEFT_OUT) >= 14
 
 
 @pytest.mark.parametrize("title", recipes())
-def test_every_change_fits(title, tmp_path):
-    """Catches a line of the page that is no longer that of its file, and one that `make lint` would refuse."""
+def test_every_change_applies_and_passes_lint(title, tmp_path):
+    """Catches a context line that is no longer in the file, and a line that `make lint` would refuse."""
     copy = copy_with([step for step in recipes()[title] if step.kind == "change"], tmp_path / "copy")
     changed = {path for step in recipes()[title] for path in re.findall(r"(?m)^@@ (\S+) @@$", "\n".join(step.lines))}
     narrow = ("format", "--diff", "--quiet", "--line-length", "110")
