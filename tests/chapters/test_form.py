@@ -1,5 +1,4 @@
-"""Claims about how chapters are written: their parts, how wide and long they are, what they name; and that the program
-by hand, which each has, runs by itself. Nothing else of them is run here."""
+"""Tests of the form of chapters: their parts, widths, lengths and names. Only the by-hand program of each is run."""
 
 import ast
 import importlib
@@ -18,8 +17,8 @@ from tests.test_house import ROOT, modules
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.py"))
 CODE_COLUMNS, PROSE_COLUMNS, CODE_LINES = 88, 110, 20
 WORDS = (1500, 2500)
-VISIBLE = 250  # lines of code on a page that are not folded; what they print comes on top
-BY_HAND = (20, 45)  # lines of the program that is written out in plain JAX
+VISIBLE = 250  # most lines of unfolded code on a page, without their output
+BY_HAND = (20, 45)  # lines of the by-hand program in plain JAX
 FORBIDDEN = ("as you can see", "simply", "obviously", "let's", "just")
 
 
@@ -28,7 +27,7 @@ class Cell:
     """A cell of a py:percent program."""
 
     line: int  # of its marker
-    marker: str  # what stands behind `# %%`
+    marker: str  # the text after `# %%`
     text: str  # markdown without the leading `# `, or code
 
     @property
@@ -70,11 +69,11 @@ def prose_of(found: list[Cell]) -> str:
 
 
 def without_code(text: str) -> str:
-    """Prose without what stands between backquotes, and without the addresses of links."""
+    """Remove text in backquotes and the addresses of links."""
     return re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]+>", " ", text, flags=re.DOTALL)
 
 
-# What is looked for: functions of all cells that give a line for each fault -------------------------------------------
+# Checks: functions of all cells that return one line for each fault ---------------------------------------------------
 
 
 def header(found: list[Cell]) -> list[str]:
@@ -90,7 +89,7 @@ def header(found: list[Cell]) -> list[str]:
         f"the first cell lacks {what}" for what, sought in wanted.items() if not re.search(sought, first, re.DOTALL)
     ]
     if not re.match(r"from devices import simulate_devices\n+simulate_devices\(8\)\n", second):
-        faults.append("the second cell does not begin with the import and the call of `simulate_devices(8)`")
+        faults.append("the second cell does not begin with importing and calling `simulate_devices(8)`")
     imports = re.findall(r"(?m)^(?:import|from) ", second)
     return faults + ([f"{len(imports)} lines of imports, more than 10"] if len(imports) > 10 else [])
 
@@ -109,7 +108,7 @@ def sizes(found: list[Cell]) -> list[str]:
 
 
 def length(found: list[Cell]) -> list[str]:
-    """What is folded is not counted, nor are tables and sources."""
+    """Check the number of words and of visible code lines; folded text, tables and sources do not count."""
     shown = re.sub(r"(?s)<details>.*?</details>|\*\*Sources.*|(?m:^\|[^\n]*$)", "", prose_of(found))
     words, visible = len(re.findall(r"\S*\w\S*", shown)), sum(len(cell.lines) for cell in found if cell.is_visible)
     faults = [] if WORDS[0] <= words <= WORDS[1] else [f"{words:,} words of prose, not {WORDS[0]:,} to {WORDS[1]:,}"]
@@ -121,21 +120,21 @@ def program_by_hand(found: list[Cell]) -> str:
 
 
 def by_hand(found: list[Cell]) -> list[str]:
-    """It can be pasted: it imports nothing of the project, and compares itself with what it should be."""
+    """Check the by-hand program: it imports nothing of the project, and compares its result with the expected one."""
     program = program_by_hand(found)
     if not program:
-        return ['no cell with tags=["by-hand"]: the idea, whole, in plain JAX']
+        return ['no cell with tags=["by-hand"], which should have the complete idea in plain JAX']
     count = sum(bool(line.strip()) for line in program.splitlines())
     faults = [] if BY_HAND[0] <= count <= BY_HAND[1] else [f"{count} lines by hand, not {BY_HAND[0]} to {BY_HAND[1]}"]
     nodes = [*ast.walk(ast.parse(program))]
     used = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     used |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     allowed = {*sys.stdlib_module_names, "jax", "numpy"}
-    faults += [f"the program by hand imports {name}" for name in sorted(used) if name.split(".")[0] not in allowed]
+    faults += [f"the by-hand program imports {name}" for name in sorted(used) if name.split(".")[0] not in allowed]
     if "jax" in used and "xla_force_host_platform_device_count" not in program.partition("import jax")[0]:
-        faults.append("the program by hand does not ask for its devices before it imports jax")
+        faults.append("the by-hand program does not set the number of devices before it imports jax")
     compared = any(isinstance(node, ast.Assert) or "assert" in str(getattr(node, "attr", "")) for node in nodes)
-    return faults if compared else [*faults, "the program by hand is compared with nothing"]
+    return faults if compared else [*faults, "the by-hand program checks nothing"]
 
 
 def in_one_table(found: list[Cell]) -> list[str]:
@@ -145,9 +144,9 @@ def in_one_table(found: list[Cell]) -> list[str]:
 
 
 def predictions(found: list[Cell]) -> list[str]:
-    asked = [n for n, cell in enumerate(found) if cell.is_prose and re.search(r"(?m)^> \*\*Predict", cell.text)]
-    faults = [] if len(asked) >= 2 else [f"{len(asked)} predictions (`> **Predict.** ..`), fewer than 2"]
-    for n, until in zip(asked, [*asked[1:], len(found)], strict=True):
+    questions = [n for n, cell in enumerate(found) if cell.is_prose and re.search(r"(?m)^> \*\*Predict", cell.text)]
+    faults = [] if len(questions) >= 2 else [f"{len(questions)} predictions (`> **Predict.** ..`), fewer than 2"]
+    for n, until in zip(questions, [*questions[1:], len(found)], strict=True):
         answers = [cell for cell in found[n:until] if not cell.is_prose and "lesson.predicted(" in cell.text]
         if not answers:
             faults.append(f"line {found[n].line}: no cell with lesson.predicted(..) follows the prediction")
@@ -169,13 +168,13 @@ def figures(found: list[Cell]) -> list[str]:
 
 
 def draws(cell: Cell) -> bool:
-    """Whether a cell draws, and does not only define what another one calls."""
+    """Whether a cell draws a figure, and does not only define a function for it."""
     body = re.sub(r"(?m)^(def|class) .*\n((    .*)?\n)*", "", cell.text + "\n")
     return bool(re.search(r"plt\.(subplots|figure)\(", body)) and not cell.is_hidden and not cell.is_prose
 
 
 def sections(found: list[Cell]) -> dict[str, list[Cell]]:
-    """Heading of each `## ..` -> the cells from it to the next."""
+    """Map each heading `## ..` to its cells."""
     parts: dict[str, list[Cell]] = {}
     title = ""
     for cell in found:
@@ -188,7 +187,7 @@ def sections(found: list[Cell]) -> dict[str, list[Cell]]:
 
 
 def says(cell: Cell) -> bool:
-    """Whether a cell prints what a checker says."""
+    """Whether a cell prints the result of a check function."""
     return bool(re.search(r"print\(\s*check_\w+\(", cell.text))
 
 
@@ -208,9 +207,9 @@ def exercises(found: list[Cell]) -> list[str]:
         if not any(says(cell) for cell in section):
             faults.append(f"{start}: no `print(check_..(..))`")
         if start == "A bug to find" and not any(says(cell) and "hide-output" in cell.marker for cell in section):
-            faults.append("what the checker says of the bug is not folded: a hint is read before the bug")
+            faults.append("the check's message about the bug is not folded, so readers see the hint before the bug")
         if start != "A bug to find" and not re.search(r"\breturn \.\.\.|= \.\.\.|\breturn \(?\.\.\.", text):
-            faults.append(f"{start}: nothing to fill in: no `return ...`")
+            faults.append(f"{start}: no `return ...` to fill in")
     return faults
 
 
@@ -240,7 +239,7 @@ def words(found: list[Cell]) -> list[str]:
 
 
 def names(found: list[Cell]) -> list[str]:
-    """What is named like `model.feed_forward` has to be there: a symbol, a setting, or a file."""
+    """Check that a name like `model.feed_forward` exists, as a symbol, a setting or a file."""
     ours, settings, faults = {*modules()} | {"lesson"}, {*config.affecting(*config.Affects)}, []
     for name in sorted(set(re.findall(r"`([A-Za-z_]+(?:\.\w+)+)(?:\([^`]*\))?`", prose_of(found)))):
         first = name.split(".")[0]
@@ -272,24 +271,24 @@ FORM = (header, sizes, length, by_hand, predictions, figures, exercises, in_one_
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_has_the_form_of_all(path):
-    """Catches a chapter without a part that readers rely on, one too long to read, and a name that is gone."""
+def test_a_chapter_has_the_common_form(path):
+    """Catches a chapter without a required part, a chapter that is too long, and a name that no longer exists."""
     found = cells(path.read_text(encoding="utf-8"))
     faults = [f"{check.__name__}: {fault}" for check in FORM for fault in check(found)]
     assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_the_program_by_hand_runs_alone(path):
-    """Catches a program to paste that needs a name from elsewhere on the page, or is not what it is compared with."""
+def test_the_by_hand_program_runs_alone(path):
+    """Catches a by-hand program that needs a name from elsewhere on the page, or fails its own check."""
     program = compile(program_by_hand(cells(path.read_text(encoding="utf-8"))), path.name, "exec")
-    with jax.numpy_rank_promotion("allow"):  # as it is where a reader pastes it
+    with jax.numpy_rank_promotion("allow"):  # JAX's default, which readers have
         exec(program, {"__name__": "pasted"})
 
 
 def letters_without_meaning(found: list[Cell], known: set[str]) -> set[str]:
-    """Capitals that stand alone in prose, and those of arrays' names, which are not known."""
-    text = re.sub(r"\]\([^)]*\)|C\+\+|[A-Z]\. (?=[A-Z])", " ", prose_of(found))  # addresses, C++ and initials are none
+    """Return the unknown letters among single capitals in prose and capitals in array names."""
+    text = re.sub(r"\]\([^)]*\)|C\+\+|[A-Z]\. (?=[A-Z])", " ", prose_of(found))  # not addresses, C++ or initials
     alone = re.findall(r"(?<![\w.'-])[A-Z](?![\w'-])", text)
     code = "\n".join(cell.text for cell in found)
     arrays = re.findall(r"\b[a-z]\w*?_((?:[A-Za-z]\d?)*[A-Z][A-Za-z\d]*)\b", code)
@@ -302,23 +301,23 @@ def known_letters() -> set[str]:
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_every_capital_letter_stands_in_the_glossary(path):
-    """Catches a quantity or a dim of a chapter with a letter that the glossary does not explain."""
+def test_every_capital_letter_is_in_the_glossary(path):
+    """Catches a quantity or a dim in a chapter whose letter the glossary does not explain."""
     unknown = letters_without_meaning(cells(path.read_text(encoding="utf-8")), known_letters())
     assert not unknown, f"letters that docs/glossary.md lacks: {sorted(unknown)}"
 
 
-def test_letters_are_looked_at():
-    """Catches a test of letters that sees none: in prose, in a formula, in an array's name, whole or a slice."""
+def test_unknown_letters_are_found():
+    """Catches a check that misses letters in prose, in formulas or in array names."""
     found = cells("# %% [markdown]\n# Y rows, $2 O$ and `Q + 1`; C++, F. Y. I, GPU.\n\n# %%\nx_bJtD = y_D2F")
     assert letters_without_meaning(found, {"Q", "D", "F", "I"}) == {"Y", "O", "J"}
     letters = known_letters()
     assert {"B", "M", "Z"} <= letters and not {"O", "Y"} & letters, letters
 
 
-def test_every_chapter_has_a_number_of_its_own():
-    """Catches two chapters of one number, a title that has another number than the file, and a guide without a start.
-    Numbers may be left out: chapters are to come between."""
+def test_every_chapter_has_its_own_number():
+    """Catches two chapters with one number, a title with another number than its file, and a guide without chapter 00.
+    Gaps are allowed, for future chapters."""
     numbers = [path.stem[:2] for path in CHAPTERS]
     assert numbers[0] == "00" and len({*numbers}) == len(numbers), numbers
     assert [path.read_text(encoding="utf-8").split("\n")[1][4:6] for path in CHAPTERS] == numbers
@@ -457,8 +456,8 @@ lesson.predicted("it", None, 3)
     ],
     ids=lambda x: getattr(x, "__name__", None) or str(x)[:24],
 )
-def test_the_form_is_looked_at(check, old, new):
-    """Catches a check that finds nothing wrong with a chapter from which it was taken."""
-    assert not check(cells(GOOD)), "the chapter that should be good is not"
+def test_every_check_finds_its_fault(check, old, new):
+    """Catches a check that accepts a chapter without the part that it requires."""
+    assert not check(cells(GOOD)), "the good example fails its check"
     assert old in GOOD
     assert check(cells(GOOD.replace(old, new)))
