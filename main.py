@@ -1,7 +1,7 @@
-"""The training command: parse, build, loop, finish.
+"""The training command: parse the flags, compile the step, run the training loop, write the report.
 
-`python main.py laptop` trains a preset; `python main.py laptop --model.n_experts 4 --run.steps 100` changes settings of
-it. Everything a run leaves lies in runs/NAME, or gs://BUCKET/DIR/NAME: config.json, metrics.jsonl, checkpoints/,
+`python main.py laptop` trains a preset; `python main.py laptop --model.n_experts 4 --run.steps 100` overrides some of
+its settings. A run writes everything to runs/NAME, or gs://BUCKET/DIR/NAME: config.json, metrics.jsonl, checkpoints/,
 samples.txt, report.png.
 """
 
@@ -9,7 +9,7 @@ import time
 
 from devices import log
 
-START = time.perf_counter()  # before the imports below: their time is reported
+START = time.perf_counter()  # before the imports below, because the run reports how long they take
 
 from errors import UserError, end_quietly, exit_status
 
@@ -42,15 +42,15 @@ from weights import init_from
 from xla import ordered
 
 IMPORT_S = time.perf_counter() - START
-SAMPLE_TOKENS = 200  # at most, of the sample at the end; it ends with the context
+SAMPLE_TOKENS = 200  # maximum length of the sample at the end, which also stops at the end of the context
 HELP = """\
 e.g. python main.py laptop --run.steps 100
 
-Train a transformer. --config takes the settings a run left; under the same run.name that run goes on. Presets:"""
+Train a transformer. --config reads the settings of an earlier run; with the same run.name it resumes. Presets:"""
 
 
 def parse(argv: list[str]) -> Config:
-    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    """Parse `[PRESET | --config FILE] [--flags]`. The preset or the file sets the default of every flag."""
     too_big = [name for name, (what, _) in PRESETS.items() if what.startswith("planner only")]
     presets = {name: what for name, (what, _) in PRESETS.items() if name not in too_big}
     lines = [f"  {name:13} {what}" for name, what in (presets | {"planner only": ", ".join(too_big)}).items()]
@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> Config:
 
 
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
-    """Train until run.steps, from the newest checkpoint if there is one. `argv` is what to type to do so again."""
+    """Train until run.steps, starting from the newest checkpoint if there is one. `argv`: the flags of this command."""
     encoding = preflight.tokens(cfg)
     together.agreement.same(**describe(cfg))
     if done := together.board.first("done", lambda: look(cfg, directory)):
@@ -70,7 +70,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     plan = preflight.announce(cfg, mesh)
     asked, cfg = cfg, plan.cfg
     if not encoding:
-        log(f"sample     none at the end: {cfg.data.path} holds ids of no known tokenizer")
+        log(f"sample     none at the end: the tokenizer of {cfg.data.path} is unknown")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
     open_run(asked, directory, together)
@@ -104,7 +104,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
             if interruptions.begins_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
-                # Over the batches of every evaluation on the way: losses of checkpoints are compared.
+                # On the same batches as every earlier evaluation, so that the losses of checkpoints are comparable.
                 result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, together.watchdog.touch)
                 checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)), result["loss"])
         finish(cfg, mesh, state, evaluation, metrics, directory, together)
@@ -116,9 +116,9 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 def loop(
     cfg: Config, mesh, state, step_function, evaluation, plan: planner.Plan, metrics: Metrics, manager, interruptions
 ):
-    """Take the steps from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
+    """Train from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), decisive(describe(cfg))
-    peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # a CPU's nobody knows
+    peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # None for a CPU
     losses, mark, together = [], time.perf_counter(), interruptions.together
     skips, questions = guard.SkipWatch(cfg, metrics.write), guard.Questions(cfg, mesh, metrics.write)
     size, rows = cfg.data.batch_size, sharding.own_rows(mesh, cfg.data.batch_size)
@@ -126,7 +126,7 @@ def loop(
         for step, batch in dataset.prefetch(cfg, first, rows):
             if step == run.steps:
                 return state
-            manager.check()  # a save in the background that failed stops the run here, not at the next save
+            manager.check()  # a background save that failed stops the run here, not at the next save
             taken = step + 1
             together.watchdog.begin_step(taken)
             placed = sharding.put(batch, mesh, size)
@@ -137,10 +137,10 @@ def loop(
             last, stopping = taken == run.steps, interruptions.stops_after(taken)
             evaluation_due = run.eval_every and taken % run.eval_every == 0 and not last
             checkpoint_due = (taken % run.checkpoint_every == 0 or stopping) and not last
-            # Either ends a row too: an evaluation so that it is not timed as a step, a checkpoint so that the loss
-            # averaged from there on is the same after a resume.
+            # Both also end a row: an evaluation, so that its time does not count as a step's; a checkpoint, so that a
+            # resumed run averages the loss over the same steps.
             if taken % run.log_every == 0 or evaluation_due or checkpoint_due or last:
-                skips.settle()  # waits for the step
+                skips.settle()  # blocks until the step is finished
                 row = to_row(values, losses)
                 step_s = (time.perf_counter() - mark) / len(losses)
                 row |= {"tokens": taken * plan.tokens_per_step, "tokens_per_s": plan.tokens_per_step / step_s}
@@ -162,7 +162,7 @@ def loop(
 
 
 def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, together: Processes) -> None:
-    """Evaluate on the whole validation split, print a sample, draw the report."""
+    """Evaluate on the whole validation split, print a sample and draw the report."""
     step, manifest = int(state.step), dataset.opened(cfg).manifest
     log("evaluating on the whole validation split ..")
     result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.touch)
@@ -181,7 +181,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
     seconds = time.perf_counter() - START
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: without it the run is not complete
+    metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: this row marks the run as complete
     together.agreement.complete = True
     if text is not None:
         log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
@@ -190,14 +190,14 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
 
 
 def replay(cfg: Config) -> None:
-    """Take one step of a run again, from the newest good checkpoint before it, or from the start. Writes nothing."""
+    """Repeat step run.replay, starting from the newest good checkpoint before it or from step 0. Writes nothing."""
     with storage.copied(storage.of(cfg)) as directory:
         _replay(cfg, directory, cfg.run.replay)
 
 
 def _replay(cfg: Config, directory, step: int) -> None:
     if not (directory / "config.json").exists():
-        raise UserError(f"{directory}: no run there, so there is no step {step} to replay; name one with --run.name")
+        raise UserError(f"{directory}: no run there, so there is no step {step} to replay; choose one with --run.name")
     if step > cfg.run.steps:
         raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
     check_same(cfg, directory)
@@ -209,12 +209,12 @@ def _replay(cfg: Config, directory, step: int) -> None:
 
 
 def programs() -> str:
-    """The directory of compiled programs; auto: the user's cache folder; empty: none."""
+    """Return the directory of the compilation cache; "auto": the user's cache folder; "": no cache."""
     return os.environ.get("JAX_COMPILATION_CACHE_DIR", "auto")
 
 
 def compile_cache(cfg: Config, name: str = ""):
-    """Meanwhile keep compiled programs, so that the next start is faster; `name`: of several processes, this one's."""
+    """Cache compiled programs inside this context, to speed up the next start. `name`: subdirectory of this process."""
     directory = os.path.join(devices.cache_directory(), "xla", name) if (asked := programs()) == "auto" else asked
     return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int | None:
     argv = sys.argv[1:] if argv is None else argv
     cfg = parse(argv)
     if cfg.run.devices > 1 == cfg.mesh.devices:
-        raise UserError(f"--devices {cfg.run.devices}: say how they share the work, or one does it all, "
+        raise UserError(f"--devices {cfg.run.devices}: without --mesh only one device would be used; set a mesh, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip
     if cfg.run.check == "only":
         return preflight.check(cfg)

@@ -93,7 +93,7 @@ WRONG = {
     "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8; --devices 16 "
     "simulates them",
     "tiny --devices 4 --mesh data=4": "--devices 4: this process has begun to work with 8; start another",
-    "tiny --devices 3": "--devices 3: say how they share the work, or one does it all, e.g. --mesh fsdp=3",
+    "tiny --devices 3": "--devices 3: without --mesh only one device would be used; set a mesh, e.g. --mesh fsdp=3",
     "tiny --devices -1": "run.devices=-1: must be at least 0",
     "tiny --mesh tensor=4": "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
     "nearest that do: 16 or 20",

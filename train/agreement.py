@@ -1,4 +1,4 @@
-"""What all processes of a run decide together: whether to begin, after which step to stop, and who saves."""
+"""What all processes of a run decide together: whether to start, after which step to stop, and which host saves."""
 
 import functools
 import hashlib
@@ -16,20 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Agreement:
-    """The decisions of all processes, seen from one of them."""
+    """One process's view of the decisions that all processes share."""
 
     def __init__(self, board: Board):
         self.board = board
-        self.complete = False  # the run: nothing is left that a signal could stop
-        self.share_disk = True  # all processes see what process 0 writes to the run's directory
+        self.complete = False  # the run is complete, so a signal has nothing left to stop
+        self.share_disk = True  # all processes see the files that process 0 writes to the run's directory
 
     @property
     def keeper(self) -> str | None:
-        """The host that saves the checkpoints for all; None: each process writes its shards to a shared disk."""
+        """Return the host that saves the checkpoints; None: every process writes its shards to a shared disk."""
         return None if self.share_disk else self.board.messages[0].host
 
     def same(self, config: dict, data: dict) -> None:
-        """Compare settings, tokens and program of all. Raises: UserError naming the host and the first difference."""
+        """Compare settings, tokens and program. Raises: UserError naming the first difference and its host."""
         board = self.board
         if board.count == 1:
             return
@@ -41,13 +41,13 @@ class Agreement:
         for rank, theirs in enumerate(settings):
             for name, x, y in differences(settings[0], theirs):
                 raise UserError(
-                    f"the processes are not about to do the same: {name} is {y!r} for {board.name(rank)}, and {x!r} "
+                    f"the processes were started differently: {name} is {y!r} for {board.name(rank)}, and {x!r} "
                     f"for {board.name(0)}; they need the same command, commit, packages and tokens")  # fmt: skip
 
     def begin(self, step: int) -> bool:
-        """Before the loop, which has taken `step` steps: wait until all processes are ready. False: they stop there.
+        """Wait, before the training loop, until all processes are ready; return False if the run must stop at `step`.
 
-        From here on all end after the same step. One that was asked to stop before is never ready, so none begins.
+        After this call all processes stop after the same step. If one was asked to stop earlier, no process starts.
         """
         board = self.board
         with board.lock:
@@ -58,10 +58,10 @@ class Agreement:
         return not never(messages) and not self.stops_after(step)
 
     def stops_after(self, step: int) -> bool:
-        """Whether all processes stop after this step; if not, this one continues with the next.
+        """Return whether all processes stop after this step; if not, this process may start the next one.
 
-        Nobody waits here until a process is asked to stop. From then on the last step that each may begin is fixed, and
-        all take the largest of them.
+        This does not wait until a process is asked to stop. Each process then publishes the last step it may start, and
+        all of them stop after the largest.
         """
         with self.board.lock:
             if not self.board.message.stop:
@@ -71,7 +71,7 @@ class Agreement:
         return step >= max(message.last_step for message in messages)
 
     def ask_to_stop(self) -> None:
-        """This process was asked to stop: tell the others."""
+        """Tell the other processes that this one was asked to stop."""
         with self.board.lock:
             if not self.board.message.stop:
                 self.board.message.stop = True
@@ -79,15 +79,15 @@ class Agreement:
 
     @property
     def preempted(self) -> int | None:
-        """The process whose host the system takes away; None: there is none, or a user has asked for this stop too."""
+        """Return the rank of the process whose host is being preempted; None: no preemption, or a user stopped it."""
         messages = {**self.board.messages, self.board.rank: self.board.message}
-        by = {messages[rank].by: rank for rank in sorted(messages, reverse=True)}  # of several, all name the lowest
+        by = {messages[rank].by: rank for rank in sorted(messages, reverse=True)}  # the lowest rank wins
         return None if "user" in by else by.get("system")
 
 
 @functools.cache
 def program_sha256() -> str:
-    """A digest of the files that Python reads here: hosts that name one commit may still differ by an edit."""
+    """Return a digest of the program's Python files, since hosts on the same commit may still have local edits."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in ("*.py", "[a-z]*/*.py") for path in ROOT.glob(pattern)):
         if path.relative_to(ROOT).parts[0] not in ("tests", "chapters", "docs", "bench", "runs", "tokens"):

@@ -21,12 +21,12 @@ class Message:
 
     host: str
     heartbeat: int = 0  # grows with every message: the process is alive
-    step: int = 0  # the step that it has begun
-    ready: bool = False  # it waits to begin the loop
+    step: int = 0  # the newest step that it has started
+    ready: bool = False  # it is ready to start the training loop
     stop: bool = False  # it was asked to stop, or has read that another process was
     by: str = ""  # who asked it: the "user", or the "system", which preempts its host; "": nobody
     stopped: bool = False  # it exits before the run is complete, because a process was asked to stop
-    last_step: int = -1  # the last step that it may begin; fixed once `stop` is true
+    last_step: int = -1  # the last step that it may start; fixed once `stop` is true
     saved: int | None = None  # from process 0: the step of the newest checkpoint, 0: there is none; None: not known yet
     matmuls_ms: list[float] = dataclasses.field(default_factory=list)  # the speed of its device: two measurements
     stuck: bool = False  # it finished no step for hang_timeout_s
@@ -37,7 +37,7 @@ class Message:
 
 
 class LocalStore(dict):
-    """The store of a process that trains alone: the two methods of a jax.distributed client that `Board` calls."""
+    """The store of a process that trains alone, with the two methods of a jax.distributed client that `Board` uses."""
 
     def key_value_set(self, key: str, text: str, allow_overwrite: bool) -> None:
         self[key] = text
@@ -47,29 +47,29 @@ class LocalStore(dict):
 
 
 class Board:
-    """Process `rank` of `count` sends its own message and values here, and reads those of all processes."""
+    """The message board as process `rank` of `count` uses it: send its own message and values, read everyone's."""
 
     POLL_S = 0.5
 
     def __init__(self, rank: int, count: int, store):
         self.rank, self.count, self.store, self.lock = rank, count, store, threading.RLock()
         self.message = Message(os.environ.get("AXIS_HOST") or socket.gethostname())
-        self.messages: dict[int, Message] = {}  # of all processes, as last read
+        self.messages: dict[int, Message] = {}  # {rank: message}, as last read
 
     def name(self, rank: int) -> str:
-        host = self.messages[rank].host if rank in self.messages else "a host that has said nothing"
+        host = self.messages[rank].host if rank in self.messages else "an unknown host"
         return f"process {rank} on {host}"
 
     def write(self, folder: str, value) -> None:
         self.store.key_value_set(f"axis/{folder}/{self.rank}", json.dumps(value), allow_overwrite=True)
 
     def values(self, folder: str) -> dict[int, object]:
-        """{rank: value} of the processes that have written to a folder."""
+        """Return {rank: value} for the processes that have written to a folder."""
         found = self.store.key_value_dir_get(f"axis/{folder}")
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
     def send(self) -> None:
-        """Send the message of this process: one heartbeat."""
+        """Send this process's message, which is also one heartbeat."""
         with self.lock:
             self.message.heartbeat += 1
             self.write("message", dataclasses.asdict(self.message))
@@ -78,20 +78,20 @@ class Board:
         return {rank: Message(**fields) for rank, fields in self.values("message").items()}
 
     def wait(self, condition: Callable[[list[Message]], bool]) -> list[Message]:
-        """Wait until a condition is true of the messages of all processes."""
+        """Wait until all processes have sent messages and these satisfy a condition; return the messages."""
         while len(messages := self.read()) < self.count or not condition([*messages.values()]):
             time.sleep(self.POLL_S / 10)
         return [*messages.values()]
 
     def gather(self, name: str, value) -> list:
-        """What each process sends under a name, in the order of their ranks. Waits for all."""
+        """Return the value that each process sends under a name, in rank order. Waits for all processes."""
         self.write(f"value/{name}", value)
         while len(values := self.values(f"value/{name}")) < self.count:
             time.sleep(self.POLL_S / 5)
         return [values[rank] for rank in range(self.count)]
 
     def first(self, name: str, function: Callable):
-        """function() of process 0, the only one that calls it. The others wait for its value, which JSON can hold."""
+        """Call function() on process 0 only, and return its value, which must fit in JSON, on every process."""
         if self.rank == 0:
             self.write(f"value/{name}", value := function())
             return value

@@ -1,7 +1,7 @@
-"""Which host is slow: all wait for the slowest at every step, so that the time of a step does not say.
+"""Find the slow host. Every step waits for the slowest host, so the step time alone does not show which one it is.
 
-Each process times products that its first device does alone, while the devices have nothing else to do. A chip or a
-core that is throttled is seen; one that others use at times is not, for the shortest of many tries counts.
+Each process times matmuls on its first device while the devices are idle. This detects a throttled chip or core. A
+device that another program uses now and then is not reported, because the shortest of many attempts counts.
 """
 
 import functools
@@ -14,25 +14,25 @@ import jax
 import jax.numpy as jnp
 
 SLOW = 1.5  # times the median
-SHARE = 1000  # of the time, one part is spent on measuring
-# On a CPU a try is shorter than a turn of its scheduler: of two processes on 2 cores with four more that compute, the
-# shortest of 40 varied by 8% in 12 measurements, where that of 5, ten times as long, trebled.
+SHARE = 1000  # 1 / SHARE of the time is spent on measuring
+# On a CPU one attempt is shorter than a time slice of the scheduler. With two processes on 2 cores and four more busy
+# ones, the shortest of 40 attempts varied by 8% in 12 measurements; the shortest of 5, each 10x as long, by 3x.
 TRIES = 40
 
 
 class Pace:
-    """When this process measures, so that it costs next to nothing."""
+    """Measures the speed of this process's device, rarely enough that the cost is negligible."""
 
     def __init__(self):
         self.due = -math.inf
 
     def measure(self) -> float | None:
-        """Milliseconds of the products; None: it is too early, or there is no room for them."""
+        """Return the milliseconds that the matmuls take; None: the next one is not due, or device memory is full."""
         if time.monotonic() < self.due:
             return None
         try:
             work = products()
-        except jax.errors.JaxRuntimeError:  # a device that is full
+        except jax.errors.JaxRuntimeError:  # the device's memory is full
             self.due = math.inf
             return None
         times_s = [timed(work) for _ in range(TRIES)]
@@ -48,19 +48,19 @@ def timed(work: Callable[[], None]) -> float:
 
 @functools.cache
 def products() -> Callable[[], None]:
-    """A function that waits for products of matrices on the first device: 0.34 TFLOP, on a CPU 42 MFLOP; about 1 ms."""
+    """Compile a function that runs matmuls on the first device for about 1 ms: 0.34 TFLOP, or 42 MFLOP on a CPU."""
     device = jax.local_devices()[0]
     size, count, dtype = (128, 10, jnp.float32) if device.platform == "cpu" else (2048, 20, jnp.bfloat16)
-    x_NN = jax.device_put(jnp.full((size, size), 1 / size, dtype), device)  # whose powers are all the same
+    x_NN = jax.device_put(jnp.full((size, size), 1 / size, dtype), device)  # all its powers are equal
     power = jax.jit(lambda x_NN: jax.lax.fori_loop(0, count, lambda _, y_NN: y_NN @ x_NN, x_NN)).lower(x_NN).compile()
-    jax.block_until_ready(power(x_NN))  # the first time takes longer
+    jax.block_until_ready(power(x_NN))  # the first call takes longer
     return lambda: jax.block_until_ready(power(x_NN))
 
 
 def slowest(times_ms: dict[int, list[float]]) -> tuple[int, float, float] | None:
-    """The process that is slow, its time, and the median's; None: none is, or not each has been timed twice.
+    """Return the slow process, its time and the median time; None: none is slow, or one was not measured twice yet.
 
-    Of two measurements the shorter counts: a machine that is busy for a while is not slow.
+    The shorter of two measurements counts, so a host that is busy only for a while is not reported.
     """
     if len(times_ms) < 2 or min(map(len, times_ms.values())) < 2:
         return None

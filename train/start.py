@@ -1,4 +1,4 @@
-"""What a run starts from: a step that can be traced, and the state before the first step it takes."""
+"""Prepare the start of a run: trace the training step, and restore or initialize the training state."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from train.storage import Far
 
 
 def trace_step(cfg: Config, mesh):
-    """Trace the training step, without arrays: what the settings forbid is refused here, before anything is changed."""
+    """Trace the training step without arrays, so that invalid settings are reported before any file changes."""
     fit.check(cfg.model, cfg.mesh, cfg.work)
     state = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     size = cfg.data.batch_size
@@ -27,7 +27,7 @@ def trace_step(cfg: Config, mesh):
 
 
 def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Callable, together: Processes):
-    """The TrainState of a run's newest checkpoint, placed on this mesh, or the one at step 0."""
+    """Return the TrainState of a run's newest checkpoint, placed on this mesh, or a new one at step 0."""
     checkpoints = directory / "checkpoints"
     board, agreement = together.board, together.agreement
     step = board.first("step", lambda: checkpoint.latest_step(checkpoints, log))
@@ -46,29 +46,29 @@ def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Call
 
 
 def change_of_rate(cfg: Config, state: optimizer.TrainState, before: float) -> str | None:
-    """Say how the learning rate jumps where a run goes on with another schedule; None if it goes on with the same.
+    """Describe how the learning rate jumps if the run resumes with a different schedule; None if it does not.
 
-    before   that of the last step it took
+    before   the learning rate of the last step before the checkpoint
     """
     rate = lambda o, update: float(optimizer.learning_rate(o, cfg.run.steps)(update))
     step, updates = int(state.step), int(state.step) - int(state.skipped_steps)
     last = updates if int(state.skipped_in_a_row) else updates - 1
-    if math.isclose(rate(cfg.optim, last), before, rel_tol=1e-3):  # float32, on another machine
+    if math.isclose(rate(cfg.optim, last), before, rel_tol=1e-3):  # float32, possibly on another machine
         return None
     after = rate(cfg.optim, updates)
     return f"{before:.2e} at step {step}, {after:.2e} after it: the schedule now ends at step {cfg.run.steps}"
 
 
 def state_before(step: int, cfg: Config, mesh, checkpoints: Path, given_params: Callable) -> optimizer.TrainState:
-    """The state of the newest good checkpoint before a step, or the state at step 0."""
+    """Return the state of the newest good checkpoint before a step, or the state at step 0."""
     earlier = [one.step for one in checkpoint.found(checkpoints) if one.step < step and not one.fault()]
     return state_at(max(earlier, default=None), cfg, mesh, checkpoints, given_params)
 
 
 def state_at(step: int | None, cfg: Config, mesh, checkpoints: Path, given_params: Callable, shared: bool = True):
-    """The TrainState of a checkpoint, placed on this mesh; None: the one at step 0.
+    """Return the TrainState of a checkpoint, placed on this mesh; step None: a new state at step 0.
 
-    given_params   (cfg, mesh) -> the parameters it has there, or None for new ones: `weights/` stands above this room
+    given_params   (cfg, mesh) -> initial parameters, or None for random ones; `train` may not import `weights`
     """
     if step is None:
         return optimizer.init(cfg, mesh, given_params(cfg, mesh))

@@ -332,7 +332,7 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
 @pytest.mark.parametrize("more, message", [
     ("--replay 17", "run.replay=17: the run has run.steps=16; use a number from 1 to that"),
     ("--replay -1", "run.replay=-1: must be at least 0"),
-    ("--replay 3 --run.name nobody", "nobody: no run there, so there is no step 3 to replay; name one with --run.name"),
+    ("--replay 3 --run.name nobody", "nobody: no run there, so there is no step 3 to replay; choose"),
     ("--replay 3 --optim.lr 1", "was started with other settings: optim.lr is 1.0 here and 0.003 there"),
 ])  # fmt: skip
 def test_what_cannot_be_replayed(finished, more, message):
