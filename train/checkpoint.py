@@ -1,17 +1,17 @@
-"""Save and restore training state: arrays by logical name, whatever mesh they lie on.
+"""Save and restore training state as arrays with logical names, independent of the mesh that they are sharded over.
 
     checkpoints/40/  state/params/  arrays {name: array}, names as in `sharding.named`, written by Orbax
-                     state/rest/    the others: optimizer and counters
-                     about.json     what the run was, to be compared before it is continued
+                     state/rest/    the other arrays: optimizer state and counters
+                     about.json     the settings of the run, which are compared before it resumes
                      manifest.json  bytes and sha256 of every other file
-    checkpoints/60.saving/          not finished: it gets its number last, so what has a number was once whole
+    checkpoints/60.saving/          an unfinished save; it is renamed last, so a directory named 60 is complete
 
-In a bucket, which renames nothing, a step has its number at once, and its manifest last; that names the md5 which the
-bucket itself keeps of each file, so that nothing is fetched to write or to check one.
+A bucket cannot rename. There a step has its final name from the start, and its manifest is written last. The manifest
+holds the md5 that the bucket itself stores for each file, so writing or checking it downloads nothing.
 
-A step is read only if what is read of it still agrees with its manifest: Orbax restores flipped bits without a word.
-Where the newest does not, the one before is taken, and the reason said. `python -m train.checkpoint ls DIR` lists the
-steps of a run, `python -m train.checkpoint verify DIR` reads every byte of them.
+A step is read only if its files still match its manifest, because Orbax restores flipped bits without an error. If the
+newest step does not match, the run prints why and uses the previous one. `python -m train.checkpoint ls DIR` lists the
+steps of a run, and `python -m train.checkpoint verify DIR` reads every byte of them.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
 from train.storage import replace_file
 
-CHUNK_BYTES = 2**26  # most of an array that is unpacked to read any part of it
-KEEPER = "keeper"  # a file: the name of the host that keeps the checkpoints, where hosts share no disk
+CHUNK_BYTES = 2**26  # largest chunk of an array: reading any part of a chunk decompresses all of it
+KEEPER = "keeper"  # file with the name of the host that stores the checkpoints, if the hosts share no disk
 
 
 def keeper(directory: str | os.PathLike) -> str | None:
-    """The host that keeps the checkpoints of a run in which this one took part; None: nobody else does."""
+    """Return the host that stores the checkpoints of a run, as a file here records; None: there is no such file."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, KEEPER), encoding="utf-8") as file:
         return file.read()
 
@@ -80,7 +80,7 @@ class Saver:
                     storage.clear(entry.path)
         self.logger = logging.getLogger("absl")
         self.level = self.logger.level
-        # Orbax logs an error with a traceback for each of its threads, and raises it as well: `wait` says it once.
+        # Orbax logs a traceback for each of its threads and also raises the error, which `wait` reports once.
         self.logger.setLevel(logging.CRITICAL)
         self.hook, sys.unraisablehook = sys.unraisablehook, self.pass_over
         self.checkpointer = None
@@ -105,17 +105,17 @@ class Saver:
                 sys.unraisablehook = self.hook
 
     def pass_over(self, unraisable) -> None:
-        """After a failed write tensorstore finishes the others, and each finds the loop that waited for it gone."""
+        """Ignore the errors that tensorstore's remaining writes raise after one failed and closed the event loop."""
         if not (isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)):
             self.hook(unraisable)
 
     def check(self) -> None:
-        """Raises: UserError if the save in the background has failed; does not wait."""
+        """Return at once. Raises: UserError if the background save has failed."""
         if self.pending and self.pending[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save in the background is complete. Raises: UserError if it failed."""
+        """Wait until the background save is complete. Raises: UserError if it failed."""
         if self.pending:
             (step, future), self.pending = self.pending, None
             with self.explained(step):
@@ -123,21 +123,21 @@ class Saver:
 
     @contextlib.contextmanager
     def explained(self, step: int) -> Iterator[None]:
-        """Turn what the file system refuses into one sentence; nothing else, as the loss of another process."""
+        """Turn storage errors into a one-line UserError; other errors, such as a lost process, become RuntimeError."""
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # the clients of a bucket have errors of their own
+        except Exception as error:  # bucket clients raise their own types
             self.failed = True
             run = os.path.dirname(self.directory)
             writes = not self.far and (self.shared or is_main_process())
             if writes and (why := storage.why_lost(error, run)):
                 raise DiskLost(why) from error
-            if not (of_a_bucket if self.far else of_the_disk)(error):  # a TimeoutError of Orbax would pass for its
+            if not (of_a_bucket if self.far else of_the_disk)(error):  # Orbax's TimeoutError is an OSError too
                 raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
             if self.far:
-                said = " ".join(str(error).split())[:300]  # a server may answer with a page
+                said = " ".join(str(error).split())[:300]  # the server may answer with a whole HTML page
             else:
                 if is_main_process():
                     _remove(self.unfinished(step))  # frees the disk
@@ -146,7 +146,7 @@ class Saver:
                             f"{self.what_stays()}") from error  # fmt: skip
 
     def unfinished(self, step: int) -> str:
-        """Where a step is written until it is whole."""
+        """Return the directory that a step is written to until it is complete."""
         return os.path.join(self.directory, str(step) + ("" if self.far else SAVING))
 
     def what_stays(self) -> str:
@@ -154,21 +154,21 @@ class Saver:
             good = latest_step(self.directory)
         except UserError as error:
             return str(error)
-        except Exception as error:  # of a bucket's clients
-            return f"what was saved before it cannot be seen ({type(error).__name__})"
-        return "there is none before it" if good is None else f"that of step {good} is good, and stays"
+        except Exception as error:  # from a bucket client
+            return f"earlier checkpoints cannot be listed ({type(error).__name__})"
+        return "there is no earlier checkpoint" if good is None else f"the one of step {good} is good and remains"
 
 
 def of_the_disk(error: Exception) -> bool:
-    """Whether a file system says it: the system, by a number, or tensorstore, which repeats that in a ValueError.
+    """Return whether an error comes from the file system: it has an errno, which tensorstore repeats in a ValueError.
 
-    Where another process is gone, a save meets Gloo's words in a ValueError, or a TimeoutError of no system call.
+    If another process is lost, a save fails with Gloo's ValueError, or with a TimeoutError that has no errno.
     """
     return getattr(error, "errno", None) is not None or "os_error_code=" in str(error)
 
 
 def of_a_bucket(error: Exception) -> bool:
-    """Whether a bucket says it, or who asks it: gcsfs, or tensorstore."""
+    """Return whether an error comes from a bucket or its clients, gcsfs and tensorstore."""
     by_client = type(error).__module__.startswith(("gcsfs", "aiohttp", "requests", "google"))
     return by_client or "gs://" in str(error) or "/storage/v1/" in str(error)
 
@@ -177,32 +177,31 @@ def open_directory(
     directory: str | os.PathLike, keep: int = 2, keeper: str | None = None,
     send: Callable[[], None] = lambda: None, saved: Callable[[int], None] = lambda step: None,
 ) -> Saver:  # fmt: skip
-    """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Left-overs are removed.
+    """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Leftovers are removed.
 
-    keep         a good step stays while it is one of the newest `keep`, or the one with the lowest loss; nothing
-                 damaged is ever deleted
-    keeper       the host of the first process, if not all processes see this directory: it is given whole
-                 arrays, and writes them alone; None: each writes its part
-    send, saved  called in the first process, from another thread: before a step is made whole, and with one that is
+    keep         keep the newest `keep` good steps and the one with the lowest loss; damaged steps are never deleted
+    keeper       host of process 0, if the processes don't share this directory: process 0 gathers the arrays and
+                 writes them alone; None: each process writes its shards
+    send, saved  called in process 0, from another thread: send() before a step is completed, saved(step) afterwards
     """
     return Saver(directory, keep, keeper, send, saved)
 
 
 def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:
-    """Start saving the arrays of `state`; returns once they are copied, the writing goes on in the background.
+    """Start to save the arrays of `state`. Returns once they are copied; a background thread writes them.
 
-    loss   of the validation split at this step, if it was measured
-    Raises: UserError if this save cannot begin, or the one before has failed.
+    loss   validation loss at this step, if it was measured
+    Raises: UserError if this save cannot start, or the previous one failed.
     """
     saver.wait()
     path = saver.unfinished(step)
     with saver.explained(step):
         if is_main_process():
             if saver.far:
-                _discard(path)  # a damaged one of this step
+                _discard(path)  # a damaged checkpoint of the same step
                 storage.clear(path)
             else:
-                os.mkdir(path)  # and none above it: a disk that went away must not be replaced by its mount point
+                os.mkdir(path)  # without parents: if the disk is unmounted, nothing may be written to its mount point
             epath.Path(path, "about.json").write_text(json.dumps(about))
         arrays = named(state) if saver.shared else {name: gather(x) for name, x in named(state).items()}
         params = {name: x for name, x in arrays.items() if name.startswith("params.")}
@@ -210,7 +209,7 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
         chunked = lambda some: dict.fromkeys(some, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
         parts = {part: ocp.args.StandardSave(some, chunked(some)) for part, some in parts.items() if some}
         if not saver.shared:
-            with contextlib.suppress(OSError):  # the disk may be full of a host that keeps no more than this
+            with contextlib.suppress(OSError):  # the disk of a host that stores only this file may be full
                 os.makedirs(saver.directory, exist_ok=True)
                 replace_file(os.path.join(saver.directory, KEEPER), saver.keeper)
         if saver.checkpointer:
@@ -219,19 +218,19 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
 
 
 def gather(x: jax.Array) -> np.ndarray | None:
-    """All of an array that lies on several hosts, in the first process; None in the others, which take part."""
+    """Gather an array from all hosts and return it in process 0; the others must call this too, and get None."""
     whole = multihost_utils.process_allgather(x, tiled=True)
     return whole if is_main_process() else None
 
 
 def scatter(x: np.ndarray | None, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array of which the first process has all, placed as `target` says."""
+    """Send an array from process 0 to all processes and shard it like `target`."""
     whole = multihost_utils.broadcast_one_to_all(np.zeros(target.shape, target.dtype) if x is None else x)
     return jax.make_array_from_callback(target.shape, target.sharding, lambda part: whole[part])
 
 
 def _remove(path: str, quiet_s: float = 0.5, longest_s: float = 10.0) -> None:
-    """Remove a folder whose save has failed: one of its parts failed first, and the others may still be writing."""
+    """Remove the folder of a failed save. Threads that have not failed may still write to it, so watch for a while."""
     end = time.monotonic() + longest_s
     gone_since = time.monotonic()
     while time.monotonic() < min(gone_since + quiet_s, end):
@@ -242,7 +241,7 @@ def _remove(path: str, quiet_s: float = 0.5, longest_s: float = 10.0) -> None:
 
 
 def _complete(saver: Saver, step: int, loss: float | None) -> None:
-    """Once Orbax has written the arrays: write the manifest, give the directory its number, delete what is too old."""
+    """Wait for Orbax to write the arrays; then write the manifest, rename the directory and delete old steps."""
     if saver.checkpointer:
         saver.checkpointer.wait_until_finished()
     if not is_main_process():
@@ -251,10 +250,10 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
     path = os.path.join(saver.directory, str(step))
     write_manifest(saver.unfinished(step), step, loss)
     if not saver.far:
-        _discard(path)  # a damaged one of this step
+        _discard(path)  # a damaged checkpoint of the same step
         os.rename(path + SAVING, path)
     saver.saved(step)
-    # Only good ones count. Later steps, if there are any, were found damaged when this run began.
+    # Only good steps count. Any later steps were found damaged when this run started.
     good = [entry for entry in reversed(found(saver.directory)) if entry.step <= step and entry.fault() is None]
     manifests = [_Kept(entry.step, entry.manifest()) for entry in good]
     preserve = saver.policy.should_preserve(manifests, context=policies.PreservationContext())
@@ -267,7 +266,7 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
 
 
 def _discard(path: str) -> None:
-    """Have a step, if it is there, be a left-over, at once."""
+    """Turn a step, if it exists, into a leftover in one atomic operation."""
     if is_remote(path):
         epath.Path(path, MANIFEST).unlink(missing_ok=True)
     else:
@@ -276,7 +275,7 @@ def _discard(path: str) -> None:
 
 
 class _Kept:
-    """A step as Orbax's policies want to see it."""
+    """A step in the form that Orbax's preservation policies expect."""
 
     def __init__(self, step: int, manifest: dict):
         self.step, self.time = step, datetime.datetime.fromisoformat(manifest["saved"])
@@ -292,9 +291,9 @@ def say_aside(sentence: str) -> None:
 
 
 def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") -> tuple[int, str]:
-    """A good step, said if it was not asked for, and its directory.
+    """Return a good step and its directory; step None: the newest one, whose number is printed.
 
-    Raises: UserError if the step asked for, or every step, is missing or damaged.
+    Raises: UserError if the requested step, or every step, is missing or damaged.
     """
     if step is None:
         if (step := latest_step(directory, say_aside, read)) is None:
@@ -309,23 +308,23 @@ def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") 
 
 
 def about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
-    """What the run that wrote a checkpoint was, as given to `save`."""
+    """Return the `about` of a checkpoint, which `save` was called with: the settings of the run that wrote it."""
     return json.loads(epath.Path(_choose(directory, step, read)[1], "about.json").read_text())
 
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
-    """Raises: UserError naming the first difference between what is running and what wrote the checkpoint."""
+    """Compare a checkpoint's settings with `ours`. Raises: UserError naming the first difference."""
     theirs = moved(about(directory, step, read))
-    theirs.pop("work", None)  # written while it was part of the model's settings
+    theirs.pop("work", None)  # earlier versions stored execution settings as part of the model's
     if difference := first_difference(ours, theirs):
         raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
 
 
 def restore(directory: str | os.PathLike, target, step: int | None = None, shared: bool = True):
-    """Read a checkpoint into the shapes, dtypes and places of `target`, a tree of ShapeDtypeStruct with shardings.
+    """Read a checkpoint with the shapes, dtypes and shardings of `target`, a tree of ShapeDtypeStruct.
 
-    step     which one; None: the newest good one
-    shared   all processes see this directory; False: the first reads for all
+    step     step to read; None: the newest good one
+    shared   True: all processes see this directory; False: process 0 reads and sends the arrays to the others
     Raises: UserError naming the missing or damaged checkpoint.
     """
     if shared:
@@ -339,19 +338,19 @@ def restore(directory: str | os.PathLike, target, step: int | None = None, share
 
 
 def restore_params(directory: str | os.PathLike, shapes, step: int | None = None):
-    """Read a checkpoint's parameters alone, into the shapes, dtypes and places of `shapes`.
+    """Read only the parameters of a checkpoint, with the shapes, dtypes and shardings of `shapes`.
 
-    Raises: UserError as `open_params`.
+    Raises: UserError like `open_params`.
     """
     arrays = open_params(directory, named(shapes), step)(*named(shapes))
     return map_named(lambda name, _: arrays[name], shapes)
 
 
 def open_params(directory: str | os.PathLike, shapes: dict[str, jax.ShapeDtypeStruct], step: int | None = None):
-    """A function that reads parameters of a checkpoint: read(*names) -> {name: array}.
+    """Return a function that reads parameters of a checkpoint: read(*names) -> {name: array}.
 
-    shapes   of every parameter, by name: what each becomes, and where it is placed
-    Raises: UserError if there is no checkpoint, none that is good, or one with other parameters.
+    shapes   {name: shape, dtype and sharding to read it with}, for every parameter
+    Raises: UserError if there is no good checkpoint, or it has other parameters.
     """
     path = _path_of_params(directory, step, {name: x.shape for name, x in shapes.items()})
 
@@ -363,7 +362,7 @@ def open_params(directory: str | os.PathLike, shapes: dict[str, jax.ShapeDtypeSt
 
 
 def _path_of_params(directory: str | os.PathLike, step: int | None, model: dict[str, tuple]) -> str:
-    """The directory of a good step that has the model's parameters."""
+    """Return the directory of a good step that has the model's parameters."""
     _, path = _choose(directory, step, "params")
     stored = ocp.PyTreeCheckpointHandler().metadata(_folder(path, "params")).tree
     stored = {name.removeprefix("params."): x.shape for name, x in stored.items() if name.startswith("params.")}
@@ -372,16 +371,16 @@ def _path_of_params(directory: str | os.PathLike, step: int | None, model: dict[
 
 
 def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: int | None = None) -> dict:
-    """Parameters of a checkpoint by name, as tensorstore's arrays: indexing reads a part, as they are held.
+    """Open a checkpoint's parameters as {name: tensorstore array}; indexing one reads that part in its stored dtype.
 
-    shapes   of every parameter, by name
-    Raises: UserError as `open_params`.
+    shapes   {name: shape} of every parameter
+    Raises: UserError like `open_params`.
     """
-    import tensorstore  # here, because only what reads by parts names it
+    import tensorstore  # here, because only partial reads need it
 
     folder = _folder(_path_of_params(directory, step, shapes), "params")
     layout = json.loads((folder / "_METADATA").read_text())
-    # Chunks of one at a time: else as many as there are cores are unpacked together, and one may have 2 GB.
+    # One chunk at a time: by default every core decompresses one, and a chunk may have 2 GB.
     one_at_a_time = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
     base = str(folder) if is_remote(str(folder)) else f"file://{folder}"
 
@@ -390,32 +389,32 @@ def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: in
         if layout.get("use_ocdbt", True):
             store = {"driver": "ocdbt", "base": f"{base}/", "path": f"params.{name}/"}
         what = {"driver": "zarr3" if layout.get("use_zarr3") else "zarr", "kvstore": store}
-        what["recheck_cached_data"] = False  # nobody writes there any more
+        what["recheck_cached_data"] = False  # the files no longer change
         return tensorstore.open(what, context=tensorstore.Context(one_at_a_time), read=True).result()
 
     return {name: opened(name) for name in shapes}
 
 
 def check_shapes(stored: dict[str, tuple], model: dict[str, tuple], where: str) -> None:
-    """Raises: UserError naming the first parameter that is missing, that the model lacks, or of another shape."""
-    advice = "the model's settings should be those its parameters were made with, in config.json beside them"
+    """Raises: UserError naming the first parameter that is missing, that the model lacks, or that has another shape."""
+    advice = "use the model settings that these parameters were trained with; config.json next to them has them"
     for name in model | stored:
         if name not in stored:
-            raise UserError(f"the model has {name}, {where} has not; {advice}")
+            raise UserError(f"the model has {name}, {where} does not; {advice}")
         if name not in model:
-            raise UserError(f"{where} has {name}, the model has not; {advice}")
+            raise UserError(f"{where} has {name}, the model does not; {advice}")
         if tuple(stored[name]) != model[name]:
             raise UserError(f"{name} has shape {tuple(stored[name])} in {where}, {model[name]} in the model; {advice}")
 
 
 def _folder(path: str, part: str) -> epath.Path:
-    """Where a part of the state lies. Earlier versions kept both in one."""
+    """Return the folder of one part of the state. Earlier versions stored both parts in one folder."""
     state = epath.Path(path, "state")
     return state / part if (state / part).is_dir() else state
 
 
 def _read(path: str, targets: dict, partial: bool = False) -> dict[str, jax.Array]:
-    """Read arrays of a step, by name, or, if `partial`, some of them: shape, dtype and place are the target's."""
+    """Read arrays of a step with the shapes, dtypes and shardings of `targets`; `partial`: not all arrays are named."""
     arrays, by_folder = {}, {}
     for name, target in targets.items():
         part = "params" if name.startswith("params.") else "rest"
@@ -428,18 +427,18 @@ def _read(path: str, targets: dict, partial: bool = False) -> dict[str, jax.Arra
 
 
 def target(shapes, shardings):
-    """Join shapes and shardings into what `restore` reads into."""
+    """Combine shapes and shardings into the target tree that `restore` takes."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-# The command: no device is touched ------------------------------------------------------------------------------------
+# The command, which uses no device ------------------------------------------------------------------------------------
 
 Directory = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 
 @dataclass(frozen=True)
 class List:
-    """List the steps of a run, with date and size; files are counted and measured, not read."""
+    """List the steps of a run, with date and size; checks names and sizes of files, but does not read them."""
 
     directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
     json: bool = False  # print JSON instead
@@ -455,19 +454,19 @@ class Verify:
 
 @dataclass(frozen=True)
 class Row:
-    """What `ls` and `verify` say of a step."""
+    """What `ls` and `verify` print about a step."""
 
     name: str
     step: int
     saved: str | None  # date and time, UTC; None if the manifest cannot be read
     bytes: int
-    loss: float | None  # of the validation split, if it was measured
-    best: bool  # of the steps without a fault it has the lowest loss
+    loss: float | None  # validation loss, if it was measured
+    best: bool  # it has the lowest loss of all steps without a fault
     fault: str | None
 
 
 def rows(directory: str | os.PathLike, read: Read) -> list[Row]:
-    """Every step of a directory and every left-over, newest first."""
+    """Return every step of a directory, and every leftover of an interrupted save or deletion, newest first."""
     table = []
     for entry in found(directory):
         fault, manifest = entry.fault(read), {}
@@ -484,7 +483,7 @@ HELP = """\
 e.g. python -m train.checkpoint ls runs/laptop
      python -m train.checkpoint verify runs/laptop
 
-What a run has saved, and whether it is still what was written. No device is needed."""
+List the checkpoints of a run, or verify that they have not changed since they were written. Needs no device."""
 
 
 @exit_status

@@ -1,4 +1,4 @@
-"""The steps in a directory of checkpoints: which there are, what is written of each, and whether it still is that."""
+"""Find the steps in a directory of checkpoints, write their manifests, and verify them against these."""
 
 import datetime
 import functools
@@ -17,30 +17,30 @@ from errors import UserError
 from train import storage
 
 MANIFEST = "manifest.json"
-REST = os.path.join("state", "rest", "")  # what a reader of parameters alone does not need
-Read = Literal["all", "params", "none"]  # whose contents are compared with the manifest; of the others, the sizes
-SAVING, DELETING = ".saving", ".deleting"  # ends of the names of directories that are no checkpoints, yet or any more
+REST = os.path.join("state", "rest", "")  # not needed to read only the parameters
+Read = Literal["all", "params", "none"]  # files whose checksums are verified; of the others, only the sizes
+SAVING, DELETING = ".saving", ".deleting"  # suffixes of directories that are not yet, or no longer, checkpoints
 
 
 @dataclass(frozen=True)
 class Found:
-    """A step's directory, or what an interrupted save or deletion left of one."""
+    """A step's directory, or the leftover of an interrupted save or deletion."""
 
     path: str
     step: int
-    whole: bool  # its name is a number; False: a left-over
+    whole: bool  # its name is a number; False: a leftover
 
     def manifest(self) -> dict:
-        """Raises: OSError or ValueError if there is none, or it is not what was written."""
+        """Read the manifest. Raises: OSError or ValueError if it is missing or damaged."""
         manifest = json.loads(epath.Path(self.path, MANIFEST).read_text())
         if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
-            raise ValueError("it does not have the sha256 it names")
+            raise ValueError("its contents do not match the sha256 in it")
         return manifest
 
     def fault(self, read: Read = "all") -> str | None:
-        """Say why this is no good checkpoint, None if it is, as far as one sees who reads so much."""
+        """Say why this is not a good checkpoint; None: no fault was found, verifying the files that `read` names."""
         if not self.whole:
-            return "left over from a save or a deletion that was cut off"
+            return "left over from an interrupted save or deletion"
         try:
             if not (there := storage.sizes(self.path)):
                 return "the directory is empty"
@@ -55,20 +55,20 @@ class Found:
             size, mark = there[name]
             if size != want["bytes"]:
                 truncated = "truncated: " if size < want["bytes"] else ""
-                return f"{name} is {truncated}{size} bytes, the manifest says {want['bytes']}"
+                return f"{name} is {truncated}{size} bytes, but {want['bytes']} in the manifest"
             kind = "md5" if "md5" in want else "sha256"
             try:
                 wanted = read == "all" or (read == "params" and not name.startswith(REST))
                 if wanted and _checksum(kind, os.path.join(self.path, name), size, mark) != want[kind]:
-                    return f"{name} is damaged: its {kind} is not the manifest's"
+                    return f"{name} is damaged: its {kind} differs from the manifest's"
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror or error}"
         return None
 
 
-@functools.lru_cache(maxsize=4096)  # a start asks three times which step is the newest
+@functools.lru_cache(maxsize=4096)  # start-up looks up the newest step three times
 def _checksum(kind: str, path: str, size: int, mark: str) -> str:
-    """Of a file that has this size and mark, as `storage.sizes` says."""
+    """Compute the checksum of a file; size and mark, from `storage.sizes`, are part of the cache key."""
     if kind == "md5" and is_remote(path) and mark:
         return mark
     with epath.Path(path).open("rb") as file:
@@ -80,7 +80,7 @@ def _digest(values: dict) -> str:
 
 
 def found(directory: str | os.PathLike) -> list[Found]:
-    """All steps in a directory, and left-overs of steps, newest first; other files are passed over."""
+    """List all steps in a directory, and leftovers of steps, newest first; other files are ignored."""
     directory, entries = epath.Path(storage.absolute(directory)), []
     for name in (one.name for one in directory.iterdir()) if directory.is_dir() else ():
         step, _, rest = name.partition(".")
@@ -94,17 +94,17 @@ def found(directory: str | os.PathLike) -> list[Found]:
 def latest_step(
     directory: str | os.PathLike, say: Callable[[str], None] | None = None, read: Read = "all"
 ) -> int | None:
-    """The newest step that agrees with its manifest; None if there are no steps at all.
+    """Return the newest step that matches its manifest; None if there are no steps at all.
 
-    say   called with a sentence for everything newer that is passed over
-    Raises: UserError naming each step's fault if there are steps, and none is good.
+    say   called with a message for each newer step or leftover that is skipped
+    Raises: UserError naming each step's fault if there are steps but none is good.
     """
     faults = []
     for entry in found(directory):
         if (fault := entry.fault(read)) is None:
             return entry.step
         if entry.whole and not epath.Path(entry.path).is_dir():
-            continue  # deleted while we looked
+            continue  # it was deleted in the meantime
         faults.append((entry, f"{entry.path}: {fault}"))
         if say:
             say(f"skipped    {faults[-1][1]}")
@@ -112,11 +112,11 @@ def latest_step(
         return None
     raise UserError(
         f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.whole)
-        + "; to begin at step 0 move them away, or use --run.restart scratch")  # fmt: skip
+        + "; to start at step 0, move them away or use --run.restart scratch")  # fmt: skip
 
 
 def write_manifest(path: str, step: int, loss: float | None) -> None:
-    """List every file in a directory with its size and checksum."""
+    """Write a step's manifest, which lists every file in its directory with size and checksum."""
     files, kind = {}, "md5" if is_remote(path) else "sha256"
     for name, (size, mark) in storage.sizes(path).items():
         files[name] = {"bytes": size, kind: _checksum(kind, os.path.join(path, name), size, mark)}

@@ -73,17 +73,17 @@ def empty(directory):
 
 
 FAULTS = {
-    "bit flip": (lambda step: flip(largest(step / "state")), r"state/\S+ is damaged: its sha256 is not the manifest's"),
+    "bit flip": (lambda step: flip(largest(step / "state")), r"state/\S+ is damaged: its sha256 differs "),
     "flip in about": (lambda step: flip(step / "about.json"), r"about\.json is damaged: "),
-    "truncated": (lambda step: cut(largest(step / "state")), r"state/\S+ is truncated: \d+ bytes, .* says \d+"),
-    "grown": (lambda step: (step / "about.json").write_text(" " * 99), r"about\.json is 99 bytes, .* says 12"),
+    "truncated": (lambda step: cut(largest(step / "state")), r"state/\S+ is truncated: \d+ bytes, but \d+ in"),
+    "grown": (lambda step: (step / "about.json").write_text(" " * 99), r"about\.json is 99 bytes, but 12 in"),
     "missing file": (lambda step: largest(step / "state").unlink(), r"state/\S+ is missing"),
     "empty": (empty, "the directory is empty"),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), r"it has no manifest\.json"),
     "cut manifest": (lambda step: cut(step / "manifest.json"), r"its manifest\.json cannot be read: "),
     "flipped manifest": (lambda step: flip(step / "manifest.json", 12), r"its manifest\.json cannot be read: "),
-    "left over": (lambda step: step.rename(f"{step}.saving"), "left over from a save or a deletion that was cut off"),
-    "left by Orbax": (lambda step: step.rename(f"{step}.orbax-checkpoint-tmp-7"), "left over from a save or a "),
+    "left over": (lambda step: step.rename(f"{step}.saving"), "left over from an interrupted save or deletion"),
+    "left by Orbax": (lambda step: step.rename(f"{step}.orbax-checkpoint-tmp-7"), "left over from an interrupted "),
 }
 
 
@@ -152,8 +152,8 @@ def test_parameters_of_another_model_are_refused_by_name(tmp_path):
     wider = jax.ShapeDtypeStruct((10, 101), np.float32, sharding=target["w_DF"].sharding)
     cases = {
         r"w_DF has shape \(10, 100\) in checkpoint .*/5, \(10, 101\) in the model; ": target | {"w_DF": wider},
-        "the model has bias_D, checkpoint .*/5 has not; ": target | {"bias_D": target["norm_D"]},
-        "checkpoint .*/5 has norm_D, the model has not; ": {"w_DF": target["w_DF"]},
+        "the model has bias_D, checkpoint .*/5 does not; ": target | {"bias_D": target["norm_D"]},
+        "checkpoint .*/5 has norm_D, the model does not; ": {"w_DF": target["w_DF"]},
     }
     for message, other in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -268,7 +268,7 @@ def test_the_command_says_what_it_finds(tmp_path, capsys):
     assert checkpoint.main(["ls", str(tmp_path)]) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
         "state",
-        "off",
+        "deletion",
         "complete",
         "complete",
     ]
@@ -503,7 +503,7 @@ def test_a_run_without_a_good_step_is_refused(partway):
     before = snapshot(directory)
     status, out, err = run(argv)
     assert (status, out) == (2, "") and err.startswith(f"error: no checkpoint in {directory}/checkpoints can be used; ")
-    assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to begin at step 0 move them away, or "
+    assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to start at step 0, move them away or "
                                                                          "use --run.restart scratch\n")  # fmt: skip
     assert snapshot(directory) == before
     with pytest.raises(ValueError, match=r"can be used; .*/49: state/"):
@@ -522,7 +522,7 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 2 and "Traceback" not in err and err.count("\n") == 1
     assert err.startswith(f"error: the checkpoint of step 52 cannot be written to {directory}/checkpoints: ")
-    assert "File too large" in err and err.endswith("MiB free there); that of step 49 is good, and stays\n")
+    assert "File too large" in err and err.endswith("MiB free there); the one of step 49 is good and remains\n")
     assert 52 <= trained_steps(directory)[-1] <= 52 + EVERY
     assert checkpoint.latest_step(directory / "checkpoints") == 49
     assert not list((directory / "checkpoints").glob("52*")), "what could not be written whole takes up the disk"
