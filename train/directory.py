@@ -1,14 +1,14 @@
-"""A run's directory: whose it is, what lies in it, and who may write there now.
+"""A run's directory: its files, the checks before a run resumes in it, and the lock that keeps other processes out.
 
-runs/laptop/  config.json    every setting, and which tokens they met: what decides results must stay the same
-              metrics.jsonl  a JSON object a line, in the order of the steps
-              metrics.set_aside.jsonl  rows of steps that were taken again, since a kill came before their checkpoint
-              checkpoints/   `checkpoint.py`
-              saved          the newest step of which there is a checkpoint: where that is gone, a run does not go on
+runs/laptop/  config.json    every setting, and a fingerprint of the tokens; those that decide results must not change
+              metrics.jsonl  one JSON object per line, in the order of the steps
+              metrics.set_aside.jsonl  rows of steps that were repeated because a kill came before their checkpoint
+              checkpoints/   see `checkpoint.py`
+              saved          the newest step that has a checkpoint; if that checkpoint is gone, the run does not resume
               samples.txt    report.png
-              .lock          while a process trains there
+              .lock          exists while a process trains there
 
-Of a run at gs://BUCKET/DIR, `storage.py` says where these lie.
+For a run at gs://BUCKET/DIR, `storage.py` explains where these files are stored.
 """
 
 import fcntl
@@ -31,24 +31,24 @@ from train import checkpoint, storage, tracking
 from train.processes import Processes
 from train.storage import Far, replace_file
 
-LOGS = "logs"  # of each process, where there are several
+LOGS = "logs"  # one file per process, if there are several processes
 SAVED = "saved"
 OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
 SET_ASIDE = "metrics.set_aside.jsonl"
-VISIBLE_S = 5.0  # until a file of one host is seen by all, on a disk they share
+VISIBLE_S = 5.0  # longest time until all hosts see a file that one host wrote to a shared disk
 
 
 def describe(cfg: Config) -> dict:
-    """What config.json holds: every setting, and which tokens they met."""
+    """Return the contents of config.json: every setting, and a fingerprint of the tokens."""
     config = cfg.to_dict()
     config["run"] |= affecting(Affects.START, group="run")
     return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
 def decisive(about: dict) -> dict:
-    """The part of `describe` that decides results: a run goes on only where it is the same."""
+    """Return the part of `describe` that decides results; a run resumes only if this part is unchanged."""
     config = moved(json.loads(json.dumps(about["config"])))
-    may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # the last as `check_seen` says
+    may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # see `check_seen` for ORDER
     for name in may_change:
         group, _, setting = name.partition(".")
         config.get(group, {}).pop(setting, None)
@@ -56,10 +56,10 @@ def decisive(about: dict) -> dict:
 
 
 def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
-    """Steps taken, if the run there is complete; None: this one may begin, or go on.
+    """Return the number of steps if the run there is complete; None if it may start or resume.
 
-    read   what of its newest checkpoint is compared with the manifest
-    Raises: UserError if it has other settings, or lacks the checkpoint it had come to.
+    read   which files of its newest checkpoint are compared with the manifest
+    Raises: UserError if the run has other settings, or its newest checkpoint is gone.
     """
     if cfg.run.restart == "scratch":
         return None
@@ -71,7 +71,7 @@ def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> i
 
 
 def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> None:
-    """Raises: UserError if the directory holds a run with other settings, naming the first that decides results."""
+    """Raises: UserError if the directory holds a run with other settings, naming the first one that decides results."""
     ours, file, checkpoints = decisive(describe(cfg)), directory / "config.json", directory / "checkpoints"
     try:
         written = json.loads(file.read_text()) if file.exists() else describe(cfg)
@@ -80,8 +80,8 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
         step = checkpoint.latest_step(checkpoints, read=read)
         advice = "there is no checkpoint, so choose another --run.name"
         if step is not None:
-            advice = "nothing is lost: move the file away and repeat the command, with the settings of the run, which "
-            advice += f"{checkpoints / str(step) / 'about.json'} holds too"
+            advice = "nothing is lost: move the file away and repeat the command with the settings of the run, which "
+            advice += f"are also in {checkpoints / str(step) / 'about.json'}"
         raise UserError(f"{file} cannot be read ({error!r}); {advice}") from None
     if difference := first_difference(ours, theirs):
         raise UserError(
@@ -95,7 +95,7 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
 
 
 def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> None:
-    """Raises: UserError if a mixture or a skip was `written` otherwise for steps that are taken."""
+    """Raises: UserError if the mixture or the skips of steps that are already done differ from those `written`."""
     old = {name: written.get(name, usual) for name, usual in affecting(Affects.ORDER, group="data").items()}
     if order.settings_before(cfg.data.mixture, cfg.data.skip, step) != order.settings_before(
         old["mixture"], old["skip"], step
@@ -103,57 +103,57 @@ def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> 
         for name, was in old.items():
             if (ours := getattr(cfg.data, name)) != was:
                 raise UserError(
-                    f"{directory} has taken {step} steps with data.{name}={was!r}, and data.{name}={ours!r} would have "
-                    f"changed one of them; say again what was said, and add what begins after step {step}; to go back "
-                    "before that, put later checkpoints aside and say --run.restart newest")  # fmt: skip
+                    f"{directory} took {step} steps with data.{name}={was!r}, but data.{name}={ours!r} would have "
+                    f"changed one of them; keep the old value and append only what starts after step {step}; to change "
+                    "earlier steps, move later checkpoints away and add --run.restart newest")  # fmt: skip
 
 
 def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
-    """Raises: UserError if the newest checkpoint is gone, so that steps which were kept would be taken again.
+    """Raises: UserError if the newest checkpoint is gone, because steps that were saved would be repeated.
 
-    One that is there and damaged is no question: the one before is taken, and said.
+    A damaged checkpoint is not an error here: the run prints a warning and resumes from the previous one.
     """
     path, checkpoints = directory / SAVED, directory / "checkpoints"
     rows = [json.loads(row) for row in read_rows(directory)]
-    known = {row["step"] for row in rows if row["kind"] in ("start", "end")}  # there is a checkpoint of either
+    known = {row["step"] for row in rows if row["kind"] in ("start", "end")}  # both have a checkpoint
     with suppress(OSError, ValueError):
         known.add(int(path.read_text()))
     newest = max(known, default=0)
     if max((one.step for one in checkpoint.found(checkpoints) if one.whole), default=0) >= newest:
         return
     step, taken = checkpoint.latest_step(checkpoints, read=read), max((row["step"] for row in rows), default=newest)
-    there = "there is none" if step is None else f"the newest is that of step {step}"
+    there = "has no checkpoint" if step is None else f"has only step {step} and earlier"
     raise UserError(
-        f"{directory} has come to step {taken}, and its checkpoint of step {newest} is gone: in {checkpoints} {there}; "
-        f"put it back, or say --run.restart newest: steps {(step or 0) + 1} to {taken} are taken again, their rows "
-        f"kept in {SET_ASIDE}")  # fmt: skip
+        f"{directory} reached step {taken}, but its checkpoint of step {newest} is gone: {checkpoints} {there}; "
+        f"put it back, or add --run.restart newest to repeat steps {(step or 0) + 1} to {taken}; their rows "
+        f"move to {SET_ASIDE}")  # fmt: skip
 
 
 def check_place(directory: Path, keepers: list[str | None], ours: str | None) -> None:
-    """Raises: UserError if a host says that another one keeps the checkpoints of a run, of which we have none."""
+    """Raises: UserError if this host has no checkpoints, and a host reports that another one stores them."""
     if elsewhere := [host for host in keepers if host not in (None, ours)]:
         raise UserError(
-            f"the checkpoints of {directory} are on {elsewhere[0]}, and the first host is {ours}: "
-            f"name {elsewhere[0]} first, or copy {directory}/checkpoints from there, or take another --run.name"
+            f"the checkpoints of {directory} are on {elsewhere[0]}, but the first host is {ours}: "
+            f"list {elsewhere[0]} first, or copy {directory}/checkpoints from there, or use another --run.name"
         )
 
 
 def check_writable(directory: Path | Far) -> None:
-    """Raises: UserError if a run cannot be kept there, as far as one sees who writes nothing."""
+    """Raises: UserError if a run can't be stored there, as far as this can be seen without writing."""
     if isinstance(directory, Far):
         return directory.check()
     there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        what = "may not be written" if there.is_dir() else "is no directory"
+        what = "is not writable" if there.is_dir() else "is not a directory"
         raise UserError(f"cannot write to {directory}: {there} {what}; choose another --run.dir")
 
 
 @contextmanager
 def locked(run: Path | Far) -> Iterator[None]:
-    """Keep other processes of this machine out of a run's directory, or that of all where they share the disk.
+    """Keep other processes of this machine, or of all machines that share the disk, out of a run's directory.
 
-    The kernel lets go when this one dies, however it dies.
-    Raises: UserError naming who is in there, or why nothing can be written.
+    The kernel releases the lock when this process dies, for whatever reason.
+    Raises: UserError naming the process that holds the lock, or why nothing can be written.
     """
     if not is_main_process():
         yield
@@ -169,7 +169,7 @@ def locked(run: Path | Far) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise BlockingIOError  # the run that held it ended just now and removed it
+                raise BlockingIOError  # the run that held the lock has just ended and removed the file
         except BlockingIOError:
             file.seek(0)
             who = file.read().strip() or "another process"
@@ -182,16 +182,16 @@ def locked(run: Path | Far) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # something came into it, or its disk went away
+            with suppress(OSError):  # the directory is not empty, or its disk is gone
                 path.unlink(missing_ok=True)
                 for one in made:
                     one.rmdir()
 
 
 def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
-    """Make the run's directory and write its config.json; with --run.restart scratch, delete an earlier run's.
+    """Create the run's directory and write its config.json; with --run.restart scratch, delete an earlier run's files.
 
-    Process 0 does. Each of several then sees whether the hosts share this disk, and opens a log of its own there.
+    Only process 0 does this. With several processes, each then checks if the hosts share a disk, and opens its own log.
     """
     board = together.board
 
@@ -212,15 +212,15 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
     open_log(directory / LOGS / f"process-{board.rank:02}.log")
     log_to_file(f"{board.name(board.rank)}, id {os.getpid()}, of {board.count}")
     if not together.agreement.share_disk:
-        log(f"directory  {directory} is no disk that all hosts share: that of {board.name(0)} keeps the checkpoints")
+        log(f"directory  {directory} is not on a disk that all hosts share: {board.name(0)} stores the checkpoints")
 
 
 def sees(path: Path, text: str) -> bool:
-    """Whether a file holds a text, now or as soon as a file server shows it."""
+    """Return whether a file contains this text, waiting up to VISIBLE_S for a file server to show it."""
     end = time.monotonic() + VISIBLE_S
     while time.monotonic() < end:
         with suppress(OSError):
-            os.listdir(path.parent)  # so that nobody answers from memory
+            os.listdir(path.parent)  # refreshes the client's cached attributes
             if path.read_text() == text:
                 return True
         time.sleep(0.2)
@@ -228,7 +228,7 @@ def sees(path: Path, text: str) -> bool:
 
 
 def steps_done(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
-    """Steps a finished run has taken; None if some of run.steps, or the report after the last, is still to do."""
+    """Return the number of steps of a finished run; None if steps, or the report after the last one, remain to do."""
     rows = [json.loads(row) for row in read_rows(directory)]
     ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
     reached = checkpoint.latest_step(directory / "checkpoints", read=read) or 0
@@ -236,20 +236,20 @@ def steps_done(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
 
 
 def note_saved(directory: Path | Far, step: int) -> None:
-    """Remember the newest step of which there is a checkpoint; 0: there is none."""
+    """Record the newest step that has a checkpoint; 0: there is none."""
     replace_file(directory / SAVED, f"{step}\n")
 
 
 def read_rows(directory: Path | Far, name: str = "metrics.jsonl") -> list[str]:
-    """Lines of metrics.jsonl, or of the rows that were set aside, without a last one that is half written."""
+    """Return the lines of metrics.jsonl, or of the file `name`, without a half-written last line."""
     path = directory / name
     return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
 
 
 def missing_rows(directory: Path | Far, step: int) -> str | None:
-    """Say which steps before a checkpoint have no rows in metrics.jsonl; None: the record reaches it.
+    """Say which steps before a checkpoint have no rows in metrics.jsonl; None: none are missing.
 
-    A checkpoint always ends a row. Its row is missing if the run resumed from an earlier one meanwhile.
+    Every checkpoint has a row at its step. That row is missing if the run has resumed from an earlier one since then.
     """
     trained = lambda texts: {row["step"] for row in map(json.loads, texts) if row["kind"] == "train"}
     last = max((one for one in trained(read_rows(directory)) if one <= step), default=0)
@@ -265,13 +265,10 @@ def missing_rows(directory: Path | Far, step: int) -> str | None:
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a line, appended by process 0 and flushed at once."""
+    """Writer of metrics.jsonl: process 0 appends one JSON object per line and flushes it at once."""
 
     def __init__(self, directory: Path | Far, step: int, last_step: int):
-        """Keep the rows up to `step`; what is past it is done again, and so is an evaluation at the last step.
-
-        Rows of what is done again are set aside.
-        """
+        """Keep the rows up to `step`. Set aside later rows, and an evaluation at the last step: both are repeated."""
         self.path = directory / "metrics.jsonl"
         if not is_main_process():
             return
@@ -285,7 +282,7 @@ class Metrics:
         if rows[True]:
             with (directory / SET_ASIDE).open("a") as file:
                 file.write("".join(rows[True]))
-            log(f"set aside  {len(rows[True])} rows, which come again after step {step}, in {directory / SET_ASIDE}")
+            log(f"set aside  {len(rows[True])} rows to repeat after step {step}, in {directory / SET_ASIDE}")
         replace_file(self.path, "".join(rows[False]))
         note_saved(directory, step)
 
@@ -296,7 +293,7 @@ class Metrics:
 
 
 def to_json(value):
-    """Arrays as lists, and null for what is not finite: JSON knows neither NaN nor infinity."""
+    """Convert arrays to lists, and NaN and infinity, which JSON lacks, to null."""
     if isinstance(value, dict):
         return {name: to_json(x) for name, x in value.items()}
     if hasattr(value, "tolist"):

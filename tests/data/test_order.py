@@ -214,7 +214,7 @@ def test_what_is_still_to_come_may_change(path, tmp_path, monkeypatch):
     again(skip="101:103", mixture=f"{TWO}@101:code=0,prose=0.5,maths=0.5")
     for name, value in (("skip", "100:103"), ("mixture", f"{TWO}@100:code=0,prose=0.5,maths=0.5"),
                         ("mixture", "code=0.6,prose=0.4,maths=0")):  # fmt: skip
-        with pytest.raises(UserError, match=rf"has taken 100 steps with data\.{name}=.*add what begins after step 100"):
+        with pytest.raises(UserError, match=rf"took 100 steps with data\.{name}=.*only what starts after step 100"):
             again(**{name: value})
 
 

@@ -142,7 +142,7 @@ def test_four_hosts_train_as_one_and_two_go_on(four, alone):
     others = four.run("launcher.sh", "--", *unasked, input=names(four.hosts[2:]))
     assert set(wait_for_end(four, four.hosts[2:])) == {2}, others.stdout
     for host in four.hosts[2:]:
-        assert "the checkpoints of runs/r are on host00, and the first host is host02: name host00 first" in log(host)
+        assert "the checkpoints of runs/r are on host00, but the first host is host02: list host00 first" in log(host)
 
     two = four.hosts[:2]
     again = four.run("launcher.sh", "--", *words(), input=names(two))
@@ -249,7 +249,7 @@ def test_a_run_preempted_at_six_moments_ends_the_same(four, alone):
     assert four.run("launcher.sh", "--", *words(*more), input=names(two)).returncode == 0
     assert wait_for_end(four, two) == [0, 0]
     assert losses(directory) == pytest.approx(alone, rel=1e-5)
-    assert "is no disk that all hosts share" not in log(two[0])
+    assert "is not on a disk that all hosts share" not in log(two[0])
     manifest = json.loads((directory / f"checkpoints/{STEPS}/manifest.json").read_text())
     wrote = {part for name in manifest["files"] for part in name.split("/") if part.startswith("ocdbt.process_")}
     assert wrote == {"ocdbt.process_0", "ocdbt.process_1"}

@@ -71,14 +71,14 @@ def test_a_run_whose_checkpoints_are_gone_is_a_question(partway, straight):
     before, record = snapshot(directory), rows_of(directory)
     status, out, err = run(argv)
     assert (status, out) == (2, "")
-    assert err == (f"error: {directory} has come to step 49, and its checkpoint of step 49 is gone: in {directory}/"
-                   "checkpoints there is none; put it back, or say --run.restart newest: steps 1 to 49 are taken "
-                   f"again, their rows kept in {SET_ASIDE}\n")  # fmt: skip
+    assert err == (f"error: {directory} reached step 49, but its checkpoint of step 49 is gone: {directory}/"
+                   "checkpoints has no checkpoint; put it back, or add --run.restart newest to repeat steps 1 to 49; "
+                   f"their rows move to {SET_ASIDE}\n")  # fmt: skip
     assert snapshot(directory) == before
 
     status, out, err = run([*argv, "--run.restart", "newest"])
     assert (status, err) == (0, "") and "resumed" not in out
-    assert f"set aside  {len(record) - 1} rows, which come again after step 0, in {directory}/{SET_ASIDE}\n" in out
+    assert f"set aside  {len(record) - 1} rows to repeat after step 0, in {directory}/{SET_ASIDE}\n" in out
     assert rows_of(directory, SET_ASIDE) == record[1:]
     assert soak.differences(argv, directory, straight) == []
     assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
@@ -94,7 +94,7 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
     assert look(cfg, directory) is None
     shutil.rmtree(directory / "checkpoints/49")
     with pytest.raises(
-        ValueError, match=r"checkpoint of step 49 is gone: .* the newest is that of step 48; .* 49 to 49"
+        ValueError, match=r"checkpoint of step 49 is gone: .* has only step 48 and earlier; .* 49 to 49"
     ):
         look(cfg, directory)
     assert look(replace(cfg, **{"run.restart": "newest"}), directory) is None
@@ -106,7 +106,7 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
         file.write('{"kind": "start", "step": 48}\n{"kind": "end", "step": 60}\n')
     shutil.rmtree(directory / "checkpoints")
     assert look(cfg, directory) == 60
-    with pytest.raises(ValueError, match="has come to step 60, and its checkpoint of step 60 is gone"):
+    with pytest.raises(ValueError, match="reached step 60, but its checkpoint of step 60 is gone"):
         look(replace(cfg, **{"run.steps": 99}), directory)
 
 
@@ -156,8 +156,8 @@ def test_a_damaged_config_json_loses_nothing(partway, straight):
     status, out, err = run(argv)
     assert (status, out) == (2, "") and snapshot(directory) == before
     assert err.startswith(f"error: {file} cannot be read (JSONDecodeError(") and err.endswith(
-        "; nothing is lost: move the file away and repeat the command, with the settings of the run, which "
-        f"{about} holds too\n"
+        "; nothing is lost: move the file away and repeat the command with the settings of the run, which "
+        f"are also in {about}\n"
     )
 
     file.unlink()
@@ -185,4 +185,4 @@ def test_rows_that_are_taken_again_are_kept(tmp_path, capsys):
         Metrics(tmp_path, step, 20)
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:step])
     assert (tmp_path / SET_ASIDE).read_text() == lines[5] + lines[3]
-    assert capsys.readouterr().out.count("set aside  1 rows, which come again after step ") == 2
+    assert capsys.readouterr().out.count("set aside  1 rows to repeat after step ") == 2

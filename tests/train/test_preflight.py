@@ -63,7 +63,7 @@ REFUSED = {
     "much too early": ("--run.peer_timeout_s 4", {"AXIS_RESTART_WAIT": "9"}, r"\(4 \+ 15 = 19\); set RESTART_WAIT=19$"),
     "again from the start": ("--run.restart scratch", {"AXIS_RESTART_WAIT": "80"}, "each start after a failure"),
     "place": ("--run.dir /dev/null", {},
-              "cannot write to /dev/null/tiny: /dev/null is no directory; choose another --run.dir"),
+              "cannot write to /dev/null/tiny: /dev/null is not a directory; choose another --run.dir"),
 }  # fmt: skip
 
 
@@ -102,4 +102,4 @@ def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path
     (directory / "checkpoints" / checkpoint.KEEPER).write_text("host07")
     assert check()[0].endswith("; it starts at step 0\n"), "how the launcher names this host is not known"
     monkeypatch.setenv("AXIS_HOST", "host02")
-    assert "are on host07, and the first host is host02: name host07 first" in check()[1]
+    assert "are on host07, but the first host is host02: list host07 first" in check()[1]
