@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatc
     asked = float(re.search(r"a device would need ([\d.]+) MiB, and has 1.000 MiB: ", err)[1])
     assert status == 2 and not begun
     assert sum(map(float, numbers.values())) == pytest.approx(asked, abs=0.005) and len(numbers) > 3
-    assert "; try work.remat=full" in err and err.endswith("; --run.check no starts it all the same\n")
+    assert "; try work.remat=full" in err and err.endswith("; --run.check no starts it anyway\n")
     assert run(*words, "--run.check", "no")[0] == 7 and begun
 
 

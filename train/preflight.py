@@ -1,7 +1,7 @@
-"""What is known of a run before it starts: its tokens, its plan, and what would be refused.
+"""Check a run before it starts: its tokens, its plan, its directory, and anything that would stop it at start-up.
 
-`python main.py .. --run.check only` says it and ends. No device is touched, nothing is written, and no other process is
-waited for, so it may be asked on every host of a run first, while another run is alive there.
+`python main.py .. --run.check only` prints the result and exits. It uses no device, writes nothing and waits for no
+other process, so you can run it on every host first, even while another run is training there.
 """
 
 import os
@@ -22,37 +22,37 @@ from train import checkpoint, storage
 from train.directory import check_place, check_writable, look
 from xla import options
 
-LATE_S = 15  # after run.peer_timeout_s: until processes that miss another have ended
+LATE_S = 15  # after run.peer_timeout_s, the time until processes that have lost another one have exited
 
 
 def tokens(cfg: Config):
-    """The encoding of a run's tokens, None if it has none. Raises: UserError if they, or the prompt, do not fit."""
+    """Return the tokenizer of a run's tokens, None if unknown. Raises: UserError if tokens or prompt don't fit."""
     corpus = dataset.opened(cfg)
     encoding = tokenizers.from_manifest(corpus.manifest)
-    if encoding and cfg.run.sample_prompt:  # a prompt is refused now, not when all steps are taken
+    if encoding and cfg.run.sample_prompt:  # fail now, not after the last step
         generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
     return encoding
 
 
 def planned(cfg: Config, mesh) -> planner.Plan:
-    """The plan on these devices, in whose settings nothing is `auto`."""
+    """Return the plan on these devices, with every `auto` setting resolved."""
     return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), memory_bytes(devices))
 
 
 def refuse_too_large(plan: planner.Plan) -> None:
-    """Raises: UserError if it needs more memory than there is."""
+    """Raises: UserError if the run needs more memory than there is."""
     if plan.fits is False and plan.cfg.run.check != "no":
-        raise UserError(f"{plan.refusal()}; --run.check no starts it all the same")
+        raise UserError(f"{plan.refusal()}; --run.check no starts it anyway")
 
 
 def announce(cfg: Config, mesh) -> planner.Plan:
-    """Say what will run before the slow parts start. Raises: UserError if it needs more memory than there is."""
+    """Log what will run, before the slow parts start. Raises: UserError if it needs more memory than there is."""
     refuse_too_large(plan := planned(cfg, mesh))
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
     memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
     kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
-    log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f", and {idle} are left idle" * bool(idle))
+    log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f"; idle devices: {idle}" * bool(idle))
     log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
     corpus = dataset.opened(cfg)
     steps = dataset.epoch_steps(cfg)
@@ -61,19 +61,19 @@ def announce(cfg: Config, mesh) -> planner.Plan:
         log(f"rows       {dataset.in_words(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
     log(f"settings   {plan.settings()}")
     for first, count in parse_skips(cfg.data.skip):
-        log(f"skip       step {first + 1} and those after it take the batch of {count} steps later")
+        log(f"skip       from step {first + 1} on, each step uses the batch of {count} steps later")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
     return plan
 
 
-# Before anything is started -------------------------------------------------------------------------------------------
+# Checks that need no device -------------------------------------------------------------------------------------------
 
 
 def check(cfg: Config) -> None:
-    """Print one line if nothing is known that would end this run at its start.
+    """Print one line if nothing is found that would stop this run at start-up.
 
-    Raises: UserError as the run would, for settings, tokens, mesh, and, where process 0 is to be, its directory; and if
-    it would be started again before the others have noticed its end.
+    Raises: UserError like the run itself, for settings, tokens, mesh and, on the host of process 0, its directory; also
+    if a restart would come before the other processes have noticed a failure.
     """
     tokens(cfg)
     options.parse(cfg.run.compiler_options)
@@ -83,7 +83,7 @@ def check(cfg: Config) -> None:
     plan = check_mesh(cfg, count or 1)
     steps = dataset.epoch_steps(cfg).items()
     epochs = ", ".join(f"an epoch{f' of {name}' * bool(name)} is {n:,} steps" for name, n in steps)
-    where = "process 0 knows where it goes on from"
+    where = "only process 0 knows where it resumes"
     if os.environ.get("JAX_PROCESS_ID", "0") == "0":
         where = check_directory(cfg)
     print(f"checked    {cfg.run.name}: {plan.params_total:,} parameters on mesh {cfg.mesh}, {count or 1} "
@@ -91,7 +91,7 @@ def check(cfg: Config) -> None:
 
 
 def told(*names: str) -> int | None:
-    """The number in the first of these environment variables that is set. Raises: UserError if it is none."""
+    """Return the number in the first of these environment variables that is set. Raises: UserError for other text."""
     for name in names:
         if value := os.environ.get(name):
             if not value.isdecimal() or (name != "AXIS_RESTART_WAIT" and value == "0"):
@@ -101,20 +101,20 @@ def told(*names: str) -> int | None:
 
 
 def check_restarts(cfg: Config, wait: int) -> None:
-    """Raises: UserError if the start that follows a failure would come too early, or delete what the run has done."""
+    """Raises: UserError if a restart after a failure would come too early, or delete what the run has done."""
     silent, most = cfg.run.peer_timeout_s, wait - LATE_S
     if wait < (least := silent + LATE_S):
         raise UserError(
-            f"RESTART_WAIT={wait}: the others notice after run.peer_timeout_s={silent} s that a process is gone, and "
-            f"have ended {LATE_S} s later ({silent} + {LATE_S} = {least}); set RESTART_WAIT={least}"
+            f"RESTART_WAIT={wait}: the other processes detect a lost one after run.peer_timeout_s={silent} s and exit "
+            f"within {LATE_S} s more ({silent} + {LATE_S} = {least}); set RESTART_WAIT={least}"
             + (f", or --run.peer_timeout_s {most}" if most > 0 else ""))  # fmt: skip
     if cfg.run.restart == "scratch":
-        raise UserError("--run.restart scratch with --restarts: each start after a failure would delete what was "
-                        "done before it; leave out one of them, or take another --run.name")  # fmt: skip
+        raise UserError("--run.restart scratch with --restarts: each restart after a failure would delete the work "
+                        "done before it; drop one of the two, or use another --run.name")  # fmt: skip
 
 
 def check_mesh(cfg: Config, processes: int) -> planner.Plan:
-    """The plan, as far as it is known without devices.
+    """Return the plan, as far as it can be made without devices.
 
     Raises: UserError if the model does not split over the mesh, there are too few devices, or too little memory.
     """
@@ -132,7 +132,7 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
 
 def check_directory(cfg: Config) -> str:
-    """Where a run would begin. Raises: UserError if its directory cannot be written, or is not that of this run."""
+    """Say where a run would start. Raises: UserError if its directory is not writable, or belongs to another run."""
     check_writable(kept := storage.of(cfg))
     with storage.copied(kept) as directory:
         return where(cfg, directory)
@@ -140,13 +140,13 @@ def check_directory(cfg: Config) -> str:
 
 def where(cfg: Config, directory) -> str:
     if done := look(cfg, directory, "none"):
-        return f"it is complete, with {done} steps"
+        return f"already complete with {done} steps"
     step = None if cfg.run.restart == "scratch" else checkpoint.latest_step(directory / "checkpoints", print, "none")
     if step is None:
-        if ours := os.environ.get("AXIS_HOST"):  # how the launcher names this host; it may have other names
+        if ours := os.environ.get("AXIS_HOST"):  # the launcher's name for this host
             check_place(directory, [checkpoint.keeper(directory / "checkpoints")], ours)
         source = cfg.run.init_from
         if source and not os.path.isdir(f"{source}/weights") and not checkpoint.found(f"{source}/checkpoints"):
             raise UserError(f"no checkpoint in {source}/checkpoints")
-        return "it starts at step 0"
-    return f"it goes on from step {step} of {cfg.run.steps}"
+        return "starts at step 0"
+    return f"resumes from step {step} of {cfg.run.steps}"

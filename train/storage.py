@@ -1,13 +1,13 @@
-"""Where a run is kept: a directory of a disk, or gs://BUCKET/DIR. Nothing else knows that there are two kinds.
+"""Store a run in a directory on a disk, or at gs://BUCKET/DIR. The rest of the program treats both the same way.
 
-A bucket neither appends, nor renames, nor locks. So of a run there
+A bucket cannot append, rename or lock. A run in a bucket therefore works like this:
 
-- the checkpoints are written straight to it, by each process its part; the manifest of a step comes last, and a step
-  without one is no checkpoint (`checkpoint.py`);
-- all other files lie in a folder of process 0's machine while it trains. They come from the bucket when it begins, and
-  go there whole: before each step gets its manifest, after it, and at the end, whatever that is;
-- `owner` names who writes there. Who starts last does: an earlier one finds another name, and ends before it has
-  written a manifest.
+- Every process writes its shards of a checkpoint directly to the bucket. The manifest of a step is written last, and a
+  step without one is not a checkpoint (`checkpoint.py`).
+- All other files are in a local folder of process 0's machine during training. They are downloaded at the start, and
+  uploaded whole before and after each step gets its manifest, and when the run ends, for whatever reason.
+- The file `owner` names the process that may write, which is the one that started last. An earlier process finds
+  another name there, and exits before it writes a manifest.
 """
 
 import base64
@@ -36,9 +36,9 @@ CHECKPOINTS, OWNER = "checkpoints", "owner"
 
 
 class Far:
-    """A run's directory in a bucket. It stands where the Path of one on a disk would: `/` gives what lies in it.
+    """A run's directory in a bucket. It replaces the Path of a local run: `/` returns the path of a file in it.
 
-    here   the folder of this machine that its small files lie in; left out: one in the user's cache folder
+    here   local folder for the run's small files; default: a folder in the user's cache
     """
 
     def __init__(self, address: str, here: Path | None = None):
@@ -55,49 +55,49 @@ class Far:
 
     @functools.cached_property
     def files(self):
-        """Raises: UserError if the bucket cannot be asked, or is not there: to write would make it."""
+        """Return the bucket's file system. Raises: UserError if there is none, as a write would create it."""
         name = "/".join(self.address.split("/")[:3])
         files = bucket.call_with_retries(name, lambda: in_bucket(name)[0], HEADING)
         try:
             bucket.call_with_retries(name, lambda: files.info(name), HEADING)
         except bucket.MissingFile:
-            raise UserError(f"{self}: there is no bucket {name}; make it, or choose another --run.dir") from None
+            raise UserError(f"{self}: there is no bucket {name}; create it, or choose another --run.dir") from None
         return files
 
     def check(self) -> None:
-        """Raises: UserError if the bucket is not there, or nothing may be seen in it."""
+        """Raises: UserError if the bucket does not exist, or may not be read."""
         _ = self.files
 
     def ask(self, name: str, work: Callable):
-        """work(file system, address of a file). Raises: UserError with the reason."""
+        """Return work(file system, address of a file), with retries. Raises: UserError with the reason."""
         address = f"{self.address}/{name}".rstrip("/")
         return bucket.call_with_retries(address, lambda: work(self.files, address), HEADING)
 
     def fetch(self) -> None:
-        """Have the small files here as they are there, and no others."""
+        """Replace the local small files with those in the bucket."""
         for file in self.small():
             file.unlink()
-        with contextlib.suppress(bucket.MissingFile):  # nothing lies there yet
+        with contextlib.suppress(bucket.MissingFile):  # the run has no files there yet
             for one in self.ask("", lambda files, at: files.ls(at, detail=True)):
                 name = one["name"].rpartition("/")[2]
                 if name and one["type"] == "file":
                     (self.here / name).write_bytes(self.ask(name, lambda files, at: files.cat_file(at)))
 
     def small(self) -> list[Path]:
-        """What is fetched and sent: files, and not those that begin with a dot or are half written."""
+        """List the local files to synchronize: all except half-written ones and those that start with a dot."""
         self.here.mkdir(parents=True, exist_ok=True)
         found = [file for file in self.here.iterdir() if file.is_file()]
         return [file for file in found if file.name[0] != "." and not file.name.endswith(".partial")]
 
     def take(self) -> None:
-        """From now on the run is this process's."""
+        """Make this process the owner of the run."""
         self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}, {uuid.uuid4().hex[:8]}\n"
         self.ask(OWNER, lambda files, at: files.pipe_file(at, self.owner.encode()))
 
     def send(self) -> None:
-        """Copy to the bucket what has changed here. Raises: UserError if the run is another process's by now."""
+        """Upload the files that have changed. Raises: UserError if another process owns the run by now."""
         if (owner := self.ask(OWNER, lambda files, at: files.cat_file(at)).decode()) != self.owner:
-            raise UserError(f"{self} is now that of {owner.strip()}; this process was {self.owner.strip()}")
+            raise UserError(f"{self} is now used by {owner.strip()}; this process was {self.owner.strip()}")
         for file in self.small():
             contents = file.read_bytes()
             if file.name != OWNER and self.sent.get(file.name) != (digest := hashlib.sha256(contents).digest()):
@@ -109,20 +109,20 @@ HEADING = "run        "
 
 
 def of(cfg: Config) -> Path | Far:
-    """A run's directory."""
+    """Return the directory of a run."""
     return (
         Far(f"{cfg.run.dir.rstrip('/')}/{cfg.run.name}") if is_remote(cfg.run.dir) else Path(cfg.run.dir, cfg.run.name)
     )
 
 
 def here(directory: Path | Far) -> Path:
-    """The folder of this machine that a run's small files lie in."""
+    """Return the local folder that holds a run's small files."""
     return directory.here if isinstance(directory, Far) else directory
 
 
 def check(directory: Path | Far) -> None:
-    """Raises: UserError if it names a bucket that is not there, or may not be seen; DiskLost if an earlier attempt of
-    this launch lost the directory, and it is still gone: this attempt would begin at step 0 below its mount point."""
+    """Raises: UserError if a bucket does not exist or may not be read; DiskLost if an earlier attempt of this launch
+    lost the directory and it is still gone, because this attempt would start at step 0 in the empty mount point."""
     if isinstance(directory, Far):
         directory.check()
     elif (mark := lost_mark()) and mark.exists() and not (directory / "config.json").exists():
@@ -130,20 +130,20 @@ def check(directory: Path | Far) -> None:
 
 
 def take(directory: Path | Far) -> None:
-    """From now on it is written by this process, as far as a lock does not say so."""
+    """Make this process the owner of a run in a bucket; on a disk the lock does that."""
     if isinstance(directory, Far):
         directory.take()
 
 
 def send(directory: Path | Far) -> None:
-    """Have what was written to a run's files so far where the run is kept."""
+    """Upload the changed files of a run in a bucket."""
     if isinstance(directory, Far):
         directory.send()
 
 
 @contextlib.contextmanager
 def fetched(directory: Path | Far) -> Iterator[None]:
-    """Within, process 0 has a run's files here, and at the end they are where the run is kept, if this one took it."""
+    """Download a run's files to process 0; on exit upload them again, if this process became the owner."""
     if not isinstance(directory, Far) or not is_main_process():
         yield
         return
@@ -154,8 +154,8 @@ def fetched(directory: Path | Far) -> Iterator[None]:
         try:
             if directory.owner:
                 directory.send()
-        except Exception as error:  # the first one is the one to show
-            log(f"note: what was written since the last checkpoint stays in {directory.here}: {error}")
+        except Exception as error:  # the first error is the one to show
+            log(f"note: files written since the last checkpoint were not uploaded from {directory.here}: {error}")
         raise
     if directory.owner:
         directory.send()
@@ -163,7 +163,7 @@ def fetched(directory: Path | Far) -> Iterator[None]:
 
 @contextlib.contextmanager
 def copied(directory: Path | Far) -> Iterator[Path | Far]:
-    """The same, to be looked at: a run that is alive on this machine keeps its files."""
+    """Yield a read-only copy of a run in a bucket, so that a live run on this machine is not disturbed."""
     if not isinstance(directory, Far):
         yield directory
         return
@@ -174,31 +174,31 @@ def copied(directory: Path | Far) -> Iterator[Path | Far]:
 
 
 def remove(directory: Path | Far, name: str) -> None:
-    """Remove a file or folder of a run, if it is there."""
+    """Remove a file or folder of a run, if it exists."""
     path = directory / name
     clear(path)
     if isinstance(directory, Far) and directory.ask(name, lambda files, at: files.exists(at)):
         directory.ask(name, lambda files, at: files.rm(at, recursive=True))
 
 
-# A disk that goes away under a run ------------------------------------------------------------------------------------
+# A disk that disappears during a run ----------------------------------------------------------------------------------
 
-# What the system reports of a file server, or a device, that is no longer there. A connection of the program itself
-# that is reset or refused has other numbers.
+# Errors that the system reports for a file server or device that is gone. The program's own network connections fail
+# with other numbers, such as ECONNRESET.
 LOST_DISK = {getattr(errno, name, None) for name in (
     "ESTALE", "EIO", "ENOTCONN", "ENODEV", "ENXIO", "EREMOTEIO", "ESHUTDOWN", "ETIMEDOUT", "EHOSTDOWN")}  # fmt: skip
 
 
 def lost_mark() -> Path | None:
-    """The file that notes for the next attempt of this launch that the run's directory is lost."""
+    """Return the file that tells the next attempt of this launch that the run's directory was lost."""
     alive = os.environ.get("AXIS_ALIVE")
     return Path(alive).with_name("disk_lost") if alive else None
 
 
 def why_lost(error: Exception, directory: str | os.PathLike) -> str | None:
-    """Say that an error means that the disk of a run's directory went away; None: it means something else.
+    """Explain an error that means that the disk of a run's directory is gone; None: it means something else.
 
-    A full disk, and one that may only be read, stay where they are, so a restart would not help.
+    A full disk or a read-only disk does not count as lost, since a restart would not help.
     """
     if not os.path.exists(directory):
         return f"{directory} is gone: is the shared disk mounted?"
@@ -215,9 +215,9 @@ def why_lost(error: Exception, directory: str | os.PathLike) -> str | None:
 
 @contextlib.contextmanager
 def watched(directory: Path | Far, writes: Callable[[], bool]) -> Iterator[None]:
-    """Within, an OSError because the disk of a run's directory went away is raised as DiskLost.
+    """Inside this context, raise DiskLost for an OSError that means that the disk of a run's directory is gone.
 
-    writes   whether this process writes to that disk
+    writes   tells whether this process writes to that disk
     """
     try:
         yield
@@ -235,10 +235,10 @@ def watched(directory: Path | Far, writes: Callable[[], bool]) -> Iterator[None]
 
 
 def in_bucket(address: str):
-    """fsspec's file system of an address, and the path in it. What it lists is never remembered: others write there."""
+    """Return fsspec's file system and the path in it, with listings uncached, because other processes write too."""
     import fsspec  # here, because only a run in a bucket needs it
 
-    fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False  # of Orbax's own too
+    fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False  # also for the file systems Orbax opens
     return bucket.file_system(address)
 
 
@@ -251,20 +251,20 @@ def absolute(path: str | os.PathLike) -> str:
 
 
 def replace_file(path: str | os.PathLike, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = f"{path}.partial"
     Path(partial).write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def clear(path: str | os.PathLike) -> None:
-    """Remove a file or folder, if it is there."""
+    """Remove a file or folder, if it exists."""
     path = epath.Path(path)
     path.rmtree() if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def sizes(folder: str) -> dict[str, tuple[int, str]]:
-    """The files below a folder: bytes, and what changes with the contents: the time, or of a bucket the md5, in hex."""
+    """Map each file below a folder to its bytes and a mark of its contents: mtime in ns, or a bucket's md5 in hex."""
     found = {}
     if is_remote(folder):
         files, root = in_bucket(folder)

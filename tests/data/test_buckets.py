@@ -287,7 +287,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(home, tmp_path, monkeypatch, capsys
     assert checkpoint.latest_step(f"{address}/checkpoints") == 4
     assert [row["step"] for row in rows_at(address)] == [1, 2, 3, 4]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
-    assert run([*there, "--run.check", "only"])[1].endswith("it goes on from step 4 of 6\n")
+    assert run([*there, "--run.check", "only"])[1].endswith("resumes from step 4 of 6\n")
     status, out, complaint = run(there)
     assert (status, complaint) == (0, "") and f"resumed    at step 4 from {address}/checkpoints" in out
     assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
@@ -384,7 +384,7 @@ def test_who_starts_last_has_the_run(servers, tmp_path):
         (run_there.here / "config.json").write_text(run_there.here.name)
         run_there.take()
         run_there.send()
-    with pytest.raises(UserError, match=rf"{address} is now that of process \d+ on .*; this process was process \d+"):
+    with pytest.raises(UserError, match=rf"{address} is now used by process \d+ on .*; this process was process \d+"):
         save(f"{address}/checkpoints", [1], first.send)
     assert checkpoint.latest_step(f"{address}/checkpoints") is None
     save(f"{address}/checkpoints", [1], second.send)
@@ -398,7 +398,7 @@ def test_what_a_bucket_refuses_is_said(home, tmp_path, monkeypatch):
     assert status == 2 and "run.dir='s3://own/runs': a run is kept on a disk, or" in complaint
     for more in ([], ["--run.check", "only"]):
         status, _, complaint = run([*home, "--run.dir", "gs://gone/runs", *more])
-        assert status == 2 and "error: gs://gone/runs/small: there is no bucket gs://gone; make it" in complaint
+        assert status == 2 and "error: gs://gone/runs/small: there is no bucket gs://gone; create it" in complaint
     assert not bucket.file_system("gs://gone")[0].exists("gone")
     address, honest, denied_of = f"gs://own/{uuid.uuid4().hex}", HANDLER.parse_request, "/upload/"
 

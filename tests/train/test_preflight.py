@@ -33,7 +33,7 @@ def test_it_needs_no_device_no_peer_and_no_lock(asked, tmp_path, tmp_path_factor
     behind, and one that takes a minute."""
     told = {"JAX_PLATFORMS": "nonsense", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "4"}
     words = [sys.executable, "main.py", *map(str, asked), "--devices", "8", "--mesh", "fsdp=4,tensor=2"]
-    for rank, where in (("0", "it starts at step 0"), ("3", "process 0 knows where it goes on from")):
+    for rank, where in (("0", "starts at step 0"), ("3", "only process 0 knows where it resumes")):
         env = os.environ | told | {"JAX_PROCESS_ID": rank, "AXIS_RESTART_WAIT": "75"}
         env |= {
             "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))
@@ -55,13 +55,13 @@ REFUSED = {
     "more mesh than devices": ("--devices 4 --mesh fsdp=8", {}, "mesh fsdp=8 needs 8 devices, and there are 4; "),
     "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, "8 / 3 is no whole number; start 1, 2, 4, 8"),
     "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, "8 / 5 is no whole number"),
-    "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "would need .*; --run.check no starts it"),
+    "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "would need .*; --run.check no starts it anyway"),
     "options": ("--run.compiler_options nonsense", {}, "'nonsense' should be NAME=VALUE"),
     "no way back": ("--run.init_from nowhere", {}, "nowhere"),
     "too early": ("", {"AXIS_RESTART_WAIT": "60"}, r"RESTART_WAIT=60: .*peer_timeout_s=60 s .*\(60 \+ 15 = 75\); set "
                   "RESTART_WAIT=75, or --run.peer_timeout_s 45"),
     "much too early": ("--run.peer_timeout_s 4", {"AXIS_RESTART_WAIT": "9"}, r"\(4 \+ 15 = 19\); set RESTART_WAIT=19$"),
-    "again from the start": ("--run.restart scratch", {"AXIS_RESTART_WAIT": "80"}, "each start after a failure"),
+    "again from the start": ("--run.restart scratch", {"AXIS_RESTART_WAIT": "80"}, "each restart after a failure"),
     "place": ("--run.dir /dev/null", {},
               "cannot write to /dev/null/tiny: /dev/null is not a directory; choose another --run.dir"),
 }  # fmt: skip
@@ -86,13 +86,13 @@ def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path
     assert run(begun)[0] == 0
     directory, before = tmp_path / "runs/tiny", snapshot(tmp_path)
     check = lambda *more: run([*begun, "--run.check", "only", *more])[1:]
-    assert check()[0].endswith("; it is complete, with 4 steps\n")
-    assert check("--run.steps", "9")[0].endswith("; it goes on from step 4 of 9\n")
-    assert check("--run.restart", "scratch")[0].endswith("; it starts at step 0\n")
+    assert check()[0].endswith("; already complete with 4 steps\n")
+    assert check("--run.steps", "9")[0].endswith("; resumes from step 4 of 9\n")
+    assert check("--run.restart", "scratch")[0].endswith("; starts at step 0\n")
     assert "optim.lr is 0.5 here and" in check("--optim.lr", "0.5")[1]
     assert snapshot(tmp_path) == before
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
-    assert check("--optim.lr", "0.5")[0].endswith("; process 0 knows where it goes on from\n")
+    assert check("--optim.lr", "0.5")[0].endswith("; only process 0 knows where it resumes\n")
     monkeypatch.delenv("JAX_PROCESS_ID")
 
     shutil.rmtree(directory / "checkpoints")
@@ -100,6 +100,6 @@ def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path
     shutil.rmtree(directory)
     (directory / "checkpoints").mkdir(parents=True)
     (directory / "checkpoints" / checkpoint.KEEPER).write_text("host07")
-    assert check()[0].endswith("; it starts at step 0\n"), "how the launcher names this host is not known"
+    assert check()[0].endswith("; starts at step 0\n"), "how the launcher names this host is not known"
     monkeypatch.setenv("AXIS_HOST", "host02")
     assert "are on host07, but the first host is host02: list host07 first" in check()[1]
