@@ -1,4 +1,4 @@
-"""What stops a run from outside, Ctrl-C and SIGTERM, and the command that goes on with it."""
+"""Handle Ctrl-C and SIGTERM, and print the command that resumes the run."""
 
 import os
 import shlex
@@ -18,19 +18,19 @@ MAIN = Path(__file__).resolve().parent.parent / "main.py"
 
 
 class Stopped(KeyboardInterrupt):
-    """The user or the system asked the run to stop, and all there was to save is saved."""
+    """The user or the system asked the run to stop, and everything that had to be saved is saved."""
 
 
 class Interruptions:
-    """Ctrl-C and SIGTERM. The first asks the loop to save and stop; outside the loop there is nothing to save, and it
-    raises Stopped. A second one ends the process at once, with the exit status a shell gives it.
+    """Handler of Ctrl-C and SIGTERM. The first signal asks the training loop to save and stop; outside the loop there
+    is nothing to save, so it raises Stopped. A second signal ends the process at once, with the usual exit status.
 
-    checkpoints   where the run's are, if there are any
+    checkpoints   the run's directory of checkpoints, which need not exist yet
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    ELSEWHERE = signal.SIGUSR1  # by which a thread of this process says that another process got one of these
-    PATIENCE_S = 5.0  # until the process is ended where nothing can be lost, and its main thread does not hear
+    ELSEWHERE = signal.SIGUSR1  # a thread of this process sends it when another process got one of these
+    PATIENCE_S = 5.0  # then end the process, if there is nothing to save and its main thread does not respond
 
     def __init__(self, argv: list[str], checkpoints: Path, together: Processes):
         self.argv, self.checkpoints, self.together = argv, checkpoints, together
@@ -67,7 +67,7 @@ class Interruptions:
             raise Stopped
 
     def note_sender(self, number: int) -> None:
-        """Remember who asked this process to stop. `launcher.sh stop` leaves a file before it sends SIGTERM."""
+        """Record who asked this process to stop. `launcher.sh stop` creates a file before it sends SIGTERM."""
         alive = os.environ.get("AXIS_ALIVE")
         if number == signal.SIGTERM and alive and not Path(alive).with_name("stop").exists():
             self.board.message.by = self.board.message.by or "system"
@@ -75,7 +75,7 @@ class Interruptions:
             self.board.message.by = "user"
 
     def watch(self, reads: int) -> None:
-        """Sees a signal at once, in a thread: the main one may be inside XLA for a minute, where `handle` waits."""
+        """React to signals at once, in a thread; `handle` waits while the main thread is inside XLA, up to a minute."""
         seen, told = 0, False
         while number := os.read(reads, 1):
             own = number[0] in self.SIGNALS
@@ -85,10 +85,10 @@ class Interruptions:
                 self.end_now(128 + number[0])
             elif (own or number[0] == self.ELSEWHERE) and not (told or self.agreement.complete):
                 told = True
-                end = "stopping after this step, and saving it" if self.saving else "stopping"
+                end = "stopping after this step and saving a checkpoint" if self.saving else "stopping"
                 self.agreement.ask_to_stop()
                 with suppress(OSError):  # a full disk
-                    print(f"\n{self.reason}{end}; once more stops at once", file=sys.stderr, flush=True)
+                    print(f"\n{self.reason}{end}; signal again to stop at once", file=sys.stderr, flush=True)
                     log_to_file(f"{self.reason}{end}")
                 if not self.saving and self.board.count > 1:  # the main thread may wait for another process
                     self.patience.start()
@@ -96,7 +96,7 @@ class Interruptions:
 
     @property
     def reason(self) -> str:
-        """Say whose host the system takes away; empty if somebody stops the run."""
+        """Say which host the system preempts; empty if a user stops the run."""
         rank = self.agreement.preempted
         if rank is None:
             return ""
@@ -114,14 +114,14 @@ class Interruptions:
             self.end_now(128 + signal.SIGTERM)
 
     def begins_after(self, step: int) -> bool:
-        """Whether the loop begins, which has taken `step` steps: on all processes, or on none."""
+        """Return whether training starts after step `step`. All processes get the same answer."""
         self.watchdog.finish_step(step)
         if not (begins := self.agreement.begin(step)):
             self.asked = self.asked or signal.SIGTERM
         return begins
 
     def stops_after(self, step: int) -> bool:
-        """Whether the loop stops after this step: on all processes, where one was asked to."""
+        """Return whether training stops after this step. All processes stop together if one was asked to."""
         if self.asked:
             self.agreement.ask_to_stop()
         self.watchdog.finish_step(step)
@@ -131,7 +131,7 @@ class Interruptions:
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Within, a signal only sets `asked`; what is within saves. Raises: Stopped at the end if there was one."""
+        """Inside this context a signal only sets a flag, so the loop can save. Raises: Stopped on exit if it is set."""
         self.saving = True
         try:
             yield
@@ -142,46 +142,46 @@ class Interruptions:
 
     @property
     def outlook(self) -> tuple[bool, str]:
-        """Whether a checkpoint is there to go on from, and the command that does, or starts.
+        """Return whether there is a checkpoint to resume from, and a message with the command that resumes or starts.
 
-        Process 0 knows; the others, who may share no disk with it, what it has told them.
+        Process 0 looks it up; the others, which may not share its disk, use what it has sent them.
         """
         first = self.board.messages.get(0) if self.board.rank else self.board.message
         step = first and first.saved
         what = "no checkpoint was saved; this starts at step 0"
         if step is None:
-            what = "process 0 knows where this goes on from"
+            what = "process 0 knows where this resumes"
         elif step:
             path = str(self.checkpoints / str(step))
-            what = f"this goes on from {path if is_remote(path) else os.path.relpath(path)}"
+            what = f"this resumes from {path if is_remote(path) else os.path.relpath(path)}"
             what += f" on {self.agreement.keeper}" if self.agreement.keeper else ""
         return bool(step), f"{what}:  {command(self.argv)}"
 
     def end(self) -> int:
-        """Say how to go on; returns the exit status: that of the signal, if there is nothing to go on from."""
+        """Print how to resume. Return the exit status: 0, or that of the signal if there is no checkpoint."""
         self.board.message.stopped = True
         saved, goes_on = self.board.first("outlook", lambda: self.outlook)
         if self.board.count > 1:
-            goes_on += "  (on the same hosts, by launcher.sh)"
+            goes_on += "  (on the same hosts, with launcher.sh)"
         log(f"stopped    {goes_on}")
         return 0 if saved else 128 + (self.asked or signal.SIGINT)
 
 
 def newest(checkpoints: Path) -> int:
-    """The newest step that seems good, by the sizes of its files; 0: there is none."""
+    """Return the newest step whose files all have the right size; 0: there is none."""
     return next((one.step for one in checkpoint.found(checkpoints) if one.fault("none") is None), 0)
 
 
 def command(argv: list[str], changed: dict[str, int] | None = None, restart: bool = False) -> str:
-    """The user's own command, ready for a shell, with some settings changed, or starting again."""
+    """Return the user's command, quoted for a shell, with some settings changed or with --run.restart scratch."""
     changed, kept, words = changed or {}, [], iter(argv)
     for word in words:
         name, equals, _ = word.partition("=")
         if name.removeprefix("--").replace("-", "_") in {*changed, "run.restart"}:
-            _ = equals or next(words)  # its value goes with it
+            _ = equals or next(words)  # drop its value too
         else:
             kept.append(word)
     kept += [text for name, value in changed.items() for text in (f"--{name}", str(value))]
     kept += ["--run.restart", "scratch"] if restart else []
-    python = os.path.relpath(sys.executable)  # .venv/bin/python: it holds the packages, the shell's may not
+    python = os.path.relpath(sys.executable)  # .venv/bin/python, as the shell's may lack the packages
     return shlex.join([sys.executable if python.startswith("..") else python, os.path.relpath(MAIN), *kept])

@@ -1,4 +1,4 @@
-"""The processes of a run, one on each host: how they join, and how they end. Each step of one waits for all others.
+"""Join the processes of a run, one on each host, and end them together, since every step waits for all of them.
 
 Each has a message board (`board.py`), an agreement with the others (`agreement.py`) and a watchdog (`watchdog.py`).
 """
@@ -34,14 +34,14 @@ class Processes(NamedTuple):
     watchdog: Watchdog
 
 
-here: Processes | None = None  # this process, once it has joined the others
+here: Processes | None = None  # set once this process has joined the others
 
 
 def join(run: RunConfig) -> Processes:
-    """Meet the other processes of this run, if there are any. Must come before the first use of a device.
+    """Connect to the other processes of this run, if there are any. Call this before the first use of a device.
 
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name them, as launcher.sh sets them. A TPU knows its
-    hosts without these; then AXIS_PROCESSES may hold how many were started.
+    launcher.sh sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A TPU slice finds its hosts without
+    these; then AXIS_PROCESSES may hold the number of processes that were started.
     Raises: UserError if the settings are incomplete or disagree. Ends the process with LOST if not all processes join.
     """
     rank, count = rank_and_count()
@@ -51,7 +51,7 @@ def join(run: RunConfig) -> Processes:
     elif "tpu" in os.environ.get("JAX_PLATFORMS", "tpu") and has_tpu_files() and initialize(run):
         rank, count = jax.process_index(), jax.process_count()
         if (started := int(os.environ.get("AXIS_PROCESSES", count))) != count:
-            raise UserError(f"{started} processes were started, and the TPU has {count} hosts; name each of them once")
+            raise UserError(f"{started} processes were started, but the TPU has {count} hosts; list each host once")
         redirect_output()
     global here
     board = Board(rank, count, global_state.client or LocalStore())
@@ -62,7 +62,7 @@ def join(run: RunConfig) -> Processes:
 
 
 def redirect_output() -> None:
-    """Keep what Python prints, as far as its disk has room, and discard what Gloo's C++ prints for each group."""
+    """Keep Python's output, tolerating a full disk, and discard what Gloo's C++ code prints for each group."""
     with contextlib.suppress(OSError, ValueError):  # something else replaces standard output
         sys.stdout.flush()
         kept = os.dup(sys.stdout.fileno())
@@ -71,34 +71,34 @@ def redirect_output() -> None:
 
 
 def rank_and_count() -> tuple[int, int]:
-    """The rank of this process and the number of all, from the environment; (0, 1) if it holds neither."""
+    """Read the rank of this process and the number of processes from the environment; (0, 1) if neither is set."""
     found = {name: os.environ.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
     if not any(found.values()):
         return 0, 1
     if missing := [name for name, value in found.items() if not value]:
-        raise UserError(f"several processes: {', '.join(missing)} is not set; launcher.sh sets all")
+        raise UserError(f"several processes: {', '.join(missing)} is not set; launcher.sh sets all three")
     _, count, rank = found.values()
     if not (count.isdecimal() and rank.isdecimal() and int(rank) < int(count)):
-        raise UserError(f"JAX_PROCESS_ID={rank} of JAX_NUM_PROCESSES={count}: use numbers, the first below the second")
+        raise UserError(f"JAX_PROCESS_ID={rank} of JAX_NUM_PROCESSES={count}: use numbers, and an ID below the count")
     return int(rank), int(count)
 
 
 def initialize(run: RunConfig, **how) -> bool:
-    """jax.distributed.initialize; False on a TPU without a slice. Ends the process with LOST if not all join."""
+    """Call jax.distributed.initialize; return False on a lone TPU host. Ends the process with LOST if not all join."""
 
     def give_up() -> None:
         who = f"process {how['process_id']} of {how['num_processes']}" if how else "this host of a TPU slice"
         with contextlib.suppress(OSError):  # a full disk
-            print(f"error: {who} has waited {run.join_timeout_s} s for the others: {missing()}", file=sys.stderr)
+            print(f"error: {who} waited {run.join_timeout_s} s for the others: {missing()}", file=sys.stderr)
             sys.stderr.flush()
         os._exit(LOST)
 
     say_alive(run.join_timeout_s + 60, "joining")
-    # JAX would abort without naming who is missing, here and when a process dies later. So our timeouts are shorter.
+    # JAX aborts without naming the missing process, here and when one dies later. So our own timeouts are shorter.
     late = threading.Timer(run.join_timeout_s, give_up)
     late.daemon = True
     late.start()
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     try:
         jax.distributed.initialize(initialization_timeout=run.join_timeout_s + 60, shutdown_timeout_seconds=SHUTDOWN_S,
                                    heartbeat_timeout_seconds=3 * run.peer_timeout_s, **how)  # fmt: skip
@@ -113,35 +113,35 @@ def initialize(run: RunConfig, **how) -> bool:
 
 
 def outlive_cuts(seconds: int) -> None:
-    """Let process 0 keep its connections to other processes while nothing is acknowledged on them for this long.
+    """Make process 0 keep its connections to other processes through network outages of up to this many seconds.
 
-    gRPC's server closes such a connection after 20 s (TCP_USER_TIMEOUT), and JAX has no setting for it. Once the
-    network is back, the other process would learn that its connection was reset, and JAX would abort it.
+    gRPC's server closes a connection on which nothing is acknowledged for 20 s (TCP_USER_TIMEOUT), and JAX has no
+    setting for it. Once the network is back, the other process sees a connection reset, and JAX aborts it.
     """
     if not (global_state.service and hasattr(socket, "TCP_USER_TIMEOUT") and os.path.isdir("/proc/self/fd")):
         return
     port = int(global_state.coordinator_address.rpartition(":")[2])
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:  # the listening one too: new ones inherit it
+                with socket.socket(fileno=os.dup(int(name))) as one:  # also the listening one: new ones inherit it
                     if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def missing() -> str:
-    """Say who did not join, as far as this process can see."""
+    """Say which process did not join, as far as this process can tell."""
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         except OSError as error:
             return f"process 0 does not answer at {address} ({error.strerror or error}); see the log of its host"
-    return "not all have come; ./launcher.sh status shows the host that runs none, or is late"
+    return "not all have joined; ./launcher.sh status shows the host that has no process or is late"
 
 
 def end_together(main: Callable) -> Callable:
-    """Decorate a command that joins: if it fails, it tells the other processes, and does not wait for them."""
+    """Decorate a command that calls `join`: if it fails, it tells the other processes and does not wait for them."""
 
     @functools.wraps(main)
     def wrapped(*args) -> int:
@@ -153,10 +153,10 @@ def end_together(main: Callable) -> Callable:
         except Exception as error:
             if here is None or here.board.count == 1:
                 raise
-            if isinstance(error, (RuntimeError, ValueError)):  # of a peer that is gone; the watchdog names it
-                log_to_file(f"a device, or another process, fails: {error}")
+            if isinstance(error, (RuntimeError, ValueError)):  # perhaps another process is lost: the watchdog names it
+                log_to_file(f"a device or another process failed: {error}")
                 time.sleep(here.watchdog.peer_timeout_s + 4 * here.board.POLL_S)
-            if here.board.message.status:  # the watchdog is ending this process, because of what led to this error
+            if here.board.message.status:  # the watchdog is already ending this process for the same reason
                 time.sleep(4 * GRACE_S)
             traceback.print_exc()
             here.watchdog.end(LOST, f"{type(error).__name__}: {error}", say=False)
@@ -168,7 +168,7 @@ def end_together(main: Callable) -> Callable:
 
 
 def write_own_programs(wanted: bool):
-    """Within, each process writes what it compiles to the compilation cache; by default only process 0 does."""
+    """Inside this context every process writes to the compilation cache; by default only process 0 does."""
     write = compiler._cache_write
 
     def write_as_first(*args) -> None:

@@ -1,4 +1,4 @@
-"""The watchdog of a process: a thread that sends heartbeats, and ends the process if another one is lost or hangs."""
+"""The watchdog: a thread of each process that sends heartbeats, and ends the process if another is lost or hangs."""
 
 import contextlib
 import faulthandler
@@ -21,55 +21,55 @@ from train.agreement import ROOT, Agreement
 from train.board import Message
 from train.storage import replace_file
 
-LOST = 75  # exit status where another attempt may succeed: sysexits.h calls it EX_TEMPFAIL
-ALIVE_S = 2.0  # between two heartbeats for the supervisor
-SHUTDOWN_S = 60  # how long jax.distributed waits at the end until all processes have reached it
-GRACE_S = 10.0  # how long the others have to read why process 0 ends, and to report that they end too
+LOST = 75  # exit status that means that another attempt may succeed; EX_TEMPFAIL in sysexits.h
+ALIVE_S = 2.0  # seconds between two heartbeats for the supervisor
+SHUTDOWN_S = 60  # how long jax.distributed waits at the end for all processes
+GRACE_S = 10.0  # how long the other processes have to read why process 0 exits, and to report that they exit too
 
 
 def say_alive(silent_s: float, state: str) -> None:
     """Tell the supervisor, if there is one, that this process is alive, and `joining`, `joined` or `preempted`.
 
-    It reads the age of the file AXIS_ALIVE, which holds the age in seconds at which the process is dead, and the state.
+    It checks the age of the file AXIS_ALIVE, which contains the age in seconds that means "dead", and the state.
     """
     if path := os.environ.get("AXIS_ALIVE"):
         with contextlib.suppress(OSError):
-            os.utime(path)  # a full disk may refuse the new file
+            os.utime(path)  # works even if a full disk prevents a new file
         with contextlib.suppress(OSError):
             replace_file(path, f"{silent_s:.0f}\t{state}\n")
 
 
 class Watchdog:
-    """Watches the other processes, and the steps of its own. `exit` ends the process; a test has another."""
+    """Watches the other processes and this one's steps. `exit` ends the process; tests replace it."""
 
     def __init__(self, agreement: Agreement, run: RunConfig, exit: Callable = os._exit):
         self.agreement, self.board, self.exit = agreement, agreement.board, exit
         self.peer_timeout_s, self.hang_timeout_s = run.peer_timeout_s, run.hang_timeout_s
-        self.heard = dict.fromkeys(range(self.board.count), time.monotonic())  # the newest heartbeat of each process
-        self.moved = None  # when a step, or a part of something longer, was last finished; None: nobody waits for one
-        self.found_stuck = None  # when a process was first seen stuck
+        self.heard = dict.fromkeys(range(self.board.count), time.monotonic())  # time of each process's newest heartbeat
+        self.moved = None  # time of the last progress, a step or part of a longer task; None: no progress is expected
+        self.found_stuck = None  # time when a process was first found stuck
         self.taken, self.report, self.written = None, ("-", "-", "-"), None
         self.pace, self.slow, self.said_alive = pace.Pace(), set(), -math.inf
-        self.on_stop = lambda: None  # called once, from the thread, when another process was asked to stop
+        self.on_stop = lambda: None  # called once, from this thread, when another process was asked to stop
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
         self.thread.start()
 
     def begin_step(self, step: int) -> None:
-        """The process has come to a step, which may wait for the other processes."""
+        """Record that this process starts a step, which may wait for the other processes."""
         self.board.message.step, self.moved = step, time.monotonic()
 
     def finish_step(self, step: int) -> None:
         self.taken, self.moved = (step, int(time.time())), time.monotonic()
 
     def touch(self) -> None:
-        """Something was finished that does not take long by itself, such as a batch of an evaluation."""
+        """Record progress in a longer task, such as one batch of an evaluation."""
         self.moved = time.monotonic()
 
     def show(self, steps: int, row: dict) -> None:
-        """What `launcher.sh status` shows next to the last step."""
+        """Set what `launcher.sh status` shows next to the last step."""
         self.report = steps, f"{row['loss']:.4f}", f"{row['tokens_per_s']:.0f}"
-        if self.board.count > 1 and (ms := self.pace.measure()) is not None:  # between two steps: the device is idle
+        if self.board.count > 1 and (ms := self.pace.measure()) is not None:  # the device is idle between two steps
             self.board.message.matmuls_ms = [*self.board.message.matmuls_ms[-1:], round(ms, 3)]
 
     def write_progress(self) -> None:
@@ -87,7 +87,7 @@ class Watchdog:
         say_alive(self.peer_timeout_s + more_s, "preempted" if preempted else "joined")
 
     def leave(self, status: int, error: str = "") -> int:
-        """End the command: wait for the others if all is well. If not, tell them why and end the process."""
+        """End the command. On success wait for the other processes; on failure tell them why and end this process."""
         board = self.board
         if status and board.count > 1:
             self.end(status, error or ("it was asked to stop" if status > 128 else f"exit status {status}"), say=False)
@@ -101,14 +101,14 @@ class Watchdog:
         board.messages = board.read()
         self.say_alive(SHUTDOWN_S)
         if board.count > 1:
-            with contextlib.suppress(RuntimeError):  # all work is done, whoever else is gone by now
+            with contextlib.suppress(RuntimeError):  # all work is done, so a lost process no longer matters
                 jax.distributed.shutdown()
         return status
 
     def end(self, status: int, why: str, say: bool = True, lost: int | None = None) -> None:
-        """End this process now, from any thread; the others read why on the board. `lost`: the one that was silent."""
+        """End this process now, from any thread; the others read why on the board. `lost`: rank of a silent process."""
         board, message = self.board, self.board.message
-        message.stopped |= status > 128  # of a signal
+        message.stopped |= status > 128  # ended by a signal
         self.say_alive(GRACE_S)
         if say:
             with contextlib.suppress(OSError):  # a full disk
@@ -128,8 +128,8 @@ class Watchdog:
         self.exit(status)
 
     def watch(self) -> None:
-        """Until `closed`: send heartbeats, check those of the others, and check how long a step takes."""
-        exchange = ThreadPoolExecutor(1, thread_name_prefix="board")  # a request to a host that hangs may hang too
+        """Until `closed` is set: send heartbeats, check those of the others, and check how long a step takes."""
+        exchange = ThreadPoolExecutor(1, thread_name_prefix="board")  # a request to a hanging host may hang too
         request, answered, poll_s = None, time.monotonic(), self.board.POLL_S
         while not self.closed.wait(poll_s):
             if time.monotonic() - self.said_alive >= ALIVE_S:
@@ -141,7 +141,7 @@ class Watchdog:
             except (RuntimeError, TimeoutError) as error:
                 request = request if isinstance(error, TimeoutError) else None
                 if time.monotonic() - answered > self.peer_timeout_s:
-                    why = f"{self.board.name(0)}, to whom all others are connected, does not answer any more"
+                    why = f"{self.board.name(0)}, which all others are connected to, no longer answers"
                     return self.end(LOST, why, lost=0)
                 continue
             answered = time.monotonic()
@@ -150,7 +150,7 @@ class Watchdog:
         exchange.shutdown()
 
     def judge(self, messages: dict[int, Message], now: float) -> None:
-        """Act on the messages: another process has ended, is to stop, is silent, or is stuck."""
+        """Act on the messages: another process has ended, was asked to stop, is silent, or is stuck."""
         own, name = self.board.message, self.board.name
         for rank, message in messages.items():
             if rank not in self.board.messages or message.heartbeat > self.board.messages[rank].heartbeat:
@@ -161,10 +161,10 @@ class Watchdog:
         for rank, message in messages.items():
             if message.ended and message.status:
                 status = message.status if message.status in (2, 130, 143) else LOST
-                return self.end(status, f"{name(rank)} has ended, and so does this one: {message.why}")
+                return self.end(status, f"{name(rank)} has ended, so this one ends too: {message.why}")
         for rank, since in self.heard.items():
             if now - since > self.peer_timeout_s and not (rank in messages and messages[rank].ended):
-                step = f"; it had come to step {messages[rank].step}" if rank in messages else ""
+                step = f"; it had reached step {messages[rank].step}" if rank in messages else ""
                 return self.end(LOST, f"{name(rank)} has been silent for {self.peer_timeout_s} s{step}", lost=rank)
         if any(message.stop for message in messages.values()) and not own.stop:
             self.agreement.ask_to_stop()
@@ -178,19 +178,19 @@ class Watchdog:
                 self.end(LOST, self.verdict(messages))
 
     def name_slow(self, messages: dict[int, Message]) -> None:
-        """Process 0 names a slow host, once."""
+        """Log the name of a slow host, once, in process 0."""
         slow = pace.slowest({rank: message.matmuls_ms for rank, message in messages.items()})
         if self.board.rank == 0 and slow and slow[0] not in self.slow:
             self.slow.add(slow[0])
             log(f"slow       {self.board.name(slow[0])} takes {slow[1]:.1f} ms for matmuls that take the median "
-                      f"host {slow[2]:.1f} ms, twice in a row: all wait for it at every step")  # fmt: skip
+                      f"host {slow[2]:.1f} ms, twice in a row; every step waits for it")  # fmt: skip
 
     def show_stacks(self, now: float) -> float:
-        """Print what every thread of this process does, and report what the main thread does. Returns `now`."""
+        """Print the stack of every thread, and report where the main thread is. Returns `now`."""
         for file in log_files():
             with contextlib.suppress(OSError):  # a full disk
                 name = self.board.name(self.board.rank)
-                print(f"no step was finished for {self.hang_timeout_s} s; {name} does this:", file=file)
+                print(f"no step was finished for {self.hang_timeout_s} s; stacks of {name}:", file=file)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
@@ -200,9 +200,9 @@ class Watchdog:
         return now
 
     def verdict(self, messages: dict[int, Message]) -> str:
-        """Which process did not come to the step that the others wait at, and what it does instead."""
+        """Say which process did not reach the step that the others wait at, and where it is instead."""
         step, name, own = max(message.step for message in messages.values()), self.board.name, self.board.rank
-        late = "; ".join(f"{name(rank)} did not come to step {step}, it is at {messages[rank].where}"
+        late = "; ".join(f"{name(rank)} did not reach step {step}; it is at {messages[rank].where}"
                          for rank in sorted(messages) if messages[rank].step < step)  # fmt: skip
-        does = late or f"all have come to step {step}, process {own} is at {messages[own].where}"
-        return f"no step was finished for {self.hang_timeout_s} s: {does}; the stacks of each are in its log"
+        does = late or f"all have reached step {step}; process {own} is at {messages[own].where}"
+        return f"no step was finished for {self.hang_timeout_s} s: {does}; see each process's log for its stacks"

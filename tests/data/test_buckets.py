@@ -333,7 +333,7 @@ def test_a_run_of_two_processes_in_a_bucket_goes_on_where_one_was_killed(home, t
     there = [*words, address.removesuffix("/small")]
     status, _, errors = pair(there, there, script="tests/launch/faulty.py")
     assert status == [LOST, -signal.SIGKILL], errors
-    assert "error: process 1 on host01 has been silent for 8 s; it had come to step" in errors[0]
+    assert "error: process 1 on host01 has been silent for 8 s; it had reached step" in errors[0]
     good = checkpoint.latest_step(f"{address}/checkpoints")
     assert good in (2, 3)  # the third may still have been under way
     status, said, errors = pair(there, there)

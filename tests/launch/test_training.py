@@ -132,7 +132,7 @@ def test_four_hosts_train_as_one_and_two_go_on(four, alone):
     assert stop.returncode == 0, stop.stdout + stop.stderr
     assert re.findall(r"stopped after \d+ s: exit (\d+)", stop.stdout) == ["0"] * 4
     saved = checkpoints(first)[0]
-    assert f"this goes on from runs/r/checkpoints/{saved}" in stop.stdout
+    assert f"this resumes from runs/r/checkpoints/{saved}" in stop.stdout
     assert set(column("state", four.run("launcher.sh", "status").stdout)) == {"stopped, exit 0"}
     check_losses(first, alone, saved)
     kept = [path.name for path in (run_of(four.hosts[1]) / "checkpoints").iterdir()]
@@ -165,7 +165,7 @@ def test_a_run_goes_on_after_a_process_was_killed(four, alone, victim, moment):
     killed, survivor = log(two[victim]), log(two[1 - victim])
     assert "supervisor: the command exited with status 137; restarting in 25 s, 1 of 2" in killed
     if victim:
-        assert re.search("error: process 1 on host01 has been silent for 10 s; it had come to step [0-9]+", survivor)
+        assert re.search("error: process 1 on host01 has been silent for 10 s; it had reached step [0-9]+", survivor)
         assert "silent" in (two[0].axis / "runs/k1/logs/process-00.log").read_text()
         assert "Traceback" not in survivor
         assert "supervisor: the command exited with status 75; restarting in 25 s, 1 of 2" in survivor
@@ -190,7 +190,7 @@ def test_a_process_that_hangs_is_named_with_its_line(four):
                 if "time.sleep(0.1)" in text)  # fmt: skip
     where = f"faulty.py:{line} in hang_on_a_line_of_its_own"
     for host in two:
-        assert f"process 1 on host01 did not come to step 7, it is at {where}" in log(host)
+        assert f"process 1 on host01 did not reach step 7; it is at {where}" in log(host)
     hung = (two[1].axis / "runs/h/logs/process-01.log").read_text()
     assert f'faulty.py", line {line} in hang_on_a_line_of_its_own' in hung
     assert "most recent call first" in (two[0].axis / "runs/h/logs/process-00.log").read_text()

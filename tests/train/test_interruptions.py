@@ -19,11 +19,11 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, p
     """Catches steps lost since the last checkpoint, an exit status that looks like a failure, and a command that starts
     something else."""
     (directory, (status, out, err)), (argv, copy) = stopped, partway
-    assert status == 0 and "stopping after this step, and saving it; once more stops at once" in err
+    assert status == 0 and "stopping after this step and saving a checkpoint; signal again to stop at once" in err
     assert "Traceback" not in err
     assert trained_steps(directory) == list(range(1, 50)), "it goes on, or stops before it is asked to"
     assert checkpoint.latest_step(directory / "checkpoints") == 49 and not (directory / ".lock").exists()
-    words = shlex.split(re.search(r"(?m)^stopped    this goes on from \S+/checkpoints/49:  (.*)$", out)[1])
+    words = shlex.split(re.search(r"(?m)^stopped    this resumes from \S+/checkpoints/49:  (.*)$", out)[1])
     assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
     status, out, err = run(argv)
     assert (status, err) == (0, "") and f"resumed    at step 49 from {copy}/checkpoints" in out
@@ -36,7 +36,7 @@ def test_a_termination_saves(partway):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with stopped_at(52, signal.SIGTERM):  # when a checkpoint is due anyway
         status, out, _ = run(argv)
-    assert status == 0 and re.search(r"stopped    this goes on from \S+/checkpoints/52:  ", out)
+    assert status == 0 and re.search(r"stopped    this resumes from \S+/checkpoints/52:  ", out)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert trained_steps(directory)[-1] == checkpoint.latest_step(directory / "checkpoints") == 52
 
@@ -55,7 +55,7 @@ def test_a_signal_where_there_is_nothing_to_save(straight, partway, monkeypatch,
         patched.setattr(main, place, work_and_signal)
         status, out, err = run(argv)
     assert status == 0 and "Traceback" not in err
-    assert re.match(r"stopped    this goes on from \S+/checkpoints/\d+:  ", out.rstrip().splitlines()[-1])
+    assert re.match(r"stopped    this resumes from \S+/checkpoints/\d+:  ", out.rstrip().splitlines()[-1])
     assert checkpoint.latest_step(directory / "checkpoints") == (STEPS if place == "finish" else 49)
     if place == "finish":
         assert run(argv)[::2] == (0, "")
@@ -80,9 +80,7 @@ def test_a_second_ctrl_c_stops_at_once(home, straight, tmp_path):
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert any(line == "HANGS\n" for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        assert any(
-            "stopping after this step, and saving it; once more stops at once" in line for line in process.stderr
-        )
+        assert any("stopping after this step" in line and "signal again to stop" in line for line in process.stderr)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()

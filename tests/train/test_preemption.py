@@ -37,7 +37,7 @@ def test_one_process_reports_preemption_unless_stop_was_asked(partway, launch, s
     with stopped_at(52, signal.SIGTERM):
         status, _, err = run(partway[0])
     assert (status, last_word(launch)) == (0, word)
-    said = "preempted: the system asked this host to stop (SIGTERM); stopping after this step, and saving it"
+    said = "preempted: the system asked this host to stop (SIGTERM); stopping after this step and saving a checkpoint"
     assert (said in err) is (not stop)
 
 
@@ -53,7 +53,7 @@ def test_preemption_before_the_first_checkpoint(home, launch, tmp_path, monkeypa
     monkeypatch.setattr(main, "trace_step", lambda *_: signal.raise_signal(signal.SIGTERM))
     status, _, err = run(flags(home, tmp_path))
     assert (status, last_word(launch)) == (143, PREEMPTED)
-    assert "preempted: the system asked this host to stop (SIGTERM); stopping; once more" in err
+    assert "preempted: the system asked this host to stop (SIGTERM); stopping; signal again" in err
 
 
 def test_a_complete_run_is_complete(partway, launch, monkeypatch):

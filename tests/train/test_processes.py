@@ -77,7 +77,7 @@ def test_the_end_of_one_ends_all_and_says_why(crew, capsys, status, others):
     for one in (ones[0], ones[2]):
         one.watchdog.thread.join(5)
     assert ones[0].watchdog.exits == {0: others, 1: status, 2: others}
-    assert capsys.readouterr().err.count("process 1 on host01 has ended, and so does this one: no tokens at 'x'") == 2
+    assert capsys.readouterr().err.count("process 1 on host01 has ended, so this one ends too: no tokens at 'x'") == 2
 
 
 def test_one_that_is_silent_is_named(crew, capsys):
@@ -90,7 +90,7 @@ def test_one_that_is_silent_is_named(crew, capsys):
     for one in ones[:2]:
         one.watchdog.thread.join(5)
     assert ones[0].watchdog.exits == {0: LOST, 1: LOST}
-    assert "process 2 on host02 has been silent for 1 s; it had come to step 4" in capsys.readouterr().err
+    assert "process 2 on host02 has been silent for 1 s; it had reached step 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])
@@ -123,9 +123,9 @@ def test_one_that_hangs_is_named_with_its_line(crew, capfd):
         one.watchdog.thread.join(8)
     err = capfd.readouterr().err
     assert ones[0].watchdog.exits == {0: LOST, 1: LOST}
-    assert "no step was finished for 1 s: process 1 on host01 did not come to step 9, it is at threading.py:" in err
+    assert "no step was finished for 1 s: process 1 on host01 did not reach step 9; it is at threading.py:" in err
     assert "called from test_processes.py:" in err and "test_one_that_hangs_is_named_with_its_line" in err
-    assert "did not come to step 8" not in err
+    assert "did not reach step 8" not in err
 
 
 def test_what_takes_long_and_moves_is_left_alone(crew):
@@ -270,8 +270,8 @@ def test_where_a_run_goes_on_from_is_told_by_the_first(crew, tmp_path):
     ones, place = crew(2), tmp_path / "checkpoints"
     ones[1].agreement.share_disk = False
     outlook = lambda one: Interruptions([], place, one).outlook[1]
-    assert outlook(ones[1]).startswith("process 0 knows where this goes on from:  ")
-    for step, said in ((40, f"this goes on from {os.path.relpath(place)}/40 on host00:  "),
+    assert outlook(ones[1]).startswith("process 0 knows where this resumes:  ")
+    for step, said in ((40, f"this resumes from {os.path.relpath(place)}/40 on host00:  "),
                        (0, "no checkpoint was saved; this starts at step 0:  ")):  # fmt: skip
         ones[0].board.message.saved = step
         time.sleep(0.3)
@@ -309,7 +309,7 @@ def test_a_tpu_says_itself_which_hosts_there_are(tpu, monkeypatch):
     assert (found.board.rank, found.board.count) == (3, 4)
     assert tpu == {"initialization_timeout": 160, "shutdown_timeout_seconds": 60, "heartbeat_timeout_seconds": 60}
     monkeypatch.setenv("AXIS_PROCESSES", "2")
-    with pytest.raises(UserError, match="2 processes were started, and the TPU has 4 hosts; name each of them once"):
+    with pytest.raises(UserError, match="2 processes were started, but the TPU has 4 hosts; list each host once"):
         processes.join(RunConfig())
 
 
@@ -368,8 +368,8 @@ def test_one_that_waits_in_vain_says_for_whom(home, tmp_path, rank):
     command = [sys.executable, "main.py", *flags(home, tmp_path), "--run.peer_timeout_s", "1"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | told, capture_output=True, text=True, timeout=120)
     assert done.returncode == LOST
-    what = "not all have come; ./launcher.sh status shows", f"process 0 does not answer at 127.0.0.1:{port}"
-    assert f"error: process {rank} of 2 has waited 5 s for the others: {what[rank]}" in done.stderr
+    what = "not all have joined; ./launcher.sh status shows", f"process 0 does not answer at 127.0.0.1:{port}"
+    assert f"error: process {rank} of 2 waited 5 s for the others: {what[rank]}" in done.stderr
     assert (tmp_path / "alive").read_text() == "65\tjoining\n"
     assert "stack trace" not in done.stderr
 
@@ -403,7 +403,7 @@ def test_one_that_dies_in_a_save_is_named(home, tmp_path):
     words = [*flags(home, tmp_path), *SHORT]
     status, _, errors = pair(words, words, script="tests/launch/faulty.py")
     assert status == [LOST, -signal.SIGKILL], errors
-    assert "error: process 1 on host01 has been silent for 8 s; it had come to step 4" in errors[0]
+    assert "error: process 1 on host01 has been silent for 8 s; it had reached step 4" in errors[0]
     assert "Traceback" not in errors[0] and "cannot be written" not in errors[0]
 
 
