@@ -1,6 +1,6 @@
-"""What watches the training step: skipped steps are reported, asked-for norms written, one step taken again.
+"""Monitor the training step: report skipped steps, write gradient statistics on request, and replay one step.
 
-A step whose loss or gradient is not finite changes nothing but the counters; that rule is in `optimizer.train_step`.
+A step whose loss or gradient is not finite changes only the counters; that rule is in `optimizer.train_step`.
 """
 
 import math
@@ -17,23 +17,23 @@ from errors import UserError
 
 
 def mean_loss(losses: list) -> float:
-    """The mean of those that are finite, so that a skipped step does not hide the others; NaN if none is."""
+    """Return the mean of the finite losses, so that a skipped step does not hide the others; NaN if none is finite."""
     finite = [float(x) for x in losses if np.isfinite(x)]
     return float(np.mean(finite)) if finite else math.nan
 
 
 class SkipWatch:
-    """Reports skipped steps, and stops the run where nothing else comes.
+    """Reports skipped steps, and stops the run after LIMIT of them in a row.
 
-    It looks at a step LAG steps later, or when a row is due: the answer is there without waiting, the devices are never
-    held up, and all processes stop at the same step.
+    It checks a step LAG steps later, or when a row is due. By then the result is ready, so the devices never stall, and
+    all processes stop at the same step.
     """
 
     LAG = 10
     LIMIT = 10
 
     def __init__(self, cfg: Config, write):
-        """`write(kind, step, **values)` is given a row for each skipped step."""
+        """`write(kind, step, **values)` is called for each skipped step."""
         self.cfg, self.write, self.waiting = cfg, write, deque()
 
     def see(self, taken: int, values: dict) -> None:
@@ -41,7 +41,7 @@ class SkipWatch:
         self.settle(self.LAG)
 
     def settle(self, lag: int = 0) -> None:
-        """Look at all but the newest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
+        """Check all but the newest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
         while len(self.waiting) > lag:
             taken, values = self.waiting.popleft()
             if in_a_row := int(values["skipped_in_a_row"]):
@@ -53,7 +53,7 @@ class SkipWatch:
         why = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         if bad:
             why += f"; first gradient that is not finite: {bad[0]}"
-        if len(bad) > 1:  # the backward pass met the last one first
+        if len(bad) > 1:  # the backward pass reached the last one first
             why += f"; {len(bad) - 1} more, the last: {bad[-1]}"
         first, last = (bad[0], bad[-1]) if bad else (None, None)
         self.write("skip", taken, loss=loss, grad_norm=norm, skipped_steps=total, bad=len(bad), first=first, last=last)
@@ -62,14 +62,14 @@ class SkipWatch:
             first, o = taken - in_a_row + 1, self.cfg.optim
             raise UserError(
                 f"steps {first} to {taken} were skipped, {in_a_row} in a row. At the last, {why}. The parameters are "
-                f"those after step {first - 1}. Look at the first one with --replay {first}; then begin again with a "
-                f"lower --optim.lr (it is {o.lr}), more --optim.warmup_steps (they are {o.warmup_steps}), a smaller "
-                f"--optim.clip_norm (it is {o.clip_norm}), or --model.precision float32"
+                f"those after step {first - 1}. Inspect the first one with --replay {first}; then start again with a "
+                f"lower --optim.lr (now {o.lr}), more --optim.warmup_steps (now {o.warmup_steps}), a smaller "
+                f"--optim.clip_norm (now {o.clip_norm}), or --model.precision float32"
             )
 
 
 class Questions:
-    """Rows on request about a step before it is taken: norms per layer, and the gradient noise scale."""
+    """Writes gradient statistics for some steps, on request: norms per layer, and the gradient noise scale."""
 
     def __init__(self, cfg: Config, mesh, write):
         self.cfg, self.run, self.write = cfg, cfg.run, write
@@ -82,24 +82,24 @@ class Questions:
                 log(f"noise      no noise scale is written: {error}")
 
     def ask(self, taken: int, state, batch, skips: SkipWatch) -> None:
-        """Write what is due at the step that will be the `taken`-th; `batch` lies on the mesh."""
+        """Write the statistics due at step `taken`, which comes next; `batch` is already sharded over the mesh."""
         every = self.run.gradient_stats_every
         if not every or taken % every:
             return
         skips.settle()  # rows are written in the order of their steps
         self.write("norms", taken, **self.norms(state, batch))
         if self.noise:
-            whole = dataset.batch(self.cfg, taken - 1)  # its pieces lie on other devices than its rows do in a step
+            whole = dataset.batch(self.cfg, taken - 1)  # unsharded: its pieces use other devices than in a step
             self.write("noise", taken, **self.noise(state.params, whole, state.step))
 
 
-# One step again -------------------------------------------------------------------------------------------------------
+# Replay ---------------------------------------------------------------------------------------------------------------
 
 
 def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> None:
-    """Go on from `state` to step run.replay, print its norms and its loss, and compare with what `rows` say.
+    """Train from `state` to step run.replay, print its norms and loss, and compare the loss with the one in `rows`.
 
-    A row holds the mean loss of the steps since the row before, so the steps up to the row's end are taken too.
+    A row has the mean loss of the steps since the previous row, so this also repeats the steps up to the row's end.
     """
     start, wanted, size = int(state.step), cfg.run.replay, cfg.data.batch_size
     ends = [row["step"] for row in rows if row["kind"] == "train"]
@@ -117,18 +117,18 @@ def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> 
                 + (", skipped" if int(values["skipped_in_a_row"]) else ""))  # fmt: skip
     logged = next((row["loss"] for row in rows if row["kind"] == "train" and row["step"] == stop), "missing")
     if logged == "missing" or begin < start:
-        return log("logged: no row holds this step, so there is nothing to compare with")
+        return log("logged: no row contains this step, so there is nothing to compare with")
     again = mean_loss([losses[step] for step in range(begin + 1, stop + 1)])
     of = f"loss of step {wanted}" if stop == begin + 1 else f"mean loss of steps {begin + 1} to {stop}"
     logged = math.nan if logged is None else logged
     if again == logged or (math.isnan(again) and math.isnan(logged)):
-        log(f"logged: the {of} is {logged!r}, bit for bit the same")
+        log(f"logged: the {of} is {logged!r}, bit-identical")
     else:
-        log(f"logged: the {of} is {logged!r}, here it is {again!r}: another mesh, machine, version or --run.steps?")
+        log(f"logged: the {of} is {logged!r}, but {again!r} here: another mesh, machine, version or --run.steps?")
 
 
 def _print_norms(cfg: Config, norms: dict) -> None:
-    """A line for each parameter of each layer, in the order of the forward pass."""
+    """Print one line for each parameter of each layer, in the order of the forward pass."""
     columns = {kind: np.concatenate([np.ravel(x) for x in of.values()]) for kind, of in norms.items()}
     places = optimizer.places(cfg)
     width = max(map(len, places))

@@ -1,4 +1,4 @@
-"""How far a run is: the loss of the validation split, the rows it writes, its speed, what a terminal shows."""
+"""Measure and show progress: evaluate on the validation split, build metrics rows, and draw the progress bar."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ from train.interruptions import command
 
 
 def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[[], None] = lambda: None) -> dict:
-    """Nats per token and bits per byte of the validation split (or of `batches` batches of it), weighted by tokens.
+    """Compute nats per token and bits per byte of the validation split, or of `batches` batches of it.
 
-    Bits per byte are NaN where nobody knows how many bytes of text a token stands for. `moves` is called after each
-    batch.
+    Every token has the same weight. Bits per byte are NaN if the bytes of text per token are unknown. `moves` is called
+    after each batch.
     """
     nats = tokens = 0.0
     size = cfg.data.batch_size
@@ -39,7 +39,7 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[
 
 
 def to_row(metrics: dict, losses: list) -> dict:
-    """Metrics of the last step as JSON; only the loss is averaged, over the steps since the row before."""
+    """Convert the metrics of the last step to JSON; only the loss is averaged, since the previous row."""
     not_here = ("cross_entropy", "skipped_in_a_row", "not_finite")
     row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name not in not_here}
     row["loss"] = guard.mean_loss(losses)  # cross-entropy alone, in nats per token
@@ -51,7 +51,7 @@ def to_row(metrics: dict, losses: list) -> dict:
 
 @contextmanager
 def progress_bar(cfg: Config, start: int) -> Iterator:
-    """Yield show(step, row): a bar on a terminal, a line a row elsewhere."""
+    """Yield show(step, row), which updates a progress bar on a terminal and prints one line per row elsewhere."""
     console = Console()
     mfu = lambda row: f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
     words = lambda row: f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s{mfu(row)}"
@@ -71,7 +71,7 @@ def in_words(result: dict) -> str:
 
 
 def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
-    """Say that a run has taken all its steps, and what to type to take more."""
+    """Print that a run has taken all its steps, and the commands to continue or restart it."""
     log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
     log(f"  continue it:  {command(argv, {'run.steps': 2 * done})}")
     log(f"  start again:  {command(argv, restart=True)}    # deletes its results")

@@ -1,10 +1,10 @@
-"""Draw training runs: metrics.jsonl -> report.png, from that file alone.
+"""Plot training runs: read metrics.jsonl, and write report.png.
 
     python -m train.report runs/laptop                         # one run
-    python -m train.report runs/a runs/b --out both.png        # several on top of each other
+    python -m train.report runs/a runs/b --out both.png        # several overlaid
 
-`main.py` writes one JSON object a line, told apart by its `kind`: start, train, eval, end; and,
-of which nothing is drawn, skip (a step that was not finite), norms and noise (asked for).
+`main.py` writes one JSON object per line. Its `kind` is start, train, eval or end. Three other kinds are not plotted:
+skip (a step that was not finite), norms and noise (gradient statistics on request).
 """
 
 import itertools
@@ -23,7 +23,7 @@ from config.fields import is_remote
 from devices import log
 from errors import UserError, exit_status
 
-# kind -> the fields that the picture needs; a row may hold more.
+# kind -> the fields that the plot needs; a row may have more.
 FIELDS = {
     "start": ("params_total", "params_active", "unigram_nats", "bigram_nats"),
     "train": ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s"),
@@ -42,7 +42,7 @@ STYLE = {
     "lines.linewidth": 1.4,
     "legend.frameon": False,
 }
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by every eye
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: colorblind-safe
 VALIDATION = "#d55e00"
 
 
@@ -66,27 +66,27 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """Read a run's metrics. A last line that is still being written is left out, with a note.
+    """Read a run's metrics. A last line that is still being written is skipped, with a note.
 
-    Raises: UserError naming the directory, or the file and line, that cannot be drawn.
+    Raises: UserError naming the directory, or the file and line, that cannot be plotted.
     """
     directory = epath.Path(directory)
     path = directory / "metrics.jsonl"
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a run's directory, e.g. runs/laptop")
     if not path.exists():
-        raise UserError(f"{directory}: holds no metrics.jsonl; give a run's directory, e.g. runs/laptop")
+        raise UserError(f"{directory}: has no metrics.jsonl; give a run's directory, e.g. runs/laptop")
     rows = {kind: [] for kind in FIELDS}
     for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
         if not line.endswith("\n") and not _is_json(line):
-            log(f"note: {path}:{number}: left out the last line, which is only half written")
+            log(f"note: {path}:{number}: skipped the last line, which is only half written")
             continue
         row = _parse(line, f"{path}:{number}")
         rows[row["kind"]].append(row)
     if not rows["start"] or not rows["train"]:
         raise UserError(
-            f"{path}: nothing to draw yet: {len(rows['start'])} start rows and {len(rows['train'])} train rows, "
-            "at least one of each is needed"
+            f"{path}: nothing to plot yet: {len(rows['start'])} start rows and {len(rows['train'])} train rows, "
+            "but at least one of each is needed"
         )
     name = (directory if is_remote(str(directory)) else directory.resolve()).name
     return Run(name, rows["start"][-1], rows["train"], rows["eval"])
@@ -102,7 +102,7 @@ def _is_json(line: str) -> bool:
 
 def _parse(line: str, place: str) -> dict:
     if not _is_json(line):
-        raise UserError(f"{place}: not JSON: {line.strip()[:60]!r}; mend or delete the line")
+        raise UserError(f"{place}: not JSON: {line.strip()[:60]!r}; fix or delete the line")
     row = json.loads(line)
     kind = row.get("kind") if isinstance(row, dict) else None
     if kind not in FIELDS:
@@ -114,9 +114,9 @@ def _parse(line: str, place: str) -> dict:
 
 
 def draw(run_directories: list[str | Path], out: str | Path) -> Path:
-    """Draw one run, or several on top of each other, and write the picture.
+    """Plot one run, or several overlaid, and write the image.
 
-    Raises: UserError for a run that cannot be read, or a kind of picture that cannot be written.
+    Raises: UserError for a run that cannot be read, or an image format that cannot be written.
     """
     runs = [read_run(directory) for directory in run_directories]
     pictures.check_picture(out)
@@ -125,7 +125,7 @@ def draw(run_directories: list[str | Path], out: str | Path) -> Path:
 
 
 def make_figure(runs: list[Run]):
-    """Lay out the panels that these runs have something to say in: no expert panels for dense runs."""
+    """Lay out the panels for which these runs have data: dense runs have no expert panels."""
     figure = pictures.new_picture(figsize=(12, 7), dpi=130)
     import matplotlib
 
@@ -146,7 +146,7 @@ def make_figure(runs: list[Run]):
 
 
 def summary(run: Run) -> str:
-    """Say in one line which model was trained, on how much, and how far it came."""
+    """Describe a run in one line: model size, tokens trained on, and validation loss."""
     total, active = short(run.start["params_total"]), short(run.start["params_active"])
     size = f"{total} parameters" + (f", {active} active" if total != active else "")
     end = run.eval[-1] if run.eval else None
@@ -157,7 +157,7 @@ def summary(run: Run) -> str:
 
 
 def short(number: float) -> str:
-    """Write a count with three digits: 3.07M."""
+    """Format a count with three digits: 3.07M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -165,7 +165,7 @@ def short(number: float) -> str:
 
 
 def draw_loss(axes, runs: list[Run]) -> None:
-    """Training and validation loss, with the entropies a model reaches by counting single tokens or pairs."""
+    """Plot training and validation loss, and the entropies that a model of token or pair frequencies reaches."""
     alone = len(runs) == 1
     for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
         axes.plot(
@@ -208,7 +208,7 @@ def draw_loss(axes, runs: list[Run]) -> None:
 
 
 def place_of_label(axes, level: float) -> tuple[int, int]:
-    """Where a label of a level line hides no curve: at the right (1) or left (0), above the line (1) or below (-1)."""
+    """Place a level line's label so that it hides no curve: at the right (1) or left (0), above (1) or below (-1)."""
     import numpy as np
 
     (left, right), height = axes.get_xlim(), np.ptp(axes.get_ylim())
@@ -223,7 +223,7 @@ def place_of_label(axes, level: float) -> tuple[int, int]:
 
 
 def fit_steps(axes) -> None:
-    """Steps are whole numbers, and the curve begins and ends at the panel's sides."""
+    """Use integer step ticks, and let the curves span the full width of the panel."""
     from matplotlib.ticker import MaxNLocator
 
     axes.margins(x=0.01)
@@ -231,12 +231,12 @@ def fit_steps(axes) -> None:
 
 
 def dots(rows: list) -> str | None:
-    """Mark the rows where they are few: a curve of one is nothing but its dot."""
+    """Mark the points of a short curve, since a curve of one point would be invisible without its dot."""
     return "." if len(rows) <= 20 else None
 
 
 def draw_load(axes, run: Run) -> None:
-    """A heat map: one row an expert, one column a step, coloured by load relative to an equal share."""
+    """Plot a heat map of expert load relative to an equal share, with one row per expert and one column per step."""
     import numpy as np
 
     rows = [row for row in run.train if "tokens_per_expert" in row]
@@ -244,7 +244,7 @@ def draw_load(axes, run: Run) -> None:
     tokens_SLE = np.array([row["tokens_per_expert"] for row in rows], dtype=float)  # S rows, L MoE layers, E experts
     load_SLE = tokens_SLE / tokens_SLE.mean(axis=2, keepdims=True)
     layers, experts = load_SLE.shape[1:]
-    # A column reaches halfway to its neighbours.
+    # A column extends halfway to its neighbors.
     edges = np.concatenate([[steps[0] - 0.5], (steps[1:] + steps[:-1]) / 2, [steps[-1] + 0.5]])
     mesh = axes.pcolormesh(
         edges,
@@ -284,7 +284,7 @@ PANELS = {
 
 
 def draw_series(axes, runs: list[Run], field: str) -> None:
-    """One field of the train rows against step."""
+    """Plot one field of the train rows against the step."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     title, unit = PANELS[field]
@@ -297,7 +297,7 @@ def draw_series(axes, runs: list[Run], field: str) -> None:
         axes.yaxis.set_major_formatter("{x:,.0f}")
     if field == "grad_norm":
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # 0.5, where the default writes 5 x 10^-1
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # prints 0.5; the default prints 5 x 10^-1
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
     axes.set(title=title, xlabel="step", ylabel=unit)
@@ -306,13 +306,13 @@ def draw_series(axes, runs: list[Run], field: str) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draw the metrics of a training run, or of several on top of each other."""
+    """Plot the metrics of a training run, or of several overlaid."""
 
     # run directories, e.g. runs/laptop
     runs: tyro.conf.Positional[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
     ]
-    # picture to write; by default report.png, in the run's directory if it is one run on a disk, else here
+    # image to write; default: report.png, in the run's directory for a single local run, else in this directory
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ""
 
 

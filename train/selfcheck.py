@@ -1,7 +1,7 @@
-"""Is this host fit to train, or are all hosts of a launch? One row a host, and one sum over all their devices.
+"""Check that this host, or every host of a launch, is ready to train: one row per host, and a sum over all devices.
 
-`launcher.sh --hosts hosts.txt -- python -m train.selfcheck` asks all hosts of a slice together, before hours depend on
-them: versions, devices, free disk, clocks. Then every device adds one to a sum, so each link has carried something.
+`launcher.sh --hosts hosts.txt -- python -m train.selfcheck` checks all hosts of a slice before a long run: versions,
+devices, free disk and clocks. Then it sums one number per device, so that every link is used.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from train.processes import end_together, join
 HELP = """\
 e.g. python -m train.selfcheck --devices 8
 
-Report the versions, devices, free disk and clock of this host, or of all on which launcher.sh starts it together.
+Report the versions, devices, free disk and clock of this host, or of every host that launcher.sh starts it on.
 
-Then add up one number over all devices. Exit status 1 if a host is not like the first, or not fit."""
-FREE_GIB, CLOCK_S = 10, 2  # below, and above which there is a problem
+Then sum one number over all devices. Exit status 1 if a host differs from the first one or is not ready."""
+FREE_GIB, CLOCK_S = 10, 2  # less free disk, or a larger clock difference, is a problem
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    devices: int = 0  # simulate this many CPU devices, on all hosts together; 0: those there are
-    json: bool = False  # rows as JSON, for a program
+    devices: int = 0  # simulate this many CPU devices, in total over all hosts; 0: use the real devices
+    json: bool = False  # print JSON instead
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A host: its versions, its devices, free disk in GiB, and seconds its clock is ahead of the first host's."""
+    """One host: versions, devices, free disk in GiB, and seconds by which its clock is ahead of the first host's."""
 
     host: str
     python: str
@@ -51,7 +51,7 @@ class Row:
 
 
 def rows(board: Board) -> list[Row]:
-    """A row of each process, in their order."""
+    """Return one row per process, in rank order."""
     board.gather("all are here", None)
     device, now = jax.local_devices()[0], time.time()
     mine = Row(board.message.host, platform.python_version(), jax.__version__, jax.local_device_count(),
@@ -61,7 +61,7 @@ def rows(board: Board) -> list[Row]:
 
 
 def problems(found: list[Row]) -> list[str]:
-    """What is wrong, a line each."""
+    """Return one line for each problem."""
     said = []
     for row in found:
         for name in ("python", "jax", "devices", "kind"):
@@ -77,7 +77,7 @@ def problems(found: list[Row]) -> list[str]:
 
 
 def sum_over_devices() -> tuple[float, float]:
-    """What comes out where every device adds 1, and the seconds of the second time: the first one compiles."""
+    """Sum 1 over all devices; return the sum and the seconds of the second call, since the first one compiles."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
     ones = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P("all")), lambda i: np.ones(mesh.size)[i])
     add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
@@ -91,7 +91,7 @@ def sum_over_devices() -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Annotated[Check, tyro.conf.arg(name="")], args=argv, prog="python -m train.selfcheck",
                     description=HELP)  # fmt: skip
-    board = join(RunConfig(peer_timeout_s=24)).board  # all have 2 minutes to join
+    board = join(RunConfig(peer_timeout_s=24)).board  # join timeout: 2 minutes
     use_devices(args.devices, board.count)
     found = rows(board)
     total, seconds = sum_over_devices()

@@ -1,9 +1,9 @@
-"""Send the rows of a run's metrics.jsonl to wandb, from a process of its own: training never waits for it.
+"""Send the rows of a run's metrics.jsonl to wandb from a separate process, so that training never waits for it.
 
-`main.py` starts `python -m train.tracking runs/NAME`, which follows the file until its standard input ends, as it does
-when the training process ends, whichever way. The file is the record and the queue; runs/NAME/wandb.json says which
-wandb run it is and up to which step it has been sent, so a resumed run goes on in the same one, no step twice, none
-missing.
+`main.py` starts `python -m train.tracking runs/NAME`. It follows the file until its standard input is closed, which
+happens when the training process ends for any reason. The file is both the record and the queue. runs/NAME/wandb.json
+stores the ID of the wandb run and the last step sent, so a resumed run continues there without missing or repeated
+steps.
 """
 
 import fcntl
@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from config import Config
 from devices import is_main_process, log
 
-FILES = ("wandb.json", "wandb.log", "wandb")  # what it leaves in a run's directory
-PATIENCE_S = 30.0  # for the last rows to be sent, once training is done
+FILES = ("wandb.json", "wandb.log", "wandb")  # what it writes to a run's directory
+PATIENCE_S = 30.0  # time to send the last rows once training is done
 POLL_S = 1.0
 
 
@@ -30,14 +30,14 @@ POLL_S = 1.0
 
 
 class Tracker:
-    """The other process, if one was asked for; a note, once, if it fails."""
+    """Starts the tracking process if run.tracker asks for it, and logs one note if it fails."""
 
     def __init__(self, cfg: Config, directory: Path):
         self.directory, self.process, self.given_up = directory, None, False
         if cfg.run.tracker == "wandb" and is_main_process():
             with (directory / "wandb.log").open("a") as output:
                 words = [sys.executable, "-m", "train.tracking", str(directory.resolve())]
-                # A session of its own: Ctrl-C reaches the training process alone, which then says when to end.
+                # A separate session, so that Ctrl-C reaches only the training process, which then ends this one.
                 self.process = subprocess.Popen(words, cwd=Path(__file__).resolve().parents[1],
                                                 stdin=subprocess.PIPE, stdout=output, stderr=output,
                                                 start_new_session=True)  # fmt: skip
@@ -48,7 +48,7 @@ class Tracker:
         return self
 
     def __exit__(self, *_) -> None:
-        """Let it send the last rows, but wait no longer than PATIENCE_S."""
+        """Let it send the last rows, and wait at most PATIENCE_S."""
         if not self.process:
             return
         self.process.stdin.close()
@@ -60,7 +60,7 @@ class Tracker:
             self._note(f"wandb did not end within {PATIENCE_S:g} s")
 
     def _wait(self) -> None:
-        """Runs in a thread: notes at once that it has ended early."""
+        """Log at once, from a thread, that the tracking process ended early."""
         if self.process.wait() and not self.given_up:
             self._note(f"wandb stopped: {((self.directory / 'wandb.log').read_text().splitlines() or ['?'])[-1]}")
 
@@ -68,19 +68,19 @@ class Tracker:
         log(f"note: {what}; nothing is lost, metrics.jsonl holds every row, see {self.directory}/wandb.log")
 
 
-# In the other process -------------------------------------------------------------------------------------------------
+# In the tracking process ----------------------------------------------------------------------------------------------
 
 
 class Steps:
-    """Follows metrics.jsonl: yields each step with all its rows, once they are complete."""
+    """Follows metrics.jsonl and returns each step with all its rows, once they are complete."""
 
     def __init__(self, path: Path):
         self.path, self.read_bytes, self.held = path, 0, []
 
     def complete(self) -> list[tuple[int, list[dict]]]:
-        """Steps that got another step after them, or the end of the run, since the last call.
+        """Return the steps that were completed since the last call: a later step, or the end of the run, follows them.
 
-        The newest step is held back: rows of it may still come, in this process or after a resume.
+        The newest step is held back, because it may still get rows, in this process or after a resume.
         """
         with self.path.open("rb") as file:
             file.seek(self.read_bytes)
@@ -97,7 +97,7 @@ class Steps:
 
 
 def flat(value, name: str) -> dict:
-    """Numbers by path: {"train/loss": 2.5, "train/tokens_per_expert/0/3": 17}; null and text are left out."""
+    """Flatten numbers to {"train/loss": 2.5, "train/tokens_per_expert/0/3": 17}, without null and text."""
     if isinstance(value, (dict, list)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {path: x for key, inner in items for path, x in flat(inner, f"{name}/{key}").items()}
@@ -105,7 +105,7 @@ def flat(value, name: str) -> dict:
 
 
 def has_key() -> bool:
-    """Whether wandb could log in: a key in the environment, or in ~/.netrc for its host."""
+    """Return whether wandb can log in: there is a key in the environment, or in ~/.netrc for its host."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -116,14 +116,14 @@ def has_key() -> bool:
 
 
 def follow(directory: Path) -> None:
-    """Send steps as they are completed, until standard input ends."""
+    """Send steps as they are completed, until standard input is closed."""
     with (directory / "wandb.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of a run that was killed may still be sending
         file.seek(0)
         kept = json.loads(file.read() or "{}")
         run_id, sent = kept.get("id") or uuid.uuid4().hex[:8], kept.get("sent", -1)
 
-        import wandb  # here: an extra, and slow
+        import wandb  # here, because it is an optional package and slow to import
 
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         run = wandb.init(
@@ -159,7 +159,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"{error}; `make extra-wandb` installs it")
         return 3
-    except Exception as error:  # whatever wandb raises: its text is for the log, and training does not care
+    except Exception as error:  # whatever wandb raises goes to the log and does not affect training
         print(f"{type(error).__name__}: {error}")
         return 1
     return 0

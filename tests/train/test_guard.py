@@ -201,8 +201,8 @@ def test_ten_in_a_row_stop_the_run(home, monkeypatch):
     status, out, err = run(flags(home, "--run.name", "stopped"))
     assert status == 2 and "Traceback" not in err
     assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At the last, the norm of the gradient is ")
-    assert "The parameters are those after step 5. Look at the first one with --replay 6; then begin again with" in err
-    for advice in ("--optim.lr (it is 0.003)", "--optim.warmup_steps (they are 2)", "--optim.clip_norm (it is 1.0)",
+    assert "The parameters are those after step 5. Inspect the first one with --replay 6; then start again with" in err
+    for advice in ("--optim.lr (now 0.003)", "--optim.warmup_steps (now 2)", "--optim.clip_norm (now 1.0)",
                    "--model.precision float32"):  # fmt: skip
         assert advice in err
     directory = home / "runs" / "stopped"
@@ -299,7 +299,7 @@ def test_a_replayed_step_is_the_same_to_the_last_bit(finished, step, logged):
     assert (status, err) == (0, "") and snapshot(runs / "small") == before
     assert f"replaying step {step} of {runs}/small, from step {6 if step == 8 else 12}\n" in out
     (row,) = [row for row in rows(runs / "small", "train") if row["step"] == (9 if step == 8 else 16)]
-    assert f"logged: the {logged} is {row['loss']!r}, bit for bit the same\n" in out
+    assert f"logged: the {logged} is {row['loss']!r}, bit-identical\n" in out
     assert re.search(rf"^step {step}: loss [\d.]+, norm of the gradient [\d.]+$", out, re.MULTILINE)
     table = re.findall(r"^(\w[\w.]+_[A-Z]+(?:, \w+ \d)*) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", out, re.MULTILINE)
     assert [name for name, *_ in table] == list(optimizer.places(main.parse(plain)))
@@ -320,7 +320,7 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
     state = restored([*plain, "--run.dir", str(runs)], runs / "small")
     mesh = sharding.make_mesh(cfg.mesh)
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
-    for loss, said in ((wrong, f"is {wrong!r}, here it is {honest['loss']!r}"), (honest["loss"], "the same")):
+    for loss, said in ((wrong, f"is {wrong!r}, but {honest['loss']!r} here"), (honest["loss"], "bit-identical")):
         state = checkpoint.restore(runs / "small" / "checkpoints", target, 12)
         lines = []
         with pytest.MonkeyPatch.context() as patched:

@@ -166,14 +166,14 @@ def test_a_half_written_last_line_is_left_out_with_a_note(tmp_path, capsys):
         file.write('{"kind": "train", "st')
     assert report.read_run(run) == whole
     number = len(list(rows())) + 1
-    note = f"note: {run / 'metrics.jsonl'}:{number}: left out the last line, which is only half written\n"
+    note = f"note: {run / 'metrics.jsonl'}:{number}: skipped the last line, which is only half written\n"
     assert capsys.readouterr().out == note
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; mend or delete the line"),
+        ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; fix or delete the line"),
         ("[1]\n", "metrics.jsonl:2: kind is None; known: start, train, eval, end, skip, norms, noise"),
         ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: a 'eval' row without loss, bits_per_byte"),
     ],
@@ -214,10 +214,10 @@ def test_the_command_writes_the_picture_beside_the_metrics(tmp_path):
     "words, message",
     [
         (["absent"], "error: absent: no such directory; give a run's directory, e.g. runs/laptop\n"),
-        (["empty"], "error: empty: holds no metrics.jsonl; give a run's directory, e.g. runs/laptop\n"),
+        (["empty"], "error: empty: has no metrics.jsonl; give a run's directory, e.g. runs/laptop\n"),
         ([], "error: no run given; give a run's directory, e.g. runs/laptop\n"),
-        (["young"], "error: young/metrics.jsonl: nothing to draw yet: 1 start rows and 0 train rows, "
-                    "at least one of each is needed\n"),
+        (["young"], "error: young/metrics.jsonl: nothing to plot yet: 1 start rows and 0 train rows, "
+                    "but at least one of each is needed\n"),
         (["good", "--out", "absent/a.png"], "error: absent/a.png: there is no directory absent\n"),
     ],
 )  # fmt: skip
