@@ -68,20 +68,20 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 
     mesh = sharding.make_mesh(cfg.mesh)
     plan = preflight.announce(cfg, mesh)
-    asked, cfg = cfg, plan.cfg
+    requested, cfg = cfg, plan.cfg
     if not encoding:
         log(f"sample     none at the end: the tokenizer of {cfg.data.path} is unknown")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
-    open_run(asked, directory, together)
+    open_run(requested, directory, together)
     trace_s, begin = time.perf_counter() - begin, time.perf_counter()
     state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)
     restore_s, begin = time.perf_counter() - begin, time.perf_counter()
     step_function = ordered.compile(traced, mesh)
     compile_s = trace_s + time.perf_counter() - begin
-    begun = "restore" if first else "initialise"
-    log(f"start-up   import {IMPORT_S:.1f} s, {begun} {restore_s:.1f} s, compile {compile_s:.1f} s")
+    action = "restore" if first else "initialize"
+    log(f"start-up   import {IMPORT_S:.1f} s, {action} {restore_s:.1f} s, compile {compile_s:.1f} s")
 
     metrics = Metrics(directory, first, cfg.run.steps)
     manifest = dataset.opened(cfg).manifest
@@ -215,7 +215,7 @@ def programs() -> str:
 
 def compile_cache(cfg: Config, name: str = ""):
     """Cache compiled programs inside this context, to speed up the next start. `name`: subdirectory of this process."""
-    directory = os.path.join(devices.cache_directory(), "xla", name) if (asked := programs()) == "auto" else asked
+    directory = os.path.join(devices.cache_directory(), "xla", name) if (setting := programs()) == "auto" else setting
     return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 

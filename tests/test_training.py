@@ -231,7 +231,7 @@ def test_the_run_reads_well_where_there_is_no_terminal(finished):
     assert f"{start['params_total']:,} parameters, {start['params_active']:,} active per token" in out
     assert "16 sequences a step = 1 batch shards x 16 sequences x 1 accumulation passes; 288 tokens a step" in out
     assert re.search(r"memory +about [\d,]+ MiB a device", out)
-    assert re.search(r"start-up +import [\d.]+ s, initialise [\d.]+ s, compile [\d.]+ s\n", out)
+    assert re.search(r"start-up +import [\d.]+ s, initialize [\d.]+ s, compile [\d.]+ s\n", out)
     for step in range(1, STEPS + 1):
         assert re.search(rf"step +{step}/{STEPS}  loss [\d.]+  [\d,]+ tokens/s\n", out), step
     assert re.search(rf"step +25/{STEPS}  validation [\d.]+ nats/token, [\d.]+ bits/byte over [\d,]+ tokens\n", out)

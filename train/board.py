@@ -65,8 +65,8 @@ class Board:
 
     def values(self, folder: str) -> dict[int, object]:
         """Return {rank: value} for the processes that have written to a folder."""
-        found = self.store.key_value_dir_get(f"axis/{folder}")
-        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+        entries = self.store.key_value_dir_get(f"axis/{folder}")
+        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
 
     def send(self) -> None:
         """Send this process's message, which is also one heartbeat."""

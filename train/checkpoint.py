@@ -137,12 +137,12 @@ class Saver:
             if not (of_a_bucket if self.far else of_the_disk)(error):  # Orbax's TimeoutError is an OSError too
                 raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
             if self.far:
-                said = " ".join(str(error).split())[:300]  # the server may answer with a whole HTML page
+                reason = " ".join(str(error).split())[:300]  # the server may answer with a whole HTML page
             else:
                 if is_main_process():
                     _remove(self.unfinished(step))  # frees the disk
-                said = f"{error} ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free there)"
-            raise UserError(f"the checkpoint of step {step} cannot be written to {self.directory}: {said}; "
+                reason = f"{error} ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free there)"
+            raise UserError(f"the checkpoint of step {step} cannot be written to {self.directory}: {reason}; "
                             f"{self.what_stays()}") from error  # fmt: skip
 
     def unfinished(self, step: int) -> str:

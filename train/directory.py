@@ -48,7 +48,7 @@ def describe(cfg: Config) -> dict:
 def decisive(about: dict) -> dict:
     """Return the part of `describe` that decides results; a run resumes only if this part is unchanged."""
     config = moved(json.loads(json.dumps(about["config"])))
-    may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # see `check_seen` for ORDER
+    may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
     for name in may_change:
         group, _, setting = name.partition(".")
         config.get(group, {}).pop(setting, None)

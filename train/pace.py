@@ -64,6 +64,6 @@ def slowest(times_ms: dict[int, list[float]]) -> tuple[int, float, float] | None
     """
     if len(times_ms) < 2 or min(map(len, times_ms.values())) < 2:
         return None
-    found = {rank: min(two) for rank, two in times_ms.items()}
-    rank, middle = max(found, key=found.get), statistics.median_low(found.values())
-    return (rank, found[rank], middle) if found[rank] >= SLOW * middle else None
+    best_ms = {rank: min(two) for rank, two in times_ms.items()}
+    rank, middle = max(best_ms, key=best_ms.get), statistics.median_low(best_ms.values())
+    return (rank, best_ms[rank], middle) if best_ms[rank] >= SLOW * middle else None

@@ -72,12 +72,12 @@ def redirect_output() -> None:
 
 def rank_and_count() -> tuple[int, int]:
     """Read the rank of this process and the number of processes from the environment; (0, 1) if neither is set."""
-    found = {name: os.environ.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
-    if not any(found.values()):
+    values = {name: os.environ.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+    if not any(values.values()):
         return 0, 1
-    if missing := [name for name, value in found.items() if not value]:
+    if missing := [name for name, value in values.items() if not value]:
         raise UserError(f"several processes: {', '.join(missing)} is not set; launcher.sh sets all three")
-    _, count, rank = found.values()
+    _, count, rank = values.values()
     if not (count.isdecimal() and rank.isdecimal() and int(rank) < int(count)):
         raise UserError(f"JAX_PROCESS_ID={rank} of JAX_NUM_PROCESSES={count}: use numbers, and an ID below the count")
     return int(rank), int(count)

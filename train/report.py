@@ -167,10 +167,10 @@ def short(number: float) -> str:
 def draw_loss(axes, runs: list[Run]) -> None:
     """Plot training and validation loss, and the entropies that a model of token or pair frequencies reaches."""
     alone = len(runs) == 1
-    for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
+    for run, color in zip(runs, itertools.cycle(COLOURS), strict=False):
         axes.plot(
             *run.series("loss"),
-            color=colour,
+            color=color,
             alpha=1 if alone else 0.5,
             marker=dots(run.train),
             label="training" if alone else run.name,
@@ -178,7 +178,7 @@ def draw_loss(axes, runs: list[Run]) -> None:
         axes.plot(
             [row["step"] for row in run.eval],
             [row["loss"] for row in run.eval],
-            color=VALIDATION if alone else colour,
+            color=VALIDATION if alone else color,
             marker="o",
             markersize=4.5,
             markeredgecolor="white",
@@ -288,8 +288,8 @@ def draw_series(axes, runs: list[Run], field: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     title, unit = PANELS[field]
-    for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
-        axes.plot(*run.series(field), color=colour, linewidth=1.1, marker=dots(run.train), label=run.name)
+    for run, color in zip(runs, itertools.cycle(COLOURS), strict=False):
+        axes.plot(*run.series(field), color=color, linewidth=1.1, marker=dots(run.train), label=run.name)
     if field == "balance_loss":
         axes.axhline(1, color="0.35", linestyle="--", linewidth=1)
     if field == "tokens_per_s":

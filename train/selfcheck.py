@@ -56,24 +56,24 @@ def rows(board: Board) -> list[Row]:
     device, now = jax.local_devices()[0], time.time()
     mine = Row(board.message.host, platform.python_version(), jax.__version__, jax.local_device_count(),
                device.device_kind, shutil.disk_usage(".").free // 2**30, now)  # fmt: skip
-    found = [Row(**row) for row in board.gather("rows", dataclasses.asdict(mine))]
-    return [dataclasses.replace(row, clock_s=round(row.clock_s - found[0].clock_s, 1)) for row in found]
+    table = [Row(**row) for row in board.gather("rows", dataclasses.asdict(mine))]
+    return [dataclasses.replace(row, clock_s=round(row.clock_s - table[0].clock_s, 1)) for row in table]
 
 
-def problems(found: list[Row]) -> list[str]:
+def problems(hosts: list[Row]) -> list[str]:
     """Return one line for each problem."""
-    said = []
-    for row in found:
+    lines = []
+    for row in hosts:
         for name in ("python", "jax", "devices", "kind"):
-            if getattr(row, name) != getattr(found[0], name):
-                said.append(
-                    f"{row.host} has {name} {getattr(row, name)}, {found[0].host} has {getattr(found[0], name)}"
+            if getattr(row, name) != getattr(hosts[0], name):
+                lines.append(
+                    f"{row.host} has {name} {getattr(row, name)}, {hosts[0].host} has {getattr(hosts[0], name)}"
                 )
         if row.free_gib < FREE_GIB:
-            said.append(f"{row.host} has {row.free_gib} GiB of free disk, less than {FREE_GIB}")
+            lines.append(f"{row.host} has {row.free_gib} GiB of free disk, less than {FREE_GIB}")
         if abs(row.clock_s) > CLOCK_S:
-            said.append(f"the clock of {row.host} is {row.clock_s:+} s from that of {found[0].host}")
-    return said
+            lines.append(f"the clock of {row.host} is {row.clock_s:+} s from that of {hosts[0].host}")
+    return lines
 
 
 def sum_over_devices() -> tuple[float, float]:
@@ -93,21 +93,21 @@ def main(argv: list[str] | None = None) -> int:
                     description=HELP)  # fmt: skip
     board = join(RunConfig(peer_timeout_s=24)).board  # join timeout: 2 minutes
     use_devices(args.devices, board.count)
-    found = rows(board)
+    table = rows(board)
     total, seconds = sum_over_devices()
-    said = problems(found)
+    faults = problems(table)
     if total != jax.device_count():
-        said.append(f"the sum over {jax.device_count()} devices is {total:g}")
+        faults.append(f"the sum over {jax.device_count()} devices is {total:g}")
     if args.json:
-        log(json.dumps({"hosts": [dataclasses.asdict(row) for row in found], "sum_s": seconds, "problems": said}))
+        log(json.dumps({"hosts": [dataclasses.asdict(row) for row in table], "sum_s": seconds, "problems": faults}))
     elif board.rank == 0:
         log(f"{'host':16} {'python':8} {'jax':8} {'devices':20} {'free GiB':>8} {'clock s':>8}")
-        for row in found:
+        for row in table:
             devices = f"{row.devices} x {row.kind}"
             log(f"{row.host:16} {row.python:8} {row.jax:8} {devices:20} {row.free_gib:>8} {row.clock_s:>+8.1f}")
-        well = f"all is well on {len(found)} hosts; a sum over {jax.device_count()} devices took {seconds * 1e3:.1f} ms"
-        log("\n".join(f"PROBLEM: {one}" for one in said) or well)
-    return 1 if said else 0
+        well = f"all is well on {len(table)} hosts; a sum over {jax.device_count()} devices took {seconds * 1e3:.1f} ms"
+        log("\n".join(f"PROBLEM: {one}" for one in faults) or well)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

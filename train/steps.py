@@ -68,7 +68,7 @@ class Found:
 
 @functools.lru_cache(maxsize=4096)  # start-up looks up the newest step three times
 def _checksum(kind: str, path: str, size: int, mark: str) -> str:
-    """Compute the checksum of a file; size and mark, from `storage.sizes`, are part of the cache key."""
+    """Compute the checksum of a file; its size and mark are part of the cache key."""
     if kind == "md5" and is_remote(path) and mark:
         return mark
     with epath.Path(path).open("rb") as file:

@@ -86,8 +86,8 @@ class Far:
     def small(self) -> list[Path]:
         """List the local files to synchronize: all except half-written ones and those that start with a dot."""
         self.here.mkdir(parents=True, exist_ok=True)
-        found = [file for file in self.here.iterdir() if file.is_file()]
-        return [file for file in found if file.name[0] != "." and not file.name.endswith(".partial")]
+        files = [file for file in self.here.iterdir() if file.is_file()]
+        return [file for file in files if file.name[0] != "." and not file.name.endswith(".partial")]
 
     def take(self) -> None:
         """Make this process the owner of the run."""
@@ -265,15 +265,15 @@ def clear(path: str | os.PathLike) -> None:
 
 def sizes(folder: str) -> dict[str, tuple[int, str]]:
     """Map each file below a folder to its bytes and a mark of its contents: mtime in ns, or a bucket's md5 in hex."""
-    found = {}
+    result = {}
     if is_remote(folder):
         files, root = in_bucket(folder)
         for path, one in files.find(root, detail=True).items():
             md5 = base64.b64decode(one.get("md5Hash") or "").hex()
-            found[os.path.relpath(path, root)] = one["size"], md5
-        return found
+            result[os.path.relpath(path, root)] = one["size"], md5
+        return result
     for inside, _, names in sorted(os.walk(folder)):
         for name in sorted(names):
             status = os.stat(path := os.path.join(inside, name))
-            found[os.path.relpath(path, folder)] = status.st_size, str(status.st_mtime_ns)
-    return found
+            result[os.path.relpath(path, folder)] = status.st_size, str(status.st_mtime_ns)
+    return result

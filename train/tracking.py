@@ -120,8 +120,8 @@ def follow(directory: Path) -> None:
     with (directory / "wandb.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of a run that was killed may still be sending
         file.seek(0)
-        kept = json.loads(file.read() or "{}")
-        run_id, sent = kept.get("id") or uuid.uuid4().hex[:8], kept.get("sent", -1)
+        state = json.loads(file.read() or "{}")
+        run_id, sent = state.get("id") or uuid.uuid4().hex[:8], state.get("sent", -1)
 
         import wandb  # here, because it is an optional package and slow to import
 
@@ -133,13 +133,13 @@ def follow(directory: Path) -> None:
             settings=wandb.Settings(disable_git=True, disable_code=True, console="off", silent=True),
         )  # fmt: skip
 
-        def keep(step: int) -> None:
+        def save_state(step: int) -> None:
             file.seek(0)
             file.truncate()
             file.write(json.dumps({"id": run_id, "sent": step}) + "\n")
             file.flush()
 
-        keep(sent)
+        save_state(sent)
         steps, ended = Steps(directory / "metrics.jsonl"), False
         while True:
             for step, rows in steps.complete():
@@ -147,7 +147,7 @@ def follow(directory: Path) -> None:
                     values = [flat({k: v for k, v in row.items() if k not in ("kind", "step")}, row["kind"])
                               for row in rows]  # fmt: skip
                     run.log({name: x for of_row in values for name, x in of_row.items()}, step=step)
-                    keep(sent := step)
+                    save_state(sent := step)
             if ended:
                 return run.finish()
             ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
