@@ -1,4 +1,4 @@
-"""Faults lose nothing: a damaged step is passed over, a kill costs at most the steps since a save, a run stops well."""
+"""Checkpoints survive faults: damaged steps are skipped, a kill costs only the steps since the last save."""
 
 import contextlib
 import errno
@@ -88,9 +88,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_step_is_passed_over(tmp_path, capsys, fault):
-    """Catches a flipped bit that is trained on, a step that is called newest because of its name, a reason that does
-    not name the file, and a good step deleted because another is bad."""
+def test_a_damaged_step_is_skipped(tmp_path, capsys, fault):
+    """Catches training on a flipped bit, a step that counts as newest because of its name alone, a reason that does not
+    name the file, and a good step that is deleted because another is damaged."""
     save(tmp_path, [1, 2, 30], keep=3)
     damage, reason = FAULTS[fault]
     damage(tmp_path / "30")
@@ -105,8 +105,8 @@ def test_a_damaged_step_is_passed_over(tmp_path, capsys, fault):
     assert snapshot(tmp_path) == before
 
 
-def test_where_all_are_damaged_each_is_named(tmp_path):
-    """Catches a run that begins again at step 0, over the record of the old one, because no step could be read."""
+def test_if_all_steps_are_damaged_each_is_reported(tmp_path):
+    """Catches a run that restarts at step 0 and overwrites the old metrics because no step could be read."""
     save(tmp_path, [1, 2])
     flip(largest(tmp_path / "1" / "state"))
     empty(tmp_path / "2")
@@ -118,7 +118,7 @@ def test_where_all_are_damaged_each_is_named(tmp_path):
 
 
 def save_parts(directory, step=5):
-    """A checkpoint of two parameters, a moment and a step. Returns it, and a target for its parameters."""
+    """Save two parameters, a moment and a step. Return this state, and a target for its parameters."""
     place = lambda x: jax.device_put(np.asarray(x))
     params = {"w_DF": place(array(3).reshape(10, 100)), "norm_D": place(np.float32([1.5, 2.5]))}
     state = {"params": params, "optimizer": {"mu": place(array(4))}, "step": place(np.int32(step))}
@@ -127,9 +127,9 @@ def save_parts(directory, step=5):
     return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
 
 
-def test_of_parameters_alone_nothing_else_is_read(tmp_path, monkeypatch, capsys):
-    """Catches minutes spent on the moments' bytes, three times as many, before a text is written; a damaged moment in
-    the way of parameters that are good; damaged parameters that are read; and a step that nobody learns."""
+def test_restoring_parameters_reads_nothing_else(tmp_path, monkeypatch, capsys):
+    """Catches reading the moments, three times as many bytes, before generating text; damaged moments that block good
+    parameters; damaged parameters that are read; and a step number that is not printed."""
     state, target = save_parts(tmp_path)
     read, checksum = [], train.steps._checksum
     monkeypatch.setattr("train.steps._checksum", lambda *of: read.append(of[1]) or checksum(*of))
@@ -147,7 +147,7 @@ def test_of_parameters_alone_nothing_else_is_read(tmp_path, monkeypatch, capsys)
 
 
 def test_parameters_of_another_model_are_refused_by_name(tmp_path):
-    """Catches a parameter that is passed over, or left as a promise of an array, because its name is not there."""
+    """Catches a parameter that the checkpoint lacks and that is skipped, or left as a placeholder for an array."""
     _, target = save_parts(tmp_path)
     wider = jax.ShapeDtypeStruct((10, 101), np.float32, sharding=target["w_DF"].sharding)
     cases = {
@@ -161,8 +161,7 @@ def test_parameters_of_another_model_are_refused_by_name(tmp_path):
 
 
 def test_a_step_of_an_earlier_version_is_read(tmp_path):
-    """Its parameters lie in one folder with the rest. Catches an old run that cannot go on, and one that is read
-    without looking whether it is damaged."""
+    """It has one folder for all arrays. Catches an old run that cannot resume, or is read without verification."""
     state, target = save_parts(tmp_path / "new")
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "about.json").write_text("{}")
@@ -176,8 +175,8 @@ def test_a_step_of_an_earlier_version_is_read(tmp_path):
         checkpoint.restore_params(tmp_path, target)
 
 
-def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
-    """Catches a directory that is taken for a checkpoint while it is written, or before its manifest is."""
+def test_a_directory_is_renamed_to_its_step_last(tmp_path, monkeypatch):
+    """Catches a directory that counts as a checkpoint while it or its manifest is still being written."""
     waits, goes_on = threading.Event(), threading.Event()
     write = checkpoint.write_manifest
 
@@ -191,15 +190,15 @@ def test_a_step_has_no_number_before_it_is_whole(tmp_path, monkeypatch):
     with checkpoint.open_directory(tmp_path, keep=1) as saver:
         checkpoint.save(saver, 2, {"x": jax.numpy.asarray(array(2))}, {})
         assert waits.wait(60)
-        assert sorted(os.listdir(tmp_path)) == ["1", "2.saving"], "the old one goes only once the new one is whole"
+        assert sorted(os.listdir(tmp_path)) == ["1", "2.saving"], "deleted the old step too early"
         assert checkpoint.latest_step(tmp_path) == 1
         goes_on.set()
     assert os.listdir(tmp_path) == ["2"]
 
 
-def test_which_steps_stay(tmp_path):
-    """Catches a policy that drops the newest for a better one, that takes the highest loss for the best, or a loss that
-    is no number for the lowest; and one that a new process forgets."""
+def test_the_newest_steps_and_the_best_are_kept(tmp_path):
+    """Catches a policy that deletes the newest step in favor of a better one, that keeps the highest loss as the best,
+    or takes NaN for the lowest; and a policy that a new process forgets."""
     losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: 3.5, 6: 7.0, 7: 9.0}
     for steps in ([1, 2, 3, 4], [5, 6, 7, 8]):
         save(tmp_path, steps, losses, keep=2)
@@ -208,9 +207,9 @@ def test_which_steps_stay(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["2", "9"]
 
 
-def test_a_damaged_step_takes_no_place_of_a_good_one(tmp_path):
-    """Catches a policy that counts a damaged step as one of the newest, and so deletes the last good one; and one that
-    tidies away what somebody may still want to mend."""
+def test_a_damaged_step_does_not_count_as_kept(tmp_path):
+    """Catches a policy that counts a damaged step as one of the newest and so deletes the last good one, or that
+    deletes a damaged step which somebody may still repair."""
     save(tmp_path, [1, 2, 50], keep=3)
     flip(largest(tmp_path / "2" / "state"))
     flip(largest(tmp_path / "50" / "state"))
@@ -223,7 +222,7 @@ def test_a_damaged_step_takes_no_place_of_a_good_one(tmp_path):
 
 
 def test_a_damaged_step_is_replaced_when_it_is_saved_again(tmp_path):
-    """Catches a resumed run that cannot save a step whose damaged directory is in the way, and left-overs that stay."""
+    """Catches a resumed run that cannot save a step because a damaged one is in the way, and leftovers that remain."""
     save(tmp_path, [1, 2], keep=2)
     flip(largest(tmp_path / "2" / "state"))
     (tmp_path / "3.saving" / "state").mkdir(parents=True)
@@ -235,8 +234,8 @@ def test_a_damaged_step_is_replaced_when_it_is_saved_again(tmp_path):
 
 
 def test_the_command_lists_and_verifies_without_a_device(tmp_path):
-    """Catches a table that needs a working accelerator, an exit status of 0 for a damaged step, and the best of them
-    unmarked."""
+    """Catches a table that needs a working accelerator, exit status 0 for a damaged step, and a best step that is not
+    marked."""
     save(tmp_path / "checkpoints", [5, 7, 12], {5: 2.75, 12: 2.5}, keep=3)
 
     def command(*words):
@@ -260,8 +259,8 @@ def test_the_command_lists_and_verifies_without_a_device(tmp_path):
     assert [row["best"] for row in rows] == [False, False, False, True], "a damaged step is not the best"
 
 
-def test_the_command_says_what_it_finds(tmp_path, capsys):
-    """Catches a list that reads every byte, a left-over that is called damage, and a traceback for an empty place."""
+def test_the_command_reports_each_directory(tmp_path, capsys):
+    """Catches a list that reads every byte, a leftover reported as damage, and a traceback for an empty directory."""
     save(tmp_path, [7, 12], keep=3)
     flip(largest(tmp_path / "12" / "state"))
     (tmp_path / "13.saving").mkdir()
@@ -289,13 +288,13 @@ MESHES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2", "
 
 @functools.cache
 def target(cfg, mesh):
-    """Shapes and places of the training state on a mesh."""
+    """Return the shapes and shardings of the training state on a mesh."""
     return checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
 
 
 @pytest.fixture(scope="module")
 def random_state():
-    """A training state of which no two numbers are equal, as NumPy arrays."""
+    """A training state as NumPy arrays, in which no two numbers are equal."""
     rng = np.random.default_rng(0)
     draw = lambda x: rng.normal(size=x.shape).astype(x.dtype) if x.ndim else rng.integers(2, 99, dtype=x.dtype)
     return jax.tree.map(draw, target(preset("tiny"), "data=1"))
@@ -303,7 +302,7 @@ def random_state():
 
 @pytest.fixture(scope="module")
 def saved_on_each_mesh(random_state, tmp_path_factory):
-    """Checkpoints of the same state: that of step n was saved on the n-th mesh."""
+    """Checkpoints of the same state: step n was saved on the n-th mesh."""
     directory = tmp_path_factory.mktemp("meshes")
     with checkpoint.open_directory(directory, keep=len(MESHES)) as saver:
         for step, mesh in enumerate(MESHES):
@@ -321,8 +320,8 @@ PAIRS = [
 
 @pytest.mark.parametrize("here, there", PAIRS)
 def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_state, here, there):
-    """Catches a slice that is written twice or not at all, that is read into another's place, and an array that ends up
-    elsewhere than the training step wants it."""
+    """Catches a shard that is written twice, not at all, or read into another's position; and an array whose sharding
+    is not the one that the training step needs."""
     wanted = target(preset("tiny"), there)
     got = sharding.named(checkpoint.restore(saved_on_each_mesh, wanted, MESHES.index(here)))
     wanted, want = sharding.named(wanted), sharding.named(random_state)
@@ -335,7 +334,7 @@ def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_sta
 MOVING = preset("tiny", **{"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "data.seq_len": 24,
                            "work.gather": "step", "work.tensor_exchange": "ring"})  # fmt: skip
 MOVES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2")
-AFTER = 5  # steps that are compared
+AFTER = 5  # number of steps to compare
 
 
 @functools.cache
@@ -344,7 +343,7 @@ def step_on(mesh, cfg):
 
 
 def train_on(mesh, state, steps, cfg=MOVING):
-    """Take steps with the batches that belong to them; returns the state and every loss."""
+    """Train for these steps, each with its own batch; return the state and every loss."""
     losses = []
     for step in steps:
         batch = sharding.put(helpers.random_batch(cfg, seed=step), sharding.make_mesh(mesh))
@@ -355,7 +354,7 @@ def train_on(mesh, state, steps, cfg=MOVING):
 
 @pytest.fixture(scope="module")
 def unmoved(tmp_path_factory):
-    """A run that stays on the first mesh: losses of every step, and where checkpoint 2, of its second step, lies."""
+    """A run that stays on the first mesh: the loss of every step, and the directory of its checkpoint of step 2."""
     directory = tmp_path_factory.mktemp("unmoved")
     state, losses = train_on(MOVES[0], optimizer.init(MOVING, sharding.make_mesh(MOVES[0])), range(2))
     with checkpoint.open_directory(directory) as saver:
@@ -365,21 +364,21 @@ def unmoved(tmp_path_factory):
 
 @pytest.mark.parametrize("mesh", helpers.with_repeats(MOVES[1:], ("stage=2,expert=2",)))
 def test_a_run_moves_to_another_mesh_and_back(unmoved, mesh, tmp_path):
-    """Catches moments, a count or a selection bias that start anew, a mesh on which a step means something else, and
-    one whose checkpoints only it can read."""
+    """Catches moments, counters or a selection bias that are reset, a mesh on which a step computes something else, and
+    a mesh whose checkpoints no other mesh can read."""
     want, directory = unmoved
     state, there = train_on(mesh, checkpoint.restore(directory, target(MOVING, mesh)), range(2, 2 + AFTER))
     with checkpoint.open_directory(tmp_path) as saver:
         checkpoint.save(saver, 2 + AFTER, state, {})
     state = checkpoint.restore(tmp_path, target(MOVING, MOVES[0]))
     _, back = train_on(MOVES[0], state, range(2 + AFTER, 2 + 2 * AFTER))
-    # Float32, other order of sums.
+    # Float32 sums in another order.
     np.testing.assert_allclose(there + back, want[2:], rtol=1e-5)
     assert len({round(loss, 3) for loss in want}) == len(want)
 
 
-def test_a_state_scores_the_same_on_every_mesh(unmoved):
-    """Catches an evaluation that counts a token twice or not at all, or adds up one device's share only."""
+def test_evaluation_is_the_same_on_every_mesh(unmoved):
+    """Catches an evaluation that counts a token twice or not at all, or sums only one device's share."""
 
     def score(mesh):
         place = sharding.make_mesh(mesh)
@@ -389,12 +388,12 @@ def test_a_state_scores_the_same_on_every_mesh(unmoved):
 
     want = score("data=1")
     for mesh in MOVES:
-        np.testing.assert_allclose(score(mesh), want, rtol=1e-5, err_msg=mesh)  # float32, other order of sums
+        np.testing.assert_allclose(score(mesh), want, rtol=1e-5, err_msg=mesh)  # float32 sums in another order
 
 
 def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_path):
-    """Stage 0 works on blocks 0 and 2, stage 1 on 1 and 3, and each holds two that lie side by side. Catches blocks
-    that are kept or saved in the order in which stages work on them: nothing but the loss elsewhere would show it."""
+    """Stage 0 computes blocks 0 and 2, stage 1 computes 1 and 3, but each stores two adjacent blocks. Catches blocks
+    that are stored or saved in the order of computation, which only the loss on another mesh would reveal."""
     plain = replace(MOVING, **{"model.n_layers": 4})
     chunked = replace(plain, **{"work.schedule": "interleaved", "work.chunks": 2, "work.microbatches": 4})
     start = lambda mesh: optimizer.init(plain, sharding.make_mesh(mesh))
@@ -409,7 +408,7 @@ def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_p
     for name, x in trained.items():
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(x), err_msg=name)
     _, after = train_on("fsdp=2", moved, range(2, 5), plain)
-    # Float32, other order of sums.
+    # Float32 sums in another order.
     np.testing.assert_allclose(before + after, want, rtol=1e-5)
 
 
@@ -417,8 +416,8 @@ def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_p
 
 
 def test_a_kill_and_a_resume_change_no_bit(home, straight, tmp_path):
-    """60 steps straight equal 25, `kill -9`, and the rest. Catches a moment that is not saved, data taken twice, a
-    rounding on the way to the disk; and a lock that outlives the process that held it."""
+    """60 steps without interruption equal 25 steps, `kill -9` and the rest. Catches a moment that is not saved, data
+    used twice, rounding in a file, and a lock that outlives the process that held it."""
     argv, directory = flags(home, tmp_path), tmp_path / "small"
     words = [sys.executable, "main.py", *argv]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -431,9 +430,9 @@ def test_a_kill_and_a_resume_change_no_bit(home, straight, tmp_path):
     assert trained_steps(directory) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.repeat  # of the kill above, and of the two that `docs/checkpoints.md` shows
+@pytest.mark.repeat  # repeats the kill above, and the two in `docs/checkpoints.md`
 def test_twenty_kills_change_no_bit(capsys):
-    """Catches what a single kill does not hit: saves, steps and starts cut anywhere, one after the other."""
+    """Catches what a single kill does not hit: saves, steps and starts interrupted anywhere, one after the other."""
     status = soak.command(soak.Arguments(kills=20))
     out = capsys.readouterr().out
     print(out)
@@ -443,7 +442,7 @@ def test_twenty_kills_change_no_bit(capsys):
     assert last_kill.split()[3] != str(soak.Arguments.steps), "it ended before the last kill"
 
 
-def test_a_difference_is_seen(home, straight, tmp_path):
+def test_the_comparison_finds_differences(home, straight, tmp_path):
     """Catches a comparison that compares nothing."""
     other = tmp_path / "small"
     shutil.copytree(straight, other)
@@ -458,7 +457,7 @@ def test_a_difference_is_seen(home, straight, tmp_path):
     assert any(".mu." in name for name in found) and any(".nu." in name for name in found)
 
 
-# A run among damaged steps --------------------------------------------------------------------------------------------
+# Runs with damaged steps ----------------------------------------------------------------------------------------------
 
 
 def test_a_run_keeps_the_newest_steps_and_the_best(straight):
@@ -474,7 +473,7 @@ def test_a_run_keeps_the_newest_steps_and_the_best(straight):
 
 
 def test_the_loss_of_the_last_step_is_over_the_same_batches(straight, home):
-    """Catches a last step without a loss, and one over the whole split, which cannot be compared with the others."""
+    """Catches a last step without a loss, or with a loss over the whole split, which is not comparable with others."""
     cfg, mesh = main.parse(flags(home, straight.parent)), sharding.make_mesh("data=1")
     params = checkpoint.restore(straight / "checkpoints", target(cfg, "data=1"), STEPS).params
     want = progress.evaluate(cfg, mesh, pipeline.evaluate(cfg, mesh), params, cfg.run.eval_batches)
@@ -482,8 +481,8 @@ def test_the_loss_of_the_last_step_is_over_the_same_batches(straight, home):
     assert last.loss == want["loss"] and want["full"] is False
 
 
-def test_a_run_goes_on_from_the_newest_good_step(partway, straight):
-    """Catches a run that trains on flipped bits, does not say what it passed over, or ends elsewhere because of it."""
+def test_a_run_resumes_from_the_newest_good_step(partway, straight):
+    """Catches a run that trains on flipped bits, does not print what it skipped, or ends with another result."""
     argv, directory = partway
     flip(largest(directory / "checkpoints" / "49" / "state"))
     (directory / "checkpoints" / "52").mkdir()
@@ -496,7 +495,7 @@ def test_a_run_goes_on_from_the_newest_good_step(partway, straight):
 
 
 def test_a_run_without_a_good_step_is_refused(partway):
-    """Catches a traceback, and a run that begins again over what might still be mended."""
+    """Catches a traceback, and a run that starts over and overwrites what might still be repaired."""
     argv, directory = partway
     for step in (directory / "checkpoints").iterdir():
         flip(largest(step / "state" / "params"))
@@ -511,13 +510,13 @@ def test_a_run_without_a_good_step_is_refused(partway):
 
 
 def test_a_full_disk_stops_the_run(partway, home, straight):
-    """Catches a run that trains on for hours after its saves began to fail, a traceback, a good step lost to a failed
-    one, and one that cannot go on when there is room again."""
+    """Catches a run that trains for hours after its saves began to fail, a traceback, a good step lost to a failed
+    save, and a run that cannot resume once there is room again."""
     argv, directory = partway
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # bytes a file may have
     try:
-        status, _, err = run(argv)  # every program it needs is in the cache already
+        status, _, err = run(argv)  # every compiled program it needs is already cached
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 2 and "Traceback" not in err and err.count("\n") == 1
@@ -525,7 +524,7 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
     assert "File too large" in err and err.endswith("MiB free there); the one of step 49 is good and remains\n")
     assert 52 <= trained_steps(directory)[-1] <= 52 + EVERY
     assert checkpoint.latest_step(directory / "checkpoints") == 49
-    assert not list((directory / "checkpoints").glob("52*")), "what could not be written whole takes up the disk"
+    assert not list((directory / "checkpoints").glob("52*")), "a failed save still takes up disk space"
     assert run(argv)[::2] == (0, "")
     assert soak.differences(argv, directory, straight) == []
 
@@ -537,15 +536,15 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
     (TimeoutError("Timed out after 600 seconds."), RuntimeError),  # Orbax
     (jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"), RuntimeError),
 ])  # fmt: skip
-def test_the_disk_is_blamed_for_its_own_words_alone(tmp_path, error, kind):
-    """Catches a host that is gone, called a full disk: the supervisor would not restart after that status."""
+def test_only_storage_errors_are_reported_as_a_full_disk(tmp_path, error, kind):
+    """Catches a lost host reported as a full disk: with that exit status the supervisor would not restart."""
     with checkpoint.open_directory(tmp_path) as saver, pytest.raises(kind) as caught, saver.explained(5):
         raise error
     assert type(caught.value) is kind and str(error) in str(caught.value)
 
 
-def test_what_still_writes_is_removed_too(tmp_path):
-    """Catches a folder that comes back: parts of a state are written at once, and the first to fail ends the save."""
+def test_a_failed_save_is_removed_while_threads_still_write(tmp_path):
+    """Catches a folder that reappears: threads write a state in parallel, and the first failure ends the save."""
     folder, begun = tmp_path / "52.saving" / "state", threading.Event()
 
     def late():
@@ -564,8 +563,8 @@ def test_what_still_writes_is_removed_too(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_only_the_expected_complaint_is_passed_over(tmp_path, monkeypatch):
-    """Catches 40 tracebacks behind the one sentence of a full disk, and other errors hidden with them."""
+def test_only_the_expected_error_is_ignored(tmp_path, monkeypatch):
+    """Catches 40 tracebacks after the one-line error of a full disk, and other errors hidden with them."""
     seen = []
     hook = seen.append
     monkeypatch.setattr(sys, "unraisablehook", hook)
@@ -575,8 +574,8 @@ def test_only_the_expected_complaint_is_passed_over(tmp_path, monkeypatch):
     assert [str(unraisable.exc_value) for unraisable in seen] == ["another"] and sys.unraisablehook is hook
 
 
-def test_a_save_is_not_touched_by_later_steps(tmp_path):
-    """Catches a background save that reads memory which the next step has been given."""
+def test_later_steps_do_not_change_a_save(tmp_path):
+    """Catches a background save that reads memory which has been given to the next step."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = add(np.zeros(2_000_000, np.float32))
     with checkpoint.open_directory(tmp_path) as manager:
@@ -587,7 +586,7 @@ def test_a_save_is_not_touched_by_later_steps(tmp_path):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, target)["x"], 1)
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
-    """Catches a state at step 0 that is passed off as a restored one."""
+def test_a_missing_checkpoint_is_an_error(tmp_path):
+    """Catches a state at step 0 that is returned as a restored one."""
     with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path}/nowhere"):
         checkpoint.restore(tmp_path / "nowhere", {})

@@ -1,5 +1,4 @@
-"""A run's directory belongs to one process at a time, says who holds it, or why it cannot be written, and what it had
-come to."""
+"""One process at a time owns a run's directory. Errors name that process, or say why the directory can't be used."""
 
 import fcntl
 import json
@@ -18,7 +17,7 @@ from train.directory import SET_ASIDE, Metrics, locked, look, missing_rows
 
 
 def test_two_runs_in_one_directory_are_refused(straight, home):
-    """Catches two processes that write one record; and a refused one that removes the lock of the other."""
+    """Catches two processes writing the same metrics.jsonl, and a refused one that removes the lock of the other."""
     argv = [*flags(home, home / "straight"), "--run.steps", str(2 * STEPS)]
     before = snapshot(straight)
     with locked(straight):
@@ -34,7 +33,7 @@ def test_two_runs_in_one_directory_are_refused(straight, home):
 
 
 def test_a_lock_that_was_just_removed_is_not_taken(tmp_path, monkeypatch):
-    """Catches two runs that hold two files of one name: one opened it before the other removed it."""
+    """Catches two runs that lock two files with the same name: one opened the file before the other removed it."""
     flock = fcntl.flock
 
     def lock_late(file, how):
@@ -47,8 +46,8 @@ def test_a_lock_that_was_just_removed_is_not_taken(tmp_path, monkeypatch):
         pass
 
 
-def test_an_unwritable_place_is_named(home, tmp_path):
-    """Catches a traceback where the run's directory cannot be made, and a run that trains before it notices."""
+def test_an_unwritable_directory_is_an_error(home, tmp_path):
+    """Catches a traceback if the run's directory cannot be created, and a run that trains before it notices."""
     (tmp_path / "file").write_text("mine")
     status, out, err = run(flags(home, tmp_path / "file"))
     assert (status, out) == (2, "")
@@ -57,15 +56,15 @@ def test_an_unwritable_place_is_named(home, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-# What it had come to --------------------------------------------------------------------------------------------------
+# Missing checkpoints and rows -----------------------------------------------------------------------------------------
 
 
 def rows_of(directory, name="metrics.jsonl"):
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
-def test_a_run_whose_checkpoints_are_gone_is_a_question(partway, straight):
-    """Catches 49 steps that are taken again without a word, and their record cut off, because a disk was not there."""
+def test_missing_checkpoints_stop_the_run(partway, straight):
+    """Catches 49 steps that are repeated without a message, with their metrics cut off, because a disk was missing."""
     argv, directory = partway
     shutil.rmtree(directory / "checkpoints")
     before, record = snapshot(directory), rows_of(directory)
@@ -84,9 +83,9 @@ def test_a_run_whose_checkpoints_are_gone_is_a_question(partway, straight):
     assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
 
 
-def test_the_newest_checkpoint_is_the_one_that_counts(partway):
-    """Catches a run that goes on from an older checkpoint, because the newest was moved away; a question where another
-    lies in its place, or it is damaged, or was never there; and a complete run that is refused for want of one."""
+def test_only_the_newest_checkpoint_must_exist(partway):
+    """Catches a run that resumes from an older checkpoint because the newest was moved away; a refusal if the newest is
+    damaged or never existed; and a complete run that is refused because it has no checkpoint."""
     argv, directory = partway
     cfg = main.parse(argv)
     assert look(cfg, directory) is None
@@ -98,10 +97,10 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
     ):
         look(cfg, directory)
     assert look(replace(cfg, **{"run.restart": "newest"}), directory) is None
-    Metrics(directory, 48, 60)  # who goes on from there has settled it
+    Metrics(directory, 48, 60)  # as a run that resumes from step 48 does
     assert look(cfg, directory) is None
 
-    (directory / "saved").unlink()  # of an older version
+    (directory / "saved").unlink()  # older versions had no such file
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "start", "step": 48}\n{"kind": "end", "step": 60}\n')
     shutil.rmtree(directory / "checkpoints")
@@ -111,7 +110,7 @@ def test_the_newest_checkpoint_is_the_one_that_counts(partway):
 
 
 def test_a_repaired_checkpoint_says_which_rows_are_missing(partway):
-    """Catches a record without steps 51 to 58, and no message, where a checkpoint that was damaged is good again."""
+    """Catches a metrics.jsonl without steps 51 to 58, and no message, after a damaged checkpoint was repaired."""
     argv, directory = partway
     argv = [*argv, "--run.keep_checkpoints", "9"]
     with stopped_at(58, signal.SIGINT):
@@ -137,8 +136,8 @@ def test_a_repaired_checkpoint_says_which_rows_are_missing(partway):
     ([10], [], "no rows for steps 11 to 20: the file was cut or replaced"), ([], [], "no rows for steps 1 to 20"),
     ([10, 19], [20, 30], "no rows for step 20: its checkpoint .* 1 rows of"),
 ])  # fmt: skip
-def test_which_rows_are_missing(tmp_path, rows, aside, said):
-    """Catches a warning about a record that is whole, as one with a row every 10 steps is."""
+def test_missing_rows(tmp_path, rows, aside, said):
+    """Catches a warning about complete metrics, for example with one row every 10 steps."""
     for name, steps in (("metrics.jsonl", rows), (SET_ASIDE, aside)):
         texts = [json.dumps({"kind": kind, "step": step}) for step in steps for kind in ("train", "eval")]
         (tmp_path / name).write_text("".join(f"{text}\n" for text in texts))
@@ -147,8 +146,8 @@ def test_which_rows_are_missing(tmp_path, rows, aside, said):
 
 
 def test_a_damaged_config_json_loses_nothing(partway, straight):
-    """Catches advice to delete a run whose checkpoints are good, a run that does not resume without config.json, and
-    one that then resumes with other settings."""
+    """Catches advice to delete a run with good checkpoints, a run that does not resume without config.json, and one
+    that then resumes with other settings."""
     argv, directory = partway
     file, about = directory / "config.json", directory / "checkpoints/49/about.json"
     file.write_text("not json")
@@ -170,15 +169,15 @@ def test_a_damaged_config_json_loses_nothing(partway, straight):
 
 
 def test_a_damaged_config_json_without_checkpoints(tmp_path, home):
-    """Catches advice to repeat the command where that would begin at step 0, over the rows of the old run."""
+    """Catches advice to repeat the command if that would start at step 0 and overwrite the rows of the old run."""
     (tmp_path / "small").mkdir()
     (tmp_path / "small/config.json").write_text("not json")
     status, _, err = run(flags(home, tmp_path))
     assert status == 2 and err.endswith("; there is no checkpoint, so choose another --run.name\n")
 
 
-def test_rows_that_are_taken_again_are_kept(tmp_path, capsys):
-    """Catches rows past the newest checkpoint that are lost, at once or the second time; and a line where none are."""
+def test_rows_of_repeated_steps_are_set_aside(tmp_path, capsys):
+    """Catches rows after the newest checkpoint that are lost, at the first or second resume, and an empty message."""
     lines = [f'{{"kind": "train", "step": {step}}}\n' for step in range(1, 8)]
     for step in (7, 5, 3):
         (tmp_path / "metrics.jsonl").write_text("".join(lines[: step + 1]) + '{"kind": "tr')
