@@ -1,4 +1,4 @@
-"""A shared disk that goes away under a run ends it so that it is restarted, and says that it is the disk."""
+"""A run whose shared disk disappears exits so that it is restarted, and names the disk as the cause."""
 
 import errno
 import shutil
@@ -34,8 +34,8 @@ def rename_before(monkeypatch, module, name, directory, calls):
 def test_a_directory_that_vanishes_ends_the_run_for_a_restart(
     partway, straight, tmp_path, monkeypatch, module, name, calls
 ):
-    """Catches status 2, with which nothing restarts; "No such file or directory: metrics.jsonl"; and a restart that
-    trains from step 0 below the mount point, where the real run is hidden."""
+    """Catches status 2, after which nothing restarts; "No such file or directory: metrics.jsonl"; and a restart that
+    trains from step 0 in the empty mount point, which hides the real run."""
     argv, directory = partway
     (tmp_path / "launch").mkdir()
     monkeypatch.setenv("AXIS_ALIVE", str(tmp_path / "launch/alive"))
@@ -58,7 +58,7 @@ def test_a_directory_that_vanishes_ends_the_run_for_a_restart(
     assert soak.differences(argv, directory, straight) == []
 
 
-def test_a_removed_folder_of_checkpoints_is_the_users(partway, monkeypatch):
+def test_a_removed_checkpoints_folder_is_a_user_error(partway, monkeypatch):
     """Catches a run that restarts again and again although its disk is there, and only checkpoints/ was removed."""
     argv, directory = partway
     save = main.checkpoint.save
@@ -87,27 +87,27 @@ def test_a_removed_folder_of_checkpoints_is_the_users(partway, monkeypatch):
     (RuntimeError("Gloo AllGather failed"), None),
 ])  # fmt: skip
 def test_which_errors_mean_a_lost_disk(tmp_path, error, reason):
-    """Catches a full disk that restarts in vain, and a file server's failure that does not."""
+    """Catches a full disk that restarts in vain, and a file server failure that does not restart."""
     if getattr(error, "filename", None):
         error.filename = error.filename.replace("RUN", str(tmp_path))
     assert storage.why_lost(error, tmp_path) == (reason and f"{tmp_path} {reason}: is the shared disk mounted?")
     assert storage.why_lost(error, tmp_path / "gone") == f"{tmp_path}/gone is gone: is the shared disk mounted?"
 
 
-def test_a_host_that_keeps_no_files_loses_no_disk(tmp_path):
-    """Catches a host that shares no disk, and blames one for an error of its tokens."""
+def test_a_host_without_run_files_reports_no_lost_disk(tmp_path):
+    """Catches a host that shares no disk and blames one for an error of its tokens."""
     with pytest.raises(FileNotFoundError), storage.watched(tmp_path / "nowhere", lambda: False):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/tokens/train.bin")
 
 
-def test_a_bucket_is_no_disk(tmp_path):
+def test_a_bucket_is_not_a_disk(tmp_path):
     """Catches a failed request to a bucket that asks for the shared disk."""
     with pytest.raises(TimeoutError), storage.watched(storage.Far("gs://b/r", tmp_path), lambda: True):
         raise TimeoutError(errno.ETIMEDOUT, "timed out")
 
 
 def test_a_save_in_the_background_names_the_disk(tmp_path, monkeypatch):
-    """Catches a stale file handle in a save that ends the run as a full disk does, with status 2."""
+    """Catches a stale file handle in a save that ends the run with status 2, like a full disk."""
     stale = ValueError(f"Error writing local file [os_error_code='{errno.ESTALE}']")
     monkeypatch.setattr(checkpoint, "write_manifest", lambda *_: (_ for _ in ()).throw(stale))
     said = rf"{tmp_path} does not answer \(Stale file handle\): is the shared disk mounted\?"

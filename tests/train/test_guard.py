@@ -1,5 +1,5 @@
-"""A step that is not finite changes nothing but the counters, is named, and ten in a row stop the run; any step can be
-taken again, to the last bit, and asked about."""
+"""Steps that are not finite change only the counters, and ten in a row stop the run. Any step can be replayed
+bit-identically, and gradient statistics can be written."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from tests.test_training import PowerCut, cut_at, restored, rows, run, snapshot,
 from train import checkpoint, guard, report
 from train.directory import to_json
 
-# Two blocks of one layer each, over two devices; what is repeated twice over is in the names only.
+# Two blocks of one layer each, over two devices.
 SMALL = {"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",
          "model.n_shared": 0, "optim.weight_decay": 0.5, "mesh": "fsdp=2"}  # fmt: skip
 STEPS = 16
@@ -40,8 +40,8 @@ def flags(home, *more):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A corpus; and one training program for the whole file, in which the gradient of one matrix is infinite, in block
-    1 alone, where the batch says so. What a run does after its last step is left out."""
+    """A corpus, and one training program for all tests, in which a marked batch makes the gradient of one matrix
+    infinite, in block 1 only. The work after the last step is left out."""
     home = tmp_path_factory.mktemp("guard")
     for n in range(9):
         (home / f"{n}.txt").write_text("the quick brown fox " * (20 + n))
@@ -65,7 +65,7 @@ def home(tmp_path_factory):
         yield home
 
 
-MARK = 3.0  # weight of the first target, in a batch that is to fail
+MARK = 3.0  # weight of the first target in a batch that must fail
 
 
 def marked(batch):
@@ -87,7 +87,7 @@ def fail_at(monkeypatch, steps):
 
 @pytest.fixture(scope="module")
 def taken(home):
-    """States before and after, and metrics, of the steps good, bad, bad, good."""
+    """States before and after, and metrics, of four steps: good, bad, bad, good."""
     cfg = preset("tiny", **SMALL, **{"data.path": str(home / "tokens"), "run.steps": STEPS})
     mesh = sharding.make_mesh(cfg.mesh)
     state, step = optimizer.init(cfg, mesh), optimizer.train_step(cfg, mesh)
@@ -98,13 +98,13 @@ def taken(home):
         state, values = step(state, sharding.put(marked(batch) if n in (1, 2) else batch, mesh))
         states.append(host(state))
         metrics.append(host(values))
-    assert len(step.programs) == 1, "a skipped step is another program"
+    assert len(step.programs) == 1, "a skipped step compiled another program"
     return cfg, states, metrics
 
 
-def test_a_skipped_step_changes_the_counters_alone(taken):
-    """Catches NaN that reaches a moment, decay or a selection bias that moves without an update, an optimizer that
-    counts the step, and a data cursor that stays: the same batch would come for ever."""
+def test_a_skipped_step_changes_only_the_counters(taken):
+    """Catches NaN in a moment, weight decay or a selection bias that changes without an update, an optimizer that
+    counts the step, and a data position that does not advance, so that the same batch would return forever."""
     _, states, _ = taken
     for n, same in enumerate([False, True, True, False]):
         before, after = sharding.named(states[n]), sharding.named(states[n + 1])
@@ -120,9 +120,9 @@ def test_a_skipped_step_changes_the_counters_alone(taken):
     assert [int(s.skipped_in_a_row) for s in states] == [0, 0, 1, 2, 0]
 
 
-def test_metrics_say_what_was_skipped(taken):
-    """Catches a learning rate that is reported of another update than the one taken, and a parameter that is blamed for
-    its neighbour, or for block 0."""
+def test_metrics_report_skipped_steps(taken):
+    """Catches a learning rate that belongs to another update than the one taken, and a parameter that is reported
+    instead of its neighbor, or in block 0."""
     cfg, _, metrics = taken
     assert [int(m["skipped_steps"]) for m in metrics] == [0, 1, 2, 2]
     assert [int(m["skipped_in_a_row"]) for m in metrics] == [0, 1, 2, 0]
@@ -134,8 +134,8 @@ def test_metrics_say_what_was_skipped(taken):
     assert [math.isfinite(m["grad_norm"]) for m in metrics] == [True, False, False, True]
 
 
-def test_places_are_those_of_the_forward_pass():
-    """Catches an order by parameter, in which block 1 comes before the feed-forward of block 0, and a wrong number."""
+def test_places_follow_the_forward_pass():
+    """Catches an order by parameter, with block 1 before the feed-forward layer of block 0, and a wrong index."""
     cfg = preset("tiny", **{"model.n_layers": 8, "model.dense_prefix": 2, "model.moe_every": 3})
     places = optimizer.places(cfg)
     names = list(places)
@@ -158,9 +158,9 @@ def test_places_are_those_of_the_forward_pass():
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_says_which_steps_it_skipped(home, monkeypatch):
-    """Catches a skip that nobody hears of, one that is reported late, twice or out of order, a mean loss or a JSON file
-    with NaN in it, and a count that is lost with a restart of the process."""
+def test_a_run_reports_skipped_steps(home, monkeypatch):
+    """Catches a skip that is not reported, or reported late, twice or out of order; NaN in a mean loss or a JSON file;
+    and a count that is lost when the process restarts."""
     fail_at(monkeypatch, {7, 13})
     argv = flags(home, "--run.name", "skips")
     with monkeypatch.context() as patched:
@@ -187,7 +187,7 @@ def test_a_run_says_which_steps_it_skipped(home, monkeypatch):
     assert report.read_run(directory).series("loss")[0] == [3, 6, 9, 12, 15, 16]
 
 
-def test_a_mean_loss_passes_over_what_is_not_finite():
+def test_a_mean_loss_ignores_values_that_are_not_finite():
     """Catches one skipped step that hides the loss of nine others."""
     assert guard.mean_loss([np.float32(1), np.float32(np.nan), np.float32(4), np.float32(np.inf)]) == 2.5
     assert math.isnan(guard.mean_loss([np.float32(np.nan)]))
@@ -195,8 +195,8 @@ def test_a_mean_loss_passes_over_what_is_not_finite():
         "a": None, "b": [1.0, None], "c": {"d": [0, 1]}}  # fmt: skip
 
 
-def test_ten_in_a_row_stop_the_run(home, monkeypatch):
-    """Catches a run that burns a night of electricity on a state that no longer moves, and one that stops at nine."""
+def test_ten_skipped_steps_in_a_row_stop_the_run(home, monkeypatch):
+    """Catches a run that wastes a night on a state that no longer changes, and one that stops after nine steps."""
     fail_at(monkeypatch, {2, 3, *range(5, STEPS)})
     status, out, err = run(flags(home, "--run.name", "stopped"))
     assert status == 2 and "Traceback" not in err
@@ -220,8 +220,8 @@ WATCHED = list(optimizer.places(CFG))
 
 
 def test_the_watch_looks_back_ten_steps_and_names_both_ends():
-    """Catches a watch that waits for the newest step, which holds up the devices, and one that never looks before a row
-    is due; and a message without the place where the backward pass first failed."""
+    """Catches a watch that waits for the newest step, which stalls the devices, or that never checks before a row is
+    due; and a message without the place where the backward pass first failed."""
     written = []
     watch = guard.SkipWatch(CFG, lambda kind, step, **values: written.append((kind, step, values)))
     for taken in range(1, 12):
@@ -237,15 +237,15 @@ def test_the_watch_looks_back_ten_steps_and_names_both_ends():
 
 class Unready:
     def __int__(self):
-        raise AssertionError("it waited for a step that the devices have not finished")
+        raise AssertionError("the watch waited for a step that the devices have not finished")
 
 
-# Again, and in detail -------------------------------------------------------------------------------------------------
+# Gradient statistics and replay ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def finished(home):
-    """A run that asked for everything, and one that asked for nothing."""
+    """A run that writes gradient statistics, and one that does not."""
     asked = flags(home, "--run.gradient_stats_every", "5", "--run.name", "asked")
     plain = flags(home)
     for argv in (asked, plain):
@@ -254,8 +254,8 @@ def finished(home):
     return asked, plain, home / "runs"
 
 
-def test_asking_changes_no_result(finished):
-    """Catches a step that is another program, with other roundings, where someone looks at it."""
+def test_gradient_statistics_change_no_result(finished):
+    """Catches a step that compiles to another program, with other rounding, when statistics are written."""
     asked, plain, runs = finished
     assert untimed(rows(runs / "asked", "train")) == untimed(rows(runs / "small", "train"))
     a, b = (sharding.named(restored(argv, runs / name)) for argv, name in ((asked, "asked"), (plain, "small")))
@@ -264,8 +264,8 @@ def test_asking_changes_no_result(finished):
 
 
 def test_norms_are_those_of_the_step(finished):
-    """Catches norms of the step before or after, of another layer, an update without the learning rate or decay, and
-    squares that are not rooted."""
+    """Catches norms of the previous or next step or of another layer, an update without the learning rate or weight
+    decay, and a missing square root."""
     asked, _, runs = finished
     norms = rows(runs / "asked", "norms")
     assert [row["step"] for row in norms] == [5, 10, 15] and not rows(runs / "small", "norms")
@@ -291,7 +291,7 @@ def test_norms_are_those_of_the_step(finished):
 
 
 @pytest.mark.parametrize("step, logged", [(8, "mean loss of steps 7 to 9"), (16, "loss of step 16")])
-def test_a_replayed_step_is_the_same_to_the_last_bit(finished, step, logged):
+def test_a_replayed_step_is_bit_identical(finished, step, logged):
     """Catches a replay that starts from a later checkpoint, sees other data, or writes into the run."""
     _, plain, runs = finished
     before = snapshot(runs / "small")
@@ -307,7 +307,7 @@ def test_a_replayed_step_is_the_same_to_the_last_bit(finished, step, logged):
         total = math.sqrt(sum(float(gradient) ** 2 for _, gradient, *_ in table))
         assert total == pytest.approx(row["grad_norm"], rel=1e-4)  # six digits are printed
     gains = {float(parameter) for name, _, _, parameter in table if name.startswith("blocks.moe.norm")}
-    assert gains and all(abs(gain - math.sqrt(24)) < 0.5 for gain in gains), "the names belong to other lines"
+    assert gains and all(abs(gain - math.sqrt(24)) < 0.5 for gain in gains), "the names do not match the lines"
 
 
 def test_a_replay_that_differs_says_so(finished, tmp_path):
@@ -335,8 +335,8 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
     ("--replay 3 --run.name nobody", "nobody: no run there, so there is no step 3 to replay; choose"),
     ("--replay 3 --optim.lr 1", "was started with other settings: optim.lr is 1.0 here and 0.003 there"),
 ])  # fmt: skip
-def test_what_cannot_be_replayed(finished, more, message):
-    """Catches a traceback, a directory made for nothing, and a step of another run passed off as this one's."""
+def test_invalid_replays_are_refused(finished, more, message):
+    """Catches a traceback, a directory created for nothing, and a replay of another run's step."""
     _, plain, runs = finished
     status, _, err = run([*plain, *more.split()])
     assert status != 0 and message in err and "Traceback" not in err
@@ -347,7 +347,7 @@ def test_what_cannot_be_replayed(finished, more, message):
 
 
 def test_the_noise_scale_of_known_noise():
-    """Catches sizes swapped, a mean taken for a sum, and per-piece norms used as they are: gradients g + noise, 7 and
+    """Catches swapped sizes, a mean taken for a sum, and per-piece norms used as they are: gradients g + noise, 7 and
     21 tokens a batch, g^2 = 4, and noise of variance 9 in each of 50 directions for a single token."""
     rng = np.random.default_rng(0)
     mean = np.full(50, np.sqrt(4 / 50))
@@ -366,7 +366,7 @@ def test_the_noise_scale_of_known_noise():
 
 
 def test_a_run_writes_its_noise_scale(finished):
-    """Catches a row at another step, and a scale that is not what the row's two parts say."""
+    """Catches a row at another step, and a scale that is not the ratio of the row's two parts."""
     _, _, runs = finished
     found = rows(runs / "asked", "noise")
     assert [row["step"] for row in found] == [5, 10, 15] and not rows(runs / "small", "noise")
@@ -378,8 +378,8 @@ def test_a_run_writes_its_noise_scale(finished):
 
 @pytest.mark.parametrize("limit, pieces", [(2, 8), ("auto", 2)])
 def test_noise_is_measured_on_pieces_of_the_batch(monkeypatch, limit, pieces):
-    """Catches pieces that overlap or leave something out, a whole that is not their mean, and a number of pieces that
-    is not that of the passes. The gradient here is the weighted mean of the tokens, less the parameter."""
+    """Catches pieces that overlap or leave something out, a total that is not their mean, and a number of pieces that
+    differs from the number of passes. Here the gradient is the weighted mean of the tokens minus the parameter."""
     cfg = preset("tiny", **{"work.device_batch": limit})
     batch, w = random_batch(cfg, 0), np.float32(100)
 
@@ -403,7 +403,7 @@ def test_noise_is_measured_on_pieces_of_the_batch(monkeypatch, limit, pieces):
 
 
 def test_a_batch_that_cannot_be_cut_has_no_noise_scale(capsys):
-    """Catches a half of three sequences, and norms that are refused with it."""
+    """Catches half of three sequences, and norms that are refused as well."""
     cfg = preset("tiny", **{"data.batch_size": 3, "run.gradient_stats_every": 4})
     questions = guard.Questions(cfg, sharding.make_mesh("data=1"), None)
     assert questions.norms and questions.noise is None

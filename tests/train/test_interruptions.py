@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM lose nothing, a second one ends the process, and the printed command goes on."""
+"""Ctrl-C and SIGTERM lose no work, a second signal ends the process, and the printed command resumes the run."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, p
     (directory, (status, out, err)), (argv, copy) = stopped, partway
     assert status == 0 and "stopping after this step and saving a checkpoint; signal again to stop at once" in err
     assert "Traceback" not in err
-    assert trained_steps(directory) == list(range(1, 50)), "it goes on, or stops before it is asked to"
+    assert trained_steps(directory) == list(range(1, 50)), "it stopped too late or too early"
     assert checkpoint.latest_step(directory / "checkpoints") == 49 and not (directory / ".lock").exists()
     words = shlex.split(re.search(r"(?m)^stopped    this resumes from \S+/checkpoints/49:  (.*)$", out)[1])
     assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
@@ -30,8 +30,8 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, p
     assert soak.differences(argv, copy, straight) == []
 
 
-def test_a_termination_saves(partway):
-    """Catches a machine that is taken away with the steps since the last checkpoint, and handlers that stay behind."""
+def test_sigterm_saves(partway):
+    """Catches a preempted machine that loses steps since the last checkpoint, and handlers that are not restored."""
     argv, directory = partway
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with stopped_at(52, signal.SIGTERM):  # when a checkpoint is due anyway
@@ -43,7 +43,7 @@ def test_a_termination_saves(partway):
 
 @pytest.mark.parametrize("place", ["trace_step", "restore_or_init", "finish"])
 def test_a_signal_where_there_is_nothing_to_save(straight, partway, monkeypatch, place):
-    """Catches a traceback, or a run that goes on, when the signal comes before the first step or after the last."""
+    """Catches a traceback, or a run that continues, if the signal comes before the first step or after the last one."""
     argv, directory = partway
     work = getattr(main, place)
 
@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_stops_at_once(home, straight, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_stopped_before_its_first_checkpoint_says_so(home, tmp_path, monkeypatch, number):
-    """Catches "nothing is lost; this goes on", and success, from a run that had nothing to save yet."""
+    """Catches success and a promise to resume from a run that had nothing to save yet."""
     monkeypatch.setattr(main, "trace_step", lambda *_: signal.raise_signal(number))
     status, out, _ = run(flags(home, tmp_path))
     assert status == 128 + number
@@ -101,7 +101,7 @@ def test_a_run_stopped_before_its_first_checkpoint_says_so(home, tmp_path, monke
 
 
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path):
-    """Catches a page of traceback out of the middle of an import, which takes the first seconds of a run."""
+    """Catches a page of traceback from the middle of an import during the first seconds of a run."""
     (tmp_path / "jax.py").write_text("import time\nprint('IMPORTS', flush=True)\ntime.sleep(600)\n")
     env, pipe = os.environ | {"PYTHONPATH": str(tmp_path)}, subprocess.PIPE
     words = [sys.executable, "main.py"]

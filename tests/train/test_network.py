@@ -12,7 +12,7 @@ import pytest
 from tests.train.several import free_port
 from tests.train.small_run import ROOT
 
-# A process that joins, and then keeps the board's connection in use for as long as it is told.
+# A process that joins, and then keeps using the connection of the message board.
 JOINED = """
 import sys, time
 from config import RunConfig
@@ -49,8 +49,8 @@ def start(rank, address, then, namespace=()):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gRPC sets this timeout on Linux alone")
-def test_process_0_is_as_patient_with_a_connection_as_with_a_process():
-    """Catches gRPC's own 20 s, after which it gives up a connection, and with it the run."""
+def test_connections_survive_as_long_as_heartbeats():
+    """Catches gRPC's own 20 s limit, after which it closes a connection and thereby ends the run."""
     port = free_port()
     both = [start(rank, f"127.0.0.1:{port}", READ_TIMEOUTS.replace("PORT", str(port))) for rank in (0, 1)]
     said = [one.communicate(timeout=120) for one in both]
@@ -66,7 +66,7 @@ def in_network(name, *command):
 
 @pytest.fixture
 def two_networks():
-    """The names of two networks of this machine, joined by a cable: 10.77.77.1 and 10.77.77.2."""
+    """The names of two networks of this machine, connected by a virtual cable: 10.77.77.1 and 10.77.77.2."""
     names = [f"axis-{os.getpid()}-{rank}" for rank in (0, 1)]
     try:
         for name in names:
@@ -86,14 +86,14 @@ def two_networks():
 @pytest.mark.launch
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may make networks and cut them")
 @pytest.mark.skipif(not (shutil.which("ip") and shutil.which("iptables")), reason="needs ip and iptables")
-def test_a_cut_of_the_network_is_survived(two_networks):
-    """The network is cut for 25 s, longer than gRPC's server waits. Catches a run that JAX aborts on every host
-    (exit status 134) although all processes are alive."""
+def test_a_network_outage_is_survived(two_networks):
+    """The network is cut for 25 s, longer than gRPC's server waits. Catches a run that JAX aborts on every host (exit
+    status 134) although all processes are alive."""
     address, seconds = "10.77.77.1:4711", 45
     inside = [("ip", "netns", "exec", name) for name in two_networks]
     both = [start(rank, address, COUNT.replace("SECONDS", str(seconds)), inside[rank]) for rank in (0, 1)]
     assert [one.stdout.readline() for one in both] == ["joined\n"] * 2
-    # First one direction: process 0 still hears a question, so its answer is the one that nobody acknowledges.
+    # Cut one direction first: process 0 still receives a request, so its answer is not acknowledged.
     for name, seconds_until_next in ((two_networks[1], 2), (two_networks[0], 23)):
         in_network(name, "iptables", "-I", "INPUT", "-i", "cable", "-j", "DROP")
         time.sleep(seconds_until_next)

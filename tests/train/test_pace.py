@@ -1,4 +1,4 @@
-"""A slow host is named, a busy one is not, and measuring costs next to nothing."""
+"""A slow host is named, a busy one is not, and measuring costs almost nothing."""
 
 import time
 
@@ -9,20 +9,20 @@ from train import pace
 
 @pytest.mark.parametrize("times_ms, found", [
     ({0: [10, 11], 1: [21, 20], 2: [10, 12]}, (1, 20, 10)),
-    ({0: [21, 20], 1: [10, 11]}, (0, 20, 10)),  # of two, the median is the faster one
-    ({0: [10, 11], 1: [31, 14], 2: [10, 12]}, None),  # busy for a while
-    ({0: [10, 11], 1: [31], 2: [10, 12]}, None),  # once is not enough
+    ({0: [21, 20], 1: [10, 11]}, (0, 20, 10)),  # with two hosts, the median is the faster one
+    ({0: [10, 11], 1: [31, 14], 2: [10, 12]}, None),  # busy only for a while
+    ({0: [10, 11], 1: [31], 2: [10, 12]}, None),  # one measurement is not enough
     ({0: [10, 11], 1: [], 2: [10, 12]}, None),
-    ({0: [30, 31], 1: [30, 32], 2: [10, 10]}, None),  # one that is fast makes the others not slow
+    ({0: [30, 31], 1: [30, 32], 2: [10, 10]}, None),  # one fast host does not make the others slow
     ({0: [10, 99]}, None),
 ])  # fmt: skip
-def test_who_is_slow(times_ms, found):
-    """Catches a host that is named because it was busy once, and a slow one of two that hides behind their mean."""
+def test_which_host_is_slow(times_ms, found):
+    """Catches a host that is named because it was busy once, and a slow one of two that the mean hides."""
     assert pace.slowest(times_ms) == found
 
 
 def test_the_measurement_is_short_and_rare():
-    """Catches products that nobody computes, a program that is compiled each time, and a measurement at every step."""
+    """Catches matmuls that never run, a program that is compiled each time, and a measurement at every step."""
     ours = pace.Pace()
     first = ours.measure()
     assert 0.05 < first < 100
@@ -33,7 +33,7 @@ def test_the_measurement_is_short_and_rare():
 
 
 def test_twice_the_work_takes_longer():
-    """Catches a time that says nothing of the device: one that does half as much a second is to be seen."""
+    """Catches a time that does not depend on the device's speed: half the speed must be visible."""
     work = pace.products()
     once = min(pace.timed(work) for _ in range(pace.TRIES))
     twice = min(pace.timed(lambda: (work(), work())) for _ in range(pace.TRIES))
