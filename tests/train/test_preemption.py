@@ -1,4 +1,4 @@
-"""A host that the system takes away is told apart from a run that a user stops, on every process of the run."""
+"""Preemption of a host is distinguished from a stop by the user, on every process of a run."""
 
 import signal
 import types
@@ -25,39 +25,39 @@ def launch(tmp_path, monkeypatch):
     return folder
 
 
-def last_word(folder):
+def last_state(folder):
     return (folder / "alive").read_text().rstrip("\n").split("\t")[1]
 
 
 @pytest.mark.parametrize("stop, word", [(False, PREEMPTED), (True, STOPPED)])
-def test_one_process_reports_preemption_unless_stop_was_asked(partway, launch, stop, word):
-    """Catches a preempted run that looks finished, so that nobody restarts it, and a stopped run that restarts."""
+def test_sigterm_is_preemption_unless_stop_was_requested(partway, launch, stop, word):
+    """Catches a preempted run that looks finished, so that nothing restarts it, and a stopped run that restarts."""
     if stop:
         (launch / "stop").touch()
     with stopped_at(52, signal.SIGTERM):
         status, _, err = run(partway[0])
-    assert (status, last_word(launch)) == (0, word)
+    assert (status, last_state(launch)) == (0, word)
     said = "preempted: the system asked this host to stop (SIGTERM); stopping after this step and saving a checkpoint"
     assert (said in err) is (not stop)
 
 
-def test_ctrl_c_is_no_preemption(partway, launch):
-    """Catches a run that comes back after its user has pressed Ctrl-C."""
+def test_ctrl_c_is_not_preemption(partway, launch):
+    """Catches a run that restarts after its user has pressed Ctrl-C."""
     with stopped_at(52, signal.SIGINT):
         status, _, err = run(partway[0])
-    assert (status, last_word(launch)) == (0, STOPPED) and "preempted" not in err
+    assert (status, last_state(launch)) == (0, STOPPED) and "preempted" not in err
 
 
 def test_preemption_before_the_first_checkpoint(home, launch, tmp_path, monkeypatch):
-    """Catches a run that is given up because its host was taken away while it compiled."""
+    """Catches a run that is abandoned because its host was preempted while it compiled."""
     monkeypatch.setattr(main, "trace_step", lambda *_: signal.raise_signal(signal.SIGTERM))
     status, _, err = run(flags(home, tmp_path))
-    assert (status, last_word(launch)) == (143, PREEMPTED)
+    assert (status, last_state(launch)) == (143, PREEMPTED)
     assert "preempted: the system asked this host to stop (SIGTERM); stopping; signal again" in err
 
 
-def test_a_complete_run_is_complete(partway, launch, monkeypatch):
-    """Catches a run that starts again after its last row, because its host was taken away just then."""
+def test_a_complete_run_ignores_preemption(partway, launch, monkeypatch):
+    """Catches a run that restarts after its last row because its host was preempted at that moment."""
     show = main.log
 
     def log_and_signal(*words):
@@ -67,7 +67,7 @@ def test_a_complete_run_is_complete(partway, launch, monkeypatch):
 
     monkeypatch.setattr(main, "log", log_and_signal)
     status, out, _ = run(partway[0])
-    assert (status, last_word(launch)) == (0, FINISHED)
+    assert (status, last_state(launch)) == (0, FINISHED)
     assert "done       step 60" in out and "stopped    " not in out
 
 
@@ -76,7 +76,7 @@ def test_a_complete_run_is_complete(partway, launch, monkeypatch):
     (Interruptions.ELSEWHERE, False, ""),
 ])  # fmt: skip
 def test_who_sent_a_signal(crew, launch, number, stop, by):
-    """Catches a process that follows another's stop and takes itself for the one that was asked."""
+    """Catches a process that follows another's stop and reports that it was asked itself."""
     (one,) = crew(1)
     if stop:
         (launch / "stop").touch()
@@ -84,8 +84,8 @@ def test_who_sent_a_signal(crew, launch, number, stop, by):
     assert one.board.message.by == by
 
 
-def test_without_a_supervisor_nobody_is_preempted(crew, monkeypatch):
-    """Catches a message about preemption where a user types `kill`."""
+def test_without_a_supervisor_sigterm_is_from_the_user(crew, monkeypatch):
+    """Catches a message about preemption when a user types `kill`."""
     monkeypatch.delenv("AXIS_ALIVE", raising=False)
     (one,) = crew(1)
     Interruptions([], Path(), one).note_sender(signal.SIGTERM)
@@ -97,8 +97,8 @@ def test_without_a_supervisor_nobody_is_preempted(crew, monkeypatch):
     (("", "system", ""), PREEMPTED), (("system", "system", "system"), PREEMPTED), (("", "user", ""), STOPPED),
     (("user", "system", ""), STOPPED), (("system", "", "user"), STOPPED), (("", "", ""), STOPPED),
 ])  # fmt: skip
-def test_all_processes_end_with_one_word(crew, monkeypatch, status, by, word):
-    """Catches a fleet of which one half restarts, and a `stop --only HOST` that the other hosts take for preemption."""
+def test_all_processes_report_the_same_state(crew, monkeypatch, status, by, word):
+    """Catches half of the hosts restarting, and a `stop --only HOST` that the other hosts take for preemption."""
     words = []
     monkeypatch.setattr(watchdog, "say_alive", lambda _, what: words.append(what))
     monkeypatch.setattr(watchdog, "ALIVE_S", 1000)
@@ -124,7 +124,7 @@ def test_all_processes_end_with_one_word(crew, monkeypatch, status, by, word):
     ("term:1:step:3", 1, [0, 0], STOPPED),
 ])  # fmt: skip
 def test_two_processes_agree_on_the_reason(home, tmp_path, fault, stop, statuses, word):
-    """The system, or `stop`, reaches process 1 alone. Catches a reason that does not travel with the request."""
+    """The system, or `stop`, signals only process 1. Catches a reason that is not sent along with the request."""
     launches = [tmp_path / "launch0", tmp_path / "launch1"]
     settings = [{"AXIS_ALIVE": str(folder / "alive"), "AXIS_FAULT": fault} for folder in launches]
     for folder in launches:
@@ -134,13 +134,13 @@ def test_two_processes_agree_on_the_reason(home, tmp_path, fault, stop, statuses
     words = [*flags(home, tmp_path), *SHORT]
     found, _, errors = pair(words, words, script="tests/launch/faulty.py", settings=settings)
     assert found == statuses, errors
-    assert [last_word(folder) for folder in launches] == [word] * 2
+    assert [last_state(folder) for folder in launches] == [word] * 2
     assert ("preempted: the system asked process 1 on host01 to stop (SIGTERM)" in errors[0]) is (word == PREEMPTED)
     assert ("preempted: the system asked this host to stop (SIGTERM)" in errors[1]) is (word == PREEMPTED)
 
 
 def test_of_several_preempted_hosts_all_name_the_lowest():
-    """Catches hosts that each name themselves: their operators would look for as many causes."""
+    """Catches hosts that each name themselves, so that their operators look for several causes."""
     asked = types.SimpleNamespace(by="system")
     names = lambda rank: Agreement.preempted.fget(types.SimpleNamespace(board=types.SimpleNamespace(
         rank=rank, message=asked, messages={other: asked for other in range(3) if other != rank})))  # fmt: skip

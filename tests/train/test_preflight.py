@@ -1,4 +1,4 @@
-"""`--run.check only` says before the start what would end a run there, and neither touches nor writes anything."""
+"""`--run.check only` reports before the start what would end a run at start-up, without using a device or writing."""
 
 import os
 import re
@@ -24,20 +24,18 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def asked(home, tmp_path):
-    """The flags of a run that would start, in a directory of the test's own."""
+    """The flags of a run that would start, in the test's own directory."""
     return ["tiny", "--data.path", home / "tokens", "--run.dir", tmp_path / "runs", "--run.check", "only"]
 
 
 def test_it_needs_no_device_no_peer_and_no_lock(asked, tmp_path, tmp_path_factory):
-    """Catches a check that waits for the other hosts, or for a device that another run has; one that leaves something
-    behind, and one that takes a minute."""
+    """Catches a check that waits for other hosts or for a device in use by another run, one that writes files, and one
+    that takes a minute."""
     told = {"JAX_PLATFORMS": "nonsense", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "4"}
     words = [sys.executable, "main.py", *map(str, asked), "--devices", "8", "--mesh", "fsdp=4,tensor=2"]
     for rank, where in (("0", "starts at step 0"), ("3", "only process 0 knows where it resumes")):
         env = os.environ | told | {"JAX_PROCESS_ID": rank, "AXIS_RESTART_WAIT": "75"}
-        env |= {
-            "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))
-        }  # no rows of layers are kept there: each plan traces them
+        env |= {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}  # empty, so each plan traces its layers
         done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
         said = (
             f"checked    tiny: 86,648 parameters on mesh fsdp=4,tensor=2, 4 processes; an epoch is 14 steps; {where}\n"
@@ -68,9 +66,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_end_a_run_is_said(asked, monkeypatch, what):
-    """Catches eight hosts that are started to hear of a flag, one after the other, or after minutes; and a message that
-    is not the one of the run."""
+def test_errors_of_a_start_are_reported(asked, monkeypatch, what):
+    """Catches eight hosts that are started only to report a wrong flag, one after the other or after minutes; and a
+    message that differs from the run's."""
     more, told, message = REFUSED[what]
     for name, value in told.items():
         monkeypatch.setenv(name, value)
@@ -79,9 +77,9 @@ def test_what_would_end_a_run_is_said(asked, monkeypatch, what):
     assert err.startswith("error: ") and re.search(message, err.rstrip()), err
 
 
-def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path, monkeypatch):
-    """Catches settings that differ, checkpoints that are gone or another host's, and are found when all have come; and
-    a look at a directory that does not matter."""
+def test_only_process_0_checks_the_directory(asked, home, tmp_path, monkeypatch):
+    """Catches different settings, and missing checkpoints or those of another host, that are found only after all
+    processes have joined; and a check of a directory that does not matter."""
     begun = [*asked[:-2], "--run.steps", "4", "--run.checkpoint_every", "2"]
     assert run(begun)[0] == 0
     directory, before = tmp_path / "runs/tiny", snapshot(tmp_path)
@@ -100,6 +98,6 @@ def test_a_directory_is_looked_at_where_process_0_is_to_be(asked, home, tmp_path
     shutil.rmtree(directory)
     (directory / "checkpoints").mkdir(parents=True)
     (directory / "checkpoints" / checkpoint.KEEPER).write_text("host07")
-    assert check()[0].endswith("; starts at step 0\n"), "how the launcher names this host is not known"
+    assert check()[0].endswith("; starts at step 0\n"), "the launcher's name for this host is unknown"
     monkeypatch.setenv("AXIS_HOST", "host02")
     assert "are on host07, but the first host is host02: list host07 first" in check()[1]

@@ -1,4 +1,4 @@
-"""The picture says what metrics.jsonl says, and a run that cannot be drawn is refused in one sentence."""
+"""The plot shows what metrics.jsonl contains, and a run that cannot be plotted is refused with a one-line error."""
 
 import json
 import os
@@ -48,8 +48,8 @@ def lines_of(axes):
 
 
 @pytest.mark.parametrize("moe", [True, False])
-def test_the_curves_are_the_rows(tmp_path, moe):
-    """Catches a curve of the wrong field, a shifted step, a smoothed or dropped value."""
+def test_the_curves_match_the_rows(tmp_path, moe):
+    """Catches a curve of the wrong field, a shifted step, and a smoothed or dropped value."""
     run = write(tmp_path / "a", rows(moe))
     train = [row for row in rows(moe) if row["kind"] == "train"]
     steps = [row["step"] for row in train]
@@ -60,8 +60,8 @@ def test_the_curves_are_the_rows(tmp_path, moe):
     assert ([21], [1.125]) in lines_of(drawn["Loss"]), "the validation loss is not drawn"
 
 
-def test_reference_lines_stand_at_the_entropies_and_say_so(tmp_path):
-    """Catches a bound drawn at another height than its label, and one drawn for a text whose entropy is unknown."""
+def test_reference_lines_are_at_the_entropies(tmp_path):
+    """Catches a line at another height than its label says, and one for a text whose entropy is unknown."""
     loss = panels(write(tmp_path / "a", rows()))["Loss"]
     levels = [values[0] for steps, values in lines_of(loss) if steps == [0, 1]]
     assert levels == [3.25, 2.5]
@@ -75,8 +75,8 @@ def test_reference_lines_stand_at_the_entropies_and_say_so(tmp_path):
     [3.6, 3.5, 3.4, 3.3], [2.7, 2.68, 2.6, 2.55], [3.0, 2.9, 2.8], [5.6, 5.5], [3.27], [2.3, 2.4, 2.45, 2.52, 2.6],
 ], ids=str)  # fmt: skip
 def test_nothing_hides_the_curve_of_a_short_run(tmp_path, losses):
-    """Catches labels and a legend that cover the curve, a curve of one row, which without a dot is nothing, and steps
-    that are no whole numbers."""
+    """Catches labels and a legend that cover the curve, a curve of one row, which is invisible without a dot, and steps
+    that are not whole numbers."""
     first, *_ = rows()
     train = [row for row in rows() if row["kind"] == "train"][: len(losses)]
     train = [row | {"step": step, "loss": loss} for step, (row, loss) in enumerate(zip(train, losses, strict=True), 1)]
@@ -97,7 +97,7 @@ def test_nothing_hides_the_curve_of_a_short_run(tmp_path, losses):
 
 
 def test_the_heat_map_is_load_over_an_equal_share(tmp_path):
-    """Catches swapped layers, experts and steps, and a share taken over all layers together."""
+    """Catches swapped layers, experts and steps, and a share computed over all layers together."""
     axes = panels(write(tmp_path / "a", rows()))["Tokens per expert"]
     (mesh,) = axes.collections
     want = np.empty((LAYERS * EXPERTS, STEPS))
@@ -105,15 +105,15 @@ def test_the_heat_map_is_load_over_an_equal_share(tmp_path):
         for layer, tokens in enumerate(row["tokens_per_expert"]):
             want[layer * EXPERTS : (layer + 1) * EXPERTS, column] = np.array(tokens) / (sum(tokens) / EXPERTS)
     np.testing.assert_allclose(mesh.get_array(), want, rtol=1e-12)  # the same float64 division, in another order
-    assert mesh.norm(1.0) == 0.5, "the middle of the colours is not the balanced load"
+    assert mesh.norm(1.0) == 0.5, "the middle of the color scale is not the balanced load"
 
 
 def test_every_axis_has_a_unit(tmp_path):
-    """Catches a panel that leaves the reader guessing what its numbers are."""
+    """Catches a panel without the unit of its numbers."""
     drawn = panels(write(tmp_path / "a", rows()))
     units = {title: (axes.get_xlabel(), axes.get_ylabel()) for title, axes in drawn.items()}
-    colour_bar = units.pop("")
-    assert colour_bar[1] == "tokens / equal share (1 = balanced)"
+    color_bar = units.pop("")
+    assert color_bar[1] == "tokens / equal share (1 = balanced)"
     assert units == {
         "Loss": ("step", "nats / token"),
         "Tokens per expert": ("step", "MoE layer (a row for each of its 5 experts)"),
@@ -125,12 +125,12 @@ def test_every_axis_has_a_unit(tmp_path):
 
 
 def test_a_dense_run_has_no_expert_panels(tmp_path):
-    """Catches empty panels in the picture of a model without experts."""
+    """Catches empty panels in the plot of a model without experts."""
     assert set(panels(write(tmp_path / "a", rows(moe=False)))) == {"Loss", "Gradient norm", "Learning rate", "Speed"}
 
 
 def test_the_title_names_run_size_and_result(tmp_path):
-    """Catches a picture that does not say what it is a picture of, and the parameters of a dense run said twice."""
+    """Catches a plot without a title, and a dense run whose parameter count is printed twice."""
     said = [report.summary(report.read_run(write(tmp_path / name, rows(name == "moe")))) for name in ("moe", "dense")]
     end = "231 tokens   ·   validation 1.125 nats/token, 1.625 bits/byte"
     assert said == [
@@ -139,8 +139,8 @@ def test_the_title_names_run_size_and_result(tmp_path):
     ]
 
 
-def test_several_runs_are_overlaid_under_their_names(tmp_path):
-    """Catches a run left out, and a heat map of one run in a picture of two."""
+def test_several_runs_are_overlaid_with_their_names(tmp_path):
+    """Catches a run that is left out, and a heat map of one run in a plot of two."""
     drawn = panels(write(tmp_path / "slow", rows()), write(tmp_path / "fast", rows(moe=False, scale=0.5)))
     assert "Tokens per expert" not in drawn
     assert [text.get_text() for text in drawn["Loss"].get_legend().get_texts()] == ["slow", "fast"]
@@ -149,8 +149,8 @@ def test_several_runs_are_overlaid_under_their_names(tmp_path):
     assert len(drawn["Speed"].get_lines()) == 2
 
 
-def test_after_a_resume_the_rows_go_on(tmp_path):
-    """Catches a report that starts anew at the second start row."""
+def test_rows_continue_after_a_resume(tmp_path):
+    """Catches a report that starts over at the second start row."""
     first, *rest = rows()
     again = first | {"step": 9, "bigram_nats": 2.0}
     resumed = report.read_run(write(tmp_path / "a", [first, *rest[:3], again, *rest[3:]]))
@@ -158,8 +158,8 @@ def test_after_a_resume_the_rows_go_on(tmp_path):
     assert resumed.start["bigram_nats"] == 2.0
 
 
-def test_a_half_written_last_line_is_left_out_with_a_note(tmp_path, capsys):
-    """Catches a report that fails, or says nothing, while a run is still writing."""
+def test_a_half_written_last_line_is_skipped_with_a_note(tmp_path, capsys):
+    """Catches a report that fails, or prints nothing, while a run is still writing."""
     run = write(tmp_path / "a", rows())
     whole = report.read_run(run)
     with (run / "metrics.jsonl").open("a") as file:
@@ -178,8 +178,8 @@ def test_a_half_written_last_line_is_left_out_with_a_note(tmp_path, capsys):
         ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: a 'eval' row without loss, bits_per_byte"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, message):
-    """Catches a damaged file that is drawn with rows missing, or refused without saying where."""
+def test_a_bad_line_is_reported(tmp_path, line, message):
+    """Catches a damaged file that is plotted without some rows, or refused without naming the line."""
     run = write(tmp_path / "a", rows())
     path = run / "metrics.jsonl"
     first, *rest = path.read_text().splitlines(keepends=True)
@@ -189,8 +189,8 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     assert str(error.value) == f"{run}/{message}"
 
 
-def test_an_unknown_kind_of_picture_is_refused(tmp_path):
-    """Catches matplotlib's traceback for a misspelt ending."""
+def test_an_unknown_image_format_is_refused(tmp_path):
+    """Catches matplotlib's traceback for a misspelled extension."""
     with pytest.raises(UserError, match=r"a\.pgn: cannot write a picture ending in 'pgn'; known: .*png"):
         report.draw([write(tmp_path / "a", rows())], tmp_path / "a.pgn")
 
@@ -200,8 +200,8 @@ def command(*words, cwd):
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_command_writes_the_picture_beside_the_metrics(tmp_path):
-    """Catches a picture in the wrong place, or one that is no PNG; several runs must not overwrite the first one's."""
+def test_the_command_writes_the_image_next_to_the_metrics(tmp_path):
+    """Catches an image in the wrong place or not a PNG; several runs must not overwrite the first one's."""
     write(tmp_path / "a", rows())
     write(tmp_path / "b", rows(moe=False))
     for words, out in (("a", "a/report.png"), ("a b", "report.png"), ("a b --out both.png", "both.png")):
@@ -221,8 +221,8 @@ def test_the_command_writes_the_picture_beside_the_metrics(tmp_path):
         (["good", "--out", "absent/a.png"], "error: absent/a.png: there is no directory absent\n"),
     ],
 )  # fmt: skip
-def test_a_mistake_costs_one_line_and_status_2(tmp_path, words, message):
-    """Catches a traceback where a sentence would do."""
+def test_errors_are_one_line_with_status_2(tmp_path, words, message):
+    """Catches a traceback instead of a one-line error."""
     (tmp_path / "empty").mkdir()
     write(tmp_path / "young", list(rows())[:1])
     write(tmp_path / "good", rows())

@@ -1,4 +1,4 @@
-"""What the self-check of hosts reports, and what it calls a problem."""
+"""What the self-check of hosts reports, and what counts as a problem."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from train.selfcheck import Row
 GOOD = [Row(f"host0{i}", "3.11.7", "0.10.2", 4, "TPU v4", 90, 0.1 * i) for i in range(3)]
 
 
-def test_hosts_that_are_fit_have_no_problem():
-    """Catches a check that nobody passes."""
+def test_ready_hosts_have_no_problem():
+    """Catches a check that no host passes."""
     assert selfcheck.problems(GOOD) == []
 
 
@@ -24,8 +24,8 @@ def test_hosts_that_are_fit_have_no_problem():
     ({"free_gib": 9}, "host02 has 9 GiB of free disk, less than 10"),
     ({"clock_s": -2.5}, "the clock of host02 is -2.5 s from that of host00"),
 ])  # fmt: skip
-def test_a_host_at_fault_is_named(change, said):
-    """Catches a chip that is missing, a clock that is off, a disk that is full, and a problem of the wrong host."""
+def test_a_faulty_host_is_named(change, said):
+    """Catches a missing chip, a wrong clock or a full disk that is not found, and a problem of the wrong host."""
     assert selfcheck.problems([*GOOD[:2], dataclasses.replace(GOOD[2], **change)]) == [said]
 
 

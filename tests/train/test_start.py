@@ -1,4 +1,4 @@
-"""A run that goes on says what changes where it does."""
+"""A run that resumes reports how its learning-rate schedule changed."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from train.start import change_of_rate
 
 
 @pytest.mark.parametrize("skipped, in_a_row, silent", [(0, 0, True), (2, 0, True), (2, 1, True), (3, 0, False)])
-def test_a_skipped_step_is_no_change_of_schedule(skipped, in_a_row, silent):
-    """The schedule counts updates. Catches a run that calls its own schedule another one, or the reverse."""
+def test_a_skipped_step_does_not_change_the_schedule(skipped, in_a_row, silent):
+    """The schedule counts updates. Catches a run that reports its own schedule as changed, or the reverse."""
     cfg = preset("tiny", **{"optim.warmup_steps": 40, "run.steps": 60})
     before = float(optimizer.learning_rate(cfg.optim, cfg.run.steps)(20 - 1 - min(skipped, 2) + in_a_row))
     state = optimizer.TrainState(None, None, 20, skipped, in_a_row)

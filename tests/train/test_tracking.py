@@ -1,7 +1,5 @@
-"""wandb gets each step once, of one run, however often the training stops; and nothing it does reaches the training.
-
-wandb is a stand-in here, a module of that name in front of all others, which writes down what it is asked.
-"""
+"""wandb gets each step once, in one wandb run, no matter how often training stops; and wandb never affects training.
+These tests use a stand-in module named wandb, first on the import path, which records its calls."""
 
 import json
 import os
@@ -38,7 +36,7 @@ def init(**settings):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Put a wandb in front that does this on each row; returns a function that reads what it was asked."""
+    """Install a stand-in for wandb with this behavior on each row; returns a function that reads the recorded calls."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
@@ -58,7 +56,7 @@ def stand_in(tmp_path, monkeypatch):
 
 @pytest.fixture
 def directory(tmp_path):
-    """A run's directory, as training has it before its first row."""
+    """A run's directory as it is before the first row."""
     (tmp_path / "my run").mkdir()
     (tmp_path / "my run" / "config.json").write_text(json.dumps({"config": {"optim": {"lr": 0.5}}}))
     return tmp_path / "my run"
@@ -80,13 +78,13 @@ def logged(calls):
 def wait_for(what):
     end = time.monotonic() + 20
     while not what():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
 def test_rows_are_sent_as_they_come(stand_in, directory, capfd):
-    """Catches rows that wait for the end, rows of a step that are sent apart (the second would be dropped), a number
-    that is lost in a list or a table of norms, null and text sent as numbers, and a key that offline mode needs."""
+    """Catches rows that wait for the end, rows of a step that are sent separately (wandb would drop the second), a
+    number lost from a list or a table of norms, null and text sent as numbers, and offline mode that needs a key."""
     calls = stand_in()
     write(directory, "start", 0, params_total=5)
     with tracking.Tracker(CFG, directory):
@@ -109,8 +107,8 @@ def test_rows_are_sent_as_they_come(stand_in, directory, capfd):
     assert "note" not in capfd.readouterr().out
 
 
-def test_a_resumed_run_goes_on_where_it_was(stand_in, directory):
-    """Catches a second run for one training, a step sent twice because it was taken twice, a step that is missing
+def test_a_resumed_run_continues_where_it_stopped(stand_in, directory):
+    """Catches a second wandb run for one training, a step sent twice because it was repeated, a step that is missing
     because the first process had half of its rows, and half a line that is read."""
     calls = stand_in()
     with tracking.Tracker(CFG, directory):
@@ -132,8 +130,8 @@ def test_a_resumed_run_goes_on_where_it_was(stand_in, directory):
     assert first == second == json.loads((directory / "wandb.json").read_text())["id"]
 
 
-def test_it_ends_with_a_killed_training(stand_in, directory):
-    """Catches a process that is left behind, and rows of a killed run that are never sent."""
+def test_it_ends_when_training_is_killed(stand_in, directory):
+    """Catches a process that keeps running, and rows of a killed run that are never sent."""
     calls = stand_in()
     code = (f"import time, os, pathlib\nfrom train import tracking\nfrom tests.train.test_tracking import CFG, write\n"
             f"d = pathlib.Path({str(directory)!r})\nwrite(d, 'train', 1, 2, 3)\n"
@@ -147,7 +145,7 @@ def test_it_ends_with_a_killed_training(stand_in, directory):
 
 @pytest.mark.parametrize("kept", ["environment", "netrc"])
 def test_with_a_key_it_is_online(stand_in, directory, tmp_path, monkeypatch, kept):
-    """Catches offline mode forced on someone who is logged in."""
+    """Catches offline mode for a user who is logged in."""
     calls = stand_in()
     if kept == "netrc":
         (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
@@ -169,9 +167,9 @@ def test_with_a_key_it_is_online(stand_in, directory, tmp_path, monkeypatch, kep
      "wandb stopped: No module named 'nothing_of_this_name'; `make extra-wandb` installs it"),
     (None, "raise SystemExit(4)", "wandb stopped: "),
 ])  # fmt: skip
-def test_no_wandb_stops_or_slows_training(stand_in, directory, monkeypatch, capfd, behaviour, module, note):
-    """Catches a wandb that raises, dies, hangs or is absent, and takes the training with it, or keeps it waiting; two
-    notes, and none."""
+def test_wandb_never_stops_or_slows_training(stand_in, directory, monkeypatch, capfd, behaviour, module, note):
+    """Catches a wandb that raises, dies, hangs or is missing and thereby stops or delays training; two notes, or
+    none."""
     stand_in(behaviour, module)
     monkeypatch.setattr(tracking, "PATIENCE_S", 0.5 if "sleep" in f"{behaviour}{module}" else 20)
     start = time.monotonic()
@@ -182,22 +180,22 @@ def test_no_wandb_stops_or_slows_training(stand_in, directory, monkeypatch, capf
             tracker.process.wait(20)  # it fails while training goes on
         write(directory, "train", 4)
     assert begun < 0.5, "starting it kept training waiting"
-    assert tracker.process.returncode is not None, "it is left running"
+    assert tracker.process.returncode is not None, "the process is still running"
     out = capfd.readouterr().out
     assert f"note: {note}" in out and out.count("note:") == 1
     assert f"metrics.jsonl holds every row, see {directory}/wandb.log" in out
     assert len((directory / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_nothing_is_started_unless_asked(directory):
-    """Catches a run that talks to a service nobody named."""
+def test_tracking_is_off_by_default(directory):
+    """Catches a run that contacts a service nobody asked for."""
     with tracking.Tracker(preset("tiny"), directory) as tracker:
         assert tracker.process is None
     assert not (directory / "wandb.log").exists()
 
 
-def test_a_restart_begins_another_run(directory, tmp_path, monkeypatch):
-    """Catches a restart that adds its steps to those of the run it deleted."""
+def test_a_restart_starts_a_new_wandb_run(directory, tmp_path, monkeypatch):
+    """Catches a restart that adds its steps to the run that it deleted."""
     for name in ("wandb.json", "wandb.log"):
         (directory / name).write_text("{}")
     (directory / "wandb").mkdir()
