@@ -1,4 +1,4 @@
-"""A run leaves a true record, goes on as if it had never stopped, and refuses to mix with another."""
+"""A run writes correct records, resumes as if it had never stopped, and refuses to mix with another run."""
 
 import base64
 import contextlib
@@ -31,7 +31,7 @@ from train.directory import OWN_FILES, SET_ASIDE, Metrics, decisive
 from weights import __main__ as weights_command
 
 ROOT = Path(__file__).parent.parent
-STEPS = 60  # a checkpoint every 20, an evaluation every 25
+STEPS = 60  # with a checkpoint every 20 steps and an evaluation every 25
 SMALL = shlex.split(
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
     "--work.gather step --work.tensor_exchange ring "
@@ -42,7 +42,7 @@ TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "s
 
 
 def run(argv):
-    """Run the command in this process: exit status, what it printed, what it complained about."""
+    """Run the command in this process: exit status, standard output, standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -53,7 +53,7 @@ def run(argv):
 
 
 def flags(tokens, runs):
-    """The small run on these tokens; its programs are kept where those of all tests are."""
+    """The flags of the small run on these tokens; it shares the compilation cache of all tests."""
     return [*SMALL, "--data.path", str(tokens), "--run.dir", str(runs)]
 
 
@@ -79,7 +79,7 @@ def write_texts(folder, words):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Token directories: `easy`, a phrase many times; `other`, another phrase; `merged`, `easy` in other tokens."""
+    """Token directories: `easy`, a repeated phrase; `other`, another one; `merged`, `easy` with another tokenizer."""
     home = tmp_path_factory.mktemp("training")
     easy = write_texts(home / "easy-texts", "abcd efgh. ")
     other = write_texts(home / "other-texts", "ijkl mnop? ")
@@ -93,7 +93,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(home):
-    """One uninterrupted run: the flags, its directory, what it printed."""
+    """One uninterrupted run: its flags, its directory, and what it printed."""
     argv = flags(home / "easy", home / "runs")
     status, out, err = run(argv)
     assert (status, err) == (0, "")
@@ -102,20 +102,20 @@ def finished(home):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """The finished run again, in a directory that a test may change: flags and directory."""
+    """A copy of the finished run that a test may change: flags and directory."""
     shutil.copytree(finished[1], tmp_path / "small")
     return [*finished[0], "--run.dir", str(tmp_path)], tmp_path / "small"
 
 
 def restored(argv, directory, mesh="data=1"):
-    """The newest checkpoint's arrays by name, placed on a mesh."""
+    """Read the newest checkpoint's arrays by name, sharded over a mesh."""
     cfg, mesh = main.parse(argv), sharding.make_mesh(mesh)
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     return checkpoint.restore(directory / "checkpoints", target)
 
 
 def test_a_run_starts_from_another(home, tmp_path):
-    """Catches an --init-from that keeps the new random parameters, the preset's shapes, or the old step."""
+    """Catches an --init-from that keeps new random parameters, the preset's shapes, or the old step."""
     dense = (
         "--model.n_experts 0 --model.attention gqa --model.n_layers 2 --model.dense_prefix 0 --model.no_rope_every 0"
     )
@@ -126,7 +126,7 @@ def test_a_run_starts_from_another(home, tmp_path):
     assert weights_command.main(["from-hf", str(folder), "--out", str(converted)]) == 0
     want = restored(["tiny", *dense.split()], source)
     for name, start in (("tuned", source), ("retuned", converted)):
-        # A learning rate of 0 leaves the parameters as they were given.
+        # A learning rate of 0 leaves the initial parameters unchanged.
         status, out, err = run(["tiny", *common, "--init-from", start, "--run.name", name, "--optim.lr", 0])
         assert (status, err) == (0, "")
         which = "converted" if start == converted else "step 1"
@@ -144,11 +144,11 @@ def assert_same_arrays(got, want):
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(x), err_msg=name)
 
 
-# What a run leaves ----------------------------------------------------------------------------------------------------
+# Files of a run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_its_files(finished):
-    """Catches a result that is not written, a picture that is not one, and a config.json that is not the run's."""
+def test_a_run_writes_its_files(finished):
+    """Catches a result that is not written, an invalid image, and a config.json that is not the run's."""
     argv, directory, _ = finished
     assert {p.name for p in directory.iterdir()} == {*OWN_FILES}
     assert json.loads((directory / "config.json").read_text())["config"] == main.parse(argv).to_dict()
@@ -158,13 +158,13 @@ def test_a_run_leaves_its_files(finished):
     assert text.startswith(f"--- step {STEPS}\ndef ") and len(text) > len(f"--- step {STEPS}\ndef \n")
 
 
-def test_the_report_is_drawn_by_the_run(finished):
+def test_the_run_plots_its_report(finished):
     """Catches a metrics.jsonl that report.py cannot read."""
     assert report.read_run(finished[1]).series("loss")[0] == list(range(1, STEPS + 1))
 
 
 def test_metrics_are_complete_and_in_order(finished):
-    """Catches a step without a row or with two, rows out of order, a field that vanished, a value that is no number."""
+    """Catches a step without a row or with two, rows out of order, a missing field, and values that are not numbers."""
     _, directory, _ = finished
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     no_nan = lambda word: pytest.fail(f"{word} is not JSON")
@@ -193,14 +193,14 @@ def test_metrics_are_complete_and_in_order(finished):
         assert sum(row["tokens_per_expert"][0]) <= 2 * 16 * 18
 
 
-def test_a_row_averages_the_loss_since_the_row_before():
-    """Catches a row that shows one lucky step, and one that counts the balance loss as cross-entropy."""
+def test_a_row_averages_the_loss_since_the_previous_row():
+    """Catches a row that shows the loss of a single step, or that counts the balance loss as cross-entropy."""
     row = progress.to_row({"loss": np.float32(9), "cross_entropy": np.float32(4)}, [np.float32(1), np.float32(4)])
     assert row == {"loss": 2.5}
 
 
-def test_mfu_is_said_where_the_chips_peak_is_known(capsys):
-    """Catches an MFU by a peak that somebody timed on a busy CPU, which trebles with the load; and none on a TPU."""
+def test_mfu_is_printed_if_the_peak_is_known(capsys):
+    """Catches an MFU based on a peak measured on a busy CPU, which trebles with the load; and none on a TPU."""
     with progress.progress_bar(preset("tiny"), 0) as show:
         show(1, {"loss": 4.0, "tokens_per_s": 1234.5})
         show(2, {"loss": 3.0, "tokens_per_s": 1234.5, "mfu": 0.423})
@@ -210,8 +210,8 @@ def test_mfu_is_said_where_the_chips_peak_is_known(capsys):
 
 
 def test_rows_in_between_are_averaged_not_lost(finished, home, tmp_path):
-    """Catches a loss averaged over steps that another row has counted, or that a resume would count differently: an
-    evaluation and a checkpoint end a row, whatever log_every says."""
+    """Catches a loss averaged over steps that another row already counted, or that a resumed run would count
+    differently: an evaluation and a checkpoint end a row, regardless of log_every."""
     status, _, err = run([*flags(home / "easy", tmp_path), "--run.log_every", "7"])
     assert (status, err) == (0, "")
     losses = [row["loss"] for row in rows(finished[1], "train")]
@@ -223,8 +223,8 @@ def test_rows_in_between_are_averaged_not_lost(finished, home, tmp_path):
     assert untimed(rows(tmp_path / "small", "eval")) == untimed(rows(finished[1], "eval"))
 
 
-def test_the_run_reads_well_where_there_is_no_terminal(finished):
-    """Catches a start that does not say what will run, escape codes in a log file, and steps that pass unseen."""
+def test_output_is_readable_without_a_terminal(finished):
+    """Catches a start that does not print what will run, escape codes in a log file, and steps that are not printed."""
     _, directory, out = finished
     assert "\x1b" not in out and "\r" not in out
     start = rows(directory, "start")[0]
@@ -239,12 +239,12 @@ def test_the_run_reads_well_where_there_is_no_terminal(finished):
     assert re.search(rf"done +step {STEPS} in \d+ s, peak memory [\d.]+ GiB; see {directory}/report.png\n$", out)
 
 
-def test_it_learns(finished):
-    """Catches a model that learns how often tokens, or pairs of tokens, occur, and nothing more: without attention no
-    model of this text gets below the bigram line, for a space is followed by two letters alike."""
+def test_the_model_learns(finished):
+    """Catches a model that learns only frequencies of tokens or token pairs. Without attention no model of this text
+    can get below the bigram entropy, because a space is followed by two letters equally often."""
     _, directory, _ = finished
     start, last = rows(directory, "start")[0], rows(directory, "eval")[-1]
-    assert rows(directory, "train")[0]["loss"] > np.log(257) * 0.9, "it knew something before the first step"
+    assert rows(directory, "train")[0]["loss"] > np.log(257) * 0.9, "the model was not random before the first step"
     assert last["loss"] < start["bigram_nats"] / 2 < start["unigram_nats"] / 2
 
 
@@ -252,12 +252,12 @@ def test_it_learns(finished):
 
 
 def test_evaluation_is_a_plain_sum_over_the_split(finished, home):
-    """Catches a mean of means over batches, padding counted as targets, a window left out, bytes counted as tokens."""
+    """Catches a mean of batch means, padding counted as targets, a window left out, and bytes counted as tokens."""
     argv, directory, _ = finished
     stream = np.load(home / "easy" / "val-00000.npy").astype(np.int64)
     windows = -(-(len(stream) - 1) // 18)
     assert windows % 16 and (len(stream) - 1) % 18, "the test needs a last batch and a last window that are padded"
-    cfg = main.parse([*argv, "--data.batch_size", str(windows)])  # all in one go
+    cfg = main.parse([*argv, "--data.batch_size", str(windows)])  # all in one batch
     mesh = sharding.make_mesh("data=1")
     (batch,) = dataset.evaluation_batches(cfg, 0)
     params = restored(argv, directory).params
@@ -276,7 +276,7 @@ def test_evaluation_is_a_plain_sum_over_the_split(finished, home):
     assert last["bits_per_byte"] == pytest.approx(nats_N.sum() / np.log(2) / text_bytes, rel=2e-6)
 
 
-def test_batches_weigh_by_their_tokens(home):
+def test_batches_are_weighted_by_their_tokens(home):
     """Catches a mean of means: three batches, of 288, 288 and fewer targets, at 1, 2 and 5 nats a token."""
     cfg = main.parse(flags(home / "easy", "unused"))
     nats = iter([1.0, 2.0, 5.0])
@@ -309,20 +309,20 @@ def test_a_second_call_does_nothing(finished):
 
 
 def printed(argv, what):
-    """The words of the command that a second call prints."""
+    """Return the words of the command that a second call prints."""
     _, out, _ = run(argv)
     line = next(line for line in out.splitlines() if line.strip().startswith(what))
     return shlex.split(line.split(":", 1)[1], comments=True)
 
 
 def on_a_terminal(words):
-    """Run a command as if typed at a terminal 120 columns wide: exit status, and what the terminal was sent."""
+    """Run a command in a pseudo-terminal 120 columns wide; return its exit status and what it printed."""
     ours, theirs = pty.openpty()
     env = os.environ | {"COLUMNS": "120", "TERM": "xterm"}
     process = subprocess.Popen(words, cwd=ROOT, stdout=theirs, stderr=theirs, stdin=theirs, env=env)
     os.close(theirs)
     sent = b""
-    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+    with contextlib.suppress(OSError):  # Linux reports a closed terminal this way
         while piece := os.read(ours, 65536):
             sent += piece
     os.close(ours)
@@ -331,21 +331,21 @@ def on_a_terminal(words):
 
 @pytest.fixture
 def continued(copied):
-    """The finished run, continued at a terminal by the command that the second call printed."""
+    """The finished run, continued in a terminal by the command that the second call printed."""
     argv, directory = copied
     return *on_a_terminal(printed(argv, "continue it")), directory
 
 
 def test_the_printed_command_continues(continued, finished):
-    """Catches a command that names another run, forgets a flag, starts at step 0, or does not parse; on a terminal, a
-    bar without loss, speed or time left."""
+    """Catches a command that uses another run, drops a flag, starts at step 0, or does not parse; on a terminal, a bar
+    without loss, speed or remaining time."""
     status, sent, directory = continued
     assert status == 0, sent
     assert f"resumed    at step {STEPS}" in sent
     assert [row["step"] for row in rows(directory, "train")] == list(range(1, 2 * STEPS + 1))
     assert untimed(rows(directory, "train"))[:STEPS] == untimed(rows(finished[1], "train"))
     assert [row["step"] for row in rows(directory, "end")] == [STEPS, 2 * STEPS]
-    assert rows(directory, "train")[STEPS]["loss"] < 0.2, "it began again from what it knew nothing of"
+    assert rows(directory, "train")[STEPS]["loss"] < 0.2, "the run started over with a random model"
     last, first = (f"{row['lr']:.2e}" for row in rows(directory, "train")[STEPS - 1 : STEPS + 1])
     assert (last, first) == ("1.00e-03", "5.50e-03")
     said = f"lr         {last} at step {STEPS}, {first} after it: the schedule now ends at step {2 * STEPS}"
@@ -357,7 +357,7 @@ def test_the_printed_command_continues(continued, finished):
 
 
 def test_the_printed_command_starts_again(copied, finished):
-    """Catches old rows, samples or checkpoints that survive a restart, and files of others that do not."""
+    """Catches old rows, samples or checkpoints that survive a restart, and other files that are deleted."""
     argv, directory = copied
     (directory / "notes.txt").write_text("mine")
     words = printed(argv, "start again")
@@ -375,7 +375,7 @@ def test_the_printed_command_starts_again(copied, finished):
 
 
 class PowerCut(Exception):
-    """Nothing in the code expects it."""
+    """An exception that no code expects."""
 
 
 def cut_at(monkeypatch, kind, step):
@@ -390,16 +390,16 @@ def cut_at(monkeypatch, kind, step):
 
 
 def assert_same_run(argv, directory, finished):
-    """The record and the final state are those of the run that was never interrupted."""
+    """Check that metrics and final state equal those of the uninterrupted run."""
     for kind in ("train", "eval"):
         assert untimed(rows(directory, kind)) == untimed(rows(finished[1], kind))
-    # Bit-equal: the same program, the same numbers in; nothing on the way is rounded.
+    # Bit-identical, because the program and its inputs are the same and nothing is rounded in between.
     assert_same_arrays(restored(argv, directory), restored(*finished[:2]))
 
 
-def test_an_interrupted_run_goes_on(finished, home, tmp_path, monkeypatch):
-    """Catches a resume that repeats or skips data, keeps rows of steps that are taken again, restarts the schedule, or
-    reads a checkpoint that later steps wrote into."""
+def test_an_interrupted_run_resumes(finished, home, tmp_path, monkeypatch):
+    """Catches a resume that repeats or skips data, keeps rows of repeated steps, restarts the schedule, or reads a
+    checkpoint that later steps have changed."""
     argv, directory = flags(home / "easy", tmp_path), tmp_path / "small"
     with monkeypatch.context() as patched:
         cut_at(patched, "train", 47)
@@ -432,8 +432,8 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_a_killed_run_goes_on(finished, home, tmp_path):
-    """Catches what only SIGKILL shows: results that wait in a buffer, clean-up that never ran, half a last line."""
+def test_a_killed_run_resumes(finished, home, tmp_path):
+    """Catches what only SIGKILL reveals: results in a buffer, cleanup that never ran, a half-written last line."""
     argv, directory = flags(home / "easy", tmp_path), tmp_path / "small"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -453,14 +453,14 @@ def test_a_killed_run_goes_on(finished, home, tmp_path):
     assert_same_run(argv, directory, finished)
 
 
-def test_a_run_cut_after_its_last_step_is_finished(finished, copied, monkeypatch):
-    """Catches a run that calls itself complete without an evaluation, a sample or a report; and a second evaluation."""
+def test_a_run_killed_after_its_last_step_is_finished(finished, copied, monkeypatch):
+    """Catches a run that counts as complete without an evaluation, a sample or a report; and a second evaluation."""
     argv, directory = copied
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     (directory / "metrics.jsonl").write_text("".join(lines[:-1]))  # as if cut just before the end row
     for name in ("samples.txt", "report.png"):
         (directory / name).unlink()
-    monkeypatch.setattr(checkpoint, "save", lambda *_: pytest.fail("it took a step, or saved one again"))
+    monkeypatch.setattr(checkpoint, "save", lambda *_: pytest.fail("the run took a step, or saved one again"))
     status, out, err = run(argv)
     assert (status, err) == (0, "") and "is complete" not in out
     assert untimed(rows(directory, "train")) == untimed(rows(finished[1], "train"))
@@ -488,11 +488,11 @@ def test_a_run_cut_after_its_last_step_is_finished(finished, copied, monkeypatch
     ],
 )
 def test_another_run_is_refused(finished, home, change, named):
-    """Catches a run that goes on with another seed, model, optimizer or text, as if nothing had changed."""
+    """Catches a run that resumes with another seed, model, optimizer or text as if nothing had changed."""
     argv, directory, _ = finished
     before = snapshot(directory)
     more = change.replace("HOME", str(home)).split()
-    # One to go on, one that asks for nothing more.
+    # One that would resume, and one that is already complete.
     for steps in (2 * STEPS, STEPS):
         status, out, err = run([*argv, *more, "--run.steps", steps])
         assert (status, out) == (2, "")
@@ -502,8 +502,8 @@ def test_another_run_is_refused(finished, home, change, named):
     assert snapshot(directory) == before
 
 
-def test_a_config_that_differs_is_refused_before_its_first_checkpoint(copied):
-    """Catches a check that looks at checkpoints only: a run cut before the first one is still another run."""
+def test_other_settings_are_refused_before_the_first_checkpoint(copied):
+    """Catches a check of checkpoints only: a run killed before its first checkpoint is still another run."""
     argv, directory = copied
     shutil.rmtree(directory / "checkpoints")
     before = snapshot(directory)
@@ -514,7 +514,7 @@ def test_a_config_that_differs_is_refused_before_its_first_checkpoint(copied):
 
 
 def test_a_checkpoint_of_another_run_is_refused(copied):
-    """Catches a checkpoint that was moved into a run's directory: config.json alone says that all is well."""
+    """Catches a checkpoint that was moved into a run's directory, which config.json alone does not reveal."""
     argv, directory = copied
     about = json.loads((directory / "config.json").read_text())
     about["config"]["optim"]["lr"] = 0.5
@@ -527,9 +527,9 @@ def test_a_checkpoint_of_another_run_is_refused(copied):
     )
 
 
-def test_a_run_from_an_older_version_goes_on(copied):
-    """Catches a setting, off by default, that locks out every run from before it, by its config.json or checkpoint; and
-    ways of working from before they were a group, one of which counted among the settings that decide results."""
+def test_a_run_of_an_older_version_resumes(copied):
+    """Catches a new setting, off by default, that makes older config.json files or checkpoints unusable; and old
+    execution settings, one of which used to be part of the settings that decide results."""
     argv, directory = copied
     newest, file = directory / "checkpoints" / str(STEPS), directory / "config.json"
     about, younger = json.loads(file.read_text()), {"model": "z_loss", "data": "packing", "run": "init_from"}
@@ -552,15 +552,15 @@ def test_a_run_from_an_older_version_goes_on(copied):
 
 
 def test_a_damaged_config_is_refused(copied):
-    """Catches a traceback where a file was cut short by hand, and a run that goes on without knowing what it was."""
+    """Catches a traceback for a truncated file, and a run that resumes without knowing its settings."""
     argv, directory = copied
     (directory / "config.json").write_text('{"config": {"mod')
     status, _, err = run(argv)
     assert status == 2 and f"{directory}/config.json cannot be read" in err
 
 
-def test_what_does_not_decide_results_may_differ(finished, home, tmp_path):
-    """Catches a run that is lost because it logs more often, its tokens moved, or it goes on on another machine."""
+def test_settings_that_do_not_decide_results_may_change(finished, home, tmp_path):
+    """Catches a run that cannot resume because it logs more often, its tokens moved, or the machine is another."""
     argv, directory, _ = finished
     shutil.copytree(home / "easy", tmp_path / "moved")
     more = f"--data.path {tmp_path}/moved --mesh fsdp=2 --work.device_batch 4 --work.remat full"
@@ -573,7 +573,7 @@ def test_what_does_not_decide_results_may_differ(finished, home, tmp_path):
 
 
 def test_a_state_moves_to_another_mesh_and_back(finished, tmp_path):
-    """Catches a checkpoint that holds slices instead of arrays, or arrays that come back in another place or order."""
+    """Catches a checkpoint of shards instead of arrays, and arrays that return in another place or order."""
     argv, directory, _ = finished
     one = restored(argv, directory)
     assert_same_arrays(four := restored(argv, directory, "fsdp=2,tensor=2"), one)

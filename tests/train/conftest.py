@@ -1,4 +1,4 @@
-"""The runs that tests of faults share: one nothing happens to, one stopped at step 49, and a copy of that to damage."""
+"""Runs shared by the tests of faults: one uninterrupted, one stopped at step 49, and a copy of that to damage."""
 
 import shutil
 import signal
@@ -29,7 +29,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def straight(home):
-    """The run that nothing happens to: its directory."""
+    """The directory of an uninterrupted run."""
     status, _, err = run(flags(home, home / "straight"))
     assert (status, err) == (0, "")
     return home / "straight" / "small"
@@ -37,7 +37,7 @@ def straight(home):
 
 @pytest.fixture(scope="session")
 def stopped(home, straight):
-    """The run stopped at step 49 by Ctrl-C: its directory, and what `run` said."""
+    """A run stopped at step 49 by Ctrl-C: its directory, and what `run` returned."""
     with stopped_at(49, signal.SIGINT):
         said = run(flags(home, home / "stopped"))
     return home / "stopped" / "small", said
@@ -45,14 +45,14 @@ def stopped(home, straight):
 
 @pytest.fixture
 def partway(home, stopped, tmp_path):
-    """The stopped run again, with checkpoints 48 and 49, in a directory that a test may change: flags and directory."""
+    """A copy of the stopped run, with checkpoints 48 and 49, that a test may change: flags and directory."""
     shutil.copytree(stopped[0], tmp_path / "small")
     return flags(home, tmp_path), tmp_path / "small"
 
 
 @pytest.fixture
 def crew(monkeypatch):
-    """crew(count): so many `Processes` that share a store. `watchdog.exits` of each is {rank: exit status}."""
+    """crew(count): this many `Processes` that share a store. `watchdog.exits` of each is {rank: exit status}."""
     monkeypatch.setattr(Board, "POLL_S", 0.02)
     for module in (processes, watchdog):
         monkeypatch.setattr(module, "GRACE_S", 0.3)

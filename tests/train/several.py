@@ -1,4 +1,4 @@
-"""Processes that train as one, for tests: threads that share a board, or two real processes."""
+"""Processes that train together, for tests: threads that share a board, or two real processes."""
 
 import os
 import socket
@@ -12,11 +12,11 @@ SHORT = ["--run.steps", "8", "--run.checkpoint_every", "4", "--run.eval_every", 
 
 
 class Ended(BaseException):
-    """What `exit` does to a thread of a test."""
+    """Raised in a test's thread in place of `exit`."""
 
 
 def together(ones, work):
-    """work(one) of each in a thread of its own; returns what each returned, None for one that was ended."""
+    """Run work(one) for each in its own thread; return the results in order, None for one that was ended."""
     found = {}
 
     def call(one):
@@ -30,7 +30,7 @@ def together(ones, work):
         thread.start()
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive(), "it waits for ever"
+        assert not thread.is_alive(), "it waits forever"
     return [found[one.board.rank] for one in ones]
 
 
@@ -40,10 +40,10 @@ def free_port():
 
 
 def pair(*words_of_each, script="main.py", begin=lambda rank, process: None, settings=({}, {}), **how):
-    """Two processes that train as one, each with its flags: for each its exit status, and what it has said.
+    """Run two processes that train together, each with its flags; return all exit statuses, outputs and errors.
 
-    begin      is called with the number of each and its process, as soon as that is there
-    settings   more of the environment of each
+    begin      called with the rank of each and its process, as soon as it is started
+    settings   extra environment variables of each
     how        an argument of Popen -> its value for each
     """
     port = free_port()

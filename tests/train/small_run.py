@@ -1,4 +1,4 @@
-"""One small run that tests of faults share: how it is started, stopped at a step, and compared."""
+"""The small run that the tests of faults share: start it, stop it at a step, and compare it."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from train.directory import Metrics
 __all__ = ["EVERY", "FLAGS", "ROOT", "STEPS", "flags", "run", "snapshot", "stopped_at", "trained_steps"]
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
-FLAGS = shlex.split(  # the model of test_training.py, so that its compiled programs are found
+FLAGS = shlex.split(  # the model of test_training.py, to reuse its compiled programs
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
     "--work.gather step --work.tensor_exchange ring "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 10 --run.eval_batches 1 "

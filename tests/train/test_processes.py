@@ -1,4 +1,4 @@
-"""Several processes decide as one: on a board that threads share, in many orders, and with two real processes."""
+"""Several processes decide as one: threads that share a message board, in many orders, and two real processes."""
 
 import contextlib
 import errno
@@ -28,11 +28,11 @@ from train.watchdog import LOST
 
 @pytest.mark.parametrize("seed", range(6))
 def test_all_stop_after_the_same_step(crew, seed):
-    """Catches a process that takes one step more than the others, who are no longer there to take it with it; and more
-    than one step that is begun after the stop is known."""
+    """Catches a process that starts one step more than the others, which then no longer take part in it; and more than
+    one step that starts after the stop is known."""
     draw = random.Random(seed)
     ones = crew(3)
-    barriers = [threading.Barrier(3, timeout=20) for _ in range(400)]  # a step waits for all, as a collective does
+    barriers = [threading.Barrier(3, timeout=20) for _ in range(400)]  # a step waits for all, like a collective
     asked, when = draw.randrange(3), draw.uniform(0, 0.4)
     threading.Timer(when, ones[asked].agreement.ask_to_stop).start()
     pauses = [[draw.choice((0, 0, 0.004)) for _ in range(400)] for _ in ones]
@@ -55,8 +55,8 @@ def test_all_stop_after_the_same_step(crew, seed):
     assert taken[0] == max(granted) <= min(granted) + 1
 
 
-def test_none_begins_where_one_has_ended_before(crew):
-    """Catches a process that waits in front of the loop for one that was asked to stop while it compiled."""
+def test_no_process_starts_if_one_has_already_ended(crew):
+    """Catches a process that waits, before the loop, for one that was asked to stop while it compiled."""
     ones = crew(3)
 
     def work(one):
@@ -71,7 +71,7 @@ def test_none_begins_where_one_has_ended_before(crew):
 
 @pytest.mark.parametrize(("status", "others"), [(2, 2), (143, 143), (1, LOST), (LOST, LOST)])
 def test_the_end_of_one_ends_all_and_says_why(crew, capsys, status, others):
-    """Catches a process that waits for one that has left, and a status that would start a run again in vain."""
+    """Catches a process that waits for one that has exited, and a status that would restart a run in vain."""
     ones = crew(3)
     together(ones[1:2], lambda one: one.watchdog.end(status, "no tokens at 'x'"))
     for one in (ones[0], ones[2]):
@@ -80,13 +80,13 @@ def test_the_end_of_one_ends_all_and_says_why(crew, capsys, status, others):
     assert capsys.readouterr().err.count("process 1 on host01 has ended, so this one ends too: no tokens at 'x'") == 2
 
 
-def test_one_that_is_silent_is_named(crew, capsys):
-    """Catches survivors that wait for ever, or say only that something is gone."""
+def test_a_silent_process_is_named(crew, capsys):
+    """Catches survivors that wait forever, or report only that something is gone."""
     ones = crew(3, peer_timeout_s=1)
     for one in ones:
         one.watchdog.begin_step(4)
     time.sleep(0.1)
-    ones[2].watchdog.closed.set()  # it says nothing any more
+    ones[2].watchdog.closed.set()  # stops its heartbeats
     for one in ones[:2]:
         one.watchdog.thread.join(5)
     assert ones[0].watchdog.exits == {0: LOST, 1: LOST}
@@ -95,7 +95,7 @@ def test_one_that_is_silent_is_named(crew, capsys):
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])
 def test_a_clock_that_jumps_ends_nothing(crew, monkeypatch, jump_s):
-    """Catches a process that is taken for dead, or stuck, because the clock of a host was set meanwhile."""
+    """Catches a process that is reported as lost or stuck because the clock of a host was changed."""
     ones = crew(2, hang_timeout_s=60)
     for one in ones:
         one.watchdog.begin_step(4)
@@ -105,16 +105,16 @@ def test_a_clock_that_jumps_ends_nothing(crew, monkeypatch, jump_s):
         if jumped:
             monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
         before, end = heard(), time.monotonic() + 20
-        while min(now - then for now, then in zip(heard(), before, strict=True)) <= 0:  # all are heard again
-            assert time.monotonic() < end, "it is not heard any more"
+        while min(now - then for now, then in zip(heard(), before, strict=True)) <= 0:  # wait for heartbeats of all
+            assert time.monotonic() < end, "heartbeats stopped"
             time.sleep(0.02)
-        time.sleep(5 * Board.POLL_S)  # and judged
+        time.sleep(5 * Board.POLL_S)  # and the watchdogs have checked them
     assert not ones[0].watchdog.exits and not any(one.board.message.stuck for one in ones)
     assert all(now - then < 60 for now, then in zip([time.monotonic()] * 4, heard(), strict=True))
 
 
-def test_one_that_hangs_is_named_with_its_line(crew, capfd):
-    """Catches a watchdog that blames those who wait, or that cannot say where the one hangs."""
+def test_a_hanging_process_is_named_with_its_line(crew, capfd):
+    """Catches a watchdog that blames the waiting processes, or cannot say where the hanging one is."""
     ones = crew(2, hang_timeout_s=1)
     for one, step in zip(ones, (9, 8), strict=True):
         one.watchdog.moved = time.monotonic()
@@ -124,12 +124,12 @@ def test_one_that_hangs_is_named_with_its_line(crew, capfd):
     err = capfd.readouterr().err
     assert ones[0].watchdog.exits == {0: LOST, 1: LOST}
     assert "no step was finished for 1 s: process 1 on host01 did not reach step 9; it is at threading.py:" in err
-    assert "called from test_processes.py:" in err and "test_one_that_hangs_is_named_with_its_line" in err
+    assert "called from test_processes.py:" in err and "test_a_hanging_process_is_named_with_its_line" in err
     assert "did not reach step 8" not in err
 
 
-def test_what_takes_long_and_moves_is_left_alone(crew):
-    """Catches an evaluation of many batches that is taken for a hang, and a watch before the first step."""
+def test_slow_progress_is_not_a_hang(crew):
+    """Catches an evaluation of many batches that is reported as a hang, and a hang check before the first step."""
     one, other = crew(2, hang_timeout_s=1)
     one.watchdog.moved = time.monotonic()
     for _ in range(8):
@@ -139,7 +139,7 @@ def test_what_takes_long_and_moves_is_left_alone(crew):
 
 
 @pytest.mark.parametrize("what", ["optim.lr", "tokens.x", "program", "devices of each"])
-def test_those_who_differ_are_named(crew, monkeypatch, what):
+def test_processes_that_differ_are_named(crew, monkeypatch, what):
     """Catches hosts that train different things together."""
     ones, differs = crew(3), threading.local()
     monkeypatch.setattr(agreement, "program_sha256", lambda: "p" * (1 + (what == "program") * differs.now))
@@ -157,13 +157,13 @@ def test_those_who_differ_are_named(crew, monkeypatch, what):
     assert f": {what} is " in said[0] and "for process 2 on host02" in said[0] and "for process 0 on host00" in said[0]
 
 
-def test_those_who_are_the_same_go_on(crew):
-    """Catches a comparison that refuses everyone."""
+def test_processes_that_agree_continue(crew):
+    """Catches a comparison that refuses everything."""
     assert together(crew(3), lambda one: one.agreement.same({"optim": {"lr": 0.01}}, {"x": "abc"})) == [None] * 3
 
 
-def test_the_first_alone_decides(crew):
-    """Catches a directory that all processes read while the first one changes it."""
+def test_only_process_0_decides(crew):
+    """Catches a directory that all processes read while process 0 changes it."""
     ones, calls = crew(3), []
 
     def decide():
@@ -174,8 +174,8 @@ def test_the_first_alone_decides(crew):
     assert calls == [1]
 
 
-def test_progress_is_written_whole(crew, tmp_path, monkeypatch):
-    """Catches a status that shows half a line, or another step."""
+def test_progress_is_written_atomically(crew, tmp_path, monkeypatch):
+    """Catches a status with half a line, or of another step."""
     monkeypatch.setenv("AXIS_PROGRESS", str(tmp_path / "progress"))
     (one,) = crew(1)
     one.watchdog.show(300, {"loss": 2.5, "tokens_per_s": 1234.6})
@@ -201,15 +201,15 @@ def alive(tmp_path, monkeypatch):
         end = time.monotonic() + 5
         while not (path.exists() and path.stat().st_mtime > 1) and time.monotonic() < end:
             time.sleep(0.02)
-        assert path.stat().st_mtime > 1, "it is silent"
+        assert path.stat().st_mtime > 1, "no heartbeat"
         return path.read_text()
 
     return fresh
 
 
-def test_one_that_lives_says_so(crew, alive, monkeypatch):
-    """Catches a frozen process that nobody ends, since its file is written once, or by another process; a healthy one
-    that is ended: while process 0 does not answer it, or since its disk is full."""
+def test_a_live_process_sends_heartbeats(crew, alive, monkeypatch):
+    """Catches a frozen process that is never ended, since its file is written only once, or by another process; and a
+    healthy one that is ended because process 0 does not answer, or because its disk is full."""
     one, other = crew(2, peer_timeout_s=50)
     other.watchdog.closed.set()
     assert alive() == alive() == "50\tjoined\n"
@@ -225,12 +225,12 @@ def test_one_that_lives_says_so(crew, alive, monkeypatch):
     stuck.set()
     one.watchdog.closed.set()
     one.watchdog.thread.join(5)
-    with pytest.raises(AssertionError, match="it is silent"):
+    with pytest.raises(AssertionError, match="no heartbeat"):
         alive()
 
 
-def test_the_last_words_are_not_cut_short(crew, alive):
-    """Catches a process that is ended, and started again, while it waits until the others have read why it ends."""
+def test_an_ending_process_gets_time_to_say_why(crew, alive):
+    """Catches a process that is killed and restarted while it waits until the others have read why it ends."""
     ones = crew(2, peer_timeout_s=50)
     ones[1].watchdog.closed.set()
     together(ones[:1], lambda one: one.watchdog.end(2, "a full disk"))
@@ -245,9 +245,9 @@ def raise_(error):
     ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:4242"),
     RuntimeError("the checkpoint of step 20 is not written: Timed out after 5 seconds."),
 ])  # fmt: skip
-def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
-    """Catches a traceback in place of the name of the host that is gone, or the exit status of an error of the user's,
-    with which nothing is started again."""
+def test_an_error_from_a_lost_process_names_it(crew, capfd, error):
+    """Catches a traceback instead of the name of the lost host, or the exit status of a user's error, after which
+    nothing restarts."""
     ones = crew(2, peer_timeout_s=1)
     time.sleep(0.1)
     ones[1].watchdog.closed.set()
@@ -265,8 +265,8 @@ def test_what_a_lost_process_breaks_names_it(crew, capfd, error):
     assert "error: process 1 on host01 has been silent for 1 s" in err.partition("Traceback")[0]
 
 
-def test_where_a_run_goes_on_from_is_told_by_the_first(crew, tmp_path):
-    """Catches a host without the checkpoints that says the run begins again at step 0."""
+def test_process_0_tells_where_a_run_resumes(crew, tmp_path):
+    """Catches a host without the checkpoints that reports that the run starts at step 0."""
     ones, place = crew(2), tmp_path / "checkpoints"
     ones[1].agreement.share_disk = False
     outlook = lambda one: Interruptions([], place, one).outlook[1]
@@ -279,18 +279,18 @@ def test_where_a_run_goes_on_from_is_told_by_the_first(crew, tmp_path):
 
 
 def test_a_slow_host_is_named_once(crew, capfd):
-    """Catches a slow host that everybody waits for and nobody names, or that is named with every step."""
+    """Catches a slow host that is not named although all wait for it, or that is named at every step."""
     ones = crew(3)
     for one, ms in zip((ones[0], ones[2], ones[1]), (10.0, 12.0, 24.5), strict=True):
         one.board.message.matmuls_ms = [ms, ms + 1]
-        time.sleep(0.3)  # until all have read it: the slow one comes when both others are known
+        time.sleep(0.3)  # until all have read it: the slow host reports last
     said = "slow       process 1 on host01 takes 24.5 ms for matmuls that take the median host 12.0 ms, twice in a row"
     assert capfd.readouterr().out.count(said) == 1
 
 
 @pytest.fixture
 def tpu(monkeypatch):
-    """A machine that looks like one of 4 hosts of a TPU slice; what `initialize` was told comes into the dict."""
+    """A machine that looks like one of 4 hosts of a TPU slice; the dict receives the arguments of `initialize`."""
     told = {}
     monkeypatch.setattr(processes, "has_tpu_files", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -301,8 +301,8 @@ def tpu(monkeypatch):
     return told
 
 
-def test_a_tpu_says_itself_which_hosts_there_are(tpu, monkeypatch):
-    """Catches hosts of a slice that train alone, and a launch on some of them, who wait for the others for ever."""
+def test_a_tpu_slice_finds_its_hosts(tpu, monkeypatch):
+    """Catches hosts of a slice that train alone, and a launch on only some hosts, which would wait forever."""
     monkeypatch.setenv("AXIS_PROCESSES", "4")
     found = processes.join(RunConfig(peer_timeout_s=20))
     found.watchdog.closed.set()
@@ -313,8 +313,8 @@ def test_a_tpu_says_itself_which_hosts_there_are(tpu, monkeypatch):
         processes.join(RunConfig())
 
 
-def test_a_tpu_that_belongs_to_no_slice_is_alone(tpu, monkeypatch):
-    """Catches a single TPU machine outside of a cluster that cannot train."""
+def test_a_single_tpu_host_trains_alone(tpu, monkeypatch):
+    """Catches a single TPU machine outside a cluster that cannot train."""
 
     def no_cluster(**_):
         raise ValueError("coordinator_address should be defined.")
@@ -334,16 +334,16 @@ HERE = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9"}
     (HERE | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "=2 of JAX_NUM_PROCESSES=2: use"),
     (HERE | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "=0 of JAX_NUM_PROCESSES=two: use"),
 ])  # fmt: skip
-def test_what_is_told_wrongly_is_refused(monkeypatch, told, message):
-    """Catches a process that trains alone though it was told of others."""
+def test_incomplete_environments_are_refused(monkeypatch, told, message):
+    """Catches a process that trains alone although its environment names others."""
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         processes.join(RunConfig())
 
 
-def test_a_disk_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
-    """Catches a start that waits for a dead file server, and a run refused because its programs cannot be kept."""
+def test_an_unresponsive_cache_disk_is_skipped(tmp_path, monkeypatch):
+    """Catches a start that waits for a dead file server, and a run refused because its programs cannot be cached."""
     assert unreachable(str(tmp_path / "new" / "cache")) == ""
     (tmp_path / "file").touch()
     assert "cannot be written: " in unreachable(str(tmp_path / "file" / "cache"))
@@ -359,8 +359,8 @@ def test_a_disk_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_waits_in_vain_says_for_whom(home, tmp_path, rank):
-    """Catches C++ stacks in place of a sentence, and a status after which the supervisor does not restart."""
+def test_a_join_timeout_says_which_process_is_missing(home, tmp_path, rank):
+    """Catches C++ stacks instead of a message, and a status after which the supervisor does not restart."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
@@ -374,8 +374,8 @@ def test_one_that_waits_in_vain_says_for_whom(home, tmp_path, rank):
     assert "stack trace" not in done.stderr
 
 
-def test_what_native_code_prints_goes_nowhere():
-    """Catches Gloo's lines among ours, and ours lost with them; and a full disk behind either that ends the process."""
+def test_output_of_native_code_is_discarded():
+    """Catches Gloo's lines in our output, our own lines lost with them, and a full disk that ends the process."""
     code = ("import os, sys; from train import processes; print('before'); processes.redirect_output(); "
             "os.write(1, b'Gloo\\n'); print('after'); print('error', file=sys.stderr)")  # fmt: skip
     command = [sys.executable, "-c", code]
@@ -387,7 +387,7 @@ def test_what_native_code_prints_goes_nowhere():
 
 
 def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
-    """Catches two hosts that hang, or train on, with another learning rate each."""
+    """Catches two hosts that hang or train on with different learning rates."""
     words = [*flags(home, tmp_path), "--run.name", "two", "--optim.lr"]
     status, _, errors = pair([*words, "0.01"], [*words, "0.02"])
     assert status == [2, 2], errors
@@ -397,8 +397,8 @@ def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
     assert not (tmp_path / "two").exists()
 
 
-def test_one_that_dies_in_a_save_is_named(home, tmp_path):
-    """On a disk that both share, where they meet in Orbax's barriers. Catches a disk that is blamed for a host, with a
+def test_a_process_that_dies_in_a_save_is_named(home, tmp_path):
+    """On a shared disk, where saves wait in Orbax's barriers. Catches a disk that is blamed for a lost host, with a
     status after which the supervisor does not restart, and a wait of ten minutes."""
     words = [*flags(home, tmp_path), *SHORT]
     status, _, errors = pair(words, words, script="tests/launch/faulty.py")
@@ -407,9 +407,9 @@ def test_one_that_dies_in_a_save_is_named(home, tmp_path):
     assert "Traceback" not in errors[0] and "cannot be written" not in errors[0]
 
 
-def test_a_full_disk_where_nothing_is_kept_ends_nothing(home, tmp_path):
-    """Process 1 can write no byte, to a file or as output. Catches a run of many hosts that ends because one of them,
-    which keeps no checkpoints, has no room for its log."""
+def test_a_full_disk_without_checkpoints_ends_nothing(home, tmp_path):
+    """Process 1 can write no byte to a file or as output. Catches a run of many hosts that ends because one host, which
+    stores no checkpoints, has no room for its log."""
     words, places = [*flags(home, "runs"), *SHORT], [tmp_path / "host0", tmp_path / "host1"]
     for place in places:
         place.mkdir()
