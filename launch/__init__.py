@@ -1,8 +1,9 @@
-"""Start a command on many hosts over ssh, watch over it there, and ask how it is doing.
+"""Start a command on many hosts over ssh, supervise it on each host, and report its state.
 
-Open `launcher.py` first: the commands that people type. `hosts.py` asks hosts, all at once. `agent.py` answers
-on a host, and `supervisor.py` watches over a run there; both are sent over ssh each time. `panes.py` shows all hosts in
-tmux. They use nothing but the standard library of Python 3.9, because a host has nothing of ours before it is asked.
+Read `launcher.py` first: it implements the commands that people type. `hosts.py` sends requests to all hosts in
+parallel. `agent.py` answers them on a host, and `supervisor.py` watches a run there; both are sent over ssh with every
+request. `panes.py` shows all hosts in tmux. All of it runs on the standard library of Python 3.9, because a new host
+has none of the project's packages.
 
-From outside: nothing. `launcher.sh`, `setup_tpu.sh` and `debug_tpu.sh` start them.
+No other package imports this one. `launcher.sh`, `setup_tpu.sh` and `debug_tpu.sh` start it.
 """

@@ -1,4 +1,4 @@
-"""Run one of the three scripts that people type: launcher, setup_tpu or debug_tpu."""
+"""Run one of the three command-line scripts: launcher, setup_tpu or debug_tpu."""
 
 import os
 import sys

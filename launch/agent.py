@@ -1,25 +1,25 @@
-"""Do on this host what launcher.sh, setup_tpu.sh and debug_tpu.sh ask for.
+"""Carry out one request from launcher.sh, setup_tpu.sh or debug_tpu.sh on this host.
 
-They send this file, after `supervisor.py`, over ssh each time; then a line of JSON, the request; then what the request
-needs. Each line of the answer starts with the request's random mark, so nothing that a login prints, and nothing that a
-command prints, is taken for an answer.
+For every request the scripts send `supervisor.py`, this file, one line of JSON (the request) and the request's data
+over ssh. Each line of the answer starts with the request's random mark, so text that a login or a command prints is
+never mistaken for an answer.
 
-Needs: Linux, Python 3.9, tmux, tar; to install packages make, and Python 3.11.
-Changes: the folder it is given, which belongs to this host alone, and nothing else:
-  commits/COMMIT/    the files of a commit; .shipped holds their checksums; runs and tokens link to those below
-  packages/LOCK/     the .venv of all commits that lock the same packages
+Needs: Linux, Python 3.9, tmux, tar; to install packages, also make and Python 3.11.
+Changes: only the folder it is given, which belongs to this host alone:
+  commits/COMMIT/    the files of a commit; .shipped has their checksums; runs and tokens are links to those below
+  packages/LOCK/     the .venv shared by all commits that lock the same packages
   launches/LAUNCH/   launch.json (command, environment, settings), agent.py, log and the older log.old, pid, exit;
-                     progress and alive, if the command writes them; restarts so far; stop: who asked it to.
-                     Only you can read them. launches/latest links to the last
-  runs/  tokens/     what training writes and reads, whatever the commit
-  lock               held while a process of a launch lives: the kernel releases it when the last one exits
-  starting           held while one is started
+                     progress and alive, if the command writes them; restarts: the count; stop: who requested it.
+                     Only you can read them. launches/latest links to the last launch
+  runs/  tokens/     what training writes and reads, shared by all commits
+  lock               held while a process of a launch is alive; the kernel releases it when the last one exits
+  starting           held while a launch is starting
 
-A command can report to its supervisor. AXIS_PROGRESS names a file, which the command replaces (by a rename) with one
-line of tab-separated fields: step, number of steps, loss, tokens/s, and the unix time at which the step was done; `-`
-is unknown. AXIS_ALIVE names a file that it replaces again and again while it is healthy: the seconds without a new one
-after which it counts as dead and is killed, and a word: `joining` until all processes have come, then `joined`; at the
-end `preempted`, if it stopped early because the system sent SIGTERM.
+A command can report to its supervisor through two files, which it replaces by renaming. AXIS_PROGRESS names a file with
+one line of tab-separated fields: step, number of steps, loss, tokens/s, and the unix time at which the step finished;
+`-` is unknown. AXIS_ALIVE names the heartbeat file, which a healthy command keeps replacing. It contains the seconds
+without a heartbeat after which the supervisor kills the command, and a status: `joining` until all processes have
+joined, then `joined`; at the end `preempted` if the command stopped early because the system sent SIGTERM.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ import threading
 import time
 from pathlib import Path
 
-# ruff: noqa: I001 - whole lines, because `hosts.agent_source` leaves them out
+# ruff: noqa: I001 - one import per line, because `hosts.agent_source` removes these lines
 from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, about_latest, environment_of, kill
 from launch.supervisor import last_line, latest, nothing_runs, read, said_last, take, wait_for, write
 
-GO_S = 60  # how long a host that is ready waits for a word of launcher.sh
-DEVICES = os.environ.get("AXIS_DEVICES", "/dev")  # where a TPU has its device files; a test has others
-source = globals().get("source", "")  # this text, as it was sent
-mark = ""  # of the request that is being answered; empty: plain text, for a terminal
+GO_S = 60  # how long a host that is ready waits for the start signal of launcher.sh
+DEVICES = os.environ.get("AXIS_DEVICES", "/dev")  # the folder of the TPU's device files; tests use another one
+source = globals().get("source", "")  # the text of this program, as it was sent
+mark = ""  # the mark of the current request; empty: print plain text, for a terminal
 stdin = sys.stdin.buffer
 
 
 def emit(kind: str, value) -> None:
-    """Send a line of the answer. The reader may have left: what was asked is done all the same."""
+    """Send a line of the answer. If the reader has disconnected, carry on with the request."""
     with contextlib.suppress(BrokenPipeError):
         print(f"{mark} {json.dumps({kind: value})}" if mark else value, flush=True)
 
@@ -64,13 +64,13 @@ def has_tpu() -> bool:
 
 
 def holders(target: str) -> list[int]:
-    """The processes that have a file open; those of other users only if we are root."""
-    found = set()
+    """The ids of the processes that have a file open; includes other users' processes only for root."""
+    pids = set()
     for link in glob.glob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             if os.readlink(link) == target:
-                found.add(int(link.split("/")[2]))
-    return sorted(found)
+                pids.add(int(link.split("/")[2]))
+    return sorted(pids)
 
 
 def user_of(uid: int) -> str:
@@ -92,17 +92,17 @@ def described(pid: int) -> str:
 
 
 def changed(commit: str) -> str:
-    """Which files of a commit are no longer as they were shipped; empty if none."""
+    """The files of a commit that were edited after they were shipped, separated by spaces."""
     check = ["sha256sum", "--check", "--quiet", ".shipped"]
     done = subprocess.run(check, cwd=f"commits/{commit}", capture_output=True, text=True)
     return " ".join(line.partition(":")[0].removeprefix("./") for line in done.stdout.splitlines())
 
 
 def receive(commit: str, **request) -> dict:
-    """Unpack a commit from a tar.gz on standard input, whole or not at all, then `prepare` it."""
-    for left in Path("commits").glob(".[0-9a-f]*"):  # of a setup that was killed
-        if not os.path.exists(f"/proc/{left.name.rpartition('.')[2]}"):
-            shutil.rmtree(left, ignore_errors=True)
+    """Unpack a commit atomically from a tar.gz on standard input, then `prepare` it."""
+    for leftover in Path("commits").glob(".[0-9a-f]*"):  # from a setup that was killed
+        if not os.path.exists(f"/proc/{leftover.name.rpartition('.')[2]}"):
+            shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(f"commits/.{commit}.{os.getpid()}")
     for folder in (partial, "runs", "tokens"):
         os.makedirs(folder, exist_ok=True)
@@ -111,12 +111,12 @@ def receive(commit: str, **request) -> dict:
         with contextlib.suppress(BrokenPipeError), unpack.stdin as sink:
             shutil.copyfileobj(stdin, sink)
         if unpack.wait():
-            raise Refused(f"the files of commit {commit} did not arrive whole; is the disk full?")
+            raise Refused(f"the files of commit {commit} arrived incomplete; is the disk full?")
         sums = "find . -type f -print0 | xargs -0 sha256sum"
         (partial / ".shipped").write_bytes(subprocess.run(sums, shell=True, cwd=partial, stdout=subprocess.PIPE).stdout)
         (partial / "runs").symlink_to("../../runs")
         (partial / "tokens").symlink_to("../../tokens")
-        with contextlib.suppress(OSError):  # another setup was faster
+        with contextlib.suppress(OSError):  # another setup finished first
             partial.rename(f"commits/{commit}")
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -124,16 +124,16 @@ def receive(commit: str, **request) -> dict:
 
 
 def prepare(commit: str, venv: str, free: bool) -> dict:
-    """Check that all is there to run a commit, and install its packages. free: refuse where a run is alive."""
+    """Check that the host can run a commit, and install its packages. free: refuse if a run is alive."""
     if not shutil.which("tmux"):
-        raise Refused("tmux is missing: sudo apt-get install tmux")
+        raise Refused("tmux is missing; install it: sudo apt-get install tmux")
     if free and not nothing_runs():
-        raise Refused(f"a run is alive here: {about_latest()}; stop it, or --replace it")
+        raise Refused(f"a run is alive here: {about_latest()}; stop it, or launch with --replace")
     if not os.path.isdir(f"commits/{commit}"):
         return {"absent": True}
     if files := changed(commit):
-        where = f"{os.getcwd()}/commits/{commit}; keep what you need of it, remove that folder, and try again"
-        raise Refused(f"the files of its commit are not as they were shipped: {files} changed in {where}")
+        where = f"{os.getcwd()}/commits/{commit}; copy what you need, remove that folder, and try again"
+        raise Refused(f"files of its commit were edited on the host: {files} changed in {where}")
     packages(commit, venv)
     boot, here = read(Path("/proc/sys/kernel/random/boot_id"))[:8], os.stat(".")
     connection = os.environ.get("SSH_CONNECTION", "").split()
@@ -143,7 +143,7 @@ def prepare(commit: str, venv: str, free: bool) -> dict:
 
 
 def packages(commit: str, venv: str) -> None:
-    """Link a commit to its packages; installs them once for all commits that lock the same."""
+    """Link a commit to its packages, which are installed once for all commits with the same lock files."""
     code = Path("commits", commit)
     if not venv:
         target = "extra-tpu" if has_tpu() else "installed"
@@ -152,38 +152,38 @@ def packages(commit: str, venv: str) -> None:
         venv = f"{os.getcwd()}/{lock}/.venv"
         if not os.path.exists(f"{venv}/{target}"):
             if not shutil.which("make"):
-                raise Refused("make is missing: sudo apt-get install make")
+                raise Refused("make is missing; install it: sudo apt-get install make")
             (lock / "requirements").mkdir(parents=True, exist_ok=True)
             shutil.copy(locks[1], lock / "requirements")
             for name in ("requirements.txt", "Makefile"):
                 if not (lock / name).exists():
                     shutil.copy(code / name, lock)
-            taken = take(lock / "installing", 3600)
+            install_lock = take(lock / "installing", 3600)
             with open(lock / "log", "w") as log:
                 done = subprocess.run(["make", "-C", lock, f".venv/{target}"], stdout=log, stderr=log)
-            os.close(taken)
+            os.close(install_lock)
             if done.returncode:
-                said = [line for line in read(lock / "log").splitlines() if not line.startswith("make")]
-                why, log = (said or ["make failed"])[-1], f"{os.getcwd()}/{lock}/log"
+                lines = [line for line in read(lock / "log").splitlines() if not line.startswith("make")]
+                why, log = (lines or ["make failed"])[-1], f"{os.getcwd()}/{lock}/log"
                 raise Refused(f"cannot install the packages: {why}; see {log}")
     if not os.access(f"{venv}/bin/python", os.X_OK):
-        raise Refused(f"there is no {venv}/bin/python")
+        raise Refused(f"{venv}/bin/python does not exist or is not executable")
     link(venv, code / ".venv")
 
 
 def facts(commit: str) -> dict:
-    """What must be the same on all hosts, and what a run needs: Python, jax, GiB of free disk, the clock."""
-    python, found = Path("commits", commit, ".venv/bin/python"), ["none", "none"]
+    """The versions of Python and jax, which must agree on all hosts, the GiB of free disk, and the clock."""
+    python, versions = Path("commits", commit, ".venv/bin/python"), ["none", "none"]
     if os.access(python, os.X_OK):
         ask = ("import sys, importlib.metadata as m\nprint(sys.version.split()[0])\n"
                "print(next((d.version for d in m.distributions(name='jax')), 'none'))")  # fmt: skip
-        found = subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.split() or found
+        versions = subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.split() or versions
     free = shutil.disk_usage(".").free >> 30
-    return {"python": found[0], "jax": found[-1], "free_gib": free, "clock": time.time()}
+    return {"python": versions[0], "jax": versions[-1], "free_gib": free, "clock": time.time()}
 
 
 def check(commit: str, command: list[str], environment: dict) -> dict:
-    """Ask main.py whether it would run here; it does not start. With `--run.check no` it is not to ask."""
+    """Ask main.py whether the command would run here, without starting it. `--run.check no` skips the check."""
     if re.search(r" --run[.]check[ =]no\b", " ".join(command)):
         return {}
     done = subprocess.run([*command, "--run.check", "only"], cwd=f"commits/{commit}",
@@ -195,11 +195,11 @@ def check(commit: str, command: list[str], environment: dict) -> dict:
 
 
 def reason(text: str) -> str:
-    """Why a command refused, in one line: its line `error: ..`, what its box of text says, or its last line."""
+    """Why a command refused, in one line: its `error: ..` line, the text in its box, or its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if errors := [line for line in lines if line.startswith("error: ")]:
         return errors[0]
-    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]  # as tyro and rich draw it
+    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]  # tyro and rich draw such boxes
     boxed = [line for line in boxed if line.strip("─") and not line.startswith("For full helptext")]
     return f"error: {' '.join(boxed)[:500]}" if boxed else "".join(lines[-1:])
 
@@ -208,32 +208,32 @@ def reason(text: str) -> str:
 
 
 def port(port: int) -> dict:
-    """Refuse if something listens on the port, on any address: it is in the way of JAX's coordinator."""
-    if has_tpu():  # JAX chooses another
+    """Refuse if a process listens on the port, on any address, because JAX's coordinator needs it."""
+    if has_tpu():  # JAX chooses another port
         return {}
     tables = read(Path("/proc/net/tcp")) + "\n" + read(Path("/proc/net/tcp6"))
     for fields in map(str.split, tables.splitlines()):
         if len(fields) > 9 and fields[3] == "0A" and fields[1].endswith(f":{port:04X}"):
             seen = holders(f"socket:[{fields[9]}]")
-            unseen = f"a process that cannot be seen from here, of user {user_of(int(fields[7]))}"
+            unseen = f"a process of user {user_of(int(fields[7]))} that you have no permission to inspect"
             who = described(seen[0]) if seen else unseen
-            raise Refused(f"port {port} is held by {who}; end it, or set COORDINATOR_PORT to another")
+            raise Refused(f"port {port} is in use by {who}; end it, or set COORDINATOR_PORT to another port")
     return {}
 
 
 def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict:
-    """Make all ready, and begin when launcher.sh says `go`: by then it has heard that all hosts are ready.
+    """Prepare a launch, and begin when launcher.sh sends `go`, which it does once all hosts are ready.
 
-    It gives up, and nothing has run, if launcher.sh goes away, or says nothing for GO_S.
+    Cancels the launch before anything runs if launcher.sh disconnects or sends nothing for GO_S seconds.
     """
     launch, folder = Launch(**launch, starter=os.getpid()), os.getcwd()
     here = launch.here
-    taken = take("starting", 40)  # until the run holds `lock`: of two launches at once, one finds it taken
-    if taken is None:
-        raise Refused("somebody else has been starting a run here for 40 s")
+    start_lock = take("starting", 40)  # held until the run holds `lock`, so of two simultaneous launches one fails
+    if start_lock is None:
+        raise Refused("another launch has been starting here for 40 s; wait until it is done, then launch again")
     if not nothing_runs():
         raise Refused(f"a run is alive here: {about_latest()}")
-    if has_tpu():  # JAX asks the TPU, which knows the order of its hosts
+    if has_tpu():  # JAX gets the order of the hosts from the TPU
         settings = {"AXIS_PROCESSES": str(count)}
     else:
         settings = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
@@ -241,10 +241,10 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
     settings |= {"AXIS_HOST": launch.host, "AXIS_COMMIT": launch.commit}
     settings |= {f"AXIS_{name.upper()}": f"{folder}/{here}/{name}" for name in ("progress", "alive")}
     launch.environment = {**settings, **environment}
-    umask = os.umask(0o077)  # a key may be among the words
+    umask = os.umask(0o077)  # the environment or the command may contain a key
     here.mkdir(parents=True)
     for name in ("exit", "pid"):
-        (here / f"{name}.partial").write_text(" " * 99)  # so that a full disk has room for them
+        (here / f"{name}.partial").write_text(" " * 99)  # reserves their space in case the disk fills up
     (here / BEGINNING).write_text(json.dumps(dataclasses.asdict(launch)))
     (here / "agent.py").write_text(f"#!{sys.executable} -I\n{source}")
     (here / "agent.py").chmod(0o700)
@@ -252,18 +252,18 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
     os.umask(umask)
     words = [f"{folder}/{here}/agent.py", folder, "supervise", launch.name]
     tmux = ["tmux", "new-session", "-d", "-s", session(), "-c", f"{folder}/commits/{launch.commit}", *words]
-    made = subprocess.run(tmux, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if made.returncode:
-        raise Refused(f"tmux cannot start a session named {session()}: {made.stderr.strip()}")
+    done = subprocess.run(tmux, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise Refused(f"tmux cannot start a session named {session()}: {done.stderr.strip()}")
     if not wait_for(20, (here / "log").exists):
         raise Refused(f"tmux did not start the command within 20 s; see {folder}/{here}")
-    os.close(taken)
+    os.close(start_lock)
     emit("ready", True)
-    said = []
-    listener = threading.Thread(target=lambda: said.append(stdin.readline()), daemon=True)
+    received = []
+    listener = threading.Thread(target=lambda: received.append(stdin.readline()), daemon=True)
     listener.start()
     listener.join(GO_S)
-    if said != [b"go\n"]:
+    if received != [b"go\n"]:
         write(here / "stop", launch.by)
         return {"called_off": True}
     (here / "go").touch()
@@ -273,23 +273,23 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
 
 
 def link(target: str, path: Path) -> None:
-    """Make a symbolic link, or replace it at once."""
+    """Create or atomically replace a symbolic link."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.symlink_to(target)
     partial.replace(path)
 
 
 def session() -> str:
-    """Each folder has a session of its own; that of the usual folder is `axis`."""
+    """The name of this folder's own tmux session; the default folder's is `axis`."""
     name = os.path.basename(os.getcwd())
     return "axis" if name == "axis-by-axis" else "axis-" + re.sub(r"[.:]", "_", name)
 
 
 def state() -> str:
-    """How the last launch is doing, in words: running, restarting, its exit status, .."""
+    """The state of the last launch as `status` prints it: running, restarting, its exit status, .."""
     if not os.path.lexists(LATEST):
         return "not launched"
-    quiet, code = nothing_runs(), read(LATEST / "exit")  # in this order: it writes its exit status before it ends
+    quiet, code = nothing_runs(), read(LATEST / "exit")  # in this order: a run writes its exit status before it ends
     if code:
         if code != "not started":
             code = f"exit {code}"
@@ -308,23 +308,23 @@ def state() -> str:
 
 
 def status() -> dict:
-    """How the last launch is doing; None is unknown, and numbers are as the command wrote them."""
+    """The state and progress of the last launch; None is unknown, and numbers are as the command wrote them."""
     launch, now = latest(), time.time()
     fields = (read(LATEST / "progress").split("\t") + ["-"] * 5)[:5]
     step, steps, loss, speed, at = (None if field in ("", "-") else field for field in fields)
-    found = {"state": state(), "launch": launch.name, "commit": launch.commit[:7], "step": step, "steps": steps}
-    found |= {"loss": loss, "tokens_per_s": speed, "step_s_ago": None, "log_s_ago": None}
+    values = {"state": state(), "launch": launch.name, "commit": launch.commit[:7], "step": step, "steps": steps}
+    values |= {"loss": loss, "tokens_per_s": speed, "step_s_ago": None, "log_s_ago": None}
     if at and re.fullmatch(r"[1-9]\d*(\.\d*)?", at):
-        found["step_s_ago"] = max(0, int(now - float(at)))
+        values["step_s_ago"] = max(0, int(now - float(at)))
     if (LATEST / "log").exists():
-        found["log_s_ago"] = max(0, int(now - os.path.getmtime(LATEST / "log")))
-    return {**found, "last_line": last_line(LATEST / "log") or None, "by": launch.by, "command": launch.words()}
+        values["log_s_ago"] = max(0, int(now - os.path.getmtime(LATEST / "log")))
+    return {**values, "last_line": last_line(LATEST / "log") or None, "by": launch.by, "command": launch.words()}
 
 
 def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
-    """SIGTERM, and SIGKILL so many seconds later; at once if they are 0. launch: only if that is the last one here.
+    """Send SIGTERM, then SIGKILL after `grace_s` seconds. launch: stop only if this is the last launch here.
 
-    Whoever comes second only waits: the run would take another SIGTERM for "at once".
+    A second `stop` only waits for the first, because a second SIGTERM would make the run exit without saving.
     """
     begin, end, waits = time.monotonic(), "stopped", ""
     if launch and latest().name != launch:
@@ -334,10 +334,10 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
     if latest().by != by and not yes:
         return {"owner": latest().by}
     here = LATEST.resolve()
-    if create(here / "stop", by):  # from here on nothing is started again
-        wait_for(1, (here / "pid").exists)  # it may just be starting
+    if create(here / "stop", by):  # prevents all further restarts
+        wait_for(1, (here / "pid").exists)  # the command may be starting right now
     else:
-        waits = f", as {read(here / 'stop') or 'somebody'} had asked before"
+        waits = f", requested earlier by {read(here / 'stop') or 'somebody'}"
     while not nothing_runs() and time.monotonic() - begin < grace_s:
         if (pid := read(here / "pid")) and create(here / "told"):
             kill(int(pid), signal.SIGTERM)
@@ -347,8 +347,8 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
         if pid := read(here / "pid"):
             kill(int(pid), signal.SIGKILL)
         if not wait_for(10, nothing_runs):
-            left = " ".join(map(str, holders(f"{os.getcwd()}/lock")))
-            raise Refused(f"a process of the run is alive after SIGKILL: {left}")
+            pids = " ".join(map(str, holders(f"{os.getcwd()}/lock")))
+            raise Refused(f"a process of the run is still alive after SIGKILL: {pids}")
     if read(here / "exit") == "137":
         end, waits = "killed", waits + ", SIGTERM did not end it" * (grace_s > 0)
     result = f"{end} after {time.monotonic() - begin:.0f} s{waits}: {state().replace('stopped, ', '')}"
@@ -356,22 +356,22 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
 
 
 def create(path: Path, text: str = "") -> bool:
-    """Create a file; empty, where the disk is full. False if it is there."""
+    """Create a file, which stays empty if the disk is full. Returns False if it exists already."""
     try:
         with open(path, "x") as file:
             file.write(text)
     except FileExistsError:
         return False
-    except OSError:  # there is no room for the text
+    except OSError:  # the disk is full
         pass
     return True
 
 
-# A look at the host ---------------------------------------------------------------------------------------------------
+# Inspecting the host --------------------------------------------------------------------------------------------------
 
 
 def logs(lines: int, follow: bool) -> dict:
-    """The last lines of the log; follow: and what is added to it, then the logs of later launches."""
+    """Send the last lines of the log. follow: also send new lines, then the logs of later launches."""
     if not (LATEST / "log").exists():
         raise Refused("nothing was launched here")
     while True:
@@ -390,8 +390,8 @@ def logs(lines: int, follow: bool) -> dict:
 
 
 def show_more(file) -> bool:
-    """Emit the whole lines that were added to a log, then wait a moment. False if the reader has left."""
-    if file.tell() > os.path.getsize(file.name):  # it has begun anew
+    """Emit the complete lines added to a log, then wait 0.2 s. Returns False if the reader has disconnected."""
+    if file.tell() > os.path.getsize(file.name):  # the log was truncated
         file.seek(0)
     while (at := file.tell()) is not None and (line := file.readline()).endswith("\n"):
         emit("line", line[:-1])
@@ -402,7 +402,7 @@ def show_more(file) -> bool:
 
 
 def run_beside(command: list[str]) -> dict:
-    """Run a command beside the run, in its commit."""
+    """Run a command next to the training run, in its commit."""
     if not (launch := latest()).command:
         raise Refused("nothing was launched here")
     where = {"cwd": f"commits/{launch.commit}", "env": environment_of(launch.commit, {}), "stdin": subprocess.DEVNULL}
@@ -418,10 +418,10 @@ def run_beside(command: list[str]) -> dict:
 
 
 def pack(run: str) -> dict:
-    """A tar.gz of what a run holds, as lines of base64. A file may grow meanwhile."""
+    """Send a tar.gz of a run's folder as lines of base64. Files may grow meanwhile."""
     names = sorted(os.listdir("runs")) if os.path.isdir("runs") else []
     if run not in names:
-        raise Refused(f"has no runs/{run}; there is: {', '.join(names)[:200] or 'none'}")
+        raise Refused(f"runs/{run} does not exist; existing runs: {', '.join(names)[:200] or 'none'}")
     command = ["tar", "--warning=no-file-changed", "-czf", "-", "-C", f"runs/{run}", "."]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         while part := child.stdout.read(1 << 16):
@@ -432,8 +432,7 @@ def pack(run: str) -> dict:
 
 
 def clean(keep: int, commit: str) -> dict:
-    """Remove launches but the last `keep`, commits that neither they nor `commit` need, and packages that no commit
-    which stays needs."""
+    """Remove all but the last `keep` launches, and the commits and packages that neither they nor `commit` use."""
     last, before, removed = LATEST.resolve().name, disk_kib(), []
 
     def remove(paths, needed) -> None:
@@ -442,7 +441,7 @@ def clean(keep: int, commit: str) -> dict:
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(str(path)[:26])
 
-    launches = sorted(Path("launches").glob("2*"))  # in the order of their times
+    launches = sorted(Path("launches").glob("2*"))  # a name starts with the launch time
     remove(launches[: max(0, len(launches) - keep)], {last})
     stay = [json.loads(read(path) or "{}").get("commit") for path in Path("launches").glob(f"2*/{BEGINNING}")]
     remove(Path("commits").glob("[0-9a-f]*"), {commit, *stay})
@@ -456,7 +455,7 @@ def disk_kib() -> int:
 
 
 def tpu() -> str:
-    """Who has the TPU. libtpu locks this file; one that another user left behind keeps everyone else out."""
+    """Who is using the TPU. libtpu locks a file; if another user left it behind, nobody else can open the TPU."""
     file = os.environ.get("LIBTPU_LOCKFILE", "/tmp/libtpu_lockfile")
     if not os.path.exists(file):
         return "free" if has_tpu() else "none"
@@ -467,7 +466,7 @@ def tpu() -> str:
     return (
         "free"
         if at.st_uid == os.geteuid()
-        else f"locked by a file that {user_of(at.st_uid)} left and no process holds: sudo rm {file}"
+        else f"locked by an unused file that {user_of(at.st_uid)} left behind; remove it: sudo rm {file}"
     )
 
 
@@ -480,7 +479,7 @@ def doctor(commit: str) -> dict:
 
 
 def usage() -> dict:
-    """Load of the cores, memory, disk, and each TPU chip's memory and use where `tpu-info` is installed."""
+    """CPU load, memory, disk, and each TPU chip's memory and utilization if `tpu-info` is installed."""
     sizes = dict(line.split(":") for line in read(Path("/proc/meminfo")).splitlines())
     total, free = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     disk, chips = shutil.disk_usage("."), ""
@@ -501,7 +500,7 @@ VERBS["exec"] = run_beside
 
 
 def enter(folder: str) -> None:
-    """Work in the folder that is ours."""
+    """Create the launch folder if it is missing, and change into it."""
     try:
         os.chdir(os.path.expanduser("~"))
         os.makedirs(folder, exist_ok=True)
@@ -513,7 +512,7 @@ def enter(folder: str) -> None:
 
 
 def answer() -> None:
-    """Do what the request on standard input asks for."""
+    """Read a request from standard input, carry it out, and send the answer."""
     global mark
     request = json.loads(stdin.readline())
     mark = request.pop("mark")
@@ -524,11 +523,11 @@ def answer() -> None:
         emit("answer", VERBS[request.pop("do")](**request))
     except (Refused, OSError) as error:
         emit("error", str(error))
-    os._exit(0)  # a thread may still wait for a word on standard input
+    os._exit(0)  # a thread may still be reading standard input
 
 
 def main() -> None:
-    """Answer a request; or, as a file of a launch, agent.py FOLDER supervise LAUNCH, or agent.py FOLDER logs LINES."""
+    """Answer a request over ssh, or run as `agent.py FOLDER supervise LAUNCH` or `agent.py FOLDER logs LINES`."""
     if sys.argv[0] == "-c":
         return answer()
     os.chdir(sys.argv[1])

@@ -1,6 +1,6 @@
-"""Watch over a command on this host: run it to its end, start it again when it fails, and know how it is doing.
+"""Supervise a command on this host: run it, kill it if it freezes, and restart it if it fails.
 
-It works in the folder that `agent.py` describes, and is sent to a host together with it, as one text.
+It runs in the folder that `agent.py` describes. Both files are sent to a host as one text.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import subprocess
 import time
 from pathlib import Path
 
-WATCH_S = 5  # between two looks at a command
-ABSENT_MOST = 12  # attempts in a row that not all processes joined
+WATCH_S = 5  # seconds between two checks of a command
+ABSENT_MOST = 12  # attempts in a row that not all processes joined, before it gives up
 LATEST = Path("launches/latest")
 BEGINNING = "launch.json"
-FINAL = (0, 2, 126, 127, 130, 143)  # done; asked wrongly, no such command: it would end so again; stopped by a signal
+FINAL = (0, 2, 126, 127, 130, 143)  # no restart: success; usage error; cannot execute, not found; SIGINT, SIGTERM
 
 
 class Refused(Exception):
-    """The host does not do what it was asked; the message says why, and what to do."""
+    """A host refuses a request; the message explains why and what to do."""
 
 
 def write(path: Path, text: str) -> bool:
-    """Replace a small file at once, or not at all: False. A full disk takes it if FILE.partial was there before."""
+    """Replace a small file atomically; returns whether it worked. On a full disk it works if FILE.partial exists."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "r+" if partial.exists() else "w") as file:
@@ -48,7 +48,7 @@ def read(path: Path, default: str = "") -> str:
 
 
 def wait_for(seconds: float, what):
-    """Wait until what() is true, and return it; the last value after so many seconds."""
+    """Wait until what() is true, for at most `seconds`, and return its last value."""
     end = time.monotonic() + seconds
     while not (value := what()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -56,7 +56,7 @@ def wait_for(seconds: float, what):
 
 
 def last_line(path: Path) -> str:
-    """The last line that is there to read, without colors, and without what a progress bar has overwritten."""
+    """The last visible line of text, without colors and without what a progress bar has overwritten."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 4096))
         text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", file.read().decode(errors="replace").replace("\r", "\n"))
@@ -66,7 +66,7 @@ def last_line(path: Path) -> str:
 
 
 def take(path: str, seconds: float = 0, how: int = fcntl.LOCK_EX):
-    """Lock a file; returns its descriptor, None if another process holds it for so long."""
+    """Lock a file and return its descriptor, or None if another process still holds it after `seconds`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def locked():
@@ -96,11 +96,11 @@ def kill(group: int, number: int) -> None:
 
 @dataclasses.dataclass
 class Launch:
-    """What a launch was told: launches/NAME/launch.json."""
+    """The request behind a launch, stored as launches/NAME/launch.json."""
 
     name: str = "-"
     commit: str = "-"
-    host: str = "-"  # this host, and that of process 0, as launcher.sh names them
+    host: str = "-"  # this host, and below the host of process 0, as launcher.sh names them
     first_host: str = "-"
     process: int = 0
     by: str = "-"  # who started it
@@ -108,7 +108,7 @@ class Launch:
     wait_s: int = 90  # before a restart
     log_mib: int = 256
     on_end: str = ""
-    starter: int = 0  # the process that tells it to begin
+    starter: int = 0  # the process id of the agent that gives the start signal
     command: list = dataclasses.field(default_factory=list)
     environment: dict = dataclasses.field(default_factory=dict)
 
@@ -117,13 +117,13 @@ class Launch:
         return Path("launches", self.name)
 
     def words(self) -> str:
-        """The command, without values that look like keys."""
+        """The command line, with values that look like keys replaced by ***."""
         text = " ".join(" ".join(self.command).split())
         return re.sub(r"(^| )(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=\S*", r"\1\2=***", text)[:200]
 
 
 def latest() -> Launch:
-    """The last launch; one of no name if there is none."""
+    """The last launch; a Launch with default values if there is none."""
     try:
         return Launch(**json.loads((LATEST / BEGINNING).read_text()))
     except (OSError, ValueError, TypeError):
@@ -137,15 +137,15 @@ def about_latest() -> str:
 
 
 def environment_of(commit: str, more: dict) -> dict:
-    """The environment of a command that runs in a commit, whose packages come first in PATH."""
+    """The environment of a command that runs in a commit; the commit's packages come first in PATH."""
     folder = f"{os.getcwd()}/commits/{commit}"
-    # A bash that finds SSH_CLIENT reads .bashrc, whose words would be in the log.
+    # If SSH_CLIENT is set, bash reads .bashrc, and the output of .bashrc would be in the log.
     inherited = {name: value for name, value in os.environ.items() if name not in ("SSH_CLIENT", "SSH2_CLIENT")}
     return {**inherited, **more, "PATH": f"{folder}/.venv/bin:{os.environ.get('PATH', os.defpath)}"}
 
 
 class Supervisor:
-    """Runs in the tmux session, which shows the log; nothing that is typed or closed there reaches the command."""
+    """Runs a launch's command. Its tmux session shows the log; typing in or closing the session has no effect."""
 
     def __init__(self, name: str):
         self.launch = Launch(**json.loads(Path("launches", name, BEGINNING).read_text()))
@@ -154,12 +154,12 @@ class Supervisor:
         self.killed, self.child, self.moved, self.quiet_s = False, None, None, 0
         if self.lock is None:
             raise Refused("a run is alive here")
-        os.set_inheritable(self.lock, True)  # by the command and all it starts
+        os.set_inheritable(self.lock, True)  # the command and its child processes hold the lock too
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, because the command would inherit that
 
     def note(self, text: str) -> None:
-        """Write a line to the log, if the disk has room for it."""
+        """Write a line to the log, unless the disk is full."""
         with contextlib.suppress(OSError), open(self.here / "log", "a") as log:
             log.write(f"supervisor: {text}\n")
 
@@ -167,7 +167,7 @@ class Supervisor:
         return (self.here / "stop").exists()
 
     def run(self) -> None:
-        """Wait until all hosts are ready, run the command until it is done, and write its exit status."""
+        """Wait for the start signal, run the command with its restarts, and write its exit status."""
         os.close(os.open(self.here / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))
         show = ["tail", "-n", "+1", "-F", f"--pid={os.getpid()}", self.here / "log"]
         subprocess.Popen(show, stderr=subprocess.DEVNULL)
@@ -181,29 +181,29 @@ class Supervisor:
                 subprocess.Popen(["bash", "-c", self.launch.on_end], **where, **self.apart(log))
 
     def attempts(self) -> int:
-        """Run the command until it ends in a way that another attempt would not mend; returns its exit status."""
+        """Run the command, restarting it as `next_restart` allows; returns the last exit status."""
         while True:
             code = self.run_once()
             if self.stopped() or not (why := self.next_restart(code)):
                 return code
-            kill(self.child.pid, signal.SIGKILL)  # what it left behind
+            kill(self.child.pid, signal.SIGKILL)  # child processes that it left behind
             with contextlib.suppress(FileNotFoundError):
                 (self.here / "pid").replace(self.here / "pid.partial")
-            write(self.here / "restarts", why)  # in this order: `running, restarted` is said of the next attempt alone
+            write(self.here / "restarts", why)  # after removing pid, or `status` would show `running, restarted`
             self.note(f"the command exited with status {code}; restarting in {self.launch.wait_s} s, {why}")
             if wait_for(self.launch.wait_s, self.stopped):
                 return code
             self.note(f"restarted, {why}")
 
     def apart(self, log) -> dict:
-        """How a command is started: in a session of its own, so that `stop` can signal all its processes."""
+        """Arguments that start a command in its own session, so that `stop` can signal all its processes."""
         return {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
 
     def environment(self) -> dict:
         return {**environment_of(self.launch.commit, self.launch.environment), "PYTHONUNBUFFERED": "1"}
 
     def run_once(self) -> int:
-        """Run the command to its end, and return its exit status as a shell has it."""
+        """Run the command once; returns its exit status as a shell reports it."""
         for name in ("progress", "alive"):
             with contextlib.suppress(FileNotFoundError):
                 (self.here / name).unlink()
@@ -226,21 +226,21 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def poll(self) -> int | None:
-        """The command's exit status, as Python has it; None if it is still there after WATCH_S."""
+        """The command's return code as Python reports it, or None if it is still running after WATCH_S."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.child.wait(WATCH_S)
 
     def watch_over(self) -> None:
-        """Keep the log small, and kill a command that sent no heartbeat for as long as it says.
+        """Rotate a large log, and kill the command if it sent no heartbeat for the time that it announced.
 
-        A command that hangs in a device, or is frozen, cannot exit by itself. What counts is how often this has looked,
-        so a clock that jumps, or a machine that slept, does no harm.
+        A command that is frozen or hangs in a device cannot exit by itself. The silence is counted in checks of WATCH_S
+        seconds, not by the clock, so a clock change or a suspended machine does not kill a healthy command.
         """
         if (self.here / "log").stat().st_size > self.launch.log_mib << 20:
-            with contextlib.suppress(OSError):  # where the disk is full, the old text is lost
+            with contextlib.suppress(OSError):  # if the disk is full, the old text is lost
                 shutil.copyfile(self.here / "log", self.here / "log.old")
                 os.chmod(self.here / "log.old", 0o600)
-            os.truncate(self.here / "log", 0)  # the command goes on writing to the same file
+            os.truncate(self.here / "log", 0)  # the command keeps its open file
         with contextlib.suppress(OSError, ValueError):
             moved = (self.here / "alive").stat().st_mtime_ns
             self.quiet_s = self.quiet_s + WATCH_S if moved == self.moved else 0
@@ -251,19 +251,18 @@ class Supervisor:
                 kill(self.child.pid, signal.SIGKILL)
 
     def next_restart(self, code: int) -> str:
-        """Which restart comes next, in words; empty if none does.
+        """The next restart as text for log and status, such as "1 of 3"; empty if there is none.
 
-        Each host sees the end of the same attempts, so all count the same. A command that does not report is taken to
-        have joined.
+        All hosts see the same attempts end, so their counts agree. A command that reports no status counts as joined.
         """
         word, most = said_last(self.here), self.launch.restarts
         if not most:
             return ""
-        if word == "preempted":  # the system took a host away: no attempt of the run's own has failed
+        if word == "preempted":  # the cloud took a host away, so the command itself has not failed
             return f"{self.again} of {most} used; not counted: a host was preempted"
         if code in FINAL:
             return ""
-        if word == "joining":  # nothing was attempted, so no restart is spent
+        if word == "joining":  # training never began, so this uses up no restart
             self.absent += 1
             counts = f"not counted: not all processes joined, attempt {self.absent} of {ABSENT_MOST}"
             return f"{self.again} of {most} used; {counts}" if self.absent < ABSENT_MOST else ""
@@ -271,8 +270,9 @@ class Supervisor:
         return f"{self.again} of {most}" if self.again <= most else ""
 
     def why_aborted(self) -> str:
-        """JAX aborts all processes when one sends no heartbeats, which it names, and every one whose connection to
-        process 0 is gone; other aborts have other reasons."""
+        """The cause of a SIGABRT if it came from JAX; otherwise empty.
+
+        JAX aborts all processes when one sends no heartbeats, and names it; and each one that loses process 0."""
         lines = read(self.here / "log").splitlines()[-200:]
         begun = max((n for n, line in enumerate(lines) if line.startswith("supervisor: restarted")), default=0)
         silent = [lines[n + 1] for n in range(begun, len(lines) - 1) if "stopped sending heartbeats" in lines[n]]
@@ -285,17 +285,17 @@ class Supervisor:
 
 
 def said_last(here: Path) -> str:
-    """The word that the command reported last: joining, joined, preempted."""
+    """The status that the command reported last: joining, joined or preempted."""
     return "".join(read(here / "alive").split()[1:2])
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for want of memory since this host booted, in containers too."""
+    """The number of processes that the kernel's OOM killer has killed since boot, including those in containers."""
     return sum(int(line.split()[1]) for line in read(Path("/proc/vmstat")).splitlines() if line.startswith("oom_kill "))
 
 
 def why_killed(rise: int) -> str:
-    """Why a command got a SIGKILL that we did not send; `rise`: of the count above, meanwhile."""
+    """Explain a SIGKILL that the supervisor did not send. rise: how many OOM kills the kernel made meanwhile."""
     if rise:
         return f"the kernel killed the command: this host is out of memory (oom_kill in /proc/vmstat rose by {rise})"
-    return "SIGKILL ended the command; the kernel did not send it for want of memory. Was it somebody on this host?"
+    return "SIGKILL ended the command, and the kernel's OOM killer did not send it; did somebody on this host?"

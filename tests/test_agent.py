@@ -102,7 +102,7 @@ def test_a_launch_that_nobody_tells_to_begin_runs_nothing(host):
 
 
 @pytest.mark.parametrize(
-    "rise, says", [(0, "the kernel did not send it for want of memory"), (2, "this host is out of memory")]
+    "rise, says", [(0, "the kernel's OOM killer did not send it"), (2, "this host is out of memory")]
 )
 def test_a_killed_command_is_explained(host, monkeypatch, rise, says):
     """Catches `ended with status 137`, which does not tell a host without memory from a colleague's kill."""

@@ -95,7 +95,7 @@ def test_a_live_run_is_refused_unless_replaced(fleet):
     refused = launch(fleet, "true")
     assert refused.returncode == 1
     assert "host01  FAILED: a run is alive here: 2" in refused.stderr
-    assert "stop it, or --replace it" in refused.stderr
+    assert "stop it, or launch with --replace" in refused.stderr
     assert refused.stderr.endswith("error: nothing was started, because the hosts above are not ready\n")
     assert launches(fleet) == before
 
@@ -135,7 +135,7 @@ def has_another_commit(fleet, undo):
     text = makefile.read_text()
     makefile.write_text(text + "# an edit on the host\n")
     undo.append(lambda: makefile.write_text(text))
-    return "host01", f"the files of its commit are not as they were shipped: Makefile changed in .*/commits/{commit};"
+    return "host01", f"files of its commit were edited on the host: Makefile changed in .*/commits/{commit};"
 
 
 def hangs(fleet, undo):
@@ -150,7 +150,7 @@ def has_a_full_disk(fleet, undo):
     profile = fleet.hosts[1].home / ".bashrc"
     profile.write_text("trap '' XFSZ; ulimit -f 1  # KiB in a file\n")
     undo.append(profile.unlink)
-    return "host01", rf"the files of commit {commit} did not arrive whole; is the disk full\?"
+    return "host01", rf"the files of commit {commit} arrived incomplete; is the disk full\?"
 
 
 NOT_READY = [refuses_the_key, never_answers, is_not_there, has_another_commit, hangs, has_a_full_disk]
@@ -214,10 +214,10 @@ def test_who_holds_the_port_is_named_and_nothing_starts(fleet, how):
     user = getpass.getuser()
     who = rf"process {pid} \({user} .*python.* -c import socket.*\)"
     if how == "hidden":
-        who = f"a process that cannot be seen from here, of user {user}"
+        who = f"a process of user {user} that you have no permission to inspect"
     held, nothing = done.stderr.splitlines()
     assert re.fullmatch(
-        f"host00  FAILED: port {port} is held by {who}; end it, or set COORDINATOR_PORT to another", held
+        f"host00  FAILED: port {port} is in use by {who}; end it, or set COORDINATOR_PORT to another port", held
     )
     assert nothing == "error: nothing was started, because host00 has no port for the coordinator"
     assert launches(fleet) == before
@@ -477,7 +477,7 @@ def test_the_doctor_names_what_is_wrong(fleet):
         f"host01  PROBLEM: has another commit than {commit[:7]}: changed: requirements.txt",
         rf"host01  PROBLEM: its TPU is in use by process {held.pid} \(\w+ \S*python3 -c .*\)",
         f"host02  PROBLEM: has not got commit {commit[:7]}; ./setup_tpu.sh brings it",
-        "host02  PROBLEM: its TPU is locked by a file that nobody left and no process holds: sudo rm .*libtpu_lockfile",
+        "host02  PROBLEM: its TPU is locked by an unused file that nobody left behind; remove it: sudo rm .*_lockfile",
     ):
         assert re.search(f"^{line}$", ill.stdout, re.MULTILINE), (line, ill.stdout)
     abandoned.unlink()

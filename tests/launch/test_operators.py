@@ -63,7 +63,7 @@ def test_who_stops_second_waits_for_the_first(fleet):
     assert (first.returncode, second.returncode) == (0, 0)
     assert said(fleet) == [["asked", "saved"]] * 3
     assert len(re.findall(r"host0\d  stopped after \d+ s: exit 0; its log ends: saved", first_said)) == 3
-    waited = re.findall(r"host0\d  stopped after \d+ s, as anna@\S+ had asked before: exit 0; ", second.stdout)
+    waited = re.findall(r"host0\d  stopped after \d+ s, requested earlier by anna@\S+: exit 0; ", second.stdout)
     assert len(waited) == 3, second.stdout
 
 
@@ -263,7 +263,7 @@ def test_what_may_go_wrong_is_a_warning_at_the_launch(fleet):
     warnings = [line for line in done.stdout.splitlines() if "WARNING" in line]
     assert (
         warnings[0]
-        == f"host01  WARNING: its TPU is locked by a file that nobody left and no process holds: sudo rm {left}"
+        == f"host01  WARNING: its TPU is locked by an unused file that nobody left behind; remove it: sudo rm {left}"
     )
     assert re.fullmatch(r"host02  WARNING: its clock is 5184\d\d\d s from ours", warnings[1])
     assert len(warnings) == 2
@@ -415,7 +415,7 @@ def test_a_run_is_fetched_and_old_ones_are_cleaned_away(fleet, tmp_path):
     assert (into / "checkpoints/x").read_bytes() == (fleet.hosts[0].axis / "runs/r/checkpoints/x").read_bytes()
     assert fleet.run("launcher.sh", "fetch", "r", str(into)).returncode == 2
     absent = fleet.run("launcher.sh", "fetch", "s", str(tmp_path / "s"))
-    assert (absent.returncode, absent.stderr) == (1, "host00  FAILED: has no runs/s; there is: r\n")
+    assert (absent.returncode, absent.stderr) == (1, "host00  FAILED: runs/s does not exist; existing runs: r\n")
     for name in ("../launches", "..", "a/b", ""):  # a launch's folder holds the keys of --env
         refused = fleet.run("launcher.sh", "fetch", name, str(tmp_path / "x"))
         assert refused.returncode == 2
