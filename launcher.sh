@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Start a command on every host of a TPU slice, over ssh; or ask how it is doing, or stop it.
+# Start a command on every host of a TPU slice over ssh, show its status, or stop it.
 #
 #   ./launcher.sh --hosts hosts.txt -- python main.py moe1b
 #   ./launcher.sh --help
 #
-# Needs: Python 3.9 or later, ssh, git. Changes: what --help says.
+# Needs: Python 3.9 or later, ssh, git. Changes: see --help.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" > /dev/null && pwd)
@@ -13,5 +13,5 @@ for python in python3.11 python3.12 python3; do
     exec "$python" -c 'import sys; sys.path[0] = sys.argv.pop(1); from launch.__main__ import main; sys.exit(main())' "$root" "$@"
   fi
 done
-echo "error: Python 3.9 or later is missing" >&2
+echo "error: Python 3.9 or later is missing; install it, for example with apt-get install python3" >&2
 exit 2

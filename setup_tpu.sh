@@ -4,7 +4,7 @@
 #   ./setup_tpu.sh --hosts hosts.txt
 #   ./setup_tpu.sh --help
 #
-# Needs and changes: what --help says.
+# Needs and changes: see --help.
 set -euo pipefail
 
 AXIS_SCRIPT=setup_tpu exec "$(dirname "${BASH_SOURCE[0]}")/launcher.sh" "$@"

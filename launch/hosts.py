@@ -1,6 +1,6 @@
-"""Which hosts there are, and how they are asked: each over an ssh of its own, many at a time.
+"""Read the list of hosts and send them requests: one ssh connection per host, many in parallel.
 
-`python launch/hosts.py` prints the text that is sent first, with its length: a dry run names that command.
+`python launch/hosts.py` prints the agent's source after its length, for the commands that a dry run prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the login shell of a host runs, whichever that is: a Python that reads what follows on standard input.
+# Any login shell can run this command. It finds a Python that reads the agent's source from standard input.
 BOOT = """\
 for p in python3.11 python3.12 python3; do
 if "$p" -I -c "import sys; sys.exit(sys.version_info < (3, 9))" < /dev/null 2> /dev/null; then
@@ -32,11 +32,11 @@ KEYS = "import json, os, sys; print(json.dumps({name: os.environ[name] for name 
 
 
 class UserError(Exception):
-    """What was asked for cannot be done; nothing is changed, and the exit status is 2."""
+    """A usage error: nothing was changed, and the exit status is 2."""
 
 
 class Interrupted(Exception):
-    """A signal asked this process to end."""
+    """A signal interrupted this process; the argument is the exit status."""
 
 
 def whole_number(name: str, text: str) -> int:
@@ -46,7 +46,7 @@ def whole_number(name: str, text: str) -> int:
 
 
 def agent_source() -> str:
-    """supervisor.py and agent.py as one text."""
+    """The source of supervisor.py and agent.py as one program."""
     supervisor, agent = (ROOT.joinpath("launch", name).read_text() for name in ("supervisor.py", "agent.py"))
     ours = [line for line in agent.splitlines(True) if not line.startswith(("from __future__", "from launch."))]
     return supervisor + "".join(ours)
@@ -56,7 +56,7 @@ def agent_source() -> str:
 
 
 def read_hosts(lines) -> list[str]:
-    """A host a line, as ssh knows it; what follows # is a comment. Windows may have written the lines."""
+    """Parse one host per line, as ssh knows it. # starts a comment; a byte order mark and CRLF are accepted."""
     hosts = []
     for line in lines:
         words = line.lstrip("\ufeff").partition("#")[0].split()
@@ -64,52 +64,52 @@ def read_hosts(lines) -> list[str]:
             continue
         host = words[0]
         if len(words) > 1:
-            raise UserError(f"'{line.strip()}' is more than a host; one a line, options belong in ~/.ssh/config")
+            raise UserError(f"'{line.strip()}': write one host per line, and put ssh options in ~/.ssh/config")
         if host.startswith("-"):
-            raise UserError(f"'{host}' is no host; one a line")
+            raise UserError(f"'{host}' is not a host; write one host per line")
         if host.startswith("[") and host.endswith("]"):
-            host = host[1:-1]  # an IPv6 address, which ssh takes without brackets
+            host = host[1:-1]  # ssh accepts an IPv6 address only without brackets
         if host.count(":") == 1 and "://" not in host:
-            raise UserError(f"'{host}': ssh takes a port as ssh://{host}, or from ~/.ssh/config")
+            raise UserError(f"'{host}': write the port as ssh://{host}, or set it in ~/.ssh/config")
         if host in hosts:
-            raise UserError(f"{host} is named twice")
+            raise UserError(f"{host} is listed twice; remove one of its lines")
         hosts.append(host)
     return hosts
 
 
 def hosts_of_tpu(name: str, zone: str) -> list[str]:
-    """The addresses of a slice's hosts, in the order of its workers: the external ones where there are any."""
+    """The addresses of a slice's hosts in worker order, from gcloud; external addresses if the hosts have them."""
     endpoint = "networkEndpoints.accessConfig.externalIp,networkEndpoints.ipAddress"
     command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--zone", zone]
     command += ["--flatten=networkEndpoints[]", f"--format=csv[no-heading]({endpoint})"]
     try:
-        said = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
     except OSError as error:
-        raise UserError(f"--tpu needs gcloud: {error.strerror}") from None
-    return read_hosts(next(filter(None, line.split(",")), "") for line in said.splitlines())
+        raise UserError(f"--tpu cannot run gcloud: {error.strerror}; install gcloud, or use --hosts FILE") from None
+    return read_hosts(next(filter(None, line.split(",")), "") for line in output.splitlines())
 
 
 def keep_only(hosts: list[str], names: str) -> list[str]:
-    """Of the hosts these, in the order of the file."""
+    """The hosts that are in the comma-separated `names`, in the order of `hosts`."""
     wanted = [name for name in names.split(",") if name]
     for name in wanted:
         if name not in hosts:
-            raise UserError(f"--only {names}: {name} is none of the hosts: {' '.join(hosts)}")
+            raise UserError(f"--only {names}: {name} is not in the list of hosts: {' '.join(hosts)}")
     if not wanted:
-        raise UserError(f"--only '{names}' names no host")
+        raise UserError(f"--only '{names}' names no host; write --only HOST,HOST")
     return [host for host in hosts if host in wanted]
 
 
-# What is asked --------------------------------------------------------------------------------------------------------
+# Command line ---------------------------------------------------------------------------------------------------------
 
 VALUES = "--hosts --tpu --zone --only --restarts --on-end --env -n".split()  # flags with a value
-WHICH = {"--hosts", "--tpu", "--zone", "--only", "-"}  # flags that every command takes
+WHICH = {"--hosts", "--tpu", "--zone", "--only", "-"}  # flags that every command accepts
 
 
 def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dict, list[str], list[str]]:
-    """Split a command line into the verb, its words, its flags, what follows --, and the hosts.
+    """Split a command line into the verb, its arguments, its flags, the command after --, and the hosts.
 
-    takes  verb -> its own flags, and how many more words it takes, -1: what follows --; "" is no verb
+    takes  verb -> (its flags, its maximum number of arguments; -1: a command after --); "" stands for no verb
     """
     argv, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     words, flags, rest = [], {}, iter(argv)
@@ -125,13 +125,13 @@ def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dic
     verb, *words = words or [""]
     own, most = takes.get(verb, ("", None))
     if verb and command and most != -1:
-        raise UserError(f"'{verb}' before -- is none of its options; see {usage} --help")
+        raise UserError(f"'{verb}' before -- is not an option; see {usage} --help")
     if not verb and not command and most is not None:
-        raise UserError(f"say what to do: -- COMMAND..{', '.join(takes)}; see {usage} --help")
+        raise UserError(f"name a command: -- COMMAND..{', '.join(takes)}; see {usage} --help")
     if most is None:
-        raise UserError(f"'{verb}' is none of its commands; see {usage} --help")
+        raise UserError(f"'{verb}' is not a command of {usage}; see {usage} --help")
     if extra := [*(flag for flag in flags if flag not in {*own.split()} | WHICH), *words[max(most, 0) :]]:
-        raise UserError(f"{verb or 'a launch'} takes no '{extra[0]}'; see {usage} --help")
+        raise UserError(f"{verb or 'a launch'} does not accept '{extra[0]}'; see {usage} --help")
     return verb, words, flags, command, chosen_hosts(flags)
 
 
@@ -145,29 +145,29 @@ def chosen_hosts(flags: dict) -> list[str]:
         hosts, where = read_hosts(sys.stdin), "standard input"
     elif file:
         if os.path.isdir(file):
-            raise UserError(f"{file} is a directory; name a file of hosts, one a line")
+            raise UserError(f"{file} is a directory; name a file with one host per line")
         try:
             hosts, where = read_hosts(Path(file).read_text(encoding="utf-8").splitlines()), file
         except OSError:
-            raise UserError(f"{file}: there is no such file of hosts, which names one a line") from None
+            raise UserError(f"cannot read {file}; --hosts needs a file with one host per line") from None
     else:
-        raise UserError("say which hosts: --hosts FILE (one a line), --tpu NAME --zone ZONE, or - (standard input)")
+        raise UserError("name the hosts: --hosts FILE (one per line), --tpu NAME --zone ZONE, or - (standard input)")
     if not hosts:
-        raise UserError(f"{where} names no host")
+        raise UserError(f"{where} lists no hosts")
     return keep_only(hosts, flags["--only"]) if "--only" in flags else hosts
 
 
-# Asking them ----------------------------------------------------------------------------------------------------------
+# Requests -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Answer:
-    """What a host answered; `values` is None where it did not do what it was asked, and `error` says why."""
+    """A host's answer to a request. If the request failed, `values` is None and `error` explains why."""
 
     host: str
     values: dict | None = None
     error: str = ""
-    asked: float = 0.0  # when, and when it had answered, by our clock
+    asked: float = 0.0  # unix times of the request and the answer, by the local clock
     answered: float = 0.0
 
     @property
@@ -178,13 +178,13 @@ class Answer:
         return None if self.failed else self.values.get(name)
 
     def clock_s(self) -> int:
-        """How far its clock is ahead of ours, as far as the time that asking took can tell."""
+        """How far the host's clock is ahead of the local one, in seconds, within the duration of the request."""
         clock = self.get("clock") or self.asked
         return round(clock - min(max(clock, self.asked), self.answered))
 
 
 class Fleet:
-    """The hosts, and the settings of the environment."""
+    """The hosts, and the settings from environment variables."""
 
     def __init__(self, hosts: list[str]):
         self.hosts, env = hosts, os.environ.get
@@ -201,7 +201,7 @@ class Fleet:
         self.dry = bool(env("DRY_RUN"))
         self.places = threading.Semaphore(1 if self.dry else max(1, number("PARALLEL", 16)))
         self.ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={number('CONNECT_TIMEOUT', 10)}"]
-        self.ssh += ["-o", "StrictHostKeyChecking=accept-new", "-o", "ServerAliveInterval=15"]  # 45 s: a cut connection
+        self.ssh += ["-o", "StrictHostKeyChecking=accept-new", "-o", "ServerAliveInterval=15"]  # detects a cut in 45 s
         self.ssh += ["-F", env("SSH_CONFIG")] if env("SSH_CONFIG") else []
         self.children, self.ended, self.printing = set(), False, threading.Lock()
 
@@ -210,10 +210,10 @@ class Fleet:
             print(text, file=file or sys.stdout, flush=True)
 
     def ask_all(self, what, label: str | None = "", hosts=None, quiet=False, **how) -> list[Answer]:
-        """Ask every host, many at a time; prints a line for each as it is done.
+        """Send a request to all hosts, many in parallel, and print a line for each host when it is done.
 
-        what   a request, or a function of the host's number that asks it
-        label  what the line says; "": the answer's text; None: there is none. A failure is printed, unless `quiet`
+        what   a request, or a function that gets the host's number and returns its Answer
+        label  the text of that line; "": the answer's text; None: no line. Failures are printed unless `quiet`
         """
         answers: dict[int, Answer] = {}
 
@@ -242,13 +242,13 @@ class Fleet:
     def ask(
         self, number: int, request: dict, limit_s=None, payload=None, keys=(), on_line=None, on_ready=None
     ) -> Answer:
-        """Ask one host.
+        """Send a request to one host and return its answer.
 
-        limit_s   seconds it has; None: TIMEOUT, 0: for ever
+        limit_s   time limit in seconds; None: TIMEOUT, 0: no limit
         payload   a command whose output is sent after the request
-        keys      names of our variables that go into the request's environment
-        on_line   called with each line, or part, of what it shows
-        on_ready  called when it is ready to begin; returns whether it may. Meanwhile it takes no place of PARALLEL
+        keys      names of local variables that are added to the request's environment
+        on_line   called with each line or chunk of the output
+        on_ready  called when the host is ready; returns whether to begin. The wait does not count toward PARALLEL
         """
         host, mark = self.hosts[number], "dry-run" if self.dry else secrets.token_hex(8)
         command = [*self.ssh, "--", host, f"sh -c '{BOOT}' axis-by-axis {request['do']}"]
@@ -266,7 +266,7 @@ class Fleet:
 
 
 class Question:
-    """One request, while it is asked."""
+    """One request in flight."""
 
     def __init__(self, fleet: Fleet, host: str, command: list[str], mark: str, limit_s: int | None):
         self.fleet, self.host, self.mark, self.late, self.instead = fleet, host, mark, False, ""
@@ -276,12 +276,12 @@ class Question:
         fleet.children.add(self.child)
 
     def answer(self, text: bytes, payload, on_line, on_ready) -> Answer:
-        """Send the request, and read the answer to its end."""
+        """Send the request and read the complete answer."""
         answer = Answer(self.host, asked=time.time())
         timer = threading.Timer(self.limit_s or 10**8, self.give_up)
         timer.daemon = True
         timer.start()
-        with contextlib.suppress(OSError):  # it has left; what it answered says why
+        with contextlib.suppress(OSError):  # the host disconnected; its answer says why
             self.send(text, payload, stays_open=on_line or on_ready)
         for line in self.child.stdout:
             kind, value = self.parse(line)
@@ -318,9 +318,9 @@ class Question:
             self.child.stdin.close()
 
     def parse(self, line: bytes):
-        """(kind, value) of a line of the answer; (None, None) of anything else, as a login prints it."""
+        """Return (kind, value) of a line of the answer, or (None, None) for other output, such as a login's."""
         text = line.decode(errors="replace")
-        if self.mark not in text:  # it may follow something that ends without a line's end
+        if self.mark not in text:  # the mark may follow output that lacks a newline
             self.instead = text.strip()[:500] or self.instead
             return None, None
         return next(iter(json.loads(text.partition(self.mark)[2]).items()))
@@ -330,31 +330,31 @@ class Question:
         self.child.kill()
 
     def cause(self, status: int) -> str:
-        """Why there is no answer, and what to do."""
+        """Why the request got no answer, and what to do."""
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
         last, host = (lines or [""])[-1][:500], self.host
         if self.late:
-            return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or end a shared "
+            return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or close a shared ssh "
                     f"connection that hangs: ssh -O exit {host}")  # fmt: skip
         if status == 255 and "verification failed" in last:
             advice = [lines[n + 1] for n, line in enumerate(lines[:-1]) if line.endswith("remove with:")]
-            return f"has another host key than it had; if that is right: {(advice or [f'ssh-keygen -R {host}'])[0]}"
+            return f"the host key has changed; if you expected that: {(advice or [f'ssh-keygen -R {host}'])[0]}"
         if status == 255 and "Permission denied" in last:
-            return f"refuses the key ({last}); put yours there, or name it in ~/.ssh/config"
+            return f"rejects the ssh key ({last}); add your key on the host, or name the right one in ~/.ssh/config"
         if status == 255:
             return f"unreachable: {last}" if "timed out" in last else f"cannot be reached: {last}; try ssh {host}"
         if status != 69 and (status in (0, 127) or self.instead or not last):
-            prints = f"prints: {self.instead}" if self.instead else f"ends{f' ({last})' if last else ''}"
-            return f"gives no valid answer, but {prints}; look at the shell's startup files on {host} (.bashrc)"
+            output = f"prints: {self.instead}" if self.instead else f"exits{f' ({last})' if last else ''}"
+            return f"gives no valid answer but {output}; check the shell's startup files on {host} (.bashrc)"
         return last
 
 
-# Showing it -----------------------------------------------------------------------------------------------------------
+# Output ---------------------------------------------------------------------------------------------------------------
 
 
 def table(headings: list[str], rows: list[list]) -> None:
-    """Print columns: a host a line; None is shown as -."""
+    """Print a table with one line per host; None is shown as -."""
     cells = [["host", *headings]] + [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in cells if len(row) > n) for n in range(len(headings) + 1)]
     for row in cells:
@@ -362,18 +362,18 @@ def table(headings: list[str], rows: list[list]) -> None:
 
 
 def differing(answers: list[Answer], **names: str) -> list[str]:
-    """For each key, by its name: a line for each host that answered something else than most did."""
+    """A line for each host whose value of a key differs from that of most hosts. names: key -> printed name."""
     lines = []
     for key, name in names.items():
         values = {answer.host: answer.get(key) for answer in answers if answer.get(key) not in (None, "-", "none")}
         most = max(values.values(), key=[*values.values()].count, default=None)
         odd = {host: value for host, value in values.items() if value != most}
-        lines += [f"{host}  PROBLEM: has another {name}, {value}; most have {most}" for host, value in odd.items()]
+        lines += [f"{host}  PROBLEM: its {name} is {value}; most hosts have {most}" for host, value in odd.items()]
     return lines
 
 
 def handle_signals() -> None:
-    """From now on a signal raises Interrupted, once: what is done then is not interrupted."""
+    """Make SIGHUP, SIGINT and SIGTERM raise Interrupted; later signals are ignored, so cleanup can finish."""
 
     def interrupt(number, _):
         for other in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -381,12 +381,12 @@ def handle_signals() -> None:
         raise Interrupted(128 + number)
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, interrupt)
 
 
 def run_script(work, argv: list[str], description: str) -> int:
-    """Print the help of a script, or do what it does; returns its exit status."""
+    """Run a script, or print its help; returns the exit status."""
     handle_signals()
     try:
         if {"-h", "--help"} & {*argv[: argv.index("--") if "--" in argv else None]}:
@@ -400,7 +400,7 @@ def run_script(work, argv: list[str], description: str) -> int:
         return 2
     except Interrupted as signal:
         return signal.args[0]
-    except BrokenPipeError:  # its reader has left, as `head` does
+    except BrokenPipeError:  # the reader has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -5,77 +5,76 @@
   ./launcher.sh status --hosts hosts.txt
 
 Hosts: --hosts FILE, --tpu NAME --zone ZONE (their addresses, from gcloud), or - (standard input). --only HOST,HOST
-picks some of them, written as in the list. Each line names one host as ssh knows it: a name or an address, IPv6 too,
-user@HOST, or with a port ssh://[user@]HOST:PORT; # begins a comment. The first line is the first host. `ssh HOST
-true` must work without a question. For --tpu, name the user and gcloud's key, ~/.ssh/google_compute_engine, in
-~/.ssh/config.
+picks some of them, written as in the list. Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address,
+user@HOST, or ssh://[user@]HOST:PORT; # starts a comment. The first line is the first host. `ssh HOST true` must work
+without a prompt. For --tpu, name the user and gcloud's key, ~/.ssh/google_compute_engine, in ~/.ssh/config.
 
-  -- COMMAND..              ship the commit that is checked out here (uncommitted edits are refused) and start
-                            COMMAND in it on all hosts, or on none. The first host runs process 0. main.py's
-                            settings, training data and mesh are checked first. Every host gets ready, then all are
-                            told to begin. Before that, Ctrl-C or losing this terminal or machine cancels the launch
-                            on every host
-     --replace              once all hosts are ready, stop the run that is there, then start; without it a live run
+  -- COMMAND..              copy the commit that is checked out here (uncommitted edits are refused) to all hosts and
+                            start COMMAND in it on all of them, or on none. The first host runs process 0. main.py's
+                            settings, training data and mesh are checked first. When all hosts are ready, they all
+                            get the start signal. Before that, Ctrl-C or losing this terminal or machine cancels the
+                            launch on every host
+     --replace              when all hosts are ready, stop the current run, then start; without --replace a live run
                             is an error. The new run starts even if the old one had to be killed. If somebody else
-                            started the old run, it asks first; --yes skips the question, and is required without a
-                            terminal
-     --restarts N           if COMMAND fails, start it again on all hosts, at most N times (default: 3 for main.py on
-                            several hosts, otherwise 0), waiting RESTART_WAIT before each restart; main.py resumes
-                            from its newest checkpoint. Preemption, when the cloud takes a host away, restarts it
-                            too, and is not counted; nor is an attempt that some host did not join, but after 12 such
-                            attempts in a row (80 minutes) it gives up. Exit status 0, 2, 126, 127, 130 or 143
-                            without a preemption, and `stop`, end the run. A host that was switched off does not
-                            rejoin by itself: launch again, with --replace
-     --env NAME             give COMMAND, and the --on-end command, your exported variable NAME, such as a key;
-                            repeat it for more. It travels over ssh's standard input into a file that only you can
-                            read, which `clean` removes
-     --on-end 'COMMAND'     when the run has ended, or was stopped, run this in a shell of the first host, in the
-                            commit's folder, with AXIS_EXIT, the exit status. If that host is lost, it does not run
-  status [--short | --json] each host's state, step, loss and tokens/s, seconds since that step and since the log
-                            grew, and the log's last line; then what runs and who started it. --short: only hosts in
-                            trouble, and one line for all others. --json: one array with an object per host, and
-                            nothing else
-  logs [HOST] [-f]          the last lines of the log of all hosts, or one; -f follows it and the runs after it; -n
-                            LINES (default: 40)
-  stop [--now]              send SIGTERM, so that the run saves; then SIGKILL to what is left after GRACE, even if
-                            you press Ctrl-C here. A second `stop` only waits for the first. --now: SIGKILL at once.
-                            If somebody else started the run, it asks first; --yes skips the question
+                            started the old run, launcher.sh asks first; --yes skips the question, and is required
+                            without a terminal
+     --restarts N           if COMMAND fails, restart it on all hosts, at most N times (default: 3 for main.py on
+                            several hosts, otherwise 0), RESTART_WAIT seconds later; main.py resumes from its newest
+                            checkpoint. A preemption (the cloud takes a host away) also restarts COMMAND and is not
+                            counted. An attempt that some host did not join is not counted either, but after 12 such
+                            attempts in a row (80 minutes) it gives up. `stop`, and exit status 0, 2, 126, 127, 130
+                            or 143 without a preemption, end the run. A host that was switched off does not rejoin
+                            by itself: launch again, with --replace
+     --env NAME             pass your exported variable NAME, such as a key, to COMMAND and to the --on-end command;
+                            repeat it for more. The value travels over ssh's standard input into a file that only
+                            you can read, which `clean` removes
+     --on-end 'COMMAND'     when the run has ended or was stopped, run this in a shell on the first host, in the
+                            commit's folder; AXIS_EXIT is the exit status. If that host is lost, it does not run
+  status [--short | --json] each host's state, step, loss and tokens/s, seconds since that step and since the last
+                            log output, and the log's last line; then the command and who started it. --short: only
+                            hosts with problems, and one line for all others. --json: print only one array with an
+                            object per host
+  logs [HOST] [-f]          the last lines of the logs of all hosts or of one; -n LINES (default: 40); -f follows the
+                            logs, including those of later runs
+  stop [--now]              send SIGTERM, so that the run saves; after GRACE send SIGKILL to processes that are left,
+                            even if you press Ctrl-C here. A second `stop` only waits for the first. --now: SIGKILL
+                            at once. If somebody else started the run, it asks first; --yes skips the question
   exec -- COMMAND..         run COMMAND next to the run, in its commit, for at most TIMEOUT, and show its output
   fetch NAME [FOLDER]       copy runs/NAME of the first host to FOLDER here (default: runs/NAME), which must not
                             exist yet. With local disks the first host holds the complete checkpoints; with a shared
                             --run.dir, copy them from that disk
   usage                     each host's cores, memory, disk, and TPU chips where tpu-info is installed
-  doctor                    what is wrong on a host: ssh, tools, commit, Python, jax, disk, clock, TPU
+  doctor                    find problems on the hosts: ssh, tools, commit, Python, jax, disk, clock, TPU
   clean                     remove all launches and logs except the last KEEP and a live one, and the commits and
-                            packages that no remaining launch needs. Runs and training data stay; to remove a run:
+                            packages that no remaining launch needs. Runs and training data stay. Remove a run with
                             ./launcher.sh exec .. -- rm -r runs/NAME
 
-The arguments of COMMAND arrive as typed; for a shell on the hosts, use bash -c '..'. COMMAND finds the commit's
-packages first in PATH, AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (launch/agent.py explains them), and
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A TPU tells JAX these three itself; there
-AXIS_PROCESSES is the number of processes. To have several runs on the same hosts (not on a TPU, whose chips serve
-one run at a time), give each its own HOST_FOLDER and COORDINATOR_PORT, in every command about it; packages and
-training data are then brought again.
-Exit status of launcher.sh: 0: every host runs, or its command succeeded; 1: not so, or a host was not reached; 2:
-usage error, nothing was done; 3: a stop had to kill, so the steps since the last checkpoint are lost.
+COMMAND gets its arguments as you typed them; for a shell on the hosts, use bash -c '..'. Its PATH starts with the
+commit's packages. Its environment has AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (launch/agent.py explains them), and
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU, JAX gets these three from the TPU, and
+AXIS_PROCESSES is the number of processes instead. To start several runs on the same hosts (not on a TPU, whose chips
+serve one run at a time), give each its own HOST_FOLDER and COORDINATOR_PORT, in every command about it. Each folder
+needs its own packages and training data.
+Exit status of launcher.sh: 0: every host is running, or its command succeeded; 1: one is not, or cannot be reached;
+2: usage error, nothing was done; 3: a stop had to kill, so the steps since the last checkpoint are lost.
 
 Settings, from the environment:
   DRY_RUN=1                 print the commands, run none
-  PARALLEL=16               hosts asked at a time
-  TIMEOUT=60                seconds a host has to do what it is asked; CONNECT_TIMEOUT=10, to be reached
-  SETUP_TIMEOUT=900         seconds for shipping and installing
+  PARALLEL=16               hosts contacted in parallel
+  TIMEOUT=60                seconds for a request to a host; CONNECT_TIMEOUT=10, seconds to connect
+  SETUP_TIMEOUT=900         seconds for copying the commit and installing packages
   GRACE=120                 seconds between SIGTERM and SIGKILL
-  RESTART_WAIT=90           seconds in which the other hosts' processes notice that one is gone and exit too, so that
-                            all start again together
-  COORDINATOR_PORT=8476     where process 0 listens for the others; not on a TPU, where JAX chooses
-  HOST_FOLDER=axis-by-axis  where everything on a host is written: within its home, or an absolute path
-  VENV=                     a virtual environment that all hosts have at this path, instead of installing one
-  LOG_MIB=256               a log that has grown to this is moved to log.old, and starts over
-  KEEP=5                    launches that `clean` keeps
+  RESTART_WAIT=90           seconds before a restart; meanwhile the other hosts' processes notice that one is gone
+                            and exit, so that all restart together
+  COORDINATOR_PORT=8476     the port on which process 0 listens for the others; on a TPU, JAX chooses it
+  HOST_FOLDER=axis-by-axis  the only folder on a host that is written to: relative to the home folder, or absolute
+  VENV=                     use the virtual environment that all hosts have at this path; install none
+  LOG_MIB=256               when a log reaches this size, it is moved to log.old and starts over
+  KEEP=5                    number of launches that `clean` keeps
   SSH_CONFIG=               a file for ssh -F instead of ~/.ssh/config
 
 Needs: here ssh, git and Python 3.9; on the hosts Linux, tmux, tar, make and Python 3.11. Changes: on a host only
-HOST_FOLDER; here ssh's known_hosts, to which new hosts are added.
+HOST_FOLDER; here only ssh's known_hosts, to which it adds new hosts.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ from launch.hosts import ROOT, Answer, Fleet, Interrupted, UserError, table, who
 COLUMNS = {"state": "state", "launch": "launch", "commit": "commit", "step": "step", "loss": "loss",
            "tokens_per_s": "tokens/s", "step_s_ago": "step s ago", "log_s_ago": "log s ago",
            "last_line": "last line"}  # fmt: skip
-TAKES = {  # its own flags, and how many more words it takes, -1: what follows --; "": a launch
+TAKES = {  # verb -> (its flags, its maximum number of arguments; -1: a command after --); "": a launch
     "": ("--replace --yes --restarts --on-end --env", 0),
     "status": ("--short --json", 0),
     "logs": ("-f -n", 1),
@@ -108,7 +107,7 @@ TAKES = {  # its own flags, and how many more words it takes, -1: what follows -
     "doctor": ("", 0),
     "clean": ("", 0),
 }
-CLOCK_S, FREE_GIB = 2, 10  # more apart, less free: worth a word
+CLOCK_S, FREE_GIB = 2, 10  # warn if clocks differ by more, or if a disk has less free space
 
 
 # Setting up -----------------------------------------------------------------------------------------------------------
@@ -117,21 +116,21 @@ CLOCK_S, FREE_GIB = 2, 10  # more apart, less free: worth a word
 def git(*words: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{ROOT} is no git checkout; hosts are given a commit")
+        raise UserError(f"{ROOT} is not a git checkout; launcher.sh copies a commit to the hosts, so run it from one")
     return done.stdout
 
 
 def find_commit() -> str:
-    """The commit to ship. What is not committed would not be shipped, so it is refused."""
+    """The checked-out commit. Uncommitted edits are an error, because only the commit is copied to the hosts."""
     commit, edits = git("rev-parse", "HEAD").strip(), git("status", "--porcelain", "--untracked-files=no")
     if edits:
         names = " ".join(line[3:] for line in edits.splitlines())
-        raise UserError(f"not committed: {names}; hosts are given a commit, so commit first")
+        raise UserError(f"uncommitted edits: {names}; only a commit is copied to the hosts, so commit first")
     return commit
 
 
 def set_up(fleet: Fleet, commit: str, free: bool) -> list[Answer]:
-    """Have the commit and its packages on every host. free: that fails where a run is alive."""
+    """Install the commit and its packages on every host. free: fail on hosts where a run is alive."""
     print(f"commit {commit[:7]} on {len(fleet.hosts)} hosts", flush=True)
     about = {"commit": commit, "venv": fleet.venv, "free": free}
     archive = ["git", "-C", str(ROOT), "archive", "--format=tar.gz", commit]
@@ -139,7 +138,7 @@ def set_up(fleet: Fleet, commit: str, free: bool) -> list[Answer]:
     def prepare(number: int) -> Answer:
         answer = fleet.ask(number, {"do": "prepare", **about}, fleet.setup_s)
         if fleet.dry:
-            fleet.say('# only if that answers "absent", ship the commit:')
+            fleet.say('# only if the answer above is "absent", copy the commit:')
         if fleet.dry or answer.get("absent"):
             answer = fleet.ask(number, {"do": "receive", **about}, fleet.setup_s, archive)
         return answer
@@ -151,7 +150,7 @@ def set_up(fleet: Fleet, commit: str, free: bool) -> list[Answer]:
 
 
 class NotStarted(Exception):
-    """A launch that is given up before anything has begun."""
+    """A launch is canceled before any host has started the command."""
 
 
 def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
@@ -160,7 +159,7 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UserError(f"--env needs the name of a variable, not '{name}'")
         if name not in os.environ:
-            raise UserError(f"--env {name}: there is no such variable here; export it first")
+            raise UserError(f"--env {name}: this variable is not set here; export it first")
     if "--restarts" in flags:
         restarts = whole_number("--restarts", flags["--restarts"])
     commit, replace = find_commit(), "--replace" in flags
@@ -171,12 +170,12 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
         if not fleet.dry:
             check_hosts(ready)
         if replace and not may_stop(fleet, [answer.get("owner") for answer in ready], "--yes" in flags, "--replace"):
-            raise NotStarted("it was not to be replaced")
+            raise NotStarted("you chose not to replace the run")
         check_command(fleet, commit, command, keys, restarts)
         if replace and stop(fleet, {"--yes": True}) == 1:
-            raise NotStarted("the run is not stopped everywhere")
+            raise NotStarted("the old run could not be stopped on every host")
         if fleet.ask_all({"do": "port", "port": fleet.port}, None, [0])[0].failed:
-            raise NotStarted(f"{fleet.hosts[0]} has no port for the coordinator")
+            raise NotStarted(f"the coordinator's port on {fleet.hosts[0]} cannot be used")
         about = {"commit": commit, "command": command, "restarts": restarts, "on_end": flags.get("--on-end", "")}
         answers = begin_together(fleet, start_request(fleet, ready[0].get("address"), about), keys)
     except NotStarted as why:
@@ -184,12 +183,12 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
         return why.__cause__.args[0] if why.__cause__ else 1
     status = show_status(fleet, answers)
     if not fleet.dry:
-        print("Ask again: ./launcher.sh status, with the same hosts; logs and stop likewise")
+        print("To check on the run: ./launcher.sh status, with the same hosts; logs and stop work the same way")
     return status
 
 
 def start_request(fleet: Fleet, address: str | None, about: dict):
-    """A function of a host's number: the request to start there; `address` is that of the first host."""
+    """Return a function that maps a host's number to its start request. address: the address of the first host."""
     address = address or f"ADDRESS_OF_{fleet.hosts[0]}"
     coordinator = f"{f'[{address}]' if ':' in address else address}:{fleet.port}"
     about |= {"name": f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}", "first_host": fleet.hosts[0]}
@@ -204,7 +203,7 @@ def start_request(fleet: Fleet, address: str | None, about: dict):
 
 
 def default_restarts(fleet: Fleet, command: list[str]) -> int:
-    """main.py resumes, so a fleet that trains starts again by itself, unless each start would delete what is done."""
+    """3 restarts for training on several hosts, because main.py resumes; 0 if each start deletes the run."""
     deletes = "scratch" in command or "--run.restart=scratch" in command
     return 3 if is_training(command) and len(fleet.hosts) > 1 and not deletes else 0
 
@@ -214,32 +213,32 @@ def is_training(command: list[str]) -> bool:
 
 
 def check_hosts(ready: list[Answer]) -> None:
-    """Refuse one machine under two names, which would run two processes in one folder; warn of what may go wrong."""
+    """Refuse two names for one machine, which would run two processes in one folder; warn about likely problems."""
     seen = {}
     for answer in ready:
         if (other := seen.setdefault(answer.get("machine"), answer.host)) != answer.host:
-            raise NotStarted(f"{other} and {answer.host} are one machine: name it once")
+            raise NotStarted(f"{other} and {answer.host} are the same machine; list it once")
         if abs(answer.clock_s()) > CLOCK_S:
-            print(f"{answer.host}  WARNING: its clock is {answer.clock_s()} s from ours")
+            print(f"{answer.host}  WARNING: its clock differs by {answer.clock_s()} s from this machine's")
         if answer.get("free_gib") < FREE_GIB:
-            print(f"{answer.host}  WARNING: has {answer.get('free_gib')} GiB of free disk")
+            print(f"{answer.host}  WARNING: only {answer.get('free_gib')} GiB of disk space are free")
         if answer.get("tpu").startswith("locked"):
             print(f"{answer.host}  WARNING: its TPU is {answer.get('tpu')}")
 
 
 def may_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
-    """Whether to stop a run, which somebody else may have started."""
+    """Whether to stop the run; asks the user first if somebody else started it."""
     others = " ".join(sorted({owner for owner in owners if owner not in (None, "-", fleet.by)}))
     if yes or not others:
         return True
     if not sys.stdin.isatty():
-        raise UserError(f"{others} started the run there, not {fleet.by}; ask them first, or stop it with {flag} --yes")
-    reply = input(f"{others} started the run there, not {fleet.by}. Stop it? [y/N] ")
+        raise UserError(f"{others} started this run, not {fleet.by}; ask them first, or stop it with {flag} --yes")
+    reply = input(f"{others} started this run, not {fleet.by}. Stop it? [y/N] ")
     return reply.strip().lower() in ("y", "yes")
 
 
 def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str], restarts: int) -> None:
-    """Ask main.py on each host whether it would run there. A line for each reason, not for each host."""
+    """Ask main.py on each host whether it would run there; prints each different reason once."""
     if not is_training(command):
         return
     more = {"AXIS_RESTART_WAIT": str(fleet.wait_s)} if restarts else {}
@@ -261,10 +260,10 @@ def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str]
 
 
 def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
-    """Have every host get ready, then tell all to begin at once; none begins unless all are ready.
+    """Prepare every host, then send all of them the start signal together, once all are ready.
 
-    A host begins when it is told, and gives up when its connection to us ends. So whatever ends this process before all
-    are ready, nothing runs.
+    A host begins when it gets the signal, and cancels the launch when its connection to this process closes. So
+    nothing runs if this process ends, for whatever reason, before all hosts are ready.
     """
     begun = threading.Event()
     ready = threading.Barrier(len(fleet.hosts), begun.set)
@@ -290,16 +289,16 @@ def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
     if answers and not any(answer.failed for answer in answers):
         return answers
     if not begun.is_set():
-        raise NotStarted("you ended it" if ended else "the hosts above were not ready to begin") from ended
-    print("error: not every host began, so all are stopped; what --replace stopped stays stopped", file=sys.stderr)
+        raise NotStarted("you canceled it" if ended else "the hosts above were not ready to begin") from ended
+    print("error: not every host began, so all are stopped; --replace does not restart the old run", file=sys.stderr)
     about = {"grace_s": 0, "by": fleet.by, "yes": True, "launch": request(0)["launch"]["name"]}
     fleet.ended = False
     if any(answer.failed for answer in fleet.ask_all({"do": "stop", **about})):
-        print("error: not stopped everywhere; once all hosts answer: ./launcher.sh stop --now", file=sys.stderr)
+        print("error: some hosts are not stopped; when all hosts answer: ./launcher.sh stop --now", file=sys.stderr)
     raise ended or SystemExit(1)
 
 
-# Asking ---------------------------------------------------------------------------------------------------------------
+# Other commands -------------------------------------------------------------------------------------------------------
 
 
 def status(fleet: Fleet, flags: dict) -> int:
@@ -325,7 +324,7 @@ def in_trouble(answer: Answer) -> bool:
 
 
 def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int:
-    """The table, or of it the hosts in trouble. 1 unless every host runs, or has ended well, and in the same launch."""
+    """Print the table (short: only problems). Returns 0 if all hosts run or have succeeded, in the same launch."""
     if fleet.dry:
         return 0
     trouble = [answer for answer in answers if in_trouble(answer)]
@@ -335,13 +334,13 @@ def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int
     if short and well:
         state, _, _, step, loss, speed, *_ = row(well[0])[1:]
         state, step, loss, speed = (cell or "-" for cell in (state, step, loss, speed))
-        print(f"{len(well)} hosts well, as {well[0].host}: {state}, step {step}, loss {loss}, tokens/s {speed}")
+        print(f"{len(well)} hosts are well; {well[0].host}: {state}, step {step}, loss {loss}, tokens/s {speed}")
     elif not short:
         what = {f"{answer.get('launch')} by {answer.get('by')}: {answer.get('command')}" for answer in answers
                 if answer.get("command")}  # fmt: skip
         print(*sorted(what), sep="\n", end="\n" * bool(what))
     lines = hosts.differing(answers, commit="commit") or hosts.differing(answers, launch="launch")
-    gone = "its supervisor is gone, as when a host is switched off; launch again, with --replace"
+    gone = "its supervisor is gone, as after a power-off or reboot; launch again, with --replace"
     lines += [f"{answer.host}  PROBLEM: {gone}" for answer in trouble if answer.get("state") == "vanished"]
     print(*lines, sep="\n", end="\n" * bool(lines))
     return int(bool(trouble or lines))
@@ -357,13 +356,13 @@ def row(answer: Answer) -> list:
 
 
 def stop(fleet: Fleet, flags: dict) -> int:
-    """3 where something was killed, 1 where a host was not reached."""
+    """Stop the run; returns 3 if a process had to be killed, 1 if a request failed."""
     grace = 0 if "--now" in flags else fleet.grace_s
     request = {"do": "stop", "grace_s": grace, "by": fleet.by, "yes": "--yes" in flags}
     answers = fleet.ask_all(request, limit_s=grace + fleet.limit_s)
     if owned := [number for number, answer in enumerate(answers) if answer.get("owner")]:
         if not may_stop(fleet, [answers[number].get("owner") for number in owned], False, "stop"):
-            raise UserError("it was not to be stopped")
+            raise UserError("you chose not to stop the run")
         answers += fleet.ask_all({**request, "yes": True}, hosts=owned, limit_s=grace + fleet.limit_s)
     if any(answer.failed for answer in answers):
         return 1
@@ -371,7 +370,7 @@ def stop(fleet: Fleet, flags: dict) -> int:
 
 
 def stream(fleet: Fleet, request: dict, limit_s: int | None = None) -> int:
-    """Show what the hosts answer as it comes, each line with its host."""
+    """Print the hosts' output as it arrives, each line after its host's name."""
 
     def one(number: int) -> Answer:
         prefix = f"{fleet.hosts[number]} | " if len(fleet.hosts) > 1 else ""
@@ -389,12 +388,12 @@ def logs(fleet: Fleet, words: list[str], flags: dict) -> int:
 
 def fetch(fleet: Fleet, words: list[str]) -> int:
     if not words:
-        raise UserError("fetch needs the name of a run, and may have a folder; see ./launcher.sh --help")
+        raise UserError("fetch needs the name of a run, and accepts a folder; see ./launcher.sh --help")
     run, into = words[0], Path((words + [f"runs/{words[0]}"])[1])
     if not re.fullmatch(r"\w[\w.-]*", run):
-        raise UserError(f"'{run}' is no name of a run: use letters, digits, '.', '_' and '-'")
+        raise UserError(f"'{run}' is not a valid run name: use letters, digits, '.', '_' and '-'")
     if into.exists():
-        raise UserError(f"{into} is there already; name another folder: fetch {run} FOLDER")
+        raise UserError(f"{into} exists already; name another folder: fetch {run} FOLDER")
     if fleet.dry:
         fleet.ask(0, {"do": "pack", "run": run})
         return 0
@@ -406,7 +405,7 @@ def fetch(fleet: Fleet, words: list[str]) -> int:
             keep = lambda part: unpack.stdin.write(base64.b64decode(part))
             answer = fleet.ask(0, {"do": "pack", "run": run}, on_line=keep, limit_s=fleet.setup_s)
         if answer.failed or unpack.returncode:
-            print(f"{fleet.hosts[0]}  FAILED: {answer.error or 'the run did not arrive whole'}", file=sys.stderr)
+            print(f"{fleet.hosts[0]}  FAILED: {answer.error or 'the run arrived incomplete'}", file=sys.stderr)
             return 1
         partial.rename(into)
     finally:
@@ -427,7 +426,7 @@ def clean(fleet: Fleet) -> int:
 
 
 def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
-    """A table of these fields. Returns a line for each host whose Python or jax is not that of most hosts."""
+    """Print a table of these fields. Returns a line for each host whose Python or jax differs from most hosts."""
     for answer in answers:
         answer.values = answer.values and {**answer.values, "clock_s": answer.clock_s()}
     cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
@@ -452,23 +451,23 @@ def doctor(fleet: Fleet) -> int:
 
 
 def problems(answer: Answer, commit: str):
-    """What is wrong on a host, and what to do."""
-    found = answer.values
-    if found["lacks"] != "nothing":
-        yield f"lacks {found['lacks']}"
-    if found["commit"] == "absent":
-        yield f"has not got commit {commit}; ./setup_tpu.sh brings it"
-    elif found["commit"] != "shipped":
-        yield f"has another commit than {commit}: {found['commit']}"
-    elif found["python"] == "none":
-        yield "has no packages; ./setup_tpu.sh installs them"
-    if found["free_gib"] < FREE_GIB:
-        yield f"has {found['free_gib']} GiB of free disk"
-    if abs(found["clock_s"]) > CLOCK_S:
-        yield f"its clock is {found['clock_s']} s from ours; does it run a time service?"
-    in_use = found["tpu"].startswith("in use") and found["run"].startswith("running")
-    if found["tpu"] not in ("none", "free") and not in_use:
-        yield f"its TPU is {found['tpu']}"
+    """Yield a line for each problem of a host, with its fix."""
+    values = answer.values
+    if values["lacks"] != "nothing":
+        yield f"these tools are missing: {values['lacks']}"
+    if values["commit"] == "absent":
+        yield f"commit {commit} is missing; ./setup_tpu.sh copies it"
+    elif values["commit"] != "shipped":
+        yield f"its files differ from commit {commit}: {values['commit']}"
+    elif values["python"] == "none":
+        yield "its packages are missing; ./setup_tpu.sh installs them"
+    if values["free_gib"] < FREE_GIB:
+        yield f"only {values['free_gib']} GiB of disk space are free"
+    if abs(values["clock_s"]) > CLOCK_S:
+        yield f"its clock differs by {values['clock_s']} s from this machine's; does it run a time service?"
+    in_use = values["tpu"].startswith("in use") and values["run"].startswith("running")
+    if values["tpu"] not in ("none", "free") and not in_use:
+        yield f"its TPU is {values['tpu']}"
 
 
 def run(argv: list[str]) -> int:
@@ -490,10 +489,10 @@ SETUP = """Put the commit that is checked out here, and its packages, on every h
   ./setup_tpu.sh --hosts hosts.txt
   ./setup_tpu.sh --tpu my-slice --zone us-central2-b
 
-launcher.sh does the same before it starts a command. What is there already stays, so it takes seconds then. Commits
-with identical lock files share one installation, which takes minutes; your own checkouts there are not touched.
+launcher.sh does the same before it starts a command; that takes seconds if everything is installed. Installing takes
+minutes. Commits with identical lock files share one installation. Your own checkouts on the hosts are not touched.
 
-Hosts, settings, exit status, what it needs and changes: see ./launcher.sh --help. Needs nothing more; changes the same.
+Hosts, settings and exit status: see ./launcher.sh --help. Needs and changes the same as launcher.sh.
 """
 
 
@@ -504,6 +503,6 @@ def setup(argv: list[str]) -> int:
     lines = show(fleet, answers, "python jax free_gib clock_s address")
     if not fleet.dry:
         print(
-            *lines, "With their devices: ./launcher.sh .. -- python -m train.selfcheck, with the same hosts", sep="\n"
+            *lines, "To test the devices: ./launcher.sh .. -- python -m train.selfcheck, with the same hosts", sep="\n"
         )
     return int(bool(lines) or any(answer.failed for answer in answers))

@@ -1,18 +1,18 @@
-"""Show every host of a slice at once: tmux windows of up to 8 hosts, a pane for each, and a monitor of them all.
+"""Show all hosts of a slice in tmux: windows of up to 8 hosts, one pane per host, and a monitor of all hosts.
 
   ./debug_tpu.sh --hosts hosts.txt                          # follow the run's log on every host
   ./debug_tpu.sh --tpu my-slice --zone us-central2-b -- df -h .
 
 A command runs in the commit that launcher.sh started last, with its packages. While a run is using the TPU, your
-command must not open the TPU. When it
-ends, or after Ctrl-C, its pane is a shell on the host. A pane whose host cannot be reached says why, and tries again.
-The monitor shows the hosts in trouble, and one line for all others. In tmux, Ctrl-B y types into all panes of the
-window, and Ctrl-B y again into one. If you started it inside another tmux, type Ctrl-B twice. Closing it (tmux -L
-axis-debug kill-server) ends what runs in the panes, never a run that launcher.sh started.
+command must not open the TPU. When the command ends, or after Ctrl-C, its pane becomes a shell on the host. A pane
+whose host cannot be reached shows why, and reconnects. The monitor lists the hosts with problems, and prints one line
+for all others. In tmux, Ctrl-B y switches between typing into one pane and into all panes of the window. Inside another
+tmux, press Ctrl-B twice. Closing it (tmux -L axis-debug kill-server) ends the commands in the panes, never a run that
+launcher.sh started.
 
-Hosts and settings: see ./launcher.sh --help. A window has as many panes, at most 8, as the terminal has room for.
-Without a terminal it prints how to attach to the windows instead.
-Needs: here tmux 3.0 and ssh; on the hosts a commit, which setup_tpu.sh or launcher.sh brings. Changes: nothing.
+Hosts and settings: see ./launcher.sh --help. A window has at most 8 panes, or fewer if the terminal is small.
+Without a terminal, it prints how to attach to the windows.
+Needs: here tmux 3.0 and ssh; on the hosts a commit, copied by setup_tpu.sh or launcher.sh. Changes: nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import sys
 
 from launch.hosts import ROOT, Fleet, UserError, parse
 
-TMUX = ["tmux", "-L", "axis-debug"]  # a server of its own: its key and options are not for your other sessions
+TMUX = ["tmux", "-L", "axis-debug"]  # a separate server, so your other sessions keep their keys and options
 FOLLOW = 'exec launches/latest/agent.py "$PWD" logs 1000'
 PANE = """while :; do
   status=0
   "${@:2}" || status=$?
   if [ "$status" = 255 ]; then
-    printf "\\n%s cannot be reached, or the connection is cut; again in 10 s (Enter: now, q: close)\\n" "$1"
+    printf "\\n%s cannot be reached, or the connection is cut; retrying in 10 s (Enter: now, q: close)\\n" "$1"
     read -r -t 10 -n 1 key || key=
   else
-    printf "\\n%s has ended with status %s (Enter: again, q: close)\\n" "$1" "$status"
+    printf "\\n%s exited with status %s (Enter: run again, q: close)\\n" "$1" "$status"
     read -r -n 1 key || exit
   fi
   [ "$key" != q ] || exit
@@ -49,7 +49,7 @@ done"""
 
 
 def on_host(folder: str, command: list[str]) -> str:
-    """What the shell of a host is told: to follow the log, or to run a command in the launched commit."""
+    """The shell command for a host: follow the log, or run `command` in the launched commit."""
     latest = 'cd "commits/$(sed -n \'s/.*"commit": "\\([0-9a-f]*\\)".*/\\1/p\' launches/latest/launch.json)" && '
     there = latest + "PATH=$PWD/.venv/bin:$PATH; " + shlex.join(command) if command else FOLLOW.removeprefix("exec ")
     script = f'trap : INT; cd && cd {shlex.quote(folder)} && {there}; exec "${{SHELL:-sh}}"'
@@ -57,13 +57,13 @@ def on_host(folder: str, command: list[str]) -> str:
 
 
 def open_windows(fleet: Fleet, command: list[str], lines: int, columns: int) -> None:
-    """A window with the monitor, then windows of as many panes as the terminal has room for."""
+    """Open a window with the monitor, then windows with as many panes as fit the terminal."""
     across, down = max(1, columns // 70), max(1, (lines - 1) // 7)
     many = min(8, across * down)
     size = ("-x", str(columns), "-y", str(lines))
     monitor = ("bash", "-c", MONITOR, "monitor", f"{ROOT}/launcher.sh", *fleet.hosts)
     tmux(fleet, "new-session", "-d", "-s", "axis", "-n", "monitor", *size, *monitor)
-    nested = "prefix twice: this is within another tmux; " if os.environ.get("TMUX") else ""
+    nested = "prefix twice (inside another tmux); " if os.environ.get("TMUX") else ""
     for option, value in {
         "pane-border-status": "top",
         "pane-border-format": " #{@host}#{?synchronize-panes, TYPING INTO ALL,} ",
@@ -99,17 +99,17 @@ def run(argv: list[str]) -> int:
     *_, command, hosts = parse(["debug", *argv], {"debug": ("", -1)}, "./debug_tpu.sh")
     fleet = Fleet(hosts)
     if not shutil.which("tmux"):
-        raise UserError("tmux is missing: apt-get install tmux, or brew install tmux")
+        raise UserError("tmux is missing; install it: apt-get install tmux, or brew install tmux")
     if not fleet.dry and subprocess.run([*TMUX, "has-session"], capture_output=True).returncode == 0:
-        raise UserError(f"it is open: {shlex.join(TMUX)} attach, or {shlex.join(TMUX)} kill-server")
+        raise UserError(f"it is open already: {shlex.join(TMUX)} attach, or {shlex.join(TMUX)} kill-server")
     columns, lines = os.get_terminal_size(1) if sys.stdout.isatty() else (220, 55)
     open_windows(fleet, command, lines, columns)
     if fleet.dry:
         tmux(fleet, "attach")
     elif sys.stdin.isatty() and sys.stdout.isatty():
         if os.environ.pop("TMUX", ""):
-            print("within another tmux: type its prefix twice, Ctrl-B Ctrl-B, to reach this one", file=sys.stderr)
+            print("inside another tmux: press the prefix twice, Ctrl-B Ctrl-B, to reach this one", file=sys.stderr)
         os.execvp("tmux", [*TMUX, "attach"])
     else:
-        print(f"{len(hosts)} hosts are shown by: {shlex.join(TMUX)} attach")
+        print(f"to see {len(hosts)} hosts: {shlex.join(TMUX)} attach")
     return 0

@@ -226,7 +226,7 @@ CHANGED = "@@@\nremove with:\n  ssh-keygen -f '/k' -R '[h]:2'\nHost key verifica
 
 @pytest.mark.parametrize("errors, says", [
     (CHANGED,
-     "has another host key than it had; if that is right: ssh-keygen -f '/k' -R '[h]:2'"),
+     "the host key has changed; if you expected that: ssh-keygen -f '/k' -R '[h]:2'"),
     ("ssh: connect to host h port 22: Connection refused\n", "cannot be reached: ssh: connect to host h port 22: "
      "Connection refused; try ssh h"),
     ("Connection timed out\n", "unreachable: Connection timed out"),
@@ -240,8 +240,8 @@ def test_ssh_says_why_a_host_is_not_reached(errors, says):
     assert question.cause(255) == says
 
 
-@pytest.mark.parametrize("line, message", [("a b", "'a b' is more than a host"), ("-x", "'-x' is no host"),
-                                           ("h:22", "'h:22': ssh takes a port as ssh://h:22")])  # fmt: skip
+@pytest.mark.parametrize("line, message", [("a b", "'a b': write one host per line"), ("-x", "'-x' is not a host"),
+                                           ("h:22", "'h:22': write the port as ssh://h:22")])  # fmt: skip
 def test_lines_that_name_no_host_are_refused(line, message):
     """Catches options and ports that ssh would read in another way."""
     with pytest.raises(hosts.UserError, match=message):

@@ -86,7 +86,7 @@ def test_each_host_has_a_pane_that_shows_it(opened):
     assert fleet.run("launcher.sh", "--", *words).returncode == 0
     done = fleet.run("debug_tpu.sh", **ours)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{count} hosts are shown by: tmux -L axis-debug attach\n"
+    assert done.stdout == f"to see {count} hosts: tmux -L axis-debug attach\n"
     expected = {f"hosts-{i}-{min(i + 7, count - 1)}": names[i : i + 8] for i in range(0, count, 8)}
     found = panes(tmux)
     assert len(found.pop("monitor")) == 1
@@ -95,7 +95,7 @@ def test_each_host_has_a_pane_that_shows_it(opened):
         shows(tmux, window, "log of HOST")
     again = fleet.run("debug_tpu.sh", **ours)
     assert again.returncode == 2
-    assert again.stderr.startswith("error: it is open: tmux -L axis-debug attach, or")
+    assert again.stderr.startswith("error: it is open already: tmux -L axis-debug attach, or")
 
     monitor = lambda: tmux("capture-pane", "-p", "-t", "axis:monitor")  # may come in the middle of a table
     wait_until(lambda: "GiB" in (text := monitor()) and all(name in text for name in names), 120)
@@ -155,7 +155,7 @@ def test_a_small_terminal_has_fewer_panes_in_a_window(tmp_path):
     os.close(keyboard)
     assert [said.count(f" {word} ") for word in ("new-window", "split-window")] == [3, 4]
     assert "-x 80 -y 24" in said
-    assert "prefix twice: this is within another tmux" in said
+    assert "prefix twice (inside another tmux)" in said
 
 
 def test_a_pane_says_why_its_host_is_not_there_and_tries_again():
@@ -175,7 +175,7 @@ def test_a_pane_says_why_its_host_is_not_there_and_tries_again():
             assert fleet.run("debug_tpu.sh", **ours).returncode == 0
             pane = next(pane for pane, host in panes(tmux)["hosts-0-1"].items() if host == gone.name)
             wait_until(
-                lambda: "host01 cannot be reached, or the connection is cut; again in 10 s" in screen(tmux, pane)
+                lambda: "host01 cannot be reached, or the connection is cut; retrying in 10 s" in screen(tmux, pane)
             )
             sshd = [rehearsal.SSHD, "-D", "-f", gone.folder / "sshd_config"]
             gone.sshd = subprocess.Popen(sshd, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

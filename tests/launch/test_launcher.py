@@ -111,7 +111,7 @@ def refuses_the_key(fleet, undo):
     keys = fleet.hosts[1].folder / "authorized_keys"
     keys.rename(keys.with_suffix(".away"))
     undo.append(lambda: keys.with_suffix(".away").rename(keys))
-    return "host01", r"refuses the key \(.*Permission denied"
+    return "host01", r"rejects the ssh key \(.*Permission denied"
 
 
 def never_answers(fleet, undo):
@@ -219,7 +219,7 @@ def test_who_holds_the_port_is_named_and_nothing_starts(fleet, how):
     assert re.fullmatch(
         f"host00  FAILED: port {port} is in use by {who}; end it, or set COORDINATOR_PORT to another port", held
     )
-    assert nothing == "error: nothing was started, because host00 has no port for the coordinator"
+    assert nothing == "error: nothing was started, because the coordinator's port on host00 cannot be used"
     assert launches(fleet) == before
 
 
@@ -303,7 +303,7 @@ def test_a_launcher_that_is_killed_while_hosts_get_ready_starts_nothing(fleet, n
     assert [log(host) for host in fleet.hosts] == [""] * 3
     if number == signal.SIGHUP:
         assert launcher.returncode == 129
-        assert said == "error: nothing was started, because you ended it\n"
+        assert said == "error: nothing was started, because you canceled it\n"
     assert launch(fleet, "true").returncode == 0, "the hosts are free"
 
 
@@ -375,7 +375,7 @@ def test_hosts_of_different_launches_are_named(fleet):
     status = fleet.run("launcher.sh", "status")
     commits = rehearsal.git(fleet.checkout, "log", "--format=%h", "--abbrev=7", "-2").split()
     assert status.returncode == 1
-    assert f"host02  PROBLEM: has another commit, {commits[0]}; most have {commits[1]}\n" in status.stdout
+    assert f"host02  PROBLEM: its commit is {commits[0]}; most hosts have {commits[1]}\n" in status.stdout
 
 
 def test_logs_of_all_hosts_and_of_one(fleet):
@@ -399,7 +399,7 @@ def test_logs_of_all_hosts_and_of_one(fleet):
             follow.terminate()
     assert follow.returncode == 143
     wait_until(lambda: fleet.processes() == before)
-    assert "none of the hosts" in fleet.run("launcher.sh", "logs", "host09").stderr
+    assert "not in the list of hosts" in fleet.run("launcher.sh", "logs", "host09").stderr
 
 
 def test_what_was_asked_wrongly_is_said_in_a_line(fleet, tmp_path):
@@ -410,21 +410,21 @@ def test_what_was_asked_wrongly_is_said_in_a_line(fleet, tmp_path):
     double = tmp_path / "double"
     double.write_text("a\nb\na\n")
     for words, message in {
-        ("status",): "say which hosts: --hosts FILE",
+        ("status",): "name the hosts: --hosts FILE",
         ("--hosts", hosts, "--restarts", "--", "true"): "--restarts needs a value",
         ("--hosts", hosts, "--restarts", "x", "--", "true"): "--restarts must be a whole number, not 'x'",
-        ("--hosts", hosts, "--restarts", "3", "status"): "status takes no '--restarts'",
-        ("--hosts", "nowhere", "status"): "nowhere: there is no such file of hosts",
-        ("--hosts", empty, "status"): f"{empty} names no host",
-        ("--hosts", double, "status"): "a is named twice",
+        ("--hosts", hosts, "--restarts", "3", "status"): "status does not accept '--restarts'",
+        ("--hosts", "nowhere", "status"): "cannot read nowhere; --hosts needs a file",
+        ("--hosts", empty, "status"): f"{empty} lists no hosts",
+        ("--hosts", double, "status"): "a is listed twice",
         ("--hosts",): "--hosts needs a value",
         ("--tpu", "x", "status"): "--tpu x needs --zone",
-        ("--hosts", hosts): "say what to do",
-        ("--hosts", hosts, "strat"): "'strat' is none of its commands",
+        ("--hosts", hosts): "name a command: -- COMMAND",
+        ("--hosts", hosts, "strat"): "'strat' is not a command of ./launcher.sh",
         ("--hosts", hosts, "exec"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
         ("--hosts", hosts, "exec", "--"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
-        ("--hosts", hosts, "stop", "now"): "stop takes no 'now'",
-        ("--hosts", hosts, "status", "--", "true"): "'status' before -- is none of its options",
+        ("--hosts", hosts, "stop", "now"): "stop does not accept 'now'",
+        ("--hosts", hosts, "status", "--", "true"): "'status' before -- is not an option",
     }.items():
         done = subprocess.run(
             [fleet.checkout / "launcher.sh", *words], env=fleet.environment, capture_output=True, text=True
@@ -446,7 +446,7 @@ def test_edits_that_no_commit_holds_are_refused(fleet):
     finally:
         makefile.write_text(text)
     assert done.returncode == 2
-    assert done.stderr == "error: not committed: Makefile; hosts are given a commit, so commit first\n"
+    assert done.stderr == "error: uncommitted edits: Makefile; only a commit is copied to the hosts, so commit first\n"
 
 
 def test_the_doctor_names_what_is_wrong(fleet):
@@ -473,10 +473,10 @@ def test_the_doctor_names_what_is_wrong(fleet):
         held.stdin.close()
     assert ill.returncode == 1
     for line in (
-        "host00  PROBLEM: has no packages; ./setup_tpu.sh installs them",
-        f"host01  PROBLEM: has another commit than {commit[:7]}: changed: requirements.txt",
+        "host00  PROBLEM: its packages are missing; ./setup_tpu.sh installs them",
+        f"host01  PROBLEM: its files differ from commit {commit[:7]}: changed: requirements.txt",
         rf"host01  PROBLEM: its TPU is in use by process {held.pid} \(\w+ \S*python3 -c .*\)",
-        f"host02  PROBLEM: has not got commit {commit[:7]}; ./setup_tpu.sh brings it",
+        f"host02  PROBLEM: commit {commit[:7]} is missing; ./setup_tpu.sh copies it",
         "host02  PROBLEM: its TPU is locked by an unused file that nobody left behind; remove it: sudo rm .*_lockfile",
     ):
         assert re.search(f"^{line}$", ill.stdout, re.MULTILINE), (line, ill.stdout)

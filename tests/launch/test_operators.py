@@ -125,7 +125,7 @@ def test_ctrl_c_while_it_starts_undoes_it(fleet):
         said = starting.communicate()[1]
         held.unlink()
     assert starting.returncode == 130
-    assert said == "error: nothing was started, because you ended it\n"
+    assert said == "error: nothing was started, because you canceled it\n"
     time.sleep(1)  # what waited on host01 goes on now, and must not start
     assert nothing_runs(fleet)
     assert not fleet.processes()
@@ -201,7 +201,7 @@ def test_a_host_that_failed_is_not_compared_with_the_others(fleet):
         status, doctor = fleet.run("launcher.sh", "status"), fleet.run("launcher.sh", "doctor")
     assert "PROBLEM" not in status.stdout + doctor.stdout
     assert (status.returncode, doctor.returncode) == (1, 1)
-    assert status.stderr.count("gives no valid answer, but prints: MOTD") == 2
+    assert status.stderr.count("gives no valid answer but prints: MOTD") == 2
 
 
 @pytest.mark.parametrize("how", ["exit", "forced"])
@@ -219,11 +219,9 @@ def test_no_answer_is_no_success(fleet, how):
             status = fleet.run("launcher.sh", "status")
     finally:
         keys.write_text(text)
-    says = "prints: only backups here" if how == "forced" else "ends"
+    does = "prints: only backups here" if how == "forced" else "exits"
     assert stop.returncode == status.returncode == 1
-    assert (
-        f"host01  FAILED: gives no valid answer, but {says}; look at the shell's startup files on host01" in stop.stderr
-    )
+    assert f"host01  FAILED: gives no valid answer but {does}; check the shell's startup files on host01" in stop.stderr
     assert re.search("host01 +FAILED\n", status.stdout)
     assert column("state", fleet.run("launcher.sh", "status").stdout) == [
         "stopped, exit 0",
@@ -241,7 +239,7 @@ def test_one_machine_under_two_names_is_named_once(fleet):
     done = fleet.run("launcher.sh", "--", "true", input="host00\nhost01\ntwin\n")
     config.write_text(text)
     assert done.returncode == 1
-    assert done.stderr == "error: nothing was started, because host01 and twin are one machine: name it once\n"
+    assert done.stderr == "error: nothing was started, because host01 and twin are the same machine; list it once\n"
     assert launches(fleet) == before
 
 
@@ -265,7 +263,7 @@ def test_what_may_go_wrong_is_a_warning_at_the_launch(fleet):
         warnings[0]
         == f"host01  WARNING: its TPU is locked by an unused file that nobody left behind; remove it: sudo rm {left}"
     )
-    assert re.fullmatch(r"host02  WARNING: its clock is 5184\d\d\d s from ours", warnings[1])
+    assert re.fullmatch(r"host02  WARNING: its clock differs by 5184\d\d\d s from this machine's", warnings[1])
     assert len(warnings) == 2
 
 
@@ -274,15 +272,15 @@ def test_lists_of_hosts_as_people_have_them(fleet):
     done = fleet.run("launcher.sh", "status", input="\ufeffhost00\r\nhost01\r\n")
     assert [*rows(done.stdout)] == ["host00", "host01"], done.stderr
     for words, input, message in (
-        (["status"], "anna@host00:2222\n", "'anna@host00:2222': ssh takes a port as ssh://anna@host00:2222"),
+        (["status"], "anna@host00:2222\n", "'anna@host00:2222': write the port as ssh://anna@host00:2222"),
         (
             ["status", "--only", "host01,host09"],
             "host00\nhost01\n",
-            "--only host01,host09: host09 is none of the hosts",
+            "--only host01,host09: host09 is not in the list of hosts",
         ),
         (["logs", "-n", "x"], "host00\n", "-n must be a whole number, not 'x'"),
-        (["--env", "NO_SUCH", "--", "true"], "host00\n", "--env NO_SUCH: there is no such variable here"),
-        (["stop", "now"], "host00\n", "stop takes no 'now'"),
+        (["--env", "NO_SUCH", "--", "true"], "host00\n", "--env NO_SUCH: this variable is not set here"),
+        (["stop", "now"], "host00\n", "stop does not accept 'now'"),
     ):
         done = fleet.run("launcher.sh", *words, input=input)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
@@ -291,7 +289,7 @@ def test_lists_of_hosts_as_people_have_them(fleet):
                           capture_output=True, env=fleet.environment)  # fmt: skip
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {fleet.folder} is a directory; name a file of hosts, one a line\n",
+        f"error: {fleet.folder} is a directory; name a file with one host per line\n",
     )
 
 
@@ -340,7 +338,7 @@ def test_whose_run_it_is_is_said_and_asked(fleet):
     assert len(re.findall(names_it, refused.stderr)) == 3
     asked = launch(fleet, "true", options=["--replace"], USER="ben")
     assert asked.returncode == 2
-    owned = r"error: anna@\S+ started the run there, not ben@\S+; ask them first, or stop it with {} --yes\n"
+    owned = r"error: anna@\S+ started this run, not ben@\S+; ask them first, or stop it with {} --yes\n"
     assert re.fullmatch(owned.format("--replace"), asked.stderr)
     stop = fleet.run("launcher.sh", "stop", USER="ben")
     assert (stop.returncode, stop.stdout) == (2, "")
@@ -362,7 +360,7 @@ def test_status_for_programs_and_for_small_screens(fleet):
     short = fleet.run("launcher.sh", "status", "--short")
     assert short.returncode == 1
     assert [*rows(short.stdout.rpartition("\n2 hosts")[0])] == ["host01"]
-    assert short.stdout.endswith("2 hosts well, as host00: running, step 7/9, loss 2.5, tokens/s 100\n")
+    assert short.stdout.endswith("2 hosts are well; host00: running, step 7/9, loss 2.5, tokens/s 100\n")
 
 
 # Beside a run, and after it -------------------------------------------------------------------------------------------
@@ -419,7 +417,7 @@ def test_a_run_is_fetched_and_old_ones_are_cleaned_away(fleet, tmp_path):
     for name in ("../launches", "..", "a/b", ""):  # a launch's folder holds the keys of --env
         refused = fleet.run("launcher.sh", "fetch", name, str(tmp_path / "x"))
         assert refused.returncode == 2
-        assert refused.stderr == f"error: '{name}' is no name of a run: use letters, digits, '.', '_' and '-'\n"
+        assert refused.stderr == f"error: '{name}' is not a valid run name: use letters, digits, '.', '_' and '-'\n"
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
     old = rehearsal.git(fleet.checkout, "rev-parse", "HEAD")
