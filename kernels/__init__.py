@@ -1,9 +1,8 @@
-"""What needs another form on each platform, one function outside for each: the experts' product, and attention.
+"""The two operations with a separate implementation per platform: the experts' grouped matmul, and attention.
 
-Open `grouped.py`, then `attention.py`: plain JAX and the TPU's kernels. The GPU's are in `grouped_gpu.py` and
-`attention_gpu.py`; `blocks.py` is what they share. A kernel gives the numbers of its plain form, to which
-tests hold it.
+Read `grouped.py` first, then `attention.py`: plain JAX and the TPU kernels. The GPU kernels are in `grouped_gpu.py` and
+`attention_gpu.py`; `blocks.py` has what they share. Tests check that each kernel computes the same as plain JAX.
 
-From outside: `grouped.grouped_matmul` and `attention.partial_attention`. Who calls one need not know which form it
-took.
+The rest of the project calls only `grouped.grouped_matmul` and `attention.partial_attention`, which choose the
+implementation for the platform.
 """

@@ -1,8 +1,8 @@
-"""Attention without score matrices: scores are made a block at a time, behind one function.
+"""Flash attention: computes scores one block at a time instead of storing the score matrix.
 
-Letters as in `model.py`. A visit is a block of queries meeting a block of keys; blocks that lie later than all their
-queries are not visited. Forward, a softmax is corrected as its maximum grows; backward, scores are made once more, and
-the log of the sum of their exponentials says their weights. Source: FlashAttention-2, arXiv:2307.08691.
+Letters as in `model.py`. A visit computes one block of queries with one block of keys; key blocks later than all its
+queries are skipped. The forward pass rescales the softmax when its maximum grows. The backward pass recomputes the
+scores, and the weights from the saved logsumexp. Source: FlashAttention-2, arXiv:2307.08691.
 """
 
 import functools
@@ -22,13 +22,13 @@ float32 = jnp.float32
 
 
 def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
-    """Mix values by the softmax of scaled scores, and say the log of its sum: with it, softmaxes of other keys merge.
+    """Causal attention over the given keys, and its logsumexp, which allows merging it with attention to other keys.
 
-    Keys are in the order of the sequence, and a query sees those up to its own place, of its own document. One that may
-    look at nothing mixes zeros, and its sum is exp(HIDDEN). Each of g key and value heads serves h / g neighbours.
+    Keys are in sequence order. A query attends to keys up to its own position and within its own document. A query that
+    sees no key gets zeros and the logsumexp HIDDEN. Each of g key and value heads serves h / g adjacent query heads.
 
-    starts  places among the keys at which equal chunks of the queries begin, on each device; S: all keys are earlier
-    here    which device this is
+    starts  for each device, the key positions at which its equal chunks of queries begin; S: after all keys
+    here    the index of this device
     Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
     """
     operands = q_bshK * q_bshK.shape[-1] ** -0.5, k_bSgK, v_bSgU, segments_bs, segments_bS, jnp.asarray(here)
@@ -37,7 +37,7 @@ def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: 
         return _attention(starts, *vary(operands, sorted(everywhere)))
 
 
-# The gradient is written around the choice of a form: what is kept for it is the same for all of them.
+# The custom gradient wraps the choice of implementation, so all implementations have the same residuals.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):
     forms = dict(tpu=mixed_by_visits, gpu=mixed_by_programs, default=mixed_in_blocks)
@@ -49,25 +49,25 @@ def _forward(starts, *operands):
     return results, (operands, results)
 
 
-def _backward(starts, kept, d_results):
-    operands, (mixed_bshU, log_sum_bsh) = kept
+def _backward(starts, residuals, d_results):
+    operands, (mixed_bshU, log_sum_bsh) = residuals
     d_mixed_bshU, d_log_sum_bsh = d_results
-    # A score's gradient is weight * (d_weight - slope): what raises all the weights of a query alike changes nothing
-    # that is mixed, and its sum alone.
+    # A score's gradient is weight * (d_weight - slope). Raising all scores of a query equally does not change the
+    # softmax, only the logsumexp.
     slope_bsh = jnp.sum(d_mixed_bshU.astype(float32) * mixed_bshU.astype(float32), axis=-1) - d_log_sum_bsh
-    top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # of nothing but hidden scores, weights are 0
+    top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # if all scores are hidden, the weights are 0
     with jax.named_scope("attend"):
         forms = dict(tpu=pulled_by_visits, gpu=pulled_by_programs, default=pulled_in_blocks)
         forms = {name: functools.partial(form, starts) for name, form in forms.items()}
-        pulled = by_platform(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
-    return *pulled, None, None, None
+        gradients = by_platform(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
+    return *gradients, None, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> tuple[int, int, int, int]:
-    """A head's visits, forward and backward, the size of their blocks, and spans of keys; see `pulled_by_visits`."""
+    """Count a head's visits, forward and backward, the rows of a block, and the spans of keys (see `span_of`)."""
     block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
     span = span_of(S, K, U, block, width) if platform == "tpu" else -(-S // block)
     ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
@@ -75,21 +75,21 @@ def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platf
 
 
 def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, platform: str) -> tuple[int, int]:
-    """Count multiplications and additions for one sequence on a device, forward and backward: those of whole blocks.
+    """Count FLOPs for one sequence on a device, forward and backward, including masked entries of visited blocks.
 
-    width  bytes of a number
+    The backward pass recomputes the scores, then computes the gradients of weights, queries, keys and values.
 
-    Forward, scores and values; backward, scores once more, and the gradients of weights, queries, keys and values.
+    width  bytes per number
     """
     ahead, back, block, _ = blocks_met(s, S, starts, K, U, width, platform)
     return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
 
 
 def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, width: int, platform: str):
-    """Count what attention reads and writes in main memory for one sequence, forward and backward, in bytes.
+    """Count the bytes of HBM traffic of attention for one sequence, forward and backward.
 
-    A visit reads its keys and values. Queries stay until all their visits are done, backward those to a span of keys,
-    whose gradients stay meanwhile. A query's log-sum is in float32, and so are two numbers of it backward.
+    Each visit reads its keys and values. Queries stay on chip for all their visits; backward, for their visits to one
+    span of keys, whose gradients stay on chip too. A query has one float32 logsumexp forward, two numbers backward.
     """
     ahead, back, block, spans = blocks_met(s, S, starts, K, U, width, platform)
     forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
@@ -99,19 +99,19 @@ def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, wi
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------
-# Within a block, the queries of heads that share a key are rows alike. Letters: n blocks, x queries, X keys of a block.
+# A block stacks the queries of all heads that share a key head as rows. Letters: n blocks, x queries, X keys per block.
 
-BLOCK = 256  # most queries, and keys, of a block
+BLOCK = 256  # maximum number of queries, and of keys, per block
 
 
 def equal_block(s: int, starts: Starts) -> int:
-    """Queries, and keys, of a block: equal parts of a chunk."""
+    """The number of queries, and of keys, per block: a chunk is split into equal blocks of at most BLOCK."""
     chunk = s // len(starts[0])
     return -(-chunk // -(-chunk // BLOCK))
 
 
 def cut(x_bshK, g: int, block: int):
-    """Blocks of rows of a group of heads. Shapes: [b, s, h, K] -> [n, b, g, h/g * x, K]."""
+    """Split a sequence into n blocks and stack the heads of a group. Shapes: [b, s, h, K] -> [n, b, g, h/g * x, K]."""
     (b, s, h, K), n = x_bshK.shape, -(-x_bshK.shape[1] // block)
     x_bshK = jnp.pad(x_bshK, ((0, 0), (0, n * block - s), (0, 0), (0, 0)))
     x_nbgrxK = x_bshK.reshape(b, n, block, g, h // g, K).transpose(1, 0, 3, 4, 2, 5)
@@ -126,13 +126,13 @@ def joined(x_nbgyK, s: int, block: int):
 
 
 def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
-    """Blocks of queries, keys and values; the visits; and fn(query block, key block) -> who sees whom, [b, 1, y, X]."""
+    """Split the operands into blocks. Returns q, k and v, the visits, fn(query block, key block) -> mask, the block."""
     (_, s, h, _), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
     block = equal_block(s, starts)
     order_nbg = jnp.broadcast_to(jnp.asarray(order(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
     segments_bsr = jnp.broadcast_to(segments_bs[:, :, None, None], (*segments_bs.shape, h // g, 1))
     order_nzyo, segments_nbgyo = cut(order_nbg, 1, block), cut(segments_bsr, 1, block)
-    # No query is of the padding's document.
+    # No query belongs to document -1, the padding's.
     segments_nbX = jnp.moveaxis(jnp.pad(segments_bS, ((0, 0), (0, -S % block)), constant_values=-1)
                                 .reshape(len(segments_bS), -1, block), 1, 0)  # fmt: skip
 
@@ -149,7 +149,7 @@ def product(equation, x, y):
 
 
 def mixed_in_blocks(starts, *operands):
-    """A loop over visits, whose carry is the softmax so far: values mixed, largest score and sum of each query."""
+    """Attention in plain JAX: a loop over visits that carries each query's weighted values, maximum score and sum."""
     q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
     s = operands[0].shape[1]
 
@@ -175,7 +175,7 @@ def mixed_in_blocks(starts, *operands):
 
 
 def pulled_in_blocks(starts, *args):
-    """Gradients by queries, keys and values: the same loop, scores made once more."""
+    """The gradients of queries, keys and values in plain JAX: the same loop with recomputed scores."""
     *operands, d_mixed_bshU, top_bsh, slope_bsh = args
     q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
     g = k_nbgXK.shape[2]
@@ -194,36 +194,36 @@ def pulled_in_blocks(starts, *args):
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros(x.shape, float32) for x in (q_nbgyK, k_nbgXK, v_nbgXU))
-    pulled, _ = jax.lax.scan(visit, vary(start, tuple(jax.typeof(q_nbgyK).mat.varying)), visits_v2)
-    return tuple(joined(dx, x.shape[1], block).astype(x.dtype) for dx, x in zip(pulled, operands, strict=False))
+    gradients, _ = jax.lax.scan(visit, vary(start, tuple(jax.typeof(q_nbgyK).mat.varying)), visits_v2)
+    return tuple(joined(dx, x.shape[1], block).astype(x.dtype) for dx, x in zip(gradients, operands, strict=False))
 
 
-# TPU: kernels whose blocks of scores stay in a core's memory ----------------------------------------------------------
-# Scores lie there with queries along the lanes, X by x: what each query has one of is a row.
+# TPU: kernels that keep blocks of scores in VMEM ----------------------------------------------------------------------
+# Scores are transposed, [X, x], with queries along the lanes, so a number per query is a row.
 
-VMEM_BYTES = 8 * 2**20  # of the 16 MiB a kernel may use, for the gradients of keys and values that stay there
+VMEM_BYTES = 8 * 2**20  # for the gradients of keys and values, out of the 16 MiB of VMEM that a kernel may use
 
 
 def tpu_block(s: int, S: int, starts: Starts) -> int:
-    """Queries, and keys, of a block: large, as a visit has a price; a part of a chunk, and at least four of a sequence,
-    as the blocks along the diagonal are half in vain."""
+    """The queries, and keys, per block. Large, to amortize a visit's overhead; at most a chunk and a quarter of the
+    keys, because half of each block on the diagonal is masked."""
     most = min(s // len(starts[0]), S // 4)
     return next((block for block in (512, 256) if block <= most), 128)
 
 
 def by_head(x_bshK, block: int):
-    """Shapes: [b, s, h, K] -> [b, h, s, K], whole blocks."""
+    """Move heads before positions, and pad to whole blocks. Shapes: [b, s, h, K] -> [b, h, s, K]."""
     return padded(x_bshK.swapaxes(1, 2), block, 2)
 
 
 def rows_of(starts, segments_bs, here, block: int):
-    """Place and document of each query, [b, 2, s]."""
+    """The position and the document of each query, [b, 2, s]."""
     order_bs = jnp.broadcast_to(jnp.asarray(order(starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape)
     return padded(jnp.stack([order_bs, segments_bs], axis=1), block, 2)
 
 
 def scores(q_xK, k_XK, queries_2x, keys_1X, j):
-    """The scores of a visit to block j of the keys, [X, x]."""
+    """The masked scores of a visit to key block j, [X, x]."""
     block = k_XK.shape[0]
     scores_Xx = dot(k_XK, q_xK, 1, 1)
     place_Xx = j * block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
@@ -232,13 +232,13 @@ def scores(q_xK, k_XK, queries_2x, keys_1X, j):
 
 
 def neighbours_differ(v, n: int, entry):
-    """Whether visit v is the first, and the last, of neighbours with the same entry."""
+    """Whether visit v is the first, and whether it is the last, of adjacent visits with the same entry."""
     is_first = (v == 0) | (entry(jnp.maximum(v - 1, 0)) != entry(v))
     return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
 
 
 def mixing(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
-    """The kernel of `mixed_by_visits`: one of n visits."""
+    """The TPU kernel of the forward pass, for one of n visits."""
     visit = pl.program_id(2)
     is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * blocks + query_v[v])
 
@@ -263,7 +263,7 @@ def mixing(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log
 
 def pulling(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv, dq_xK, dk_wK,
             dv_wU):  # fmt: skip
-    """The kernel of `pulled_by_visits`: one of n visits."""
+    """The TPU kernel of the backward pass, for one of n visits."""
     visit, number = pl.program_id(2), lambda v: jax.lax.div(key_v[v], span)
     is_first, is_last = neighbours_differ(visit, n, lambda v: number(v) * n + head_v[v] * blocks + query_v[v])
     begins_span, ends_span = neighbours_differ(visit, n, number)
@@ -295,14 +295,14 @@ def pulling(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_m
 
 
 def span_of(S: int, K: int, U: int, block: int, width: int) -> int:
-    """Blocks of keys whose gradients, `width` bytes a number, stay in a core's memory: equal shares of them all."""
+    """Key blocks per equal span, so that its gradients fit in VMEM_BYTES. width: bytes per number of the output."""
     lanes = sum(-(-size // 128) * 128 for size in (K, U))
     spans = -(-S // max(VMEM_BYTES // ((4 + width) * lanes * block), 1) // block)
     return -(-S // (spans * block))
 
 
 class Blocks(NamedTuple):
-    """Where a visit of a group's heads finds its block: of an array [b, h, s, width], .. of [b, h, rows, s], .."""
+    """Functions that return the BlockSpec of a visit's block, for arrays [b, h, s, width], [b, h, rows, s], .."""
 
     query: Callable
     row: Callable
@@ -319,7 +319,7 @@ def blocks_of(block: int, heads: int) -> Blocks:
 
 
 def asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block: int, span: int):
-    """What both kernels read, in whole blocks and spans of keys, and where a visit finds its block of each."""
+    """The inputs of both kernels, padded to whole blocks and spans of keys, and their BlockSpecs."""
     heads, (K, U) = q_bshK.shape[2] // k_bSgK.shape[2], (k_bSgK.shape[3], v_bSgU.shape[3])
     at = blocks_of(block, heads)
     arrays = (by_head(q_bshK, block), by_head(k_bSgK, span * block), by_head(v_bSgU, span * block),
@@ -330,7 +330,7 @@ def asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block:
 
 
 def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
-    """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
+    """Attention and its logsumexp on a TPU, with the arguments of `_attention`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
     tables = jnp.asarray(visits(s, S, starts, block, heads=heads))[here]
@@ -347,9 +347,9 @@ def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, he
 
 def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
                      interpret=False):  # fmt: skip
-    """Gradients by queries, keys and values.
+    """The gradients of queries, keys and values on a TPU.
 
-    Those of a span of keys stay until all queries of all heads have been there; a query's are summed over spans.
+    Gradients of a span of keys stay in VMEM until all queries of all heads visited it; a query's are summed over spans.
     """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g

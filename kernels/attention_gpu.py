@@ -1,8 +1,8 @@
-"""Attention on GPUs: Triton programs, each of which goes over the blocks that its own one meets.
+"""Flash attention on GPUs: each Triton program owns one block and loops over the blocks that it attends to.
 
-Letters as in `model.py`; x queries and X keys of a block. A width there is a power of two: it is filled up with zeros,
-which change no product. Each device's queries lie in the order of the sequence, so a block of them meets the first
-blocks of keys, and a block of keys the last ones of queries. Source: FlashAttention-2, arXiv:2307.08691.
+Letters as in `model.py`; x queries and X keys per block. Widths are padded with zeros to powers of two, which changes
+no matmul. Each device's queries are in sequence order, so a query block attends to the first key blocks, and a key
+block is attended to by the last query blocks. Source: FlashAttention-2, arXiv:2307.08691.
 """
 
 import functools
@@ -18,18 +18,18 @@ from jax.experimental.pallas import triton
 from kernels.blocks import HIDDEN, Starts, dot, order, padded, power_of_two
 
 float32 = jnp.float32
-TILE_BYTES = 32 * 2**10  # of the 99 KiB or more of a core's shared memory, for a block of keys and its values
+TILE_BYTES = 32 * 2**10  # for one block of keys and values, out of at least 99 KiB of shared memory per SM
 
 
 def gpu_block(s: int, S: int, K: int, U: int, width: int) -> int:
-    """Queries, and keys, of a block: 64, or fewer where a block of keys and values would be large; a product's least
-    is 16."""
+    """The number of queries, and of keys, per block: 64, or 32 or 16 if 64 keys and values exceed TILE_BYTES or the
+    sequence. Triton matmuls need at least 16."""
     fits = [n for n in (64, 32) if n * width * (power_of_two(K) + power_of_two(U)) <= TILE_BYTES and n <= max(s, S)]
     return max([*fits, 16])
 
 
 def seen_scores(q_xK, k_XK, queries_2x, documents_X, j):
-    """The scores of queries meeting block j of the keys, [x, X]."""
+    """The masked scores of a query block and key block j, [x, X]."""
     place_X = j * len(k_XK) + jax.lax.broadcasted_iota(jnp.int32, (len(k_XK),), 0)
     place_x, documents_x = queries_2x
     seen = (place_x[:, None] >= place_X[None]) & (documents_x[:, None] == documents_X[None])
@@ -37,7 +37,7 @@ def seen_scores(q_xK, k_XK, queries_2x, documents_X, j):
 
 
 def mixing_one(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_sum):
-    """The program of `mixed_by_programs` for a block of queries."""
+    """The forward pass for one block of queries."""
     q_xK, queries_2x = q[...], (places[...], documents_s[...])
     block, U = len(q_xK), v.shape[-1]
 
@@ -59,13 +59,13 @@ def mixing_one(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_s
 
 
 def d_scores(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
-    """Weights, and the gradient of scores."""
+    """The softmax weights, and the gradient of the scores."""
     weight_xX = jnp.exp(scores_xX - top_x[:, None])
     return weight_xX, weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None])
 
 
 def pulling_queries(q, k, v, places, documents_s, documents_S, visits_i, d_mixed, top, slope, dq):
-    """The program of `pulled_by_programs` for a block of queries."""
+    """The backward pass for one block of queries: their gradient."""
     q_xK, queries_2x, stats = q[...], (places[...], documents_s[...]), (top[...], slope[...])
     block, d_mixed_xU = len(q_xK), d_mixed[...]
 
@@ -81,7 +81,7 @@ def pulling_queries(q, k, v, places, documents_s, documents_S, visits_i, d_mixed
 
 
 def pulling_keys(heads, q, k, v, places, documents_s, documents_S, first_j, d_mixed, top, slope, dk, dv):
-    """The program of `pulled_by_programs` for a block of keys, which all queries of the group's heads meet."""
+    """The backward pass for one block of keys and values: their gradients, from all query heads of the group."""
     j, k_XK, v_XU, documents_X = pl.program_id(2), k[...], v[...], documents_S[...]
     block = len(k_XK)
 
@@ -102,7 +102,7 @@ def pulling_keys(heads, q, k, v, places, documents_s, documents_S, first_j, d_mi
 
 
 def meetings_of(starts: Starts, s: int, S: int, here, block: int):
-    """Places of the queries; how many blocks of keys each block of queries meets; the first that meets each of keys."""
+    """Positions of the queries; the number of key blocks per query block; the first query block per key block."""
     place_s, blocks = jnp.asarray(order(starts, s))[here], -(-S // block)
     last_i = place_s[np.minimum(np.arange(block, s + block, block), s) - 1]
     first_j = jnp.sum(last_i[None, :] < block * np.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
@@ -110,14 +110,14 @@ def meetings_of(starts: Starts, s: int, S: int, here, block: int):
 
 
 class Reads(NamedTuple):
-    """What a program reads, of arrays like those that `mixing_one` names: its own block of a dim, or all of it."""
+    """The BlockSpecs of a program's inputs: for each dim, its own block or all of it."""
 
-    query: Callable  # of a width
+    query: Callable  # width -> BlockSpec; so is key
     key: Callable
     place: pl.BlockSpec
     documents_s: pl.BlockSpec
     documents_S: pl.BlockSpec
-    row: pl.BlockSpec  # what each query of a head has one of, [b, h, s]
+    row: pl.BlockSpec  # for arrays with one number per query and head, [b, h, s]
 
     def all(self, K: int, U: int, table: int) -> list:
         visits = pl.BlockSpec((table,), lambda *_: (0,))
@@ -125,7 +125,7 @@ class Reads(NamedTuple):
 
 
 def own_queries(block: int, heads: int, N: int) -> Reads:
-    """Of program (b, h, i): a block of a head's queries, and all N keys."""
+    """Program (b, h, i) reads query block i of one head, and all N keys."""
     return Reads(
         lambda width: pl.BlockSpec((None, block, None, width), lambda b, h, i: (b, i, h, 0)),
         lambda width: pl.BlockSpec((None, N, None, width), lambda b, h, i: (b, 0, jax.lax.div(h, heads), 0)),
@@ -137,7 +137,7 @@ def own_queries(block: int, heads: int, N: int) -> Reads:
 
 
 def own_keys(block: int, heads: int, n: int) -> Reads:
-    """Of program (b, g, j): a block of keys, and all n queries of the group's heads."""
+    """Program (b, g, j) reads key block j, and all n queries of the group's heads."""
     return Reads(
         lambda width: pl.BlockSpec((None, n, heads, width), lambda b, g, j: (b, 0, g, 0)),
         lambda width: pl.BlockSpec((None, block, None, width), lambda b, g, j: (b, j, g, 0)),
@@ -149,13 +149,13 @@ def own_keys(block: int, heads: int, n: int) -> Reads:
 
 
 def in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block: int):
-    """What the programs read, widened. Filled up, queries are of document -1, and keys of -2."""
+    """Pad the inputs to whole blocks and power-of-two widths. Padding has document -1 in queries, and -2 in keys."""
     wide = [padded(padded(x, power_of_two(x.shape[3]), 3), block, 1) for x in (q_bshK, k_bSgK, v_bSgU)]
     return *wide, padded(segments_bs, block, 1, -1), padded(segments_bS, block, 1, -2)
 
 
 def mixed_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
-    """Values mixed and log-sum of each query, block by block, as in `mixed_in_blocks`."""
+    """Attention and its logsumexp on a GPU, with the arguments of `attention._attention`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
     places, visits_i, _ = meetings_of(starts, s, S, here, block)
@@ -171,7 +171,7 @@ def mixed_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, 
 
 def pulled_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
                        interpret=False):  # fmt: skip
-    """Gradients by queries, keys and values. Scores are made twice: each program writes to a place of its own."""
+    """The gradients of queries, keys and values on a GPU. Scores are computed twice, so no programs share an output."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
     places, visits_i, first_j = meetings_of(starts, s, S, here, block)
@@ -181,10 +181,10 @@ def pulled_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS,
     stats = [padded(x.swapaxes(1, 2), block, 2) for x in (top_bsh, slope_bsh)]
 
     def pull(kernel, heads: int, reads: Reads, table, out, out_specs):
-        asked = q, k, v, places, *documents, table, d_mixed, *stats
+        inputs = q, k, v, places, *documents, table, d_mixed, *stats
         specs = [*reads.all(K_wide, U_wide, len(table)), reads.query(U_wide), reads.row, reads.row]
         return _run(
-            kernel, (b, heads, len(table)), asked, specs, [(x.shape, x.dtype) for x in out], out_specs, interpret
+            kernel, (b, heads, len(table)), inputs, specs, [(x.shape, x.dtype) for x in out], out_specs, interpret
         )
 
     of_query, of_key = own_queries(block, h // g, k.shape[1]), own_keys(block, h // g, q.shape[1])

@@ -1,7 +1,7 @@
-"""Blocks, and which of them meet: what the kernels share.
+"""Split work into blocks and list the pairs of blocks that a kernel computes; shared by all kernels.
 
-Letters as in `model.py`. A visit is a block of queries meeting a block of keys, or a tile of rows meeting an expert
-that has some of them. Blocks of keys that lie later than all the queries are not visited.
+Letters as in `model.py`. A visit is a pair that has to be computed: a block of queries and a block of keys, or a tile
+of rows and an expert that owns some of them. Key blocks that are later than all queries of a block are skipped.
 """
 
 import functools
@@ -12,27 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 
 float32 = jnp.float32
-HIDDEN = -1e30  # score of a key that may not be looked at: its weight is 0 beside any other
-Starts = tuple[tuple[int, ...], ...]  # places among the keys at which each device's chunks of queries begin
+HIDDEN = -1e30  # score of a masked key, so that its softmax weight is 0
+Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at which its chunks of queries begin
 
 
 def order(starts: Starts, s: int):
-    """The place among the keys of each query on each device, [devices, s]."""
+    """The position of each query in the key sequence, [devices, s]."""
     starts_nc = np.array(starts, np.int32)
     return (starts_nc[:, :, None] + np.arange(s // starts_nc.shape[1], dtype=np.int32)).reshape(len(starts), s)
 
 
 @functools.cache
 def meetings(s: int, S: int, starts: Starts, block: int):
-    """Which blocks of queries must meet which blocks of keys on each device. Shape: [devices, s, S], in blocks."""
+    """Which key blocks each query block must visit. Shape: boolean [devices, query blocks, key blocks]."""
     last_ni = np.maximum.reduceat(order(starts, s), np.arange(0, s, block), axis=1)
     return last_ni[:, :, None] >= np.arange(0, S, block)
 
 
 def visits_of(meets):
-    """The places where each device's blocks meet, as many of each: to some are added in which a mask hides everything.
+    """The sorted indices of the True entries. Devices with fewer visits get extra ones, which are fully masked.
 
-    Shapes: [devices, ..] -> [devices, dims, visits], in order.
+    Shapes: boolean [devices, ..] -> [devices, dims, visits].
     """
     most, meets = max(map(np.count_nonzero, meets)), meets.copy()
     for meets_of_one in meets:
@@ -42,10 +42,10 @@ def visits_of(meets):
 
 @functools.cache
 def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, heads: int = 1):
-    """Head of a group, block of queries and block of keys of each visit. Shape: [devices, 3, v].
+    """List (head of the group, query block, key block) of each visit. Shape: [devices, 3, v].
 
-    span  blocks of keys that are visited by all queries of all heads before the next ones are, and by each of them once
-          at least; None: all
+    span  key blocks per span; None: all. All queries of all heads visit one span before the next span begins, and each
+          query block visits every span at least once
     """
     meets_nij = meetings(s, S, starts, block)
     n, nq, nk = meets_nij.shape
@@ -58,16 +58,16 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
 
 
 class Visits(NamedTuple):
-    """Which expert meets which tile, in order: an expert's visits follow each other, and so do a tile's."""
+    """The expert and the tile of each visit, sorted by both."""
 
     start_e: jax.Array  # first row of each expert
-    end_e: jax.Array  # row after its last
+    end_e: jax.Array  # one past its last row
     expert_i: jax.Array
     tile_i: jax.Array
 
 
 def expert_visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
-    """List the visits, and count them: at most A/tile + e - 1. An expert without rows visits one tile in vain."""
+    """List and count the visits, at most A/tile + e - 1. An expert without rows visits one tile, with no effect."""
     end_e = jnp.cumsum(sizes_e)
     start_e = end_e - sizes_e
     visits_e = jnp.maximum(-(-end_e // tile) - start_e // tile, 1)
@@ -79,15 +79,15 @@ def expert_visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
 
 
 def padded(x, size: int, dim: int, value=0):
-    """Fill a dim up to a multiple of `size`."""
+    """Pad a dim to a multiple of `size`."""
     return jnp.pad(x, [(0, -n % size if d == dim else 0) for d, n in enumerate(x.shape)], constant_values=value)
 
 
 def power_of_two(width: int) -> int:
-    """The least block of a Triton program that holds a dim: no less than 16, as a product there has."""
+    """The smallest power of two that is at least `width` and 16, the smallest operand of a Triton matmul."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def dot(x, y, x_dim, y_dim):
-    """A block's product over one dim of each, added up in float32."""
+    """Multiply two blocks, contracting one dim of each, with float32 accumulation."""
     return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=float32)

@@ -1,7 +1,7 @@
-"""Products that need another form on another platform, each behind one function.
+"""The grouped matmul of a mixture of experts, with one implementation per platform.
 
 Letters as in `model.py`: A rows (tokens assigned to experts), D and M widths, e this device's experts. A visit is a
-tile of rows meeting an expert that has some of them.
+pair of a tile of rows and an expert that owns some of them.
 """
 
 import functools
@@ -21,16 +21,16 @@ float32 = jnp.float32
 
 
 def grouped_matmul(rows_AD, w_eDM, sizes_e):
-    """Multiply consecutive groups of rows, group i by w[i]; rows past the last give 0. Shapes: [A, D] -> [A, M].
+    """Multiply consecutive groups of rows, group i by w[i]; rows past the last group give 0. Shapes: [A, D] -> [A, M].
 
-    `jax.lax.ragged_dot` is this too, but multiplies every row by every expert on CPUs, and on TPUs on the way back.
+    Unlike `jax.lax.ragged_dot`, no row is multiplied by every expert (there: on CPUs, and backward on TPUs).
     """
     everywhere = set().union(*(jax.typeof(x).mat.varying for x in (rows_AD, w_eDM, sizes_e)))
     return _grouped_matmul(*vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)))
 
 
-# The gradient is written around the choice of a form: the backward pass keeps the operands and nothing that one form
-# makes of them, so that a remat policy sees the weights, and may gather them again.
+# The custom gradient wraps the choice of implementation. Its residuals are only the operands, so a remat policy sees
+# the weights and can gather them again.
 @jax.custom_vjp
 def _grouped_matmul(rows_AD, w_eDM, sizes_e):
     forms = dict(tpu=products, gpu=products_by_programs, default=grouped_matmul_in_tiles)
@@ -41,31 +41,31 @@ def _forward(rows_AD, w_eDM, sizes_e):
     return _grouped_matmul(rows_AD, w_eDM, sizes_e), (rows_AD, w_eDM, sizes_e)
 
 
-def _backward(kept, d_out_AM):
+def _backward(residuals, d_out_AM):
     forms = dict(tpu=pulled_by_visits, gpu=pulled_by_programs, default=pulled_in_tiles)
-    return *by_platform(*kept, d_out_AM, **forms), None
+    return *by_platform(*residuals, d_out_AM, **forms), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-TILE = 256  # most rows of a tile of `grouped_matmul_in_tiles`
+TILE = 256  # maximum rows per tile of `grouped_matmul_in_tiles`
 
 
 def padded_tiles(A: int, e: int, tile: int = TILE) -> tuple[int, int]:
-    """Rows of a tile, and the most tiles that e experts fill: each one's last with one row alone."""
+    """The rows per tile, and the maximum number of tiles: the case that every expert's last tile has one row."""
     tile = min(tile, -(-A // e))
     return tile, (A - e) // tile + e
 
 
 def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
-    """Pad each group to whole tiles, so that a tile has one expert and all tiles go through one batched product."""
+    """Grouped matmul in plain JAX: pads each group to whole tiles, so one batched matmul multiplies all tiles."""
     (A, D), e = rows_AD.shape, len(w_eDM)
     tile, n_tiles = padded_tiles(A, e, tile)
     tiles_e = -(-sizes_e // tile)
     group_A = jnp.repeat(jnp.arange(e + 1), jnp.append(sizes_e, A - jnp.sum(sizes_e)), total_repeat_length=A)
     padding_e = (jnp.cumsum(tiles_e) - tiles_e) * tile - (jnp.cumsum(sizes_e) - sizes_e)
-    # Rows past the last group are sent past the last tile, where writes are dropped and reads give 0.
+    # Rows past the last group get an index past the last tile, where writes are dropped and reads give 0.
     place_A = jnp.arange(A) + jnp.append(padding_e, n_tiles * tile)[group_A]
     source = jnp.full((n_tiles * tile,), A).at[place_A].set(jnp.arange(A), mode="drop", unique_indices=True)
     tiles = rows_AD.at[source].get(mode="fill", fill_value=0).reshape(n_tiles, tile, D)
@@ -75,41 +75,41 @@ def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
 
 
 def pulled_in_tiles(rows_AD, w_eDM, sizes_e, d_out_AM):
-    """Gradients by the rows and by the weights."""
+    """The gradients of the rows and of the weights in plain JAX."""
     _, pull = jax.vjp(lambda rows, w: grouped_matmul_in_tiles(rows, w, sizes_e), rows_AD, w_eDM)
     return pull(d_out_AM)
 
 
-# On TPUs: a kernel that reads each expert's weights once, after megablocks, arXiv:2211.15841 --------------------------
+# TPU: kernels that read each expert's weights once, based on MegaBlocks, arXiv:2211.15841 -----------------------------
 
 
 def pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
-    """Gradients by the rows and by the weights."""
+    """The gradients of the rows and of the weights on a TPU."""
     d_rows_AD = products(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
     return d_rows_AD, outer_products(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
 
-VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may use, for blocks; the compiler takes some for itself
-TILES = (1024, 512)  # rows of a tile: many, so that a visit is worth its weights
-PART = 128  # rows of a part of a tile, as many as the matrix unit is high: experts share a part, not a tile
+VMEM_BYTES = 12 * 2**20  # for blocks, out of the 16 MiB of VMEM that a kernel may use; the compiler needs some
+TILES = (1024, 512)  # rows per tile: many, to amortize reading a visit's weights
+PART = 128  # rows per part of a tile, the height of the matrix unit; a visit multiplies only parts with its rows
 
 
 def rows_multiplied(A: int, e: int) -> int:
-    """Most rows that a product of e experts multiplies: a part that two of them share twice."""
+    """The maximum number of rows that e experts multiply: a part shared by two experts counts twice."""
     return (-(-A // PART) + e - 1) * PART
 
 
 def own_rows(at: Visits, i, tile: int, part, shape):
-    """True where a row of these of the tile belongs to the expert of visit i."""
+    """A mask that is True for the rows of this part of the tile that belong to the expert of visit i."""
     row = at.tile_i[i] * tile + part.start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= at.start_e[at.expert_i[i]]) & (row < at.end_e[at.expert_i[i]])
 
 
 def for_own_parts(at: Visits, i, tile: int, multiply):
-    """Call `multiply` with the rows of the tile, or with each part where the expert of visit i has rows, if not all."""
+    """Call `multiply` on each part of the tile with rows of the expert of visit i; once if that is the whole tile."""
     begin, expert = at.tile_i[i] * tile, at.expert_i[i]
     first = jnp.maximum(at.start_e[expert] - begin, 0) // PART
-    last = jnp.minimum(at.end_e[expert] - begin + PART - 1, tile) // PART  # the one after
+    last = jnp.minimum(at.end_e[expert] - begin + PART - 1, tile) // PART  # exclusive
     is_whole = last - first == tile // PART
 
     @pl.when(is_whole)
@@ -123,18 +123,18 @@ def for_own_parts(at: Visits, i, tile: int, multiply):
 
 class Blocks(NamedTuple):
     tile: int
-    d: int  # of the numbers of a row
-    m: int  # of those of a result
+    d: int  # columns of the input rows per block
+    m: int  # columns of the result per block
 
 
 def cuts(width: int) -> list[int]:
-    """What a block can have of a dim: all of it, or less in whole lanes. The widest first."""
+    """The possible block widths of a dim, widest first: all of it, or a divisor that is a multiple of 128 lanes."""
     return [width] + [n for n in range((width - 1) // 128 * 128, 0, -128) if width % n == 0]
 
 
 def cheapest(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
-    """Of the blocks that fit, those with which the busier core of a chip moves the fewest bytes. A v4 or v5p chip has
-    two cores, which share the blocks of M."""
+    """The blocks that fit in VMEM and minimize the bytes moved by the busier core of a chip. A v4 or v5p chip has two
+    cores, which share the blocks of M."""
     tiles = [min(tile, -(-A // PART) * PART) for tile in TILES]
     every = [Blocks(*sizes) for sizes in itertools.product(tiles, cuts(D), cuts(M))]
     fit = [one for one in every if vmem_bytes(*one) <= VMEM_BYTES] or [min(every, key=lambda one: vmem_bytes(*one))]
@@ -142,7 +142,7 @@ def cheapest(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
 
 
 def products_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d: int, m: int) -> int:
-    """Most bytes that `products` reads and writes. Where D is cut, a visit reads rows and weights of the last again."""
+    """The maximum bytes the matmul kernel moves. If D is split, each visit reads its rows and weights again."""
     n_tiles = -(-A // tile)
     n_visits = n_tiles + e - 1
     n_rows, n_weights = (n_tiles, e) if d == D else (n_visits, n_visits)
@@ -155,11 +155,11 @@ def outer_products_hbm_bytes(A, D, M, e, width, out_width, tile, d, m) -> int:
 
 
 def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
-    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M]."""
+    """Multiply each row by its expert's weights or, if `transposed`, their transpose. Shapes: [A, D] -> [A, M]."""
     (A, D), (e, M) = rows_AD.shape, (len(w_eDM), w_eDM.shape[1 if transposed else 2])
     width = rows_AD.dtype.itemsize
     hbm_bytes = functools.partial(products_hbm_bytes, A, D, M, e, width)
-    # Operands and result twice, as the next one is on its way, and the sum in float32.
+    # Operands and result are double-buffered; the sum is float32.
     vmem_bytes = lambda tile, d, m: 2 * width * (tile * d + d * m + tile * m) + 4 * tile * m
     tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD = jnp.pad(rows_AD, ((0, -A % tile), (0, 0)))
@@ -191,16 +191,16 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
         jax.ShapeDtypeStruct((len(rows_AD), M), rows_AD.dtype), (rows_AD, w_eDM), interpret,
         flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((tile, m), float32),
     )  # fmt: skip
-    # Rows of no expert were not written.
+    # The kernel does not write rows without an expert.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A], 0)
 
 
 def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
-    """The gradient of each expert's weights: the sum over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
+    """The gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
     width, out_width = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize
     hbm_bytes = functools.partial(outer_products_hbm_bytes, A, D, M, e, width, out_width)
-    # Besides, the compiler spills what is masked, in float32.
+    # Besides double buffers and sum, the compiler spills the masked operand in float32.
     vmem_bytes = lambda tile, d, m: (2 * width * (d + m) + 4 * min(d, m)) * tile + (2 * out_width + 4) * d * m
     tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD, d_out_AM = (jnp.pad(x, ((0, -A % tile), (0, 0))) for x in (rows_AD, d_out_AM))
@@ -218,7 +218,7 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
                 mine = own_rows(at, i, tile, part, (part.size, x.shape[1]))
                 return jnp.where(mine, x[part].astype(float32), 0).astype(x.dtype)
 
-            operands = (own(rows), d_out[part]) if d < m else (rows[part], own(d_out))  # the narrower is masked
+            operands = (own(rows), d_out[part]) if d < m else (rows[part], own(d_out))  # mask the narrower operand
             contracted = (((0,), (0,)), ((), ()))
             total[...] += jax.lax.dot_general(*operands, contracted, preferred_element_type=float32)
 
@@ -246,7 +246,7 @@ def _call(kernel, grid, at, in_specs, out_specs, out, operands, interpret, *, fl
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(at), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=[scratch]
         ),
-        # Blocks of M are shared by the cores of a chip.
+        # "parallel": the cores of a chip share the blocks of M.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops, transcendentals=0, bytes_accessed=hbm_bytes),
         interpret=interpret,

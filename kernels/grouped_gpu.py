@@ -1,7 +1,7 @@
-"""The experts' products on GPUs: Triton programs that read an expert's weights where they lie.
+"""The experts' grouped matmul on GPUs: Triton programs that read an expert's weights in place.
 
-Letters as in `kernels/grouped.py`: A rows, D and M widths, e experts; x rows, d and m numbers of a block. Blocks are
-powers of two, and dims whole blocks, filled up with zeros.
+Letters as in `kernels/grouped.py`: A rows, D and M widths, e experts; a block has x rows, d and m columns. Block sizes
+are powers of two, and dims are padded with zeros to whole blocks.
 """
 
 import functools
@@ -17,20 +17,20 @@ float32 = jnp.float32
 
 
 def blocks_of(D: int, M: int, width: int) -> tuple[int, int, int]:
-    """Rows, and numbers of D and M, of a block: of 2 bytes a number, (128 + 128) * 64 of them are 32 KiB, and the next
-    ones are on their way, of the 99 KiB or more of a core's shared memory."""
+    """Rows, and columns of D and M, per block. With 2 bytes per number, (128 + 128) * 64 numbers are 32 KiB;
+    double-buffered, they fit in an SM's 99 KiB or more of shared memory."""
     x, d, m = (128, 64, 128) if width <= 2 else (64, 32, 64)
     return x, min(d, power_of_two(D)), min(m, power_of_two(M))
 
 
 def own_rows(start_e, end_e, expert, tile, x: int):
-    """Which rows of a tile are the expert's."""
+    """A mask of the rows of a tile that belong to the expert."""
     row_x = tile * x + jax.lax.broadcasted_iota(jnp.int32, (x,), 0)
     return (row_x >= start_e[expert]) & (row_x < end_e[expert])
 
 
 def multiplying(x: int, d: int, transposed: bool, start_e, end_e, expert_i, tile_i, visits_1, rows, w, out):
-    """The program of `products_by_programs` for a visit and a block of the results' width."""
+    """The matmul for one visit and one block of the result's columns."""
     visit = pl.program_id(0)
     expert, tile = expert_i[visit], tile_i[visit]
 
@@ -50,7 +50,7 @@ def multiplying(x: int, d: int, transposed: bool, start_e, end_e, expert_i, tile
 
 
 def products_by_programs(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
-    """Each row by its expert's weights, or by their transpose. Shapes: [A, D] -> [A, M]."""
+    """Multiply each row by its expert's weights or, if `transposed`, their transpose. Shapes: [A, D] -> [A, M]."""
     (A, D), M = rows_AD.shape, w_eDM.shape[1 if transposed else 2]
     x, d, m = blocks_of(D, M, rows_AD.dtype.itemsize)
     rows = padded(padded(rows_AD, x, 0), d, 1)
@@ -65,12 +65,12 @@ def products_by_programs(rows_AD, w_eDM, sizes_e, transposed=False, interpret=Fa
         [*map(whole, tables), whole(rows), of_m], pl.BlockSpec((len(rows), m), lambda i, j: (0, j)),
         (len(rows), wide), rows.dtype, interpret,
     )  # fmt: skip
-    # Rows of no expert were not written.
+    # The programs do not write rows without an expert.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A, :M], 0)
 
 
 def adding_up(x: int, start_e, end_e, rows, d_out, out):
-    """The program of `outer_products_by_programs` for an expert and a block of its weights."""
+    """The gradient of one block of one expert's weights."""
     expert = pl.program_id(0)
     start, end = start_e[expert], end_e[expert]
 
@@ -80,15 +80,15 @@ def adding_up(x: int, start_e, end_e, rows, d_out, out):
         d_out_xm = jnp.where(mine_x1, d_out[own, :].astype(float32), 0).astype(d_out.dtype)
         return total_dm + dot(rows[own, :], d_out_xm, 0, 0)
 
-    last = jnp.where(end > start, jax.lax.div(end + x - 1, x), 0)  # the one after
+    last = jnp.where(end > start, jax.lax.div(end + x - 1, x), 0)  # exclusive
     total_dm = jax.lax.fori_loop(jax.lax.div(start, x), last, part, jnp.zeros(out.shape, float32))
     out[...] = total_dm.astype(out.dtype)
 
 
 def outer_products_by_programs(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
-    """The gradient of each expert's weights: the sum over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
+    """The gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     D, M, e = rows_AD.shape[1], d_out_AM.shape[1], len(sizes_e)
-    m, x, d = blocks_of(len(rows_AD), D, rows_AD.dtype.itemsize)  # the rows are summed over
+    m, x, d = blocks_of(len(rows_AD), D, rows_AD.dtype.itemsize)  # the sum runs over rows
     m = min(m, power_of_two(M))
     rows, d_out = padded(padded(rows_AD, x, 0), d, 1), padded(padded(d_out_AM, x, 0), m, 1)
     end_e = jnp.cumsum(sizes_e)
@@ -104,7 +104,7 @@ def outer_products_by_programs(rows_AD, d_out_AM, sizes_e, dtype, interpret=Fals
 
 
 def pulled_by_programs(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
-    """Gradients by the rows and by the weights."""
+    """The gradients of the rows and of the weights on a GPU."""
     d_rows_AD = products_by_programs(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
     return d_rows_AD, outer_products_by_programs(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
