@@ -1,5 +1,5 @@
-"""Claims about `kernels/attention.py`: each form, the TPU's and the GPU's by Pallas's interpreter, is attention by a
-matrix of scores; none keeps such a matrix, looks ahead, or grows with the sequence."""
+"""Every implementation in `kernels/attention.py` equals attention with a score matrix, without storing one. No program
+visits future blocks or grows with the sequence. TPU and GPU kernels run in Pallas's interpreter."""
 
 import functools
 from unittest import mock
@@ -22,7 +22,7 @@ HIDDEN = np.float32(blocking.HIDDEN)
 
 
 def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
-    """What was mixed, log-sums and gradients, from a matrix of scores in float32."""
+    """Attention, logsumexps and gradients, from a score matrix in float32."""
     order_s, S = jnp.asarray(blocking.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
     earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
     seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
@@ -40,17 +40,17 @@ def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_
 
 
 def by_form(mixed, pulled):
-    """The same by one form, as `partial_attention` puts its parts together."""
+    """The same, computed by `partial_attention` with one implementation."""
 
     def run(starts, *operands):
-        *asked, here, d_mixed_bshU, d_log_sum_bsh = operands
+        *inputs, here, d_mixed_bshU, d_log_sum_bsh = operands
 
         def chosen(*args, **forms):
-            return (mixed if len(args) == len(asked) + 1 else pulled)(starts, *args)
+            return (mixed if len(args) == len(inputs) + 1 else pulled)(starts, *args)
 
         with mock.patch.object(jax.lax, "platform_dependent", chosen):
-            attend = lambda q, k, v: attention.partial_attention(q, k, v, *asked[3:], starts, here)
-            results, pull = jax.vjp(attend, *asked[:3])
+            attend = lambda q, k, v: attention.partial_attention(q, k, v, *inputs[3:], starts, here)
+            results, pull = jax.vjp(attend, *inputs[:3])
             return *results, *pull((d_mixed_bshU, d_log_sum_bsh))
 
     return run
@@ -68,18 +68,18 @@ FORMS = {
 
 
 def in_documents(*lengths):
-    return np.repeat(np.arange(len(lengths)), lengths)  # the first is padding's
+    return np.repeat(np.arange(len(lengths)), lengths)  # document 0 is padding
 
 
-# queries, starts, device, documents of the queries and of the keys
+# number of queries, starts, device, documents of the queries, documents of the keys
 ZIGZAG = ((0, 450), (150, 300))
 MASKS = {
     "one document": (384, ((0,),), 0, in_documents(0, 384), in_documents(0, 384)),
-    "documents and padding, no whole blocks": (
+    "documents and padding, incomplete last block": (
         300, ((0,),), 0, in_documents(0, 130, 7, 100, 63) % 4, in_documents(0, 130, 7, 100, 63) % 4),
     "early and late chunk": (300, ZIGZAG, 0, in_documents(0, 150, 0, 150), in_documents(0, 170, 230, 200)),
     "chunks in the middle": (300, ZIGZAG, 1, in_documents(0, 20, 280), in_documents(0, 170, 430)),
-    "keys of another device, a document it does not have": (
+    "keys of another device, a document without keys there": (
         100, ((310,),), 0, in_documents(0, 60, 40), in_documents(0, 260, 0, 50)),
 }  # fmt: skip
 
@@ -87,10 +87,10 @@ MASKS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("groups, dtype", [(2, "float32"), (4, "bfloat16")])
-def test_a_form_equals_attention_by_scores(form, mask, groups, dtype, monkeypatch):
-    """Catches a block that is left out or met twice, a mask that lets the future, another document or the filling of
-    the last block through, a softmax not corrected when its maximum grows, a gradient without that of the log-sum, or
-    of another head of the group, and a span of keys that brings its queries' gradients anew."""
+def test_each_implementation_equals_attention_with_a_score_matrix(form, mask, groups, dtype, monkeypatch):
+    """Catches a block that is skipped or visited twice; a mask that exposes the future, another document or padding; a
+    softmax that is not rescaled when its maximum grows; a gradient that ignores the logsumexp or another head of the
+    group; and a span of keys that overwrites its queries' gradients."""
     monkeypatch.setattr(attention, "BLOCK", 60)
     monkeypatch.setattr(attention, "VMEM_BYTES", 2 * 128 * 256 * 8)  # the gradients of two blocks of keys
     s, starts, here, documents_s, documents_S = MASKS[mask]
@@ -100,8 +100,8 @@ def test_a_form_equals_attention_by_scores(form, mask, groups, dtype, monkeypatc
     segments = (jnp.asarray(np.stack([x, 0 * x + 1]), jnp.int32) for x in (documents_s, documents_S))
     operands = q, k, v, *segments, here, d_mixed, jnp.asarray(rng.normal(size=(B, s, H)), jnp.float32)
     want, got = (jax.jit(functools.partial(way, starts))(*operands) for way in (by_scores, FORMS[form]))
-    # Of the largest entry. float32: sums of up to 600 numbers in another order. bfloat16: weights, and gradients of
-    # scores, are rounded to 8 bits before they are summed.
+    # Relative to the largest entry. float32: sums of up to 600 numbers in a different order. bfloat16: weights, and
+    # gradients of scores, are rounded to 8 bits before summation.
     values, gradients = (1e-5, 1e-4) if dtype == "float32" else (1e-2, 2e-2)
     for name, one, other in zip(("mixed", "log_sum", "dq", "dk", "dv"), got, want, strict=True):
         one, other, allowed = np.float32(one), np.float32(other), gradients if name[0] == "d" else values
@@ -124,8 +124,8 @@ def gradients(q, k, v, *segments):
     return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
 
-def test_softmaxes_of_parts_merge_into_that_of_the_whole():
-    """Catches parts weighted alike, a part in which a query sees nothing, and a log-sum without a gradient."""
+def test_attention_to_two_chunks_of_keys_merges_into_attention_to_all():
+    """Catches chunks with equal weights, a wrong merge if a query sees no key, and a logsumexp without a gradient."""
     rng, S = np.random.default_rng(0), 20
     q, k, v = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in operands(7, S)[:3])
     segments_bs = jnp.asarray(rng.integers(0, 3, (B, 7)))
@@ -135,44 +135,44 @@ def test_softmaxes_of_parts_merge_into_that_of_the_whole():
     whole = lambda q, k, v: part(q, k, v, slice(0, S))
     parts = lambda q, k, v: context.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
     (want, pull), (got, pull_parts) = jax.vjp(whole, q, k, v), jax.vjp(parts, q, k, v)
-    assert np.any(np.asarray(part(q, k, v, slice(0, 8))[1]) == HIDDEN), "choose keys that some do not see"
+    assert np.any(np.asarray(part(q, k, v, slice(0, 8))[1]) == HIDDEN), "choose keys that some queries do not see"
     for one, other in zip((*got, *pull_parts(want)), (*want, *pull(want)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)  # float32 sums of 20 numbers of size 1
 
 
-def test_no_scores_are_kept():
-    """Catches a matrix of scores, or keys repeated for each head, that wait for the backward pass."""
+def test_no_scores_are_saved_for_the_backward_pass():
+    """Catches a score matrix, or keys repeated for each head, among the residuals."""
     shapes = operands(512, 512)
     _, pull = jax.vjp(lambda *x: attention.partial_attention(*x, *(jnp.zeros(one.shape, int) for one in shapes[3:])),
                       *(jnp.zeros(one.shape) for one in shapes[:3]))  # fmt: skip
-    kept = sorted(x.size for x in jax.tree.leaves(pull) if x.size > 1)
+    saved = sorted(x.size for x in jax.tree.leaves(pull) if x.size > 1)
     q, k, v, documents, _ = (np.prod(x.shape) for x in shapes)
     log_sums, mixed = B * 512 * H, B * 512 * H * U
-    assert kept == sorted([q, k, v, documents, documents, log_sums, mixed])
+    assert saved == sorted([q, k, v, documents, documents, log_sums, mixed])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
-def test_a_longer_sequence_has_no_larger_program(platform):
-    """Catches a program unrolled over blocks, which takes minutes to compile for long sequences; and a kernel that
-    another platform is given, or its own does not get, or that Triton cannot say."""
+def test_the_program_does_not_grow_with_the_sequence(platform):
+    """Catches a program unrolled over blocks, which takes minutes to compile for long sequences; a kernel in the
+    program of the wrong platform, or missing from its own; and a kernel that Triton cannot lower."""
     texts = [jax.jit(gradients).trace(*operands(T, T)).lower(lowering_platforms=(platform,)).as_text()
              for T in (1024, 32_768)]  # fmt: skip
-    short, long = (text.count(" = ") - text.count("stablehlo.constant") for text in texts)  # of which two may be one
+    short, long = (text.count(" = ") - text.count("stablehlo.constant") for text in texts)  # equal constants are merged
     assert short == long
     kernels = [texts[0].count(call) for call in ("@tpu_custom_call", "@__gpu$xla.gpu.triton")]
     assert kernels == {"cpu": [0, 0], "tpu": [2, 0], "cuda": [0, 3]}[platform]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_later_blocks_are_not_visited(n):
-    """Catches products that a mask makes 0, and devices that have more of them than others."""
+def test_fully_masked_blocks_are_not_visited(n):
+    """Catches matmuls of fully masked blocks, and devices with unequal numbers of visits."""
     T, block = 4096, 256
     starts = context.chunk_starts(T // n, n)
     meets, blocks = blocking.meetings(T // n, T, starts, block), T // block
     seen = [blocking.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
     assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
-    for here, met in enumerate(meets):  # a GPU's programs go over the same: to the last keys, from the first queries
+    for here, met in enumerate(meets):  # GPU programs visit the same blocks
         _, visits_i, first_j = attention_gpu.meetings_of(starts, T // n, T, here, block)
         assert np.array_equal(visits_i, np.count_nonzero(met, axis=1))
         assert np.array_equal(len(met) - first_j, np.count_nonzero(met, axis=0))
@@ -182,23 +182,23 @@ def test_later_blocks_are_not_visited(n):
 
 @pytest.mark.parametrize("K, U, width, block", [(64, 64, 2, 64), (128, 128, 2, 64), (96, 64, 4, 32), (192, 128, 4, 16)])
 def test_a_block_of_keys_and_values_fits_a_gpu_core(K, U, width, block):
-    """Catches blocks that with those of the next visit, and the queries', are more than a core's 99 KiB."""
+    """Catches double-buffered blocks that, with the queries' block, exceed the 99 KiB of an SM."""
     assert attention_gpu.gpu_block(4096, 4096, K, U, width) == block
     widened = sum(blocking.power_of_two(size) for size in (K, U)) * width * block
     assert 3 * widened <= 99 * 2**10
-    assert attention_gpu.gpu_block(24, 48, K, U, width) == min(block, 32)  # a short sequence is not filled up to 64
+    assert attention_gpu.gpu_block(24, 48, K, U, width) == min(block, 32)  # a short sequence is not padded to 64
 
 
-def test_types_say_along_which_axes_the_kernels_vary(monkeypatch):
-    """Catches a kernel that check_vma refuses, and a gradient of replicated keys that is not summed. Types only: the
-    interpreter does not run under check_vma."""
+def test_kernel_types_name_the_axes_along_which_results_vary(monkeypatch):
+    """Catches a kernel that check_vma rejects, and a missing sum in the gradient of replicated keys. Checks only types,
+    because the interpreter does not run under check_vma."""
     monkeypatch.setattr(attention, "by_platform", every_form)
     q, k, v, segments_bs, segments_bS = (jnp.zeros(x.shape, x.dtype) for x in operands(24, 48))
 
     def total(k, v, q):
         def local(k, v, q, segments_bs):
-            asked = q, k, v, segments_bs, segments_bS
-            mixed, log_sum = attention.partial_attention(*asked, context.chunk_starts(24, 2), axis_index(CONTEXT))
+            inputs = q, k, v, segments_bs, segments_bS
+            mixed, log_sum = attention.partial_attention(*inputs, context.chunk_starts(24, 2), axis_index(CONTEXT))
             return jax.lax.psum(jnp.sum(mixed) + jnp.sum(log_sum), (FSDP, CONTEXT))
 
         mesh, varied = make_mesh(MeshConfig(fsdp=2, context=2)), P(None, (FSDP, CONTEXT))
