@@ -1,5 +1,5 @@
-# `make` lists every command. Needs Python 3.11 or later, and make. Writes .venv, runs/ and tokens/ here, and beyond this
-# folder only in the user's cache folder (downloads, compiled programs).
+# `make` lists every command. Needs Python 3.11 or later, and make. Writes .venv, runs/ and tokens/ here; outside this
+# folder it writes only to the user's cache folder (downloads, compiled programs).
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
@@ -12,11 +12,11 @@ COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
 DAY ?= $(shell date -u +%u)
 OWN_VENV = @if [ -L .venv ]; then \
-	echo "error: .venv is a link to $$(readlink .venv), and installing would change what lies there: rm .venv," \
-		"and make installs a .venv here" >&2; \
+	echo "error: .venv is a link to $$(readlink .venv), and installing would change the packages there; remove the" \
+		"link (rm .venv), and make installs its own .venv" >&2; \
 	exit 1; \
 fi
-ARGS ?= # passed on by train, plan, chapters, site, the tests and lock
+ARGS ?= # extra arguments for train, plan, chapters, site, the tests and lock
 
 .PHONY: help train plan chapters site read notebooks test test-more test-all test-tpu test-tpu-all test-rotation rehearse \
 	test-site lint format lock clean extra-browser extra-torch $(EXTRAS:%=extra-%)
@@ -27,93 +27,93 @@ help: ## list every command
 	@echo "After \`source .venv/bin/activate\`, each with --help:"
 	@awk -F ' *#: ' '/^# python .*#: / {printf "%-28s %s\n", substr($$1, 3), $$2}' Makefile
 
-# python main.py #: train a preset, or go on with a run; --config takes a run's settings
+# python main.py #: train a preset, or resume a run; --config reuses a run's settings
 # python -m generate #: sample from a run
-# python -m serve #: serve a run over HTTP, as OpenAI's clients ask for it; needs extra-serve
-# python -m data.prepare #: turn a text into tokens
-# python -m data.check #: verify tokens, and say what they are
+# python -m serve #: serve a run over HTTP with an OpenAI-compatible API; needs extra-serve
+# python -m data.prepare #: tokenize a text
+# python -m data.check #: verify and summarize tokens
 # python -m data.train_tokenizer #: train a tokenizer on a text; needs extra-parity
-# python -m data.tasks #: named ways from a source to examples; print some of one
-# python -m train.report #: draw runs, on top of each other
-# python -m train.selfcheck #: are all hosts of a launch fit to train?
-# python -m train.checkpoint #: list or verify what a run saved
-# python -m weights #: weights to and from Hugging Face, and those of a run alone
-# python -m evaluate #: tasks of lm-evaluation-harness, with extra-evaluate, and the loss of any tokens
-# python -m plan #: what a mesh needs, sends and takes, before you rent it; alone: the presets' sizes
+# python -m data.tasks #: list the named tasks, or print examples of one
+# python -m train.report #: plot one or more runs together
+# python -m train.selfcheck #: check that all hosts of a launch are ready to train
+# python -m train.checkpoint #: list or verify the checkpoints of a run
+# python -m weights #: convert weights to and from Hugging Face, or extract them from a run
+# python -m evaluate #: run lm-evaluation-harness tasks (needs extra-evaluate), or measure the loss on any tokens
+# python -m plan #: predict memory, communication and step time of a mesh; without arguments: the presets' sizes
 # python -m plan.traced #: plan any JAX program from its trace, before you rent chips
 # python -m pipeline #: print, draw and compare pipeline schedules
 # python -m tests.parity #: compare a mesh with one device
 # python -m tests.fuzz #: compare random meshes and models with one device
-# python -m bench.step #: measure a step on simulated devices
-# python -m bench.data #: what tokens cost, beside plain slices of a file, and beside tiktoken alone
-# python -m bench.gpu #: measure our trainer and one in torch, in turn, on one GPU
-# python -m bench.overlap #: what of a step's wires is hidden behind products, by the TPU compiler; needs extra-tpu
-# python -m bench.options #: which option of the TPU compiler hides which collective, on which chip; needs extra-tpu
-# python -m bench.plan #: expected seconds of steps beside those of their compiled schedules; needs extra-tpu
-# python -m bench.schedules #: measure each pipeline schedule beside its prediction
-# python -m bench.serve #: measure our engine and transformers' generate, in turn; needs extra-parity and torch
-# python -m bench.soak #: kill a run again and again, and compare every bit
-# python bench/deadlock.py #: simulated devices that wait for ever, with JAX alone
-# python -m docs.eight_meshes #: train one model on eight meshes, and draw the picture of README
+# python -m bench.step #: measure a training step on simulated devices
+# python -m bench.data #: measure reading tokens and tokenizing; compare with plain slices of a file and with tiktoken
+# python -m bench.gpu #: measure this trainer and a torch trainer in turn, on one GPU
+# python -m bench.overlap #: how much communication the TPU compiler overlaps with compute; needs extra-tpu
+# python -m bench.options #: which TPU compiler option overlaps which collective, on which chip; needs extra-tpu
+# python -m bench.plan #: compare planned step times with simulated compiled schedules; needs extra-tpu
+# python -m bench.schedules #: measure each pipeline schedule, and compare it with its prediction
+# python -m bench.serve #: measure the serving engine and transformers' generate in turn; needs extra-parity and torch
+# python -m bench.soak #: kill a run repeatedly, resume it, and compare every bit
+# python bench/deadlock.py #: reproduce a deadlock of simulated devices with JAX alone
+# python -m docs.eight_meshes #: train one model on eight meshes, and draw the picture in the README
 # python -m docs.settings #: write docs/settings.md from config/
-# python -m chapters #: run the chapters of the guide, and say how long each takes
+# python -m chapters #: run the chapters of the guide, and print how long each takes
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
-# python -m docs.layer_timeline #: play the schedules that the page of that name draws; needs extra-tpu
+# python -m docs.layer_timeline #: simulate the schedules for the layer timeline page; needs extra-tpu
 # python -m docs.notebooks #: write the chapters as notebooks; needs extra-site
 
 train: .venv/installed ## train the laptop preset on the Python standard library (3 minutes on 2 cores)
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
 	.venv/bin/python main.py laptop $(ARGS)
 
-plan: .venv/installed .venv/extra-tpu ## plan the headline run, and compile it for its 32 TPU chips: 1 minute; no TPU is needed
+plan: .venv/installed .venv/extra-tpu ## plan the headline run and compile it for its 32 TPU chips (1 minute; needs no TPU)
 	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
-chapters: .venv/installed ## run the chapters of the guide, and say how long each takes (8 minutes); ARGS="03 04" runs these
+chapters: .venv/installed ## run the chapters of the guide, and print how long each takes (8 minutes); ARGS="03 04" runs two
 	.venv/bin/python -m chapters $(ARGS)
 
-site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; chapters that have changed are run
+site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; runs the chapters that have changed
 	.venv/bin/python -m docs.build $(ARGS)
 
-read: .venv/installed ## serve the guide on this machine, and say where
+read: .venv/installed ## serve the guide on this machine, and print its address
 	.venv/bin/python -m docs.build --read $(ARGS)
 
 notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks into notebooks/
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
-# No test is in two of these: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
-test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" is passed to pytest
+# Each test is in only one of these: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
+test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" goes to pytest
 	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
 
-test-more: .venv/installed .venv/extra-serve .venv/extra-buckets ## run what make test leaves out: slow tests, the server, buckets
+test-more: .venv/installed .venv/extra-serve .venv/extra-buckets ## run the tests that make test skips: slow tests, the server, buckets
 	.venv/bin/python -m pytest -m "(slow or extra) and not (tpu or site or launch or rotation)" $(ARGS)
 
-test-all: .venv/installed ## run all tests that need no TPU compiler, repeats too; those whose extras are missing are skipped
+test-all: .venv/installed ## run all tests that need no TPU compiler, including repeats; skip tests whose extras are missing
 	.venv/bin/python -m pytest $(ARGS)
 
-test-rotation: .venv/installed .venv/extra-tpu ## run a seventh of the repeats, and of the tests that need a large package; DAY=1..7
+test-rotation: .venv/installed .venv/extra-tpu ## run a seventh of the repeats and of the tests that need a large package; DAY=1..7
 	extras=$$(.venv/bin/python -m tests.rotation $(DAY)); $(MAKE) .venv/installed $$extras
 	.venv/bin/python -m pytest -m rotation --day $(DAY) $(ARGS)
 
-test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (it is 700 MB; no TPU is needed)
+test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (a 700 MB package; needs no TPU)
 	.venv/bin/python -m pytest -m "tpu and not repeat" $(ARGS)
 
-test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU compiler, repeats too
+test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU compiler, including repeats
 	.venv/bin/python -m pytest -m tpu $(ARGS)
 
-rehearse: .venv/installed ## rehearse launching over ssh, on hosts of this machine (11 minutes); needs openssh-server and tmux
+rehearse: .venv/installed ## test the launch scripts over ssh, on simulated hosts (11 minutes); needs openssh-server and tmux
 	.venv/bin/python -m pytest -m "launch and not repeat" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-site: .venv/extra-browser ## build the guide from chapters that are run, and read it in a headless browser (7 minutes)
+test-site: .venv/extra-browser ## run the chapters, build the guide, and test it in a headless browser (7 minutes)
 	.venv/bin/python -m docs.build --longest_s 90
 	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
 
-lint: .venv/installed ## check style: ruff, and shellcheck for shell files
+lint: .venv/installed ## check style with ruff and shellcheck
 	.venv/bin/python -m ruff check
 	.venv/bin/python -m ruff format --check
 	.venv/bin/python -m ruff format --check --line-length 110 model.py
 	$(if $(SHELL_FILES),.venv/bin/shellcheck --external-sources $(SHELL_FILES))
 
-format: .venv/installed ## mend style where ruff can
+format: .venv/installed ## fix style with ruff
 	.venv/bin/python -m ruff check --fix
 	.venv/bin/python -m ruff format
 	.venv/bin/python -m ruff format --line-length 110 model.py
@@ -124,11 +124,11 @@ lock: .venv/extra-lock ## write requirements.txt and requirements/ from pyprojec
 		$(COMPILE) $(ARGS) --group "$$name" --constraint requirements.txt --output-file "requirements/$$name.txt"; \
 	done
 
-clean: ## remove .venv, caches and what the site is made of; runs/ and tokens/ stay
+clean: ## remove .venv, caches and the built site; keep runs/ and tokens/
 	rm -rf .venv .ruff_cache docs/_build notebooks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: an interrupted install is done again, and so is one older than the lock.
+# The stamp file is written last, so make repeats an install that was interrupted or is older than the lock file.
 .venv/installed: requirements.txt
 	$(OWN_VENV)
 	@for python in python3.11 python3.12 python3 none; do \
@@ -154,7 +154,7 @@ $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
 
 extra-browser: .venv/extra-browser
 
-# torch is in no lock; pyproject.toml says why. Where a torch of this version is installed, pip keeps it.
+# No lock file has torch; pyproject.toml explains why. If this version of torch is installed already, pip keeps it.
 extra-torch: .venv/extra-torch
 
 .venv/extra-torch: .venv/installed

@@ -250,8 +250,8 @@ def test_what_lies_behind_a_link_stays(target, there, tmp_path):
     done = subprocess.run(["make", target], cwd=checkout, env=env, capture_output=True, text=True)
     assert done.returncode != 0
     told, made = done.stderr.splitlines()
-    assert told == (f"error: .venv is a link to {kept}, and installing would change what lies there: rm .venv, "
-                    "and make installs a .venv here")  # fmt: skip
+    assert told == (f"error: .venv is a link to {kept}, and installing would change the packages there; "
+                    "remove the link (rm .venv), and make installs its own .venv")  # fmt: skip
     assert made.startswith("make: ***") and not done.stdout
     assert {path.name for path in kept.iterdir()} == {*there, "precious"}
 
