@@ -1,17 +1,17 @@
-"""What tokens cost: to make, beside tiktoken alone, and to read, beside plain slices of a memory-mapped file.
+"""Measure the data pipeline: reading batches, packing documents, and tokenizing.
 
-`python -m bench.data` makes random tokens and reads batches of 512 x 1,024, as `dense_124m` could; `--data.path` reads
-a directory, or a bucket, of your own. The slices are as many windows, scattered as those are, and become int32 inputs
-and targets: no order that can be computed, no segments, no positions, no weights.
+`python -m bench.data` writes random tokens and reads batches of 512 x 1,024, as `dense_124m` could; `--data.path` reads
+your own directory or bucket. The baseline copies as many scattered windows from a memory-mapped file into int32 inputs
+and targets, without a reproducible order, segments, positions or weights.
 
-Batches are made ahead by a thread, so what a step waits for is another figure than what a batch takes. It is measured
-too: in a loop whose steps sleep as long as the planner says that a step takes on a chip at its peak; none is faster.
+A thread prefetches batches, so a step waits less than a batch takes. The benchmark measures that wait in a loop whose
+steps sleep for the time that the planner predicts for a chip at its peak, a lower bound of a real step.
 
-Whole documents are packed into rows (`--data.packing documents`) when a run starts: a million, as long as the random
-ones are.
+With `--data.packing documents`, a run packs whole documents into rows when it starts. The benchmark packs a million
+documents with the lengths of the random ones.
 
-Tokens are made of the standard library, several times over, by ids for its 4,000 most frequent words. Their time is the
-processor's, of all processes together, so that what else the machine does is not counted.
+Tokenizing reads the standard library several times, with a vocabulary of its 4,000 most frequent words. The baseline is
+tiktoken alone. Its unit is CPU seconds of all processes, so other load on the machine does not count.
 """
 
 import base64
@@ -35,27 +35,27 @@ from data import packing, prepare, sources, tokenizers
 from errors import UserError, exit_status
 
 TOKENS = 20_000_000
-DOCUMENTS = 1_000_000  # that are packed
-DOCUMENT_TOKENS = 500  # of one, on average
+DOCUMENTS = 1_000_000  # documents to pack
+DOCUMENT_TOKENS = 500  # average length of a document
 DEFAULT = preset("dense_124m", **{"data.path": "", "data.batch_size": 512})
 
 
 @dataclass(frozen=True)
 class Arguments(Config):
-    topology: str = "h100:1"  # the chip whose step is compared
-    batches: int = 20  # batches that are read, after one that is not timed
-    text_mib: int = 160  # of text that is tokenized; 0: none
+    topology: str = "h100:1"  # the chip whose step time is the reference
+    batches: int = 20  # batches to time, after one warm-up batch
+    text_mib: int = 160  # MiB of text to tokenize; 0: none
     json: bool = False  # print one line of JSON instead of a table
 
 
 HELP = """e.g. python -m bench.data --data.batch_size 512
      python -m bench.data laptop --data.path tokens/stdlib-bytes
 
-What tokens cost: to read, beside plain slices of a memory-mapped file, and to make, beside tiktoken alone."""
+Measure reading batches, compared with plain slices of a memory-mapped file, and tokenizing, compared with tiktoken."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    """Parse `[PRESET | --config FILE] [--flags]`; the preset or the file sets the defaults of the flags."""
     cfg, args = command_line(argv, "python -m bench.data", HELP, DEFAULT, Arguments)
     if args.batches < 1:
         raise UserError(f"batches={args.batches}: must be at least 1")
@@ -65,7 +65,7 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
 
 
 def random_tokens(cfg: Config, folder: str) -> Config:
-    """Settings with a directory of random ids, documents of DOCUMENT_TOKENS on average."""
+    """Write random ids, in documents of DOCUMENT_TOKENS on average; returns settings that read them."""
     vocabulary = cfg.model.vocab_size - 1
     ids = np.random.default_rng(0).integers(vocabulary, size=TOKENS)
     ids = np.where(np.random.default_rng(1).random(TOKENS) < 1 / DOCUMENT_TOKENS, vocabulary - 1, ids)
@@ -75,7 +75,7 @@ def random_tokens(cfg: Config, folder: str) -> Config:
 
 
 def tokenizing(folder: str, text_mib: int) -> dict:
-    """Processor seconds of tiktoken alone and of `data.prepare` with a process for each core, for the same text."""
+    """Measure CPU seconds of tiktoken alone, and of `data.prepare` with one process per core, on the same text."""
     library = b"".join(document.text for document in sources.read_documents("stdlib"))
     words = [word for word, _ in Counter(library.split()).most_common(4000)]
     prefixes = {(b" " + word)[:length] for word in words for length in range(2, len(word) + 2)}
@@ -103,7 +103,7 @@ def tokenizing(folder: str, text_mib: int) -> dict:
 
 
 def seconds(work, count: int) -> float:
-    """Seconds of a call, on average. The first is not timed."""
+    """The average seconds of `count` calls, after one warm-up call."""
     work(0)
     begin = time.perf_counter()
     for number in range(1, count + 1):
@@ -112,7 +112,7 @@ def seconds(work, count: int) -> float:
 
 
 def slices(cfg: Config):
-    """fn(step): inputs and targets of the same windows by plain slices; None where no shard is mapped here."""
+    """Return fn(step) -> inputs and targets from plain slices of as many windows; None if no shard is memory-mapped."""
     split, T, B = dataset.opened(cfg).splits["train"], cfg.data.seq_len, cfg.data.batch_size
     flat = max(split.shards, key=len)
     if not isinstance(flat, np.ndarray):
@@ -128,7 +128,7 @@ def slices(cfg: Config):
 
 
 def waited(cfg: Config, step_s: float, count: int) -> float:
-    """Seconds that a step waits for its batch, on average, where it takes step_s without."""
+    """The average seconds that a step of `step_s` seconds waits for its batch."""
     ahead, total = dataset.prefetch(cfg, 0), 0.0
     for number in range(count + 1):
         begin = time.perf_counter()
@@ -160,8 +160,8 @@ def made(found: dict) -> str:
     rate = lambda s: f"{s:8.2f} s   {found['made'] / s / 1e6:8.2f} M tokens/s of a core"
     share, cores = found["alone_s"] / found["prepare_s"], found["prepare_s"] / found["prepare_wall_s"]
     return (
-        f"{found['made']:,} tokens made of text\n{'tiktoken alone':34} {rate(found['alone_s'])}\n"
-        f"{'data.prepare, from start to end':34} {rate(found['prepare_s'])}, {share:.2f} of that; {cores:.1f} at work"
+        f"{found['made']:,} tokens from text, in CPU seconds\n{'tiktoken alone':34} {rate(found['alone_s'])}\n"
+        f"{'data.prepare, complete':34} {rate(found['prepare_s'])}, {share:.2f} x tiktoken; {cores:.1f} cores busy"
     )
 
 
@@ -172,7 +172,7 @@ def table(found: dict, args: Arguments) -> str:
         lines += [row("plain slices of a mapped file", found["slices_s"])]
     return "\n".join([
         *lines, row(f"a step on {args.topology}, at its peak", found["step_s"]),
-        f"made ahead, in {found['batch_s'] / found['step_s']:.1%} of a step; a step waits "
+        f"a batch takes {found['batch_s'] / found['step_s']:.1%} of a step; with prefetching, a step waits "
         f"{1e3 * found['waited_s']:.2f} ms, {found['waited_s'] / found['step_s']:.2%}",
         f"{DOCUMENTS:,} documents packed in {found['packed_s']:.2f} s, once, when a run starts"])  # fmt: skip
 

@@ -1,14 +1,14 @@
-"""Simulated devices that wait for each other for ever, in a few lines of JAX alone.
+"""Reproduce a deadlock of simulated devices in a few lines of JAX.
 
-    python bench/deadlock.py                 # XLA ends it after 20 s: a thread for each device, and programs overlap
+    python bench/deadlock.py                 # XLA aborts after 20 s: one thread per device, and programs overlap
     python bench/deadlock.py --wait          # ok: each program ends before the next begins
-    python bench/deadlock.py --threads 64    # ok: threads enough for several programs
+    python bench/deadlock.py --threads 64    # ok: enough threads for several programs
 
-In the program every collective needs the result of the one before it, so nothing in it can be met in two orders. But
-XLA's CPU backend has one thread for each device unless NPROC says more, a thread that meets a collective sleeps until
-its group is complete, and JAX starts the next program before this one has ended: devices that have begun with it sleep
-in its collectives, and hold the threads that the others need to end this one. (JAX 0.10.2. It needs nothing of this
-project, so that it can be sent to JAX as it is.) Exit status 0: it ended; 1: XLA ended it.
+Each collective of the program needs the result of the previous one, so all devices run them in the same order. But
+XLA's CPU backend has only one thread per device, unless NPROC is larger. A thread that enters a collective blocks until
+its group is complete, and JAX starts the next program before this one has ended. Devices in the next program then hold
+the threads that the others need to finish this one. (JAX 0.10.2. The file imports nothing from this project, so it can
+be sent to the JAX developers as it is.) Exit status 0: the programs ended; 1: XLA aborted.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def call(wait: bool) -> None:
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python bench/deadlock.py", description=__doc__, formatter_class=form)
-    parser.add_argument("--threads", type=int, default=DEVICES, help=f"of XLA's pool (default: {DEVICES}, the devices)")
-    parser.add_argument("--wait", action="store_true", help="for the end of each program, before the next begins")
+    parser.add_argument("--threads", type=int, default=DEVICES, help=f"threads of XLA's pool (default: {DEVICES})")
+    parser.add_argument("--wait", action="store_true", help="wait for each program before starting the next one")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -56,8 +56,8 @@ def main() -> int:
                 "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=20"}  # fmt: skip
     words = [sys.executable, __file__, "--child", *["--wait"] * args.wait]
     done = subprocess.run(words, env=os.environ | settings, capture_output=True, text=True, check=False)
-    end = f"XLA ended it (exit status {done.returncode})" if done.returncode else "ok"
-    print(f"{DEVICES} devices, {args.threads} threads, {CALLS} programs{', each waited for' * args.wait}: {end}")
+    end = f"XLA aborted (exit status {done.returncode})" if done.returncode else "ok"
+    print(f"{DEVICES} devices, {args.threads} threads, {CALLS} programs{', one at a time' * args.wait}: {end}")
     return 1 if done.returncode else 0
 
 

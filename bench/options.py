@@ -1,10 +1,10 @@
-"""Which option of the TPU compiler hides which collective, on which chip; no TPU needed.
+"""Find out which TPU compiler option overlaps which collective with compute, on which chip; needs no TPU.
 
-`python -m bench.options` compiles six layers of two matrices each, split over fsdp=8 beside data=2, forward, again and
-back, with each set of options, and prints what share of each collective's bytes has products beside it
-(`xla/ledger.py`). Half is the most for gathers and scatters here: a layer's first gather and last scatter have no
-product of their own layer to stand beside. A set that libtpu itself warns of is marked.
-"""
+`python -m bench.options` compiles the forward pass, recomputation and backward pass of six layers with two matrices
+each, on the mesh data=2,fsdp=8, with each set of options. It prints the share of each collective's bytes that is
+overlapped with matmuls (`xla/ledger.py`). All-gathers and reduce-scatters reach at most half, because a layer's first
+all-gather and last reduce-scatter have no matmul of their layer to overlap with. The table marks sets with a libtpu
+warning."""
 
 import json
 import os
@@ -38,22 +38,22 @@ SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2")  # 16 de
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 MESH = MeshConfig(data=2, fsdp=8)
 LAYERS, ROWS, WIDTH = 6, 2048, 1024
-WARNING = "at your own risk"  # in what libtpu says of options that may give wrong results on a chip
+WARNING = "at your own risk"  # part of libtpu's warning about options that may give wrong results on a chip
 
 
 @dataclass(frozen=True)
 class Arguments:
     topology: Annotated[tuple[str, ...], tyro.conf.arg(help="slices of 16 devices")] = SLICES
-    json: Annotated[bool, tyro.conf.arg(help="print a line of JSON a row instead of a table")] = False
+    json: Annotated[bool, tyro.conf.arg(help="print one line of JSON per row instead of a table")] = False
 
 
 HELP = """e.g. python -m bench.options --topology v5p:2x2x4 v6e:4x4
 
-Which option of the TPU compiler hides which collective, on which chip; no TPU needed, 2 minutes for all."""
+Find out which TPU compiler option overlaps which collective with compute, on which chip. Needs no TPU; 2 minutes."""
 
 
 def layers(mesh):
-    """The gradient of a stack of layers on a slice, lowered."""
+    """Lower the gradient of a stack of layers for a slice."""
     join = lambda w_dF: sharding.all_gather(w_dF, FSDP, dim=0)
 
     def loss(w_LdF, v_LdF, x_nD):
@@ -73,7 +73,7 @@ def layers(mesh):
 
 
 def measure(topology: str, mesh):
-    """A row for each set of options: what share of each kind's bytes is hidden, and whether libtpu warns."""
+    """Yield a row for each set of options: the overlapped share of each kind's bytes, and whether libtpu warns."""
     lowered = layers(mesh)
     for name, told in SETS.items():
         with compiled.heard() as heard:
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, prog="python -m bench.options", description=HELP, args=argv)
     for topology in args.topology:
         hardware.require_devices(MESH, hardware.Topology.parse(topology))
-    meshes = {topology: compiled.topology_mesh(MESH, topology) for topology in args.topology}  # none is compiled yet
+    meshes = {topology: compiled.topology_mesh(MESH, topology) for topology in args.topology}  # validate all first
     if not args.json:
         print(f"| slice | options | {' | '.join(KINDS)} | libtpu warns |\n|{'---|' * (3 + len(KINDS))}")
     for topology, mesh in meshes.items():

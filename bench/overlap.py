@@ -1,10 +1,10 @@
-"""What of a step's wires is hidden behind products, and what its attention moves in each memory, by the TPU compiler.
+"""Measure how much of a step's communication the TPU compiler overlaps with compute, and the memory of its attention.
 
-`python -m bench.overlap` compiles the headline's training step for absent chips; a preset, `--topology`, `--mesh` and
-any setting of main.py make it another one; `--json` prints one line for a program instead of a table. `--seconds` plays
-the compiled schedule against time, `--plot` draws one layer of it.
+`python -m bench.overlap` compiles the training step of the headline run, without TPUs. A preset, `--topology`, `--mesh`
+and any setting of main.py choose another step. `--json` prints one line instead of a table. `--seconds` simulates the
+compiled schedule, and `--plot` draws one layer of it.
 
-Numbers are one device's, in one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` says what is hidden and exposed.
+Numbers are for one device and one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` defines hidden and exposed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from errors import UserError, exit_status
 from pictures import check_picture
 from plan import compiled, hardware, planner, replayed, show
 
-LINES = 12  # of our source, those that wait longest
+LINES = 12  # rows of a table, those with the most exposed bytes
 MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`
 
 
@@ -28,32 +28,32 @@ MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`
 class Arguments(Config):
     topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ..
     json: bool = False  # print one line of JSON instead of a table
-    seconds: bool = False  # play the compiled schedule against time: seconds by cause
-    at_peak: bool = False  # with --seconds: products at the chip's peak, not as the compiler estimates them
-    latency_us: float = 0.0  # with --seconds: of a message, for each link; about 1 on a TPU
-    plot: str = ""  # with --seconds: draw one layer forward and back into this file: png, svg or pdf
+    seconds: bool = False  # simulate the compiled schedule: seconds by cause
+    at_peak: bool = False  # with --seconds: matmuls at the chip's peak, instead of the compiler's estimate
+    latency_us: float = 0.0  # with --seconds: latency of a message per link, in microseconds; about 1 on a TPU
+    plot: str = ""  # with --seconds: draw one layer's forward and backward pass into this file: png, svg or pdf
 
 
 HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
      python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png
 
-What of a step's wires is hidden behind products, and what its attention moves, by the TPU compiler; no TPU needed.
+Measure how much communication the TPU compiler overlaps with compute, and what attention moves; needs no TPU.
 
-Exposed bytes are waited for, hidden ones may be: --seconds says for how long. To choose a mesh: python -m plan."""
+Exposed bytes stall the step, and hidden ones may: --seconds shows for how long. To choose a mesh: python -m plan."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Read `[PRESET | --config FILE] [--flags]`; without either it is the headline run.
+    """Parse `[PRESET | --config FILE] [--flags]`; the default is the headline run.
 
-    Raises: UserError for a topology that is no TPU slice.
+    Raises: UserError if the topology is not a TPU slice.
     """
     cfg, args = command_line(argv, "python -m bench.overlap", HELP, "moe1b", Arguments)
     if not planner.is_tpu(hardware.Topology.parse(args.topology).chip):
-        raise UserError(f"topology {args.topology!r}: only TPU slices are compiled for without being there; "
+        raise UserError(f"topology {args.topology!r}: only TPU slices are compiled for without the chips; "
                         "name one like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
     asked = [name for name in ("at_peak", "latency_us", "plot") if getattr(args, name)]
     if asked and not args.seconds:
-        raise UserError(f"--{asked[0]} says how to play a step; add --seconds")
+        raise UserError(f"--{asked[0]} applies only to a simulated step; add --seconds")
     if args.latency_us < 0:
         raise UserError(f"--latency_us {args.latency_us}: must be at least 0; about 1 on a TPU")
     if args.plot:
@@ -66,7 +66,7 @@ def say(text: str) -> None:
 
 
 def measure(cfg: Config, args: Arguments) -> dict:
-    """Compile the training step for a TPU slice, and count. CPU seconds are of all threads, tracing included."""
+    """Compile the training step for a TPU slice and measure it. CPU seconds include all threads and tracing."""
     mesh = compiled.topology_mesh(cfg.mesh, args.topology)
     begin = time.process_time()
     step = compiled.compile_step(cfg, mesh, say)
@@ -76,17 +76,17 @@ def measure(cfg: Config, args: Arguments) -> dict:
 
 
 def play(cfg: Config, args: Arguments, mesh, text: str) -> dict:
-    """Play the compiled step against time, and draw it if asked."""
+    """Simulate the compiled step, and draw it if --plot is given."""
     topology = hardware.Topology.parse(args.topology)
     found = replayed.played(cfg, topology, mesh, text, args.at_peak, args.latency_us / 1e6)
     if args.plot:
-        replayed.plot(found, f"{found.seconds:.3f} s a step, played: {asked(cfg, args.topology)[:-1]}", args.plot)
+        replayed.plot(found, f"simulated step, {found.seconds:.3f} s: {asked(cfg, args.topology)[:-1]}", args.plot)
         say(f"drew {args.plot}")
     return replayed.to_json(found)
 
 
 def read(found) -> dict:
-    """The numbers of a ledger, and its bytes by axes, kind and line of ours."""
+    """The totals of a ledger, and its bytes by mesh axes, kind and source line."""
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
     return {
         "wire_bytes": found.total.wire_bytes,
@@ -102,32 +102,32 @@ def read(found) -> dict:
 
 
 def asked(cfg: Config, topology: str) -> str:
-    """What was compiled, in one line."""
+    """Describe the compiled step in one line."""
     c = cfg.at_work
     return (f"{cfg.mesh} on {topology}, {cfg.data.batch_size} x {cfg.data.seq_len:,} tokens, remat={c.work.remat}, "
-            f"gather={c.work.gather}, tensor_exchange={c.work.tensor_exchange}; of one chip and step:")  # fmt: skip
+            f"gather={c.work.gather}, tensor_exchange={c.work.tensor_exchange}; for one chip and step:")  # fmt: skip
 
 
 def table(found: dict) -> str:
-    """The numbers in words; of lines those that wait longest."""
+    """Format the numbers as tables, with the rows that have the most exposed bytes."""
     gb = lambda size: f"{size / 1e9:,.3f} GB"
     share = lambda part, whole: f"{part / whole:.1%}" if whole else "-"
     line = lambda what, number, note="": f"{what:42} {number:>12}  {note}".rstrip()
     wire, of_wire = found["wire_bytes"], lambda name: share(found[name], found["wire_bytes"]) + " of it"
     lines = [
         line("on the wire", gb(wire), f"in {found['collectives']:,.0f} collectives"),
-        line("  exposed: no products beside", gb(found["exposed_bytes"]), of_wire("exposed_bytes")),
-        line("    of which without start and end", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
-        line("  hidden: products beside", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
+        line("  exposed: no overlap with matmuls", gb(found["exposed_bytes"]), of_wire("exposed_bytes")),
+        line("    synchronous, without start and done", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
+        line("  hidden: overlapped with matmuls", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
         line("peak", f"{found['peak_bytes'] / 2**30:.2f} GiB"),
-        *(line(f"attention's operands, results in {MEMORIES.get(memory, memory)}", gb(size))
+        *(line(f"attention operands and results in {MEMORIES.get(memory, memory)}", gb(size))
           for memory, size in found["attention_by_memory"].items()),
         line("executed", f"{found['flops'] / 1e12:,.1f} TFLOP",
              f"unknown: {show.unknown_kernels(found['unknown'])}" if found["unknown"] else ""),
-        line("the compiler worked for", f"{found['compile_cpu_s']:,.0f} CPU s"),
+        line("compile time", f"{found['compile_cpu_s']:,.0f} CPU s"),
     ]  # fmt: skip
     if played := found.get("replay"):
-        lines += ["", *replayed.HEAD.splitlines(), line("a step, played", f"{played['step_s']:.3f} s")]
+        lines += ["", *replayed.HEAD.splitlines(), line("simulated step", f"{played['step_s']:.3f} s")]
         lines += [line(f"  {cause if cause in replayed.COLOURS else 'waiting for ' + cause}", f"{seconds:.3f} s",
                        share(seconds, played["step_s"])) for cause, seconds in played["seconds"].items()]  # fmt: skip
     for field in ("axes", "kind", "source"):

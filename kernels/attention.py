@@ -67,7 +67,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> tuple[int, int, int, int]:
-    """Count a head's visits, forward and backward, the rows of a block, and the spans of keys (see `span_of`)."""
+    """Count a head's visits, forward and backward, the queries or keys per block, and the spans of keys."""
     block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
     span = span_of(S, K, U, block, width) if platform == "tpu" else -(-S // block)
     ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))

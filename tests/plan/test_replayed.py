@@ -62,7 +62,7 @@ def test_devices_without_coordinates_raise_a_user_error():
 
 @pytest.mark.parametrize(
     "flags, message",
-    [(["--at_peak"], "--at_peak says how to play a step; add --seconds"),
+    [(["--at_peak"], "--at_peak applies only to a simulated step; add --seconds"),
      (["--seconds", "--latency_us", "-1"], "must be at least 0; about 1 on a TPU"),
      (["--seconds", "--plot", "layer.doc"], "cannot write a picture ending in 'doc'"),
      (["--topology", "h100:8", "--seconds"], "only TPU slices are compiled for")],
