@@ -1,10 +1,10 @@
-"""Our trainer against one in torch, on one GPU, in one run: tokens/s, MFU, memory.
+"""Compare this project's trainer with a torch trainer on one GPU: tokens/s, MFU, memory.
 
-`python -m bench.gpu` measures dense_124m and a small MoE, ours and torch's in turn, five times. Each measurement is a
-process of its own: one framework holds the GPU at a time, and neither profits from what it compiled before. Both train
-on the same tokens, one batch over and over, already on the device; torch's trainer is `torch_trainer.py`.
+`python -m bench.gpu` trains dense_124m and a small MoE with both trainers in turn, five times. Each measurement is a
+separate process, so only one framework uses the GPU at a time, and neither reuses compiled programs. Both train on the
+same batch, repeatedly, already on the device. The torch trainer is `torch_trainer.py`.
 
-Without a GPU, `--device cpu` shows that all of it works, on small shapes: its numbers say nothing of a GPU.
+Without a GPU, `--device cpu` tests the benchmark on small shapes; its numbers say nothing about a GPU.
 """
 
 import datetime
@@ -29,13 +29,13 @@ from errors import UserError, exit_status, nearest
 from plan.hardware import PEAK_FLOPS_PER_S
 
 ROOT = Path(__file__).resolve().parent.parent
-WARMUP = 3  # steps after the first that are not timed
+WARMUP = 3  # untimed steps after the first
 
-# What a comparison needs beside a preset: one way of working, and a constant learning rate, so that steps are alike.
+# Overrides of the preset: fixed execution settings, and a constant learning rate, so that all steps do the same work.
 ALIKE = {"work.remat": "dots", "optim.warmup_steps": 0, "optim.final_lr": 1.0}
 MODELS = {
     "dense_124m": {},
-    # Two of eight experts, half as wide each: a token meets as many parameters as in dense_124m, and a router.
+    # A token uses two of eight experts, each half as wide: as many active parameters as dense_124m, plus a router.
     "moe": {"model.n_experts": 8, "model.top_k": 2, "model.d_expert": 1536, "model.router": "softmax",
             "model.balance_loss": 0.01},
 }  # fmt: skip
@@ -45,16 +45,16 @@ SMALL = {"model.vocab_size": 512, "model.d_model": 64, "model.n_layers": 2, "mod
 
 @dataclass(frozen=True)
 class Arguments:
-    models: tuple[str, ...] = tuple(MODELS)  # what is trained
+    models: tuple[str, ...] = tuple(MODELS)  # models to train
     rounds: Size = 5  # measurements of each trainer, in turn
-    steps: Size = 20  # steps that are timed, together, after the first four
-    batch_size: Size = 16  # sequences of a step
+    steps: Size = 20  # timed steps, after the first four
+    batch_size: Size = 16  # sequences per step
     # settings of main.py, NAME=VALUE, for the models of both trainers: work.remat=none data.seq_len=2048
     set: tuple[str, ...] = ()
-    device: Literal["gpu", "cpu"] = "gpu"  # cpu: small shapes, to see that it works
-    torch_python: str = sys.executable  # a Python that has torch, if this one has not
-    ours_only: bool = False  # measure our trainer alone, without torch
-    peak_tflops: NotNegative = 0.0  # TFLOP/s of the GPU, bf16 dense, for MFU; 0: as plan/hardware.py knows
+    device: Literal["gpu", "cpu"] = "gpu"  # cpu: small shapes, to test the benchmark
+    torch_python: str = sys.executable  # a Python with torch, if this one has none
+    ours_only: bool = False  # measure only this project's trainer, without torch
+    peak_tflops: NotNegative = 0.0  # peak TFLOP/s of the GPU, bf16 dense, for MFU; 0: from plan/hardware.py
     json: bool = False  # print one line of JSON instead of a table
 
 
@@ -62,7 +62,7 @@ HELP = """e.g. python -m bench.gpu --rounds 5                                # d
      python -m bench.gpu --device cpu --rounds 1                   # without a GPU: does it work?
      python -m bench.gpu --models moe --set work.remat=none       # settings of main.py, for both trainers
 
-Our trainer against one in torch, on one GPU, in turn: tokens/s, MFU, memory."""
+Compare this project's trainer with a torch trainer on one GPU, in turn: tokens/s, MFU, memory."""
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def settings(args: Arguments) -> dict[str, Config]:
-    """What each model is trained with. Raises: UserError for a model or a setting that there is not."""
+    """The configuration of each model. Raises: UserError for an unknown model or setting."""
     given = {}
     for word in args.set:
         name, equals, value = word.partition("=")
@@ -91,7 +91,7 @@ def settings(args: Arguments) -> dict[str, Config]:
         size = {"data.batch_size": args.batch_size, "run.steps": 1 + WARMUP + args.steps}
         found[name] = preset("dense_124m", **ALIKE | MODELS[name] | small | size | given)
         if found[name].mesh.devices > 1:
-            raise UserError(f"mesh {found[name].mesh}: one device is measured; leave the mesh out")
+            raise UserError(f"mesh {found[name].mesh}: this benchmark uses one device; leave the mesh out")
     return found
 
 
@@ -99,9 +99,9 @@ def settings(args: Arguments) -> dict[str, Config]:
 
 
 def measure(spec: dict) -> dict:
-    """Train with the trainer's own step, on one device, in this process, which is a fresh one.
+    """Train on one device, with the training step of main.py; must run in a fresh process.
 
-    peak_bytes is that of the whole process, compiling and initialising too, as torch's is; None: not known, as on CPU.
+    peak_bytes covers the whole process, including compilation and initialization, like torch's; None: unknown, on CPU.
     Raises: UserError if there is no such device.
     """
     import jax
@@ -142,23 +142,23 @@ def measure(spec: dict) -> dict:
 
 
 def command(side: str, spec: dict, python: str) -> list[str]:
-    """What measures once: a process that prints one line of JSON, or ends with an error's line."""
+    """The command of one measurement. Its process prints one line of JSON, or ends with an error message."""
     words = {"ours": [sys.executable, "-m", "bench.gpu", "--one"], "torch": [python, "-m", "bench.torch_trainer"]}
     return [*words[side], json.dumps(spec)]
 
 
 def run(side: str, spec: dict, python: str) -> dict:
-    """Measure once, in a process of its own.
+    """Run one measurement in a separate process.
 
-    Raises: UserError with the last line of what it said, if it fails; all it said goes to standard error.
+    Raises: UserError with the last line of the process's standard error if it fails; the other lines are printed.
     """
-    # Neither finds a program that it compiled before.
+    # No trainer reuses compiled programs.
     fresh = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     if side == "ours" and spec["device"] == "cpu":
         fresh["JAX_PLATFORMS"] = "cpu"
     done = subprocess.run(command(side, spec, python), cwd=ROOT, env=os.environ | fresh, capture_output=True, text=True)
     if done.returncode:
-        *before, last = done.stderr.strip().splitlines() or ["it said nothing"]
+        *before, last = done.stderr.strip().splitlines() or ["no error message"]
         sys.stderr.write("".join(f"{line}\n" for line in before))
         raise UserError(f"{side}: {last.removeprefix('error: ')} (exit status {done.returncode})")
     return json.loads(done.stdout.splitlines()[-1])
@@ -168,22 +168,22 @@ def run(side: str, spec: dict, python: str) -> dict:
 
 
 def check_torch(python: str) -> None:
-    """Raises: UserError if that Python cannot import torch and NumPy, with what to do."""
+    """Check that this Python can import torch and NumPy. Raises: UserError, with the fix, if it cannot."""
     try:
         done = subprocess.run([python, "-c", "import numpy, torch"], capture_output=True, text=True)
         wrong = done.stderr.strip().splitlines()[-1] if done.returncode else ""
     except OSError as error:
         wrong = error.strerror
     if wrong:
-        raise UserError(f"{python}: {wrong}; install torch in an environment of its own (python3 -m venv t; "
-                        "t/bin/pip install torch numpy) and name it with --torch_python t/bin/python, or measure our "
-                        "trainer with --ours_only")  # fmt: skip
+        raise UserError(f"{python}: {wrong}; install torch in a separate environment (python3 -m venv t; "
+                        "t/bin/pip install torch numpy) and name it with --torch_python t/bin/python, or "
+                        "skip torch with --ours_only")  # fmt: skip
 
 
 def compare(args: Arguments) -> dict:
-    """Measure each model's trainers in turn: {model: {trainer: its measurements}}, beside what they have in common.
+    """Measure the trainers of each model in turn, and summarize them.
 
-    Raises: UserError if a measurement fails, or the trainers have not as many parameters.
+    Raises: UserError if a measurement fails, or if the trainers' parameter counts differ.
     """
     sides = ("ours",) if args.ours_only else ("ours", "torch")
     if "torch" in sides:
@@ -202,13 +202,13 @@ def compare(args: Arguments) -> dict:
                     say(f"  {found[name][side][-1]['tokens_per_s']:,.0f} tokens/s")
             params = [found[name][side][0]["params"] for side in sides]
             if len(set(params)) > 1:
-                raise UserError(f"{name}: the trainers have {' and '.join(map(str, params))} parameters: that is no "
-                                "comparison")  # fmt: skip
+                raise UserError(f"{name}: the trainers have {' and '.join(map(str, params))} parameters; "
+                                "they must be equal")  # fmt: skip
     return summary(args, found)
 
 
 def summary(args: Arguments, found: dict) -> dict:
-    """What is printed: of each trainer the least, median and most tokens/s of its rounds, and its worst memory."""
+    """Summarize the rounds of each trainer: minimum, median and maximum tokens/s, and the largest peak memory."""
     first = next(iter(found.values()))
     device = first["ours"][0]["device"]
     peak = args.peak_tflops * 1e12 or PEAK_FLOPS_PER_S.get(device)
@@ -246,7 +246,7 @@ def table(found: dict) -> str:
     lines = [f"{found['device']}, {found['date']}, {', '.join(found['versions'])}; {found['rounds']} rounds of "
              f"{found['steps']} steps"]  # fmt: skip
     if not found["peak_flops_per_s"]:
-        lines.append("no MFU: the peak of this device is not known; say it, bf16 and dense, with --peak_tflops")
+        lines.append("no MFU: the peak of this device is unknown; give its dense bf16 peak with --peak_tflops")
     for name, one in found["models"].items():
         lines += ["", f"{name}: {one['params']:,} parameters, {one['flops_per_token'] / 1e6:,.1f} MFLOP a token",
                   f"{'tokens/s':8} {'least':>11} {'median':>11} {'most':>11} {'MFU':>7} {'peak GiB':>9} "
@@ -268,7 +268,7 @@ def row(side: str, of: dict) -> str:
 @exit_status
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--one"]:  # a measurement that `run` has started
+    if argv[:1] == ["--one"]:  # a measurement started by `run`
         print(json.dumps(measure(json.loads(argv[1]))))
         return
     args = parse(argv)

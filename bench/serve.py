@@ -1,13 +1,13 @@
-"""Tokens a second of our engine beside transformers' `generate`, on the same weights and cores, in one process.
+"""Compare tokens/s of the serving engine with transformers' `generate`, on the same weights and cores, in one process.
 
-`python -m bench.serve` makes a small Llama of random parameters, saves it as transformers does, converts it as
-`python -m weights from-hf` does, and lets both continue the same prompts greedily, in turn. Both work in float32, with
-all cores. The engine has as many slots as there are prompts, and chooses each token as it does when it serves: one step
-a token, whose tokens come to Python. Tokens are compared too; those of float32 sums in another order may differ now and
-then, and so does all that follows.
+`python -m bench.serve` saves a small Llama with random parameters in transformers' format, converts it as
+`python -m weights from-hf` does, and continues the same prompts greedily with both, in turn. Both use float32 and all
+cores. The engine has one slot per prompt and samples as in serving: one step per token, and each token is returned to
+Python. The benchmark compares the tokens too. They can differ occasionally because float32 sums have a different order;
+all later tokens of that answer then differ as well.
 
-Compiling is timed apart. What else the machine does disturbs both: a round has both in turn, and the ratio is the
-median of the rounds' own.
+Compilation is timed separately. Other load on the machine slows both, so each round measures both in turn, and the
+ratio is the median of the rounds' ratios.
 """
 
 import json
@@ -29,17 +29,17 @@ from errors import UserError, exit_status
 
 @dataclass(frozen=True)
 class Arguments:
-    batches: tuple[int, ...] = (1, 8, 32)  # prompts that are continued at a time
-    prompt: Size = 64  # tokens of each prompt
-    answer: Size = 64  # tokens that are drawn after it
-    rounds: Size = 5  # of each, in turn
+    batches: tuple[int, ...] = (1, 8, 32)  # numbers of prompts to continue together
+    prompt: Size = 64  # tokens per prompt
+    answer: Size = 64  # tokens to generate per prompt
+    rounds: Size = 5  # measurements of each, in turn
     layers: Size = 8  # of the model
     width: Size = 384  # of the model
     json: bool = False  # print one line of JSON for each batch
 
 
 def make_model(args: Arguments, folder: Path):
-    """A Llama of random parameters in a folder, and as transformers has it."""
+    """Create a transformers Llama with random parameters, and save it to a folder."""
     import torch
     import transformers
 
@@ -55,7 +55,7 @@ def make_model(args: Arguments, folder: Path):
 
 
 def theirs(model, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
-    """A function that continues the prompts by transformers."""
+    """Return a function that continues the prompts with transformers."""
     import torch
 
     ids = torch.tensor(prompts_BT, dtype=torch.int64)
@@ -70,7 +70,7 @@ def theirs(model, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarra
 
 
 def ours(run_directory: Path, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
-    """A function that continues the prompts by an engine."""
+    """Return a function that continues the prompts with the engine."""
     import model
     import sharding
     from config import Config
@@ -100,7 +100,7 @@ def timed(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
 
 
 def measure(args: Arguments, model, run_directory: Path, batch: int) -> dict:
-    """Seconds of both in turn, after a first time that compiles."""
+    """Time both in turn, after a first call that compiles."""
     prompts_BT = np.random.default_rng(batch).integers(0, model.config.vocab_size, (batch, args.prompt))
     mine, other = ours(run_directory, prompts_BT, args.answer), theirs(model, prompts_BT, args.answer)
     (compile_s, got), (_, want) = timed(mine), timed(other)
@@ -114,7 +114,7 @@ def measure(args: Arguments, model, run_directory: Path, batch: int) -> dict:
 
 HELP = """e.g. python -m bench.serve --batches 1 8 --rounds 3
 
-Tokens a second of our engine beside transformers' `generate`, on the same weights; needs extra-parity and torch."""
+Compare tokens/s of the engine with transformers' `generate`, on the same weights; needs extra-parity and torch."""
 
 
 @exit_status

@@ -1,11 +1,11 @@
-"""What one training step costs on simulated devices: seconds, memory, bytes on the wire, FLOPs.
+"""Measure one training step on simulated devices: seconds, memory, bytes sent, FLOPs.
 
-`python -m bench.step` measures a small MoE on fsdp=2,stage=2,tensor=2; a preset, `--mesh` and any setting of main.py
-make it another one; `--json` prints one line for a program instead of a table. No tokens are needed.
+`python -m bench.step` measures a small MoE on fsdp=2,stage=2,tensor=2. A preset, `--mesh` and any setting of main.py
+choose another step. `--json` prints one line instead of a table. No tokens are needed.
 
-Seconds of simulated devices, which share this machine's cores, compare programs, not machines. Bytes and FLOPs are
-those of the compiled program, on the busiest device: a stage's idle ticks are not counted. `temp_bytes` is XLA's
-temp_size_in_bytes, which is one device's on CPU too: a function of local shards has the same on 1, 2 and 8 devices.
+Simulated devices share this machine's cores, so their seconds compare programs, not machines. Bytes and FLOPs are from
+the compiled program, for the busiest device, without a stage's idle ticks. `temp_bytes` is XLA's temp_size_in_bytes for
+one device, on CPU too: a function of local shards has the same value on 1, 2 and 8 devices.
 """
 
 import dataclasses
@@ -37,22 +37,22 @@ DEFAULT = Config(
 @dataclass(frozen=True)
 class Arguments(Config):
     json: bool = False  # print one line of JSON instead of a table
-    steps: int = 5  # steps that are timed, after one that is not; the best counts
+    steps: int = 5  # timed steps, after one warm-up step; the fastest counts
 
 
 HELP = """e.g. python -m bench.step --mesh stage=2,fsdp=4
 
-What one training step costs on simulated devices: seconds, memory, bytes on the wire, FLOPs."""
+Measure one training step on simulated devices: seconds, memory, bytes sent, FLOPs."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Read `[PRESET | --config FILE] [--flags]`; the former says what the flags' defaults are."""
+    """Parse `[PRESET | --config FILE] [--flags]`; the preset or the file sets the defaults of the flags."""
     cfg, args = command_line(argv, "python -m bench.step", HELP, DEFAULT, Arguments)
     if args.steps < 1:
         raise UserError(f"steps={args.steps}: must be at least 1")
     if args.mesh.devices > MOST_DEVICES:
         raise UserError(
-            f"mesh {args.mesh} needs {args.mesh.devices} devices, and at most {MOST_DEVICES} are simulated; "
+            f"mesh {args.mesh} needs {args.mesh.devices} devices, but at most {MOST_DEVICES} can be simulated; "
             "use smaller axes"
         )
     return cfg, args
@@ -63,7 +63,7 @@ def say(*words) -> None:
 
 
 def random_batch(cfg: Config) -> dict[str, np.ndarray]:
-    """A batch like those of dataset.batch: one document a row, a target at every position."""
+    """A random batch in the format of dataset.batch: one document per row, a target at every position."""
     rng, shape = np.random.default_rng(cfg.run.seed), (cfg.data.batch_size, cfg.data.seq_len)
     tokens = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
     return {
@@ -76,7 +76,7 @@ def random_batch(cfg: Config) -> dict[str, np.ndarray]:
 
 
 def measure(cfg: Config, steps: int) -> dict:
-    """Compile and run the training step. JAX is imported here, once it is known how many devices to simulate."""
+    """Compile and run the training step. Imports JAX only now, after the number of simulated devices is set."""
     import optimizer
     import sharding
     from pipeline import fit
@@ -86,8 +86,8 @@ def measure(cfg: Config, steps: int) -> dict:
     say(f"mesh {cfg.mesh}: {split}")
     program = compiled.compile_step(cfg, mesh, say)
     if cfg.mesh.stage > 1 and "forward_slot" not in program.shares:
-        say("no conditional lies in scope forward_slot: idle ticks of a stage are counted as work")
-    say(f"taking {steps + 1} steps ..")
+        say("no conditional in scope forward_slot: a stage's idle ticks are counted as work")
+    say(f"running {steps + 1} steps ..")
     batch = sharding.put(random_batch(cfg), mesh)
     step_s = best_seconds(program.step, optimizer.init(cfg, mesh), batch, steps)
     seconds = dict(lower_s=program.lower_s, compile_s=program.compile_s, step_s=step_s)
@@ -95,7 +95,7 @@ def measure(cfg: Config, steps: int) -> dict:
 
 
 def best_seconds(step, state, batch, steps: int) -> float:
-    """The fewest seconds of a step, from its call until all it returns is there. The first is not timed."""
+    """The seconds of the fastest step, from the call until all results are ready, after one warm-up step."""
     import jax
 
     seconds = []
@@ -107,7 +107,7 @@ def best_seconds(step, state, batch, steps: int) -> float:
 
 
 def read(cfg: Config, found) -> dict:
-    """Bytes on the wire of one device, and FLOPs of all over those of the model, in one step."""
+    """The bytes that one device sends in a step, and the ratio of executed FLOPs to model FLOPs."""
     from plan import planner
 
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}

@@ -1,11 +1,11 @@
-"""A GPT-2-sized trainer of our model in torch, by its public API alone: what `python -m bench.gpu` compares with.
+"""A GPT-2-sized trainer of model.py's model in torch: the baseline of `python -m bench.gpu`.
 
-Nothing of ours is imported: an environment with torch (2.10 or later) and NumPy is enough. It is written as such
-trainers are: `torch.compile`, `F.scaled_dot_product_attention`, one product for queries, keys and values, float32
-weights that are cast to bfloat16 for a product, fused AdamW. Experts are dropless: rows sorted by expert go through
-`F.grouped_mm`, which is public, and faster on a GPU than a loop over the experts or a product padded to the fullest.
+It needs only torch (2.10 or later) and NumPy, imports nothing from this project, and uses only torch's public API. It
+uses the usual techniques: `torch.compile`, `F.scaled_dot_product_attention`, one matmul for queries, keys and values,
+float32 weights cast to bfloat16 per matmul, and fused AdamW. Experts are dropless: rows sorted by expert go through
+`F.grouped_mm`, which on a GPU is faster than a loop over the experts or a matmul padded to the largest group.
 
-The model is that of model.py with the settings in `FIXED`. Given the same weights, losses are the same.
+The model equals model.py with the settings in `FIXED`. With the same weights, the losses are the same.
 """
 
 import functools
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Settings of config/settings.py that this trainer has in one form alone.
+# Settings of config/settings.py for which this trainer supports only one value.
 FIXED = {
     "model.attention": "gqa", "model.activation": "gelu", "model.tie_embeddings": True, "model.no_rope_every": 0,
     "model.dropout": 0.0, "model.z_loss": 0.0, "model.label_smoothing": 0.0,
@@ -34,16 +34,16 @@ FIXED_EXPERTS = {
 def settings(cfg: dict) -> tuple[SimpleNamespace, SimpleNamespace]:
     """The settings of the model and of the optimizer, from `Config.to_dict()`.
 
-    Raises: ValueError for one that this trainer does not have.
+    Raises: ValueError for a setting that this trainer does not support.
     """
     for name, value in (FIXED | (FIXED_EXPERTS if cfg["model"]["n_experts"] else {})).items():
         given = functools.reduce(dict.__getitem__, name.split("."), cfg)
         if given != value:
-            raise ValueError(f"{name}={given!r}: the torch trainer has {value!r} alone; leave it, or give --ours_only")
+            raise ValueError(f"{name}={given!r}: the torch trainer supports only {value!r}; use that, or --ours_only")
     c = SimpleNamespace(**cfg["model"])
     if c.precision == "bfloat16":
-        raise ValueError("model.precision='bfloat16': the torch trainer has 'mixed' and 'float32'; leave it, or give "
-                         "--ours_only")  # fmt: skip
+        raise ValueError("model.precision='bfloat16': the torch trainer supports 'mixed' and 'float32'; use one, "
+                         "or --ours_only")  # fmt: skip
     c.compute = torch.float32 if c.precision == "float32" else torch.bfloat16
     return c, SimpleNamespace(**cfg["optim"])
 
@@ -56,7 +56,7 @@ def weight(*shape: int, std: float) -> nn.Parameter:
 
 
 def matrix(c, n_in: int, n_out: int, residual=False) -> nn.Parameter:
-    """A float32 matrix [out, in] as F.linear takes it, that starts as ours does: see `sharding.param`."""
+    """A float32 matrix [out, in] for F.linear, initialized as in model.py; see `sharding.param`."""
     return weight(n_out, n_in, std=n_in**-0.5 / (2 * c.n_layers if residual else 1) ** 0.5)
 
 
@@ -74,7 +74,7 @@ class Norm(nn.Module):
 
 
 def rotate(x_BHTK, cos_TK, sin_TK):
-    """Turn pair i, coordinates i and i + K/2, by its angle."""
+    """Rotate pair i, coordinates i and i + K/2, by its angle."""
     first, second = x_BHTK.float().chunk(2, dim=-1)
     turned = torch.cat([first * cos_TK - second * sin_TK, first * sin_TK + second * cos_TK], dim=-1)
     return turned.to(x_BHTK.dtype)
@@ -166,12 +166,12 @@ class Transformer(nn.Module):
 
 
 def from_ours(c, ours: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The state_dict of a Transformer whose parameters are those of model.py, by the names of `sharding.named`."""
+    """Convert the parameters of model.py, with the names of `sharding.named`, to a Transformer's state_dict."""
     found = {"embedding": ours["embedding_VD"], "norm.gain": ours["norm_D"]}
     for number in range(c.n_layers):
         kind, place = ("moe", number) if c.n_experts else ("dense", (number, 0))  # a block has one layer
         of = lambda name, kind=kind, place=place: ours[f"blocks.{kind}.{name}"][place]
-        # Ours multiply from the right, [in, out], heads apart.
+        # model.py's weights are [in, out], with a separate dim for heads.
         turned = lambda name, n_in=c.d_model, of=of: of(name).reshape(n_in, -1).T
         attention = [turned(f"attention.{name}") for name in ("w_query_DHK", "w_key_DGK", "w_value_DGK")]
         found |= {f"layers.{number}.{name}": value for name, value in {
@@ -195,7 +195,7 @@ def from_ours(c, ours: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def trainer(model: Transformer, o, compile: bool):
-    """Return fn(tokens, targets) -> cross-entropy of the step it takes: AdamW behind a clipped gradient."""
+    """Return fn(tokens, targets) -> cross-entropy, which takes a step of AdamW with a clipped gradient."""
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim > 1 and name != "embedding"]
     others = [p for name, p in named.items() if p.ndim == 1 or name == "embedding"]
@@ -216,9 +216,9 @@ def trainer(model: Transformer, o, compile: bool):
 
 
 def measure(spec: dict) -> dict:
-    """Train on one batch, as `bench.gpu.measure` does. `compile_s` is how long the first step takes, which compiles.
+    """Train on one batch, as `bench.gpu.measure` does. `compile_s` is the time of the first step, which compiles.
 
-    Only for a GPU: on CPU that takes a C compiler, and grouped products of bfloat16.
+    It compiles only on a GPU: on CPU that needs a C compiler and grouped bfloat16 matmuls.
     """
     c, o = settings(spec["config"])
     on_gpu = spec["device"] == "gpu"

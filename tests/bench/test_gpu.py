@@ -99,7 +99,7 @@ def test_what_is_not_known_is_not_made_up():
     args = gpu.parse(["--rounds", "1"])
     found = gpu.summary(args, {"moe": {"ours": [said(device="NVIDIA X", peak_bytes=None)]}})
     text = gpu.table(found)
-    assert "no MFU: the peak of this device is not known; say it, bf16 and dense, with --peak_tflops\n" in text
+    assert "no MFU: the peak of this device is unknown; give its dense bf16 peak with --peak_tflops\n" in text
     assert text.splitlines()[-1].split()[4:6] == ["-", "-"]
     found = gpu.summary(gpu.parse(["--peak_tflops", "100"]), {"moe": {"ours": [said(tokens_per_s=2e7)]}})
     assert "no MFU" not in gpu.table(found) and "40.0%" in gpu.table(found)
@@ -128,7 +128,7 @@ REFUSED = {
     "--models mo": "--models mo: no such model; did you mean 'moe'? known: dense_124m, moe",
     "--set work.remet=none": "no setting is called 'work.remet'; did you mean 'work.remat'?",
     "--set work.remat": "--set work.remat: should be NAME=VALUE, like work.remat=none",
-    "--set mesh=fsdp=2": "mesh fsdp=2: one device is measured; leave the mesh out",
+    "--set mesh=fsdp=2": "mesh fsdp=2: this benchmark uses one device; leave the mesh out",
     "--rounds 0": "rounds=0: must be at least 1",
 }
 
@@ -155,7 +155,7 @@ def test_other_parameters_are_no_comparison(measured, monkeypatch, capsys):
     stub = lambda side, *_: [sys.executable, "-c", f"print('{json.dumps(said(params=len(side)))}')"]
     monkeypatch.setattr(gpu, "command", stub)
     status, _, err = run(capsys, "--models", "moe", "--rounds", "1")
-    assert status == 2 and "error: moe: the trainers have 4 and 5 parameters: that is no comparison" in err
+    assert status == 2 and "error: moe: the trainers have 4 and 5 parameters; they must be equal" in err
 
 
 def test_without_torch_it_says_how(tmp_path, capsys):
@@ -267,7 +267,7 @@ def test_a_setting_that_torch_has_not_is_refused(setting, has):
 
     cfg = gpu.settings(gpu.parse(["--models", "moe", "--set", setting]))["moe"]
     name, value = setting.split("=")
-    with pytest.raises(ValueError, match=rf"{name}='?{value}'?: the torch trainer has {has} alone; leave it, or give"):
+    with pytest.raises(ValueError, match=rf"{name}='?{value}'?: the torch trainer supports only {has}; use that, or"):
         torch_trainer.settings(cfg.to_dict())
 
 

@@ -501,7 +501,7 @@ def test_the_bench_prints_one_line_of_json():
 def test_the_bench_refuses_before_it_starts(capsys):
     """Catches a traceback for what a user can cause, and a mesh whose devices this machine cannot even pretend."""
     assert bench_step.main("--mesh fsdp=32,tensor=4".split()) == 2
-    said = "error: mesh fsdp=32,tensor=4 needs 128 devices, and at most 64 are simulated; use smaller axes\n"
+    said = "error: mesh fsdp=32,tensor=4 needs 128 devices, but at most 64 can be simulated; use smaller axes\n"
     assert capsys.readouterr().err == said
     assert bench_step.main(["tinny"]) == 2
     assert capsys.readouterr().err.startswith("error: no preset is called 'tinny'; did you mean 'tiny'?")
