@@ -1,8 +1,8 @@
-"""Expected seconds beside replayed ones: what `plan/expected.py` says of a step, and what its compiled schedule takes.
+"""Compare the step times that `plan/expected.py` predicts with simulations of the compiled schedules.
 
-`python -m bench.plan` compiles steps of drawn presets, meshes and settings for four kinds of TPU, plays each against
-time, and prints both; with a preset and `--first 10` the first ten layouts of a search. No TPU is needed; a minute or
-two each.
+`python -m bench.plan` compiles steps with random presets, meshes and settings for four kinds of TPU, simulates each
+schedule, and prints both times. With a preset and `--first 10`, it compiles the first ten layouts of a search. It needs
+no TPU, and takes a minute or two per step.
 """
 
 import json
@@ -28,27 +28,27 @@ CHOICES = {
 @dataclass(frozen=True)
 class Arguments(Config):
     topology: str = ""  # with --first: the TPU slice to search
-    first: int = 0  # compile the first layouts of a search, so many; 0: drawn configurations
-    drawn: int = 24  # without --first: how many to draw
-    seed: int = 0  # of the draws
-    json: bool = False  # print one line of JSON a step, and one for all, instead of a table
+    first: int = 0  # compile this many layouts of a search, from the first; 0: random configurations
+    drawn: int = 24  # without --first: number of random configurations
+    seed: int = 0  # of the random configurations
+    json: bool = False  # print one line of JSON per step, and one for all, instead of a table
 
 
 HELP = """e.g. python -m bench.plan --drawn 4
      python -m bench.plan llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10
 
-Expected seconds of a step beside those of its compiled schedule, played against time; a minute or two each."""
+Compare predicted step times with simulations of the compiled schedules; a minute or two per step."""
 
 
 def draw(seed: int):
-    """Configurations that fit, drawn one after the other: (what, settings, topology)."""
+    """Yield (description, plan) of random configurations that fit in memory."""
     at = random.Random(seed)
     while True:
         topology, name = hardware.Topology.parse(at.choice(TOPOLOGIES)), at.choice(PRESETS)
         mesh = at.choice([*planner.meshes(topology.devices)])
         settings = {key: at.choice(values) for key, values in CHOICES.items()}
         settings |= {"mesh": mesh, "data.seq_len": 2048, "data.batch_size": mesh.batch_shards * at.choice((2, 4)) * 4}
-        if name in ("llama3_8b", "mixtral_8x7b"):  # a slice this small does not hold all layers
+        if name in ("llama3_8b", "mixtral_8x7b"):  # all layers do not fit on slices this small
             settings["model.n_layers"] = 8
         try:
             one = planner.plan(preset(name, **settings), topology)
@@ -60,7 +60,7 @@ def draw(seed: int):
 
 
 def first(cfg: Config, topology: str, most: int):
-    """The first layouts of a search."""
+    """Yield (description, plan) of the first layouts of a search."""
     fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None, say)
     for one in fit[:most]:
         yield f"{one.cfg.mesh} {one.sched.name if one.cfg.mesh.stage > 1 else ''}".strip(), one
@@ -71,7 +71,7 @@ def say(text: str) -> None:
 
 
 def measure(what: str, one: planner.Plan) -> dict | None:
-    """Compile a planned step and play it; None if it does not fit after all."""
+    """Compile a planned step and simulate it; None if the compiler finds that it does not fit."""
     mesh = compiled.topology_mesh(one.cfg.mesh, str(one.topology))
     try:
         step = compiled.compile_step(one.cfg, mesh)
@@ -85,7 +85,7 @@ def measure(what: str, one: planner.Plan) -> dict | None:
 
 
 def summary(rows: list[dict]) -> dict:
-    """How far expected and replayed seconds are apart, and whether they rank alike."""
+    """The relative differences of predicted and simulated seconds, and the agreement of their rankings."""
     from scipy.stats import kendalltau
 
     off = sorted(abs(row["expected_s"] / row["replayed_s"] - 1) for row in rows)
@@ -106,7 +106,7 @@ def line(row: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     cfg, args = command_line(sys.argv[1:] if argv is None else argv, "python -m bench.plan", HELP, "moe1b", Arguments)
     if args.first and not (args.topology and planner.is_tpu(hardware.Topology.parse(args.topology).chip)):
-        raise UserError("--first searches a TPU slice; name one, like --topology v4:4x4x2")
+        raise UserError("--first needs a TPU slice; name one, like --topology v4:4x4x2")
     plans = first(cfg, args.topology, args.first) if args.first else draw(args.seed)
     if not args.json:
         print(f"{'':9} {'':62} expected replayed         GiB  planned", flush=True)

@@ -1,15 +1,14 @@
-"""What each pipeline schedule costs: the simulator's prediction beside a compiled step on simulated devices.
+"""Compare the predicted cost of each pipeline schedule with a compiled step on simulated devices.
 
-`python -m bench.schedules` takes the configuration of `python -m bench.step` on stage=4; `--json` prints a line a
-schedule. Columns: the bubble and the makespan if each stage goes on as soon as it can (asynchronous), the makespan in
-lock-step, as this program runs, both in forward passes of a stage; the work of a stage without its idle time; the most
-activations it keeps; then what was measured: XLA's temporary memory of a device, and the seconds of a step.
+`python -m bench.schedules` uses the configuration of `python -m bench.step` with stage=4; `--json` prints one line per
+schedule. Predicted columns: the bubble and the makespan if each stage continues as soon as it can (asynchronous); the
+makespan in lock-step, as this program runs; a stage's work without idle time; the most activations it saves. The unit
+is one forward pass of a stage. Measured columns: XLA's temporary memory per device, and the seconds of a step.
 
-Layers are recomputed, so a backward pass takes 3. That of `zb` is in two halves, which both recompute and both go
-through the layers: 2 and 3. There is no balance loss: with one, all but `gpipe` do their forward passes twice.
-
-Simulated devices share this machine's cores: while a stage is idle, another uses its core. So a step's seconds follow
-the work of all stages together, recomputation and all, not the makespan; only on real devices do bubbles take time.
+Layers are recomputed, so a backward pass takes 3 units. `zb` splits it into two halves, of 2 and 3 units, because both
+recompute and traverse the layers. There is no balance loss: with one, all but `gpipe` run their forward passes twice.
+Simulated devices share this machine's cores, so another stage uses the core of an idle one. Step times follow the total
+work of all stages, including recomputation, not the makespan; bubbles take time only on real devices.
 """
 
 import dataclasses
@@ -29,10 +28,10 @@ from pipeline import schedules
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     stages: int = 4  # S
-    microbatches: int = 8  # M, of 2 sequences each
+    microbatches: int = 8  # M, with 2 sequences each
     names: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb")  # schedules to compare
-    steps: int = 3  # steps that are timed, after one that is not; the best counts
-    json: bool = False  # print one JSON object a schedule
+    steps: int = 3  # timed steps, after one warm-up step; the fastest counts
+    json: bool = False  # print one JSON object per schedule
 
 
 def settings(args: Arguments, name: str) -> Config:
@@ -43,9 +42,9 @@ def settings(args: Arguments, name: str) -> Config:
 
 
 def predicted(cfg: Config, args: Arguments) -> dict:
-    """By the simulator: a backward pass takes twice a forward one, and as much again as one to recompute it."""
+    """The simulator's prediction: a backward pass takes 2 forward passes, plus 1 to recompute the activations."""
     sched = schedules.schedule(cfg.work.schedule, args.stages, args.microbatches, cfg.work.chunks, lead=2)
-    # Where weight gradients wait, both halves recompute, and both go through the layers.
+    # If weight gradients are postponed, both halves recompute and traverse the layers.
     F, B, W = (1, 2, 3) if sched.splits_backward else (1, 3, 0)
     found = schedules.simulate(sched, F, B, W)
     return {

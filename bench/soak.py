@@ -1,8 +1,8 @@
-"""Kill one run again and again, resume it each time, and compare its end with a run that was never killed.
+"""Kill one run repeatedly, resume it each time, and compare its final state with a run that was never killed.
 
-`python -m bench.soak --kills 20` prints a line a kill; exit status 1 if a parameter, a moment or a logged loss differs
-in one bit. Kills are `kill -9`, at moments drawn from the seed: after a step, while a checkpoint is being written, or
-at any time from the start of the process on.
+`python -m bench.soak --kills 20` prints one line per kill. The exit status is 1 if a parameter, an optimizer moment or
+a logged loss differs in one bit. It uses `kill -9` at random times, which the seed determines: after a step, while a
+checkpoint is being written, or at any time after the process starts.
 """
 
 import json
@@ -34,30 +34,30 @@ Moment = Literal["step", "save", "start"]
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill met, and what it left."""
+    """What the run did before one kill, and the checkpoints that remained."""
 
     kill: int
     drawn: Moment
-    resumed_at: int | None  # step of the checkpoint it went on from; None: it did not get that far, or began at step 0
-    last_step: int | None  # last step it reported
-    saving: str  # steps whose save was cut off
-    good: int | None  # newest good step it left
+    resumed_at: int | None  # step of the checkpoint it resumed from; None: killed earlier, or began at step 0
+    last_step: int | None  # last step that it logged
+    saving: str  # steps with an interrupted save
+    good: int | None  # step of the newest good checkpoint
 
 
 def progress(lines: list[str]) -> tuple[int | None, int | None]:
-    """The step a run says it resumed at, and the last step it says it took."""
+    """The step at which a run resumed, and its last step, from its output."""
     resumed = [int(n) for line in lines for n in re.findall(r"^resumed +at step (\d+)", line)]
     taken = [int(n) for line in lines for n in re.findall(r"^step +(\d+)/\d+  loss", line)]
     return (resumed or [None])[-1], (taken or [None])[-1]
 
 
 def unfinished(checkpoints: Path) -> dict[Path, int]:
-    """Saves that were cut off, and when each was last written to."""
+    """The interrupted saves, with the time of their last change."""
     return {path: path.stat().st_ctime_ns for path in checkpoints.glob("*" + checkpoint.SAVING)}
 
 
 def kill_once(argv: list[str], directory: Path, number: int, moment: Moment, draw: random.Random, every: int) -> Kill:
-    """Start the run, and kill it at a moment. Raises: AssertionError if it ends by itself with an error."""
+    """Start the run and kill it at the given moment. Raises: AssertionError if it exits with an error by itself."""
     checkpoints, after_s = directory / "checkpoints", draw.uniform(0, 0.06)
     words, before = [sys.executable, "main.py", *argv], unfinished(checkpoints)
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -83,7 +83,7 @@ def kill_once(argv: list[str], directory: Path, number: int, moment: Moment, dra
 
 
 def soak(argv: list[str], directory: Path, kills: int, seed: int, every: int) -> list[Kill]:
-    """Kill a run `kills` times, half of them while it saves; the caller takes it to its end."""
+    """Kill a run `kills` times, half of them during a save. The caller then runs it to its end."""
     draw = random.Random(seed)
     moments = [("save", "step", "save", "start")[n % 4] for n in range(kills)]
     draw.shuffle(moments)
@@ -98,7 +98,7 @@ def untimed_rows(directory: Path) -> list[dict]:
 
 
 def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
-    """Every array of the newest checkpoint: parameters, moments, step."""
+    """All arrays of the newest checkpoint: parameters, optimizer moments, step."""
     cfg = main.parse(argv)
     mesh = sharding.make_mesh(cfg.mesh)
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
@@ -108,7 +108,7 @@ def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
 
 
 def differences(argv: list[str], ours: Path, theirs: Path) -> list[str]:
-    """Names of arrays, and steps of rows, that are not bit-equal in two runs with the same settings."""
+    """The names of arrays and metric rows that are not bit-equal in two runs with the same settings."""
     a, b = final_arrays(argv, ours), final_arrays(argv, theirs)
     assert a and list(a) == list(b)
     found = [name for name in a if a[name].tobytes() != b[name].tobytes()]
@@ -127,10 +127,10 @@ def table(kills: list[Kill]) -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Kill one run again and again, and compare its end with a run that was never killed."""
+    """Kill one run repeatedly, and compare its final state with a run that was never killed."""
 
-    kills: int = 20  # how often
-    seed: int = 0  # decides the moments
+    kills: int = 20  # number of kills
+    seed: int = 0  # determines the times of the kills
     steps: int = 90  # optimizer steps of the run
     every: int = 3  # steps between checkpoints
 
