@@ -1,9 +1,9 @@
-"""When the exchanges of the model happen: all at once, in parts, in a ring, ahead; and what is kept meanwhile.
+"""When the model communicates: all at once, in chunks, around a ring or ahead of use; and which activations it saves.
 
-Open `positions.py` first: the three verbs by which the model says what TENSOR neighbours exchange, each in two forms.
-`rings.py` has the rings of one form. `context.py` passes keys around CONTEXT, `weights.py` says when slices of weights
-are joined, `remat.py` what a layer keeps, and `layers.py` scans layers or unrolls them. No number changes but by
-rounding, and nothing outside of this room asks which form was chosen.
+Open `positions.py` first: its three functions exchange positions between TENSOR neighbors, each in two forms.
+`rings.py` implements the rings. `context.py` gives attention the keys and values of CONTEXT neighbors, `weights.py`
+gathers weight shards, `remat.py` chooses what a layer saves, `layers.py` scans or unrolls the layers. The forms differ
+only by rounding, and no code outside this package asks which form was chosen.
 
-From outside: the verbs; `over_context`; `at_use`, `held_by_step` and their kin; `remat`; `scan_layers`.
+From outside: these three functions; `over_context`; `at_use`, `held_by_step` and the like; `remat`; `scan_layers`.
 """

@@ -1,7 +1,7 @@
-"""Keys and values of CONTEXT neighbours: gathered, passed around while their attention is computed, or heads for them.
+"""Attention over CONTEXT: gather keys and values, pass them around a ring, or exchange positions for heads.
 
-Gathered or in a ring the same bytes travel; in a ring no device ever holds more than two neighbours' at a time. For
-heads, a device has all positions of a share of the heads instead of its own positions of all.
+Gather and ring send the same bytes, but in a ring no device holds the chunks of more than two neighbors at a time.
+After an exchange for heads, a device has all positions of some heads instead of some positions of all heads.
 """
 
 import jax
@@ -24,7 +24,7 @@ from sharding import (
 
 
 def merged(softmax, other):
-    """One softmax of two over different keys, each with the values it mixed and the log of its sum."""
+    """Combine attention over two disjoint sets of keys; each is (output, log-sum-exp of its scores)."""
     (mixed_bshU, log_sum_bsh), (others_bshU, other_bsh) = softmax, other
     both_bsh = jnp.logaddexp(log_sum_bsh, other_bsh)
     share = lambda log_sum_bsh: jnp.exp(log_sum_bsh - both_bsh)[..., None]
@@ -32,28 +32,28 @@ def merged(softmax, other):
 
 
 def ring(q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context while each device's `parts` go once around CONTEXT.
+    """Attend to the whole context while each device's `parts` travel once around CONTEXT.
 
-    A device holds one chunk of positions from each half of the sequence. Of another device's two chunks, its queries
-    may see either the earlier one (all queries), or both (its later queries): half of the products, on every device.
-    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; the balance: Llama 3, 2407.21783, 3.3.2.
+    A device holds one chunk of positions from each half of the sequence. For another device's two chunks, either all
+    its queries see the earlier chunk, or its later queries see both: half of the matmul work, on every device.
+    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; load balance: Llama 3, 2407.21783, 3.3.2.
     """
     n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
-    first, second, both = slice(0, s // 2), slice(s // 2, None), slice(None)
+    first, second, whole = slice(0, s // 2), slice(s // 2, None), slice(None)
 
     def meet(travelling, queries, keys, start):
-        *there, segments_bS = (x[:, keys] for x in travelling)
-        asked = q_bshK[:, queries], *keys_values(*there), segments_bs[:, queries], segments_bS
-        mixed_bshU, log_sum_bsh = partial_attention(*asked, starts=((start,),))
+        *key_parts, segments_bS = (x[:, keys] for x in travelling)
+        operands = q_bshK[:, queries], *keys_values(*key_parts), segments_bs[:, queries], segments_bS
+        mixed_bshU, log_sum_bsh = partial_attention(*operands, starts=((start,),))
         return mixed_bshU.astype(jnp.float32), log_sum_bsh
 
     @jax.checkpoint
     def meet_other(so_far, travelling, is_earlier):
         def later():
-            new = merged([x[:, second] for x in so_far], meet(travelling, second, both, s))
+            new = merged([x[:, second] for x in so_far], meet(travelling, second, whole, s))
             return tuple(x.at[:, second].set(part) for x, part in zip(so_far, new, strict=True))
 
-        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, both, first, s // 2)), later)
+        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, whole, first, s // 2)), later)
 
     def step(carry, round):
         so_far, travelling = carry
@@ -61,41 +61,41 @@ def ring(q_bshK, parts, keys_values, segments_bs):
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
     travelling = (*parts, segments_bs)
-    so_far = meet(travelling, both, both, 0)  # the two chunks in their order, as if they were neighbours
+    so_far = meet(travelling, whole, whole, 0)  # the mask needs only the order of the two chunks, not their distance
     carry = so_far, vary(travelling, tuple(jax.typeof(so_far[0]).mat.varying))
     ((mixed_bshU, _), _), _ = jax.lax.scan(step, carry, jnp.arange(1, n))
     return mixed_bshU.astype(q_bshK.dtype)
 
 
 def over_heads(q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context with a share of the heads, and of the key and value heads: both divide by CONTEXT.
+    """Attend to the whole context with 1/n of the query heads and key-value heads; n = CONTEXT must divide both counts.
 
-    Keys and values are made where their positions are. Contiguous shares keep a query head with its key head.
-    Sends: (n - 1)/n of queries, keys, values and of what is mixed. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    Each device computes keys and values for its own positions. Contiguous shares keep a query head with its key head.
+    Sends: (n - 1)/n of queries, keys, values and outputs. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     n = axis_size(CONTEXT)
-    asked_bsh = q_bshK, *keys_values(*parts)
-    # h is now the share of the heads, and all S positions ask.
-    asked_bSh = [in_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in asked_bsh]
+    qkv_bsh = q_bshK, *keys_values(*parts)
+    # From here on h is this device's share of the heads, and S is all positions.
+    qkv_bSh = [in_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in qkv_bsh]
     segments_bS = in_order(all_gather(segments_bs, CONTEXT, dim=1), dim=1)
-    mixed_bShU, _ = partial_attention(*asked_bSh, segments_bS, segments_bS)
+    mixed_bShU, _ = partial_attention(*qkv_bSh, segments_bS, segments_bS)
     return all_to_all(in_chunks(mixed_bShU, dim=1, n=n), CONTEXT, split_dim=1, join_dim=2)
 
 
 def chunk_starts(s: int, n: int):
-    """Where the chunks begin that each of n devices along CONTEXT holds, of s positions together; see `own_chunks`."""
+    """Start positions of each of n devices' chunks along CONTEXT, with s positions per device; see `own_chunks`."""
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
 def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorbed=None):
-    """Attend to the whole context: gathered from the devices along CONTEXT, passed around them, or exchanged for heads.
+    """Attend to the whole context by `work.context_attention`: gather, ring, or all_to_all, which exchanges for heads.
 
-    parts     what a device knows of its own positions, each [b, s, ..]; keys_values makes [b, S, g, K], [b, S, g, U]
-              of it
-    absorbed  functions that attend to `parts` themselves, without keys and values: a KV cache uses them
+    parts     arrays [b, s, ..] of the local positions, from which keys_values computes keys [b, S, g, K] and values
+              [b, S, g, U]
+    absorbed  functions that attend to `parts` directly, without keys and values. A KV cache uses them
               (`generate/cache.py`), training does not
-    Sends over CONTEXT: (n - 1) times this device's `parts`; a ring never holds more than two of them. For heads, see
-    `over_heads`.
+    Sends over CONTEXT: n - 1 times the local `parts`; a ring holds at most two devices' `parts` at once. For
+    all_to_all, see `over_heads`.
     """
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
     if c.work.context_attention == "ring" and n > 1:
@@ -103,5 +103,5 @@ def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorb
     if c.work.context_attention == "all_to_all" and n > 1:
         return over_heads(q_bshK, parts, keys_values, segments_bs)
     *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
-    asked = q_bshK, *keys_values(*parts), segments_bs, segments_bS
-    return partial_attention(*asked, chunk_starts(s, n), axis_index(CONTEXT))[0]
+    operands = q_bshK, *keys_values(*parts), segments_bs, segments_bS
+    return partial_attention(*operands, chunk_starts(s, n), axis_index(CONTEXT))[0]

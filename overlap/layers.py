@@ -1,6 +1,6 @@
-"""Layers in order: scanned, so that compile time does not grow with depth; or each traced by itself, as decoding wants.
+"""Apply layers in order: in a scan, so that compile time does not grow with depth, or unrolled, as in decoding.
 
-A scan copies each layer's arrays out of the stack, which for one token takes longer than the matmuls.
+A scan copies each layer's arrays out of the stack. For a single token that takes longer than the matmuls.
 """
 
 import jax
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 
 def scan_layers(one, stack, x, number_of):
-    """Apply one(w, x, number) -> (x, more) to each layer, or block. Returns x, and every `more`, stacked or in a list.
+    """Apply one(w, x, number) -> (x, more) to each layer or block. Return x and all `more`, stacked or as a list.
 
-    stack      stacked arrays, over which `one` is scanned; or a list, for each entry of which `one` is traced
-    number_of  fn(i) -> the number of the i-th
+    stack      stacked arrays, which are scanned, or a list, which is unrolled: `one` is traced for each entry
+    number_of  fn(i) -> the number of the i-th layer or block
     """
     if not isinstance(stack, list):
         step = lambda x, w_and_number: one(w_and_number[0], x, w_and_number[1])

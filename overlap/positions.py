@@ -1,8 +1,8 @@
-"""Positions of TENSOR neighbours: three verbs, by which the model says what is exchanged and with what it is computed.
+"""Exchange positions between TENSOR neighbors: three functions, each with two forms that send the same bytes.
 
-Each has two forms, of the same bytes. `gather`: one collective, waited for. `ring`: neighbours' positions come, or go,
-one after the other, and products of one run while the next is on its way; p is the positions of such a part.
-The functions that they are given take each position by itself. Source: arXiv:2211.05102, section 3.5.
+`gather` runs one collective, and its communication is exposed. `ring` splits it into chunks, one per neighbor, and
+overlaps the transfer of one chunk with the matmuls of another; p is the number of positions in a chunk.
+The functions passed in must treat every position independently. Source: arXiv:2211.05102, section 3.5.
 """
 
 import itertools
@@ -16,37 +16,37 @@ from sharding import TENSOR, all_gather, reduce_scatter
 
 
 def gather_apply(c: ModelAtWork, function, *arrays_bt, beside=()):
-    """function(*arrays) of the positions of all TENSOR neighbours, in order.
+    """Gather the arrays over TENSOR and apply the function to all positions, in order.
 
-    beside  arrays of all positions which every device has: further arguments of the function
-    Shapes: [b, t, ..] and, beside, [b, s, ..] -> what the function makes of them, each [b, s, ..].
-    Sends: (n - 1)/n of the joined arrays, side by side. In a ring ours are computed with while others are on their way.
+    beside  more arguments of the function: arrays of all positions, which every device already has
+    Shapes: arrays [b, t, ..] and beside [b, s, ..] -> the function's results, each [b, s, ..].
+    Sends: (n - 1)/n of the gathered arrays, concatenated. A ring computes on the local chunk while others arrive.
     """
-    sent_btX, apart = side_by_side(arrays_bt)
+    sent_btX, split = side_by_side(arrays_bt)
     if c.work.tensor_exchange == "gather":
-        return function(*apart(all_gather(sent_btX, TENSOR, dim=1)), *beside)
-    parts = zip(around(sent_btX, TENSOR), *(parted(x, TENSOR, 1) for x in beside), strict=True)
-    made = [function(*apart(arrived), *here) for arrived, *here in parts]
-    return jax.tree.map(lambda *parts: joined([*parts], TENSOR, 1), *made)
+        return function(*split(all_gather(sent_btX, TENSOR, dim=1)), *beside)
+    chunks = zip(around(sent_btX, TENSOR), *(parted(x, TENSOR, 1) for x in beside), strict=True)
+    results = [function(*split(sent_bpX), *beside_bp) for sent_bpX, *beside_bp in chunks]
+    return jax.tree.map(lambda *chunks: joined([*chunks], TENSOR, 1), *results)
 
 
 def apply_scatter(c: ModelAtWork, function, *arrays_bs):
-    """function(*arrays), a partial sum, added up over TENSOR: each position where it belongs.
+    """Apply the function, whose result is a partial sum, and reduce-scatter that over TENSOR and positions.
 
-    Shapes: [b, s, ..] -> [b, t, ..]. Sends: (n - 1)/n of the sum. In a ring the part for the farthest neighbour is made
-    first, and the rest while it travels.
+    Shapes: [b, s, ..] -> [b, t, ..]. Sends: (n - 1)/n of the sum. A ring computes the chunk for the farthest neighbor
+    first, and the other chunks while that one travels.
     """
     if c.work.tensor_exchange == "gather":
         return reduce_scatter(function(*arrays_bs), TENSOR, dim=1)
-    parts = zip(*(parted(x, TENSOR, 1) for x in arrays_bs), strict=True)
-    return back([function(*part) for part in parts], TENSOR)
+    chunks = zip(*(parted(x, TENSOR, 1) for x in arrays_bs), strict=True)
+    return back([function(*chunk) for chunk in chunks], TENSOR)
 
 
 def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
-    """out_of(into(x)) of the positions of all TENSOR neighbours, a partial sum, added up: each where it belongs.
+    """Gather x over TENSOR, compute the partial sum out_of(into(x)), and reduce-scatter it over TENSOR and positions.
 
-    Shapes: [b, t, D] -> [b, t, D]. Sends: (n - 1)/n of the joined positions, and of the sum. In a ring nothing is put
-    in order between the two.
+    Shapes: [b, t, D] -> [b, t, D]. Sends: (n - 1)/n of the gathered positions, and again of the sum. A ring leaves the
+    chunks in order of arrival between the two.
     """
     if c.work.tensor_exchange == "gather":
         return reduce_scatter(out_of(into(all_gather(x_btD, TENSOR, dim=1))), TENSOR, dim=1)
@@ -54,33 +54,32 @@ def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
 
 
 def side_by_side(arrays):
-    """Arrays of the same positions as one, and a function by which it becomes them again."""
+    """Concatenate arrays of the same positions; return the result and a function that splits it again."""
     if len(arrays) == 1:
         return arrays[0], lambda x: (x,)
     ends = [*itertools.accumulate(x.shape[-1] for x in arrays[:-1])]
     return jnp.concatenate(arrays, -1), lambda x: jnp.split(x, ends, axis=-1)
 
 
-def nearest_first(function, parts: list) -> list:
-    """function of each part that `around` brings, one after the other, ours first; their gradients in reverse.
+def nearest_first(function, chunks: list) -> list:
+    """Apply the function to each chunk of a ring all-gather, the local one first; the backward pass runs in reverse.
 
-    Nothing else tells a compiler that what is to be made of ours is for the time in which the others are on their way,
-    and on the way back for that in which their gradients leave. Left alone it does that too early or too late, and
-    waits.
+    The barriers fix this order: compute on the local chunk while the remote chunks are in flight and, in the backward
+    pass, while their gradients leave. Without them the compiler may compute too early or too late, and the step stalls.
     """
-    if len(parts) == 1:
-        return [function(*parts)]
-    order = sorted(range(len(parts)), key=lambda k: min(k, len(parts) - k))
-    made = {0: function(*not_before(parts[0]))}
+    if len(chunks) == 1:
+        return [function(*chunks)]
+    order = sorted(range(len(chunks)), key=lambda k: min(k, len(chunks) - k))
+    results = {0: function(*not_before(chunks[0]))}
     for before, k in itertools.pairwise(order):
-        part, made[before] = not_before(parts[k], made[before])
-        made[k] = function(part)
-    return [made[k] for k in range(len(parts))]
+        chunk, results[before] = not_before(chunks[k], results[before])
+        results[k] = function(chunk)
+    return [results[k] for k in range(len(chunks))]
 
 
 @jax.custom_vjp
 def not_before(*values):
-    """All as they are, and none before the others; none is fused with what is made of it. Backward: their gradients."""
+    """Pass the values through one barrier: none is available before all are, none is fused. Backward: the same."""
     return jax.lax.optimization_barrier(values)
 
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and what that makes again."""
+"""What a layer saves for its backward pass; the rest is recomputed."""
 
 import functools
 
@@ -9,11 +9,11 @@ from sharding import FSDP
 
 
 def regather(primitive, *_, axis_name=(), **__):
-    """Keep every value for the backward pass but gathered weights."""
+    """Save every value for the backward pass except gathered weights."""
     return not (primitive.name == "all_gather" and FSDP in axis_name)
 
 
-BETWEEN = "between branches"  # the name of what "branches" keeps: the stream after attention
+BETWEEN = "between branches"  # names the activation that "branches" saves: the residual stream after attention
 REMAT = {
     "none": functools.partial(jax.checkpoint, policy=regather),
     "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
@@ -23,5 +23,5 @@ REMAT = {
 
 
 def remat(c: ModelAtWork, function):
-    """The same function, whose backward pass makes again what is not kept: slices of weights are joined again, too."""
+    """Make the function's backward pass recompute what `work.remat` does not save. It gathers weights again, too."""
     return REMAT[c.work.remat](function)

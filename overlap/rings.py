@@ -1,4 +1,4 @@
-"""`all_gather` and `reduce_scatter` along one mesh axis as rings of permutes, so that matmuls run meanwhile."""
+"""All-gather and reduce-scatter along one mesh axis as rings of permutes, so that they overlap with matmuls."""
 
 import functools
 
@@ -9,32 +9,32 @@ from sharding import axis_index, axis_size, branches, shift, vary
 
 
 def around(x, axis) -> list:
-    """What `all_gather` brings, as it comes: entry k is the x of the device k places on along an axis, entry 0 our own.
+    """All-gather x in a ring: entry k is the x of the device k places further along the axis, entry 0 is the local x.
 
-    Half of them come from either side, by permutes. What is done with an entry waits for no later one, so products of
-    one run while the next is on its way.
-    Sends: the array, n - 1 times, as all_gather; half of it over each direction of a link. Backward: `back`.
+    Half of the chunks arrive from each side, by permutes. An entry depends on no later one, so the matmuls on one chunk
+    overlap with the transfer of the next.
+    Sends: x, n - 1 times, as all_gather does; half in each direction of a link. Backward: the ring reduce-scatter.
     """
     n = axis_size(axis)
-    found = [vary(x, axis)] * n
+    chunks = [vary(x, axis)] * n
     for k in range(1, n // 2 + 1):
-        found[-k] = shift(found[1 - k], axis, in_branch=branches())
+        chunks[-k] = shift(chunks[1 - k], axis, in_branch=branches())
     for k in range(1, (n - 1) // 2 + 1):
-        found[k] = shift(found[k - 1], axis, by=-1, in_branch=branches())
-    return found
+        chunks[k] = shift(chunks[k - 1], axis, by=-1, in_branch=branches())
+    return chunks
 
 
 def back(partials: list, axis):
-    """What `reduce_scatter` leaves here: the sum over an axis of what each device made for this one.
+    """Reduce-scatter in a ring: return the sum, over an axis, of every device's partial sum for this device.
 
-    partials  entry k is for the device k places on. A sum sets out from the farthest device, and each on its way adds
-              its own: products for the next one run while it travels
-    Sends: an entry, n - 1 times, as reduce_scatter; half of it over each direction of a link. Backward: `around`.
+    partials  entry k is for the device k places further along. A sum starts at the farthest device, and each device on
+              the way adds its partial sum. The matmuls for the next partial sum overlap with the transfer
+    Sends: an entry, n - 1 times, as reduce_scatter does; half in each direction of a link. Backward: ring all-gather.
     """
     n = axis_size(axis)
     total = (
         jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
-    )  # fused with the sum, it would wait for it
+    )  # without the barrier, its matmul is fused with the sum and waits for the transfer
     for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
         travelling = None
         for k in range(far, 0, -1):
@@ -45,29 +45,27 @@ def back(partials: list, axis):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def joined(parts: list, axis, dim):
-    """Put what `around` brought into the order of the devices: `all_gather`'s result. Sends nothing."""
-    size, here = parts[0].shape[dim], axis_index(axis)
-    shape = [n * len(parts) if i == dim else n for i, n in enumerate(parts[0].shape)]
-    whole = vary(jnp.zeros(shape, parts[0].dtype), tuple(jax.typeof(parts[0]).mat.varying))
-    for k, part in enumerate(parts):
-        place = (here + k) % len(parts)
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, place * size, axis=dim)
-    return whole
+def joined(chunks: list, axis, dim):
+    """Put the chunks of a ring all-gather in device order, which gives the result of `all_gather`. Sends nothing."""
+    size, here = chunks[0].shape[dim], axis_index(axis)
+    shape = [n * len(chunks) if i == dim else n for i, n in enumerate(chunks[0].shape)]
+    x = vary(jnp.zeros(shape, chunks[0].dtype), tuple(jax.typeof(chunks[0]).mat.varying))
+    for k, chunk in enumerate(chunks):
+        place = (here + k) % len(chunks)
+        x = jax.lax.dynamic_update_slice_in_dim(x, chunk, place * size, axis=dim)
+    return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def parted(whole, axis, dim) -> list:
-    """The inverse of `joined`: entry k is the slice of the device k places on. Sends nothing."""
+def parted(x, axis, dim) -> list:
+    """Cut an array into chunks: entry k is the slice of the device k places further along the axis. Sends nothing."""
     n, here = axis_size(axis), axis_index(axis)
-    size = whole.shape[dim] // n
-    return [jax.lax.dynamic_slice_in_dim(whole, (here + k) % n * size, size, axis=dim) for k in range(n)]
+    size = x.shape[dim] // n
+    return [jax.lax.dynamic_slice_in_dim(x, (here + k) % n * size, size, axis=dim) for k in range(n)]
 
 
-# Each is the other's way back. Autodiff would add n arrays that are zero but for one slice.
+# Each is the other's backward pass. Autodiff would add n arrays that are zero except for one slice.
 joined.defvjp(
-    lambda parts, axis, dim: (joined(parts, axis, dim), None), lambda axis, dim, _, d: (parted(d, axis, dim),)
+    lambda chunks, axis, dim: (joined(chunks, axis, dim), None), lambda axis, dim, _, d: (parted(d, axis, dim),)
 )
-parted.defvjp(
-    lambda whole, axis, dim: (parted(whole, axis, dim), None), lambda axis, dim, _, d: (joined(d, axis, dim),)
-)
+parted.defvjp(lambda x, axis, dim: (parted(x, axis, dim), None), lambda axis, dim, _, d: (joined(d, axis, dim),))

@@ -1,7 +1,7 @@
-"""When slices of weights are joined: for each use, or once a step; the vocabulary's table slice by slice, one ahead.
+"""Gather weight shards for each use or once per step; gather the vocabulary table slice by slice, one slice ahead.
 
-Joined for each use, a device holds one layer's whole matrices at a time, and sends each of them as often as it is used;
-joined once a step, it holds all of its stage's, and sends them once. Backward each is a reduce-scatter of gradients.
+Gathered for each use, one layer's matrices are unsharded at a time, and each use sends them again. Gathered once per
+step, all matrices of the stage are, and are sent once. The backward pass of either reduce-scatters the gradients.
 """
 
 import jax
@@ -12,15 +12,15 @@ from sharding import AXES, SLICED, all_gather, map_sliced, vary
 
 
 def cast(w, c: ModelAtWork, *names):
-    """Matrices in the compute dtype, sliced as they are; norms and biases stay as they are.
+    """Cast matrices to the compute dtype, still sharded; norms and biases keep theirs.
 
-    names  only these parameters, as a tuple; none: the whole class, and the classes in it
+    names  return only these parameters, as a tuple; without names, the whole class and the classes in it
     """
     return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.compute_dtype), w, *names)
 
 
 def gathered(w, c: ModelAtWork, *names):
-    """The same with their slices joined. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
+    """Cast and gather. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
 
     def join(x, dim, axes, exact):
         return all_gather(x if exact else x.astype(c.compute_dtype), axes, dim=dim)
@@ -28,26 +28,26 @@ def gathered(w, c: ModelAtWork, *names):
     return map_sliced(join, w, *names)
 
 
-# gather: as a step holds weights, and as one use of them takes what the step holds
+# work.gather -> what is done to the weights once per step, and at each use
 WHEN = {"layer": (cast, gathered), "step": (gathered, cast)}
 
 
 def held_by_step(w, c: ModelAtWork):
-    """Weights as a step holds them, in the compute dtype."""
+    """Prepare weights once per step, in the compute dtype: unsharded if `work.gather` is "step", else sharded."""
     return WHEN[c.work.gather][0](w, c)
 
 
 def at_use(w, c: ModelAtWork, *names):
-    """Weights whole, for one use of them: of a layer, or of the vocabulary's table."""
+    """Return the unsharded weights for one use, of a layer or of the vocabulary table."""
     return WHEN[c.work.gather][1](w, c, *names)
 
 
 def ready_for_autodiff(params, c: ModelAtWork):
-    """Parameters as a step holds them that autodiff goes back through; they may differ on every device.
+    """Prepare parameters for a step that autodiff differentiates; autodiff treats them as different on every device.
 
-    Said here, outside of all loops, so that what goes backward here happens once a step: the sum over the axes along
-    which a parameter is the same, and, gathered once a step, the reduce-scatter. In the parameters' dtype, so that the
-    gradients of microbatches add up in it. The barrier keeps them there: XLA would rather sum first, and convert then.
+    This is called outside all loops, so its backward pass runs once per step: the sum over the axes along which a
+    parameter is replicated and, if gathered once per step, the reduce-scatter. The result has the parameters' dtype, in
+    which microbatch gradients then accumulate. Without the barrier XLA would sum first and convert afterwards.
     """
     params = jax.lax.optimization_barrier(vary(params, AXES))
     if c.work.gather == "layer":
@@ -56,14 +56,14 @@ def ready_for_autodiff(params, c: ModelAtWork):
 
 
 def tokens_go_to_table(c: ModelAtWork, tokens: int, words: int) -> bool:
-    """Whether tokens are sent to the slices of an embedding table of so many words, not its slices to the tokens."""
-    return c.work.gather == "layer" and tokens < words  # then they are less to send
+    """Whether tokens are sent to the shards of an embedding table with this many words, instead of gathering it."""
+    return c.work.gather == "layer" and tokens < words  # then the tokens are fewer bytes
 
 
 def vocabulary_slices(loss_chunk: int, n: int, v: int) -> tuple[int, int]:
-    """How many slices of v words there are, and the words of one: n tokens' logits of it are no more than allowed.
+    """Return the number of slices of a v-word vocabulary and the words per slice; `loss_chunk` limits n tokens' logits.
 
-    As few as that takes, or up to twice as many, if a number of them divides v; else the last one is shorter.
+    Takes the fewest slices within the limit, or up to twice as many if that divides v; else the last slice is shorter.
     """
     least = -(-n // loss_chunk)
     words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
@@ -71,13 +71,13 @@ def vocabulary_slices(loss_chunk: int, n: int, v: int) -> tuple[int, int]:
 
 
 def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
-    """function(w_Du, *words_u) of slices of a table whose rows still lie in slices; what it returns is stacked.
+    """Apply function(w_Du, *words_u) to slices of a table whose rows are sharded; return the stacked results.
 
-    n        tokens that the function makes logits of: `loss_chunk` of them may have those of all words at once
-    words_v  arrays of the words: their ids, biases; -1, where the last slice has none
-    The next slice is gathered while this one is used; a gradient goes back likewise. The backward pass makes all of it
-    again, but for the last slice.
-    Shapes: [D/n, v], [v] each -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same, of its gradient.
+    n        tokens for which the function computes logits; `loss_chunk` tokens may have logits of all words at once
+    words_v  arrays with an entry per word, such as ids and biases; padded with -1 in the last slice
+    The next slice is gathered while this one is used, and gradients are reduced likewise. The backward pass recomputes
+    everything except the last slice.
+    Shapes: [D/n, v], [v] each -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same for its gradient.
     """
     v = w_Dv.shape[-1]
     slices, u = vocabulary_slices(c.work.loss_chunk, n, v)
@@ -91,6 +91,6 @@ def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
         return gather(ahead_Du), jax.checkpoint(function)(w_Du, *words_u)
 
     but_last, last_u = (jax.tree.map(lambda x_ku, k=k: x_ku[k], words_ku) for k in (slice(-1), -1))
-    last_Du, made_k = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], but_last))
+    last_Du, results_k = jax.lax.scan(step, gather(w_kDu[0]), (w_kDu[1:], but_last))
     last = function(last_Du, *last_u)
-    return jax.tree.map(lambda x_k, x: jnp.concatenate((x_k, x[None])), made_k, last)
+    return jax.tree.map(lambda x_k, x: jnp.concatenate((x_k, x[None])), results_k, last)
