@@ -1,11 +1,11 @@
-"""Microbatches through the stages of the mesh: which schedule, checked and drawn, and the program that follows it.
+"""Pipeline parallelism: schedules for microbatches, and the compiled training step that runs them on a mesh.
 
-Open `schedules.py` first: a schedule is a table you can print (`python -m pipeline show 1f1b`). Then `ticks.py`, which
-follows one, and `step.py`, the one `shard_map` around the model; `check.py` proves a table, `draw.py` prints and draws
-it, `fit.py` says how models and batches split over a mesh.
+Open `schedules.py` first: a schedule is a table you can print (`python -m pipeline show 1f1b`). `ticks.py` runs one on
+the devices, and `step.py` wraps the model in the one `shard_map`. `check.py` verifies a table, `draw.py` prints and
+draws it, and `fit.py` checks whether models and batches split over a mesh.
 
-From outside: `pipeline.schedule`, the one that a configuration asks for, and the compiled functions `loss_and_grads`,
-`evaluate` and `logits`, which are read from `step.py` (and with it JAX) when they are first named.
+From outside: `pipeline.schedule`, which builds the schedule of a config, and the functions `loss_and_grads`, `evaluate`
+and `logits`, which compile. They are imported from `step.py`, and JAX with it, on first use.
 """
 
 COMPILED = ("schedule", "loss_and_grads", "evaluate", "logits")

@@ -1,9 +1,9 @@
-"""The compiled functions: the one `shard_map` around the model, the stages inside it, and what differentiates it.
+"""Compile training, evaluation and logits: the one `shard_map` around the model, and the pipeline stages inside it.
 
-Two executors follow the schedules of `schedules.py`. `run_stages` passes microbatches forward, for evaluation and for
-training in one piece; `scheduled`, in `ticks.py`, follows any schedule, forward and backward.
-(Autodiff of the loop in `run_stages` would be GPipe's backward pass too, with the right gradients. But a branch that a
-stage may skip hands its weights to the backward pass in every tick: they would be kept as often as there are ticks.)
+Two executors run the schedules of `schedules.py`: `run_stages` forward, for evaluation and logits; `ticks.py` forward
+and backward, for training. Training with one stage and one microbatch differentiates `model.forward` instead.
+(Autodiff of the loop in `run_stages` would give GPipe's backward pass, with correct gradients. But a stage skips ticks
+in a `cond`, and autodiff saves the weights that its branches use in every tick: one copy of the weights per tick.)
 """
 
 import jax
@@ -37,30 +37,30 @@ from xla import ordered
 
 BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
 
-# GPipe: forward passes, and autodiff ----------------------------------------------------------------------------------
+# Forward passes through the stages ------------------------------------------------------------------------------------
 
 
 def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: int):
-    """Pass microbatches through the stages one after the other.
+    """Run the microbatches forward through the stages, one after the other.
 
     batch  this device's sequences, [b, s]
-    Returns activations [b, t, D], which only the last stage's devices need hold, and this stage's router statistics.
-    Sends over STAGE: every tick one microbatch's activations, to the next stage.
+    Returns activations [b, t, D], which are valid on the last stage only, and this stage's router statistics.
+    Sends over STAGE: one microbatch's activations to the next stage, every tick.
     """
     stage, stages = axis_index(STAGE), axis_size(STAGE)
     table = schedules.forward_only(schedules.gpipe(stages, microbatches)).table
     row_m = np.array([[cell[0].microbatch if cell else IDLE for cell in row] for row in table])
-    cut = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
-    pieces = jax.tree.map(cut, batch)
+    split = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
+    batch_mbs = jax.tree.map(split, batch)
 
     def enter():
-        return cut(vary(model.enter(w, c, batch, key), AXES))
+        return split(vary(model.enter(w, c, batch, key), AXES))
 
     x_mbtD = enter() if stages == 1 else jax.lax.cond(stage == 0, enter, lambda: nothing(enter))
 
     def work(m, x_btD):
-        piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), pieces)
-        return vary(model.stage(w, c, x_btD, piece, key), AXES)
+        batch_bs = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), batch_mbs)
+        return vary(model.stage(w, c, x_btD, batch_bs, key), AXES)
 
     def tick(carry, row):
         received_btD, statistics = carry
@@ -80,7 +80,7 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
 
 
 def sums(w: model.Transformer, cfg: Config, batch, key):
-    """All the loss is made of, as sums over this device's tokens."""
+    """Compute the sums over this device's tokens from which `model.loss` computes the loss."""
     split = fit.split_batch(cfg)
     if schedule(cfg).in_one_piece:
         return model.forward(w, cfg.at_work, batch, key)
@@ -93,9 +93,9 @@ def sums(w: model.Transformer, cfg: Config, batch, key):
 
 
 def schedule(cfg: Config) -> schedules.Schedule:
-    """The schedule of a step, all its accumulation passes in one. With one stage, a pass ends before the next begins.
+    """Build the schedule of a step, with all its accumulation passes. With one stage, the passes run one by one.
 
-    Raises: UserError if there is no such schedule for the mesh, or the layers do not split into its chunks.
+    Raises: UserError if the schedule does not exist for this mesh, or the layers do not split into its chunks.
     """
     split, work, S, n = fit.split_batch(cfg), cfg.work.settled, cfg.mesh.stage, cfg.model.n_blocks
     v = work.chunks
@@ -110,11 +110,11 @@ def schedule(cfg: Config) -> schedules.Schedule:
 
 
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
-    """Run function(params, batch, step) on local shards: the one `shard_map`, manual over all axes, `check_vma` on.
+    """Run function(params, batch, step) on local shards, in the one `shard_map`: manual over all axes, `check_vma` on.
 
-    reads  names of what it needs of a batch, a dict like that of `dataset.batch`; there may be more. One array is made
-           here: index_BT, int32, the number of each token in the global batch, which dropout draws by
-    Raises: UserError naming what a batch lacks.
+    reads  names of the arrays it needs from the batch, a dict as `dataset.batch` returns it; others are ignored. One
+           array is added: index_BT, int32, the number of each token in the global batch, which seeds dropout
+    Raises: UserError that names the arrays missing from the batch.
     """
     batch_specs = dict.fromkeys((*reads, "index_BT"), BATCH_SPEC)
     in_specs = (sharding.specs(model.declare(cfg.model)), batch_specs, P())
@@ -129,7 +129,7 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
         if missing := set(reads) - set(batch):
             raise UserError(f"the batch has no {', '.join(sorted(missing))}; it has {', '.join(batch) or 'nothing'}")
         batch = {name: batch[name] for name in reads}
-        # Each token's number in the global batch, made outside, so that it does not depend on who holds it.
+        # Numbered outside the shard_map, so that a token's number does not depend on the device that holds it.
         index_BT = jnp.arange(batch["tokens_BT"].size).reshape(batch["tokens_BT"].shape)
         segments_BT = batch["segments_BT"]
         if not cfg.data.mask_documents:
@@ -140,10 +140,10 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
 
 
 def loss_and_grads(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch, step) -> (loss, metrics, grads). Gradients lie on the mesh as their parameters do.
+    """Compile fn(params, batch, step) -> (loss, metrics, grads). Gradients are sharded like their parameters.
 
-    batch  a dict of arrays [B, T], as `dataset.batch` describes it
-    step   a number, which dropout draws by
+    batch  a dict of arrays [B, T], see `dataset.batch`
+    step   the step number, which seeds dropout
     Raises: UserError if the batch or a parameter does not split over the mesh.
     """
     fit.check(cfg.model, cfg.mesh, cfg.work)
@@ -169,7 +169,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
 
 
 def evaluate(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout; batches add up."""
+    """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout. Add the results over batches."""
 
     def local_sums(params, batch, step):
         w = ready_for_autodiff(params, cfg.at_work)
@@ -180,9 +180,9 @@ def evaluate(cfg: Config, mesh: Mesh):
 
 
 def logits(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch) -> float32 logits [B, T, V], of a batch's tokens_BT.
+    """Compile fn(params, batch) -> float32 logits [B, T, V] of the batch's tokens_BT.
 
-    Without positions_BT and segments_BT each row is one document.
+    If the batch has no positions_BT and segments_BT, each row is one document.
     """
 
     def local_logits(params, batch, step):
@@ -192,11 +192,11 @@ def logits(cfg: Config, mesh: Mesh):
         return psum(last_stages(model.logits(w, cfg.at_work, x_bsD)), STAGE)
 
     reads = ("tokens_BT", "positions_BT", "segments_BT")
-    as_held = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)
+    by_device = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)
 
     def of_tokens(params, batch):
         B, T = batch["tokens_BT"].shape
-        one = {"positions_BT": jnp.tile(jnp.arange(T), (B, 1)), "segments_BT": jnp.ones((B, T), jnp.int32)}
-        return in_order(as_held(params, one | batch), dim=1, n=mesh.shape[CONTEXT])
+        defaults = {"positions_BT": jnp.tile(jnp.arange(T), (B, 1)), "segments_BT": jnp.ones((B, T), jnp.int32)}
+        return in_order(by_device(params, defaults | batch), dim=1, n=mesh.shape[CONTEXT])
 
     return ordered.jit(of_tokens, mesh)
