@@ -1,14 +1,14 @@
-"""A schedule's rows, followed as the executor does, with labels in place of arrays.
+"""Verify a schedule's rows: run them as the executor does, with labels in place of arrays.
 
-`check` raises at the first operation that reads anything but its own input. It shares no line with `schedules.rows`: a
-mistake that both had would go unseen.
+`check` raises at the first operation that reads anything but its own input. It shares no code with `schedules.rows`,
+because a mistake in shared code would go unnoticed.
 """
 
 from pipeline.schedules import IDLE, Op, Rows, Schedule, Slots, rows
 
 
 class Stage:
-    """One stage's buffers: slot -> (label of what lies there, how often it is still to be read)."""
+    """One stage's buffers: slot -> (label of the value in it, number of reads still to come)."""
 
     def __init__(self, name: str, slots: Slots):
         self.name, self.slots = name, slots
@@ -21,10 +21,10 @@ class Stage:
     def write(self, buffer: str, slot: int, label: tuple, reads: int) -> None:
         size = getattr(self.slots, buffer)
         if slot == size and reads:
-            self.fail(f"{label} is not kept, and is needed later")
+            self.fail(f"{label} is not stored, but is needed later")
         there, unread = self.buffers[buffer].get(slot, (None, 0))
         if slot < size and unread:
-            self.fail(f"{label} is written over {there}, which is still needed")
+            self.fail(f"{label} overwrites {there}, which is still needed")
         if slot < size:
             self.buffers[buffer][slot] = (label, reads)
 
@@ -36,23 +36,23 @@ class Stage:
         self.buffers[buffer][slot] = (there, reads - 1)
 
     def nothing(self, buffer: str, slot: int, why: str) -> None:
-        """Raises: ValueError if something is to be written into the buffer all the same."""
+        """Raises: ValueError if a value is written into the buffer."""
         if slot != getattr(self.slots, buffer):
-            self.fail(f"slot {slot} is kept for {why}")
+            self.fail(f"writes to slot {slot} for {why}")
 
     def once(self, sched: Schedule, op: Op) -> None:
         if not (0 <= op.microbatch < sched.microbatches and 0 <= op.chunk < sched.chunks):
             self.fail(f"{op} is not one of {sched.microbatches} microbatches and {sched.chunks} chunks")
         if op in self.done:
-            self.fail(f"{op} was done in tick {self.done[op]}")
+            self.fail(f"{op} already ran in tick {self.done[op]}")
         self.done[op] = self.tick
 
 
 def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
-    """Follow the rows as the executor does, with labels in place of arrays.
+    """Verify the rows of a schedule, or the given rows, by running them with labels in place of arrays.
 
-    Raises: ValueError at the first operation that reads anything but its own input, writes over what is still needed,
-    happens twice or never, and at the first message that nobody kept.
+    Raises: ValueError at the first operation that reads anything but its own input, overwrites a value that is still
+    needed, or runs twice or never, and at the first message that no stage stores.
     """
     r, slots = found or rows(sched)
     stages = [Stage(f"{sched.name}, tick {{tick}}, stage {s}", slots) for s in range(sched.stages)]
@@ -74,45 +74,45 @@ def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
               for s in range(sched.stages)}  # fmt: skip
     if missing := {(op, s) for op, s in wanted if op not in stages[s].done}:
         op, s = min(missing)
-        raise ValueError(f"{sched.name}: {op} of stage {s} never happens")
+        raise ValueError(f"{sched.name}: {op} of stage {s} never runs")
 
 
 def backward_reads(sched: Schedule) -> int:
-    """How often a backward pass reads what it needs: twice if its weights wait; never if there are none."""
+    """Return how often residuals are read: twice if weight gradients are delayed, never without backward passes."""
     return len({op.kind for op in sched.orders[0]} - {"F"})
 
 
 def forward(sched: Schedule, s: int, stage: Stage, own: Rows) -> tuple | None:
-    """Returns the (microbatch, chunk) that stage s sends on, if it did a forward pass."""
+    """Check a forward pass, if there is one. Return the (microbatch, chunk) whose output stage s sends."""
     m, c = own.forward, own.forward_chunk
     if m == IDLE:
-        return stage.nothing("kept", own.keep, "what is not done")
+        return stage.nothing("kept", own.keep, "a forward pass that does not run")
     stage.once(sched, Op("F", m, c))
     if c * sched.stages + s:
         stage.read("inbox", own.forward_from, ("input of", m, c))
     elif own.forward_from != IDLE:
-        stage.fail("tokens enter here, yet it reads its inbox")
-    stage.write("kept", own.keep, ("kept of", m, c), backward_reads(sched))
+        stage.fail("reads its inbox, but tokens enter at this stage")
+    stage.write("kept", own.keep, ("residuals of", m, c), backward_reads(sched))
     return m, c
 
 
 def loss(sched: Schedule, s: int, stage: Stage, own: Rows, sent: tuple | None) -> None:
-    """The loss is due, on all stages, when a last chunk has left the last stage, which then has its gradient."""
+    """Check the loss: all stages compute it when a last chunk leaves the last stage, which then has its gradient."""
     due = sent[0] if sent and sent[1] == sched.chunks - 1 else IDLE
     if own.loss != due:
-        stage.fail(f"the loss of microbatch {own.loss} is taken, and {due} has left the last stage")
+        stage.fail(f"computes the loss of microbatch {own.loss}, but {due} has left the last stage")
     if s < sched.stages - 1 or due == IDLE:
-        return stage.nothing("cotangents", own.loss_to, "a loss that is not its own")
+        return stage.nothing("cotangents", own.loss_to, "a loss of another stage")
     stage.write("cotangents", own.loss_to, ("gradient of", due, sched.chunks - 1), backward_reads(sched))
 
 
 def backward(sched: Schedule, stage: Stage, own: Rows) -> tuple | None:
-    """Returns the (microbatch, chunk) whose gradient the stage sends back, if it did a backward pass."""
+    """Check a backward pass, if there is one. Return the (microbatch, chunk) whose gradient the stage sends."""
     m, c = own.backward, own.backward_chunk
     if m == IDLE:
         return None
     stage.once(sched, Op("B", m, c))
-    stage.read("kept", own.backward_kept, ("kept of", m, c))
+    stage.read("kept", own.backward_kept, ("residuals of", m, c))
     stage.read("cotangents", own.backward_from, ("gradient of", m, c))
     return m, c
 
@@ -123,23 +123,23 @@ def weight(sched: Schedule, stage: Stage, own: Rows) -> None:
         return
     stage.once(sched, Op("W", m, c))
     if Op("B", m, c) not in stage.done:
-        stage.fail(f"W{m} before its B")
-    stage.read("kept", own.weight_kept, ("kept of", m, c))
+        stage.fail(f"W{m} runs before its B")
+    stage.read("kept", own.weight_kept, ("residuals of", m, c))
     stage.read("cotangents", own.weight_from, ("gradient of", m, c))
 
 
 def arrive(sched: Schedule, s: int, stage: Stage, slot: int, sent: list) -> None:
-    """What the stage before sent is this one's next input, in the next chunk if it came around; the last chunk of all
-    goes to nobody."""
+    """Store the previous stage's output as the next input; from the last stage to stage 0 it enters the next chunk, and
+    the last chunk's output goes to no stage."""
     S, came = sched.stages, sent[s - 1]
     if not came or came[1] * S + (s - 1) % S == sched.chunks * S - 1:
-        return stage.nothing("inbox", slot, "what does not arrive")
+        return stage.nothing("inbox", slot, "a message that does not arrive")
     stage.write("inbox", slot, ("input of", came[0], came[1] + (s == 0)), 1)
 
 
 def arrive_back(sched: Schedule, s: int, stage: Stage, slot: int, sent_back: list) -> None:
-    """The gradient that the stage after sent is that of this one's output; the first chunk of all sends to nobody."""
+    """Store the next stage's gradient as that of this stage's output; the first chunk sends its own to no stage."""
     S, came = sched.stages, sent_back[(s + 1) % sched.stages]
     if not came or came[1] * S + (s + 1) % S == 0:
-        return stage.nothing("cotangents", slot, "what does not arrive")
+        return stage.nothing("cotangents", slot, "a message that does not arrive")
     stage.write("cotangents", slot, ("gradient of", came[0], came[1] - (s == S - 1)), backward_reads(sched))

@@ -1,11 +1,11 @@
-"""A schedule as text, and as a picture of what each stage does over time."""
+"""Print a schedule as text, and draw what each stage does over time."""
 
 import pictures
 from pipeline.schedules import KINDS, Schedule, Simulation, simulate
 
 
 def text(sched: Schedule) -> str:
-    """The table, a line a stage, a column a tick."""
+    """Format the table with one line per stage and one column per tick."""
     cells = [["".join(map(str, cell)) or "." for cell in column] for column in zip(*sched.table, strict=True)]
     width = [max(map(len, column)) for column in zip(*cells, strict=True)]
     line = lambda s, row: f"stage {s}  " + " ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True))
@@ -13,9 +13,9 @@ def text(sched: Schedule) -> str:
 
 
 def draw(forms: dict[str, tuple[Schedule, Simulation]], path: str) -> None:
-    """Draw what each stage does over time into a picture file, one panel for each form a schedule has.
+    """Draw what each stage does over time to a picture file, with one panel per form of the schedule.
 
-    forms  what to call one -> the schedule, and when each stage does what
+    forms  name of a form -> the schedule and its simulation
     """
     stages, longest = next(iter(forms.values()))[0].stages, max(found.makespan for _, found in forms.values())
     inches = min(max(longest * 0.36, 8), 22)
@@ -30,18 +30,18 @@ def draw(forms: dict[str, tuple[Schedule, Simulation]], path: str) -> None:
 
 
 def paint(axes, sched: Schedule, F: float, B: float, W: float, inches: float) -> None:
-    """Draw a schedule, as `simulate` times it, on matplotlib axes that are so many inches wide."""
+    """Draw a schedule with the times of `simulate` on matplotlib axes of the given width in inches."""
     paint_spans(axes, sched, simulate(sched, F, B, W), inches, "as published")
 
 
 def paint_spans(axes, sched: Schedule, found: Simulation, inches: float, form: str) -> None:
-    """Draw when each stage does what on matplotlib axes, the whole of it so many inches wide."""
+    """Draw what each stage does over time on matplotlib axes; the makespan is the given number of inches wide."""
     colours = {"F": "#4c78a8", "B": "#f2a33a", "W": "#59a14f"}
-    names = {"F": "forward", "B": "backward", "W": "weight gradients, where they wait"}
+    names = {"F": "forward", "B": "backward", "W": "weight gradients, if delayed"}
     for (op, s), (start, end) in found.spans.items():
         alpha = 1 - 0.6 * op.chunk / max(sched.chunks - 1, 1)  # later chunks are lighter
         axes.barh(s, end - start, left=start, height=0.92, color=colours[op.kind], alpha=alpha, edgecolor="white")
-        points = 72 * inches / found.makespan * (end - start)  # of width there are
+        points = 72 * inches / found.makespan * (end - start)  # available for the label
         if points > 6:
             size = min(9, points / len(str(op.microbatch)))
             axes.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=size,
@@ -54,6 +54,6 @@ def paint_spans(axes, sched: Schedule, found: Simulation, inches: float, form: s
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     title = f"{sched.name}, {sched.stages} stages, {sched.microbatches} microbatches"
-    title += f", {sched.chunks} chunks a stage" * (sched.chunks > 1)
-    axes.set_title(f"{title}, {form}:\n{found.bubble:.1%} idle, at most {max(found.live)} activations kept", loc="left",
-                   size=10)  # fmt: skip
+    title += f", {sched.chunks} chunks per stage" * (sched.chunks > 1)
+    axes.set_title(f"{title}, {form}:\n{found.bubble:.1%} idle, at most {max(found.live)} activations stored",
+                   loc="left", size=10)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a model and a batch split over a mesh, and if not, which settings do."""
+"""Check that a model and a batch split over a mesh, and suggest settings that do."""
 
 import dataclasses
 import functools
@@ -10,15 +10,15 @@ import sharding
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
 from errors import UserError, require_multiple
 
-# A letter of a parameter -> the setting that is its size; of L, the blocks, and Q, the query latent, see `remedy`.
+# Dim letter of a parameter -> the setting with its size. For L, the blocks, and Q, the query latent, see `remedy`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",
                 C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert")  # fmt: skip
 
 
 def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work) -> None:
-    """Raises: UserError if a parameter does not split over the mesh: the arithmetic, settings and presets that do.
+    """Check that every parameter splits over the mesh; with context_attention=all_to_all in `work`, heads have to, too.
 
-    work  how it is done: heads that positions are exchanged for have to split too
+    Raises: UserError with the arithmetic, and with settings and presets that split.
     """
     try:
         sharding.check_divides(model.declare(c), SimpleNamespace(shape=mesh.sizes))
@@ -32,7 +32,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
 
 
 def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
-    """Raises: UserError if heads do not split over TENSOR and CONTEXT together."""
+    """Check that heads split over TENSOR * CONTEXT. Raises: UserError."""
     name, heads = ("n_heads", c.n_heads) if c.attention == "mla" else ("n_kv_heads", c.n_kv_heads)
     left = heads % (devices := mesh.tensor * mesh.context)
     if mesh.context > 1 and left:
@@ -57,7 +57,7 @@ def fits(declarations, mesh: MeshConfig) -> bool:
 
 
 def remedy(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
-    """The setting behind a letter, with the nearest values that split."""
+    """Return the flag that sets a dim's size, with the nearest values that split."""
     parts, less = error.parts, error.size // error.parts
     sizes = [n * parts for n in (less, less + 1) if n]
     setting = SETTINGS.get(error.letter, "d_query_latent" if c.d_query_latent else "d_model")
@@ -68,12 +68,12 @@ def remedy(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How the global batch meets the devices: batch_size = shards * device_batch * microbatches * accumulation."""
+    """How the global batch is split: batch_size = shards * device_batch * microbatches * accumulation."""
 
     batch_size: int  # sequences in the global batch
     shards: int  # groups of devices that hold different sequences
-    device_batch: int  # sequences one device works on at once
-    microbatches: int  # parts of a pass that follow each other through the stages
+    device_batch: int  # sequences a device works on at once
+    microbatches: int  # microbatches per pass, which follow each other through the stages
     accumulation: int  # passes whose gradients are summed
 
     def __str__(self) -> str:
@@ -84,10 +84,10 @@ class BatchSplit:
 
 @functools.singledispatch
 def split_batch(cfg: Config) -> BatchSplit:
-    """Derive microbatches and accumulation from the global batch, the mesh and `cfg.work`.
+    """Derive microbatches and accumulation passes from the global batch, the mesh and `cfg.work`.
 
-    microbatches=auto: with stages, as many as the sequences allow, up to 4 a stage. device_batch=auto: all at once.
-
+    microbatches=auto: as many as the sequences allow, up to 4 per stage; 1 with one stage. device_batch=auto: the whole
+    microbatch at once.
     Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
     """
     B, shards, work = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.work

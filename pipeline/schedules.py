@@ -1,12 +1,12 @@
-"""Pipeline schedules as data: who works on which microbatch when. Plain Python; no device is touched.
+"""Pipeline schedules as data: which stage works on which microbatch when. Plain Python; no device is used.
 
 A schedule is an order of operations for each stage. `F` is the forward pass of one microbatch through one chunk of
-layers; `B` its backward pass; where weight gradients wait, `B` makes the gradient of the inputs and `W` that of the
-weights. `Schedule.table` places the orders into ticks: in one tick a stage does at most one F, then one B, then one W,
-and what it sends arrives at the end of the tick. `rows` adds which buffer slot each operation reads and writes, as
-arrays for the executor in `step.py`; `check.py` runs these rows with labels in place of numbers.
+layers, and `B` is its backward pass. If weight gradients are delayed, `B` computes the gradient of the inputs only, and
+`W` the gradient of the weights. `Schedule.table` assigns operations to ticks: in one tick a stage does at most one F,
+then one B, then one W, and its messages arrive at the end of the tick. `rows` adds the buffer slots that each operation
+reads and writes, as arrays for the executor in `ticks.py`. `check.py` runs these rows with labels instead of numbers.
 
-Letters: S stages, M microbatches, v chunks a stage. Chunk c of stage s holds layers that come c*S + s-th.
+Letters: S stages, M microbatches, v chunks per stage. Chunk c of stage s is number c*S + s in the order of layers.
 """
 
 import dataclasses
@@ -36,28 +36,28 @@ class Op(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What each stage does, in order."""
+    """The operations of each stage, in order."""
 
     name: str
     stages: int
     microbatches: int
     chunks: int
     orders: tuple[tuple[Op, ...], ...]  # of each stage
-    turns: bool = False  # no backward pass begins before every stage has done all its forward passes
+    turns: bool = False  # every backward pass starts after all forward passes of all stages
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether there is nothing to schedule: a step is `model.forward`, and autodiff goes back through it."""
+        """Whether there is nothing to schedule: a step is `model.forward` and its autodiff."""
         return self.stages * self.microbatches == 1
 
     @functools.cached_property
     def table(self) -> list[list[tuple[Op, ...]]]:
-        """Operations of each stage in each tick, [ticks][stages]; empty: idle."""
+        """Operations of each stage in each tick, [ticks][stages]; an empty entry is idle."""
         return place(self)
 
     @property
     def turn(self) -> int | None:
-        """The tick before which all forward passes lie, and after which all backward passes; None: they mix."""
+        """The tick of the first backward pass, if all forward passes are before it; None if they mix."""
         return sum(any(op.kind == "F" for cell in row for op in cell) for row in self.table) if self.turns else None
 
     @property
@@ -70,23 +70,23 @@ class Schedule:
 
     @property
     def slots(self) -> "Slots":
-        """Of each buffer; in one piece, what autodiff keeps."""
+        """Slots of each buffer; without a schedule, autodiff saves one set of residuals."""
         return Slots(0, 1, 0) if self.in_one_piece else rows(self)[1]
 
     @property
     def rounds(self) -> int:
-        """In how many rounds layers move to the stages that interleaving puts them on."""
+        """Number of rounds in which layers move to the stages that interleaving assigns to them."""
         return sum(any(a != b for a, _, b, _ in one) for one in routes(self.stages, self.chunks))
 
 
 # The schedules --------------------------------------------------------------------------------------------------------
-# In their published form a backward pass follows as soon as it can. In lock-step, where a message takes one tick and a
-# tick holds an F and a B, a stage must be twice as far ahead to be never idle: `lead=2`.
+# As published, a backward pass runs as soon as it can. In lock-step a message takes one tick, and a tick holds an F and
+# a B, so a stage must be twice as far ahead of the next one to be never idle: `lead=2`.
 
 
 @functools.cache
 def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedule:
-    """All forward passes, then all backward passes, last microbatch first; so in each of some accumulation passes.
+    """Order all forward passes, then all backward passes, last microbatch first; repeat for each accumulation pass.
 
     Source: GPipe, arXiv:1811.06965. Bubble share: (S - 1) / (M + S - 1). Live activations: M.
     """
@@ -96,14 +96,14 @@ def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedul
 
 
 def alternating(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
-    """`ahead` forward passes, then forward and backward in turn, then the backward passes that are left."""
+    """Order `ahead` forward passes, then alternate forward and backward, then add the remaining backward passes."""
     ahead = min(ahead, len(forward))
     pairs = zip(forward[ahead:], backward, strict=False)
     return (*forward[:ahead], *(op for pair in pairs for op in pair), *backward[len(forward) - ahead :])
 
 
 def one_f_one_b(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """After S - 1 - s forward passes, stage s does one forward, one backward in turn.
+    """Order S - 1 - s forward passes on stage s, then alternate one forward and one backward pass.
 
     Source: PipeDream-Flush, arXiv:2006.09503. Bubble share: (S - 1) / (M + S - 1). Live activations: min(S - s, M).
     """
@@ -112,7 +112,7 @@ def one_f_one_b(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
 
 
 def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
-    """1F1B with v chunks of layers on each stage: microbatches go around the stages v times, S of them at a time.
+    """Order 1F1B with v chunks of layers per stage: groups of S microbatches pass through the stages v times.
 
     Raises: UserError if S does not divide M.
     Source: Megatron-LM, arXiv:2104.04473, section 2.2. Bubble share: (S - 1) / (vM + S - 1).
@@ -120,8 +120,8 @@ def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
     if M % S:
         near = sorted({max(M // S, 1) * S, (M // S + 1) * S})
         raise UserError(
-            f"interleaved sends microbatches around in groups of stage={S}, and microbatches={M} is no multiple of it "
-            f"({M} % {S} = {M % S}); nearest that are: {' or '.join(map(str, near))}"
+            f"interleaved runs microbatches in groups of stage={S}, and microbatches={M} is not a multiple of {S} "
+            f"({M} % {S} = {M % S}); use {' or '.join(map(str, near))} microbatches"
         )
     forward = [Op("F", k // (S * v) * S + k % S, k % (S * v) // S) for k in range(M * v)]
     backward = [Op("B", op.microbatch, v - 1 - op.chunk) for op in forward]
@@ -130,21 +130,21 @@ def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
 
 
 def zero_bubble(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """1F1B whose weight gradients wait: stage s delays them by s microbatches, and does them where it would be idle.
+    """Order 1F1B with delayed weight gradients: stage s delays them by s microbatches, into ticks it would be idle.
 
     Source: ZB-H1 of arXiv:2401.10241. Bubble share: idle / (M(F + B + W) + idle), idle = (S - 1)(F + B - min(F, B, W)),
-    for M >= S; the paper, where W is the shortest, has W there. Live activations: S.
+    for M >= S; the paper has W instead of the minimum, because W is its shortest. Live activations: S.
     """
     forward, backward = ([Op(kind, m) for m in range(M)] for kind in "FB")
 
     def order(s):
-        found, waiting = [], []
+        ops, delayed = [], []
         for op in alternating(forward, backward, lead * (S - 1 - s)):
-            found.append(op)
+            ops.append(op)
             if op.kind == "B":
-                waiting.append(Op("W", op.microbatch))
-                found += [waiting.pop(0)] if len(waiting) > s else []
-        return (*found, *waiting)
+                delayed.append(Op("W", op.microbatch))
+                ops += [delayed.pop(0)] if len(delayed) > s else []
+        return (*ops, *delayed)
 
     return Schedule("zb", S, M, 1, tuple(order(s) for s in range(S)))
 
@@ -154,7 +154,7 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 
 @functools.cache
 def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """Build a schedule by name. Raises: UserError if there is none of that name, size or number of chunks."""
+    """Build a schedule by name. Raises: UserError if no schedule has that name, size or number of chunks."""
     if name not in SCHEDULES:
         raise UserError(f"no schedule is called {name!r}; {nearest(name, SCHEDULES)}")
     if min(S, M, v) < 1:
@@ -168,7 +168,7 @@ def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
 
 
 def source(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
-    """The operation, and its stage, whose result this one needs most recently; None: a microbatch enters."""
+    """Return the latest operation, and its stage, that this one depends on; None if a microbatch enters here."""
     place = op.chunk * S + stage
     if op.kind == "F":
         return (op._replace(chunk=(place - 1) // S), (place - 1) % S) if place else None
@@ -178,18 +178,18 @@ def source(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
 
 
 def stuck(stage: int, op: Op, needed) -> ValueError:
-    return ValueError(f"stage {stage} waits for ever: {op} needs {needed[0]} of stage {needed[1]}, which never comes")
+    return ValueError(f"stage {stage} waits forever: {op} needs {needed[0]} of stage {needed[1]}, which never runs")
 
 
 def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
-    """Put the orders into ticks, each operation as early as its inputs allow.
+    """Assign the operations to ticks, each as early as its inputs allow.
 
-    Raises: ValueError at a deadlock, and for an operation that is done twice.
+    Raises: ValueError if the orders deadlock or repeat an operation.
     """
     S, todo, done, table = sched.stages, [list(order) for order in sched.orders], {}, []
     for s, order in enumerate(sched.orders):
         if len(set(order)) < len(order):
-            raise ValueError(f"stage {s} does {max(order, key=order.count)} twice")
+            raise ValueError(f"stage {s} runs {max(order, key=order.count)} twice")
     while any(todo):
         row, forward_left = [], any(op.kind == "F" for order in todo for op in order)
         for s in range(S):
@@ -198,7 +198,7 @@ def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
                 needed = source(todo[s][0], s, S, sched.chunks)
                 if sched.turns and forward_left and todo[s][0].kind != "F":
                     break
-                # What another stage makes arrives at the end of its tick.
+                # A message from another stage arrives at the end of the tick.
                 if needed and done.get(needed, len(table)) >= len(table) + (needed in done and needed[1] == s):
                     break
                 done[todo[s][0], s] = len(table)
@@ -212,25 +212,25 @@ def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
 
 
 class Simulation(NamedTuple):
-    """When each stage does what; sending takes no time."""
+    """Start and end of every operation; sending takes no time."""
 
     makespan: float
-    bubble: float  # share of the makespan that a stage is idle
-    live: list[int]  # per stage, most activations of (microbatch, chunk) kept at once
+    bubble: float  # share of the makespan in which a stage is idle
+    live: list[int]  # per stage, most activations of (microbatch, chunk) stored at once
     spans: dict  # (op, stage) -> (start, end)
 
 
 def costs(sched: Schedule, F: float, B: float, W: float) -> dict[str, float]:
-    """Time of an operation of each kind; F, B, W are the times of a whole stage, so a chunk takes 1/v of them.
+    """Return the time of an operation of each kind. F, B, W are times of a whole stage, and a chunk takes 1/v of them.
 
-    Without W operations a backward pass takes B + W.
+    In a schedule without W operations a backward pass takes B + W.
     """
     v = sched.chunks
     return {"F": F / v, "B": (B if sched.splits_backward else B + W) / v, "W": W / v}
 
 
 def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simulation:
-    """Time each operation when each stage goes on as soon as its inputs are there; F, B, W as in `costs`."""
+    """Time each operation if each stage continues as soon as its inputs arrive; F, B, W as in `costs`."""
     S, v, cost = sched.stages, sched.chunks, costs(sched, F, B, W)
     todo, free, spans = [list(order) for order in sched.orders], [0.0] * S, {}
     while any(todo):
@@ -252,14 +252,14 @@ def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simul
 
 
 def live(sched: Schedule) -> list[int]:
-    """Per stage, the most activations kept at once, in units of one microbatch through one chunk."""
+    """Return, per stage, the most activations stored at once, in units of one microbatch through one chunk."""
     last = "W" if sched.splits_backward else "B"
     steps = lambda order: np.cumsum([(op.kind == "F") - (op.kind == last) for op in order])
     return [int(steps(order).max()) for order in sched.orders]
 
 
 def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simulation:
-    """Time each operation when all stages wait for each other after every tick, as in one SPMD program."""
+    """Time each operation if all stages wait for each other after every tick, as in one SPMD program."""
     cost, spans, begin = costs(sched, F, B, W), {}, 0.0
     for row in sched.table:
         ends = [begin]
@@ -275,7 +275,7 @@ def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> S
 
 @functools.singledispatch
 def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> float:
-    """Makespan in lock-step."""
+    """Return the makespan in lock-step."""
     return in_lock_step(sched, F, B, W).makespan
 
 
@@ -283,17 +283,17 @@ def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> floa
 
 
 class Rows(NamedTuple):
-    """What the executor follows: arrays [ticks, stages]; IDLE where nothing is to be done.
+    """The instructions for the executor: arrays [ticks, stages]; IDLE: no operation.
 
-    A buffer of n slots is written at slot n, that is nowhere, where nothing is to be kept.
+    A write to slot n of a buffer of n slots is dropped: the value is not needed.
     """
 
     forward: np.ndarray  # microbatch
     forward_chunk: np.ndarray
     forward_from: np.ndarray  # slot of `inbox` that holds its input; IDLE: tokens enter here
-    keep: np.ndarray  # slot of `kept` for what its backward pass needs
-    loss: np.ndarray  # microbatch whose loss is due, the same for all stages
-    loss_to: np.ndarray  # slot of `cotangents` for the loss's gradient; on the last stage
+    keep: np.ndarray  # slot of `kept` for the residuals of its backward pass
+    loss: np.ndarray  # microbatch whose loss is due, the same on all stages
+    loss_to: np.ndarray  # slot of `cotangents` for the loss's gradient, on the last stage
     backward: np.ndarray  # microbatch
     backward_chunk: np.ndarray
     backward_kept: np.ndarray  # slot of `kept`
@@ -302,23 +302,23 @@ class Rows(NamedTuple):
     weight_chunk: np.ndarray
     weight_kept: np.ndarray  # slot of `kept`
     weight_from: np.ndarray  # slot of `cotangents`
-    arrive: np.ndarray  # slot of `inbox` for what the stage before sends in this tick
-    arrive_back: np.ndarray  # slot of `cotangents` for what the stage after sends in this tick
+    arrive: np.ndarray  # slot of `inbox` for activations that the previous stage sends in this tick
+    arrive_back: np.ndarray  # slot of `cotangents` for gradients that the next stage sends in this tick
 
 
 class Slots(NamedTuple):
-    """How many slots each buffer has, on every stage."""
+    """The number of slots in each buffer, the same on every stage."""
 
-    inbox: int  # activations that have arrived
-    kept: int  # what backward passes need
+    inbox: int  # activations received
+    kept: int  # residuals for backward passes
     cotangents: int  # gradients of outputs
 
 
-PHASES = {"F": 0, "loss": 1, "B": 2, "W": 3, "arrive": 4}  # of a tick, in order
+PHASES = {"F": 0, "loss": 1, "B": 2, "W": 3, "arrive": 4}  # the order within a tick
 
 
 def first_fit(lives: dict) -> dict:
-    """Give each value (its first and last moment) the first slot that is free from then on."""
+    """Assign each value, given its first and last moment, the first slot that is free at its first moment."""
     slot, busy_until = {}, []
     for value, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
         free = next((i for i, until in enumerate(busy_until) if until < begin), len(busy_until))
@@ -329,7 +329,7 @@ def first_fit(lives: dict) -> dict:
 
 @functools.cache
 def rows(sched: Schedule) -> tuple[Rows, Slots]:
-    """Turn the table into the executor's arrays, and say how large its buffers are."""
+    """Turn the table into the executor's arrays, and compute how many slots its buffers need."""
     S, v, table = sched.stages, sched.chunks, sched.table
     when = {(op, s): tick for tick, row in enumerate(table) for s, cell in enumerate(row) for op in cell}
     moment = lambda tick, phase: len(PHASES) * tick + PHASES[phase]
@@ -387,27 +387,27 @@ def rows(sched: Schedule) -> tuple[Rows, Slots]:
 
 
 def last_use(own: dict, m: int, c: int, moment) -> int:
-    """When what a forward pass left behind is read for the last time; `own`: this stage's operations, with ticks."""
+    """Return when a forward pass's residuals are last read; `own` maps this stage's operations to their ticks."""
     op = next(op for op in (Op(kind, m, c) for kind in reversed(KINDS)) if op in own)
     return moment(own[op], op.kind)
 
 
 @functools.singledispatch
 def forward_only(sched: Schedule) -> Schedule:
-    """The forward passes of a schedule, for what must be known before the first backward pass."""
+    """Return the forward passes of a schedule, to run them in advance or without a backward pass."""
     keep = lambda order: tuple(op for op in order if op.kind == "F")
     return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)), turns=False)
 
 
 def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
-    """How layers that lie in order, v groups on each stage, get to the stages that interleaving puts them on.
+    """Route layers stored in order, v groups per stage, to the stages that interleaving assigns to them.
 
-    Returns rounds of (sender, its group, receiver, its chunk), in each of which every stage sends one and receives one.
+    Returns rounds of (sender, its group, receiver, its chunk). In a round every stage sends one and receives one.
     """
     left = [(h // v, h % v, h % S, h // S) for h in range(S * v)]
     rounds = []
     while left:
-        # As many are left from each stage as to each stage, so a perfect matching exists (König).
+        # Every stage has as many groups left to send as to receive, so a perfect matching exists (König).
         graph = np.zeros((S, S))
         for sender, _, receiver, _ in left:
             graph[sender, receiver] = 1

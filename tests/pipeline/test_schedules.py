@@ -156,15 +156,15 @@ def test_every_wrong_order_is_caught():
     good = schedule("1f1b", 3, 4)
     change = lambda *order: dataclasses.replace(good, orders=(good.orders[0], tuple(order), good.orders[2]))
     order = list(good.orders[1])
-    with pytest.raises(ValueError, match="stage 0 waits for ever: B0 needs B0 of stage 1, which never comes"):
+    with pytest.raises(ValueError, match="stage 0 waits forever: B0 needs B0 of stage 1, which never runs"):
         check(change(order[2], *order[:2], *order[3:]))
-    with pytest.raises(ValueError, match="stage 0 does F1 twice"):
+    with pytest.raises(ValueError, match="stage 0 runs F1 twice"):
         check(
             Schedule(
                 "own", 1, 2, 1, (tuple(Op(kind, m) for kind, m in (("F", 0), ("B", 0), ("F", 1), ("F", 1), ("B", 1))),)
             )
         )
-    with pytest.raises(ValueError, match=r"B3 of stage 1 never happens|stage 0 waits for ever: B3"):
+    with pytest.raises(ValueError, match=r"B3 of stage 1 never runs|stage 0 waits forever: B3"):
         check(change(*order[:-1]))
     with pytest.raises(ValueError, match="F7 is not one of 4 microbatches"):
         check(Schedule("own", 1, 4, 1, ((Op("F", 7), Op("B", 7)),)))
@@ -175,7 +175,7 @@ def test_every_wrong_order_is_caught():
     (lambda: schedule("1f1b", 2, 4, 2), "work.chunks=2: only the schedule 'interleaved' has chunks, '1f1b' has 1"),
     (lambda: schedule("zb", 2, 0), "stages=2, microbatches=0, chunks=1: each must be at least 1"),
     (lambda: schedule("interleaved", 4, 6, 2),
-     "groups of stage=4, and microbatches=6 is no multiple of it (6 % 4 = 2); nearest that are: 4 or 8"),
+     "groups of stage=4, and microbatches=6 is not a multiple of 4 (6 % 4 = 2); use 4 or 8 microbatches"),
 ])  # fmt: skip
 def test_what_cannot_be_scheduled_is_refused(call, message):
     """Catches a wrong name or size that fails later, in a loop over ticks."""
@@ -208,13 +208,13 @@ def test_the_tables_are_printed_as_text(capsys):
         "stage 0  F0 F1 F2   .    B0   F3B1 .    B2   .  B3",
         "stage 1  .  F0 F1   B0   F2B1 .    F3B2 .    B3 .",
         "stage 2  .  .  F0B0 F1B1 .    F2B2 .    F3B3 .  .",
-        "bubble 33.3%, makespan 18; in lock-step 50.0% and 24 (10 ticks); keeps 3 activations",
+        "bubble 33.3%, makespan 18; in lock-step 50.0% and 24 (10 ticks); stores 3 activations",
         "",
         "1f1b as run here",
         "stage 0  F0 F1 F2   F3   B0   B1   B2 B3",
         "stage 1  .  F0 F1   F2B0 F3B1 B2   B3 .",
         "stage 2  .  .  F0B0 F1B1 F2B2 F3B3 .  .",
-        "bubble 33.3%, makespan 18; in lock-step 33.3% and 18 (8 ticks); keeps 4 activations",
+        "bubble 33.3%, makespan 18; in lock-step 33.3% and 18 (8 ticks); stores 4 activations",
     ]
 
 
@@ -244,7 +244,7 @@ def test_schedules_are_compared_for_people_and_programs(capsys):
     assert found["zb", published]["makespan"] == 27 and found["zb", run]["lock_step"] == 30
     assert main(["compare", "--stages", "4", "--microbatches", "6"]) == 0
     printed = capsys.readouterr()
-    assert "nearest that are: 4 or 8" in printed.err
+    assert "use 4 or 8 microbatches" in printed.err
     assert [line.split()[0] for line in printed.out.splitlines()][:5] == ["gpipe", "1f1b", "1f1b", "zb", "zb"]
 
 
@@ -286,5 +286,5 @@ def test_a_legend_of_several_schedules_holds_for_each(tmp_path):
     figure = new_picture()
     for axes, name in zip(figure.subplots(len(schedules.SCHEDULES)), schedules.SCHEDULES, strict=True):
         paint(axes, schedule(name, 2, 4, 2 if name == "interleaved" else 1), 1, 1, 1, 6)
-        wait = ["weight gradients, where they wait"] if name == "zb" else []
+        wait = ["weight gradients, if delayed"] if name == "zb" else []
         assert axes.get_legend_handles_labels()[1] == ["forward", "backward", *wait], name

@@ -167,7 +167,7 @@ def test_weights_are_gathered_as_often_as_asked():
 @pytest.mark.parametrize("case, more, message", [
     ("balance stage=2 schedule=interleaved chunks=3", {},
      r"cannot split 16 blocks of layers over stage=2 \* work.chunks=3 = 6 parts \(16 % 6 = 4\)"),
-    ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is no multiple"),
+    ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is not a"),
     ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only the schedule 'interleaved' has chunks"),
 ])  # fmt: skip
 def test_what_a_schedule_cannot_do_is_refused(case, more, message):
