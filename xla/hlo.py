@@ -1,7 +1,7 @@
-"""A compiled program as XLA writes it: its text, read into instructions.
+"""Parse the text of a compiled XLA program into instructions.
 
-`Program(compiled.as_text())` holds the computations of an optimised module, in the order in which they are written: one
-stands before its callers, and of a scheduled module instructions stand in the order in which they start.
+`Program(compiled.as_text())` holds the computations of an optimized module in the order of the text. A computation
+comes before its callers, and in a scheduled module instructions are in the order in which they start.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from errors import UserError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Files of thin collectives, and of forms of them: the line that calls one is meant.
+# Files that wrap collectives: report the line that calls them instead.
 WRAPPERS = ("sharding.py", "positions.py", "rings.py", "context.py")
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
@@ -31,7 +31,7 @@ class Instruction:
     name: str
     type: str  # of the result: an array, or a tuple of them
     opcode: str
-    arguments: str  # operands; of a constant its value, of a parameter its number
+    arguments: str  # operands; a constant's value, a parameter's number
     attributes: str
 
     @property
@@ -39,7 +39,7 @@ class Instruction:
         return re.findall(r"%([^\s,()]+)", self.arguments)
 
     def attribute(self, name: str, pattern: str = r"%(\S+?)(?=[,}]|$)") -> str:
-        """The first group of `pattern` after `name`; empty if it is not there. By default: a computation's name."""
+        """Return the first group of `pattern` after `name`, else ""; the default pattern is a computation's name."""
         match = re.search(name + pattern, self.attributes)
         return match[1] if match else ""
 
@@ -52,8 +52,8 @@ class Instruction:
 
     @property
     def contents(self) -> list[str]:
-        """The computations that it is made of: what it fuses, starts, or is a kernel of."""
-        if self.opcode == "call-start":  # TPU: what a SparseCore does meanwhile
+        """The computations inside it: of a fusion, an async start or a kernel."""
+        if self.opcode == "call-start":  # TPU: a computation that runs on a SparseCore
             return [self.attribute("to_apply=")]
         if self.opcode.removesuffix("-start") not in ("fusion", "async", "custom-call"):
             return []
@@ -65,7 +65,7 @@ class Instruction:
         return self.opcode.removesuffix("-start") in KINDS
 
     def groups(self, devices: int) -> list[list[int]]:
-        """The devices of a collective, group by group; of a permutation, from and to. Of other instructions: none."""
+        """The device groups of a collective, or a permute's (from, to) pairs; empty for other instructions."""
         name = "source_target_pairs=" if "permute" in self.opcode else "replica_groups="
         text = self.attribute(name, GROUPS) if self.is_collective else ""
         return device_groups(text, devices) if text else []
@@ -75,21 +75,21 @@ NEXT = re.compile(r"  (?:ROOT )?%|\}(?:, execution_thread=.*)?$")  # what may fo
 
 
 def logical_lines(text: str):
-    """Lines, of which an instruction is one: the TPU compiler writes the metadata of a kernel on several."""
+    """Yield lines with one instruction each. The TPU compiler spreads the metadata of a kernel over several lines."""
     line = ""
-    for piece in text.splitlines():
-        if line.startswith("  ") and not NEXT.match(piece):
-            line += piece
+    for raw in text.splitlines():
+        if line.startswith("  ") and not NEXT.match(raw):
+            line += raw
         else:
             yield line.rstrip()
-            line = piece
+            line = raw
     yield line.rstrip()
 
 
 class Program:
-    """A module of HLO text: its computations, each {name: Instruction}, and where in our source they come from.
+    """A module of HLO text: its computations, each {name: Instruction}, and the source lines they come from.
 
-    Raises: UserError for a text that is none, or has a line in a computation that cannot be read.
+    Raises: UserError if the text is not HLO, or an instruction cannot be parsed.
     """
 
     def __init__(self, text: str):
@@ -114,17 +114,17 @@ class Program:
             raise UserError(f"cannot read this line of HLO: {shortened(unread)}")
 
     def called(self, one: Instruction) -> list[str]:
-        """Every computation that an instruction names: bodies, conditions, branches, what it fuses or applies."""
-        # An instruction may be called like a computation: those that it waits for are no calls.
+        """List every computation that an instruction names: bodies, conditions, branches, fused and applied ones."""
+        # Control predecessors are instructions, which may have the name of a computation.
         attributes = re.sub(r"control-predecessors=\{.*?\}", "", one.attributes)
         return [name for name in re.findall(r"%([^\s,{}]+)", attributes) if name in self.computations]
 
     # Loops
 
     def trips(self, caller: dict, loop: Instruction) -> int:
-        """How often a loop runs: as the compiler says, or as its condition `counter < limit` does.
+        """Return a loop's trip count, from the compiler's annotation or from its condition `counter < limit`.
 
-        Raises: ValueError if neither does.
+        Raises: ValueError if neither gives it.
         """
         if known := loop.attribute('"known_trip_count":', r'\{"n":"(\d+)"'):
             return int(known)
@@ -140,7 +140,7 @@ class Program:
                          f"{self.source(loop)}): its condition is not counter < constant")  # fmt: skip
 
     def step(self, body: dict, counter: "Element") -> int | None:
-        """What a loop's body adds to its counter; None if it does something else to it."""
+        """Return what a loop's body adds to its counter; None if it changes it in another way."""
         if not isinstance(counter, Element) or root(body).opcode != "tuple":
             return None
         add, values = self.scalar(body, origin(body, root(body).operands[counter.index]))
@@ -148,7 +148,7 @@ class Program:
         return amounts[0] if add.opcode == "add" and counter in values and amounts else None
 
     def scalar(self, computation: dict, one: Instruction) -> tuple[Instruction, list]:
-        """An instruction on scalars, or the one that a fusion is made of, and the values of its operands."""
+        """Return an instruction on scalars, or the root of a scalar fusion, with the values of its operands."""
         if one.opcode != "fusion":
             return one, [self.value(computation, name) for name in one.operands]
         fused = self.computations[one.attribute("calls=")]
@@ -158,7 +158,7 @@ class Program:
         return root(fused), values
 
     def value(self, computation: dict, name: str) -> "int | Element | None":
-        """What a scalar is: a constant, an element of the computation's one parameter, or neither (None)."""
+        """Return a scalar's value: a constant, an element of the computation's one parameter, or None for others."""
         one = origin(computation, name)
         if one.opcode == "constant" and re.fullmatch(r"-?\d+", one.arguments):
             return int(one.arguments)
@@ -167,7 +167,7 @@ class Program:
         return None
 
     def source(self, one: Instruction) -> str:
-        """The line of ours that an instruction comes from: the innermost frame outside packages and WRAPPERS."""
+        """Return the source line of an instruction: the innermost frame outside installed packages and WRAPPERS."""
         if file := one.attribute("source_file=", r'"(.*?)"'):
             return f"{os.path.basename(file)}:" + one.attribute("source_line=", r"(\d+)")
         places, frame = [], int(one.attribute("stack_frame_id=", r"(\d+)") or 0)
@@ -178,14 +178,14 @@ class Program:
             function = function.strip('"').replace("<locals>.", "")
             folder, file = os.path.split(file.strip('"'))
             places.append((f"{file}:{line} in {function}", file in WRAPPERS or "site-packages" in folder))
-            frame = int(parent) - 1  # XLA prints parents one too high: a frame without one has 1
+            frame = int(parent) - 1  # XLA prints parents one too high: a frame without a parent has 1
         ours = [place for place, theirs in places if not theirs] or [place for place, _ in places]
         return ours[0] if ours else "?"
 
 
 @dataclass(frozen=True)
 class Element:
-    """A value of a loop's carry, by its place."""
+    """A value in a loop's carry, by its index."""
 
     index: int
 
@@ -199,7 +199,7 @@ def root(computation: dict) -> Instruction:
 
 
 def origin(computation: dict, name: str) -> Instruction:
-    """The instruction that makes a value which is only copied on."""
+    """Return the instruction that produces a value, skipping copies, converts, bitcasts and reshapes."""
     one = computation[name]
     while one.opcode in SAME_VALUE:
         one = computation[one.operands[0]]
@@ -210,7 +210,7 @@ def origin(computation: dict, name: str) -> Instruction:
 
 
 def dims(array: str) -> list[int]:
-    """Sizes in a type like bf16[8,128]{1,0:T(8,128)}."""
+    """Return the sizes in a type like bf16[8,128]{1,0:T(8,128)}."""
     return [int(size) for size in ARRAY.search(array)[2].split(",") if size]
 
 
@@ -226,9 +226,9 @@ GROUPS = r"(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^]]*\
 def device_groups(text: str, devices: int) -> list[list[int]]:
     """Read the groups of a collective, in any of XLA's notations.
 
-    {{0,1},{2,3}} lists them, and {} is one group of all. [2,2]<=[2,2]T(1,0) reshapes and transposes the numbers from 0
-    and has a group a row. mesh['a'=2,'b'=2] {'b'} has one along each line of axis b; 'b':(2)4 is a part of an axis: of
-    size 4, within each of 2 parts.
+    {{0,1},{2,3}} lists them, and {} is one group of all devices. [2,2]<=[2,2]T(1,0) reshapes and transposes the numbers
+    from 0, and each row is a group. mesh['a'=2,'b'=2] {'b'} has a group along each line of axis b. 'b':(2)4 is part of
+    an axis: size 4, within each of 2 parts.
     """
     if text == "{}":
         return [list(range(devices))]
@@ -238,7 +238,7 @@ def device_groups(text: str, devices: int) -> list[list[int]]:
         shape, order = text.split("<=")
         return iota(order).reshape(_numbers(shape)).tolist()
     named, order, chosen = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text).groups()
-    cuts = []  # the mesh's axes, each cut into parts: their sizes, and whether the group runs along them
+    cuts = []  # (size, whether the group runs along it) of each part of each mesh axis
     for axis, size in re.findall(r"'(\w+)'=(\d+)", named):
         cut = 1
         for before, part in sorted(re.findall(rf"'{axis}'(?::\((\d+)\)(\d+))?", chosen)):
@@ -252,7 +252,7 @@ def device_groups(text: str, devices: int) -> list[list[int]]:
 
 
 def iota(text: str) -> np.ndarray:
-    """Read [2,4]T(1,0): the numbers from 0 in that shape, transposed. Numbers alone are taken as they are."""
+    """Read [2,4]T(1,0), the numbers from 0 in that shape, transposed, or a plain list of numbers."""
     shape, _, order = text.partition("T")
     if not text.startswith("["):
         return np.array(_numbers(text))

@@ -1,16 +1,16 @@
-"""What the compiler did: the collectives, the products and the memory traffic of a compiled step.
+"""Count the collectives, the matmul FLOPs and the memory traffic of a compiled step.
 
-`read(compiled.as_text(), mesh)` works on what XLA writes for CPU, GPU and TPU. A computation runs as often as its
-callers do, times the trips of a loop; a conditional runs its dearest branch.
+`read(compiled.as_text(), mesh)` works on XLA's output for CPU, GPU and TPU. A computation runs as often as its callers
+run, times the trip count of a loop. A conditional runs its most expensive branch.
 
-Partition i of the program is device i of `mesh.devices`, in row-major order: so a replica group is a set of positions
+Partition i of the program is device i of `mesh.devices`, in row-major order. So a replica group is a set of positions
 on the mesh, and the axes along which they differ are the axes of the collective.
 
-A collective is hidden if products stand between its start and its end in the schedule, which is the order of lines in a
-computation; else it is exposed: the device waits for it. A product beside several collectives hides each of them, so
-hidden bytes may still be waited for, where they take longer than the products beside them.
+A collective is overlapped (`hidden`) if matmuls run between its start and its end in the schedule, which is the order
+of lines in a computation. Otherwise it is exposed: the device waits for it. A matmul can overlap with several
+collectives, so overlapped bytes may still stall the step if they take longer than the matmuls.
 
-What is not known here is refused: an instruction that might exchange bytes, and whose bytes would count as none.
+Instructions that this module does not know, and that might communicate, raise an error instead of counting 0 bytes.
 """
 
 import collections
@@ -34,16 +34,16 @@ class Collective:
     """One collective of the program, and how often a step executes it."""
 
     kind: str  # one of KINDS
-    axes: tuple[str, ...]  # mesh axes it runs along; ("?",) if its groups are those of no axes
-    payload_bytes: int  # of the joined array for an all-gather, of all operands for the others
+    axes: tuple[str, ...]  # mesh axes it runs along; ("?",) if its groups match no axes
+    payload_bytes: int  # size of the gathered array for an all-gather, of all operands for the others
     dtype: str  # of the operands, in HLO's spelling
     wire_bytes: int  # this device sends in one execution
-    count: float  # executions in one step; a fraction where a share says how often a conditional runs
-    asynchronous: bool  # it has a start and an end, and other work may stand between
-    source: str  # "model.py:123 in function"; "?" for one that the compiler made up
+    count: float  # executions in one step; a fraction if `shares` gives how often a conditional runs
+    asynchronous: bool  # it has a start and an end, and other work may run between them
+    source: str  # "model.py:123 in function"; "?" for one that the compiler added
     scope: str  # named scopes around it, ending with the primitive
-    hidden: bool = False  # products do stand between its start and its end
-    beside_flops: int = 0  # of those products, in one execution
+    hidden: bool = False  # overlapped: matmuls run between its start and its end
+    beside_flops: int = 0  # FLOPs of these matmuls, in one execution
 
 
 HBM = "HBM"
@@ -53,7 +53,7 @@ HBM = "HBM"
 class Total:
     count: float  # executions in one step
     wire_bytes: float  # this device sends in one step
-    exposed_bytes: float  # of those it waits for
+    exposed_bytes: float  # of these, the bytes it waits for
 
     @property
     def hidden_bytes(self) -> float:
@@ -62,19 +62,19 @@ class Total:
 
 @dataclass(frozen=True)
 class Ledger:
-    """One step of one device."""
+    """The communication, compute and memory traffic of one device in one step."""
 
     collectives: list[Collective]
-    flops: int | float  # of dots, convolutions and kernels, multiply and add counted apart; less those of `unknown`
-    unknown: dict[str, float]  # kernels that do not say their FLOPs, "name (source)" -> executions
-    moved: dict[str, dict[str, float]]  # memory -> named scopes, ending with the primitive -> see `memory_bytes`
+    flops: int | float  # of dots, convolutions and kernels, except `unknown`; a multiply and an add are 2
+    unknown: dict[str, float]  # kernels without a FLOP count, "name (source)" -> executions
+    moved: dict[str, dict[str, float]]  # memory -> named scopes, ending with the primitive -> bytes, see `memory_bytes`
 
     @property
     def total(self) -> Total:
         return _total(self.collectives)
 
     def by(self, field: str) -> dict[str, Total]:
-        """Totals by a field of Collective, the most bytes first; axes are joined like 'fsdp*tensor'."""
+        """Sum the collectives by one of their fields, most bytes first; axes are written like 'fsdp*tensor'."""
         groups = collections.defaultdict(list)
         for one in self.collectives:
             value = getattr(one, field)
@@ -84,22 +84,22 @@ class Ledger:
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Bytes of the device's main memory by named scopes."""
+        """Bytes read and written in the device's main memory, by named scope."""
         return self.moved.get(HBM, {})
 
     def memory_bytes(self, scope: str, memory: str = HBM) -> float:
-        """Operands and results, in the device's main memory or another, of all that is executed in a named scope.
+        """Sum the operands and results, in main or another memory, of all instructions in a named scope.
 
-        Of a fusion or kernel those of the whole. An array counts once for each instruction that reads it, and once
-        where it is written. Copies from one memory to another have no scope.
+        A fusion or kernel counts with its own operands and results. An array counts once for each instruction that
+        reads it, and once where it is written. Copies from one memory to another have no scope.
         """
         inside = re.compile(rf"\b{re.escape(scope)}\b")
         return sum(size for path, size in self.moved.get(memory, {}).items() if inside.search(path))
 
     def memories(self, scope: str) -> dict[str, float]:
-        """`memory_bytes` of each memory, the most first: HBM, and others as HLO calls them. See `bytes_by_memory`."""
-        found = {memory: self.memory_bytes(scope, memory) for memory in self.moved}
-        return dict(sorted(((memory, size) for memory, size in found.items() if size), key=lambda item: -item[1]))
+        """Return `memory_bytes` of each memory, most first: HBM, and HLO's names of others, see `bytes_by_memory`."""
+        sizes = {memory: self.memory_bytes(scope, memory) for memory in self.moved}
+        return dict(sorted(((memory, size) for memory, size in sizes.items() if size), key=lambda item: -item[1]))
 
 
 def _total(found: list[Collective]) -> Total:
@@ -111,11 +111,11 @@ Share = float | Callable[[float], float]
 
 
 class Work(NamedTuple):
-    """What one execution of an instruction or of a computation does."""
+    """The work of one execution of an instruction or of a computation."""
 
     flops: int = 0
     wire_bytes: int = 0
-    unknown: int = 0  # kernels that do not say their FLOPs
+    unknown: int = 0  # kernels without a FLOP count
 
     def times(self, n: int) -> "Work":
         return Work(*(n * x for x in self))
@@ -126,14 +126,14 @@ def together(works) -> Work:
 
 
 def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None = None) -> Ledger:
-    """List what one device executes in a step: collectives, the FLOPs of its products, and what they move in memory.
+    """Count what one device executes in a step: collectives, matmul FLOPs and memory traffic.
 
     mesh    the mesh the program was compiled for, or the sizes of its axes, outermost first
-    shares  named scope -> share of the executions of a conditional in that scope that run its dearest branch, on the
-            busiest device; the others cost nothing. A conditional within such a branch is not counted down again. It
+    shares  named scope -> share of the executions of a conditional in that scope that run its most expensive branch, on
+            the busiest device; the others cost nothing. Conditionals inside that branch are not scaled again. A share
             may be a function of how often a step reaches the conditional: `lambda ticks: microbatches / ticks`
-    Raises: ValueError for a loop whose trips, or a collective whose devices, cannot be known, for a share of no
-    conditional, and for what might exchange bytes unseen: see `refuse_unknown`.
+    Raises: ValueError if a loop's trip count or a collective's devices cannot be determined, or no conditional is in
+    the scope of a share; UserError for instructions that might communicate uncounted, see `refuse_unknown`.
     """
     sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
     program = Program(text)
@@ -141,7 +141,7 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
     parts = {part for computation in program.computations.values() for one in computation.values()
              for part in one.contents}  # fmt: skip
     own, found, calls, cost = {}, {}, {}, {}
-    for name, computation in program.computations.items():  # a computation stands before its callers
+    for name, computation in program.computations.items():  # a computation comes before its callers
         own[name] = [product(computation, one) for one in computation.values()]
         run = [list(called(program, computation, one, cost)) for one in computation.values()]
         calls[name] = list(itertools.chain(*run))
@@ -149,7 +149,7 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
             together([work, *(cost[call.computation].times(call.times) for call in within)])
             for work, within in zip(own[name], run, strict=True)
         ]
-        # What is fused or started runs where that is done: see `held`.
+        # Collectives inside fusions and async starts count in the computation that runs those.
         found[name] = [] if name in parts else list(started(program, name, sizes, works))
         cost[name] = together([*works, Work(wire_bytes=sum(one.wire_bytes for one in found[name]))])
     times = executions(calls, program.entry, shares or {})
@@ -181,7 +181,7 @@ class Call:
 
 
 def called(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
-    """The computations that an instruction runs: a loop its body, a conditional its dearest branch."""
+    """Yield the computations that an instruction runs: the body of a loop, a conditional's most expensive branch."""
     if one.opcode == "while":
         times = program.trips(computation, one)
         yield Call(one.attribute("body="), times)
@@ -197,28 +197,28 @@ def called(program: Program, computation: dict, one: Instruction, cost: dict[str
 
 
 def executions(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share]) -> dict[str, float]:
-    """How often each computation runs in a step. Callers stand after what they call, the entry last."""
+    """Count how often a step runs each computation. In `calls` callers come after their callees, the entry last."""
     times, spent, unused = collections.Counter({entry: 1}), collections.defaultdict(set), set(shares)
     for name in reversed(calls):
         for call in calls[name]:
             scopes = {scope for scope in shares if re.search(rf"\b{re.escape(scope)}\b", call.conditional)}
             unused -= scopes
-            found = [shares[scope] for scope in scopes - spent[name]]
-            share = math.prod(one(times[name]) if callable(one) else one for one in found)
+            factors = [shares[scope] for scope in scopes - spent[name]]
+            share = math.prod(one(times[name]) if callable(one) else one for one in factors)
             times[call.computation] += times[name] * call.times * share
             spent[call.computation] |= spent[name] | scopes
     if unused:
-        raise ValueError(f"shares: no conditional lies in scope {', '.join(sorted(unused))}")
+        raise ValueError(f"shares: no conditional is in scope {', '.join(sorted(unused))}")
     return times
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Matmuls --------------------------------------------------------------------------------------------------------------
 
 KERNEL = re.compile("tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass|gemm|matmul|onednn", re.IGNORECASE)  # targets
 
 
 def product(computation: dict, one: Instruction) -> Work:
-    """The FLOPs of one dot or convolution, or of a kernel: a custom call that computes, as others reserve memory."""
+    """Count the FLOPs of a dot, a convolution or a kernel, which is a custom call whose target matches KERNEL."""
     if one.opcode == "dot":
         return dot_work(computation, one, one.attribute("lhs_contracting_dims=", r"\{(.*?)\}"))
     if one.opcode == "convolution":
@@ -226,8 +226,8 @@ def product(computation: dict, one: Instruction) -> Work:
     target = one.attribute("custom_call_target=", r'"(.*?)"') if one.opcode.startswith("custom-call") else ""
     if not KERNEL.search(target):
         return Work()
-    if said := one.attribute('"cost_estimate":', r'\{"flops":"(\d+)"'):
-        return Work(int(said))
+    if flops := one.attribute('"cost_estimate":', r'\{"flops":"(\d+)"'):
+        return Work(int(flops))
     if "cublas" in target and '"lhs_contracting_dimensions":' in one.attributes:
         return dot_work(computation, one, one.attribute('"lhs_contracting_dimensions":', r"\[(.*?)\]"))
     return Work(unknown=1)
@@ -239,9 +239,9 @@ def dot_work(computation: dict, one: Instruction, contracted: str) -> Work:
 
 
 def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
-    """Two for each weight that meets an input: not where padding or a hole of dilation lies.
+    """Count 2 FLOPs for each pair of a weight and an input, but none for padding or the holes of dilation.
 
-    The TPU compiler writes every matrix product as a convolution, and its batch dims as spatial ones.
+    The TPU compiler writes every matmul as a convolution, and its batch dims as spatial ones.
     """
     inputs, kernel, output = re.split(r"_|->", one.attribute("dim_labels=", r"([^,]+)"))
     out = dims(one.type)
@@ -261,7 +261,7 @@ def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
 
 @functools.cache
 def meetings(inputs: int, outputs: int, size: int, stride: int, low: int, hole: int, dilation: int) -> int:
-    """Pairs of an output and a weight, along one spatial dim, that an input lies under."""
+    """Count pairs of an output and a weight, along one spatial dim, that read an input rather than padding."""
     at = np.arange(outputs)[:, None] * stride + np.arange(size)[None] * dilation - low
     return int(np.sum((at % hole == 0) & (at >= 0) & (at < inputs * hole)))
 
@@ -270,11 +270,11 @@ def meetings(inputs: int, outputs: int, size: int, stride: int, low: int, hole: 
 
 NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all",
          "async-update"}  # fmt: skip
-CALLERS = {"while", "conditional", "call"}  # what they run counts, not what they are handed
+CALLERS = {"while", "conditional", "call"}  # the computations they run count, not their operands
 
 
 def moved_by_memory(computation: dict, one: Instruction) -> dict[str, int]:
-    """Operands and results of one instruction. Of one in two parts the start reads, and the end writes."""
+    """Return the bytes of one instruction's operands and results. If it has two parts, start reads and done writes."""
     if one.opcode in NAMES | CALLERS:
         return {}
     read = [] if one.opcode.endswith("-done") else [computation[name].type for name in one.operands]
@@ -284,9 +284,9 @@ def moved_by_memory(computation: dict, one: Instruction) -> dict[str, int]:
 
 @functools.cache
 def bytes_by_memory(type_text: str) -> collections.Counter:
-    """Bytes of a type's arrays by the memory that they lie in: HBM, or S(n) as HLO calls it.
+    """Return the bytes of a type's arrays by the memory they are in: HBM, or S(n) in HLO's notation.
 
-    S(1) is VMEM, S(3) the 128 MiB of CMEM that v4 alone has, S(5) the host's memory; what else there is holds scalars.
+    S(1) is VMEM, S(3) the 128 MiB of CMEM that only v4 has, S(5) the host's memory; the others hold scalars.
     """
     found = collections.Counter()
     for dtype, sizes, layout in re.findall(ARRAY.pattern + r"(?:\{([^}]*)\})?", type_text):
@@ -299,10 +299,10 @@ def main_memory_bytes(type_text: str) -> int:
     return bytes_by_memory(type_text)[HBM]
 
 
-# What is known --------------------------------------------------------------------------------------------------------
+# Known instructions ---------------------------------------------------------------------------------------------------
 
-# Opcodes that exchange nothing with other devices, and are no products. Not here: send, recv, infeed, outfeed,
-# ragged-all-to-all, collective-broadcast, which exchange; ragged-dot and scaled-dot, which are products.
+# Opcodes that neither communicate nor are matmuls. Left out: send, recv, infeed, outfeed, ragged-all-to-all and
+# collective-broadcast, which communicate; ragged-dot and scaled-dot, which are matmuls.
 # Source: xla/hlo/ir/hlo_opcode.h in github.com/openxla/xla
 LOCAL = set(
     "abs acos acosh add add-dependency after-all and asin asinh atan2 atanh batch-norm-grad "
@@ -317,17 +317,17 @@ LOCAL = set(
     "sine sinh slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple "
     "xor".split()
 )
-STARTS = {"fusion", "async-start", "call-start"}  # made of computations in which `held` looks for collectives
+STARTS = {"fusion", "async-start", "call-start"}  # they contain computations, in which collectives are searched
 KNOWN = LOCAL | CALLERS | {*KINDS, "dot", "convolution", "fusion", "async", "custom-call"}
-THREADS = {"", "main", "sparsecore"}  # a SparseCore exchanges while the TensorCore computes
+THREADS = {"", "main", "sparsecore"}  # a SparseCore communicates while the TensorCore computes
 
 
 def refuse_unknown(program: Program) -> None:
-    """Raises: UserError for an instruction that might exchange bytes of which the ledger would know nothing: of an
-    unknown opcode, on an unknown thread, or with collectives in a computation that it is not known to run.
+    """Reject instructions that might communicate without being counted. Raises: UserError for an unknown opcode or
+    execution thread, and for a computation with collectives that an instruction names but is not known to run.
     """
     exchanging = set()
-    for name, computation in program.computations.items():  # a computation stands before its callers
+    for name, computation in program.computations.items():  # a computation comes before its callers
         for one in computation.values():
             base = re.sub("-(start|update|done)$", "", one.opcode)
             thread = one.attribute("async_execution_thread=", r'"(.*?)"') if "thread=" in one.attributes else ""
@@ -348,7 +348,7 @@ def refuse_unknown(program: Program) -> None:
 
 def unknown(program: Program, one: Instruction, what: str) -> UserError:
     line = shortened(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
-    return UserError(f"the ledger does not know {what} and would count its bytes as none: {line} "
+    return UserError(f"the ledger does not know {what} and would count its bytes as 0: {line} "
                      f"({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
 
 
@@ -356,7 +356,7 @@ def unknown(program: Program, one: Instruction, what: str) -> UserError:
 
 
 def held(program: Program, name: str, one: Instruction):
-    """The collectives that an instruction of computation `name` is, fuses or starts, each after its computation."""
+    """Yield (computation, collective) for each collective that an instruction of `name` is, fuses or starts."""
     if one.is_collective:
         yield name, one
     elif one.opcode in STARTS:
@@ -366,10 +366,10 @@ def held(program: Program, name: str, one: Instruction):
 
 
 def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, list[int]]]:
-    """The collectives of a computation, each once: the computation that holds it, itself, whether it is in two parts,
-    and the places of all instructions that begin, carry on or end it.
+    """List the collectives of a computation, each once: the computation that contains it, the collective, whether it
+    has two parts, and the line numbers of all instructions that begin, continue or end it.
 
-    TPU: a collective may go on within fusions that compute meanwhile, each of which holds a copy of it.
+    On TPU a collective may continue inside fusions that compute at the same time; each contains a copy of it.
     """
     begun, found = collections.defaultdict(list), {}
     for place, one in enumerate(program.computations[name].values()):
@@ -387,7 +387,7 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
 
 
 def started(program: Program, name: str, sizes: tuple, works: list[Work]):
-    """The collectives of a computation, each once, with the products between start and end; `works` of each line."""
+    """Yield the collectives of a computation, with the matmuls they overlap; `works` is the work of each line."""
     for where, inner, two_parts, places in spans(program, name):
         beside = together(works[places[0] : places[-1] + 1])
         if found := collective(program, where, inner, sizes):
@@ -396,9 +396,9 @@ def started(program: Program, name: str, sizes: tuple, works: list[Work]):
 
 
 def collective(program: Program, name: str, one: Instruction, sizes: tuple) -> Collective | None:
-    """One execution of a collective of computation `name`; None for a group of one device, which exchanges nothing."""
+    """Describe one execution of a collective of computation `name`; None if its groups have one device each."""
     kind = one.opcode.removesuffix("-start")
-    if name.startswith("all-reduce-scatter"):  # TPU: an all-reduce fused with the slice that is kept
+    if name.startswith("all-reduce-scatter"):  # TPU: an all-reduce fused with a slice of its result
         kind = "reduce-scatter"
     operands = [array for x in one.operands for array in ARRAY.findall(program.computations[name][x].type)]
     groups = one.attribute("source_target_pairs=" if kind == "collective-permute" else "replica_groups=", GROUPS)
@@ -413,9 +413,9 @@ def collective(program: Program, name: str, one: Instruction, sizes: tuple) -> C
 
 @functools.cache
 def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
-    """Mesh axes a collective runs along, and how many devices take part in one group.
+    """Return the mesh axes of a collective, and the number of devices in one group.
 
-    Raises: ValueError for groups in a notation not known here, or of devices the mesh does not have.
+    Raises: ValueError if the notation of the groups is unknown, or they name devices that the mesh does not have.
     """
     names, shape = zip(*sizes, strict=True)
     ids = np.arange(math.prod(shape)).reshape(shape)
@@ -428,7 +428,7 @@ def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[t
     n = max(map(len, groups), default=1)
     lines = np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(shape[a] for a in along))
     if permute:
-        # The same steps on every line of devices along these axes, or the axes do not tell what happens.
+        # The steps must be the same on every line of devices along these axes; else the axes do not describe them.
         steps = {tuple(np.argwhere(lines == i)[0]): tuple(np.argwhere(lines == j)[0]) for i, j in groups}
         regular = steps == {(row, i): (row, j) for row in range(len(lines)) for (_, i), (_, j) in steps.items()}
     else:
@@ -440,18 +440,18 @@ def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[t
 
 
 def unordered(text: str) -> list[str]:
-    """Pairs of collectives in one computation that nothing orders, at least one of them nested: within a loop, a
-    branch, a call or a fusion that stands there.
+    """List pairs of collectives in one computation that nothing orders, if at least one of them is nested in a loop, a
+    branch, a call or a fusion of that computation.
 
-    Two are in order if one needs the other's result, or what is made of it, or is told to wait for it (a control
-    predecessor). Pairs that both stand in the computation itself are left out: XLA's CPU executor starts those in one
-    order. So are exchanges of a device with itself. `ordered.py` says what a pair does to simulated devices.
+    Two are ordered if one depends on the other's result, directly or not, or has it as a control predecessor. Pairs
+    directly in the computation are left out, because XLA's CPU executor starts those in order; so are transfers of a
+    device to itself. `ordered.py` explains how an unordered pair fails on simulated devices.
     """
     program, within, pairs = Program(text), {}, []
     devices = int((re.search(r"num_partitions=(\d+)", text) or ["", 1])[1])
     waits = lambda one: any(len(set(group)) > 1 for group in one.groups(devices))
-    for name, computation in program.computations.items():  # a computation stands before its callers
-        found = {}  # instruction -> the collective that it is, or the first that it holds
+    for name, computation in program.computations.items():  # a computation comes before its callers
+        found = {}  # instruction -> the collective that it is, or the first that it contains
         for one in computation.values():
             held = (within[called] for called in program.called(one) if within.get(called))
             if collective := one if waits(one) else next(held, None):

@@ -1,15 +1,15 @@
-"""Which links of a torus a collective keeps busy, and how those that are under way at once share them.
+"""Model which links of a torus each collective uses, and how concurrent collectives share them.
 
-`Torus(shape, wraps)` routes messages; `gather`, `permute` and `all_to_all` return the bytes that one execution puts on
-each directed link, [torus axis, down or up, *place]; `shares` says what each of several collectives then gets.
+`Torus(shape, wraps)` routes messages. One function per kind of collective returns the bytes that one execution sends
+over each directed link, [torus axis, down or up, *place]; another shares the links between concurrent collectives.
 
-A permute goes the shortest way, along x first, then y, then z. A gather or scatter whose groups are whole torus axes
-goes along all of them at once, both ways where an axis is closed (the compiler's StrategyND); any other group passes
-slices around a ring through its devices, half of them each way (its StrategyRing, of one colour). On a line that is
-not closed the way back from the last device to the first crosses the same links. The order of devices in a ring is
-ours: line by line, to and fro, along the axes in that order which loads the busiest link least.
+A permute takes the shortest route, along x first, then y, then z. A gather or scatter whose groups fill whole torus
+axes uses all these axes at once, in both directions if an axis wraps around (the compiler's StrategyND). Any other
+group passes chunks around a ring of its devices, half in each direction (StrategyRing, one color). On an axis without
+wraparound, the hop from the last device to the first crosses the same links. The order of devices in a ring is our
+assumption: a snake through the lines, with the order of axes that loads the busiest link least.
 Source: strategies as libtpu 0.0.42 names them in `collective_algorithm_config`;
-https://jax-ml.github.io/scaling-book/sharding, "How long does this take?", for both ways of a closed axis.
+https://jax-ml.github.io/scaling-book/sharding, "How long does this take?", for both directions of a wrapped axis.
 """
 
 import itertools
@@ -21,26 +21,26 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Torus:
-    """Chips in a grid; a wrapped axis has a link from its last chip to its first. One link joins two neighbours."""
+    """Chips in a grid; a wrapped axis has a link from its last chip to its first. One link connects two neighbors."""
 
     shape: tuple[int, ...]
     wraps: tuple[bool, ...]
 
     def steps(self, start, end) -> np.ndarray:
-        """Signed links along each torus axis on the shortest way between chips, coordinates [.., torus axis]."""
+        """Count signed links per torus axis on the shortest route between chips, coordinates [.., torus axis]."""
         size = np.array(self.shape)
         delta = np.asarray(end) - np.asarray(start)
-        around = (delta + (size - 1) // 2) % size - (size - 1) // 2  # of two equal ways the one that goes up
+        around = (delta + (size - 1) // 2) % size - (size - 1) // 2  # of two equally short routes, take the one up
         return np.where(self.wraps, around, delta)
 
     def distance(self, start, end) -> np.ndarray:
-        """Links between chips."""
+        """Count the links between chips."""
         return np.abs(self.steps(start, end)).sum(-1)
 
     def loads(self, start, end, sizes, up: bool = True) -> np.ndarray:
-        """Bytes on each directed link, if messages of these sizes go at once: [torus axis, down or up, *place].
+        """Return the bytes on each directed link for concurrent messages: [torus axis, down or up, *place].
 
-        up  of two equal ways take the one that goes up
+        up  of two equally short routes, take the one up
         """
         steps = self.steps(start, end) if up else -self.steps(end, start)
         at, left = (np.asarray(x).reshape(-1, len(self.shape)).copy() for x in (start, steps))
@@ -56,7 +56,7 @@ class Torus:
 
 
 def whole_axes(torus: Torus, groups: np.ndarray) -> list[int] | None:
-    """The torus axes that groups of devices, coordinates [group, device, torus axis], fill; None if they fill none."""
+    """Return the torus axes that groups of devices, coordinates [group, device, torus axis], fill; None if none."""
     used = [d for d in range(groups.shape[-1]) if np.ptp(groups[:, :, d], axis=1).any()]
     chips = np.sort(np.ravel_multi_index(tuple(np.moveaxis(groups, 2, 0)), torus.shape), axis=1)
     places = 1 + (np.diff(chips, axis=1) > 0).sum(axis=1)
@@ -65,10 +65,10 @@ def whole_axes(torus: Torus, groups: np.ndarray) -> list[int] | None:
 
 
 def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | None = None) -> np.ndarray:
-    """The load of a collective in which each device sends wire_bytes to its group, coordinates [group, device, axis].
+    """Return the load of an all-gather, reduce-scatter or all-reduce: each device sends wire_bytes to its group.
 
-    All-gathers, reduce-scatters and all-reduces. ring: pass slices from device to device, whatever the groups fill;
-    None: unless they fill torus axes.
+    groups  coordinates [group, device, axis]
+    ring    True: use a ring, whatever the groups fill. None: use one unless they fill torus axes
     """
     axes = None if ring else whole_axes(torus, groups)
     if axes is None:
@@ -84,17 +84,17 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
 
 
 def _around(torus: Torus, groups: np.ndarray, order: tuple[int, ...], size: float) -> np.ndarray:
-    """The load of messages of a size to both neighbours on rings: to and fro along the last axis of the order first."""
+    """Return the load of messages of this size to both neighbors in rings that snake along the order's last axis."""
     ring = np.take_along_axis(groups, _to_and_fro(groups[:, :, order])[:, :, None], axis=1)
     after = np.roll(ring, -1, axis=1)
     return torus.loads(ring, after, size) + torus.loads(after, ring, size, up=False)
 
 
 def _to_and_fro(groups: np.ndarray) -> np.ndarray:
-    """The order of each group's places, [group, device, axis], line by line, every other line backwards.
+    """Order each group's places, [group, device, axis], line by line, every other line reversed.
 
-    Rings that lie between each other begin at different corners, a bit of their number for each axis: so they go across
-    at different places.
+    Interleaved rings start at different corners, one bit of the ring's number per axis, so that they cross lines at
+    different places.
     """
     number, ranks = np.arange(len(groups)), []
     for bit, column in enumerate(np.moveaxis(groups, 2, 0)[::-1]):
@@ -111,21 +111,21 @@ def _to_and_fro(groups: np.ndarray) -> np.ndarray:
 
 
 def permute(torus: Torus, start: np.ndarray, end: np.ndarray, payload_bytes: float) -> np.ndarray:
-    """The load of messages from start to end, coordinates [message, axis], of payload_bytes each."""
+    """Return the load of messages from start to end, coordinates [message, axis], of payload_bytes each."""
     return torus.loads(start, end, payload_bytes)
 
 
 def all_to_all(torus: Torus, groups: np.ndarray, payload_bytes: float) -> np.ndarray:
-    """The load of an exchange in which each device of n sends 1/n of payload_bytes to each of its group."""
+    """Return the load of an exchange in which each of n devices sends 1/n of payload_bytes to each in its group."""
     n = groups.shape[1]
     start, end = np.broadcast_arrays(groups[:, :, None], groups[:, None])
     return torus.loads(start, end, payload_bytes / n)
 
 
 def shares(loads: list[np.ndarray], bytes_per_s: float) -> list[float]:
-    """How much of each collective is done in a second, if all are under way: links give each of theirs the same speed.
+    """Return the fraction of each concurrent collective done per second; each link divides its bandwidth equally.
 
-    What one leaves, as another link holds it up, the others have (max-min fairness). Infinite without any link.
+    A collective limited by another link leaves its rest to the others (max-min fairness). Infinite if it uses no link.
     """
     left, busy = np.full(loads[0].size, bytes_per_s), [np.ravel(load) for load in loads]
     tops = [load.max() for load in busy]

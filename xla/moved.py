@@ -1,8 +1,7 @@
-"""What an instruction moves in a device's main memory: not all of an array of which it takes or changes a slice.
+"""Count the bytes that an instruction moves in main memory: only the slice, if it reads or changes a slice of an array.
 
-`Memory(program).moved(computation, instruction)` follows operands into what is fused: of one that is only sliced the
-slices count, of one that is updated in place the update. Arrays on the chip, in memory spaces S(1) and above, count
-nothing.
+`Memory` follows operands into fusions. If an operand is only sliced there, the slices count. If it is updated in place,
+the update counts. Arrays in on-chip memory, spaces S(1) and above, do not count.
 """
 
 import functools
@@ -10,8 +9,8 @@ import functools
 from xla.hlo import ARRAY, Instruction, Program, array_bytes, root
 from xla.ledger import CALLERS, NAMES, main_memory_bytes
 
-PASSED_ON = {"bitcast", "reshape", "get-tuple-element", "copy", "convert"}  # of the same entries, within a fusion
-NO_WORK = ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")  # targets that move nothing
+PASSED_ON = {"bitcast", "reshape", "get-tuple-element", "copy", "convert"}  # same entries, inside a fusion
+NO_WORK = ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")  # targets that move no bytes
 
 
 class Memory:
@@ -22,7 +21,7 @@ class Memory:
         self.inside = functools.cache(self._inside)
 
     def moved(self, computation: dict, one: Instruction) -> int:
-        """Bytes that one execution reads and writes. Of one in two parts the start counts all."""
+        """Count the bytes that one execution reads and writes. If it has two parts, the start counts all."""
         if one.opcode in NAMES | CALLERS or one.opcode.endswith(("-done", "-update")):
             return 0
         if one.opcode == "custom-call" and one.attribute("custom_call_target=", r'"(.*?)"') in NO_WORK:
@@ -41,7 +40,7 @@ class Memory:
         return sum(_share(text, part) for text, part in zip(types, read, strict=True)) + _share(one.type, written)
 
     def _inside(self, name: str) -> tuple[tuple[int | None, ...], int | None]:
-        """Of a fused computation: bytes read of each parameter, and written; None: all of it."""
+        """Return the bytes a fused computation reads of each parameter, and the bytes written; None: all."""
         computation = self.program.computations[name]
         readers: dict[str, list] = {x: [] for x in computation}
         for one in computation.values():
@@ -54,7 +53,7 @@ class Memory:
         return read, self._written(computation, root(computation))
 
     def _read(self, computation, readers, one: Instruction) -> int | None:
-        """Bytes of a value that are read by those that use it; None: all."""
+        """Return the bytes of a value that its users read; None: all."""
         total = 0
         for reader, place in readers[one.name]:
             part = self._use(computation, readers, reader, place)
@@ -84,7 +83,7 @@ class Memory:
 
 
 def _plain(one: Instruction, types: list[str]) -> tuple[list[int | None], int | None]:
-    """Of one instruction: bytes read of each operand, and written; None: all of it."""
+    """Return the bytes one instruction reads of each operand, and the bytes it writes; None: all."""
     size = lambda text: sum(map(array_bytes, ARRAY.findall(text)))
     rest = [None] * (len(types) - 1)
     if one.opcode in ("dynamic-slice", "slice", "gather"):
@@ -97,12 +96,12 @@ def _plain(one: Instruction, types: list[str]) -> tuple[list[int | None], int | 
 
 
 def _element(type_text: str, number: int) -> str:
-    """The type of one element of a tuple; tuples within it are taken apart."""
+    """Return the type of one element of a tuple, after flattening nested tuples."""
     arrays = type_text.strip("()").split(", ")
     return arrays[number] if number < len(arrays) else ""
 
 
 def _share(type_text: str, part: int | None) -> int:
-    """Bytes of a type's arrays in main memory, or of the part of them that is touched."""
+    """Return the bytes of a type's arrays in main memory, or of the part that is read or written."""
     whole = main_memory_bytes(type_text)
     return whole if part is None else min(part, whole)

@@ -226,7 +226,7 @@ def test_a_conditional_costs_its_dearest_branch():
         found = ledger.read(text, SIZES, {"forward_slot": share})
         assert counts(found) == {("all-gather", (FSDP,)): 4}
         assert found.flops == 5 * square_flops + 4 * dear_flops
-    with pytest.raises(ValueError, match="shares: no conditional lies in scope backward_slot"):
+    with pytest.raises(ValueError, match="shares: no conditional is in scope backward_slot"):
         ledger.read(text, SIZES, {"backward_slot": 0.5})
 
 

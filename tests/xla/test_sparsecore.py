@@ -128,7 +128,7 @@ def test_what_is_not_known_is_refused(line):
     with pytest.raises(UserError) as refusal:
         read(line=f'{line}, metadata={{op_name="jit(step)/strange"}}')
     said = str(refusal.value)
-    assert said.startswith(f"the ledger does not know {STRANGE[line]} and would count its bytes as none: %r = ")
+    assert said.startswith(f"the ledger does not know {STRANGE[line]} and would count its bytes as 0: %r = ")
     assert said.endswith(" (jit(step)/strange, ?)") and "\n" not in said and len(said) < 300
 
 
