@@ -1,16 +1,16 @@
-"""`jit` for simulated devices: collectives in one order, held by data.
+"""`jit` for simulated devices, which runs collectives in one order by making each depend on the one before.
 
-All simulated devices are threads of one process, and a thread that meets a collective waits for the others of its
-group. XLA's CPU executor starts what no data flow orders in any order, and it orders when a loop or a branch starts,
-not what is done in it. So a collective inside a loop and one beside it can be met in one order by one device, and in
-another by the next: both wait for ever, or the first two of one group meet in each other's place, and numbers are
-wrong. An accelerator works through its program in one order, and none of this applies to it: there, `jit` is `jax.jit`.
+All simulated devices are threads of one process, and a thread that reaches a collective waits for the others in its
+group. XLA's CPU executor starts independent operations in any order. It orders when a loop or a branch starts, but not
+the operations inside it. So two devices can reach a collective inside a loop and one outside it in different orders.
+Then both wait forever, or threads of different collectives meet and the results are wrong. An accelerator executes its
+program in one order, so none of this applies to it: there, `jit` is `jax.jit`.
 
-Here `jit` rewrites the program that JAX has traced, and differentiated: every collective takes its operands from
-`after(x, token)`, which is x, and the token is made from what the collective before it brought. A token is False; that
-it always is, no compiler finds out. It goes into loops and branches, and comes out of them.
+Here `jit` rewrites the program after JAX has traced and differentiated it. Every collective takes its operands from
+`after(x, token)`, which is x, and the token is computed from the result of the collective before. A token is always
+False, but no compiler can infer that. It is passed into and out of loops and branches.
 
-`compile` looks for what is left unordered in the compiled program, and refuses to run it.
+`compile` checks the compiled program, and refuses to run it if any collectives are still unordered.
 """
 
 import functools
@@ -32,21 +32,21 @@ COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
 
 
 def simulated(mesh: Mesh) -> bool:
-    """Whether several devices of the mesh are threads of this process. An AbstractMesh has no devices."""
+    """Return whether the mesh has several devices that are threads of this process. An AbstractMesh has none."""
     return isinstance(mesh, Mesh) and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def jit(function, mesh: Mesh, **options):
-    """`jax.jit(function, **options)`; on simulated devices, with its collectives in one order.
+    """Return `jax.jit(function, **options)`; on simulated devices it runs collectives in one order.
 
-    Called within another traced function it is only `function`: the outermost `jit` orders everything.
-    Raises: as `compile`, when it is first called.
+    Inside another traced function it just calls `function`, because the outermost `jit` orders everything.
+    Raises: see `compile`, on the first call.
     """
     return InOrder(function, mesh, options) if simulated(mesh) else jax.jit(function, **options)
 
 
 class InOrder:
-    """A function of arrays whose collectives happen in one order. `lower` and calls are those of `jax.jit`."""
+    """A function of arrays whose collectives run in one order. Use `lower` and calls as with `jax.jit`."""
 
     def __init__(self, function, mesh: Mesh, options: dict):
         self.function, self.mesh, self.programs = function, mesh, {}
@@ -63,33 +63,33 @@ class InOrder:
 
 
 def compile(lowered: jax.stages.Lowered, mesh: Mesh):
-    """Compile what `jit(..).lower(..)` returned: `lowered.compile()`. On simulated devices it is checked first, and one
-    call waits for the one before. (XLA has a thread for each device, if NPROC does not say more. Of programs that
-    overlap, some devices may take threads that the others need to begin: `python bench/deadlock.py` shows it.)
+    """Compile the result of `jit(..).lower(..)`. On simulated devices, also check the order of collectives, and make
+    each call wait for the previous one. (Unless NPROC asks for more, XLA has one thread per device. If two programs
+    overlap, one can take threads that the other needs to start: `python bench/deadlock.py` shows it.)
 
-    Raises: UserError naming the first collectives that nothing orders.
+    Raises: UserError that names the first pair of unordered collectives.
     """
     if not simulated(mesh):
         with options.refused():
             return lowered.compile()
-    # What is in order may be read from a file: it loses nothing there but the order of the text.
+    # An ordered program may come from the compile cache, which loses only the order of its text.
     with options.refused(), compile_cache(jax.config.jax_compilation_cache_dir or ""):
         program = lowered.compile()
     if pairs := ledger.unordered(program.as_text()):
         raise UserError(
-            f"{mesh.size} simulated devices could wait for each other for ever, or compute nonsense: nothing orders "
-            f"{pairs[0]}, nor {len(pairs) - 1} more pairs of collectives; compile with ordered.jit")  # fmt: skip
+            f"{mesh.size} simulated devices could deadlock or compute wrong results: nothing orders {pairs[0]}, nor "
+            f"{len(pairs) - 1} more pairs of collectives; compile with ordered.jit")  # fmt: skip
     return lambda *args: jax.block_until_ready(program(*jax.block_until_ready(args)))
 
 
-# What holds the order -------------------------------------------------------------------------------------------------
+# The primitives `after` and `token` -----------------------------------------------------------------------------------
 
 after_p, token_p = jex.Primitive("after"), jex.Primitive("token")
 
 
 @after_p.def_abstract_eval
 def _(x, token):
-    return x  # the same value, and so the same on the same devices
+    return x  # the same value, varying over the same mesh axes
 
 
 @token_p.def_abstract_eval
@@ -98,13 +98,13 @@ def _(token, *arrived):
 
 
 def _after(x, token):
-    """x, changed if the token were True, even where x is a constant."""
+    """Return x, in a way that would change it if the token were True, even if x is a constant."""
     token = token.reshape((1,) * x.ndim)
     return jnp.where(token, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x ^ token.astype(x.dtype)
 
 
 def _token(token, *arrived):
-    """False, made from the first number of each array. (Not 0 * x: that is NaN if x is.)"""
+    """False, computed from the first number of each array. (Not 0 * x, which is NaN if x is.)"""
     for x in arrived:
         first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(1)
         bits = first.astype(jnp.uint8) if first.dtype == bool else first.view(f"uint{8 * first.dtype.itemsize}")
@@ -116,16 +116,16 @@ mlir.register_lowering(after_p, mlir.lower_fun(_after, multiple_results=False))
 mlir.register_lowering(token_p, mlir.lower_fun(_token, multiple_results=False))
 
 
-# The rewriting --------------------------------------------------------------------------------------------------------
+# Rewriting the program ------------------------------------------------------------------------------------------------
 
 
 def in_order(function, mesh: Mesh):
-    """The same function of arrays, its collectives in the order in which they were traced."""
+    """Return the same function, with its collectives ordered as they were traced."""
 
     @functools.wraps(function)
     def ordered(*args):
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        # What is not used goes now: later the tokens would use it.
+        # Remove unused equations now: afterwards the tokens would use them.
         jaxpr = without_dead_code(traced.jaxpr)
         holders = collect_holders(jaxpr, mesh, set())
         if not holders:
@@ -139,11 +139,11 @@ def in_order(function, mesh: Mesh):
 
 
 def without_dead_code(jaxpr):
-    """The same jaxpr without the equations whose results nothing uses, at any depth; its inputs and outputs stay.
+    """Remove the equations whose results nothing uses, at any depth; keep the jaxpr's inputs and outputs.
 
-    The one place that calls `dce_jaxpr`, which JAX does not promise to keep. If JAX has renamed it, the jaxpr is
-    returned as it is. The program then stays correct, but FLOPs and bytes read from it are upper bounds, because a
-    compiler removes what is unused (4% of moe1b's FLOPs). tests/xla/test_ordered.py fails when that happens.
+    Only this function calls `dce_jaxpr`, which is private to JAX. If JAX has renamed it, the jaxpr is returned
+    unchanged. The program stays correct, but FLOPs and bytes read from it are upper bounds, because a compiler removes
+    unused code (4% of moe1b's FLOPs). tests/xla/test_ordered.py fails when that happens.
     """
     remove = getattr(partial_eval, "dce_jaxpr", None)
     return remove(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0] if remove else jaxpr
@@ -151,14 +151,14 @@ def without_dead_code(jaxpr):
 
 @functools.cache
 def token_alone(mesh: Mesh):
-    """The equation of a `shard_map` that hands on nothing but a token: how any other can do so too."""
+    """Return the equation of a `shard_map` that passes a token through; its specs are added to other shard_maps."""
     spec = P(mesh.axis_names)
     alone = jax.shard_map(lambda token: token, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.make_jaxpr(alone)(np.zeros(mesh.size, bool)).jaxpr.eqns[0]
 
 
 def collect_holders(jaxpr, mesh: Mesh, found: set) -> set:
-    """Add the ids of equations that are a collective along more than one device, or hold one, at any depth."""
+    """Add the ids of equations that are, or contain at any depth, a collective over more than one device."""
     for equation in jaxpr.eqns:
         inside = list(jex.jaxprs_in_params(equation.params))
         for other in inside:
@@ -169,7 +169,7 @@ def collect_holders(jaxpr, mesh: Mesh, found: set) -> set:
 
 
 def is_collective(equation, mesh: Mesh) -> bool:
-    """Along axes of more than one device: the compiler takes the others out."""
+    """Return whether it is a collective over more than one device; the compiler removes the others."""
     if equation.primitive.name not in COLLECTIVES:
         return False
     axes = equation.params.get("axes", equation.params.get("axis_name"))
@@ -177,9 +177,9 @@ def is_collective(equation, mesh: Mesh) -> bool:
 
 
 def with_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
-    """The same jaxpr in order, with one more input, at a place, and one more output, the first: the token.
+    """Order a jaxpr. The token becomes an additional input at index `at`, and an additional first output.
 
-    tie_results  all outputs come after all collectives
+    tie_results  make all outputs wait for all collectives
     """
     writer = Writer(jex.Var(aval), mesh, holders)
     results = writer.write(jaxpr, {x: x for x in (*jaxpr.constvars, *jaxpr.invars)})
@@ -191,15 +191,15 @@ def with_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
 
 
 class Writer:
-    """Writes a jaxpr anew, equation by equation, and a token goes along."""
+    """Rewrites a jaxpr equation by equation, and passes a token along."""
 
     def __init__(self, token, mesh: Mesh, holders: set):
         self.first = self.token = token
         self.mesh, self.holders, self.equations = mesh, holders, []
-        self.arrived, self.later = [], set()  # of the last collective: what it brought, and all that is made of it
+        self.arrived, self.later = [], set()  # results of the last collective, and all values that depend on it
 
     def write(self, jaxpr, values: dict) -> list:
-        """Add the equations of a jaxpr, given what stands for its variables. Returns what stands for its results."""
+        """Add the equations of a jaxpr, given new values for its variables. Return the new values of its results."""
         read = lambda x: x if isinstance(x, jex.Literal) else values[x]
         for equation in jaxpr.eqns:
             self.last = equation
@@ -208,7 +208,7 @@ class Writer:
         return [read(x) for x in jaxpr.outvars]
 
     def step(self, equation, inputs) -> list:
-        """Add one equation, or what takes its place."""
+        """Add one equation, or its replacement."""
         name, params = equation.primitive.name, equation.params
         inside = lambda jaxpr, **how: with_token(jaxpr, self.token.aval, self.mesh, self.holders, **how)
         closed = lambda one, **how: jex.ClosedJaxpr(inside(one.jaxpr, **how), one.consts)
@@ -218,7 +218,7 @@ class Writer:
             results = self.add(equation, [self.tied(x) for x in inputs])
             self.arrived, self.later = results, set(results[:1]) if len(results) == 1 else set()
             return results
-        if name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):  # what is called, in its place
+        if name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):  # inline the called jaxpr
             one = params["jaxpr" if name == "jit" else "call_jaxpr"]
             consts = [jex.Literal(x, v.aval) for v, x in zip(one.jaxpr.constvars, one.consts, strict=True)]
             names = (*one.jaxpr.constvars, *one.jaxpr.invars)
@@ -237,10 +237,10 @@ class Writer:
             at = params["num_consts"]
             body = closed(params["jaxpr"], at=at)
             return self.hand_on(equation, inputs, at, jaxpr=body, num_carry=params["num_carry"] + 1)
-        raise NotImplementedError(f"collectives in {name}: on simulated devices nothing here knows how to order them")
+        raise NotImplementedError(f"collectives in {name}: xla/ordered.py cannot order them on simulated devices")
 
     def hand_on(self, equation, inputs, at=0, **params) -> list:
-        """Add an equation that takes the token, at a place among its inputs, and gives it back."""
+        """Add an equation that takes the token as its input at index `at`, and returns it as its first result."""
         inputs = [*inputs[:at], self.settled(), *inputs[at:]]
         self.token, *results = self.add(equation, inputs, [self.token.aval], **params)
         self.later = {self.token}
@@ -249,26 +249,26 @@ class Writer:
     def add(self, equation, inputs, more=(), **params) -> list:
         results = [jex.Var(aval) for aval in (*more, *(x.aval for x in equation.outvars))]
         self.equations.append(equation.replace(invars=inputs, outvars=results, params=equation.params | params))
-        # Of several results, the compiler may find some that do not need all inputs.
+        # With several results, the compiler may find that some do not depend on all inputs.
         if len(results) == 1 and any(isinstance(x, jex.Var) and x in self.later for x in inputs):
             self.later.update(results)
         return results
 
     def own(self, primitive, *inputs):
-        """Add an equation of a primitive of this file; it is said to come from where the last one does."""
+        """Add an equation with a primitive of this file; its source is the last equation's."""
         result = jex.Var(inputs[0].aval)
         new = jex.new_jaxpr_eqn(list(inputs), [result], primitive, {}, set(), self.last.source_info, self.last.ctx)
         self.equations.append(new)
         return result
 
     def tied(self, x):
-        """x, once the last collective is over."""
+        """Return x as a value that is available only after the last collective."""
         is_later = isinstance(x, jex.Var) and x in self.later
-        is_key = jax.dtypes.issubdtype(x.aval.dtype, jax.dtypes.extended)  # of dropout: no collective sends it
+        is_key = jax.dtypes.issubdtype(x.aval.dtype, jax.dtypes.extended)  # a dropout key: no collective sends it
         return x if is_later or is_key else self.own(after_p, x, self.settled())
 
     def settled(self):
-        """A token of all collectives so far."""
+        """Return a token that depends on all collectives so far."""
         if self.arrived:
             self.token, self.arrived = self.own(token_p, self.token, *self.arrived), []
             self.later.add(self.token)

@@ -1,20 +1,20 @@
-"""The compiled schedule, run on paper: where the seconds of a step would go.
+"""Simulate the compiled schedule of one device, to estimate where the seconds of a step go.
 
-`replay(compiled.as_text(), mesh, machine)` plays the scheduled program of one device in order against time.
+`replay(compiled.as_text(), mesh, machine)` runs the scheduled program in order against a simulated clock.
 
-- A product takes the compiler's own `estimated_cycles`, or, if asked, its FLOPs at the chip's peak. A kernel, of which
-  the compiler estimates nothing, takes its FLOPs at the peak, or its bytes at the memory's speed, if those take longer.
-- Any other instruction takes the time of what it reads and writes in main memory, at its full speed. Copies and slices
-  with a start and an end are moved one after the other beside all else.
-- A collective keeps links busy from its start (`links.py`), and shares them with all that are under way; it is waited
-  for at its end. All devices are taken to be at the same place of the program.
-- A loop is played as often as it runs, a conditional as its longest branch, or the share of its executions that
-  `shares` says: see `ledger.read`. Collectives under way do not share links with those inside a loop or a branch that
-  stands between their start and their end.
+- A matmul takes the compiler's own `estimated_cycles` or, with `at_peak`, its FLOPs at the chip's peak. For a kernel
+  the compiler estimates nothing: it takes its FLOPs at the peak or its bytes at full memory bandwidth, if longer.
+- Any other instruction takes the time of its main-memory reads and writes at full bandwidth. Asynchronous copies and
+  slices run one after the other, overlapped with all other work.
+- A collective uses links from its start (`links.py`), shared with all others in flight, and the device waits for it at
+  its end. All devices are assumed to be at the same point of the program.
+- A loop runs as often as its trip count, a conditional runs its longest branch, or the share of its executions that
+  `shares` gives, see `ledger.read`. Collectives in flight do not share links with those inside a loop or branch that
+  runs between their start and their end.
 
-What it cannot know: how much of the memory's speed a product leaves to others, how long a collective takes to begin
-(an option, `latency_s`), how a ring of devices is ordered, and the speed of vector units: an instruction that moves
-nothing in main memory takes no time. Nothing here has been seen on a chip.
+It does not know how much memory bandwidth a matmul leaves to others, how long a collective takes to start (the option
+`latency_s`), how a ring of devices is ordered, or the speed of vector units: an instruction that moves nothing in main
+memory takes no time. None of this has been measured on a chip.
 """
 
 import collections
@@ -36,35 +36,35 @@ PRODUCTS, OTHERS, COPIES = "products", "other ops", "copies"
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a program was compiled for. Bytes per second are those of one direction."""
+    """The devices that a program was compiled for. Link bandwidths count one direction."""
 
     torus: links.Torus
-    places: np.ndarray  # of the chip of each device in the mesh's order, [device, torus axis]
+    places: np.ndarray  # coordinates of each device's chip, in the mesh's order, [device, torus axis]
     peak_flops_per_s: float
     cycles_per_s: float
     hbm_bytes_per_s: float
     link_bytes_per_s: float
-    latency_s: float = 0.0  # of one message from a chip to its neighbour
+    latency_s: float = 0.0  # of one message from a chip to its neighbor
 
 
 class Event(NamedTuple):
-    """Something on the timeline of a computation, in seconds from its start."""
+    """An interval on the timeline of a computation, in seconds from its start."""
 
     start: float
     end: float
     lane: str  # core, or the mesh axes of a collective
     what: str  # products, other ops, copies, waiting, or a collective's kind
     scope: str
-    source: str = ""  # the line of ours it comes from, "model.py:123 in function"; "?" for what the compiler made up
-    wire_bytes: int = 0  # of a collective, and of who waits for it: what this device sends
+    source: str = ""  # the source line, "model.py:123 in function"; "?" for instructions that the compiler added
+    wire_bytes: int = 0  # sent by this device, for a collective and for the wait at its end
 
 
 @dataclass
 class Played:
     """One execution of a computation."""
 
-    seconds: float = 0.0  # with what it calls
-    own: collections.Counter = field(default_factory=collections.Counter)  # seconds by cause, without that
+    seconds: float = 0.0  # including called computations
+    own: collections.Counter = field(default_factory=collections.Counter)  # seconds by cause, without called ones
     events: list[Event] = field(default_factory=list)
 
 
@@ -73,33 +73,33 @@ class Replay:
     """One step of one device, in seconds."""
 
     seconds: float
-    causes: dict[str, float]  # products, other ops, copies, and the waiting for each axis' collectives: "fsdp*tensor"
-    played: dict[str, Played]  # of each computation
-    times: dict[str, float]  # how often a step runs it
+    causes: dict[str, float]  # products (matmuls), other ops, copies, and waits by collectives' axes: "fsdp*tensor"
+    played: dict[str, Played]  # by computation
+    times: dict[str, float]  # how often a step runs each computation
 
     def longest(self, count: int = 2) -> list[str]:
-        """The computations in which most of the step's seconds pass by themselves, not in what they call."""
+        """Return the computations with the most seconds of the step, not counting the computations they call."""
         own = {name: self.times.get(name, 0) * one.own.total() for name, one in self.played.items()}
         return sorted(own, key=own.get, reverse=True)[:count]
 
 
 def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dict[str, Share] | None = None,
            at_peak: bool = False) -> Replay:  # fmt: skip
-    """Play a scheduled program.
+    """Simulate a scheduled program.
 
     mesh     the mesh it was compiled for, or the sizes of its axes, outermost first
     shares   named scope -> share of the executions of a conditional in which the devices wait for its longest branch
-    at_peak  products at the chip's peak, not as the compiler estimates
-    Raises: ValueError for a program that is not scheduled, or of more devices than the machine has places, and as
+    at_peak  time matmuls at the chip's peak instead of the compiler's estimate
+    Raises: ValueError if the program is not scheduled, or its devices are not as many as the machine's places; and as
     `ledger.read` does.
     """
     sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("this program has no schedule: only what a compiler returned as compiled can be played")
+        raise ValueError("this program has no schedule; pass the text of a compiled program, compiled.as_text()")
     if (devices := math.prod(n for _, n in sizes)) != len(machine.places):
-        raise ValueError(f"mesh {dict(sizes)} has {devices} devices, and there are places of {len(machine.places)}")
+        raise ValueError(f"mesh {dict(sizes)} has {devices} devices, but the machine has {len(machine.places)} places")
     player = Player(Program(text), sizes, machine, at_peak)
-    calls = {name: player.play(name) for name in player.program.computations}  # each stands before its callers
+    calls = {name: player.play(name) for name in player.program.computations}  # each comes before its callers
     times = ledger.executions(calls, player.program.entry, shares or {})
     causes = collections.Counter()
     for name, played in player.played.items():
@@ -110,7 +110,7 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
 
 
 class Player:
-    """Plays the computations of a program, each once."""
+    """Simulates the computations of a program, each once."""
 
     def __init__(self, program: Program, sizes: tuple, machine: Machine, at_peak: bool):
         self.program, self.sizes, self.machine, self.at_peak = program, sizes, machine, at_peak
@@ -119,7 +119,7 @@ class Player:
         self.work = functools.cache(self._work)
 
     def play(self, name: str) -> list[ledger.Call]:
-        """Play one computation from its start; returns what it calls. What is fused runs where that is done."""
+        """Simulate one computation, and return its calls. A fused computation takes its time in the fusion instead."""
         computation, calls = self.program.computations[name], []
         if name in self.parts:
             self.played[name] = Played()
@@ -155,7 +155,7 @@ class Player:
         return Seconds(self.played)
 
     def time(self, computation: dict, one: Instruction) -> tuple[str, float]:
-        """What the core does in one execution of an instruction, and how long."""
+        """Return the cause and the seconds of one execution of an instruction on the core."""
         machine = self.machine
         if one.is_collective or one.opcode.endswith(("-start", "-done", "-update")):
             return OTHERS, 0.0
@@ -171,7 +171,7 @@ class Player:
         return PRODUCTS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
 
     def exchanges(self, one: Instruction) -> bool:
-        """Whether what is fused is a collective, whose own time is that of its links."""
+        """Return whether a fusion contains a collective, whose time is that of its links."""
         return any(inner.is_collective for part in one.contents for inner in self.program.computations[part].values())
 
     def _work(self, name: str) -> ledger.Work:
@@ -184,7 +184,7 @@ class Player:
     # Collectives
 
     def flight(self, where: str, one: Instruction) -> "Flight | None":
-        """What one collective puts on the links; None for a group of one device, which exchanges nothing."""
+        """Compute one collective's load on the links; None for groups of one device, which send nothing."""
         found = ledger.collective(self.program, where, one, self.sizes)
         if not found:
             return None
@@ -200,7 +200,7 @@ class Player:
         return Flight("*".join(found.axes), found, key, load, hops * self.machine.latency_s)
 
     def load(self, kind: str, text: str, ring: bool | None, wire_bytes: int, payload_bytes: int):
-        """Bytes on each link, and links from the first device to the last in a row."""
+        """Return the bytes on each link, and the number of consecutive hops."""
         torus, places = self.machine.torus, self.machine.places
         groups = np.array(device_groups(text, len(places)))
         if kind == "collective-permute":
@@ -216,7 +216,7 @@ class Player:
         return links.gather(torus, at, wire_bytes, ring), hops * (2 if kind == "all-reduce" else 1)
 
     def speeds(self, flights: list["Flight"]) -> list[float]:
-        """How much of each collective under way is done in a second."""
+        """Return the fraction of each collective in flight that is done per second."""
         key = tuple(flight.key for flight in flights)
         if key not in self.rates:
             self.rates[key] = links.shares([flight.load for flight in flights], self.machine.link_bytes_per_s)
@@ -227,7 +227,7 @@ COPYING = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-s
 
 
 class Seconds:
-    """Seconds of computations, with what they call: what `ledger.called` asks for the dearest branch."""
+    """Maps computations to their seconds, including called ones; the ledger picks a conditional's branch by them."""
 
     def __init__(self, played: dict[str, Played]):
         self.played = played
@@ -240,11 +240,11 @@ class Seconds:
 
 @dataclass(eq=False)
 class Flight:
-    """A collective on its way."""
+    """A collective in flight."""
 
     lane: str  # mesh axes
     collective: ledger.Collective
-    key: tuple  # of its load
+    key: tuple  # identifies its load
     load: np.ndarray
     latency_s: float
     begun: float = 0.0
@@ -253,7 +253,7 @@ class Flight:
 
 
 class Clock:
-    """The time of one computation, and what is under way."""
+    """The time within one computation, and the transfers in flight."""
 
     def __init__(self, player: Player):
         self.player, self.now, self.skipped = player, 0.0, 0.0
@@ -262,7 +262,7 @@ class Clock:
         self.own, self.events = collections.Counter(), []
 
     def advance(self, until: float, stop: Flight | None = None) -> None:
-        """Let time pass for what is under way; until one has arrived, if `stop` names it."""
+        """Advance the transfers in flight to a time or, with `stop`, until that collective has arrived."""
         while self.flying and (self.now < until if stop is None else stop.left > 0):
             speeds = self.player.speeds(self.flying)
             ends = [
@@ -307,7 +307,7 @@ class Clock:
             self.events.append(Event(float(begin), float(self.now), "core", what, *which))
 
     def skip(self, seconds: float) -> None:
-        """What another computation does in this one's place; its time is not this one's own."""
+        """Advance the time by that of a called computation, which does not count as this one's own."""
         self.advance(self.now + seconds)
         self.skipped += seconds
 

@@ -54,7 +54,7 @@ REFUSED = {
     "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, "8 / 3 is no whole number; start 1, 2, 4, 8"),
     "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, "8 / 5 is no whole number"),
     "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "would need .*; --run.check no starts it anyway"),
-    "options": ("--run.compiler_options nonsense", {}, "'nonsense' should be NAME=VALUE"),
+    "options": ("--run.compiler_options nonsense", {}, "'nonsense' must be NAME=VALUE"),
     "no way back": ("--run.init_from nowhere", {}, "nowhere"),
     "too early": ("", {"AXIS_RESTART_WAIT": "60"}, r"RESTART_WAIT=60: .*peer_timeout_s=60 s .*\(60 \+ 15 = 75\); set "
                   "RESTART_WAIT=75, or --run.peer_timeout_s 45"),

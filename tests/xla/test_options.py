@@ -60,15 +60,15 @@ def test_options_for_gpus_are_known_to_jaxlib():
 
 def test_a_compiler_that_does_not_know_ours_is_said_in_one_line():
     """Catches an older libtpu's refusal of what nobody asked for, put as if the user had."""
-    said = rf"^this machine's compiler does not know {OFFLOAD}, .* make extra-tpu\), or say .* {OFFLOAD}=$"
-    with pytest.raises(UserError, match=said), options.refused():  # the CPU's compiler knows none of TPUs
+    message = rf"^this machine's compiler does not know the option {OFFLOAD} .* make extra-tpu\), or .* {OFFLOAD}=$"
+    with pytest.raises(UserError, match=message), options.refused():  # the CPU's compiler knows none of TPUs
         jax.jit(lambda x: x + x, compiler_options={OFFLOAD: True}).lower(1.0).compile()
 
 
 @pytest.mark.parametrize("text, part", [("xla_a", "xla_a"), ("xla_a=1, =2", "=2")])
 def test_what_is_no_option_is_refused(text, part):
     """Catches a misspelt option that is passed over."""
-    with pytest.raises(UserError, match=rf"run.compiler_options='{text}': '{part}' should be NAME=VALUE, or NAME= to"):
+    with pytest.raises(UserError, match=rf"run.compiler_options='{text}': '{part}' must be NAME=VALUE, or NAME= to"):
         options.of(mesh_of("cpu"), text)
 
 
@@ -81,7 +81,7 @@ def test_trainer_and_planner_refuse_alike(option, words):
     cfg = preset("tiny", **{"run.compiler_options": option})
     mesh = sharding.make_mesh(cfg.mesh)
     with pytest.raises(
-        UserError, match=rf"run.compiler_options: INVALID_ARGUMENT: .*{words}.*; NAME= leaves an option"
+        UserError, match=rf"run.compiler_options: INVALID_ARGUMENT: .*{words}.*; NAME= removes an option"
     ):
         compiled.compile_step(cfg, mesh)
     state, batch = compiled.shapes(cfg, mesh)

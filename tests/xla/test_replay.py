@@ -126,7 +126,7 @@ def test_what_cannot_be_played_is_refused_in_a_line():
     """Catches a program before scheduling, whose order means nothing, and one for other devices."""
     with pytest.raises(ValueError, match="has no schedule"):
         replay.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
-    with pytest.raises(ValueError, match="has 2 devices, and there are places of 4"):
+    with pytest.raises(ValueError, match="has 2 devices, but the machine has 4 places"):
         replay.replay(TEXT, {"fsdp": 2}, LINE)
 
 
