@@ -1,4 +1,4 @@
-"""Claims about models that do not split over a mesh: the answer names settings, and what it names splits."""
+"""Errors about models that do not split over a mesh name settings that do split."""
 
 import math
 import re
@@ -23,24 +23,24 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, mesh, what, flag", CASES)
-def test_what_does_not_split_names_the_setting(name, mesh, what, flag):
-    """Catches a letter where a flag should be, and a nearest value, or a preset, that does not split either."""
+def test_an_error_names_the_setting_that_does_not_split(name, mesh, what, flag):
+    """Catches an error with a dim letter instead of a flag, or with a value or preset that does not split either."""
     cfg, mesh = preset(name), MeshConfig.parse(mesh)
     with pytest.raises(UserError) as refusal:
         fit.check(cfg.model, mesh)
     text = str(refusal.value)
     assert text.startswith(f"cannot split {what} over mesh axes ") and f"; use {flag}, or a smaller " in text
     setting, *values = re.search(r"--(\S+) ([\d or]+)", text).group(0)[2:].replace(" or ", " ").split()
-    for value in values:  # another parameter may be the next thing to mend
+    for value in values:  # another parameter may still fail to split
         changed = replace(cfg, **{"model.d_head": cfg.model.d_head, setting: int(value)}).model
         d = sharding.named(model.declare(changed))[what.split(" of ")[1]]
         size, axes = d.shape[d.dims.index(what[0])], sharding.as_tuple(d.spec[d.dims.index(what[0])])
         assert size % math.prod(mesh.sizes[axis] for axis in axes) == 0
-    said = text.split(f"presets that split over {mesh}: ")[1]
+    presets = text.split(f"presets that split over {mesh}: ")[1]
     for other in PRESETS:
         try:
             fit.check(preset(other).model, mesh)
         except UserError:
-            assert other not in said.split(", ")
+            assert other not in presets.split(", ")
         else:
-            assert other in said.split(", ")
+            assert other in presets.split(", ")

@@ -1,4 +1,4 @@
-"""Schedules: what their tables promise, what they cost, and that every wrong entry is caught."""
+"""Schedules have the published cost, their tables are valid, and every wrong entry is caught."""
 
 import dataclasses
 import itertools
@@ -25,13 +25,13 @@ def bubble(name, S, M, v=1, F=1.0, B=1.0, W=0.0):
     return simulate(schedule(name, S, M, v), F, B, W).bubble
 
 
-# What they promise ----------------------------------------------------------------------------------------------------
+# Costs and order ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("S, M", SIZES)
 @pytest.mark.parametrize("B", [1, 2])
-def test_the_bubble_is_the_published_one(S, M, B):
-    """Catches a warm-up one pass too short, a wait too many, and an order that differs from the paper's."""
+def test_bubbles_match_the_papers(S, M, B):
+    """Catches a warm-up one pass too short, an extra wait, and an order that differs from the paper's."""
     plain = (S - 1) / (M + S - 1)
     assert bubble("gpipe", S, M, B=B) == pytest.approx(plain)  # arXiv:1811.06965
     assert bubble("1f1b", S, M, B=B) == pytest.approx(plain)  # arXiv:2006.09503
@@ -43,17 +43,17 @@ def test_the_bubble_is_the_published_one(S, M, B):
 
 
 @pytest.mark.parametrize("S, M", [(2, 2), (2, 4), (4, 8), (8, 16)])
-def test_zero_bubble_waits_by_its_shortest_slot(S, M):
-    """Catches a formula that holds only where a weight slot is the shortest, as in the paper."""
-    said = re.search(r"idle = \(S - 1\)\((.*?\))\)", schedules.zero_bubble.__doc__)[1]
+def test_the_zero_bubble_formula_holds_for_any_times(S, M):
+    """Catches a formula that holds only if W is the shortest operation, as in the paper."""
+    formula = re.search(r"idle = \(S - 1\)\((.*?\))\)", schedules.zero_bubble.__doc__)[1]
     for F, B, W in itertools.product((0.5, 1, 3), (0.7, 1, 2), (0.6, 1, 1.5, 4)):
-        idle = (S - 1) * eval(said, {"F": F, "B": B, "W": W, "min": min})
+        idle = (S - 1) * eval(formula, {"F": F, "B": B, "W": W, "min": min})
         assert bubble("zb", S, M, F=F, B=B, W=W) == pytest.approx(idle / (M * (F + B + W) + idle)), (F, B, W)
 
 
 @pytest.mark.parametrize("S, M", [(2, 4), (4, 8), (8, 32)])
-def test_the_published_order_holds(S, M):
-    """Catches a schedule that is better on paper only: zero-bubble and interleaved beat 1F1B, which keeps less than
+def test_schedules_rank_as_published(S, M):
+    """Catches a schedule without its published advantage: zero-bubble and interleaved beat 1F1B, which stores less than
     GPipe."""
     gpipe, one, two, zero = (bubble(*args, B=1, W=1) for args in
                              (("gpipe", S, M), ("1f1b", S, M), ("interleaved", S, M, 2), ("zb", S, M)))  # fmt: skip
@@ -66,14 +66,14 @@ def test_the_published_order_holds(S, M):
 
 @pytest.mark.parametrize("S, M", [(2, 6), (4, 8), (8, 16)])
 def test_lock_step_needs_twice_the_lead(S, M):
-    """Catches an executor's table in which a stage waits for a message on its way: M + 2(S - 1) ticks are enough."""
+    """Catches a table in which a stage waits for a message in flight: M + 2(S - 1) ticks are enough."""
     assert len(schedule("1f1b", S, M, lead=2).table) == M + 2 * (S - 1) < len(schedule("1f1b", S, M).table)
-    assert lock_step(schedule("1f1b", S, M, lead=2), 1, 2) == (M + S - 1) * 3  # no dearer than asynchronous 1F1B
+    assert lock_step(schedule("1f1b", S, M, lead=2), 1, 2) == (M + S - 1) * 3  # as fast as asynchronous 1F1B
     assert len(schedule("gpipe", S, M).table) == 2 * (M + S - 1)
 
 
-def test_one_f_one_b_is_the_figure_of_the_paper():
-    """Catches operations in another order than in figure 4 of arXiv:2104.04473."""
+def test_1f1b_matches_the_figure_of_the_paper():
+    """Catches an order that differs from figure 4 of arXiv:2104.04473."""
     words = ["".join(map(str, order)) for order in schedule("1f1b", 4, 5).orders]
     assert words == ["F0F1F2F3B0F4B1B2B3B4", "F0F1F2B0F3B1F4B2B3B4", "F0F1B0F2B1F3B2F4B3B4", "F0B0F1B1F2B2F3B3F4B4"]
     assert "".join(map(str, schedule("zb", 3, 3).orders[1])) == "F0F1B0F2B1W0B2W1W2"
@@ -81,7 +81,7 @@ def test_one_f_one_b_is_the_figure_of_the_paper():
     assert first == "F0F1F0bF1bF2B0bF3B1bF2bB0F3bB1B2bB3bB2B3"
 
 
-# Every table is valid, and nothing else is ----------------------------------------------------------------------------
+# Valid tables and wrong ones ------------------------------------------------------------------------------------------
 
 
 @hypothesis.settings(max_examples=150)
@@ -89,8 +89,8 @@ def test_one_f_one_b_is_the_figure_of_the_paper():
     strategies.integers(1, 9), strategies.integers(1, 20), strategies.integers(1, 4), strategies.sampled_from(NAMES),
     strategies.sampled_from([1, 2]),
 )  # fmt: skip
-def test_any_size_gives_a_valid_table_or_says_why_not(S, M, v, name, lead):
-    """Catches sizes that deadlock, buffers one slot too small, and messages nobody keeps."""
+def test_every_size_gives_a_valid_table_or_an_error(S, M, v, name, lead):
+    """Catches sizes that deadlock, buffers one slot too small, and messages that no stage stores."""
     name = name[0]
     try:
         sched = schedule(name, S, M, v, lead)
@@ -116,7 +116,7 @@ def test_any_size_gives_a_valid_table_or_says_why_not(S, M, v, name, lead):
 
 @pytest.mark.parametrize("name, v", NAMES)
 def test_every_wrong_entry_is_caught(name, v):
-    """Catches a check that does not look: each entry of each array is changed, alone, and must be noticed."""
+    """Catches a check that skips an entry: each entry of each array is changed by itself and must raise."""
     sched = schedule(name, 2, 4, v, lead=2)
     found, slots = rows(sched)
     check(sched, (found, slots))
@@ -132,7 +132,7 @@ def test_every_wrong_entry_is_caught(name, v):
                 except ValueError:
                     continue
                 missed.append((field, place, int(array[place]), int(value)))
-    # What an idle stage would read is never looked at by the executor either.
+    # The executor does not read these entries on an idle stage either.
     idle = {"forward_chunk": "forward", "forward_from": "forward", "backward_chunk": "backward",
             "backward_kept": "backward", "backward_from": "backward", "weight_chunk": "weight",
             "weight_kept": "weight", "weight_from": "weight"}  # fmt: skip
@@ -141,7 +141,7 @@ def test_every_wrong_entry_is_caught(name, v):
 
 
 def test_a_wrong_entry_is_named_in_plain_numbers():
-    """Catches a message that prints NumPy's numbers: np.int64(3)."""
+    """Catches an error message with NumPy reprs such as np.int64(3)."""
     sched = schedule("zb", 2, 4, lead=2)
     found, slots = rows(sched)
     for field in found._fields:
@@ -152,7 +152,7 @@ def test_a_wrong_entry_is_named_in_plain_numbers():
 
 
 def test_every_wrong_order_is_caught():
-    """Catches an order that deadlocks, does a pass twice or forgets one, and gets through."""
+    """Catches a check that accepts an order with a deadlock, a repeated pass or a missing one."""
     good = schedule("1f1b", 3, 4)
     change = lambda *order: dataclasses.replace(good, orders=(good.orders[0], tuple(order), good.orders[2]))
     order = list(good.orders[1])
@@ -177,15 +177,15 @@ def test_every_wrong_order_is_caught():
     (lambda: schedule("interleaved", 4, 6, 2),
      "groups of stage=4, and microbatches=6 is not a multiple of 4 (6 % 4 = 2); use 4 or 8 microbatches"),
 ])  # fmt: skip
-def test_what_cannot_be_scheduled_is_refused(call, message):
-    """Catches a wrong name or size that fails later, in a loop over ticks."""
+def test_impossible_schedules_are_refused(call, message):
+    """Catches a wrong name or size that fails only later, in a loop over ticks."""
     with pytest.raises(UserError, match=re.escape(message)):
         call()
 
 
 @pytest.mark.parametrize("S, v", [(2, 2), (2, 3), (3, 2), (4, 2), (8, 2), (4, 4), (3, 5)])
-def test_layers_find_their_way_to_their_chunks(S, v):
-    """Catches a round in which a stage would send twice, and a group of layers that ends on the wrong stage."""
+def test_routes_move_layers_to_their_chunks(S, v):
+    """Catches a round in which a stage sends twice, and a group of layers that arrives at the wrong stage."""
     rounds = schedules.routes(S, v)
     assert len(rounds) == v
     for edges in rounds:
@@ -200,8 +200,8 @@ def test_layers_find_their_way_to_their_chunks(S, v):
 
 
 def test_the_tables_are_printed_as_text(capsys):
-    """Catches a table whose columns are not ticks, costs of another schedule than the one shown, and one form of it
-    that goes for both."""
+    """Catches a table whose columns are not ticks, the cost of another schedule than the one shown, and one form
+    printed for both."""
     assert main(["show", "1f1b", "--stages", "3", "--microbatches", "4"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "1f1b as published",
@@ -218,8 +218,8 @@ def test_the_tables_are_printed_as_text(capsys):
     ]
 
 
-def test_the_schedule_that_is_named_is_the_one_shown(capsys):
-    """Catches `show interleaved` whose default is one chunk, which is 1F1B."""
+def test_show_interleaved_defaults_to_two_chunks(capsys):
+    """Catches `show interleaved` with a default of one chunk, which is 1F1B."""
     assert main(["show", "interleaved"]) == 0
     shown = capsys.readouterr().out
     assert "F0b" in shown and shown.startswith("interleaved as published and run\n")
@@ -228,9 +228,9 @@ def test_the_schedule_that_is_named_is_the_one_shown(capsys):
     assert "interleaved with --chunks 1 is 1f1b" in capsys.readouterr().err
 
 
-def test_schedules_are_compared_for_people_and_programs(capsys):
-    """Catches a split backward pass that is less work than a whole one, a line that is no JSON, and costs of what does
-    not run under the name of what does."""
+def test_compare_prints_text_and_json(capsys):
+    """Catches a split backward pass that is less work than an unsplit one, a line that is not JSON, and costs of the
+    published form printed for the form that runs."""
     assert main(["compare", "--stages", "4", "--microbatches", "8", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {(row["schedule"], row["form"]): row for row in rows}
@@ -248,9 +248,9 @@ def test_schedules_are_compared_for_people_and_programs(capsys):
     assert [line.split()[0] for line in printed.out.splitlines()][:5] == ["gpipe", "1f1b", "1f1b", "zb", "zb"]
 
 
-def test_what_is_drawn_is_what_runs(tmp_path, monkeypatch):
-    """Catches a picture of the published form alone, where another one runs; in lock-step, whatever S and M are, a
-    stage does one thing at a time, and none before its input is there."""
+def test_draw_shows_the_schedule_that_runs(tmp_path, monkeypatch):
+    """Catches a picture without the form that runs, if that differs from the published one. In lock-step a stage runs
+    one operation at a time, and none before its input arrives."""
     drawn = []
     monkeypatch.setattr("pipeline.__main__.draw", lambda forms, path: drawn.append(forms))
     for name in schedules.SCHEDULES:
@@ -266,7 +266,7 @@ def test_what_is_drawn_is_what_runs(tmp_path, monkeypatch):
 
 
 def test_a_schedule_is_drawn(tmp_path, capsys):
-    """Catches a picture that is empty, and a path that cannot be written answered by a traceback."""
+    """Catches an empty picture, and a traceback for a path that cannot be written."""
     from matplotlib import image
 
     out = tmp_path / "zb.png"
@@ -276,11 +276,11 @@ def test_a_schedule_is_drawn(tmp_path, capsys):
         assert np.mean(np.all(np.abs(pixels - np.array(colour) / 255) < 0.02, axis=1)) > 0.02
     for wrong, why in (("none/zb.png", "there is no directory"), ("zb.xyz", "known: png, svg, pdf, jpg, webp")):
         assert main(["draw", "zb", "--out", str(tmp_path / wrong)]) == 2
-        assert f"error: {tmp_path / wrong}: " in (said := capsys.readouterr().err) and why in said
+        assert f"error: {tmp_path / wrong}: " in (message := capsys.readouterr().err) and why in message
 
 
-def test_a_legend_of_several_schedules_holds_for_each(tmp_path):
-    """Catches "backward, inputs" beside schedules whose backward pass makes the gradients of weights too."""
+def test_every_schedule_has_its_own_legend(tmp_path):
+    """Catches a legend "backward, inputs" for schedules whose backward pass computes weight gradients too."""
     from pipeline.draw import paint
 
     figure = new_picture()

@@ -1,4 +1,4 @@
-"""Stages and schedules: any of them trains the model of one device, in the memory and with the messages it promises."""
+"""Every schedule on every mesh trains the same model as one device, with the expected memory and communication."""
 
 import functools
 
@@ -21,7 +21,7 @@ SHARED = {"model.n_layers": 16, "model.dense_prefix": 0, "model.moe_every": 1, "
           "model.vocab_size": 56, "model.d_model": 16, "model.d_expert": 18, "model.d_head": 6, "model.d_rope": 4,
           "model.d_value": 10, "model.d_kv_latent": 32, "model.d_query_latent": 0, "model.no_rope_every": 3,
           "data.seq_len": 12, "data.batch_size": 64}  # fmt: skip
-# A balance loss, whose gradient needs the loads of the whole batch; or none, and a prefix on the first stage instead.
+# One model has a balance loss, whose gradient needs the loads of the whole batch; the other a prefix on stage 0.
 MODELS = {
     "balance": {"model.balance_loss": 0.5, "model.dropout": 0.1},
     "prefix": {"model.balance_loss": 0.0, "model.dense_prefix": 1, "model.n_layers": 17, "model.tie_embeddings": True},
@@ -54,13 +54,13 @@ prefix   tensor=2                      schedule=1f1b         microbatches=8
 
 
 def cases() -> dict[str, set]:
-    """Each case, and the pairs of axis and feature that it tests."""
+    """Return each case with the pairs of axis and feature that it tests."""
     rows = [line.split() for line in CASES.strip().splitlines()]
     return {" ".join(row): helpers.meetings(row[1], row[0], row[2], *row[4:]) for row in rows}
 
 
 def config(case: str, **more):
-    """`MODEL MESH [pipeline.SETTING=VALUE ..]` over the preset `tiny`."""
+    """Apply `MODEL MESH [SETTING=VALUE ..]` to the preset `tiny`; the settings are those of `work`."""
     name, mesh, *words = case.split()
     work = {word: int(value) if value.isdecimal() else value for word, value in (w.split("=") for w in words)}
     settings = {**SHARED, **MODELS[name], "mesh": mesh, **{f"work.{word}": value for word, value in work.items()}}
@@ -69,7 +69,7 @@ def config(case: str, **more):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """All of them would hold several GB."""
+    """Clear the compiled programs, which would take several GB."""
     yield
     jax.clear_caches()
 
@@ -83,9 +83,9 @@ QUICK = (
 
 
 @pytest.mark.parametrize("case", helpers.with_repeats(cases(), QUICK))
-def test_a_schedule_changes_when_not_what(case):
-    """Catches a gradient of one microbatch lost or added twice, a buffer read too late, weights of another chunk, a
-    balance loss of one microbatch's loads, and a loss that is scaled by the number of microbatches."""
+def test_every_schedule_computes_the_same_gradients(case):
+    """Catches a microbatch's gradient lost or added twice, a buffer read too late, weights of the wrong chunk, a
+    balance loss from one microbatch's loads, and a loss scaled by the number of microbatches."""
     comparison = parity.compare(config(case))
     print(case, comparison.worst("gradient"))
     assert comparison.worst().ok, f"{case}: {comparison.worst()}"
@@ -99,7 +99,7 @@ def lowered(case: str, **more):
 
 
 def temporary_bytes(schedule: str, microbatches: int) -> int:
-    """Of one device, at a fixed microbatch of 2 sequences; wide enough that tokens, 24 bytes each, do not count."""
+    """Return one device's temporary bytes with 2 sequences per microbatch; wide, so tokens (24 bytes each) are few."""
     wide = {"model.d_model": 128, "model.d_expert": 96, "data.batch_size": 2 * microbatches, "model.n_layers": 4,
             "work.remat": "full", "model.balance_loss": 0.0, "data.seq_len": 32}  # fmt: skip
     _, _, program = lowered(f"balance stage=2 schedule={schedule} microbatches={microbatches}", **wide)
@@ -107,7 +107,7 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches():
-    """Catches activations kept for every microbatch, which is GPipe's price, not 1F1B's; and weights kept per tick."""
+    """Catches activations saved for every microbatch, as in GPipe, and weights saved in every tick."""
     one = {M: temporary_bytes("1f1b", M) for M in (4, 64)}
     all_forward = {M: temporary_bytes("gpipe", M) for M in (4, 64)}
     assert one[64] < 1.05 * one[4], one
@@ -116,20 +116,20 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_programs_do_not_grow_with_layers_or_microbatches(schedule):
-    """Catches a layer, tick or microbatch that is traced anew: what is traced is compiled (bench.step: seconds)."""
+    """Catches a layer, tick or microbatch that is traced again, which lengthens compilation (bench.step prints seconds)."""
 
     def size(**more):
         return len(lowered(f"balance stage=2 schedule={schedule}", **more)[2].as_text().splitlines())
 
     few, deep = size(**{"model.n_layers": 4}), size(**{"model.n_layers": 32})
-    # Of 2 sequences each: one of another size would be another program.
+    # Microbatches have 2 sequences in both cases, because another size would give another program.
     two, many = (size(**{"model.n_layers": 4, "work.microbatches": M, "data.batch_size": 2 * M}) for M in (2, 32))
     assert deep == few
     assert many == two
 
 
 def test_only_gradients_travel_over_data():
-    """Catches weights gathered over slices of the machine that are far apart, and gradients sent whole or twice."""
+    """Catches weights gathered over the slow network between slices, and gradients sent unsharded or twice."""
     cfg, mesh, program = lowered("prefix data=2,fsdp=2", **{"model.n_layers": 3})
     found = [one for one in ledger.read(program.compile().as_text(), mesh).collectives if "data" in one.axes]
     assert {one.kind for one in found} == {"all-reduce"}
@@ -149,19 +149,19 @@ def collectives(gather: str):
     return cfg, [one for one in found if one.axes == ("fsdp",) and one.kind in ("all-gather", "reduce-scatter")]
 
 
-def test_weights_are_gathered_as_often_as_asked():
-    """Catches a gather that is kept for the backward pass, done once a microbatch where once a step is asked, and a
+def test_weights_are_gathered_per_layer_or_per_step():
+    """Catches gathered weights saved for the backward pass, a gather per microbatch with work.gather=step, and a
     gradient that is scattered more often than its weight is gathered."""
     for gather, gathers, scatters in (("layer", 8, 4), ("step", 1, 1)):
         cfg, found = collectives(gather)
         layers = [d for name, d in sharding.named(model.declare(cfg.model)).items()
                   if "fsdp" in str(d.spec) and not name.startswith("embedding")]  # fmt: skip
-        whole = 4 * sum(d.size for d in layers) / 2  # (n - 1)/n of the joined array, n = 2
+        gathered = 4 * sum(d.size for d in layers) / 2  # (n - 1)/n of the gathered array, n = 2
         for kind, times in (("all-gather", gathers), ("reduce-scatter", scatters)):
             sent = sum(one.count * one.wire_bytes for one in found if one.kind == kind)
-            table = 4 * cfg.model.vocab_size * cfg.model.d_model / 2  # the embedding: entered, and unembedded
-            extra = sent - times * whole
-            assert 0 <= extra <= 16 * table, f"gather={gather}: {kind} sends {sent}, {times} x {whole} and {extra}"
+            table = 4 * cfg.model.vocab_size * cfg.model.d_model / 2  # the embedding table, also used for the logits
+            extra = sent - times * gathered
+            assert 0 <= extra <= 16 * table, f"gather={gather}: {kind} sends {sent}, {times} x {gathered} and {extra}"
 
 
 @pytest.mark.parametrize("case, more, message", [
@@ -170,14 +170,14 @@ def test_weights_are_gathered_as_often_as_asked():
     ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is not a"),
     ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only the schedule 'interleaved' has chunks"),
 ])  # fmt: skip
-def test_what_a_schedule_cannot_do_is_refused(case, more, message):
-    """Catches layers or microbatches that do not fit a schedule, and a crash instead of the numbers."""
+def test_layers_and_microbatches_that_do_not_fit_are_refused(case, more, message):
+    """Catches layers or microbatches that do not fit a schedule, and a crash instead of an error with the numbers."""
     with pytest.raises(UserError, match=message):
         lowered(case, **more)
 
 
-def test_layers_go_to_their_chunks_and_back():
-    """Catches blocks that arrive in another order than the model's, and gradients that go home to other blocks."""
+def test_layers_move_to_their_chunks_and_back():
+    """Catches blocks that arrive out of order, and gradients that return to the wrong blocks."""
     mesh = sharding.make_mesh("stage=4")
     spec = jax.sharding.PartitionSpec("stage")
 
