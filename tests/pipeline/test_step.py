@@ -116,7 +116,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_programs_do_not_grow_with_layers_or_microbatches(schedule):
-    """Catches a layer, tick or microbatch that is traced again, which lengthens compilation (bench.step prints seconds)."""
+    """Catches a layer, tick or microbatch that is traced again, which lengthens compilation (bench.step times it)."""
 
     def size(**more):
         return len(lowered(f"balance stage=2 schedule={schedule}", **more)[2].as_text().splitlines())

@@ -1,6 +1,6 @@
-"""Claims about the ledger: what it reads in a compiled program is what the program was written to do.
+"""The ledger counts the collectives and FLOPs that a program was written to do.
 
-Unless a test says otherwise the mesh is stage=2, fsdp=2, tensor=2, and expected numbers are worked out by hand.
+By default the mesh is stage=2, fsdp=2, tensor=2, and expected numbers are derived by hand.
 """
 
 import collections
@@ -48,7 +48,7 @@ def ring(axes):
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-# kind -> what does it, and how many bytes are joined or sent on n devices
+# kind -> function that runs it, and its payload bytes on n devices
 COLLECTIVES = {
     "all-gather": (lambda x, a: sharding.all_gather(x, a, dim=1), lambda n: n * LOCAL_BYTES),
     "reduce-scatter": (lambda x, a: sharding.reduce_scatter(x, a, dim=1), lambda n: LOCAL_BYTES),
@@ -60,9 +60,9 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("axes", [(FSDP,), (STAGE, TENSOR)], ids="*".join)
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_a_collective_has_its_axes_and_its_price(kind, axes):
-    """Catches axes found by the size of a group alone, an axis of size 1 taken for one that is used, and prices that
-    mistake a slice for the whole."""
+def test_a_collective_has_its_axes_and_bytes(kind, axes):
+    """Catches axes inferred from the size of a group alone, an axis of size 1 reported as used, and bytes of a shard
+    counted for the whole array."""
     function, payload = COLLECTIVES[kind]
     (one,) = ledger.read(compiled(lambda x: function(x, axes), (32, 24)), SIZES).collectives
     n = 2 ** len(axes)
@@ -72,7 +72,7 @@ def test_a_collective_has_its_axes_and_its_price(kind, axes):
 
 
 def test_the_source_is_the_line_that_calls_a_thin_collective():
-    """Catches a list in which every collective comes from sharding.py."""
+    """Catches a ledger in which every collective comes from sharding.py."""
 
     def gather(x):
         return sharding.all_gather(x, FSDP, dim=1)
@@ -97,7 +97,7 @@ def test_the_source_is_the_line_that_calls_a_thin_collective():
     ("mesh['a'=8] {'a':(1)2,'a':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
 ])  # fmt: skip
 def test_every_notation_of_groups_is_read(text, groups):
-    """Catches the notation that one compiler writes and another does not. The lists are written out by hand."""
+    """Catches a notation that only one of the compilers uses. The expected lists are written by hand."""
     assert sorted(hlo.device_groups(text, 8)) == sorted(groups)
     line = f"all-gather(%x), replica_groups={text}, dimensions={{0}}"
     assert re.search("replica_groups=" + hlo.GROUPS, line)[1] == text
@@ -109,12 +109,12 @@ def test_every_notation_of_groups_is_read(text, groups):
     ("collective-permute", "{{0,1},{1,0},{2,3},{3,2}}"),  # stage 0 swaps, stage 1 does not
 ])  # fmt: skip
 def test_groups_along_no_axes_have_no_axes(kind, groups):
-    """Catches a collective inside one stage, say, that is booked on an axis it only half runs along."""
+    """Catches a collective assigned to an axis that only some of its groups run along, such as those of one stage."""
     assert ledger.axes_of(kind, groups, tuple(SIZES.items()))[0] == ("?",)
 
 
 def test_devices_outside_the_mesh_are_refused():
-    """Catches a program read with the mesh of another one."""
+    """Catches a program that is read with the wrong mesh."""
     with pytest.raises(ValueError, match=re.escape("all-gather: cannot read its devices {{0,8}} on mesh")):
         ledger.axes_of("all-gather", "{{0,8}}", tuple(SIZES.items()))
 
@@ -126,7 +126,7 @@ PRODUCT_FLOPS = 2 * B * D * D
 
 
 def network(w_lDD, x_bD):
-    """TICKS passes through LAYERS layers: a gather and a product a layer, a permute a tick."""
+    """Run TICKS passes through LAYERS layers: a gather and a matmul per layer, a permute per tick."""
     w_LdD = sharding.all_gather(w_lDD, (STAGE, TENSOR), dim=0).reshape(LAYERS + 1, D // 2, D)[:LAYERS]
 
     def layer(x_bD, w_dD):
@@ -161,9 +161,9 @@ def without_trip_counts(text):
 
 
 @pytest.mark.parametrize("edit", [str, without_trip_counts])
-def test_what_a_loop_holds_counts_once_a_trip(nested_text, edit):
-    """Catches a loop body counted once, one that counts the trips of the inner or of the outer loop only, and trips
-    that are known only where the compiler wrote them down (on TPU it does not)."""
+def test_a_loop_body_counts_once_per_trip(nested_text, edit):
+    """Catches a loop body counted once, or by the trips of the inner or outer loop only, and trip counts that are read
+    only from the compiler's annotation (which TPU programs lack)."""
     found = ledger.read(edit(nested_text), SIZES)
     assert counts(found) == {
         ("all-gather", (STAGE, TENSOR)): 1,
@@ -174,7 +174,7 @@ def test_what_a_loop_holds_counts_once_a_trip(nested_text, edit):
 
 
 def test_the_backward_pass_is_twice_the_forward_pass():
-    """Catches products or collectives of the transposed loop that are not found, or found twice."""
+    """Catches matmuls or collectives of the transposed loop that are missed or counted twice."""
 
     def loss(w, x):
         return sharding.psum(jnp.sum(network(w, x) ** 2), ALL)
@@ -183,15 +183,15 @@ def test_the_backward_pass_is_twice_the_forward_pass():
     assert found.flops == 3 * LAYERS * TICKS * PRODUCT_FLOPS
     assert counts(found) == {
         ("all-gather", (STAGE, TENSOR)): 1,
-        ("all-gather", (FSDP,)): LAYERS,  # autodiff takes out of the loop over ticks what no tick changes
+        ("all-gather", (FSDP,)): LAYERS,  # autodiff moves tick-invariant work out of the loop over ticks
         ("collective-permute", (STAGE,)): 2 * TICKS,
         ("reduce-scatter", (FSDP,)): LAYERS * TICKS,
         ("reduce-scatter", (STAGE, TENSOR)): 1,
     }
 
 
-def test_a_loop_without_an_end_in_sight_is_refused():
-    """Catches a loop of unknown length that is counted once in silence."""
+def test_a_loop_of_unknown_length_is_refused():
+    """Catches a loop of unknown length that is silently counted once."""
 
     def until_small(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
@@ -200,9 +200,9 @@ def test_a_loop_without_an_end_in_sight_is_refused():
         ledger.read(compiled(until_small, (32, 24)), SIZES)
 
 
-def test_a_conditional_costs_its_dearest_branch():
-    """Catches a conditional that costs nothing, all its branches, or the first; a share that is forgotten, or taken
-    once more for a conditional inside; and a share of a scope that does not exist."""
+def test_a_conditional_costs_its_most_expensive_branch():
+    """Catches a conditional that costs nothing, all its branches, or the first; a share that is ignored, or applied
+    again to a nested conditional; and a share for a scope that does not exist."""
 
     def gathered(x_bD):
         return jnp.sum(sharding.all_gather(x_bD, FSDP, dim=0), axis=0, keepdims=True) + x_bD
@@ -231,7 +231,7 @@ def test_a_conditional_costs_its_dearest_branch():
 
 
 # A model of one block -------------------------------------------------------------------------------------------------
-# What its loss and gradients send on a mesh of two devices, derived by hand. Numbers are float32 and int32: 4 bytes.
+# Bytes that its loss and gradients send on two devices, derived by hand. Numbers are float32 or int32: 4 bytes.
 
 SEQUENCES, POSITIONS, WIDTH, HIDDEN, VOCABULARY = 6, 12, 24, 44, 56
 HEADS, KV_HEADS, HEAD, EXPERTS, CHOSEN = 4, 2, 10, 8, 3
@@ -242,8 +242,8 @@ BLOCK = {"model.n_layers": 1, "model.dense_prefix": 0, "model.n_experts": 0, "mo
 TOKENS = SEQUENCES * POSITIONS
 TABLE, QUERY, KEY, FEED_FORWARD = WIDTH * VOCABULARY, WIDTH * HEADS * HEAD, WIDTH * KV_HEADS * HEAD, WIDTH * HIDDEN
 
-# Weights in slices are gathered before use and their gradients scattered after it. A loop over one layer is no loop,
-# so the backward pass finds the layer's weights still gathered.
+# Sharded weights are gathered before use, and their gradients scattered after it. A loop over one layer is inlined, so
+# the backward pass still has the layer's gathered weights.
 ATTENTION = [QUERY, KEY, KEY, QUERY]  # query, key, value, out
 DENSE = ATTENTION + [FEED_FORWARD, FEED_FORWARD]  # up, down
 
@@ -252,46 +252,46 @@ def there_and_back(function, arrays, there="all-gather", back="reduce-scatter"):
     return {(function, there): arrays, (function, back): arrays}
 
 
-UNEMBEDDING = there_and_back("slice_by_slice", [TABLE])  # in slices of words, of which there is one
+UNEMBEDDING = there_and_back("slice_by_slice", [TABLE])  # slice by slice; here there is one slice
 
-# A device has fewer tokens, 36, than there are words: to the slices of the embedding go their ids, and back comes what
-# a slice has for each, half of an activation.
+# A device has 36 tokens, fewer than there are words. So token ids are sent to the shards of the embedding, and each
+# shard returns its half of the activation.
 EMBEDDING = {("embed_in_slices", "all-gather"): [TOKENS],
              ("embed_in_slices", "all-to-all"): [TOKENS * WIDTH // 2] * 2}  # fmt: skip
 
-# Gains of the norms (two of the layer, one at the end) are whole on every device: their gradients are added.
+# Norm gains (two in the layer, one at the end) are replicated, so their gradients are all-reduced.
 NORMS = {("ready_for_autodiff", "all-reduce"): [3 * WIDTH]}
 LOSS = {("loss", "all-reduce"): [2]}  # nats and target weights
 STREAM = [TOKENS * WIDTH]  # activations of all tokens
 
-# mesh -> settings, and for each (function, kind) how many numbers the joined or sent arrays hold, one each
+# mesh -> settings, and for each (function, kind) the number of elements of each gathered or sent array
 BY_HAND = {
     "fsdp=2": ({}, there_and_back("gathered", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS),
-    # Between blocks positions lie in slices. A branch gathers them, and scatters its partial sums; the embedding only
-    # scatters, the logits only gather; backwards the other way round. The logits' maximum and both sums are one number
-    # a token; of one chunk of tokens, the backward pass finds them made.
+    # Between blocks positions are sharded. A branch gathers them and scatters its partial sums; the embedding only
+    # scatters and the logits only gather; the backward pass does the reverse. The logits' maximum and both sums are one
+    # number per token. There is one chunk of tokens, so the backward pass need not recompute them.
     "tensor=2": ({},
                  there_and_back("grouped_attention", STREAM * 2) | there_and_back("feed_forward_branch", STREAM * 2)
                  | there_and_back("embed", STREAM) | there_and_back("leave", STREAM) | NORMS
                  | {("loss_sums", "all-reduce"): [3 * TOKENS]}),
-    # Two layers, one a stage; three microbatches are three ticks and one more until the last stage is done, forward and
-    # then backward. The last stage's activations are spread over both for the loss. A stage has no gradient of what the
-    # other alone uses: both embeddings and the last norm, added together with the nats.
+    # Two layers, one per stage. Three microbatches take three ticks and one more for the last stage, forward and then
+    # backward. The last stage's activations are spread over both stages for the loss. Parameters that one stage uses
+    # (both embeddings and the last norm) have gradients there only, which are summed together with the nats.
     "stage=2": ({"model.n_layers": 2, "work.microbatches": 3},
                 {("passed", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("run_ticks", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
                 | there_and_back("spread_loss", [TOKENS // 3 * WIDTH] * 3)),
-    # Dense weights lie in slices along this axis too. The batch's five arrays arrive in order, are gathered and cut
-    # anew. Keys and values of all positions are gathered, and their documents.
+    # Dense weights are sharded over this axis too. The batch's five arrays arrive in order, are gathered and cut again.
+    # Keys, values and document ids of all positions are gathered.
     "context=2": ({},
                   there_and_back("gathered", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS
                   | {("on_mesh", "all-gather"): [TOKENS] * 5,
                      ("grouped_attention", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
                      ("grouped_attention", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
-    # Experts stay where they are, the router's matrix does not. Tokens, gates and the numbers of the chosen experts go
-    # to all; numbers have no gradient. What the experts made of the tokens is scattered back. The balance needs sums:
-    # two for each expert, the entropy, and how many assignments were dropped of how many tokens.
+    # Experts stay on their devices, the router's matrix is gathered. Tokens, gates and indices of the chosen experts go
+    # to all devices; indices have no gradient. The experts' outputs are scattered back. The balance needs sums: two per
+    # expert, the entropy, and the numbers of dropped assignments and of tokens.
     "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
                   "model.balance_rate": 0.0},
                  there_and_back("gathered", ATTENTION + [WIDTH * EXPERTS]) | UNEMBEDDING | EMBEDDING | NORMS
@@ -302,7 +302,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("mesh_text", BY_HAND)
-def test_one_block_sends_what_arithmetic_says(mesh_text, as_on_accelerators):
+def test_one_block_sends_the_bytes_derived_by_hand(mesh_text, as_on_accelerators):
     """Catches an exchange more or less than the model needs, of another size, along another axis, or from elsewhere;
     and a ledger that loses or doubles one."""
     settings, wanted = BY_HAND[mesh_text]
@@ -317,22 +317,22 @@ def test_one_block_sends_what_arithmetic_says(mesh_text, as_on_accelerators):
         function = one.source.split(" in ")[1].split(".")[0]
         payloads[function, one.kind] += [one.payload_bytes] * round(one.count)
     for key in payloads:
-        if key[1] == "all-reduce":  # XLA makes one all-reduce of several that can wait for each other
+        if key[1] == "all-reduce":  # XLA merges independent all-reduces
             payloads[key] = [sum(payloads[key])]
     assert {key: sorted(sizes) for key, sizes in payloads.items()} == {
         key: sorted(4 * n for n in numbers) for key, numbers in wanted.items()
     }
     axis = mesh_text.split("=")[0]
     assert {one.axes for one in found} == {(axis,)}
-    # Of two devices each sends half of what is joined or scattered; of a sum two halves; of what moves on, all.
+    # Each of two devices sends half of a gathered or scattered array, two halves of a sum, and all of a permuted array.
     whole = ("all-reduce", "collective-permute")
     assert [one.wire_bytes for one in found] == [one.payload_bytes // (1 if one.kind in whole else 2) for one in found]
 
 
 # Other texts ----------------------------------------------------------------------------------------------------------
 
-# Cut from what the TPU compilers (v4 and v5e) made of a scan over 6 layers whose weights are gathered one ahead.
-# Shapes, groups and layouts are theirs; what the ledger does not read is left out.
+# Excerpts of the TPU compilers' output (v4 and v5e) for a scan over 6 layers with weights gathered one layer ahead.
+# Shapes, groups and layouts are unchanged; parts that the ledger does not read are left out.
 TPU = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8
 
@@ -418,9 +418,9 @@ ENTRY %main (param.1: bf16[1,512,2048], param.2: bf16[2048,2048], param.3: bf16[
 
 
 def test_tpu_text_is_read():
-    """Catches what only TPU programs have: products written as (dilated) convolutions, a gather copied into every
-    fusion that overlaps with it, a reduce-scatter in the guise of an all-reduce, one all-reduce of several arrays, trip
-    counts that stand nowhere, kernels that state their FLOPs, layouts with brackets."""
+    """Catches misread features of TPU programs: matmuls written as (dilated) convolutions, a gather copied into
+    every fusion that overlaps with it, a reduce-scatter written as an all-reduce, one all-reduce of several arrays,
+    missing trip counts, kernels with a FLOP count, layouts with brackets."""
     found = ledger.read(TPU, {"fsdp": 4, "tensor": 2})
     matrix = 2048 * 2048 * 2  # bytes
     rows = [(c.kind, c.axes, c.count, c.payload_bytes, c.wire_bytes, c.asynchronous) for c in found.collectives]
@@ -437,7 +437,7 @@ def test_tpu_text_is_read():
         "collective-permute": "model.py:18 in f.layer",
         "all-reduce": "?",
     }
-    batched = 2 * (4 * 8) * 256 * 256 * 256  # one product of 256 x 256 x 256 in each of 4 * 8 places of the batch
+    batched = 2 * (4 * 8) * 256 * 256 * 256  # one 256 x 256 x 256 matmul for each of 4 * 8 batch indices
     assert found.flops == 6 * 2 * 8192 * 2048 * 2048 + 68719476736 + batched
     assert found.by("axes")["fsdp"] == ledger.Total(12, 12 * matrix * 3 / 4, 6 * matrix * 3 / 4)
 
@@ -448,7 +448,7 @@ def test_tpu_text_is_read():
     ("size=2 rhs_dilate=3", 2 * 2),
 ])  # fmt: skip
 def test_a_convolution_counts_inputs_not_padding(window, pairs):
-    """Catches a convolution priced as if every weight met an input at every place."""
+    """Catches a convolution counted as if every weight met an input at every position."""
     out = {"size=3 pad=1_1": 5, "size=3 stride=2": 2, "size=2 rhs_dilate=3": 2}[window]
     text = ("HloModule m\n\nENTRY %main (a: f32[7,5,4], b: f32[3,4,6]) -> f32[7,5,6] {\n"
             "  %a = f32[7,5,4]{2,1,0} parameter(0)\n"
@@ -458,9 +458,8 @@ def test_a_convolution_counts_inputs_not_padding(window, pairs):
     assert ledger.read(text, {"fsdp": 1}).flops == 2 * 7 * 6 * 4 * pairs
 
 
-def test_thousands_of_computations_are_no_matter():
-    """Catches a reader that calls itself for every computation within a computation, or that goes over the text again
-    for each of them."""
+def test_thousands_of_computations_are_read_quickly():
+    """Catches a reader that recurses into nested computations, or scans the text again for each of them."""
     product = "  %a.{0} = f32[2,3]{{1,0}} parameter(0)\n  ROOT %d.{0} = f32[2,2]{{1,0}} dot(%a.{0}, %a.{0}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}\n"  # noqa: E501
     call = "  %p.{0} = f32[2,3]{{1,0}} parameter(0)\n  ROOT %c.{0} = f32[2,2]{{1,0}} call(%p.{0}), to_apply=%f.{1}\n"
     head = "%f.{0} (p: f32[2,3]) -> f32[2,2] {{\n"
@@ -470,7 +469,7 @@ def test_thousands_of_computations_are_no_matter():
 
 
 def test_text_that_is_no_program_is_refused():
-    """Catches jaxpr or StableHLO text that gives an empty ledger."""
+    """Catches an empty ledger for jaxpr or StableHLO text."""
     with pytest.raises(ValueError, match=r"pass compiled\.as_text\(\)"):
         ledger.read("module @jit_f {}", SIZES)
 
@@ -484,8 +483,8 @@ def bench(*flags):
 
 
 def test_the_bench_prints_one_line_of_json():
-    """Catches words on stdout that a program would have to read past, a number that is gone, and FLOPs that miss or
-    double the loop over layers: what attention computes beyond the causal half keeps the ratio above 1."""
+    """Catches other text on stdout, a missing number, and FLOPs that miss or double the loop over layers. Attention
+    computes more than the causal half, so the ratio is above 1."""
     dense = "--model.n_layers 4 --model.n_experts 0 --model.dense_prefix 0 --mesh fsdp=2 --steps 1 --json"
     done = bench("tiny", *dense.split())
     assert done.returncode == 0, done.stderr
@@ -499,16 +498,16 @@ def test_the_bench_prints_one_line_of_json():
 
 
 def test_the_bench_refuses_before_it_starts(capsys):
-    """Catches a traceback for what a user can cause, and a mesh whose devices this machine cannot even pretend."""
+    """Catches a traceback for a user's mistake, and a mesh with more devices than can be simulated."""
     assert bench_step.main("--mesh fsdp=32,tensor=4".split()) == 2
-    said = "error: mesh fsdp=32,tensor=4 needs 128 devices, but at most 64 can be simulated; use smaller axes\n"
-    assert capsys.readouterr().err == said
+    message = "error: mesh fsdp=32,tensor=4 needs 128 devices, but at most 64 can be simulated; use smaller axes\n"
+    assert capsys.readouterr().err == message
     assert bench_step.main(["tinny"]) == 2
     assert capsys.readouterr().err.startswith("error: no preset is called 'tinny'; did you mean 'tiny'?")
 
 
 def test_idle_ticks_are_not_counted():
-    """Catches a ledger of a step that books every tick of a stage as work."""
+    """Catches a ledger that counts every tick of a stage as work."""
     cfg = replace(bench_step.DEFAULT, **{"work.schedule": "interleaved", "work.chunks": 2})
     line = '  %c.1 = f32[] conditional(%p), metadata={op_name="jit(step)/while/body/forward_slot/cond"}\n'
     found = compiled_step.shares(cfg, line + line.replace("forward", "loss"))
@@ -516,8 +515,8 @@ def test_idle_ticks_are_not_counted():
     assert compiled_step.shares(cfg, "") == {}
 
 
-def test_the_bench_measures_what_it_says():
-    """Catches a default that drifts: numbers of two days could not be compared."""
+def test_the_bench_default_stays_the_same():
+    """Catches a changed default, after which numbers of different days cannot be compared."""
     cfg = bench_step.DEFAULT
     split = fit.split_batch(cfg)
     assert str(cfg.mesh) == "stage=2,fsdp=2,tensor=2"

@@ -1,4 +1,4 @@
-"""Claims about bytes moved in main memory: of a stack of which a layer is read or written, the layer's."""
+"""Bytes moved in main memory: if a layer of a stack is read or written, only the layer counts."""
 
 import pytest
 
@@ -54,8 +54,8 @@ LAYER = 4 * 5 * 3
     [("reads", 2 * LAYER), ("reads_on_chip", LAYER), ("nested", 2 * LAYER), ("writes", 2 * LAYER), ("plain", 2 * LAYER),
      ("copied", LAYER), ("arrived", 0), ("room", 0), ("s", 0)],
 )  # fmt: skip
-def test_of_a_stack_only_the_layer_moves(name, size):
-    """Catches a whole stack counted for each layer, what lies on the chip, and room that is only kept."""
+def test_only_the_layer_of_a_stack_counts(name, size):
+    """Catches a whole stack counted for each layer, arrays in on-chip memory, and buffers that are only allocated."""
     program = Program(TEXT)
     computation = program.computations[program.entry]
     assert Memory(program).moved(computation, computation[name]) == size

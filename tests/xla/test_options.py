@@ -1,4 +1,4 @@
-"""Options for the compilers: one set a platform, the user's last, and words for what a compiler does not know."""
+"""Compiler options: one set per platform, changed by the user's, and an error for unknown ones."""
 
 import re
 import types
@@ -22,7 +22,7 @@ def mesh_of(platform, kind="", devices=2, **shape):
 
 
 def test_the_users_options_come_last():
-    """Catches an option that cannot be changed or left out, and one platform's going to another's compiler."""
+    """Catches an option that cannot be changed or removed, and one that goes to another platform's compiler."""
     ours = options.of(mesh_of("tpu"))
     assert ours["xla_enable_async_all_gather"] is True
     name = "xla_tpu_relayout_group_size_threshold_for_reduce_scatter"
@@ -36,10 +36,9 @@ def test_the_users_options_come_last():
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 
 
-def test_each_chip_has_options_of_its_own():
-    """Catches v4's options for every TPU: on v5p and v6e they hide no gather and no scatter. And options that fuse a
-    collective with products, of which libtpu says that they may give wrong results; and one GPU that hides from
-    itself."""
+def test_each_chip_has_its_own_options():
+    """Catches v4's options on every TPU, because on v5p and v6e they overlap no gather or scatter; options that fuse
+    a collective with matmuls, which libtpu warns may give wrong results; and overlap options for a single GPU."""
     told = {kind: options.of(mesh_of("tpu", kind, tensor=2)) for kind in (
         "TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")}  # fmt: skip
     assert [kind for kind in told if OFFLOAD in told[kind]] == ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"]
@@ -51,23 +50,23 @@ def test_each_chip_has_options_of_its_own():
 
 
 def test_options_for_gpus_are_known_to_jaxlib():
-    """Catches a misspelt option for a platform that is not here: jaxlib knows those of CPUs and GPUs by one list."""
+    """Catches a misspelled GPU option on a machine without one: jaxlib has one list of options for CPUs and GPUs."""
     double = lambda told: jax.jit(lambda x: x + x, compiler_options=told).lower(1.0).compile()
     double(options.of(mesh_of("gpu")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         double({"xla_gpu_enable_latency_hiding_schedule": True})
 
 
-def test_a_compiler_that_does_not_know_ours_is_said_in_one_line():
-    """Catches an older libtpu's refusal of what nobody asked for, put as if the user had."""
+def test_an_option_unknown_to_the_compiler_gives_a_one_line_error():
+    """Catches an older libtpu's error about one of our options that blames the user's flags."""
     message = rf"^this machine's compiler does not know the option {OFFLOAD} .* make extra-tpu\), or .* {OFFLOAD}=$"
-    with pytest.raises(UserError, match=message), options.refused():  # the CPU's compiler knows none of TPUs
+    with pytest.raises(UserError, match=message), options.refused():  # the CPU's compiler has no TPU options
         jax.jit(lambda x: x + x, compiler_options={OFFLOAD: True}).lower(1.0).compile()
 
 
 @pytest.mark.parametrize("text, part", [("xla_a", "xla_a"), ("xla_a=1, =2", "=2")])
-def test_what_is_no_option_is_refused(text, part):
-    """Catches a misspelt option that is passed over."""
+def test_malformed_options_are_refused(text, part):
+    """Catches a misspelled option that is ignored."""
     with pytest.raises(UserError, match=rf"run.compiler_options='{text}': '{part}' must be NAME=VALUE, or NAME= to"):
         options.of(mesh_of("cpu"), text)
 
@@ -77,7 +76,7 @@ def test_what_is_no_option_is_refused(text, part):
     ("xla_cpu_enable_fast_math=perhaps", "xla_cpu_enable_fast_math, 'perhaps' is not a valid bool"),
 ])  # fmt: skip
 def test_trainer_and_planner_refuse_alike(option, words):
-    """Catches a traceback for an unknown option, and a planner that compiles with other options than the trainer."""
+    """Catches a traceback for an unknown option, and a planner whose options differ from the trainer's."""
     cfg = preset("tiny", **{"run.compiler_options": option})
     mesh = sharding.make_mesh(cfg.mesh)
     with pytest.raises(
@@ -91,9 +90,9 @@ def test_trainer_and_planner_refuse_alike(option, words):
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_every_generation_takes_them(topology):
-    """Catches an option that libtpu no longer knows, or warns of, on one generation."""
-    data = 2 if topology.startswith("tpu7x") else 1  # devices a chip
+def test_every_tpu_generation_accepts_our_options(topology):
+    """Catches an option that libtpu no longer knows, or warns about, on one generation."""
+    data = 2 if topology.startswith("tpu7x") else 1  # devices per chip
     mesh = compiled.topology_mesh(MeshConfig(data=data, fsdp=2, tensor=2), topology)
     x = jax.ShapeDtypeStruct((256, 384), np.float32, sharding=NamedSharding(mesh, P("fsdp")))
 

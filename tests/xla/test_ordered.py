@@ -1,4 +1,4 @@
-"""Collectives of simulated devices happen in one order: what is compiled says so, and what does not is refused."""
+"""Collectives on simulated devices run in one order, and a program that does not order them is refused."""
 
 import os
 
@@ -29,7 +29,7 @@ SPEC = P((STAGE, FSDP, TENSOR))
 
 # The check ------------------------------------------------------------------------------------------------------------
 
-# Two devices. The branch holds an all-reduce, the computation around it another one.
+# Two devices. The branch contains an all-reduce, and so does the computation around it.
 TEXT = """HloModule toy, is_scheduled=true, num_partitions=2
 
 %add (a: f32[], b: f32[]) -> f32[] {{
@@ -60,18 +60,18 @@ ENTRY %main (p: pred[], x: f32[4]) -> (f32[4], f32[4]) {{
 
 @pytest.mark.parametrize("operand, more, inner, pairs", [
     ("%x", "", "{{0,1}}", 1),
-    ("%made", "", "{{0,1}}", 0),  # made of the other's result
-    ("%x", ", control-predecessors={%made}", "{{0,1}}", 0),  # told to wait for it
+    ("%made", "", "{{0,1}}", 0),  # depends on the other's result
+    ("%x", ", control-predecessors={%made}", "{{0,1}}", 0),  # waits for it
     ("%x", "", "{{0},{1}}", 0),  # each device with itself
 ], ids=["no order", "by data", "by control", "alone"])  # fmt: skip
-def test_a_pair_without_order_is_found(operand, more, inner, pairs):
-    """Catches a check that looks at one kind of order only, or not into branches."""
+def test_an_unordered_pair_is_found(operand, more, inner, pairs):
+    """Catches a check that knows only one kind of order, or does not look into branches."""
     found = ledger.unordered(TEXT.format(operand=operand, more=more, inner=inner))
     assert found == ["all-reduce (?) and all-reduce in %branch (?)"][:pairs]
 
 
 def toy(x, i, scale):
-    """Collectives in a branch, in a loop, and beside them, which nothing orders; the weights come from outside."""
+    """Run unordered collectives in a branch, in a loop and outside of both; the weights come from outside."""
     total = lambda x, axis: sharding.vary(sharding.psum(x, axis), (axis,))
     branch = jax.lax.cond(i > 0, lambda x: total(jnp.tanh(x), TENSOR), lambda x: x * 2, x)
     loop, _ = jax.lax.scan(lambda x, w: (total(x * w, FSDP) + 1, None), x, scale)
@@ -89,13 +89,13 @@ def toy_program(jit):
 TOY_ARRAYS = np.linspace(-1, 1, 80, dtype=np.float32).reshape(8, 10), 1, np.float32([0.5, 2, -1])
 
 
-def test_the_order_is_held_and_changes_no_bit():
-    """Catches a collective left out of the order, in a loop, a branch or beside them, and a value that it changes."""
+def test_ordering_changes_no_value():
+    """Catches an unordered collective in a loop, in a branch or outside of both, and a value that ordering changes."""
     plain = toy_program(lambda function, mesh: jax.jit(function)).lower(*TOY_ARRAYS)
     assert len(ledger.unordered(plain.compile().as_text())) >= 3
     in_order = toy_program(ordered.jit)
     assert ledger.unordered(in_order.lower(*TOY_ARRAYS).compile().as_text()) == []
-    # The same sums on numbers of which they are exact.
+    # The same sums on numbers for which float32 is exact.
     exact = np.arange(80, dtype=np.float32).reshape(8, 10), 0, np.float32([1, 2, 4])
     got, x, mesh = in_order(*exact), exact[0], sharding.make_mesh(MESH)
     grid = x.reshape(2, 2, 2, 10)  # stage, fsdp, tensor
@@ -109,7 +109,7 @@ def test_the_order_is_held_and_changes_no_bit():
 
 
 def test_a_value_that_is_not_finite_stays_where_it_is():
-    """Catches an order held by arithmetic: 0 * NaN, added, would be everywhere."""
+    """Catches ordering by arithmetic: adding 0 * NaN would spread it everywhere."""
     mesh = sharding.make_mesh("tensor=2")
 
     def local(x, y):
@@ -125,7 +125,7 @@ def test_a_value_that_is_not_finite_stays_where_it_is():
 
 
 def programs(cfg):
-    """Name -> what to lower it with, for every program of several devices that commands compile."""
+    """Yield name, function and arguments of every multi-device program that the commands compile."""
     mesh = sharding.make_mesh(cfg.mesh)
     state, batch = compiled.shapes(cfg, mesh)
     c, rows = cfg.model, 2 * mesh.size
@@ -141,14 +141,14 @@ def programs(cfg):
 
 @pytest.mark.parametrize("number", helpers.with_repeats((22, 24, 27, 35, 38, 41), (27,)))
 def test_nothing_is_left_unordered(number):
-    """Catches a program that could hang or compute nonsense on another machine, though it does neither here."""
+    """Catches a program that could hang or compute wrong results on another machine, even if it works here."""
     cfg = preset("tiny", **fuzz.draw(number))
     for name, program, arrays in programs(cfg):
         assert ledger.unordered(program.lower(*arrays).compile().as_text()) == [], name
 
 
-def test_what_a_run_starts_with_is_in_order():
-    """Catches parameters, moments or norms made by a program of several devices that has loops with collectives."""
+def test_programs_before_the_first_step_are_ordered():
+    """Catches unordered collectives in the programs that create parameters and moments, or compute norms."""
     cfg = preset("tiny", **fuzz.draw(27))
     mesh = sharding.make_mesh(cfg.mesh)
     state = optimizer.init(cfg, mesh)  # both programs are checked when they are compiled
@@ -157,8 +157,8 @@ def test_what_a_run_starts_with_is_in_order():
     assert set(norms) == {"gradient", "update", "parameter"}
 
 
-def test_the_order_costs_little(monkeypatch):
-    """Catches an order that sends or multiplies: it only keeps XLA from merging what is done twice."""
+def test_ordering_adds_no_communication_or_compute(monkeypatch):
+    """Catches ordering that adds communication or compute. It only keeps XLA from merging duplicate collectives."""
     cfg = preset("tiny", **{"mesh": "expert=2,context=2,tensor=2", "data.seq_len": 24})
     found = {}
     for form in (True, False):
@@ -172,8 +172,8 @@ def test_the_order_costs_little(monkeypatch):
     assert plain.total.count <= in_order.total.count <= 1.15 * plain.total.count
 
 
-def test_what_is_not_in_order_is_refused(monkeypatch):
-    """Catches a run that hangs, or goes on with nonsense, instead of saying so before its first step."""
+def test_an_unordered_program_is_refused(monkeypatch):
+    """Catches a run that hangs or continues with wrong results instead of stopping before its first step."""
     monkeypatch.setattr(ordered, "in_order", lambda function, mesh: function)
     cfg = preset("tiny", **{"mesh": "stage=2,expert=2", "model.n_layers": 5, "data.batch_size": 8})
     mesh = sharding.make_mesh(cfg.mesh)
@@ -190,17 +190,17 @@ CASE = """--mesh stage=2,expert=2,data=2 --model.vocab_size 72 --model.d_model 5
 --model.balance_rate 0 --model.moe_every 2 --model.dense_prefix 0 --work.microbatches 4 --model.n_layers 4"""
 
 
-def test_a_step_that_hung_ends_and_is_right():
-    """Catches the order lost where it was first missed: all 8 devices waited, every time, or the loss was NaN."""
+def test_a_step_that_once_deadlocked_is_correct():
+    """Catches a regression: in this case all 8 devices deadlocked every time, or the loss was NaN."""
     cfg, _ = parity.parse(["tiny", *CASE.split()])
     assert parity.compare(cfg).worst().ok
 
 
-# Kept programs --------------------------------------------------------------------------------------------------------
+# Cached programs ------------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_in_order_is_kept(tmp_path):
-    """Catches a cache that keeps programs whose order is lost there, and one that is never written, or never read."""
+def test_only_ordered_programs_are_cached(tmp_path):
+    """Catches a cache that stores unordered programs, and one that is never written or never read."""
     heard = []
     jax.monitoring.register_event_listener(lambda name, **_: heard.append(name))
     hits = lambda: heard.count("/jax/compilation_cache/cache_hits")
@@ -216,8 +216,8 @@ def test_only_what_is_in_order_is_kept(tmp_path):
     np.testing.assert_array_equal(again, first)
 
 
-def test_within_another_trace_nothing_is_ordered_twice():
-    """Catches gradients through a function of ours that end in a primitive without a derivative."""
+def test_a_nested_trace_is_ordered_once():
+    """Catches a gradient through an ordered function that fails at a primitive without a derivative."""
     cfg = preset("tiny", **{"mesh": "fsdp=2", "model.n_layers": 1, "model.n_experts": 0, "model.dense_prefix": 0})
     mesh = sharding.make_mesh(cfg.mesh)
     params = parameters.init(model.declare(cfg.model), mesh, 0)
@@ -227,8 +227,8 @@ def test_within_another_trace_nothing_is_ordered_twice():
     assert float(jnp.abs(program(params).norm_D).max()) > 0
 
 
-def test_what_nothing_uses_is_removed():
-    """Catches a JAX without `dce_jaxpr`: programs would be read with what their compiler removes, and tokens would keep
+def test_unused_equations_are_removed():
+    """Catches a JAX without `dce_jaxpr`: the ledger would count work that the compiler removes, and tokens would keep
     unused collectives alive."""
 
     def wasteful(x):

@@ -1,6 +1,6 @@
-"""Claims about what waits, what cannot be counted, and what memory moves; and about the command that prints it.
+"""Exposed communication, unknown FLOPs and memory traffic in the ledger, and the command that prints them.
 
-The texts are cut from what XLA writes for TPU and GPU. FLOPs are worked out by hand: PRODUCT is one of %product.
+The texts are excerpts of XLA's output for TPU and GPU. PRODUCT is the FLOPs of %product, derived by hand.
 """
 
 import json
@@ -57,9 +57,9 @@ def read(*lines: str) -> ledger.Ledger:
     return ledger.read(TEXT.replace("LINES", "\n  ".join(lines)), SIZES)
 
 
-# Hidden and exposed ---------------------------------------------------------------------------------------------------
+# Overlapped and exposed -----------------------------------------------------------------------------------------------
 
-# What begins a collective, and what ends it; and the bytes it sends.
+# The start and the end of a collective, and the bytes it sends.
 FORMS = {
     "all-gather": (
         "%s = (f32[11,2]{1,0}, f32[22,2]{1,0}) all-gather-start(%z), replica_groups={{0,1}}, dimensions={0}",
@@ -75,7 +75,7 @@ FORMS = {
 KERNEL = '%k = f32[5,3]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"'
 LOOP = """%y = (f32[5,7]{1,0}, f32[7,3]{1,0}) tuple(%x, %w)
   %l = (f32[5,7]{1,0}, f32[7,3]{1,0}) while(%y), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}"""  # noqa: E501
-# What stands between -> whether that hides the collective, and FLOPs beside it.
+# Instructions between start and end -> whether they overlap with the collective, and their FLOPs.
 BETWEEN = {
     "": (False, 0),
     "%y = f32[5,7]{1,0} tanh(%x)": (False, 0),
@@ -88,9 +88,9 @@ BETWEEN = {
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda line: line[:30])
-def test_a_collective_is_hidden_if_products_stand_beside_it(kind, between):
-    """Catches one that is hidden because it has a start and an end, or by a product before or after, one of which a
-    loop's, a fusion's or a kernel's products are not seen, and one that is listed twice."""
+def test_a_collective_is_overlapped_if_matmuls_run_meanwhile(kind, between):
+    """Catches a collective that counts as overlapped because it has a start and an end, or through a matmul before or
+    after it; matmuls missed in a loop, a fusion or a kernel; and a collective listed twice."""
     start, end, sent_bytes = FORMS[kind]
     hidden, beside_flops = BETWEEN[between]
     found = read(start, between, end)
@@ -101,8 +101,8 @@ def test_a_collective_is_hidden_if_products_stand_beside_it(kind, between):
     assert found.total.hidden_bytes == (sent_bytes if hidden else 0)
 
 
-def test_one_product_may_stand_beside_several_collectives():
-    """Catches an end that is taken for that of the collective begun last."""
+def test_one_matmul_may_overlap_several_collectives():
+    """Catches an end that is matched with the wrong start."""
     (gather, gathered, _), (permute, permuted, _) = FORMS["all-gather"], FORMS["collective-permute"]
     rename = lambda line: line.replace("%s", "%s2").replace("%d", "%d2")
     product = "%y = f32[5,3]{1,0} fusion(%x, %w), kind=kOutput, calls=%product"
@@ -112,13 +112,13 @@ def test_one_product_may_stand_beside_several_collectives():
         ("all-gather", PRODUCT), ("collective-permute", 2 * PRODUCT)]  # fmt: skip
 
 
-def test_a_collective_without_an_end_of_its_own_is_exposed():
-    """Catches products before or after a collective that nothing else can run beside."""
+def test_a_synchronous_collective_is_exposed():
+    """Catches a synchronous collective that counts as overlapped with matmuls before or after it."""
     found = read("%s = f32[22,2]{1,0} all-gather(%z), channel_id=1, replica_groups={{0,1}}, dimensions={0}")
     assert [(x.asynchronous, x.hidden, x.beside_flops) for x in found.collectives] == [(False, False, 0)]
 
 
-# Cut from what libtpu makes of a product fused with the gather of the next layer's weights.
+# Excerpt of libtpu's output for a matmul fused with the gather of the next layer's weights.
 FUSED = """\
 HloModule m, is_scheduled=true, num_partitions=2
 
@@ -140,15 +140,15 @@ ENTRY %main (a: bf16[48,16], b: bf16[32,48], c: bf16[1,24,16]) -> (bf16[32,16], 
 """  # noqa: E501
 
 
-def test_a_collective_in_one_fusion_with_a_product_is_hidden():
-    """Catches a gather that is exposed because it has no start, though a product runs in the same fusion."""
+def test_a_collective_fused_with_a_matmul_is_overlapped():
+    """Catches a gather that counts as exposed because it has no start, though a matmul runs in the same fusion."""
     (one,) = ledger.read(FUSED, SIZES).collectives
     assert (one.hidden, one.beside_flops, one.count) == (True, 2 * 32 * 48 * 16, 1)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
 
-# As libtpu writes a Pallas kernel with metadata: an instruction of five lines.
+# A Pallas kernel with metadata in libtpu's output: an instruction of five lines.
 LONG = """%kernel.1 = f32[5,3]{1,0:T(8,128)S(3)} custom-call(%x, %w), custom_call_target="tpu_custom_call", operand_layout_constraints={f32[5,7]{1,0}, f32[7,3]{1,0}}, frontend_attributes={kernel_metadata={
 "a":"line one\\nline two",
 "b":"x"
@@ -156,15 +156,15 @@ LONG = """%kernel.1 = f32[5,3]{1,0:T(8,128)S(3)} custom-call(%x, %w), custom_cal
 
 
 def test_an_instruction_may_span_lines():
-    """Catches a kernel whose cost, scope and source are lost because its metadata stands on lines of its own."""
+    """Catches a kernel that loses its cost, scope and source because its metadata is on separate lines."""
     found = read(LONG)
     assert found.flops == 77 + 2 * PRODUCT
     assert found.unknown == {}
-    assert found.memory_bytes("attend") == 4 * (5 * 7 + 7 * 3)  # it writes to the chip's own memory
+    assert found.memory_bytes("attend") == 4 * (5 * 7 + 7 * 3)  # it writes to on-chip memory
 
 
-def test_a_kernel_that_states_no_cost_is_unknown():
-    """Catches a kernel that counts 0 in silence, one counted once in a loop, and lists of what is no work at all."""
+def test_a_kernel_without_a_cost_is_unknown():
+    """Catches a kernel that silently counts 0, one counted once in a loop, and custom calls that are no work."""
     silent = LONG.replace('"cost_estimate":{"flops":"77",', '"other":{')
     again = silent.replace("%kernel.1", "%kernel.2")
     buffer = '%y = f32[5,3]{1,0} custom-call(), custom_call_target="AllocateBuffer"'
@@ -176,8 +176,8 @@ def test_a_kernel_that_states_no_cost_is_unknown():
     assert ledger.read(in_a_loop.replace("LINES", LOOP), SIZES).unknown == {"k.2 (?)": 4}
 
 
-def test_a_product_of_cublas_is_counted():
-    """Catches the products of a GPU program, which are custom calls there."""
+def test_a_cublas_matmul_is_counted():
+    """Catches missed matmuls of a GPU program, which are custom calls."""
     gemm = ('%g = (f32[5,3]{1,0}, s8[4096]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", '
             'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
             '"rhs_contracting_dimensions":["0"]}}}')  # fmt: skip
@@ -189,9 +189,9 @@ def test_a_product_of_cublas_is_counted():
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_scope_moves_in_memory():
-    """Catches a fusion whose insides count, a loop that counts once, arrays that never leave the chip, a copy in two
-    parts that counts twice, and a scope that is only part of a name."""
+def test_memory_traffic_of_a_scope():
+    """Catches a fusion whose inner instructions count, a loop that counts once, on-chip arrays that count, a two-part
+    copy that counts twice, and a scope that matches only part of a name."""
     named = 'metadata={op_name="jit(f)/transpose(jvp(attend))/x"}'
     apart = f"%b = f32[5,7]{{1,0}} negate(%x), {named.replace('attend', 'attend_more')}"
     copy = f"%c = (f32[5,7]{{1,0:S(3)}}, f32[5,7]{{1,0}}, u32[]) copy-start(%x), {named}"
@@ -212,37 +212,37 @@ def numbers():
     return overlap.read(found) | {"peak_bytes": 3 * 2**30, "compile_cpu_s": 41.7}
 
 
-def test_the_table_says_what_waits(numbers):
-    """Catches a column that is another's, and a share of another whole."""
+def test_the_table_shows_exposed_bytes(numbers):
+    """Catches swapped columns, and a share of the wrong total."""
     assert numbers["by_kind"] == {"all-gather": {"count": 2, "wire_bytes": 176, "exposed_bytes": 88}}
     scaled = {name: size * 10**9 if name.endswith("bytes") and name != "peak_bytes" else size
               for name, size in numbers.items()}  # fmt: skip
     scaled["attention_by_memory"] = {"S(3)": 17 * 10**9, "HBM": 5 * 10**9}
-    said = {line[:42].strip(): line[42:].split() for line in overlap.table(scaled).splitlines() if line}
-    assert said["on the wire"] == ["176.000", "GB", "in", "2", "collectives"]
-    assert said["exposed: no overlap with matmuls"] == ["88.000", "GB", "50.0%", "of", "it"]
-    assert said["synchronous, without start and done"] == ["0.000", "GB", "0.0%", "of", "it"]
-    assert said["hidden: overlapped with matmuls"] == ["88.000", "GB", "50.0%", "of", "it"]
-    assert said["peak"] == ["3.00", "GiB"]
+    cells = {line[:42].strip(): line[42:].split() for line in overlap.table(scaled).splitlines() if line}
+    assert cells["on the wire"] == ["176.000", "GB", "in", "2", "collectives"]
+    assert cells["exposed: no overlap with matmuls"] == ["88.000", "GB", "50.0%", "of", "it"]
+    assert cells["synchronous, without start and done"] == ["0.000", "GB", "0.0%", "of", "it"]
+    assert cells["hidden: overlapped with matmuls"] == ["88.000", "GB", "50.0%", "of", "it"]
+    assert cells["peak"] == ["3.00", "GiB"]
     assert numbers["attention_by_memory"] == {"HBM": 224, "S(3)": 60}
-    assert said["attention operands and results in CMEM"] == ["17.000", "GB"]
-    assert said["attention operands and results in HBM"] == ["5.000", "GB"]
-    assert " ".join(said["executed"]).endswith("TFLOP unknown: FLOPs of 1 kernel: 1 x k (?)")
-    assert said["compile time"] == ["42", "CPU", "s"]
+    assert cells["attention operands and results in CMEM"] == ["17.000", "GB"]
+    assert cells["attention operands and results in HBM"] == ["5.000", "GB"]
+    assert " ".join(cells["executed"]).endswith("TFLOP unknown: FLOPs of 1 kernel: 1 x k (?)")
+    assert cells["compile time"] == ["42", "CPU", "s"]
 
 
-def test_lines_that_are_not_listed_are_added_up(numbers):
-    """Catches a table whose rows are not all there is, and one that says less of a step than was compiled."""
+def test_unlisted_lines_are_summed(numbers):
+    """Catches a table whose rows do not add up, and a heading that leaves out part of the configuration."""
     rows = {f"model.py:{i} in f": {"count": i, "wire_bytes": 10**9 * i, "exposed_bytes": 0} for i in range(15)}
-    said = overlap.table(numbers | {"by_source": rows}).splitlines()[-1].split()
-    assert said[:5] == ["3", "others", "39", "39.000", "GB"]
+    last = overlap.table(numbers | {"by_source": rows}).splitlines()[-1].split()
+    assert last[:5] == ["3", "others", "39", "39.000", "GB"]
     line = overlap.asked(preset("tiny", mesh="fsdp=4", **{"work.gather": "step"}), "v4:2x2x1")
     assert line == ("fsdp=4 on v4:2x2x1, 16 x 18 tokens, remat=none, gather=step, tensor_exchange=gather; "
                     "for one chip and step:")  # fmt: skip
 
 
 def test_the_command_prints_one_line_of_json(numbers, monkeypatch, capsys):
-    """Catches words on stdout that a program would have to read past, and flags that reach the compiler as others."""
+    """Catches other text on stdout, and flags that reach the compiler changed."""
     asked = []
     monkeypatch.setattr(overlap, "measure", lambda cfg, args: asked.append((cfg, args.topology)) or numbers)
     argv = "tiny --topology v4:2x2x1 --mesh fsdp=4 --data.batch_size 24 --json"
@@ -252,8 +252,8 @@ def test_the_command_prints_one_line_of_json(numbers, monkeypatch, capsys):
     assert asked == [(planner.plan(cfg, "v4:2x2x1").cfg, "v4:2x2x1")]
 
 
-def test_a_topology_that_cannot_be_compiled_for_is_refused():
-    """Catches libtpu's own words about a GPU, and a preset that is compiled for another machine than was asked for."""
+def test_unsupported_topologies_are_refused():
+    """Catches libtpu's own error about a GPU, and a preset compiled for the wrong machine."""
     with pytest.raises(UserError, match=r"^topology 'h100:8': only TPU slices .* v4:4x4x2, "):
         overlap.parse(["tiny", "--topology", "h100:8"])
     cfg, args = overlap.parse([])

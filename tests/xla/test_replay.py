@@ -1,6 +1,6 @@
-"""Claims about a replay: programs of ten lines whose seconds are known by hand.
+"""The simulated schedule of ten-line programs takes the seconds that are derived by hand.
 
-The machine does 1 FLOP, moves 10 bytes of memory and 4 bytes over a link in a second, and its clock ticks twice.
+Per second the machine does 1 FLOP, moves 10 bytes of memory and 4 bytes over a link, and runs 2 clock cycles.
 """
 
 import numpy as np
@@ -63,58 +63,58 @@ def play(*lines: str, machine=LINE, **more) -> replay.Replay:
     return replay.replay(TEXT.replace("LINES", "\n  ".join(lines)), SIZES, machine, **more)
 
 
-# Lines -> seconds by cause. A permute of 400 bytes takes 100 s for each link it shares with nobody.
+# Lines -> seconds by cause. A permute of 400 bytes takes 100 s if it shares no link.
 CASES = {
-    "a product at the peak, for want of an estimate": ((PRODUCT("y"),), {"products": FLOPS}),
-    "a product by the compiler's cycles": ((PRODUCT("y") + ", " + TICKS,), {"products": 250}),
-    "what it reads and writes": ((TANH,), {"other ops": 80}),
-    "a permute without anything beside": ((SEND(0, "0,1"), DONE(0)), {"fsdp": 100}),
-    "a permute behind a product": ((SEND(0, "0,1"), PRODUCT("y"), DONE(0)), {"products": FLOPS}),
-    "a permute behind something shorter": ((SEND(0, "0,1"), TANH, DONE(0)), {"other ops": 80, "fsdp": 20}),
-    "two that share a link": ((SEND(0, "0,1"), SEND(1, "0,2"), DONE(0), DONE(1)), {"fsdp": 200}),
-    "two that share none": ((SEND(0, "0,1"), SEND(1, "1,2"), DONE(0), DONE(1)), {"fsdp": 100}),
-    "two ways of one link": ((SEND(0, "0,1"), SEND(1, "1,0"), DONE(0), DONE(1)), {"fsdp": 100}),
-    "the second alone when the first has arrived": (
+    "a matmul at the peak without an estimate": ((PRODUCT("y"),), {"products": FLOPS}),
+    "a matmul by the compiler's cycles": ((PRODUCT("y") + ", " + TICKS,), {"products": 250}),
+    "memory reads and writes": ((TANH,), {"other ops": 80}),
+    "a permute without overlap": ((SEND(0, "0,1"), DONE(0)), {"fsdp": 100}),
+    "a permute overlapped with a matmul": ((SEND(0, "0,1"), PRODUCT("y"), DONE(0)), {"products": FLOPS}),
+    "a permute overlapped in part": ((SEND(0, "0,1"), TANH, DONE(0)), {"other ops": 80, "fsdp": 20}),
+    "two permutes on one link": ((SEND(0, "0,1"), SEND(1, "0,2"), DONE(0), DONE(1)), {"fsdp": 200}),
+    "two permutes on different links": ((SEND(0, "0,1"), SEND(1, "1,2"), DONE(0), DONE(1)), {"fsdp": 100}),
+    "two directions of one link": ((SEND(0, "0,1"), SEND(1, "1,0"), DONE(0), DONE(1)), {"fsdp": 100}),
+    "the second alone after the first has arrived": (
         (SEND(0, "0,1"), TANH, SEND(1, "0,1"), DONE(0), DONE(1)), {"other ops": 80, "fsdp": 120}),
-    "a loop as often as it runs": ((LOOP,), {"products": 3 * FLOPS}),
+    "a loop by its trip count": ((LOOP,), {"products": 3 * FLOPS}),
     "the longest branch": ((BRANCH,), {"products": FLOPS}),
-    "a permute behind a loop": ((SEND(0, "0,1"), LOOP, DONE(0)), {"products": 3 * FLOPS}),
-    "a gather that has no end of its own": (
+    "a permute overlapped with a loop": ((SEND(0, "0,1"), LOOP, DONE(0)), {"products": 3 * FLOPS}),
+    "a synchronous gather": (
         ("%g = f32[400]{0} all-gather(%z), replica_groups={{0,1,2,3}}, dimensions={0}",), {"fsdp": 300}),
-    "a copy that nobody waits for, and one": (
+    "a copy without compute": (
         ("%c = (f32[100]{0}, f32[100]{0:S(1)}, u32[]) copy-start(%z)", "%e = f32[100]{0:S(1)} copy-done(%c)"),
         {"copies": 40}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_seconds_are_those_worked_out_by_hand(name):
-    """Catches a wait that is counted twice or not at all, a link that two have for themselves, a loop played once."""
+def test_seconds_match_those_derived_by_hand(name):
+    """Catches a wait counted twice or not at all, two permutes that each get the whole link, and a loop run once."""
     lines, causes = CASES[name]
     found = play(*lines)
     assert found.causes == pytest.approx(causes)
     assert found.seconds == pytest.approx(sum(causes.values()))
 
 
-def test_a_product_at_the_peak_if_asked():
-    """Catches `at_peak` that is ignored where the compiler has an estimate."""
+def test_at_peak_ignores_the_estimate():
+    """Catches `at_peak` being ignored if the compiler has an estimate."""
     assert play(PRODUCT("y") + ", " + TICKS, at_peak=True).causes == {"products": FLOPS}
 
 
-def test_a_branch_counts_as_often_as_its_share_says():
-    """Catches a table of ticks that is ignored, or applied to how often a loop runs."""
+def test_a_branch_is_scaled_by_its_share():
+    """Catches a share that is ignored, or applied to a loop's trip count."""
     assert play(BRANCH, shares={"slot": 0.25}).seconds == FLOPS / 4
     assert play(BRANCH, shares={"slot": lambda reached: reached / 2}).seconds == FLOPS / 2
 
 
 def test_latency_is_for_each_link():
-    """Catches latency that is left out, or counted once for a message over three links."""
+    """Catches missing latency, or latency counted once for a message over three links."""
     machine = replay.Machine(*(getattr(LINE, name) for name in list(LINE.__dataclass_fields__)[:-1]), latency_s=5.0)
     assert play(SEND(0, "0,3"), DONE(0), machine=machine).seconds == 100 + 3 * 5
 
 
-def test_a_timeline_has_the_core_and_the_wires():
-    """Catches a picture without what hides: the permute is on its way from its start to its arrival, not to its end."""
+def test_a_timeline_shows_core_and_communication():
+    """Catches a permute that is drawn until its done instruction instead of its arrival."""
     found = play(SEND(0, "0,1"), PRODUCT("y"), DONE(0))
     events = found.played["main"].events
     assert [(e.lane, e.what, e.start, e.end) for e in events] == [
@@ -122,16 +122,16 @@ def test_a_timeline_has_the_core_and_the_wires():
     assert found.longest(1) == ["main"]
 
 
-def test_what_cannot_be_played_is_refused_in_a_line():
-    """Catches a program before scheduling, whose order means nothing, and one for other devices."""
+def test_unscheduled_programs_are_refused():
+    """Catches a program before scheduling, whose order means nothing, and one for another number of devices."""
     with pytest.raises(ValueError, match="has no schedule"):
         replay.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
     with pytest.raises(ValueError, match="has 2 devices, but the machine has 4 places"):
         replay.replay(TEXT, {"fsdp": 2}, LINE)
 
 
-def test_an_event_says_what_it_sends():
-    """Catches a picture in which nobody can tell which exchange is waited for."""
+def test_an_event_has_its_bytes():
+    """Catches a timeline that does not show which communication is exposed."""
     found = play(SEND(0, "0,1"), PRODUCT("y"), TANH, DONE(0))
     events = {event.what: event for event in found.played["main"].events}
     assert events["collective-permute"].wire_bytes == 400

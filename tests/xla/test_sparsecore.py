@@ -1,6 +1,6 @@
-"""Claims about what the ledger may not overlook: collectives on a SparseCore, and what it does not know.
+"""The ledger finds collectives on a SparseCore, and refuses instructions that it does not know.
 
-The text is cut from what libtpu 0.0.42.1 makes of a step on v6e with collectives offloaded; shapes are smaller.
+The text is an excerpt of libtpu 0.0.42.1's output for a v6e step with offloaded collectives; shapes are smaller.
 """
 
 import jax
@@ -61,9 +61,9 @@ def read(text: str = TEXT, line: str = "") -> ledger.Ledger:
 # On a SparseCore ------------------------------------------------------------------------------------------------------
 
 
-def test_a_collective_on_a_sparse_core_is_one_of_the_step():
-    """Catches a ledger that sees 0 of 2: such a collective stands in a computation of another thread, which a
-    `call-start` names. One is hidden if products stand between its start and its end, as any other."""
+def test_a_collective_on_a_sparsecore_is_counted():
+    """Catches a ledger that finds 0 of 2: these collectives are in a computation of another thread, named by a
+    `call-start`. They are overlapped if matmuls run between their start and end, like any other."""
     found = read()
     assert [(x.kind, x.axes, x.wire_bytes, x.count, x.asynchronous, x.hidden, x.beside_flops)
             for x in found.collectives] == [
@@ -74,7 +74,7 @@ def test_a_collective_on_a_sparse_core_is_one_of_the_step():
 
 
 def in_a_loop(text: str) -> str:
-    """The same with the gather in a loop of three trips."""
+    """Put the gather into a loop of three trips."""
     begin, end = text.index("  %gather-start"), text.index("  LINE")
     body = text[begin:end]
     computations = (
@@ -90,14 +90,14 @@ def in_a_loop(text: str) -> str:
     return (text[:begin] + loop + text[end:]).replace("ENTRY", computations + "ENTRY")
 
 
-def test_in_a_loop_it_counts_once_a_trip():
-    """Catches an offloaded collective that is found, and counts once though a loop over layers starts it."""
+def test_a_sparsecore_collective_in_a_loop_counts_once_per_trip():
+    """Catches an offloaded collective that counts once, though a loop over layers starts it."""
     found = read(in_a_loop(TEXT))
     assert {x.kind: (x.count, x.hidden) for x in found.collectives} == {
         "all-gather": (3, True), "reduce-scatter": (1, False)}  # fmt: skip
 
 
-# What is not known ----------------------------------------------------------------------------------------------------
+# Unknown instructions -------------------------------------------------------------------------------------------------
 
 STRANGE = {
     "%r = bf16[8,6]{1,0} ragged-all-to-all(%g, %g, %i, %i, %i, %i), replica_groups={{0,1},{2,3}}":
@@ -123,13 +123,13 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("line", STRANGE, ids=lambda line: line.split("} ")[-1][:24])
-def test_what_is_not_known_is_refused(line):
-    """Catches bytes that count as none: an opcode, a thread or a call that the ledger has never seen may exchange."""
+def test_unknown_instructions_are_refused(line):
+    """Catches uncounted bytes: an opcode, a thread or a call that the ledger does not know may communicate."""
     with pytest.raises(UserError) as refusal:
         read(line=f'{line}, metadata={{op_name="jit(step)/strange"}}')
-    said = str(refusal.value)
-    assert said.startswith(f"the ledger does not know {STRANGE[line]} and would count its bytes as 0: %r = ")
-    assert said.endswith(" (jit(step)/strange, ?)") and "\n" not in said and len(said) < 300
+    message = str(refusal.value)
+    assert message.startswith(f"the ledger does not know {STRANGE[line]} and would count its bytes as 0: %r = ")
+    assert message.endswith(" (jit(step)/strange, ?)") and "\n" not in message and len(message) < 300
 
 
 @pytest.mark.parametrize("line", [
@@ -138,14 +138,14 @@ def test_what_is_not_known_is_refused(line):
     '%r = ((bf16[4,6]{1,0}), bf16[8,6]{1,0}) async-start(%z), async_execution_thread="main", calls=%gathered',
     "%r = bf16[4]{0} reduce(%z, %i), dimensions={1}, to_apply=%sum, control-predecessors={%gathered}",
 ])  # fmt: skip
-def test_what_is_known_is_not_refused(line):
-    """Catches a ledger that refuses programs which are read rightly."""
+def test_known_instructions_are_accepted(line):
+    """Catches a ledger that refuses programs that it reads correctly."""
     assert read(line=line.replace("%i", "%token")).total.count >= 2
 
 
 @pytest.mark.parametrize("line", ["%r = bf16[4,6]{1,0} negate[%z]", "%r := bf16[4,6] negate(%z)"])
 def test_a_line_that_cannot_be_read_is_refused(line):
-    """Catches an instruction in a notation that is not known here, and is passed over with its bytes."""
+    """Catches an instruction in an unknown notation that is skipped together with its bytes."""
     with pytest.raises(UserError, match=r"^cannot read this line of HLO: %r :?= bf16\[4,6\]"):
         read(line=line)
     with pytest.raises(UserError, match=r"^cannot read this line of HLO: gathered \("):
@@ -155,8 +155,8 @@ def test_a_line_that_cannot_be_read_is_refused(line):
 # Memories -------------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_lie_in_memories():
-    """Catches operands that lie on the chip and are missing in what a scope moves: on v4 the larger part is in CMEM."""
+def test_bytes_are_counted_by_memory():
+    """Catches on-chip operands that are missing in a scope's traffic; on v4 the larger part is in CMEM."""
     found = read()
     assert found.memories("attend") == {"HBM": 4 * 5 * 7, "S(1)": 4 * 7 * 3, "S(3)": 4 * 5 * 3}
     assert found.memory_bytes("attend") == 4 * 5 * 7 and found.memory_bytes("attend", "S(3)") == 4 * 5 * 3
@@ -168,9 +168,9 @@ def test_bytes_lie_in_memories():
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("topology, devices", [("v5p:2x2x1", 4), ("v6e:2x2", 4), ("tpu7x:2x2x1", 8)])
-def test_what_a_sparse_core_sends_is_all_seen(topology, devices):
-    """Catches a ledger that loses what libtpu puts on SparseCores, and options that put nothing there: gradients of 6
-    layers are gathered and scattered by as many bytes as a formula says, and no scatter is waited for."""
+def test_all_sparsecore_communication_is_counted(topology, devices):
+    """Catches a ledger that misses collectives on SparseCores, and options that offload none. The bytes of gathers and
+    scatters for the gradients of 6 layers match a formula, and no scatter is exposed."""
     layers, wide = 6, 1024
     mesh = compiled.topology_mesh(MeshConfig(fsdp=devices), topology)
 
