@@ -230,7 +230,7 @@ def costs(sched: Schedule, F: float, B: float, W: float) -> dict[str, float]:
 
 
 def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simulation:
-    """Time each operation if each stage continues as soon as its inputs arrive; F, B, W as in `costs`."""
+    """Time each operation if each stage continues as soon as its inputs arrive; F, B, W are times of a whole stage."""
     S, v, cost = sched.stages, sched.chunks, costs(sched, F, B, W)
     todo, free, spans = [list(order) for order in sched.orders], [0.0] * S, {}
     while any(todo):
