@@ -1,7 +1,7 @@
-"""Token shards that lie elsewhere: what this host needs of them is fetched in blocks, into a bounded folder.
+"""Read token shards from a bucket: download the blocks that this host needs into a cache folder of limited size.
 
-`gs://`, `s3://` and whatever else fsspec reads. A block is so many bytes of a file. A host fetches the blocks that its
-own rows lie in, several at once, while the batches before them train; nothing else of a run's data comes by network.
+Buckets are `gs://`, `s3://` or any other protocol of fsspec. A block is BLOCK_BYTES of a file. A host downloads only
+the blocks that contain its own rows, several at a time, while earlier batches train.
 """
 
 import functools
@@ -21,20 +21,20 @@ import numpy as np
 from devices import cache_directory, log
 from errors import UserError
 
-BLOCK_BYTES = 2**18  # an answer takes as long as that of one window, and in time its neighbours are asked for too
-CACHE_BYTES = 20 * 2**30  # most that a host keeps of all buckets
-MAX_REQUESTS = 32  # requests that are under way together
-WAITS_S = (1, 2, 4, 8, 12)  # before each further try
+BLOCK_BYTES = 2**18  # takes as long to download as a single window, and later windows use it too
+CACHE_BYTES = 20 * 2**30  # limit of the cache, for all buckets together
+MAX_REQUESTS = 32  # requests in flight at the same time
+WAITS_S = (1, 2, 4, 8, 12)  # before each further attempt
 
 
 class MissingFile(UserError):
-    """What was asked for is not there."""
+    """The requested file does not exist."""
 
 
 def file_system(address: str):
-    """The file system that fsspec has for a path or an address, and the path in it.
+    """Return the fsspec file system of a path or address, and the path in it.
 
-    Of S3 and GCS, nothing is tried again by the client, which would for half a minute without a word: `retry` does.
+    Turns off the retries of the S3 and GCS clients, which print nothing for half a minute; use `retry` instead.
     """
     import fsspec  # here, because it is slow to import
 
@@ -48,9 +48,9 @@ def file_system(address: str):
 
 
 def retry(what: str, work, waits_s, at_once: tuple, heading: str = ""):
-    """Return what a call returns, calling again with longer and longer waits; each reason to is printed.
+    """Return work(). If it fails, print the reason, wait and call it again; the waits grow.
 
-    at_once  what no wait mends, and is raised as it is
+    at_once  exceptions that a retry cannot help: they are raised unchanged
     Raises: UserError with the last reason.
     """
     for wait_s in (*waits_s, None):
@@ -58,55 +58,55 @@ def retry(what: str, work, waits_s, at_once: tuple, heading: str = ""):
             return work()
         except at_once:
             raise
-        except Exception as error:  # each protocol has errors of its own
-            said = " ".join(str(error).split())[:300]  # a server may answer with a page
-            reason = f"{what}: {type(error).__name__}: {said}"
+        except Exception as error:  # each protocol has its own errors
+            message = " ".join(str(error).split())[:300]  # a server may answer with an HTML page
+            reason = f"{what}: {type(error).__name__}: {message}"
             if wait_s is None:
-                raise UserError(f"{reason}; tried {len(waits_s) + 1} times. Is the network there?") from error
-        log(f"{heading}{reason}; again in {wait_s} s")
+                raise UserError(f"{reason}; gave up after {len(waits_s) + 1} attempts. Check the network.") from error
+        log(f"{heading}{reason}; retrying in {wait_s} s")
         time.sleep(wait_s)
 
 
 def call_with_retries(what: str, work: Callable, heading: str = "data       "):
-    """Call until it works, with longer and longer waits; each reason to try again is printed.
+    """Return work(), with retries as in `retry` over WAITS_S.
 
-    Raises: UserError with the last reason; at once for what is not there or not allowed, or a protocol that is not.
+    Raises: UserError with the last reason; without a retry if the file or protocol does not exist or access is denied.
     """
     at_once = (FileNotFoundError, PermissionError, ImportError, ValueError)
 
-    def ask():
+    def attempt():
         try:
             return work()
         except OSError as error:
-            if str(error).startswith("Forbidden"):  # as GCS's client says it, with a page
+            if str(error).startswith("Forbidden"):  # the GCS client's error, followed by an HTML page
                 raise PermissionError(" ".join(str(error).split())[:300]) from error
             raise
 
     try:
-        return retry(what, ask, WAITS_S, at_once, heading)
+        return retry(what, attempt, WAITS_S, at_once, heading)
     except UserError:
         raise
     except FileNotFoundError:
-        raise MissingFile(f"{what}: not there") from None
+        raise MissingFile(f"{what}: no such file") from None
     except at_once as error:
         raise UserError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 class Cache:
-    """Files in a folder, at most so many bytes of them: those that were not used for longest go first."""
+    """Files in a folder, up to `limit_bytes` in total. The least recently used files are deleted first."""
 
     def __init__(self, folder: Path, limit_bytes: float):
         self.folder, self.limit_bytes, self.lock = folder, limit_bytes, threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         known = []
         for file in folder.iterdir():
-            with suppress(FileNotFoundError):  # another process made room
+            with suppress(FileNotFoundError):  # another process deleted it
                 known.append((file.stat().st_mtime, file.name, file.stat().st_size))
         self.sizes = OrderedDict((name, size) for _, name, size in sorted(known))
         self.bytes = sum(self.sizes.values())
 
     def get(self, name: str, start: int, stop: int) -> bytes | None:
-        """Bytes start .. stop-1 of a file; None if it is not here."""
+        """Return bytes start .. stop-1 of a file, or None if it is not cached."""
         with self.lock:
             if name not in self.sizes:
                 return None
@@ -115,7 +115,7 @@ class Cache:
             with (self.folder / name).open("rb") as file:
                 file.seek(start)
                 return file.read(stop - start)
-        except FileNotFoundError:  # of another process
+        except FileNotFoundError:  # another process deleted it
             with self.lock:
                 self.bytes -= self.sizes.pop(name, 0)
             return None
@@ -129,9 +129,9 @@ class Cache:
             try:
                 own.write_bytes(contents)
                 own.replace(self.folder / name)
-            except OSError as error:  # a full disk slows a run down, and does not end it
+            except OSError as error:  # a full disk slows the run down but does not stop it
                 own.unlink(missing_ok=True)
-                return log(f"data       {self.folder} keeps nothing more: {error}")
+                return log(f"data       {self.folder}: cannot cache more data: {error}")
             self.sizes[name] = len(contents)
             self.bytes += len(contents)
 
@@ -144,7 +144,7 @@ class Cache:
 
 @functools.cache
 def cache() -> Cache:
-    """The folder of this host, for all buckets."""
+    """Return this host's cache, which all buckets share."""
     return Cache(Path(cache_directory()) / "shards", CACHE_BYTES)
 
 
@@ -154,7 +154,7 @@ def pool() -> ThreadPoolExecutor:
 
 
 class Bucket:
-    """A directory that lies elsewhere."""
+    """A directory in a bucket."""
 
     def __init__(self, path: str):
         self.path = path.rstrip("/")
@@ -162,7 +162,7 @@ class Bucket:
         self.version, self.locks = "", [threading.Lock() for _ in range(4 * MAX_REQUESTS)]
 
     def read_file(self, name: str) -> bytes:
-        """A small file, never kept; what is fetched afterwards belongs to this one's contents."""
+        """Read a small file without caching it. Later cache entries belong to this version of its contents."""
         contents = call_with_retries(f"{self.path}/{name}", lambda: self.files.cat_file(f"{self.root}/{name}"))
         self.version = hashlib.sha256(self.path.encode() + contents).hexdigest()[:16]
         return contents
@@ -171,25 +171,25 @@ class Bucket:
         return call_with_retries(f"{self.path}/{name}", lambda: self.files.open(f"{self.root}/{name}", "rb"))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start .. stop-1 of a file, fewer where it ends."""
+        """Return bytes start .. stop-1 of a file, or fewer if it ends before."""
         blocks = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
         return b"".join(self._block(name, n, max(start - n * BLOCK_BYTES, 0), stop - n * BLOCK_BYTES) for n in blocks)
 
     def _block(self, name: str, number: int, start: int, stop: int) -> bytes:
         key = f"{self.version}-{name.replace('/', '-')}-{number}"
         stop = min(stop, BLOCK_BYTES)
-        with self.locks[hash(key) % len(self.locks)]:  # two rows of one block ask once
-            if (found := cache().get(key, start, stop)) is not None:
-                return found
+        with self.locks[hash(key) % len(self.locks)]:  # two rows in one block download it once
+            if (cached := cache().get(key, start, stop)) is not None:
+                return cached
             first = number * BLOCK_BYTES
-            ask = lambda: self.files.cat_file(f"{self.root}/{name}", start=first, end=first + BLOCK_BYTES)
-            contents = call_with_retries(f"{self.path}/{name}, bytes from {first}", ask)
+            download = lambda: self.files.cat_file(f"{self.root}/{name}", start=first, end=first + BLOCK_BYTES)
+            contents = call_with_retries(f"{self.path}/{name}, bytes from {first}", download)
             cache().put(key, contents)
             return contents[start:stop]
 
 
 class Shard:
-    """A shard in a bucket: read by slices as an array in memory is, and fetched no further than that."""
+    """A shard in a bucket. Slice it like an array: only the blocks that the slice needs are downloaded."""
 
     def __init__(self, bucket: Bucket, name: str, tokens: int, dtype: str, damaged: Callable[[str, str], UserError]):
         self.bucket, self.name, self.tokens, self.dtype, self.damaged = bucket, name, tokens, np.dtype(dtype), damaged
@@ -199,7 +199,7 @@ class Shard:
 
     @functools.cached_property
     def data_start(self) -> int:
-        """Where its tokens begin, behind a header that says what the manifest does."""
+        """Offset of the first token, in bytes, after a header that must match the manifest."""
         file = io.BytesIO(self.bucket.read(self.name, 0, 4096))
         where = f"{self.bucket.path}/{self.name}"
         try:
@@ -215,7 +215,7 @@ class Shard:
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self.tokens)
         size = self.dtype.itemsize
-        found = self.bucket.read(self.name, self.data_start + start * size, self.data_start + stop * size)
-        if len(found) != (stop - start) * size:
+        contents = self.bucket.read(self.name, self.data_start + start * size, self.data_start + stop * size)
+        if len(contents) != (stop - start) * size:
             raise self.damaged(f"{self.bucket.path}/{self.name}", f"ends before its token {stop - 1}")
-        return np.frombuffer(found, self.dtype)
+        return np.frombuffer(contents, self.dtype)

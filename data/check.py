@@ -1,4 +1,4 @@
-"""Verify tokens and say what they are: `python -m data.check tokens/stdlib-bytes`."""
+"""Verify and summarize a directory of tokens: `python -m data.check tokens/stdlib-bytes`."""
 
 import inspect
 import sys
@@ -16,19 +16,19 @@ from errors import UserError, exit_status
 from pictures import check_picture, new_picture
 
 BAR_LETTERS = 40
-FIRST_LETTERS = 70  # of each document that is shown
-SHOWN_TOKENS = 512  # that are looked at for it
-CHUNK_TOKENS = 2**22  # read together
+FIRST_LETTERS = 70  # letters shown of each document
+SHOWN_TOKENS = 512  # tokens decoded to get these letters
+CHUNK_TOKENS = 2**22  # tokens per read
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Read all shards of a directory or bucket, compare them with its manifest, and say what is in them."""
+    """Read all shards of a directory or bucket, compare them with the manifest, and print a summary."""
 
     path: Annotated[str, tyro.conf.Positional]  # written by python -m data.prepare
-    documents: int = 3  # of each split, whose first line is shown
-    seq_len: int = 0  # say what rows of so many tokens hold, by either --data.packing of a run; 0: nothing
-    plot: str = ""  # draw the lengths of documents into this file, PNG or SVG; none: no picture
+    documents: int = 3  # of each split, show the first line of this many
+    seq_len: int = 0  # print the rows of this many tokens for each value of --data.packing; 0: don't
+    plot: str = ""  # plot the lengths of documents in this PNG or SVG file; empty: no plot
 
 
 EXAMPLES = """\
@@ -44,17 +44,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(args: Arguments) -> dict[str, np.ndarray]:
-    """Print the summary, and return how many documents of each split have 2**n .. 2**(n+1) - 1 tokens.
+    """Print the summary. Return, for each split, how many documents have 2**n .. 2**(n+1) - 1 tokens.
 
-    Raises: UserError naming the first shard that is not what the manifest says.
+    Raises: UserError naming the first shard that differs from the manifest.
     """
     if args.plot:
         check_picture(args.plot)
     corpus = dataset.load(args.path)
     dataset.verify(args.path)
     manifest, vocabulary = corpus.manifest, corpus.manifest["tokenizer"]["vocabulary"]
-    log(f"{args.path}: every shard is what the manifest says")
-    log(f"of {manifest['arguments']['source']!r} by tokenizer {manifest['tokenizer']['name']!r}, vocabulary "
+    log(f"{args.path}: every shard matches the manifest")
+    log(f"source {manifest['arguments']['source']!r}, tokenizer {manifest['tokenizer']['name']!r}, vocabulary "
         f"{vocabulary:,} ({manifest['dtype']})")  # fmt: skip
     histograms = {}
     for name, split in corpus.splits.items():
@@ -63,11 +63,12 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
         for length, count in _count_lengths(split, f"{args.path}: split {name!r}", seen):
             counts[length] += count
         histograms[name] = counts
-        said = manifest["splits"][name]
-        if counts.sum() != said["documents"]:
+        recorded = manifest["splits"][name]
+        if counts.sum() != recorded["documents"]:
             raise UserError(f"{args.path}: split {name!r} holds {counts.sum()} documents, the manifest says "
-                            f"{said['documents']}")  # fmt: skip
-        text = "" if said["text_bytes"] is None else f", {said['text_bytes'] / split.tokens:.2f} bytes of text a token"
+                            f"{recorded['documents']}")  # fmt: skip
+        size = recorded["text_bytes"]
+        text = "" if size is None else f", {size / split.tokens:.2f} bytes of text a token"
         log(f"\n{name}: {split.tokens:,} tokens in {counts.sum():,} documents and {len(split.shards)} shards, "
             f"{seen.sum():,} of {vocabulary:,} ids{text}")  # fmt: skip
         _show_histogram(counts)
@@ -81,23 +82,22 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
 
 
 def _count_lengths(split: dataset.Split, where: str, seen: np.ndarray):
-    """Yield (n, how many documents have 2**n .. 2**(n+1) - 1 tokens, their end among them); note ids in `seen`.
+    """Yield (n, documents with 2**n .. 2**(n+1) - 1 tokens, counting the end-of-text token); mark ids in `seen`.
 
-    Raises: UserError if documents begin elsewhere than the files beside the shards say.
+    Raises: UserError if the documents begin at other positions than the files next to the shards record.
     """
-    last = None  # where the document that is being read begins
-    said = split.edges()[1:-1] if split.marked else None
+    last = None  # start of the current document
+    recorded = split.edges()[1:-1] if split.marked else None
     for start in range(0, split.tokens, CHUNK_TOKENS):
         tokens = split.read(start, min(start + CHUNK_TOKENS, split.tokens))
         seen[tokens] = True
         begins = start + np.flatnonzero(tokens == split.eot)
         inside = begins[(begins > 0) & (begins < split.targets)]
-        if said is not None:
-            same = said[slice(*np.searchsorted(said, (start, start + len(tokens))))]
-            if not np.array_equal(inside, same):
-                raise UserError(f"{where} begins {len(inside)} documents in its tokens from {start} on, and not where "
-                                f"files beside its shards name {len(same)}; remake all with data.prepare --overwrite"
-                                )  # fmt: skip
+        if recorded is not None:
+            expected = recorded[slice(*np.searchsorted(recorded, (start, start + len(tokens))))]
+            if not np.array_equal(inside, expected):
+                raise UserError(f"{where}: {len(inside)} documents begin in its tokens from {start} on, but the "
+                                f"begins.npy files list {len(expected)}; run data.prepare --overwrite")  # fmt: skip
         edges = begins if last is None else np.append(last, begins)
         yield from _bin_lengths(np.diff(edges))
         last = edges[-1] if len(edges) else None
@@ -116,11 +116,11 @@ def _show_histogram(counts: np.ndarray) -> None:
     most = counts.max()
     for n in range(used[0], used[-1] + 1):
         bar = "#" * round(counts[n] / most * BAR_LETTERS) or ("." if counts[n] else "")
-        log(f"  {2**n:>11,} tokens and more {counts[n]:>11,} {bar}".rstrip())
+        log(f"  {2**n:>11,} tokens or more {counts[n]:>11,} {bar}".rstrip())
 
 
 def _show_documents(split: dataset.Split, corpus: dataset.Corpus, count: int) -> None:
-    """The first line of each of the first documents."""
+    """Print the first line of each of the first documents."""
     encoding = tokenizers.from_manifest(corpus.manifest)
     start = 0
     for _ in range(count):
@@ -135,7 +135,7 @@ def _show_documents(split: dataset.Split, corpus: dataset.Corpus, count: int) ->
 
 
 def _next_document(split: dataset.Split, eot: int, start: int) -> int:
-    """Where the next document begins."""
+    """Return the position where the next document begins."""
     for place in range(start, split.tokens, CHUNK_TOKENS):
         ends = np.flatnonzero(split.read(place, min(place + CHUNK_TOKENS, split.tokens)) == eot)
         if len(ends):
@@ -150,7 +150,7 @@ def _plot(histograms: dict[str, np.ndarray], path: str) -> None:
         used = np.flatnonzero(counts)
         edges = np.arange(used[0], used[-1] + 2)
         axes.stairs(counts[edges[:-1]] / counts.sum(), 2.0**edges, label=f"{name}, {counts.sum():,}")
-    axes.set(xlabel="tokens of a document", ylabel="share of documents")
+    axes.set(xlabel="tokens per document", ylabel="share of documents")
     axes.set_xscale("log", base=2)
     axes.legend(title="documents")
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Who does the work: this process, several on this machine, or a Ray cluster. What comes out is the same."""
+"""Run tasks in this process, in several processes on this machine, or on a Ray cluster, with the same results."""
 
 import concurrent.futures
 import itertools
@@ -12,16 +12,16 @@ from multiprocessing import connection
 from errors import UserError
 
 ENGINES = ("processes", "ray")
-QUEUED_PER_WORKER = 2  # tasks that wait for each worker
+QUEUED_PER_WORKER = 2  # tasks in the queue of each worker
 WAIT_S = 1.0
 
-_shared = None  # what each task of this process needs
+_shared = None  # in a worker: the first argument of every task
 
 
 def run(work: Callable, shared, tasks: Iterable, workers: int, engine: str, ray_address: str) -> Iterator:
-    """Yield work(shared, task) of each task, in any order; None now and then, while none is done.
+    """Yield work(shared, task) for each task, in any order. Yields None now and then while no task finishes.
 
-    The first failure ends it: what other workers have begun is given up.
+    The first failure stops everything: tasks that other workers have started are abandoned.
     """
     if engine == "ray":
         return _run_on_ray(work, shared, tasks, ray_address)
@@ -29,7 +29,7 @@ def run(work: Callable, shared, tasks: Iterable, workers: int, engine: str, ray_
 
 
 def _init_worker(shared) -> None:
-    """In a new process: Ctrl-C is its parent's, and so is the end."""
+    """Set up a worker process: it ignores Ctrl-C, and exits when its parent does."""
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -46,7 +46,7 @@ def _call(work: Callable, task):
 
 
 def _run_in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> Iterator:
-    # Not forked: a fork copies locks that threads of this process hold.
+    # Spawn, because a fork copies locks that threads of this process hold.
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_init_worker, initargs=(shared,)
     )
@@ -60,16 +60,16 @@ def _run_in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> 
             done, waiting = concurrent.futures.wait(waiting, WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED)
             yield from [one.result() for one in done] or [None]
     except concurrent.futures.process.BrokenProcessPool as error:
-        raise UserError("a worker was ended from outside, perhaps for want of memory: use fewer --workers; the same "
-                        "command goes on from what is done") from error  # fmt: skip
+        raise UserError("a worker process was killed, perhaps because memory ran out: use fewer --workers; the same "
+                        "command resumes from the finished units") from error  # fmt: skip
     finally:
-        for process in list((pool._processes or {}).values()):  # one may be in the middle of a large document
+        for process in list((pool._processes or {}).values()):  # a worker may be tokenizing a large document
             process.terminate()
         pool.shutdown(cancel_futures=True)
 
 
 def _run_on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterator:
-    """The same as tasks of a Ray cluster. Ray gives those of a node that is lost to another."""
+    """Run the tasks on a Ray cluster. If a node is lost, Ray runs its tasks on another one."""
     try:
         import ray  # an extra
     except ImportError as error:
@@ -82,12 +82,12 @@ def _run_on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterat
         except (ConnectionError, ValueError) as error:
             raise UserError(f"--ray_address {address}: {error}") from error
     remote = ray.remote(max_retries=-1)(work)
-    held, tasks, waiting = ray.put(shared), iter(tasks), []
+    shared, tasks, waiting = ray.put(shared), iter(tasks), []
     while True:
         most = QUEUED_PER_WORKER * max(
             int(ray.cluster_resources().get("CPU", 1)), 1
-        )  # as it is now: machines come and go
-        waiting += [remote.remote(held, task) for task in itertools.islice(tasks, max(most - len(waiting), 0))]
+        )  # counted again each time: machines come and go
+        waiting += [remote.remote(shared, task) for task in itertools.islice(tasks, max(most - len(waiting), 0))]
         if not waiting:
             return
         done, waiting = ray.wait(waiting, timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""Files wherever they lie: on this machine, in a bucket, behind http; a compressed one reads as what is in it."""
+"""List and read files on this machine, in a bucket or on a web server; compressed files are decompressed."""
 
 import contextlib
 import functools
@@ -20,31 +20,31 @@ from config.fields import is_remote
 from data.bucket import file_system, retry
 from errors import UserError
 
-ANSWER_S = 25  # longest wait for a bucket or a server that has not answered at all
-REQUEST_S = 10  # longest wait for one answer of a web server; it is asked twice
-WAITS_S = (1, 4, 16)  # before each further try of what needs a network
+ANSWER_S = 25  # longest wait for a bucket or server that does not answer at all
+REQUEST_S = 10  # longest wait for one answer of a web server; a request is sent twice
+WAITS_S = (1, 4, 16)  # before each further attempt of a network request
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_BYTES = 2**20
 
 
 class File(NamedTuple):
-    """A file of a source. Its name decides the split of what is in it, so moving all files changes none."""
+    """A file of a source. Its name decides the split of its documents, so moving the folder changes no split."""
 
     name: str  # POSIX path below the source's root
-    path: str  # or its address
+    path: str  # path or address
     size: int  # bytes, as stored
-    version: str  # changes when the contents do: time of the last change, or what a bucket says of it
+    version: str  # changes when the contents do: modification time, or the ETag or similar of a bucket
 
 
 def local_path(path: str) -> str:
-    """The path behind file://; any other as it is."""
+    """Remove file:// from a path."""
     return path.removeprefix("file://") if path.startswith("file://") else path
 
 
 def call_with_timeout(what: str, seconds: float, work: Callable):
-    """Return what a call returns, waiting so long at most: many a client retries for minutes.
+    """Return work(), but wait at most this many seconds, because many clients retry for minutes.
 
-    Raises: UserError if it takes longer, or fails for want of a package, a right, a network.
+    Raises: UserError if it takes longer, or if a package, a permission or the network is missing.
     """
     result = Future()
 
@@ -54,34 +54,30 @@ def call_with_timeout(what: str, seconds: float, work: Callable):
         except BaseException as error:  # raised again below, in the caller's thread
             result.set_exception(error)
 
-    threading.Thread(target=call, daemon=True).start()  # a daemon does not keep a command that gave up alive
+    threading.Thread(target=call, daemon=True).start()  # a daemon does not block the exit
     try:
         return result.result(timeout=seconds)
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"{what}: {error}; install it into .venv") from error
+        raise UserError(f"{what}: {error}; install the package into .venv") from error
     except TimeoutError as error:
-        raise UserError(f"{what}: no answer within {seconds:g} s; is the network there, and the address right?") from (
-            error
-        )
-    except Exception as error:  # each protocol has errors of its own
-        raise UserError(
-            f"{what}: {type(error).__name__}: {error}; is the network there, and are you allowed in?"
-        ) from error
+        raise UserError(f"{what}: no answer within {seconds:g} s; check the network and the address") from error
+    except Exception as error:  # each protocol has its own errors
+        raise UserError(f"{what}: {type(error).__name__}: {error}; check the network and your permissions") from error
 
 
 def call_patiently(what: str, remote: bool, work: Callable):
-    """Call until it works, if it needs a network, with longer and longer waits; each reason is printed.
+    """Return work(). If it is remote, retry after longer and longer waits, and print each reason.
 
-    Raises: UserError with the last reason; at once for what no wait mends, and for whatever happens on this machine.
+    Raises: UserError with the last reason; without a retry for local files, and for errors that a retry cannot help.
     """
     at_once = (UserError, FileNotFoundError, PermissionError, MemoryError)
     return retry(what, work, WAITS_S, at_once) if remote else work()
 
 
 def file_system_of(path: str):
-    """The file system that a path or address belongs to, and the path in it."""
+    """Return the file system of a path or address, and the path in it."""
     return call_with_timeout(path, ANSWER_S, lambda: file_system(local_path(path)))
 
 
@@ -89,10 +85,10 @@ def file_system_of(path: str):
 
 
 def find_files(pattern: str, in_folder: str = "**") -> list[File]:
-    """List the files a glob matches, by name: the path below the last directory without a wildcard.
+    """List the files that a glob matches, sorted by name: the path below the last directory without a wildcard.
 
-    Of a folder, those that match `in_folder` below it. A file that matches under several names, through links or as
-    `**/**` does, counts once, under the first of them.
+    If the pattern is a folder, list the files in it that match `in_folder`. A file with several matching paths, through
+    links or because of `**/**`, is listed once, under the first name.
     """
     pattern = os.path.expanduser(local_path(pattern))
     if pattern.startswith(("http://", "https://")):
@@ -100,7 +96,7 @@ def find_files(pattern: str, in_folder: str = "**") -> list[File]:
     found = _find_in_bucket(pattern, in_folder) if is_remote(pattern) else _find_local(pattern, in_folder)
     if not found:
         where = "" if is_remote(pattern) else f" (in {os.getcwd()})"
-        raise UserError(f"no file matches {pattern!r}{where}; quote the pattern, ** crosses directories")
+        raise UserError(f"no file matches {pattern!r}{where}; quote the pattern; ** matches subdirectories")
     return found
 
 
@@ -117,14 +113,14 @@ def _find_local(pattern: str, in_folder: str) -> list[File]:
 
 
 def _before_wildcards(pattern: str) -> str:
-    """The last directory of a pattern that is spelt out; `glob.escape` wraps what it escapes in brackets."""
+    """Return the last directory before any wildcard; `glob.escape` puts the letters that it escapes in brackets."""
     plain = re.sub(r"\[([*?\[])\]", lambda match: {"*": "\1", "?": "\2", "[": "\3"}[match[1]], pattern)
     root = os.path.dirname(re.split(r"[*?\[]", plain)[0]) or "."
     return root.translate({1: "*", 2: "?", 3: "["})
 
 
 def local_file(path: str, name: str) -> File:
-    """A file of this machine."""
+    """Describe a file of this machine."""
     state = os.stat(path)
     return File(name, path, state.st_size, str(state.st_mtime_ns))
 
@@ -141,10 +137,10 @@ def _find_in_bucket(pattern: str, in_folder: str) -> list[File]:
         return root, found
 
     root, found = call_with_timeout(pattern, ANSWER_S, look)
-    said = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
+    keys = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
     return sorted(
         File(os.path.relpath(one, root), files.unstrip_protocol(one), info["size"],
-             str(next((info[key] for key in said if info.get(key)), "")))
+             str(next((info[key] for key in keys if info.get(key)), "")))
         for one, info in found.items() if info["type"] == "file"
     )  # fmt: skip
 
@@ -164,7 +160,7 @@ def compression(path: str) -> str | None:
 
 
 def open_stored(path: str) -> BinaryIO:
-    """Open a file for reading from any place in it, as it is stored."""
+    """Open a file for reading its stored bytes, with seek."""
     if path.startswith(("http://", "https://")):
         return io.BufferedReader(_WebStream(path), CHUNK_BYTES)
     if not is_remote(path):
@@ -175,25 +171,25 @@ def open_stored(path: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_decompressed(path: str) -> Iterator[BinaryIO]:
-    """Open a file for reading what is in it, from the beginning. Raises: UserError where that is damaged."""
+    """Open a file for reading its decompressed contents. Raises: UserError where the file is damaged."""
     with open_stored(path) as stored:
         try:
             kind = compression(path)
             if kind == "gzip":
                 yield gzip.GzipFile(fileobj=stored)
             elif kind == "zstd":
-                import pyarrow  # here, because every other kind works without it
+                import pyarrow  # here, because only zstd needs it
 
                 inside = pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), "zstd")
                 yield io.BufferedReader(_ReaderStream(path, inside.read), CHUNK_BYTES)
             else:
                 yield stored
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{path}: not whole, or not gzip: {error}") from error
+            raise UserError(f"{path}: truncated, or not gzip: {error}") from error
 
 
 class _ReaderStream(io.RawIOBase):
-    """A stream made of a function that reads so many bytes."""
+    """A stream on top of a function read(n) that returns at most n bytes."""
 
     def __init__(self, path: str, read: Callable[[int], bytes]):
         self.path, self.read_bytes = path, read
@@ -203,35 +199,34 @@ class _ReaderStream(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         try:
-            found = self.read_bytes(len(buffer))
+            contents = self.read_bytes(len(buffer))
         except OSError as error:  # pyarrow's, of zstd
-            raise UserError(f"{self.path}: not whole, or not zstd: {error}") from error
-        buffer[: len(found)] = found
-        return len(found)
+            raise UserError(f"{self.path}: truncated, or not zstd: {error}") from error
+        buffer[: len(contents)] = contents
+        return len(contents)
 
 
 # http -----------------------------------------------------------------------------------------------------------------
 
 
 def open_url(address: str, method: str = "GET", **headers: str):
-    """Open an answer of a web server. Raises: UserError, within half a minute, with its reason."""
+    """Send a request to a web server and return the open response. Raises: UserError within half a minute."""
     request = urllib.request.Request(address, headers=headers, method=method)
     if address.startswith(hub_url()) and (token := os.environ.get("HF_TOKEN")):
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # for the hub, not for where it points to
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not sent after a redirect
     for last in (False, True):
         try:
             return urllib.request.urlopen(request, timeout=REQUEST_S)
         except urllib.error.HTTPError as error:
             error.close()
             if last or error.code < 500:
-                why = {401: "; set HF_TOKEN if it is yours to read", 403: "; set HF_TOKEN if it is yours to read"}
+                why = {401: "; set HF_TOKEN if you have access", 403: "; set HF_TOKEN if you have access"}
                 raise UserError(f"{address}: {error.code} {error.reason}{why.get(error.code, '')}") from error
         except (OSError, ValueError) as error:
             if last or isinstance(error, ValueError):
                 reason = getattr(error, "reason", error)
-                raise UserError(f"{address} cannot be reached ({reason}); is the network there, and the address "
-                                "right? A copy on this machine is read with text:, jsonl: or parquet:"
-                                ) from error  # fmt: skip
+                raise UserError(f"{address} cannot be reached ({reason}); check the network and the address, or "
+                                "read a copy on this machine with text:, jsonl: or parquet:") from error  # fmt: skip
 
 
 def hub_url() -> str:
@@ -239,7 +234,7 @@ def hub_url() -> str:
 
 
 class _WebStream(io.RawIOBase):
-    """A file behind http, read by ranges: one request goes on until another place is asked for."""
+    """A file on a web server, read by ranges. One request continues until `seek` moves the position."""
 
     def __init__(self, address: str):
         self.address, self.position, self.response = address, 0, None
@@ -273,7 +268,7 @@ class _WebStream(io.RawIOBase):
             if self.response is None:
                 self.response = open_url(self.address, Range=f"bytes={self.position}-")
                 if self.position and self.response.status != 206:
-                    raise UserError(f"{self.address}: its server does not answer ranges; copy the file")
+                    raise UserError(f"{self.address}: the server rejects range requests; download the file first")
             try:
                 found = self.response.read(min(len(buffer), self.size - self.position))
             except OSError as error:

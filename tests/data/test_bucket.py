@@ -187,13 +187,13 @@ def test_what_fails_is_tried_again_and_said(loop, capsys):
     assert assert_same(dataset.batch(config(loop), 3), wanted)
     said = capsys.readouterr().out
     assert re.search(
-        r"data       loop://serial/train-\d+\.npy, bytes from \d+: TimeoutError: no answer; again in 0 s", said
+        r"data       loop://serial/train-\d+\.npy, bytes from \d+: TimeoutError: no answer; retrying in 0 s", said
     )
     assert "ConnectionResetError: the line is cut" in said
 
 
 @pytest.mark.parametrize("errors, message", [
-    ([ConnectionResetError("cut")] * 99, r"serial/manifest\.json: ConnectionResetError: cut; tried 4 times\. Is the"),
+    ([ConnectionResetError("cut")] * 99, r"serial/manifest\.json: ConnectionResetError: cut; gave up after 4 attempts"),
     ([PermissionError("no key")], r"serial/manifest\.json: PermissionError: no key$"),
     ([FileNotFoundError("serial")], r"no tokens at 'loop://serial' \(no manifest\.json there\); make them with\n"),
 ])  # fmt: skip

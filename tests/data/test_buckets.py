@@ -147,7 +147,7 @@ def test_tokens_are_the_same_in_a_bucket(place, source, tmp_path, capsys):
     assert there == {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} and len(there) > 5
     assert prepared(source, place) == check.main([place]) == 0
     said = capsys.readouterr().out
-    assert f"{place} is complete: " in said and f"{place}: every shard is what the manifest says" in said
+    assert f"{place} is complete: " in said and f"{place}: every shard matches the manifest" in said
 
 
 def test_a_damaged_object_is_found(place, source, capsys):
@@ -182,12 +182,12 @@ def test_a_server_that_is_busy_is_asked_again_and_the_reason_said(place, source,
     asked.refuse = 2
     assert prepared(source, place) == 0
     # GCS's client asks for a file and for a folder of its name at once: both refusals are then one.
-    said = re.findall(rf"(?m)^{place}: .*(503|Service Unavailable).*; again in 0 s$", capsys.readouterr().out)
+    said = re.findall(rf"(?m)^{place}: .*(503|Service Unavailable).*; retrying in 0 s$", capsys.readouterr().out)
     assert 1 <= len(said) <= 2 and asked.refuse == 0
     corpus = dataset.load(place)
     asked.refuse = 2
     assert len(corpus.splits["train"].read(10, 90)) == 80
-    said = re.findall(rf"data       {place}/train-00000.npy, .*(503|Service Unavailable).*; again in 0 s",
+    said = re.findall(rf"data       {place}/train-00000.npy, .*(503|Service Unavailable).*; retrying in 0 s",
                       capsys.readouterr().out)  # fmt: skip
     assert len(said) == 2 and asked.refuse == 0
 
@@ -217,7 +217,7 @@ def test_a_server_that_is_gone_ends_a_start_within_half_a_minute(servers, addres
     monkeypatch.setattr(time, "sleep", lambda s: asleep.append(s) or sleep(0))
     monkeypatch.setattr(asyncio, "sleep", lambda s, *more: asleep.append(s) or fall_asleep(0, *more))
     try:
-        with pytest.raises(UserError, match=rf"{kind}://own/a/manifest\.json: .*[Cc]onnect.*; tried 3 times"):
+        with pytest.raises(UserError, match=rf"{kind}://own/a/manifest\.json: .*[Cc]onnect.*; gave up after 3 "):
             dataset.load(f"{kind}://own/a")
         assert sum(asleep) < 2  # seconds that were to be waited, however busy the machine is
     finally:

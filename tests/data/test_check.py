@@ -43,7 +43,7 @@ def test_the_summary_is_that_of_the_text(tmp_path, tokens, capsys, monkeypatch, 
             f"{name}: {split['tokens']:,} tokens in {split['documents']} documents and {len(split['shards'])} shards, "
             f"{len(ids)} of 257 ids, {split['text_bytes'] / split['tokens']:.2f} bytes of text a token\n"
         ) in said
-    assert f"of 'text:{tmp_path}/texts/*' by tokenizer 'bytes', vocabulary 257 (uint16)\n" in said
+    assert f"source 'text:{tmp_path}/texts/*', tokenizer 'bytes', vocabulary 257 (uint16)\n" in said
     assert "  | the first\n" in said, "the first line that is not empty"
     assert said.count("  | ") == 6 and (tmp_path / "a.png").stat().st_size > 3000
 
@@ -71,7 +71,7 @@ def test_where_documents_begin_is_checked(tokens, monkeypatch):
     about = json.loads(manifest.read_text())
     about["splits"]["train"]["shards"][1]["begins"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"split 'train' begins \d documents in its tokens from \d+ on, and not where"):
+    with pytest.raises(UserError, match=r"split 'train': \d documents begin in its tokens from \d+ on, but the"):
         check.check(check.Arguments(str(tokens)))
 
 

@@ -90,7 +90,7 @@ def test_a_damaged_file_is_not_taken_for_a_short_one(tmp_path, ending, pack):
     whole = pack(LINES * 20)
     for damaged in (whole[: len(whole) // 2], LINES, whole[:20] + b"\0" * 20 + whole[40:]):
         path.write_bytes(damaged)
-        assert re.search(rf"rows\.jsonl{ending}: not whole, or not {'gzip' if ending == '.gz' else 'zstd'}: ",
+        assert re.search(rf"rows\.jsonl{ending}: truncated, or not {'gzip' if ending == '.gz' else 'zstd'}: ",
                          refusal(f"jsonl:{path}"))  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_a_bucket_without_its_package_says_which(monkeypatch):
     """Catches a traceback, and a message without the package's name."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # another test may load it
-    assert re.search(r"s3://none/x: .*s3fs.*; install it into .venv", refusal("text:s3://none/x"))
+    assert re.search(r"s3://none/x: .*s3fs.*; install the package into .venv", refusal("text:s3://none/x"))
 
 
 @pytest.mark.parametrize("failures, status", [(2, 0), (9, 2)])
@@ -226,11 +226,11 @@ def test_a_bucket_that_fails_is_asked_again_in_words(bucket, monkeypatch, capsys
     monkeypatch.setattr(type(bucket), call, fails)
     assert prepare.main(["--source", "text:memory://in/a.txt", "--out", "memory://out/tokens"]) == status
     said = capsys.readouterr()
-    assert said.out.count("RuntimeError: 503 Slow Down; again in 0 s\n") == min(failures, 3)
+    assert said.out.count("RuntimeError: 503 Slow Down; retrying in 0 s\n") == min(failures, 3)
     assert what in next(line for line in said.out.splitlines() if line.startswith("memory://"))
     if status:
         assert said.err.startswith("error: memory://")
-        assert said.err.endswith(": RuntimeError: 503 Slow Down; tried 4 times. Is the network there?\n")
+        assert said.err.endswith(": RuntimeError: 503 Slow Down; gave up after 4 attempts. Check the network.\n")
 
 
 class Silent:
@@ -245,9 +245,7 @@ def test_a_bucket_that_does_not_answer_is_given_up(monkeypatch):
     assert files.ANSWER_S < 30 and 2 * files.REQUEST_S < 30
     monkeypatch.setattr(files, "ANSWER_S", 0.3)
     monkeypatch.setattr(files, "file_system_of", lambda pattern: (Silent(), "x"))
-    assert refusal("text:s3://b/x") == (
-        "s3://b/x: no answer within 0.3 s; is the network there, and the address right?"
-    )
+    assert refusal("text:s3://b/x") == "s3://b/x: no answer within 0.3 s; check the network and the address"
 
 
 # The hub
@@ -343,13 +341,13 @@ def test_a_data_set_of_the_hub_is_read_by_name(hub, monkeypatch):
     ]
     del held["data/train-00000.parquet"], held["data/train-00001.parquet"], held["data/test.parquet"]
     assert len(read_texts("hf:me/set")) == 61, "no file says that it is for training: all are"
-    assert "hf:me/set has no configurations; leave 'small' out" in refusal("hf:me/set:small")
+    assert "hf:me/set has no configurations; use hf:me/set without 'small'" in refusal("hf:me/set:small")
 
 
 def test_the_hub_refuses_in_words(hub, monkeypatch):
     """Catches urllib's traceback, and a private data set without a word about the token."""
     assert re.search(r"datasets/me/none\?full=true: 404 Not Found", refusal("hf:me/none"))
-    assert "401 Unauthorized; set HF_TOKEN if it is yours to read" in refusal("hf:me/private")
+    assert "401 Unauthorized; set HF_TOKEN if you have access" in refusal("hf:me/private")
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["refused", "no answer"])
@@ -365,10 +363,8 @@ def test_a_hub_out_of_reach_is_said_soon(monkeypatch, listening):
         began = time.monotonic()
         said = refusal("hf:me/set")
         assert time.monotonic() - began < 5
-    assert re.search(
-        r"cannot be reached \((timed out|.*refused)\); is the network there, and the address right\? ", said
-    )
-    assert "A copy on this machine is read with text:, jsonl: or parquet:" in said
+    assert re.search(r"cannot be reached \((timed out|.*refused)\); check the network and the address, or ", said)
+    assert "read a copy on this machine with text:, jsonl: or parquet:" in said
 
 
 def test_a_file_behind_http_is_read_by_ranges(hub):
@@ -384,5 +380,5 @@ def test_a_file_behind_http_is_read_by_ranges(hub):
     ranges.clear()
     with files.open_stored(address) as file:
         file.seek(1000)
-        with pytest.raises(UserError, match="does not answer ranges; copy the file"):
+        with pytest.raises(UserError, match="rejects range requests; download the file first"):
             file.read(10)

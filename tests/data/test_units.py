@@ -272,7 +272,7 @@ def _dies(_shared, _task):
 
 def test_a_worker_that_dies_is_said(tmp_path):
     """Catches a pool that hangs, or fails with a traceback, when the system ends a process for want of memory."""
-    with pytest.raises(UserError, match=r"a worker was ended from outside, .*: use fewer --workers"):
+    with pytest.raises(UserError, match=r"a worker process was killed, .*: use fewer --workers"):
         list(engine.run(_dies, None, range(4), 2, "processes", ""))
 
 
