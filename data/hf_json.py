@@ -1,4 +1,4 @@
-"""A tokenizer.json of Hugging Face's as ranks: of the byte-level BPE kind, which Llama 3, GPT-2 and most others are."""
+"""Load a Hugging Face tokenizer.json of the byte-level BPE kind (Llama 3, GPT-2 and most others) into tiktoken."""
 
 import itertools
 import json
@@ -13,18 +13,18 @@ ENDS = (
     "<|end▁of▁sentence|>",
     "</s>",
     "<eos>",
-)  # what models call the end of a text
+)  # names of the end-of-text token
 
 
 def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
-    """Read a file; its end of text is one of ENDS that it lists, under the name `end_name`, else the id after the last.
+    """Read a tokenizer.json. Its end of text, called `end_name`, is the first of ENDS that it has, else a new last id.
 
-    Raises: UserError for a file that is none, or whose tokens are not those of ranks alone, and why.
+    Raises: UserError with the reason, if it is not a tokenizer.json or if ranks alone would give other tokens.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            said = json.load(file)
-        return parse_tokenizer(f"json:{path}", said, end_name, gpt2_pattern)
+            contents = json.load(file)
+        return parse_tokenizer(f"json:{path}", contents, end_name, gpt2_pattern)
     except OSError as error:
         raise UserError(f"tokenizer 'json:{path}': {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -34,10 +34,10 @@ def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
 
 
 def parse_tokenizer(name: str, contents: dict, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
-    """Turn what a tokenizer.json says into an encoding."""
+    """Build an encoding from the contents of a tokenizer.json."""
     if contents.get("normalizer"):
-        raise UserError(f"it changes text before it cuts it ({contents['normalizer'].get('type')}); tokens would not "
-                        "give the text back")  # fmt: skip
+        raise UserError(f"it normalizes the text ({contents['normalizer'].get('type')}), so its tokens would not "
+                        "decode to the same text")  # fmt: skip
     special = {one["content"]: one["id"] for one in contents.get("added_tokens") or []}
     ranks = ranks_of(contents["model"], special)
     pattern = _pattern(contents.get("pre_tokenizer") or {}, gpt2_pattern)
@@ -46,26 +46,26 @@ def parse_tokenizer(name: str, contents: dict, end_name: str, gpt2_pattern: str)
 
 
 def ranks_of(model: dict, special: dict[str, int]) -> dict[bytes, int]:
-    """The id of each token, by its bytes. Raises: UserError if merging by these is not what the merges say."""
+    """Map the bytes of each token to its id. Raises: UserError if merging by id does not follow the merges."""
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        kind = "BPE with byte fallback, as SentencePiece makes it" if model.get("byte_fallback") else model.get("type")
+        kind = "BPE with byte fallback, as in SentencePiece" if model.get("byte_fallback") else model.get("type")
         raise UserError(f"it is a {kind}, not a byte-level BPE")
     byte_of = {letter: byte for byte, letter in byte_letters().items()}
     if unknown := next((t for t in model["vocab"] if t not in special and not set(t) <= byte_of.keys()), None):
-        raise UserError(f"its token {unknown!r} is not written in the letters of bytes: it is not a byte-level BPE")
+        raise UserError(f"its token {unknown!r} is not in GPT-2's letters for bytes: it is not a byte-level BPE")
     to_bytes = lambda token: bytes(byte_of[letter] for letter in token)
     ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special}
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise UserError(f"{len(missing)} of the 256 single bytes have no id, first {missing[0]}")
     pairs = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
-    made = list(dict.fromkeys(ranks[to_bytes(a + b)] for a, b in pairs))
-    if any(a > b for a, b in itertools.pairwise(made)):
-        raise UserError("its merges are not in the order of their ids, and ranks cannot say so")
+    merged = list(dict.fromkeys(ranks[to_bytes(a + b)] for a, b in pairs))
+    if any(a > b for a, b in itertools.pairwise(merged)):
+        raise UserError("its merges are not in the order of their ids, which tiktoken's ranks cannot represent")
     return ranks
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte: itself if it can be seen, else one after U+0100. Source: GPT-2, encoder.py,
+    """Map each byte to a letter: itself if printable, else one from U+0100 on. Source: GPT-2, encoder.py,
     `bytes_to_unicode`."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in seen]
@@ -73,15 +73,15 @@ def byte_letters() -> dict[int, str]:
 
 
 def _pattern(pre_tokenizer: dict, gpt2_pattern: str) -> str:
-    """How text is cut before merging."""
+    """Return the regular expression that splits text before merging."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
-        raise UserError("it puts a space before each text; tokens would not give the text back")
+        raise UserError("it adds a space before each text, so its tokens would not decode to the same text")
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return gpt2_pattern
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         split = steps[0]
         if "Regex" in split["pattern"] and split["behavior"] == "Isolated" and not split.get("invert"):
             return split["pattern"]["Regex"]
-    raise UserError(f"it cuts text by {' then '.join(map(str, kinds))}, in a way that one pattern cannot say")
+    raise UserError(f"it splits text by {' then '.join(map(str, kinds))}, which one regular expression cannot do")

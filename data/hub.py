@@ -1,4 +1,4 @@
-"""The files of a data set on the Hugging Face hub, at one commit: its own words say which belong to a configuration."""
+"""List the files of a data set on the Hugging Face hub, at one commit, as its card assigns them to configurations."""
 
 import fnmatch
 import json
@@ -13,62 +13,62 @@ ENDINGS = {"parquet": (".parquet",), "jsonl": (".jsonl", ".json", ".ndjson"), "t
 READABLE = tuple(
     ending + packed for endings in ENDINGS.values() for ending in endings for packed in ("", ".gz", ".zst")
 )
-SPLIT = "train"  # what a data set calls the part to train on; ours are made of it
+SPLIT = "train"  # the split of a data set that our train and val splits are made of
 
 
 def file_kind(file: File) -> str:
-    """How a file of a data set is read, by its ending."""
+    """Return the kind of a file (a key of ENDINGS) from its ending."""
     name = file.name.removesuffix(".gz").removesuffix(".zst")
     return next(kind for kind, endings in ENDINGS.items() if name.endswith(endings))
 
 
 def dataset_files(name: str) -> list[File]:
-    """List the files of NAME or NAME:CONFIG, of its split `train`.
+    """List the files of the split `train` of NAME or NAME:CONFIG.
 
-    They are read from the hub as they are needed, by ranges, each worker its own; nothing is kept. HF_ENDPOINT names
-    another hub, HF_TOKEN opens what is not public.
+    Each worker later reads its files from the hub by ranges, without storing them. HF_ENDPOINT names another hub, and
+    HF_TOKEN gives access to private data sets.
     Source: https://huggingface.co/docs/hub/datasets-manual-configuration, for `configs` and `data_files`.
     """
     name, _, config = name.partition(":")
-    about = f"{files.hub_url()}api/datasets/{urllib.parse.quote(name)}"
-    with files.open_url(f"{about}?full=true") as answer:
-        said = json.load(answer)
-    commit = said["sha"]
-    there = [one["rfilename"] for one in said["siblings"] if one["rfilename"].endswith(READABLE)]
-    patterns = _patterns(name, config, (said.get("cardData") or {}).get("configs"))
+    api = f"{files.hub_url()}api/datasets/{urllib.parse.quote(name)}"
+    with files.open_url(f"{api}?full=true") as answer:
+        about = json.load(answer)
+    commit = about["sha"]
+    there = [one["rfilename"] for one in about["siblings"] if one["rfilename"].endswith(READABLE)]
+    patterns = _patterns(name, config, (about.get("cardData") or {}).get("configs"))
     chosen = sorted({path for path in there for pattern in patterns if _matches(path, pattern)})
     if not patterns:
         chosen = sorted(path for path in there if SPLIT in path) or sorted(there)
     if not chosen:
-        raise UserError(f"hf:{name}: none of its {len(said['siblings'])} files is {' or '.join(patterns) or 'text'}, "
-                        "and ends in .parquet, .jsonl or .txt; name some with parquet:ADDRESS")  # fmt: skip
-    sizes = _sizes(about, commit, chosen)
+        raise UserError(f"hf:{name}: none of its {len(about['siblings'])} files matches {' or '.join(patterns) or '*'} "
+                        "and ends in .parquet, .jsonl or .txt; name files with parquet:ADDRESS")  # fmt: skip
+    sizes = _sizes(api, commit, chosen)
     root = f"{files.hub_url()}datasets/{urllib.parse.quote(name)}/resolve/{commit}/"
     return [File(path, root + urllib.parse.quote(path), sizes[path], commit) for path in chosen]
 
 
 def _patterns(name: str, config: str, configs: list[dict] | None) -> list[str]:
-    """The globs of a configuration's files for training; none if there are no configurations."""
+    """Return the globs of a configuration's training files; empty if the data set has no configurations."""
     if not configs:
         if config:
-            raise UserError(f"hf:{name} has no configurations; leave {config!r} out")
+            raise UserError(f"hf:{name} has no configurations; use hf:{name} without {config!r}")
         return []
     known = [one["config_name"] for one in configs]
     wanted = config or next((one["config_name"] for one in configs if one.get("default")), None)
     wanted = wanted or ("default" if "default" in known else known[0] if len(known) == 1 else None)
     if wanted not in known:
-        asked = f"has no configuration {config!r}" if config else "has several configurations"
-        raise UserError(f"hf:{name} {asked}; use hf:{name}:CONFIG with one of {', '.join(known[:20])}")
-    found = next(one for one in configs if one["config_name"] == wanted).get("data_files")
-    if isinstance(found, list) and found and isinstance(found[0], dict):
-        found = next((one["path"] for one in found if one["split"] == SPLIT), None)
-    if not found:
-        raise UserError(f"hf:{name}:{wanted} names no files of a split {SPLIT!r}; name some with parquet:ADDRESS")
-    return [found] if isinstance(found, str) else list(found)
+        problem = f"has no configuration {config!r}" if config else "has several configurations"
+        raise UserError(f"hf:{name} {problem}; use hf:{name}:CONFIG with one of {', '.join(known[:20])}")
+    paths = next(one for one in configs if one["config_name"] == wanted).get("data_files")
+    if isinstance(paths, list) and paths and isinstance(paths[0], dict):
+        paths = next((one["path"] for one in paths if one["split"] == SPLIT), None)
+    if not paths:
+        raise UserError(f"hf:{name}:{wanted} lists no files of a split {SPLIT!r}; name files with parquet:ADDRESS")
+    return [paths] if isinstance(paths, str) else list(paths)
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """As a shell does: * stays in a directory, ** does not."""
+    """Match a path as a shell does: * stays within a directory, ** crosses directories."""
     if "**" in pattern:
         return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, pattern.replace("**/", ""))
     same_depth = pattern.count("/") == path.count("/")
@@ -76,7 +76,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _sizes(about: str, commit: str, paths: list[str]) -> dict[str, int]:
-    """The size of each file in bytes, asked of each directory once."""
+    """Return the size of each file in bytes, with one request per directory (and per page of its listing)."""
     sizes = {}
     for folder in sorted({os.path.dirname(path) for path in paths}):
         address = f"{about}/tree/{commit}" + (f"/{urllib.parse.quote(folder)}" if folder else "")

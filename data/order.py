@@ -1,7 +1,7 @@
-"""Which window comes when: steps that are passed over, and mixtures of sources.
+"""Decide which window comes when, with skipped batches and mixtures of sources.
 
-Everything is arithmetic of settings and a number: nothing is remembered, so a run goes on anywhere. Steps in settings
-are those of the log, from 1; a step in the code counts from 0.
+Every function here depends only on settings and a step or sequence number, so a run can resume at any step. Steps in
+settings count from 1, as in the log; steps in the code count from 0.
 """
 
 import functools
@@ -10,11 +10,11 @@ import zlib
 
 from config.fields import PERIOD, Phase, parse_mixture, parse_skips
 
-# Steps that are passed over -------------------------------------------------------------------------------------------
+# Skipped batches ------------------------------------------------------------------------------------------------------
 
 
 def batch_number(skip: str, step: int) -> int:
-    """The number of a step's batch in the endless order of batches."""
+    """Return the index of a step's batch in the endless order of batches."""
     return step + sum(count for first, count in parse_skips(skip) if first <= step)
 
 
@@ -23,7 +23,7 @@ def batch_number(skip: str, step: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _interleave(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Of PERIOD sequences: whose turn it is, spread evenly, and how many turns each source has had before."""
+    """For PERIOD sequences, spread evenly: the source of each, and how many sequences each source had before it."""
     credit, had, turns = [0] * len(shares), [0] * len(shares), []
     for _ in range(PERIOD):
         credit = [c + share for c, share in zip(credit, shares, strict=True)]
@@ -35,7 +35,7 @@ def _interleave(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def source_and_index(phases: tuple[Phase, ...], starts: tuple[int, ...], number: int) -> tuple[str, int]:
-    """Whose sequence has this number in the endless order, and its number among those of that source.
+    """Return the source of sequence `number` in the endless order, and the index of the sequence within that source.
 
     starts  number of the first sequence of each phase
     """
@@ -52,15 +52,15 @@ def source_and_index(phases: tuple[Phase, ...], starts: tuple[int, ...], number:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """The seed of a source's own shuffle: another source beside it changes nothing."""
+    """Return the seed of a source's shuffle. It does not depend on the other sources."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
-# What a run has seen --------------------------------------------------------------------------------------------------
+# Settings that resuming must not change -------------------------------------------------------------------------------
 
 
 def settings_before(mixture_text: str, skip: str, steps: int) -> tuple:
-    """Of both settings, what has decided the first `steps` steps: a run may change the rest when it goes on."""
+    """Return the parts of both settings that decided the first `steps` steps. A resumed run may change the rest."""
     phases = tuple((phase.first, tuple(phase.shares.items())) for phase in parse_mixture(mixture_text))
     skips = tuple(one for one in parse_skips(skip) if one[0] < steps)
     return tuple(one for one in phases if one[0] < steps or not one[0]), skips

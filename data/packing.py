@@ -1,7 +1,7 @@
-"""Whole documents into rows, as full as they get: best-fit decreasing.
+"""Pack whole documents into rows with best-fit decreasing.
 
-The longest is placed first, each into the row with the least room that still holds it, a new one if none does. Beside a
-stream that is cut every T tokens, the rows of real text are about as many, and hardly a document is cut.
+The longest document is placed first. Each goes into the row with the least room that still fits it, or into a new row.
+On real text this needs about as many rows as cutting the stream every T tokens, and it cuts hardly any document.
 
 Source: Ding et al., arXiv:2404.10830, section 3.
 """
@@ -13,25 +13,25 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The rows of an epoch: which pieces of a stream lie in each. A document that fits into a row is one piece."""
+    """The pieces of the token stream in each row of an epoch. A document that fits into a row is one piece."""
 
-    edges: np.ndarray  # where each piece of the stream begins, and where the last ends
-    by_row: np.ndarray  # pieces, those of the first row first
-    first: np.ndarray  # place in by_row of each row's first piece, and the number of pieces
+    edges: np.ndarray  # start of each piece in the stream, and the end of the last one
+    by_row: np.ndarray  # indices of pieces, in the order of rows
+    first: np.ndarray  # index in by_row of each row's first piece, and finally the number of pieces
 
     def __len__(self) -> int:
         return len(self.first) - 1
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """From which token up to which other each piece of a row goes, in the order of the stream."""
+        """Return (start, stop) in the stream for each piece of a row, in the order of the stream."""
         own = self.by_row[self.first[row] : self.first[row + 1]]
         return [*zip(self.edges[own].tolist(), self.edges[own + 1].tolist(), strict=True)]
 
 
 def pack(edges: np.ndarray, seq_len: int) -> Packed:
-    """Pack documents into rows of `seq_len` tokens; a longer one is first cut into pieces of a row, and the rest.
+    """Pack documents into rows of `seq_len` tokens. A longer document is first cut into full rows and a remainder.
 
-    edges   where each document of the stream begins, and where the last ends
+    edges   start of each document in the stream, and the end of the last one
     """
     parts = -(-np.diff(edges) // seq_len)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
@@ -42,10 +42,10 @@ def pack(edges: np.ndarray, seq_len: int) -> Packed:
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Say in which row each piece of 1 .. seq_len tokens lies.
+    """Return the row of each piece, for pieces of 1 .. seq_len tokens.
 
-    Pieces of one length are placed together, into groups of rows with the same room. A row that takes some is left with
-    less than half its room, so a group is met log2(seq_len) times at most: time grows with the number of pieces.
+    Pieces of one length are placed together, into groups of rows with the same room. Filling a row leaves less than
+    half of its room, so a group is used at most log2(seq_len) times, and the time is linear in the number of pieces.
     """
     row_of, rows, groups, rooms = np.empty(len(lengths), np.int64), 0, {}, 0  # bit r of rooms: a group has room for r
     order = np.argsort((seq_len - lengths).astype(np.min_scalar_type(seq_len)), kind="stable")  # 16 bits: radix sort
@@ -61,7 +61,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
         pieces, order = order[: counts[length]], order[counts[length] :]
         while len(pieces):
             if larger := rooms >> length:
-                room = length + (larger & -larger).bit_length() - 1  # the least that holds one
+                room = length + (larger & -larger).bit_length() - 1  # least room that fits a piece
                 group = groups[room].pop()
                 if not groups[room]:
                     rooms ^= 1 << room

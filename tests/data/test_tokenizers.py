@@ -154,13 +154,13 @@ def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path, trained):
 
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
     for more, message in [
-        (dict(normalizer={"type": "NFC"}), "it changes text before it cuts it (NFC); tokens would not give the text"),
+        (dict(normalizer={"type": "NFC"}), "it normalizes the text (NFC), so its tokens would not decode to the same"),
         (dict(model=good["model"] | {"type": "WordPiece"}), "it is a WordPiece, not a byte-level BPE"),
-        (dict(model=good["model"] | {"byte_fallback": True}), "it is a BPE with byte fallback, as SentencePiece makes"),
+        (dict(model=good["model"] | {"byte_fallback": True}), "it is a BPE with byte fallback, as in SentencePiece"),
         (dict(model=good["model"] | {"merges": merges[::-1]}), "its merges are not in the order of their ids, and"),
-        (dict(model=good["model"] | {"vocab": {"é五": 0}}), "its token 'é五' is not written in the letters of bytes"),
+        (dict(model=good["model"] | {"vocab": {"é五": 0}}), "its token 'é五' is not in GPT-2's letters for bytes"),
         (dict(model=good["model"] | {"vocab": {"a": 0}}), "255 of the 256 single bytes have no id, first 0"),
-        (dict(pre_tokenizer=byte_level), "it puts a space before each text; tokens would not give the text back"),
+        (dict(pre_tokenizer=byte_level), "it adds a space before each text, so its tokens would not decode to"),
         (dict(pre_tokenizer={"type": "Whitespace"}), "it cuts text by Whitespace, in a way that one pattern"),
         (dict(model={}), "it is a None, not a byte-level BPE"),
         (dict(model=[]), "not a tokenizer.json (AttributeError: "),
