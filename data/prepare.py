@@ -31,45 +31,45 @@ from data.units import Job
 from devices import log
 from errors import UserError, exit_status
 
-COUNTED_TOKENS = 2**24  # most tokens behind unigram_nats and bigram_nats: bounds the memory of counting pairs
-UNFINISHED = ".unfinished-"  # how the folder begins that holds the work until it is done
+COUNTED_TOKENS = 2**24  # limit of the tokens counted for unigram_nats and bigram_nats, because pairs need memory
+UNFINISHED = ".unfinished-"  # prefix of the folder for unfinished work
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Turn text into token shards, for training (train) and for validation (val).
 
-    A document is a file of text, or a row of jsonl or parquet; a hash of its name says which of the two it is for.
+    A document is a text file, or a row of jsonl or parquet. A hash of its name decides whether it is held out.
 
-    If that leaves one of them without text, as with a single file, the tail of every document is held out instead.
+    If this leaves train or val without text, as with a single file, the tail of every document is held out instead.
 
-    Run again with the same arguments, it finds the work done and does nothing; after a kill, what is left of it.
+    A second run with the same arguments changes nothing; after a kill, it does only the rest of the work.
     """
 
     out: str  # directory for the shards and manifest.json
-    source: str = "stdlib"  # stdlib (this Python's own library); text:, jsonl: or parquet: and a GLOB; hf:NAME[:CONFIG]
+    source: str = "stdlib"  # stdlib (Python's standard library); text:GLOB, jsonl:GLOB, parquet:GLOB; hf:NAME[:CONFIG]
     tokenizer: str = "bytes"  # bytes, gpt2, cl100k_base, o200k_base, or a file: bpe: (ranks), json: (Hugging Face), sp:
-    text_field: str = "text"  # field or column that holds the text; jsonl and parquet only
-    val_share: float = 0.05  # share of the documents, or of each one's bytes, held out for validation; between 0 and 1
-    shard_tokens: int = 2**25  # most tokens in one shard; twice a shard is held in memory
-    overwrite: bool = False  # replace the tokens that --out holds
-    workers: int = 1  # processes that tokenize; 0: one for each core; the tokens are the same
-    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster, whose hosts all see --source and --out
-    ray_address: str = "auto"  # of the cluster; auto: the one that this machine is part of
+    text_field: str = "text"  # field or column with the text; jsonl and parquet only
+    val_share: float = 0.05  # share of documents held out for validation, or of each document's bytes; between 0 and 1
+    shard_tokens: int = 2**25  # most tokens in one shard; needs memory for two shards
+    overwrite: bool = False  # replace the tokens in --out
+    workers: int = 1  # processes that tokenize; 0: one per core; the tokens don't depend on it
+    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster whose hosts all see --source and --out
+    ray_address: str = "auto"  # address of the cluster; auto: the cluster of this machine
 
     def __post_init__(self):
         if not 0 < self.val_share < 1:
-            raise UserError(f"val_share={self.val_share}: must lie between 0 and 1")
-        if not 1 <= self.shard_tokens <= 2**32:  # places in a shard are kept in 32 bits
+            raise UserError(f"val_share={self.val_share}: must be between 0 and 1")
+        if not 1 <= self.shard_tokens <= 2**32:  # positions in a shard are stored in 32 bits
             raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1, and at most 2**32")
         if self.workers < 0:
             raise UserError(f"workers={self.workers}: must be 0, for every core, or more")
 
     @property
     def manifest_arguments(self) -> dict:
-        """What decides the tokens, as the manifest keeps it."""
-        how = ("out", "overwrite", "workers", "engine", "ray_address")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in how}
+        """The arguments that decide the tokens, as the manifest records them."""
+        execution = ("out", "overwrite", "workers", "engine", "ray_address")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in execution}
 
 
 EXAMPLES = """\
@@ -81,19 +81,19 @@ e.g. python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdli
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     if sum(word.partition("=")[0] == "--source" for word in words) > 1:
-        raise UserError("--source is given more than once; one pattern names many files, as 'text:mine/*.txt'")
+        raise UserError("--source is given more than once; use one pattern for several files: 'text:mine/*.txt'")
     description = f"{EXAMPLES}\n\n{inspect.getdoc(Arguments)}"
     prepare(tyro.cli(Arguments, args=argv, prog="python -m data.prepare", description=description,
                      config=(tyro.conf.FlagCreatePairsOff,)))  # fmt: skip
 
 
 def prepare(args: Arguments) -> dict:
-    """Make the token shards in args.out, unless they are there, and return their manifest."""
+    """Write the token shards to args.out, unless they exist, and return their manifest."""
     out = Folder(args.out)
     if out.size(dataset.MANIFEST) is not None and not args.overwrite:
         manifest = _check_existing(args)
-        _remove_work(out)  # of a run that was killed when all was in place
-        log(f"{_display_name(args.out)} is complete: {_summary(manifest)}; --overwrite makes it again")
+        _remove_work(out)  # left by a run that was killed right after publishing
+        log(f"{_display_name(args.out)} is complete: {_summary(manifest)}; use --overwrite to make it again")
         return manifest
     encoding = tokenizers.load(args.tokenizer)
     with _work_folder(out) as work:
@@ -113,35 +113,35 @@ def prepare(args: Arguments) -> dict:
 
 
 def _display_name(out: str) -> str:
-    """What to call a directory in a line of output: as it was given, but of an absolute path the last part."""
+    """Return a directory's name for output: the path as given, or the last part of an absolute path."""
     return os.path.basename(os.path.normpath(out)) if os.path.isabs(out) else out
 
 
-# What is done, and what is not ----------------------------------------------------------------------------------------
+# Finished and unfinished work -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _work_folder(out: Folder) -> Iterator[Folder]:
-    """Give a folder in the directory for what is not finished.
+    """Yield a folder in `out` for unfinished work.
 
-    What is done when a run fails or is killed stays there, and the next run of the same command goes on from it; if
-    nothing is, the directory is as before.
+    If the run fails or is killed, finished units stay there and the same command resumes from them. If no unit is
+    finished, the directory is left as it was before.
     """
     path = Path(out.path)
-    missing = [one for one in (path, *path.parents) if not one.exists()] if out.is_local else []  # the innermost first
+    missing = [one for one in (path, *path.parents) if not one.exists()] if out.is_local else []  # innermost first
     work = out.subfolder(UNFINISHED + "units")
     work.make()
     try:
         with shards.lock_folder(work):
             for name in work.file_names():
-                if name.endswith(".part"):  # of a process that was killed
+                if name.endswith(".part"):  # left by a killed process
                     work.remove(name)
             yield work
         _remove_work(out)
     except BaseException:
-        kept = sum(name.startswith("unit-") for name in work.file_names())
-        if kept:
-            log(f"{kept} units are kept in {work.path}: the same command goes on from there")
+        finished = sum(name.startswith("unit-") for name in work.file_names())
+        if finished:
+            log(f"{finished} finished units are stored in {work.path}; run the same command to resume")
         else:
             _remove_work(out)
             for path in missing:
@@ -157,9 +157,9 @@ def _remove_work(out: Folder) -> None:
 
 
 def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
-    """Put the shards in their place, and remove what an earlier run wrote there, no other files.
+    """Move the shards to `out`, replacing those of an earlier run and no other files. Return the manifest.
 
-    The manifest, with what is measured on the shards, comes last: a directory that holds one is complete. Returns it.
+    The manifest, to which the entropies are added, is written last: a directory with a manifest is complete.
     """
     manifest |= entropies(_first_train_tokens(work, manifest), manifest["tokenizer"]["vocabulary"])
     out.remove(dataset.MANIFEST)
@@ -173,14 +173,14 @@ def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
 
 
 def _check_existing(args: Arguments) -> dict:
-    """Return the manifest of a directory that is complete and was made from the same arguments."""
+    """Return the manifest of a complete directory. Raises: UserError if it was made with other arguments."""
     manifest = dataset.load(args.out).manifest
     recorded = dict(manifest["arguments"], fingerprint=manifest["tokenizer"]["fingerprint"])
-    asked = dict(args.manifest_arguments, fingerprint=recorded["fingerprint"])
-    if tokenizers.is_file(args.tokenizer):  # the file behind the name may have changed
-        asked["fingerprint"] = tokenizers.fingerprint(tokenizers.load(args.tokenizer))
-    if difference := first_difference(asked, recorded):
-        raise UserError(f"{args.out} holds other tokens: {difference}; choose another --out, or --overwrite them")
+    wanted = dict(args.manifest_arguments, fingerprint=recorded["fingerprint"])
+    if tokenizers.is_file(args.tokenizer):  # the file may have changed
+        wanted["fingerprint"] = tokenizers.fingerprint(tokenizers.load(args.tokenizer))
+    if difference := first_difference(wanted, recorded):
+        raise UserError(f"{args.out} has other tokens: {difference}; choose another --out, or pass --overwrite")
     return manifest
 
 
@@ -188,43 +188,43 @@ def _check_existing(args: Arguments) -> dict:
 
 
 def _split_file_once(work: Folder, kind: str, file: files.File, unit_bytes: int) -> list[Part]:
-    """Cut a large file, which reads it once; remember where."""
+    """Split a large file into parts, which reads all of it, and store the positions for the next run."""
     name = "parts-" + hashlib.sha256(json.dumps([kind, file, unit_bytes]).encode()).hexdigest()[:20]
     if work.size(name) is None:
-        cut = lambda: sources.split_file(kind, file, unit_bytes)
-        found = [part[2:] for part in files.call_patiently(file.path, is_remote(file.path), cut)]
-        work.write(name, lambda out: out.write(json.dumps(found).encode()))
+        split = lambda: sources.split_file(kind, file, unit_bytes)
+        parts = [part[2:] for part in files.call_patiently(file.path, is_remote(file.path), split)]
+        work.write(name, lambda out: out.write(json.dumps(parts).encode()))
     return [Part(kind, file, *rest) for rest in json.loads(work.read(name))]
 
 
 def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
-    """Tokenize every document into the shards of its split, and return what the manifest says of them.
+    """Tokenize every document into the shards of its split, and return their entries of the manifest.
 
-    Whole documents are held out; where that leaves a split without text, the tail of each document is.
+    Whole documents are held out. If this leaves a split without text, the tail of each document is held out instead.
     """
     tails = dataclasses.replace(job, tails=True)
     known = {one.name(unit) for one in (job, tails) for unit in cut}
     for name in job.folder.file_names():
-        if name.startswith("unit-") and name not in known:  # of another source or tokenizer
+        if name.startswith("unit-") and name not in known:  # made from another source or tokenizer
             job.folder.remove(name)
-    made, total = _tokenize(args, job, cut)
+    unit_files, total = _tokenize(args, job, cut)
     text_bytes, documents = (sum(total[what].values()) for what in ("text_bytes", "documents"))
     if not text_bytes:
         job.folder.clear()
-        raise UserError(f"{args.source!r} holds no text: 0 bytes in {documents} documents")
+        raise UserError(f"{args.source!r} contains no text: 0 bytes in {documents} documents")
     if without := _split_without_text(total):
-        log(f"note: by name, none of the text of {documents} documents falls into {without!r} at --val-share "
-            f"{args.val_share}; the tail of each is held out instead")  # fmt: skip
+        log(f"note: at --val-share {args.val_share}, the hash of their names puts no text of {documents} documents "
+            f"into {without!r}; the tail of each document is held out instead")  # fmt: skip
         job = tails
-        made, total = _tokenize(args, job, cut)
+        unit_files, total = _tokenize(args, job, cut)
         if without := _split_without_text(total):
             job.folder.clear()
-            raise UserError(f"{args.source!r} holds {text_bytes} bytes of text in {documents} documents: too few to "
-                            f"leave one for {without!r} at --val-share {args.val_share}")  # fmt: skip
+            raise UserError(f"{args.source!r} contains {text_bytes} bytes of text in {documents} documents, which "
+                            f"leaves none for {without!r} at --val-share {args.val_share}")  # fmt: skip
     if total["odd"]:
         log(f"note: {total['odd']} of {documents} documents are not UTF-8, first {total['first_odd']!r}; their bytes "
-            "stay as they are")  # fmt: skip
-    return _assemble(args, job, cut, made, total["text_bytes"])
+            "are used unchanged")  # fmt: skip
+    return _assemble(args, job, cut, unit_files, total["text_bytes"])
 
 
 def _split_without_text(total: dict) -> str | None:
@@ -232,9 +232,9 @@ def _split_without_text(total: dict) -> str | None:
 
 
 def _tokenize(args: Arguments, job: Job, cut: list[Unit]) -> tuple[list[UnitFile], dict]:
-    """Tokenize the units that are not done. Return all, in order, and sums over them."""
-    there, names = set(job.folder.file_names()), [job.name(unit) for unit in cut]
-    found = {name: shards.open_complete_unit(job.folder, name, job.dtype) for name in names if name in there}
+    """Tokenize the unfinished units. Return the files of all units, in order, and totals over them."""
+    existing, names = set(job.folder.file_names()), [job.name(unit) for unit in cut]
+    found = {name: shards.open_complete_unit(job.folder, name, job.dtype) for name in names if name in existing}
     todo = [(name, unit) for name, unit in zip(names, cut, strict=True) if not found.get(name)]
     results = _run_tasks(args, units.tokenize, job, todo, len(todo))
     with progress.show_progress("tokenizing", len(cut), len(cut) - len(todo)) as advance:
@@ -242,14 +242,14 @@ def _tokenize(args: Arguments, job: Job, cut: list[Unit]) -> tuple[list[UnitFile
             advance(head and sum(head.tokens.values()))
     sums = ("documents", "tokens", "text_bytes")
     total = {what: dict.fromkeys(shards.SPLITS, 0) for what in sums} | {"odd": 0, "first_odd": ""}
-    made = [found.get(name) or UnitFile(job.folder, name, job.dtype) for name in names]
-    for one in made:
+    unit_files = [found.get(name) or UnitFile(job.folder, name, job.dtype) for name in names]
+    for one in unit_files:
         for what in sums:
             for split, count in getattr(one.head, what).items():
                 total[what][split] += count
         total["odd"] += one.head.odd
         total["first_odd"] = total["first_odd"] or one.head.first_odd
-    return made, total
+    return unit_files, total
 
 
 def _run_tasks(args: Arguments, work: Callable, job: Job, todo: list, most_workers: int) -> Iterator:
@@ -257,17 +257,17 @@ def _run_tasks(args: Arguments, work: Callable, job: Job, todo: list, most_worke
     return engine.run(work, job, todo, workers, args.engine, args.ray_address)
 
 
-def _assemble(args: Arguments, job: Job, cut: list[Unit], made: list[UnitFile], text_bytes: dict[str, int]) -> dict:
-    """Write the shards that are not done, and return what the manifest says of all."""
+def _assemble(args: Arguments, job: Job, cut: list[Unit], unit_files: list[UnitFile], text_bytes: dict) -> dict:
+    """Write the unfinished shards, and return the entries of the manifest for all shards."""
     cuts, rows = {split: shards.ShardPlanner(split, args.shard_tokens) for split in shards.SPLITS}, []
-    for unit, file in zip(cut, made, strict=True):
+    for unit, file in zip(cut, unit_files, strict=True):
         for split in shards.SPLITS:
             cuts[split].add(file.name, file.lengths(split))
         rows.append({"first": unit[0].file.name, "start": unit[0].start, "parts": len(unit)} | file.head.tokens)
     for one in cuts.values():
         one.close()
     every = [shard for one in cuts.values() for shard in one.shards]
-    done = {shard.file: found for shard in every if (found := units.read_finished_shard(job, shard))}
+    done = {shard.file: finished for shard in every if (finished := units.read_finished_shard(job, shard))}
     todo = [shard for shard in every if shard.file not in done]
     # Starting a process takes as long as writing a few shards.
     results = _run_tasks(args, units.assemble, job, todo, len(todo) // 4)
@@ -285,7 +285,7 @@ def _assemble(args: Arguments, job: Job, cut: list[Unit], made: list[UnitFile], 
 
 
 def _first_train_tokens(folder: Folder, manifest: dict) -> np.ndarray:
-    """Read as many tokens of the train split as `entropies` counts."""
+    """Read the first COUNTED_TOKENS tokens of the train split, for `entropies`."""
     tokens, left, dtype = [], COUNTED_TOKENS, np.dtype(manifest["dtype"])
     for shard in manifest["splits"]["train"]["shards"]:
         end = folder.size(shard["file"])
@@ -298,11 +298,11 @@ def _first_train_tokens(folder: Folder, manifest: dict) -> np.ndarray:
 
 
 def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
-    """Measure H(x) and H(x_t | x_t-1) of a stream, in nats per token, from counts: what a model must beat.
+    """Measure H(x) and H(x_t | x_t-1) of a stream, in nats per token, from counts. A model must beat both.
 
     Source: H(x_t | x_t-1) = H(x_t-1, x_t) - H(x_t-1), the chain rule.
     """
-    number = np.uint32 if vocabulary**2 <= 2**32 else np.int64  # sorting the shorter takes half the time
+    number = np.uint32 if vocabulary**2 <= 2**32 else np.int64  # sorting 32 bits takes half the time
     pairs = tokens[:-1].astype(number) * number(vocabulary) + tokens[1:]
     return {
         "counted_tokens": len(tokens),
@@ -312,7 +312,7 @@ def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
 
 
 def _entropy_nats(values: np.ndarray) -> float:
-    few = values.max() < len(values)  # then a table of all costs less than to sort them
+    few = values.max() < len(values)  # then counting in a table is faster than sorting
     counts = np.bincount(values) if few else np.unique(values, return_counts=True)[1]
     shares = counts[counts > 0] / len(values)
     return float(-np.sum(shares * np.log(shares)))
@@ -332,28 +332,28 @@ def from_ids(
     val_share: float = 0.05, shard_tokens: int = 2**25, overwrite: bool = False, train_weights=None,
     validation_weights=None,
 ) -> dict:  # fmt: skip
-    """Make a directory for --data.path from token ids that are already there, and return its manifest.
+    """Write token ids that you already have to a directory for --data.path, and return its manifest.
 
     >>> import numpy as np
     >>> from data.prepare import from_ids
-    >>> ids = np.random.default_rng(0).integers(0, 50, 10_000)  # or a list of arrays, one a document
+    >>> ids = np.random.default_rng(0).integers(0, 50, 10_000)  # or a list of arrays, one per document
     >>> manifest = from_ids(ids, "tokens/mine", vocab_size=50)
     tokens/mine: train 9,501 tokens in 1 documents, val 501 tokens in 1 documents, vocabulary 51 (uint16)
 
     Then `python main.py laptop --data.path tokens/mine --run.name mine`.
 
-    train_ids       integers: one array of all, or a list of arrays, one a document
-    vocab_size      ids are 0 .. vocab_size - 1; either this, or
-    tokenizer       whose ids they are, a name as for `tokenizers.load`; without one, bits per byte are not known, and
-                    a run draws no sample of text
-    validation_ids  like train_ids; None: the last `val_share` of the tokens, a document being cut where they begin
-    eot             the id between documents, wherever it stands; None: the tokenizer's, or a new one, vocab_size
-    train_weights   of documents, a list of arrays like train_ids: 1 where an id counts as a target in the loss, else 0,
-                    as on a prompt; the id between documents counts 0. None: all count. validation_weights alike
-    Raises: UserError for anything else than such ids, or if `out` is there and not to be overwritten.
+    train_ids       integers: one array with all ids, or a list of arrays, one per document
+    vocab_size      ids are 0 .. vocab_size - 1; pass either this or `tokenizer`
+    tokenizer       the tokenizer of the ids, a name as for `tokenizers.load`; without one, bits per byte are unknown,
+                    and a run samples no text
+    validation_ids  like train_ids; None: the last `val_share` of the tokens, which may cut a document
+    eot             the id that separates documents; None: the tokenizer's, or a new id, vocab_size
+    train_weights   a list of arrays like train_ids: 1 where an id counts as a target in the loss, 0 where it doesn't,
+                    as in a prompt; the end-of-text id never counts. None: all count. validation_weights is alike
+    Raises: UserError if the ids are not of this form, or if `out` exists and `overwrite` is False.
     """
     encoding, vocabulary, limit, end = _vocabulary(tokenizer, vocab_size, eot)
-    args = Arguments(out, "ids", tokenizer or tokenizers.UNKNOWN, "", val_share, shard_tokens)  # it checks the last two
+    args = Arguments(out, "ids", tokenizer or tokenizers.UNKNOWN, "", val_share, shard_tokens)  # checks the last two
     splits = {"train": _split_documents("train_ids", train_ids, end, limit)}
     if validation_ids is not None:
         splits["val"] = _split_documents("validation_ids", validation_ids, end, limit)
@@ -361,7 +361,7 @@ def from_ids(
         splits["train"], splits["val"] = _hold_out(splits["train"], val_share)
     weights = _check_weights(splits, {"train": train_weights, "val": validation_weights})
     if os.path.lexists(out) and not (os.path.isdir(out) and (overwrite or not os.listdir(out))):
-        raise UserError(f"{out} is there already; choose another directory, or overwrite=True to replace its tokens")
+        raise UserError(f"{out} exists; choose another directory, or pass overwrite=True to replace its tokens")
     place = Folder(out)
     with _work_folder(place) as work:
         manifest = _publish(place, work, {
@@ -379,15 +379,15 @@ def from_ids(
 
 
 def _vocabulary(tokenizer: str, vocab_size: int, eot: int | None) -> tuple[tiktoken.Encoding | None, int, int, int]:
-    """Return the encoding, how many ids a model needs, how many of them may be given, the one between documents."""
+    """Return the encoding, the vocabulary of a model, the upper limit of the given ids, and the end-of-text id."""
     if bool(tokenizer) == bool(vocab_size):
-        raise UserError(f"from_ids: tokenizer={tokenizer!r} and vocab_size={vocab_size}; give one of them: a tokenizer "
-                        "says how many ids it has")  # fmt: skip
+        raise UserError(f"from_ids: tokenizer={tokenizer!r} and vocab_size={vocab_size}; pass exactly one of them: a "
+                        "tokenizer has its own vocab_size")  # fmt: skip
     if tokenizer:
         encoding = tokenizers.load(tokenizer)
         if eot is not None:
-            raise UserError(f"from_ids: eot={eot} and tokenizer={tokenizer!r}, whose own is {encoding.eot_token}; "
-                            "leave eot out")  # fmt: skip
+            raise UserError(f"from_ids: eot={eot} and tokenizer={tokenizer!r}, whose end of text is "
+                            f"{encoding.eot_token}; leave eot out")  # fmt: skip
         return encoding, encoding.n_vocab, encoding.n_vocab, encoding.eot_token
     if eot is None:
         return None, vocab_size + 1, vocab_size, vocab_size
@@ -397,7 +397,7 @@ def _vocabulary(tokenizer: str, vocab_size: int, eot: int | None) -> tuple[tikto
 
 
 def _split_documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
-    """Cut ids into documents, without the ids between them. Raises: UserError for what is no token id, and where."""
+    """Split ids into documents at `eot`, which is dropped. Raises: UserError naming the first invalid id."""
     stream = hasattr(ids, "__array__") or not len(ids) or isinstance(ids[0], int | np.integer)
     documents = []
     for number, array in enumerate([ids] if stream else ids):
@@ -408,7 +408,7 @@ def _split_documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
         if not len(array):
             continue
         if array.dtype.kind not in "iu":
-            raise UserError(f"{name} holds {array.dtype}, token ids are integers")
+            raise UserError(f"{name} has dtype {array.dtype}; token ids must be integers")
         outside = (array < 0) | (array >= limit)
         if outside.any():
             place = int(np.argmax(outside))
@@ -417,15 +417,15 @@ def _split_documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
         ends = [-1, *np.flatnonzero(array == eot).tolist(), len(array)]
         documents += [array[a + 1 : b] for a, b in itertools.pairwise(ends) if b > a + 1]
     if not documents:
-        raise UserError(f"{what} holds no token")
+        raise UserError(f"{what} contains no tokens")
     return documents
 
 
 def _check_weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str, list[np.ndarray] | None]:
-    """Weights of the targets of each split. Raises: UserError unless each is a 0 or 1 of an id, in both splits."""
+    """Return the target weights of each split. Raises: UserError unless each id of both splits has a 0 or 1."""
     if any(weights is None for weights in given.values()):
         if not all(weights is None for weights in given.values()):
-            raise UserError("from_ids: train_weights and validation_weights go together, with validation_ids")
+            raise UserError("from_ids: pass train_weights and validation_weights together, and validation_ids")
         return given
     found = {split: [np.asarray(one) for one in weights] for split, weights in given.items()}
     for split, documents in splits.items():
@@ -433,20 +433,20 @@ def _check_weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str
         if lengths != others:
             differ = [n for n, (a, b) in enumerate(zip(lengths, others, strict=False)) if a != b]
             place = min([*differ, len(lengths), len(others)])
-            raise UserError(f"from_ids: {len(lengths)} documents of {split}, {len(others)} arrays of weights: they "
-                            f"differ in length from document {place} on; give each id one")  # fmt: skip
+            raise UserError(f"from_ids: {len(lengths)} documents of {split} and {len(others)} arrays of weights "
+                            f"differ in length from document {place} on; pass one weight per id")  # fmt: skip
         if any(not np.isin(one, (0, 1)).all() for one in found[split]):
-            raise UserError(f"from_ids: a weight of {split} is neither 0 nor 1")
+            raise UserError(f"from_ids: {split} has a weight that is neither 0 nor 1")
     return found
 
 
 def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split documents into the first tokens, and the last `share` of them, at least one."""
+    """Split documents into training and validation tokens: the last `share` of all tokens, at least one."""
     total = sum(map(len, documents))
     left = total - max(1, round(total * share))
     if left < 1:
-        raise UserError(f"train_ids holds {total} tokens, and val_share={share} leaves {left} of them to train on; "
-                        "give more, or validation_ids")  # fmt: skip
+        raise UserError(f"train_ids has {total} tokens, and val_share={share} leaves {left} of them to train on; "
+                        "pass more, or validation_ids")  # fmt: skip
     train = []
     for number, document in enumerate(documents):
         if left <= len(document):
@@ -454,14 +454,14 @@ def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarra
             return [*train, document[:left]], [*rest, *documents[number + 1 :]]
         train.append(document)
         left -= len(document)
-    raise AssertionError("more tokens were to be kept than there are")
+    raise AssertionError("there are fewer tokens than the training split needs")
 
 
 def _write_ids(
     args: Arguments, work: Folder, split: str, documents: list[np.ndarray], eot: int, vocabulary: int, encoding,
     weights: list[np.ndarray] | None,
 ) -> dict:  # fmt: skip
-    """Write the shards of a split, and return its part of the manifest."""
+    """Write the shards of a split, and return its entry of the manifest."""
     cut, dtype, seen = (
         shards.ShardPlanner(split, args.shard_tokens),
         units.token_dtype(vocabulary),
@@ -472,14 +472,14 @@ def _write_ids(
         cut.add(number, np.array([1 + len(document)]))
         seen[document] = True
     cut.close()
-    behind = lambda first, array: np.append(np.uint32(first), array.astype(np.uint32))
-    joined = lambda first, arrays: np.concatenate([behind(first, arrays[n])[a:b] for n, a, b in shard.pieces])
+    prepend = lambda first, array: np.append(np.uint32(first), array.astype(np.uint32))
+    concat = lambda first, arrays: np.concatenate([prepend(first, arrays[n])[a:b] for n, a, b in shard.pieces])
     rows = []
     for shard in cut.shards:
-        beside = {} if weights is None else {"weights": joined(0, weights).astype(np.uint8)}
-        rows.append(shards.write_shard(work, shard, joined(eot, documents).astype(dtype), eot, **beside))
+        extra = {} if weights is None else {"weights": concat(0, weights).astype(np.uint8)}
+        rows.append(shards.write_shard(work, shard, concat(eot, documents).astype(dtype), eot, **extra))
     text_bytes = None
-    if encoding and weights is None:  # else of the targets that count nobody knows
+    if encoding and weights is None:  # unknown for the targets that count
         lengths = tokenizers.text_lengths(encoding)
         text_bytes = sum(int(lengths[document].sum()) for document in documents)
     return shards.totals(rows, text_bytes, int(seen.sum()))

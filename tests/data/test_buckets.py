@@ -197,7 +197,7 @@ def test_a_bucket_that_is_not_there_is_said_at_once(place, source, capsys):
     gone, begin = place.replace("own", "gone"), time.monotonic()
     assert prepared(source, gone) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith(f"error: {gone}/.unfinished-units: there is no such bucket (")
+    assert lines[-1].startswith(f"error: {gone}/.unfinished-units: the bucket does not exist (")
     assert not [line for line in lines if "Traceback" in line]
     with pytest.raises(UserError, match=rf"no tokens at '{gone}'"):
         dataset.load(gone)

@@ -100,19 +100,19 @@ WRONG = {  # what is asked -> what is said
     "below": (dict(train_ids=np.array([1, -1]), vocab_size=300), r"train_ids\[1\] is -1: not one of the ids 0\.\.299"),
     "of the tokenizer": (dict(train_ids=[257], tokenizer="bytes"), r"train_ids\[0\] is 257: .* 0\.\.256 \(1 of 1"),
     "in validation": (dict(train_ids=[1], vocab_size=3, validation_ids=[7]), r"validation_ids\[0\] is 7: not one of"),
-    "floats": (dict(train_ids=np.ones(3), vocab_size=3), "train_ids holds float64, token ids are integers"),
-    "booleans": (dict(train_ids=[[1], np.ones(3, bool)], vocab_size=3), r"train_ids\[1\] holds bool, token ids are"),
+    "floats": (dict(train_ids=np.ones(3), vocab_size=3), "train_ids has dtype float64; token ids must be integers"),
+    "booleans": (dict(train_ids=[[1], np.ones(3, bool)], vocab_size=3), r"train_ids\[1\] has dtype bool; token ids"),
     "words": (dict(train_ids=["a b"], vocab_size=3), r"train_ids\[0\] has the shape \[\]"),
     "rows": (dict(train_ids=np.ones((4, 3), int), vocab_size=3), r"train_ids has the shape \[4, 3\]: one array is a .*"
              r"x.reshape\(-1\); a list of arrays is a list of documents, list\(x\)"),
-    "nothing": (dict(train_ids=[], vocab_size=3), "train_ids holds no token"),
-    "empty documents": (dict(train_ids=[[], [2]], vocab_size=3, eot=2), "train_ids holds no token"),
-    "no validation": (dict(train_ids=[1], vocab_size=3, validation_ids=np.array([])), "validation_ids holds no token"),
-    "one token": (dict(train_ids=[1], vocab_size=3), r"train_ids holds 1 tokens, and val_share=0\.05 leaves 0 of them"),
-    "share": (dict(train_ids=[1, 2], vocab_size=3, val_share=1.0), r"val_share=1\.0: must lie between 0 and 1"),
-    "no vocabulary": (dict(train_ids=[1, 2]), r"tokenizer='' and vocab_size=0; give one of them: a tokenizer says how"),
-    "two": (dict(train_ids=[1, 2], tokenizer="bytes", vocab_size=3), r"tokenizer='bytes' and vocab_size=3; give one"),
-    "two ends": (dict(train_ids=[1, 2], tokenizer="bytes", eot=0), "eot=0 and tokenizer='bytes', whose own is 256"),
+    "nothing": (dict(train_ids=[], vocab_size=3), "train_ids contains no tokens"),
+    "empty documents": (dict(train_ids=[[], [2]], vocab_size=3, eot=2), "train_ids contains no tokens"),
+    "no validation": (dict(train_ids=[1], vocab_size=3, validation_ids=np.array([])), "validation_ids contains no"),
+    "one token": (dict(train_ids=[1], vocab_size=3), r"train_ids has 1 tokens, and val_share=0\.05 leaves 0 of them"),
+    "share": (dict(train_ids=[1, 2], vocab_size=3, val_share=1.0), r"val_share=1\.0: must be between 0 and 1"),
+    "no vocabulary": (dict(train_ids=[1, 2]), r"tokenizer='' and vocab_size=0; pass exactly one of them: a "),
+    "two": (dict(train_ids=[1, 2], tokenizer="bytes", vocab_size=3), r"tokenizer='bytes' and vocab_size=3; pass "),
+    "two ends": (dict(train_ids=[1, 2], tokenizer="bytes", eot=0), "eot=0 and tokenizer='bytes', whose end of text is"),
     "end": (dict(train_ids=[1, 2], vocab_size=3, eot=3), r"eot=3: not one of the ids 0\.\.2; leave it out for a new"),
     "tokenizer": (dict(train_ids=[1, 2], tokenizer="byte"), "no tokenizer is called 'byte'"),
 }  # fmt: skip
@@ -136,7 +136,7 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path):
     (out / "notes.txt").write_text("mine")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     for there in (out, out / "notes.txt"):
-        with pytest.raises(UserError, match=f"{there} is there already; choose another directory, or overwrite=True"):
+        with pytest.raises(UserError, match=f"{there} exists; choose another directory, or pass overwrite=True"):
             from_ids([2, 2], str(there), vocab_size=3, overwrite=there != out)
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     from_ids([2, 2], str(out), vocab_size=3, overwrite=True)
@@ -148,7 +148,7 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path):
         "val-00000.begins.npy",
         "val-00000.npy",
     ]
-    with pytest.raises(UserError, match="holds other tokens: source is 'stdlib' here and 'ids' there"):
+    with pytest.raises(UserError, match="has other tokens: source is 'stdlib' here and 'ids' there"):
         prepare.prepare(prepare.Arguments(str(out)))
 
 

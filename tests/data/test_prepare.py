@@ -127,17 +127,17 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path):
     for line, reason in [
         ('{"text": "b"', r"not JSON"),
         ("[1]", r"a list, not an object"),
-        ('{"title": "b", "body": "c"}', r"no field 'text' among title, body; choose one with --text-field"),
-        ('{"text": 5}', r"field 'text' holds int, not text"),
+        ('{"title": "b", "body": "c"}', r"no field 'text'; it has title, body; choose one with --text-field"),
+        ('{"text": 5}', r"field 'text' is int, not text"),
     ]:
         (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' + line + "\n")
         assert re.search(rf"rows\.jsonl:2: {reason}", refusal(f"jsonl:{tmp_path}/rows.jsonl"))
 
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), path)
-    assert "rows.parquet: no field 'text' among body" in refusal(f"parquet:{path}")
+    assert "rows.parquet: no field 'text'; it has body" in refusal(f"parquet:{path}")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
-    assert "rows.parquet:2: field 'text' holds NoneType, not text" in refusal(f"parquet:{path}")
+    assert "rows.parquet:2: field 'text' is NoneType, not text" in refusal(f"parquet:{path}")
     path.write_text("no")
     assert "rows.parquet: not a Parquet file" in refusal(f"parquet:{path}")
     assert "no file matches" in refusal(f"text:{tmp_path}/none/*")
@@ -560,7 +560,7 @@ def test_the_command_exits_with_2_and_no_traceback(tmp_path):
     root = Path(prepare.__file__).parents[1]
     for flags, message in [
         (["--source", "csv:x"], "error: no source is called 'csv:x'"),
-        (["--val-share", "1"], "val_share=1.0: must lie between 0 and 1"),
+        (["--val-share", "1"], "val_share=1.0: must be between 0 and 1"),
     ]:
         done = subprocess.run([*command, *flags], cwd=root, capture_output=True, text=True)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -107,7 +107,7 @@ def test_weights_are_part_of_the_tokens(own, tmp_path):
     same = {"validation_ids": both["val"], "tokenizer": "bytes", "overwrite": True}
     prepare.from_ids(both["train"], str(out), **same)
     assert not list(out.glob("*.weights.npy")) and dataset.fingerprint(cfg)["shards_sha256"] != before
-    with pytest.raises(UserError, match=r"43 documents of train, 1 arrays of weights: they .* from document 1 on"):
+    with pytest.raises(UserError, match=r"43 documents of train and 1 arrays of weights .* from document 1 on"):
         prepare.from_ids(both["train"], str(out), **same, train_weights=[np.ones_like(both["train"][0])],
                          validation_weights=[np.ones_like(ids) for ids in both["val"]])  # fmt: skip
 

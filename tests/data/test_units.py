@@ -263,7 +263,7 @@ def test_text_that_is_refused_is_named_by_any_process(tmp_path):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "2.txt: byte 2400001, 0xff, is not UTF-8" in done.stderr
-    assert "units are kept in" in done.stdout
+    assert "finished units are stored in" in done.stdout
 
 
 def _dies(_shared, _task):
@@ -279,7 +279,7 @@ def test_a_worker_that_dies_is_said(tmp_path):
 def test_two_commands_do_not_work_in_one_place(tmp_path):
     """Catches two commands that remove each other's files."""
     folder = shards.Folder(str(tmp_path))
-    message = "another process is at work there"
+    message = "another process uses this folder"
     with shards.lock_folder(folder), pytest.raises(UserError, match=message), shards.lock_folder(folder):
         pass
     with shards.lock_folder(folder):
