@@ -1,4 +1,4 @@
-"""What is on disk: a directory or bucket whose files are there whole or not at all, units of tokens, and shards."""
+"""Define the files on disk: a directory or bucket with atomic writes, the token files of units, and shards."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ SPLITS = ("train", "val")
 
 
 class Folder:
-    """A directory, here or in a bucket."""
+    """A directory on this machine or in a bucket. Files appear in it only when they are complete."""
 
     def __init__(self, path: str):
         self.path = files.local_path(path)
@@ -42,11 +42,11 @@ class Folder:
         return f"{self.root.rstrip('/')}/{name}"
 
     def make(self) -> None:
-        if self.is_local:  # a bucket has no directories, and S3's client would make the bucket
+        if self.is_local:  # a bucket has no directories, and the S3 client would create the bucket
             self.files.makedirs(self.root, exist_ok=True)
 
     def file_names(self) -> list[str]:
-        """The files in it, without those further down."""
+        """List the files in it, without subfolders."""
         self.files.invalidate_cache()
         try:
             found = self._call(lambda: self.files.ls(self.root, detail=True))
@@ -55,7 +55,7 @@ class Folder:
         return sorted(os.path.basename(one["name"]) for one in found if one["type"] == "file")
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None if it is not there."""
+        """Return the bytes of a file, or None if it does not exist."""
         try:
             return self._call(lambda: self.files.info(self._path_of(name)))["size"]
         except FileNotFoundError:
@@ -65,37 +65,37 @@ class Folder:
         return self._call(lambda: self.files.cat_file(self._path_of(name), start=start, end=stop))
 
     def write(self, name: str, fill: Callable) -> None:
-        """Let `fill` write to a file; it is there when all of it is. Raises: UserError if there is no such bucket."""
+        """Write a file with fill(file). It appears when complete. Raises: UserError if the bucket does not exist."""
         try:
             self._call(lambda: self._write(name, fill))
         except FileNotFoundError as error:
             if self.is_local:
                 raise
-            raise UserError(f"{self.path}: there is no such bucket ({error}); make it first") from error
+            raise UserError(f"{self.path}: the bucket does not exist ({error}); create it first") from error
 
     def _write(self, name: str, fill: Callable) -> None:
-        if not self.is_local:  # what is sent to a bucket is there when all of it is
+        if not self.is_local:  # an object appears in a bucket when all of it is sent
             contents = io.BytesIO()
             fill(contents)
             return self.files.pipe_file(self._path_of(name), contents.getvalue())
-        own = self._path_of(f"{name}.{os.getpid()}.part")
+        partial = self._path_of(f"{name}.{os.getpid()}.part")
         try:
-            with self.files.open(own, "wb") as file:
+            with self.files.open(partial, "wb") as file:
                 fill(file)
-            os.replace(own, self._path_of(name))
+            os.replace(partial, self._path_of(name))
         except BaseException as error:
             with contextlib.suppress(OSError):
-                self.files.rm_file(own)
-            if isinstance(error, OSError) and error.filename is None:  # as of a disk that is full
+                self.files.rm_file(partial)
+            if isinstance(error, OSError) and error.filename is None:  # for example when the disk is full
                 error.filename = self._path_of(name)
             raise
 
     def move_from(self, name: str, other: "Folder") -> None:
-        """Move a file of another folder, of the same place, here."""
+        """Move a file here from another folder on the same disk or in the same bucket."""
         source, target = other._path_of(name), self._path_of(name)
         if self.is_local:
             return os.replace(source, target)
-        other._call(lambda: self.files.cp_file(source, target))  # a bucket knows no other way
+        other._call(lambda: self.files.cp_file(source, target))  # a bucket cannot rename
         other.remove(name)
 
     def remove(self, name: str) -> None:
@@ -103,7 +103,7 @@ class Folder:
             self._call(lambda: self.files.rm_file(self._path_of(name)))
 
     def clear(self) -> None:
-        """Remove it with all that is in it."""
+        """Delete the folder and everything in it."""
         with contextlib.suppress(FileNotFoundError):
             self._call(lambda: self.files.rm(self.root, recursive=True))
 
@@ -119,20 +119,20 @@ class Folder:
 
 
 class UnitHead(NamedTuple):
-    """What a file of tokens says of itself; the lengths of its documents follow, and their tokens."""
+    """Header of a unit's token file. The lengths of its documents and their tokens follow."""
 
     documents: dict[str, int]  # by split
     tokens: dict[str, int]
     text_bytes: dict[str, int]
     odd: int  # documents that are not UTF-8
-    first_odd: str  # the name of the first
+    first_odd: str  # name of the first of them
 
 
 def write_unit(folder: Folder, name: str, dtype: np.dtype, tokens: dict[str, list[np.ndarray]], head: UnitHead) -> None:
-    words = json.dumps(head._asdict()).encode()
+    header = json.dumps(head._asdict()).encode()
 
     def fill(file):
-        file.write(len(words).to_bytes(8, "little") + words)
+        file.write(len(header).to_bytes(8, "little") + header)
         for split in SPLITS:
             file.write(np.array([len(one) for one in tokens[split]], "<i8").tobytes())
         for split in SPLITS:
@@ -144,7 +144,7 @@ def write_unit(folder: Folder, name: str, dtype: np.dtype, tokens: dict[str, lis
 
 @dataclass
 class UnitFile:
-    """A file of tokens that a worker has written; read in pieces."""
+    """A token file written by a worker. Read it in slices."""
 
     folder: Folder
     name: str
@@ -156,13 +156,13 @@ class UnitFile:
         self.header_end = 8 + size
 
     def _token_offset(self, split: str) -> int:
-        """Where the tokens of a split begin."""
+        """Return the offset in bytes of a split's first token."""
         before = self.head.tokens["train"] if split == "val" else 0
         return self.header_end + 8 * sum(self.head.documents.values()) + before * self.dtype.itemsize
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Bytes of a complete file."""
         return self._token_offset("val") + self.head.tokens["val"] * self.dtype.itemsize
 
     def lengths(self, split: str) -> np.ndarray:
@@ -178,7 +178,7 @@ class UnitFile:
 
 
 def open_complete_unit(folder: Folder, name: str, dtype: np.dtype) -> UnitFile | None:
-    """A unit that an earlier run has written; None if the machine cut its file short when it went down."""
+    """Open a unit that an earlier run wrote. Returns None if the file is truncated, as after a power failure."""
     try:
         file = UnitFile(folder, name, dtype)
     except (ValueError, TypeError):
@@ -198,7 +198,7 @@ class Piece(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What goes into one shard."""
+    """The contents of one shard, before it is written."""
 
     file: str
     split: str
@@ -213,9 +213,9 @@ class Shard(NamedTuple):
 
 @dataclass
 class ShardPlanner:
-    """Cuts the documents of one split into shards, each begun where the next document would not fit into the last.
+    """Assigns the documents of one split to shards. A document that does not fit into the shard starts a new one.
 
-    A document longer than a shard is cut; it counts in the shard where it starts.
+    A document longer than a shard is split over several; it counts in the one where it starts.
     """
 
     split: str
@@ -226,7 +226,7 @@ class ShardPlanner:
     _documents: int = 0
 
     def add(self, unit: int | str, lengths: np.ndarray) -> None:
-        """The documents of a unit are next, each of so many tokens."""
+        """Add the documents of the next unit; `lengths` has the tokens of each."""
         ends = np.cumsum(lengths)
         place = first = 0
         while first < len(ends):
@@ -257,9 +257,9 @@ class ShardPlanner:
 
 
 def write_shard(folder: Folder, shard: Shard, tokens: np.ndarray, eot: int, **beside: np.ndarray) -> dict:
-    """Write a shard, and beside it where its documents begin. Return its row of the manifest.
+    """Write a shard, and the positions of its documents in a second file. Return its row of the manifest.
 
-    beside   more arrays for files of their own, by name
+    beside   more arrays by name, each for a file next to the shard
     """
 
     def write(name: str, array: np.ndarray) -> dict:
@@ -276,14 +276,14 @@ def name_beside(file: str, what: str) -> str:
 
 
 def totals(rows: list[dict], text_bytes: int | None, unique_tokens: int) -> dict:
-    """A split's part of the manifest."""
+    """Return a split's entry of the manifest."""
     counts = {name: sum(row[name] for row in rows) for name in ("tokens", "documents")}
     return counts | {"text_bytes": text_bytes, "unique_tokens": unique_tokens, "shards": rows}
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Folder) -> Iterator[None]:
-    """Keep other processes of this machine away from a folder. Raises: UserError if one is at work there."""
+    """Lock a folder against other processes of this machine. Raises: UserError if another process holds the lock."""
     if not folder.is_local:
         yield
         return
@@ -293,5 +293,5 @@ def lock_folder(folder: Folder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder.path}: another process is at work there; wait for it, or end it") from error
+            raise UserError(f"{folder.path}: another process uses this folder; wait for it, or stop it") from error
         yield

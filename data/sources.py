@@ -1,4 +1,4 @@
-"""Documents in an order that never changes, from the standard library or from files, cut into units of work."""
+"""Read documents from the standard library or from files, in a fixed order, and split them into units of work."""
 
 import contextlib
 import itertools
@@ -13,48 +13,48 @@ from data import files, hub
 from data.files import File
 from errors import UserError
 
-# Directories that are not the library's own code. pydoc_data is one generated file of prose, 6% of all bytes.
+# Directories to skip. pydoc_data is one generated file of prose, 6% of all bytes.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
-SEPARATOR = b"<|endoftext|>"  # between the documents of a text file, with the line break on each side of it
-SEPARATORS = {"text": SEPARATOR, "jsonl": b"\n"}  # after which a large file may be cut
+SEPARATOR = b"<|endoftext|>"  # between the documents of a text file, with a line break on each side
+SEPARATORS = {"text": SEPARATOR, "jsonl": b"\n"}  # a large file may be split after these
 FOLDER_PATTERNS = {"text": "**", "jsonl": "**/*.jsonl*", "parquet": "**/*.parquet"}
 KINDS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB or hf:NAME[:CONFIG]"
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 2**21, 2**26, 1024  # a unit is a 1024th of the source, between these sizes
-WINDOW_BYTES = 2**16  # how much text is looked at together for a SEPARATOR
+WINDOW_BYTES = 2**16  # text read at once when looking for a SEPARATOR
 
 
 class Document(NamedTuple):
-    """One text of a source. Its name decides its split, so moving the source or adding to it changes no name."""
+    """One text of a source. Its name decides its split; it stays the same if the source moves or grows."""
 
-    name: str  # that of the file; of one among several in a file, with :ROW, the first being 1
-    text: bytes  # as found, neither checked nor normalised; of a row, UTF-8
+    name: str  # name of the file, followed by :ROW, from 1, if the file has several documents
+    text: bytes  # bytes of the file, neither checked nor normalized; of a row, UTF-8
 
 
 class Part(NamedTuple):
-    """A file, or of a large one some bytes (of Parquet, row groups) that follow each other."""
+    """A file, or a range of a large file: bytes, or row groups of Parquet."""
 
     kind: str  # whole, text, jsonl or parquet
     file: File
     start: int
     stop: int
-    rows: int  # that come before it in the file
-    is_partial: bool  # other parts have the rest of the file
+    rows: int  # rows of the file before this part
+    is_partial: bool  # True if the file has other parts
 
 
-Unit = tuple[Part, ...]  # what is tokenized together; depends on the source alone
+Unit = tuple[Part, ...]  # parts tokenized together; depends only on the source
 
 
 def read_documents(source: str, text_field: str = "text") -> Iterator[Document]:
-    """Read a source: files by sorted name, a whole file or each row a document.
+    """Read a source: files sorted by name, where each file or each row is a document.
 
-    Raises: UserError at once for a source that cannot be found, and while reading for a bad row, by file and row.
+    Raises: UserError at once if the source is not found, and while reading, with file and row, for a bad row.
     """
     found = list_files(source)
     return (document for kind, file in found for document in read_part(whole_file(kind, file), text_field))
 
 
 def list_files(source: str) -> list[tuple[str, File]]:
-    """The files of a source, in order, each with how it is read."""
+    """List the files of a source, in order, each with its kind."""
     kind, _, pattern = source.partition(":")
     if source == "stdlib":
         return [("whole", file) for file in stdlib_files()]
@@ -66,14 +66,14 @@ def list_files(source: str) -> list[tuple[str, File]]:
 
 
 def stdlib_files() -> list[File]:
-    """List the running interpreter's library sources, without tests and installed packages."""
+    """List the source files of this Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into what is left
+        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk visits only these
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     if not paths:
-        raise UserError(f"source 'stdlib': {root} holds no .py files (a stripped interpreter?); use text:GLOB")
+        raise UserError(f"source 'stdlib': {root} has no .py files (a stripped interpreter?); use text:GLOB")
     return sorted(files.local_file(str(path), path.relative_to(root).as_posix()) for path in paths)
 
 
@@ -81,9 +81,9 @@ def stdlib_files() -> list[File]:
 
 
 def make_units(source: str, split: Callable[[str, File, int], list[Part]] | None = None) -> list[Unit]:
-    """Cut a source into units, whoever does the work: small files together, a large one in parts.
+    """Split a source into units, independently of the workers: small files together, a large one in parts.
 
-    cuts  in place of `parts`, for one that remembers
+    split  replaces `split_file`, for example to cache its result
     """
     found = list_files(source)
     unit_bytes = min(max(sum(_text_bytes(file) for _, file in found) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
@@ -100,7 +100,7 @@ def make_units(source: str, split: Callable[[str, File, int], list[Part]] | None
 
 
 def _text_bytes(file: File) -> int:
-    return file.size * (4 if files.compression(file.path) else 1)  # text shrinks about so much
+    return file.size * (4 if files.compression(file.path) else 1)  # text compresses about 4 to 1
 
 
 def whole_file(kind: str, file: File) -> Part:
@@ -108,7 +108,7 @@ def whole_file(kind: str, file: File) -> Part:
 
 
 def split_file(kind: str, file: File, unit_bytes: int) -> list[Part]:
-    """Cut a large file where documents end, at least `unit_bytes` apart. Text without a SEPARATOR stays whole."""
+    """Split a large file between documents, at least `unit_bytes` apart. Text without a SEPARATOR is not split."""
     cut = _split_parquet if kind == "parquet" else _split_at_separators
     starts = cut(kind, file, unit_bytes)
     if len(starts) == 2:
@@ -117,7 +117,7 @@ def split_file(kind: str, file: File, unit_bytes: int) -> list[Part]:
 
 
 def _split_at_separators(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
-    """Where parts begin, in bytes, and how many rows come before; at the end, where the file ends."""
+    """Return (start in bytes, rows before it) of each part, and the same for the end of the file."""
     separator, starts, rows, place, rest = SEPARATORS[kind], [(0, 0)], 0, 0, b""
     with files.open_stored(file.path) as stream:
         while chunk := stream.read(files.CHUNK_BYTES):
@@ -131,7 +131,7 @@ def _split_at_separators(kind: str, file: File, unit_bytes: int) -> list[tuple[i
                 starts.append((place + after, rows))
                 counted = after
             rows += chunk.count(separator, counted)
-            rest = chunk[max(len(chunk) - len(separator) + 1, 0) :]  # the next chunk may complete a separator
+            rest = chunk[max(len(chunk) - len(separator) + 1, 0) :]  # a separator may continue in the next chunk
             place += len(chunk) - len(rest)
     if starts[-1][0] >= file.size:
         starts.pop()
@@ -139,7 +139,7 @@ def _split_at_separators(kind: str, file: File, unit_bytes: int) -> list[tuple[i
 
 
 def _split_parquet(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
-    """The same, in row groups."""
+    """Like `_split_at_separators`, in row groups."""
     starts, rows, held = [(0, 0)], 0, 0
     with _open_parquet(file.path) as table:
         groups = table.metadata.num_row_groups
@@ -152,11 +152,11 @@ def _split_parquet(kind: str, file: File, unit_bytes: int) -> list[tuple[int, in
     return [*starts, (groups, rows)]
 
 
-# What is in a part ----------------------------------------------------------------------------------------------------
+# Reading a part -------------------------------------------------------------------------------------------------------
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Document]:
-    """Read the documents of a part. Raises: UserError for a bad row, by file and row."""
+    """Read the documents of a part. Raises: UserError with file and row for a bad row."""
     kind, file = part.kind, part.file
     if kind == "parquet":
         return _read_parquet(part, text_field)
@@ -166,7 +166,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Document]:
 
 
 def _read_json_lines(part: Part, field: str) -> Iterator[Document]:
-    """A document for each line that is not blank."""
+    """Yield a document for each line that is not blank."""
     path, number = part.file.path, part.rows
     for line in _read_lines(part):
         number += 1
@@ -195,7 +195,7 @@ def _read_lines(part: Part) -> Iterator[bytes]:
 
 
 def _read_texts(part: Part, _field: str) -> Iterator[Document]:
-    """The whole file; or what stands between its SEPARATORs, empty documents left out."""
+    """Yield the whole file, or the nonempty texts between its SEPARATORs."""
     name, number, held = part.file.name, part.rows, bytearray()
     several = part.is_partial
     with files.open_decompressed(part.file.path) as stream:
@@ -204,7 +204,7 @@ def _read_texts(part: Part, _field: str) -> Iterator[Document]:
         left = part.stop - part.start if part.is_partial else float("inf")
         while left > 0 and (chunk := stream.read(int(min(WINDOW_BYTES, left)))):
             left -= len(chunk)
-            seen = max(len(held) - len(SEPARATOR), 0)  # up to there, it was looked for before
+            seen = max(len(held) - len(SEPARATOR), 0)  # already searched up to here
             held += chunk
             while (found := held.find(SEPARATOR, seen)) >= 0:
                 several, number, seen = True, number + 1, 0
@@ -218,7 +218,7 @@ def _read_texts(part: Part, _field: str) -> Iterator[Document]:
 
 
 def _strip_line_breaks(text: bytearray, after: bool, last: bool = False) -> bytes:
-    """Text without the line breaks that belong to the SEPARATORs around it."""
+    """Remove the line breaks that belong to the SEPARATORs before and after a text."""
     start, stop = 0, len(text)
     if after:
         start = 2 if text.startswith(b"\r\n") else int(text.startswith(b"\n"))
@@ -229,7 +229,7 @@ def _strip_line_breaks(text: bytearray, after: bool, last: bool = False) -> byte
 
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator:
-    import pyarrow  # here, because every other source works without it
+    import pyarrow  # here, because only Parquet needs it
     import pyarrow.parquet
 
     with files.open_stored(path) as file:
@@ -242,7 +242,7 @@ def _open_parquet(path: str) -> Iterator:
 
 
 def _read_parquet(part: Part, field: str) -> Iterator[Document]:
-    """A document for each row, a thousand rows at a time being held."""
+    """Yield a document for each row, reading a thousand rows at a time."""
     path, number = part.file.path, part.rows
     with _open_parquet(path) as table:
         _require_field(field, table.schema_arrow.names, path)
@@ -254,16 +254,16 @@ def _read_parquet(part: Part, field: str) -> Iterator[Document]:
                     yield Document(f"{part.file.name}:{number}", _encode_text(value, f"{path}:{number}", field))
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # pyarrow's are among them
+        except (OSError, ValueError) as error:  # base classes of pyarrow's errors
             raise UserError(f"{path}: damaged after row {number}: {error}") from error
 
 
 def _require_field(field: str, names, where: str) -> None:
     if field not in names:
-        raise UserError(f"{where}: no field {field!r} among {', '.join(names)}; choose one with --text-field")
+        raise UserError(f"{where}: no field {field!r}; it has {', '.join(names)}; choose one with --text-field")
 
 
 def _encode_text(value, where: str, field: str) -> bytes:
     if not isinstance(value, str):
-        raise UserError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
-    return value.encode("utf-8", errors="replace")  # a lone surrogate, which JSON allows, has no UTF-8
+        raise UserError(f"{where}: field {field!r} is {type(value).__name__}, not text")
+    return value.encode("utf-8", errors="replace")  # JSON allows a lone surrogate, UTF-8 doesn't
