@@ -1,4 +1,4 @@
-"""A SentencePiece model as a tokenizer: with as much of the manner of tiktoken's encodings as is used of them."""
+"""Wrap a SentencePiece model in the part of the interface of tiktoken's encodings that this project uses."""
 
 import functools
 import hashlib
@@ -8,13 +8,13 @@ import numpy as np
 
 from errors import UserError
 
-SPACE = "▁"  # what pieces write for a space
-# What a model changes that normalises text, or drops spaces, or has no bytes for letters it has not seen.
+SPACE = "▁"  # a space in a piece
+# A model changes this text if it normalizes, drops spaces, or has no byte fallback for unknown letters.
 PROBE = "  two  spaces,\ta tab\r\n\n漢 🙂 Ω\u2126 ﬁ e\u0301 \x01 end "
 
 
 class SentencePiece:
-    """A tokenizer.model; its end of text is its own `</s>`, else a new id after the last."""
+    """A tokenizer.model. Its end of text is `</s>` if it has one, else a new last id."""
 
     def __init__(self, name: str, model: bytes):
         import sentencepiece  # an extra
@@ -24,7 +24,7 @@ class SentencePiece:
         size, end = self.pieces.vocab_size(), self.pieces.eos_id()
         self.eot_token, self.n_vocab = (end, size) if end >= 0 else (size, size + 1)
 
-    def __reduce__(self):  # for other processes
+    def __reduce__(self):  # pickle, for worker processes
         return SentencePiece, (self.name, self.model)
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -45,23 +45,23 @@ class SentencePiece:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Bytes of text that each id stands for."""
+        """Bytes of text of each id."""
         return np.array([len(one) for one in self._bytes])
 
     @functools.cached_property
     def _bytes(self) -> list[bytes]:
-        p, found = self.pieces, []
+        p, texts = self.pieces, []
         for i in range(self.n_vocab):
             if i >= p.vocab_size() or p.is_control(i) or p.is_unknown(i) or p.is_unused(i):
-                found.append(b"")
+                texts.append(b"")
             else:
                 piece = p.id_to_piece(i)
-                found.append(bytes([int(piece[3:5], 16)]) if p.is_byte(i) else piece.replace(SPACE, " ").encode())
-        return found
+                texts.append(bytes([int(piece[3:5], 16)]) if p.is_byte(i) else piece.replace(SPACE, " ").encode())
+        return texts
 
 
 def load(path: str) -> SentencePiece:
-    """Read a file. Raises: UserError if it is none, if its tokens do not give text back, or without the extra."""
+    """Read a model. Raises: UserError if it is not one, if PROBE doesn't survive, or without the extra."""
     name = f"sp:{path}"
     try:
         encoding = SentencePiece(name, Path(path).read_bytes())
@@ -71,9 +71,9 @@ def load(path: str) -> SentencePiece:
         raise UserError(f"tokenizer {name!r}: {error.strerror}") from error
     except RuntimeError as error:
         raise UserError(f"tokenizer {name!r}: not a SentencePiece model ({' '.join(str(error).split())})") from error
-    if (found := encoding.decode(encoding.encode_ordinary(PROBE))) != PROBE:
-        place = next((n for n, (a, b) in enumerate(zip(PROBE, found, strict=False)) if a != b), len(found))
-        raise UserError(f"tokenizer {name!r}: its tokens do not give text back: {PROBE[place:place + 9]!r} becomes "
-                        f"{found[place:place + 9]!r}; it wants byte_fallback, normalization_rule_name=identity and "
-                        "remove_extra_whitespaces=false, as Llama 2 has them")  # fmt: skip
+    if (decoded := encoding.decode(encoding.encode_ordinary(PROBE))) != PROBE:
+        place = next((n for n, (a, b) in enumerate(zip(PROBE, decoded, strict=False)) if a != b), len(decoded))
+        raise UserError(f"tokenizer {name!r}: its tokens decode to another text: {PROBE[place:place + 9]!r} becomes "
+                        f"{decoded[place:place + 9]!r}; train it with byte_fallback, normalization_rule_name=identity "
+                        "and remove_extra_whitespaces=false, as for Llama 2")  # fmt: skip
     return encoding

@@ -1,8 +1,8 @@
-"""Tasks by name: a source, what is done to its documents, a tokenizer, and which targets count.
+"""Define tasks: a source, preprocessors for its documents, a tokenizer, and the targets that count in the loss.
 
-`python -m data.tasks` lists them; `python -m data.tasks NAME` prints a few examples of one, decoded. A document is a
-dict of texts. A preprocessor is a function of one document that yields others: none, one or many. What comes out of the
-last has either `text`, all of whose targets count, or `prompt` and `answer`, whose answer alone does.
+`python -m data.tasks` lists them, and `python -m data.tasks NAME` prints a few decoded examples. A document is a dict
+of texts. A preprocessor takes one document and yields none, one or many. The last one yields either `text`, where all
+targets count, or `prompt` and `answer`, where only those of the answer count.
 
 Source: seqio, in the T5X paper, arXiv:2203.17189, section 3.
 """
@@ -26,7 +26,7 @@ from errors import UserError, exit_status, nearest
 
 Document = dict[str, str]
 Preprocessor = Callable[[Document], Iterator[Document]]
-METRICS = ("loss", "bits_per_byte")  # columns of an evaluation's rows
+METRICS = ("loss", "bits_per_byte")  # columns in the rows of an evaluation
 
 
 @dataclass(frozen=True)
@@ -38,63 +38,63 @@ class Task:
     source: str  # as for `python -m data.prepare`
     preprocessors: tuple[Preprocessor, ...] = ()
     tokenizer: str = "bytes"
-    val_share: float = 0.05  # documents held out; a hash of a document's name says which
-    metrics: tuple[str, ...] = ("loss",)  # what to look at
+    val_share: float = 0.05  # share of documents held out, chosen by a hash of their names
+    metrics: tuple[str, ...] = ("loss",)  # the numbers to compare
     text_field: str = "text"
-    where: str = field(default="", compare=False)  # file and line that registered it
+    where: str = field(default="", compare=False)  # file and line where it was registered
 
     def __post_init__(self):
         if unknown := [name for name in self.metrics if name not in METRICS]:
             raise UserError(f"task {self.name!r}: no metric is called {unknown[0]!r}; {nearest(unknown[0], METRICS)}")
         if not 0 < self.val_share < 1:
-            raise UserError(f"task {self.name!r}: val_share={self.val_share} must lie between 0 and 1")
+            raise UserError(f"task {self.name!r}: val_share={self.val_share} must be between 0 and 1")
 
 
 class Example(NamedTuple):
-    """The tokens of a document behind the end of the one before it, and how much each counts as a target."""
+    """The tokens of a document after an end-of-text token, and the weight of each as a target."""
 
     tokens: np.ndarray  # int32; the first is the tokenizer's end of text
-    weights: np.ndarray  # float32, as many; that of the first is 0
+    weights: np.ndarray  # float32, same length; the first is 0
 
 
 TASKS: dict[str, Task] = {}
 
 
 def add(task: Task) -> Task:
-    """Register a task. Raises: UserError if its name is taken, with where."""
+    """Register a task. Raises: UserError if the name is taken, with the file and line of the other task."""
     caller = inspect.stack()[1]
     if task.name in TASKS:
-        raise UserError(f"a task is called {task.name!r} already (registered at {TASKS[task.name].where}); choose "
-                        f"another name for that of {caller.filename}:{caller.lineno}")  # fmt: skip
+        raise UserError(f"task {task.name!r} exists (registered at {TASKS[task.name].where}); choose another name at "
+                        f"{caller.filename}:{caller.lineno}")  # fmt: skip
     TASKS[task.name] = Task(**vars(task) | {"where": f"{caller.filename}:{caller.lineno}"})
     return TASKS[task.name]
 
 
 def get(name: str) -> Task:
-    """Raises: UserError for an unknown name, with the nearest known one."""
+    """Return a task by name. Raises: UserError for an unknown name, with the nearest known one."""
     if name not in TASKS:
         raise UserError(f"no task is called {name!r}; {nearest(name, TASKS)}")
     return TASKS[name]
 
 
 def documents(task: Task, split: str) -> Iterator[Document]:
-    """The documents of a split, through all preprocessors. Raises: UserError for text that is not UTF-8."""
+    """Yield the preprocessed documents of a split. Raises: UserError for text that is not UTF-8."""
     if split not in SPLITS:
         raise UserError(f"no split is called {split!r}; use {' or '.join(SPLITS)}")
     for one in sources.read_documents(task.source, task.text_field):
         if units.split_of(one.name, task.val_share) != split:
             continue
         try:
-            found = iter([{"name": one.name, "text": one.text.decode()}])
+            processed = iter([{"name": one.name, "text": one.text.decode()}])
         except UnicodeDecodeError as error:
             raise UserError(f"task {task.name!r}: {one.name}: not UTF-8: {error}") from error
         for step in task.preprocessors:
-            found = itertools.chain.from_iterable(map(step, found))
-        yield from found
+            processed = itertools.chain.from_iterable(map(step, processed))
+        yield from processed
 
 
 def examples(task: Task, split: str) -> Iterator[Example]:
-    """Encode the documents of a split. What looks like a special token in them is text."""
+    """Encode the documents of a split. Special tokens that appear in them are treated as text."""
     encoding = tokenizers.load(task.tokenizer)
     for document in documents(task, split):
         parts = [(document.get("prompt", ""), 0.0), (document.get("answer", ""), 1.0)]
@@ -110,9 +110,9 @@ def examples(task: Task, split: str) -> Iterator[Example]:
 
 
 def rows(task: Task, split: str, seq_len: int) -> Iterator[dict[str, np.ndarray]]:
-    """An example a row: arrays [T] by the names of `dataset.batch`. The end of a longer one is cut off.
+    """Yield one row per example: arrays [T] named as in `dataset.batch`. Longer examples are truncated.
 
-    Stacked, they train as well: a target counts where it is one of the task's.
+    You can stack rows into a batch for training; only the targets of the task count.
     """
     eot = tokenizers.load(task.tokenizer).eot_token
     for tokens, weights in examples(task, split):
@@ -128,7 +128,7 @@ def rows(task: Task, split: str, seq_len: int) -> Iterator[dict[str, np.ndarray]
 
 
 def rekey(**new: str) -> Preprocessor:
-    """Take fields under other names: rekey(prompt="question", answer="reply")."""
+    """Rename fields, and drop all others: rekey(prompt="question", answer="reply")."""
 
     def apply(document: Document) -> Iterator[Document]:
         if missing := [old for old in new.values() if old not in document]:
@@ -139,12 +139,12 @@ def rekey(**new: str) -> Preprocessor:
 
 
 def normalise(form: str = "NFC") -> Preprocessor:
-    """One way to write each character of Unicode, in every field."""
+    """Apply Unicode normalization to every field."""
     return lambda document: iter([{name: unicodedata.normalize(form, text) for name, text in document.items()}])
 
 
 def split_on(separator: str = tokenizers.END_OF_TEXT) -> Preprocessor:
-    """Cut a text wherever a separator stands; empty pieces are none."""
+    """Split a text at a separator, and drop empty pieces."""
     return lambda document: (document | {"text": text} for text in document["text"].split(separator) if text.strip())
 
 
@@ -153,10 +153,10 @@ def keep(condition: Callable[[Document], bool]) -> Preprocessor:
 
 
 def functions(document: Document) -> Iterator[Document]:
-    """Of a Python file, each function that says what it does: up to its docstring's end the prompt, then the answer."""
+    """Yield each documented function of a Python file: the prompt ends after the docstring, the body is the answer."""
     try:
         found = ast.walk(ast.parse(document["text"]))
-    except (SyntaxError, ValueError):  # a file of another version of Python
+    except (SyntaxError, ValueError):  # written for another version of Python
         return
     lines = document["text"].splitlines(keepends=True)
     for node in found:
@@ -168,11 +168,11 @@ def functions(document: Document) -> Iterator[Document]:
             yield {"prompt": dedent(prompt), "answer": dedent(answer)}
 
 
-# Tasks that are here --------------------------------------------------------------------------------------------------
+# Built-in tasks -------------------------------------------------------------------------------------------------------
 
-add(Task("stdlib", "this Python's own library, a file a document", "stdlib", (normalise(), split_on()),
+add(Task("stdlib", "Python's standard library, one document per file", "stdlib", (normalise(), split_on()),
          metrics=("loss", "bits_per_byte")))  # fmt: skip
-add(Task("stdlib_functions", "bodies of the library's functions, from their first lines and docstrings", "stdlib",
+add(Task("stdlib_functions", "bodies of its functions, given their signatures and docstrings", "stdlib",
          (functions, keep(lambda d: len(d["prompt"]) + len(d["answer"]) < 2000), normalise())))  # fmt: skip
 
 
@@ -181,20 +181,20 @@ add(Task("stdlib_functions", "bodies of the library's functions, from their firs
 
 @dataclass(frozen=True)
 class Arguments:
-    """List the tasks, or print a few examples of one, decoded; targets that do not count stand behind `| `.
+    """List the tasks, or print a few decoded examples of one; `| ` marks targets that do not count in the loss.
 
-    With --out, write the tokens of one: a run on them counts the task's targets alone.
+    With --out, write the tokens of a task; in a run on them, only the task's targets count.
     """
 
-    name: tyro.conf.Positional[str] = ""  # of a task; none: list them all
+    name: tyro.conf.Positional[str] = ""  # name of a task; empty: list all
     split: str = "train"  # train or val
-    examples: int = 3  # how many are printed
-    out: str = ""  # write all tokens, and the weights of targets, of both splits into this directory, for --data.path
-    overwrite: bool = False  # replace the tokens that --out holds
+    examples: int = 3  # number of examples to print
+    out: str = ""  # write all tokens and target weights of both splits to this directory, for --data.path
+    overwrite: bool = False  # replace the tokens in --out
 
 
 def show(task: Task, split: str, count: int) -> str:
-    """A few examples of a task, as text."""
+    """Return a few decoded examples of a task, as printed."""
     encoding, out = tokenizers.load(task.tokenizer), []
     for number, (tokens, weights) in zip(range(count), examples(task, split), strict=False):
         counted = int((weights > 0).sum())
@@ -205,7 +205,7 @@ def show(task: Task, split: str, count: int) -> str:
 
 
 def write(task: Task, out: str, overwrite: bool = False) -> dict:
-    """Make a directory for --data.path from the examples of a task, and return its manifest."""
+    """Write the examples of a task to a directory for --data.path, and return its manifest."""
     found = {split: [*examples(task, split)] for split in SPLITS}
     ids, weights = ({split: [one[part][1:] for one in found[split] if len(one.tokens) > 1] for split in SPLITS}
                     for part in (0, 1))  # fmt: skip

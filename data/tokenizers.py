@@ -1,4 +1,4 @@
-"""Tokenizers by name: the 256 bytes, tiktoken's published encodings, or a file of one of three kinds."""
+"""Load tokenizers by name: the 256 bytes, tiktoken's published encodings, or a file of one of three kinds."""
 
 import base64
 import hashlib
@@ -17,18 +17,18 @@ from errors import UserError
 
 Encoding = tiktoken.Encoding | sp_model.SentencePiece
 END_OF_TEXT = "<|endoftext|>"  # the token before each document
-UNKNOWN = "unknown"  # what a manifest says of ids that came without a tokenizer: `prepare.from_ids`
-TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken fetches their rank files once
+UNKNOWN = "unknown"  # name in the manifest if `prepare.from_ids` got no tokenizer
+TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken downloads their rank files once
 LONG_SPACE = re.compile(r"\s{65536}")
 FETCH_SECONDS = 15  # longest wait for such a file
-# How text is cut before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer understands.
+# Splits text before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer supports.
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
 def load(name: str) -> Encoding:
     """Return the encoding called bytes, gpt2, cl100k_base, o200k_base, bpe:FILE, json:FILE or sp:FILE.
 
-    Raises: UserError for an unknown name, a file that is no tokenizer, or a download that fails or takes too long.
+    Raises: UserError for an unknown name, a file that is not a tokenizer, or a download that fails or takes too long.
     """
     if name == "bytes":
         return _encoding(name, {bytes([byte]): byte for byte in range(256)}, pattern=r"(?s:.+)")
@@ -43,35 +43,35 @@ def load(name: str) -> Encoding:
     if name in TIKTOKEN_NAMES:
         return _fetch(name)
     if name == UNKNOWN:
-        raise UserError("these tokens were given as ids of no known tokenizer (data.prepare.from_ids without "
-                        "tokenizer=...): no text can be turned into them, or made of them")  # fmt: skip
+        raise UserError("these tokens have no known tokenizer (data.prepare.from_ids was called without "
+                        "tokenizer=...), so text cannot be encoded or decoded")  # fmt: skip
     raise UserError(
         f"no tokenizer is called {name!r}; use bytes, {', '.join(TIKTOKEN_NAMES)}, bpe:FILE, json:FILE or sp:FILE"
     )
 
 
 def is_file(name: str) -> bool:
-    """True for a tokenizer that is a file, which may be changed."""
+    """Return whether a tokenizer is a file, which may change."""
     return name.startswith(("bpe:", "json:", "sp:"))
 
 
 def from_manifest(manifest: dict) -> Encoding | None:
-    """Return the encoding of a directory of tokens; None if it names none.
+    """Return the encoding of a directory of tokens, or None if its tokenizer is unknown.
 
-    Raises: as `load`, and UserError for a rank file that is another one since then.
+    Raises: as `load`, and UserError if the tokenizer's file has changed since.
     """
     name = manifest["tokenizer"]["name"]
     if name == UNKNOWN:
         return None
     encoding = load(name)
     if is_file(name) and fingerprint(encoding) != manifest["tokenizer"]["fingerprint"]:
-        raise UserError(f"tokenizer {name!r} has changed since the tokens were made: its ids mean something else; "
-                        "restore the file, or make the tokens again")  # fmt: skip
+        raise UserError(f"tokenizer {name!r} has changed since the tokens were made, so their ids mean something "
+                        "else; restore the file, or make the tokens again")  # fmt: skip
     return encoding
 
 
 def text_lengths(encoding: Encoding) -> np.ndarray:
-    """Count the bytes of text that each id stands for; the end of text, and other special tokens, stand for none."""
+    """Return the bytes of text of each id; 0 for the end of text and other special tokens."""
     if isinstance(encoding, sp_model.SentencePiece):
         return encoding.lengths
     lengths = np.zeros(encoding.n_vocab, np.int64)
@@ -81,31 +81,31 @@ def text_lengths(encoding: Encoding) -> np.ndarray:
 
 
 def unused_ids(encoding: Encoding) -> list[int]:
-    """Ids below n_vocab that are no token's, as 100256 and fifteen others of cl100k_base: nothing decodes them."""
+    """Return the ids below n_vocab without a token, which cannot be decoded: 16 in cl100k_base, such as 100256."""
     if isinstance(encoding, sp_model.SentencePiece):
-        return []  # it decodes what it does not use to nothing
-    there = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
-    return [id for id in range(encoding.n_vocab) if id not in there]
+        return []  # SentencePiece decodes unused ids to nothing
+    used = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
+    return [id for id in range(encoding.n_vocab) if id not in used]
 
 
 def encode(encoding: Encoding, text: bytes) -> np.ndarray:
-    """Turn UTF-8 into token ids; END_OF_TEXT inside the text is text like any other.
+    """Encode UTF-8 into token ids; END_OF_TEXT inside the text is treated as text.
 
-    Bytes map to themselves, valid UTF-8 or not. Raises: UnicodeDecodeError, with any other encoding, if not. Longer
-    spaces than tiktoken takes are cut before.
+    With `bytes`, any bytes map to themselves. Other encodings split runs of spaces too long for tiktoken first.
+    Raises: UnicodeDecodeError for text that is not UTF-8, except with `bytes`.
     """
     if encoding.name == "bytes":
-        return np.frombuffer(text, np.uint8)  # equals encode_ordinary wherever that is defined, and needs no regex
-    words = text.decode()
+        return np.frombuffer(text, np.uint8)  # the same as encode_ordinary for valid UTF-8, without its regex
+    string = text.decode()
     try:
-        return encoding.encode_to_numpy(words, disallowed_special=())
-    except ValueError:  # the stack of tiktoken's regular expressions is too small for a long run of spaces
-        ends = [0, *(match.end() for match in LONG_SPACE.finditer(words)), len(words)]
-        return np.concatenate([encoding.encode_to_numpy(words[a:b], disallowed_special=()) for a, b in pairwise(ends)])
+        return encoding.encode_to_numpy(string, disallowed_special=())
+    except ValueError:  # a long run of spaces overflows the stack of tiktoken's regex
+        ends = [0, *(match.end() for match in LONG_SPACE.finditer(string)), len(string)]
+        return np.concatenate([encoding.encode_to_numpy(string[a:b], disallowed_special=()) for a, b in pairwise(ends)])
 
 
 def fingerprint(encoding: Encoding) -> str:
-    """Return the sha256 of all that decides the ids: ranks, pattern, special tokens. The name does not count."""
+    """Return the sha256 of everything that decides the ids: ranks, pattern and special tokens, but not the name."""
     if isinstance(encoding, sp_model.SentencePiece):
         return encoding.fingerprint
     digest = hashlib.sha256()
@@ -117,13 +117,13 @@ def fingerprint(encoding: Encoding) -> str:
 
 
 def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Encoding:
-    """Make an encoding whose end of text is the token of that name if `ranks` lists one, else the id after the last."""
+    """Make an encoding. Its end of text is END_OF_TEXT if `ranks` lists it, else a new last id."""
     end = ranks.pop(END_OF_TEXT.encode(), len(ranks))
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end})
 
 
 def _read_ranks(path: str) -> dict[bytes, int]:
-    """Read a rank file: base64 token, space, rank on each line; ranks 0..n-1, all 256 single bytes among the tokens."""
+    """Read a rank file. Each line is base64 token, space, rank; ranks are 0..n-1, and every single byte has one."""
     try:
         with open(path, "rb") as file:
             lines = file.read().splitlines()
@@ -146,13 +146,13 @@ def _read_ranks(path: str) -> dict[bytes, int]:
 
 
 def write_ranks(file, ranks: dict[bytes, int]) -> None:
-    """Write what `_read_ranks` reads."""
+    """Write a rank file for `_read_ranks`."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         file.write(base64.b64encode(token) + b" %d\n" % rank)
 
 
 def _fetch(name: str) -> tiktoken.Encoding:
-    """Let tiktoken load or download an encoding, waiting FETCH_SECONDS at most: it sets no time limit itself."""
+    """Let tiktoken load or download an encoding within FETCH_SECONDS; it has no time limit itself."""
     encoding = Future()
 
     def work():
@@ -161,15 +161,15 @@ def _fetch(name: str) -> tiktoken.Encoding:
         except Exception as error:  # raised again below, in the caller's thread
             encoding.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()  # a daemon does not keep a command that gave up alive
+    threading.Thread(target=work, daemon=True).start()  # a daemon does not block the exit
     try:
         return encoding.result(timeout=FETCH_SECONDS)
-    except (OSError, ValueError) as error:  # no network, no answer, or another file than tiktoken expects
+    except (OSError, ValueError) as error:  # no network, no answer, or a file with another hash
         if isinstance(error, TimeoutError):
             reason = f"no answer within {FETCH_SECONDS} s"
-        else:  # what these say of themselves is long, and about urllib
-            reason = type(error).__name__ if isinstance(error, OSError) else "what came is another file"
+        else:  # the text of an OSError is long, and about urllib
+            reason = type(error).__name__ if isinstance(error, OSError) else "the file has another hash"
         raise UserError(
-            f"tokenizer {name!r} could not be fetched ({reason}); use --tokenizer bytes or bpe:FILE, or set "
-            f"TIKTOKEN_CACHE_DIR to a folder filled by the same command where there is a network"
+            f"tokenizer {name!r} could not be downloaded ({reason}); use --tokenizer bytes or bpe:FILE, or run the "
+            f"same command where there is a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder"
         ) from error

@@ -13,25 +13,25 @@ from data import hf_json, shards, sources, tokenizers
 from devices import log
 from errors import UserError, exit_status
 
-CHECKED_BYTES = 2**20  # of the text, whose tokens are compared with the library's
+CHECKED_BYTES = 2**20  # encode this much text with both libraries and compare the ids
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a byte-level BPE on a text, with Hugging Face's tokenizers, and write it as a rank file.
+    """Train a byte-level BPE with Hugging Face's tokenizers, and write a rank file.
 
-    `python -m data.prepare --tokenizer bpe:FILE` then uses it. The same text gives the same file.
+    Use it with `python -m data.prepare --tokenizer bpe:FILE`. The same text gives the same file.
     """
 
     out: str  # the rank file, in tiktoken's format
     source: str = "stdlib"  # as for python -m data.prepare
-    vocabulary: int = 4096  # ids, the 256 bytes and the end of a text among them
-    text_field: str = "text"  # field or column that holds the text; jsonl and parquet only
-    sample_bytes: int = 2**28  # about as much of the text is read, from all over it
+    vocabulary: int = 4096  # number of ids, including the 256 bytes and the end of text
+    text_field: str = "text"  # field or column with the text; jsonl and parquet only
+    sample_bytes: int = 2**28  # train on about this much of the text, spread over the source
 
     def __post_init__(self):
         if not 257 <= self.vocabulary <= 2**22:
-            raise UserError(f"vocabulary={self.vocabulary}: must be at least 257, the bytes and the end of a text")
+            raise UserError(f"vocabulary={self.vocabulary}: must be at least 257, the bytes and the end of text")
         if self.sample_bytes < 1:
             raise UserError(f"sample_bytes={self.sample_bytes}: must be at least 1")
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: Arguments) -> None:
-    """Write the rank file. Raises: UserError without the library, or for a text with too few different words."""
+    """Write the rank file. Raises: UserError without the library, or if the text has too few distinct tokens."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers  # an extra
     except ImportError as error:
@@ -55,14 +55,14 @@ def train(args: Arguments) -> None:
     library = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(tokenizers.GPT2_PATTERN), "isolated")
     library.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    # The end of a text comes after the last, and is no token that text can become.
+    # The end of text gets the last id, which no text encodes to.
     trainer = trainers.BpeTrainer(vocab_size=args.vocabulary - 1, special_tokens=[], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
     library.train_from_iterator(_sample(args), trainer)
     ranks = hf_json.ranks_of(json.loads(library.to_str())["model"], {})
     if len(ranks) < args.vocabulary - 1:
-        raise UserError(f"{args.source!r} has no more than {len(ranks) + 1} tokens to learn, of {args.vocabulary}; use "
-                        f"--vocabulary {len(ranks) + 1}, or more text")  # fmt: skip
+        raise UserError(f"{args.source!r} yields only {len(ranks) + 1} of {args.vocabulary} tokens; use --vocabulary "
+                        f"{len(ranks) + 1}, or more text")  # fmt: skip
     folder, _, name = args.out.rpartition("/")
     place = shards.Folder(folder or ".")
     place.make()
@@ -77,11 +77,11 @@ def train(args: Arguments) -> None:
         if text_bytes > CHECKED_BYTES:
             break
     log(f"{args.out}: {encoding.n_vocab} ids, {text_bytes / max(tokens, 1):.2f} bytes a token; {tokens:,} tokens equal "
-        "those of the library")  # fmt: skip
+        "the library's")  # fmt: skip
 
 
 def _sample(args: Arguments) -> Iterator[str]:
-    """Every n-th unit of the source. What is not UTF-8 becomes U+FFFD, which is a character like any other."""
+    """Yield the texts of every n-th unit of the source. Invalid UTF-8 becomes U+FFFD."""
     units = sources.make_units(args.source)
     files = {part.file for unit in units for part in unit}
     every = -(-sum(file.size for file in files) // args.sample_bytes)

@@ -1,4 +1,4 @@
-"""The work itself, in pieces that any process may do, in any order: a unit of text to tokens, units to a shard."""
+"""Tokenize one unit of text, and assemble one shard from units; any process may do this, in any order."""
 
 import base64
 import functools
@@ -19,13 +19,13 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Job:
-    """What all units share."""
+    """Settings that all units share."""
 
-    folder: Folder  # where what is done is kept
+    folder: Folder  # for finished units and shards
     encoding: tiktoken.Encoding
     text_field: str
     val_share: float
-    tails: bool  # the tail of each document is held out, not whole documents
+    tails: bool  # hold out the tail of each document instead of whole documents
 
     @property
     def dtype(self) -> np.dtype:
@@ -36,27 +36,27 @@ class Job:
         return tokenizers.fingerprint(self.encoding)
 
     def name(self, unit: Unit) -> str:
-        """Where the tokens of a unit are kept: another name for other text, another tokenizer, another split."""
+        """Return the file name of a unit's tokens, which changes with its text, the tokenizer and the split."""
         rule = [self.fingerprint, self.text_field, self.val_share, self.tails]
         return "unit-" + hashlib.sha256(json.dumps([rule, unit]).encode(errors="surrogateescape")).hexdigest()[:20]
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """Return the smallest type that holds ids 0 .. vocabulary - 1."""
+    """Return the smaller of uint16 and uint32 that fits ids 0 .. vocabulary - 1."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
 def split_of(name: str, val_share: float) -> str:
-    """Say whether a document is trained on: by its name alone, so that adding documents moves none."""
+    """Return a document's split. It depends on its name only, so adding documents moves no other."""
     place = int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:8], "big")
     return "val" if place < val_share * 2**64 else "train"
 
 
 def tokenize(job: Job, task: tuple[str, Unit]) -> UnitHead:
-    """Write the tokens of a unit, an end of text before each document."""
+    """Write the tokens of a unit, with an end-of-text token before each document."""
     name, unit = task
-    far = not job.folder.is_local or any(is_remote(part.file.path) for part in unit)
-    return files.call_patiently(unit[0].file.path, far, lambda: _tokenize(job, name, unit))
+    remote = not job.folder.is_local or any(is_remote(part.file.path) for part in unit)
+    return files.call_patiently(unit[0].file.path, remote, lambda: _tokenize(job, name, unit))
 
 
 def _tokenize(job: Job, name: str, unit: Unit) -> UnitHead:
@@ -78,14 +78,14 @@ def _tokenize(job: Job, name: str, unit: Unit) -> UnitHead:
 
 
 def _is_utf8(document: Document, encoding: tiktoken.Encoding) -> bool:
-    """Raises: UserError if a document is not, and its tokenizer cannot take it."""
+    """Return whether a document is UTF-8. Raises: UserError if not and the tokenizer needs UTF-8."""
     try:
         document.text.decode()
     except UnicodeDecodeError as error:
         if encoding.name != "bytes":
             raise UserError(
                 f"{document.name}: byte {error.start + 1}, {document.text[error.start]:#04x}, is not UTF-8; "
-                "convert the file (iconv -f latin1 -t utf-8), or use --tokenizer bytes, which takes any bytes"
+                "convert the file (iconv -f latin1 -t utf-8), or use --tokenizer bytes, which accepts any bytes"
             ) from error
         return False
     return True
@@ -98,9 +98,9 @@ def _split_document(document: Document, job: Job) -> dict[str, bytes]:
 
 
 def split_tail(text: bytes, share: float) -> dict[str, bytes]:
-    """Cut a document into what is trained on and its tail, `share` of its bytes, but inside no character of UTF-8."""
+    """Split a document into train and its tail, val: `share` of its bytes, extended to a whole UTF-8 character."""
     cut = len(text) - math.ceil(len(text) * share)
-    for _ in range(3):  # at most so many bytes of a character follow its first, and these begin with the bits 10
+    for _ in range(3):  # a character has at most 3 continuation bytes, which begin with the bits 10
         if cut and text[cut] >> 6 == 0b10:
             cut -= 1
     return {split: part for split, part in (("train", text[:cut]), ("val", text[cut:])) if part}
@@ -111,25 +111,25 @@ def split_tail(text: bytes, share: float) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that is done."""
+    """Record of a shard that is written."""
 
-    key: str  # of what is in it
-    row: dict  # of the manifest
-    seen: str  # which ids are in it, a bit each, in base64
+    key: str  # hash of its contents' description, `Shard.key`
+    row: dict  # its row of the manifest
+    seen: str  # the ids that occur in it, one bit per id, in base64
 
     def ids(self, vocabulary: int) -> np.ndarray:
         return np.unpackbits(np.frombuffer(base64.b64decode(self.seen), np.uint8), count=vocabulary).astype(bool)
 
 
 def used_ids(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Say of each id whether it is among the tokens."""
-    found = np.zeros(vocabulary, bool)
-    found[tokens] = True
-    return found
+    """Return for each id whether it occurs in the tokens."""
+    used = np.zeros(vocabulary, bool)
+    used[tokens] = True
+    return used
 
 
 def assemble(job: Job, shard: Shard) -> FinishedShard:
-    """Write a shard, and beside it that it is done."""
+    """Write a shard, and its FinishedShard to a JSON file next to it."""
     return files.call_patiently(
         f"{job.folder.path}/{shard.file}", not job.folder.is_local, lambda: _assemble(job, shard)
     )
@@ -148,13 +148,13 @@ def _assemble(job: Job, shard: Shard) -> FinishedShard:
 
 
 def read_finished_shard(job: Job, shard: Shard) -> FinishedShard | None:
-    """The shard, if an earlier run has written it."""
-    begins, said = shards.name_beside(shard.file, "begins"), f"{shard.file}.json"
-    least = {shard.file: shard.tokens * job.dtype.itemsize, begins: shard.documents * 4, said: 0}  # and a header
+    """Return the record of a shard that an earlier run wrote, or None."""
+    begins, record = shards.name_beside(shard.file, "begins"), f"{shard.file}.json"
+    least = {shard.file: shard.tokens * job.dtype.itemsize, begins: shard.documents * 4, record: 0}  # plus a header
     if any((job.folder.size(name) or 0) <= size for name, size in least.items()):
         return None
     try:
-        done = FinishedShard(**json.loads(job.folder.read(said)))
-    except ValueError:  # cut short, when the machine went down
+        done = FinishedShard(**json.loads(job.folder.read(record)))
+    except ValueError:  # truncated, as after a power failure
         return None
     return done if done.key == shard.key else None

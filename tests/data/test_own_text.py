@@ -157,7 +157,7 @@ def test_text_that_is_not_utf8_is_not_silently_changed(tmp_path, capsys):
     assert run(tmp_path / "out", source, "--tokenizer", write_ranks(tmp_path / "ranks", [b"vu"])) == 2
     assert capsys.readouterr().err == (
         "error: a.txt: byte 2, 0xe9, is not UTF-8; convert the file (iconv -f latin1 -t utf-8), or use --tokenizer "
-        "bytes, which takes any bytes\n"
+        "bytes, which accepts any bytes\n"
     )
     assert not (tmp_path / "out").exists()
     assert run(tmp_path / "out", source) == 0

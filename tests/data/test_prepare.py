@@ -288,8 +288,8 @@ def test_a_named_tokenizer_without_a_network_fails_in_time(
     message = capsys.readouterr().err
     reason = "no answer within 0.5 s" if listening else "ProxyError"
     assert message == (
-        f"error: tokenizer 'cl100k_base' could not be fetched ({reason}); use --tokenizer bytes or bpe:FILE, or set "
-        "TIKTOKEN_CACHE_DIR to a folder filled by the same command where there is a network\n"
+        f"error: tokenizer 'cl100k_base' could not be downloaded ({reason}); use --tokenizer bytes or bpe:FILE, or run "
+        "the same command where there is a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder\n"
     )
     assert not (tmp_path / "out").exists()
 
@@ -344,7 +344,7 @@ def test_a_wrong_download_is_refused(rank_server, no_cache, monkeypatch):
     """Catches a captive portal's page taken for ranks."""
     address, _, _ = rank_server
     serve_as(monkeypatch, "gpt2", address, "0" * 64)
-    with pytest.raises(UserError, match=r"'gpt2' could not be fetched \(what came is another file\)"):
+    with pytest.raises(UserError, match=r"'gpt2' could not be downloaded \(the file has another hash\)"):
         tokenizers.load("gpt2")
 
 

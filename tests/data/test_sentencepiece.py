@@ -83,7 +83,7 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
 def test_a_model_that_loses_text_is_refused(tmp_path, how):
     """Catches text that silently comes back as another."""
     train_model(tmp_path / "m.model", **how)
-    with pytest.raises(UserError, match=r"m\.model': its tokens do not give text back: '.*' becomes '.*'; it wants "):
+    with pytest.raises(UserError, match=r"m\.model': its tokens decode to another text: '.*' becomes '.*'; train it "):
         tokenizers.load(f"sp:{tmp_path}/m.model")
 
 

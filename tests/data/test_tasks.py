@@ -31,7 +31,7 @@ def own(tmp_path, monkeypatch):
 def test_a_name_is_taken_once(own):
     """Catches a task that silently replaces another, as a run that goes on would then read other text."""
     own()
-    with pytest.raises(UserError, match=r"called 'own' already \(registered at .*test_tasks\.py:\d+\); choose another"):
+    with pytest.raises(UserError, match=r"'own' exists \(registered at .*test_tasks\.py:\d+\); choose another"):
         own()
     with pytest.raises(UserError, match=r"no task is called 'stdlb'; .*stdlib"):
         tasks.get("stdlb")

@@ -181,7 +181,7 @@ def test_a_text_too_small_for_its_vocabulary_is_refused(tmp_path, capsys):
     words = ["--source", f"text:{tmp_path}/a.txt", "--out", str(tmp_path / "a.bpe")]
     assert train_tokenizer.main([*words, "--vocabulary", "4096"]) == 2
     said = capsys.readouterr().err
-    assert f"error: 'text:{tmp_path}/a.txt' has no more than 260 tokens to learn, of 4096; use --vocabulary 260" in said
+    assert f"error: 'text:{tmp_path}/a.txt' yields only 260 of 4096 tokens; use --vocabulary 260" in said
     assert not (tmp_path / "a.bpe").exists()
     assert train_tokenizer.main([*words, "--vocabulary", "260"]) == 0
     assert tokenizers.load(f"bpe:{tmp_path}/a.bpe").n_vocab == 260
