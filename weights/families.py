@@ -1,15 +1,15 @@
-"""Families of models on Hugging Face: one table each, read in both directions by `convert.py`.
+"""Define one table per family of Hugging Face models, which `convert.py` uses in both directions.
 
-A row of a table says: this tensor on disk holds these parameters of ours, laid out so. A layout has one word a dim on
-disk, made of our letters (the legend of `model.py`; their sizes come from the declarations):
+A row of a table maps a tensor on disk to our parameters, with a layout. A layout has one word per dim on disk, made of
+our letters (the legend in `model.py`; their sizes come from the declarations):
 
-    "HK D"        two dims on disk; the first runs over heads, and within a head over K
-    "H[K|U] C"    within a head, K entries of one parameter, then U of another
-    "[C|R'] D"    R' has the rotary pairs as neighbours, (0, 1), (2, 3), ..; ours are (i, i + R/2): a permutation
-    "HK8' D"      .. of the first 8 of K, of which pairs are (i, i + 4) in ours; the rest lie as they are
-    {expert}      there is one tensor an expert; ours are stacked along E
+    "HK D"        two dims on disk; the first is heads times K, with K contiguous
+    "H[K|U] C"    for each head, K entries of one parameter, then U of another
+    "[C|R'] D"    R' stores rotary pairs next to each other, (0, 1), (2, 3), ..; ours are (i, i + R/2): a permutation
+    "HK8' D"      the same for the first 8 of K, where our pairs are (i, i + 4); the others stay in place
+    {expert}      one tensor per expert; ours are stacked along E
 
-How ours is transposed follows from its own letters, and how it is stacked from its leading ones.
+Our parameter's own letters determine how it is transposed, and its leading letters how it is stacked.
 """
 
 import math
@@ -31,9 +31,9 @@ from model import declare
 
 class Row(NamedTuple):
     hf_name: str  # name of the tensor on disk
-    layout: str  # of that tensor, in our letters; {rope_dims} is our setting
-    parameters: tuple[str, ...]  # the parameters it holds
-    needs: Callable[[Any], Any] | None = None  # of our config; where it is false there is no such tensor
+    layout: str  # its layout, in our letters; {rope_dims} is our setting
+    parameters: tuple[str, ...]  # our parameters in it
+    needs: Callable[[Any], Any] | None = None  # function of our config; if false, the tensor does not exist
 
 
 def row(hf_name: str, layout: str, *parameters: str, needs=None) -> Row:
@@ -114,29 +114,29 @@ REQUIRED = object()
 
 
 class Setting(NamedTuple):
-    hf_name: str  # name in config.json; "": there is none, and ours follows from others, as `absent` says
+    hf_name: str  # name in config.json; "": none, and `absent` computes ours from others
     field: str  # field of our config
-    absent: Any = REQUIRED  # what null or leaving it out means: a value, or a function of config.json
-    zero_is_null: bool = False  # our 0 is their null
+    absent: Any = REQUIRED  # value if it is null or missing, or a function of config.json
+    zero_is_null: bool = False  # write our 0 as null
 
 
 @dataclass(frozen=True)
 class Family:
-    """What converts one kind of model."""
+    """The table of one kind of model. "HF" settings are those of config.json."""
 
-    architecture: str  # class that loads it
+    architecture: str  # transformers class that loads it
     settings: tuple[Setting, ...]
-    fixed_fields: dict[str, Any]  # fields of ours for which they have no setting
-    positive_fields: tuple[str, ...]  # fields of ours that may not be 0: they have no way to leave that part out
-    initial_fields: dict[str, Any]  # fields of ours that steer training only: what from-hf sets
-    hf_fixed: dict[str, Any]  # settings of theirs for which we have none; absent means this value too
-    hf_defaults: dict[str, Any]  # .. except these
+    fixed_fields: dict[str, Any]  # our fields without an HF setting, and their only value
+    positive_fields: tuple[str, ...]  # our fields that cannot be 0, because HF cannot leave that part out
+    initial_fields: dict[str, Any]  # our training-only fields, as from-hf sets them
+    hf_fixed: dict[str, Any]  # HF settings without a field of ours; a missing one has this value too
+    hf_defaults: dict[str, Any]  # values of missing HF settings that differ from hf_fixed
     outside: tuple[Row, ...]  # tensors outside the layers
-    layer: tuple[Row, ...]  # tensors of a layer; those that a layer does not have are passed over
+    layer: tuple[Row, ...]  # tensors of a layer; rows that a layer lacks are skipped
     layer_name: str = "model.layers.{layer}."
 
 
-# Settings that do not change the function: training, generation, bookkeeping. Kept, for the way back.
+# Settings that do not change the function: training, generation, bookkeeping. from-hf stores them for to-hf.
 PASSED_THROUGH = set(
     "_name_or_path use_cache initializer_range bos_token_id eos_token_id pad_token_id max_position_embeddings "
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
@@ -194,7 +194,7 @@ FAMILIES = {
          Setting("n_routed_experts", "n_experts"), Setting("num_experts_per_tok", "top_k"),
          Setting("moe_intermediate_size", "d_expert"), Setting("n_shared_experts", "n_shared"),
          Setting("norm_topk_prob", "normalize_gates", True), Setting("routed_scaling_factor", "routed_scaling")),
-        # norm_eps: the library normalises the latents with 1e-6 whatever rms_norm_eps says; ours has one number.
+        # norm_eps: transformers always normalizes the latents with 1e-6, and our model has a single epsilon.
         _FIXED_FIELDS | {"attention": "mla", "router": "sigmoid", "moe_every": 1, "norm_eps": 1e-6},
         ("n_experts", "n_shared", "balance_rate"), {"balance_rate": 0.001},
         _HF_FIXED | {"attention_bias": False, "rope_interleave": True, "n_group": 1,
@@ -219,11 +219,11 @@ FAMILIES = {
 
 
 def register(kind: str, family: Family) -> None:
-    """Add a table of one's own: from here on `kind` is a known `model_type`.
+    """Add your own table for the `model_type` called `kind`.
 
-    Raises: UserError if there is one of that name.
+    Raises: UserError if the name is taken.
 
-    Llama in a fork that renamed two things; `--table FILE.py` runs such a file before it converts:
+    For example, a fork of Llama with two renamed tensors; `--table FILE.py` runs such a file before converting:
 
     >>> import dataclasses
     >>> outside = (*OUTSIDE[:2], row("unembed.weight", "V D", "unembedding_DV"))
@@ -232,12 +232,12 @@ def register(kind: str, family: Family) -> None:
     'decoder.0.input_layernorm.weight'
     """
     if kind in FAMILIES:
-        raise UserError(f"there is a table for model_type={kind!r} already; known: {', '.join(FAMILIES)}")
+        raise UserError(f"a table for model_type={kind!r} exists; choose another name; known: {', '.join(FAMILIES)}")
     FAMILIES[kind] = family
 
 
 def family_of(c: ModelConfig) -> str:
-    """The family of ours whose tables fit a config, where nothing else says which."""
+    """Return the default family for a config, used if neither --family nor the run names one."""
     if c.parallel_residual:
         return "gptj"
     if c.attention == "mla":
@@ -247,37 +247,37 @@ def family_of(c: ModelConfig) -> str:
     return "llama" if c.activation == "swiglu" else "arcee"
 
 
-# Settings, both ways --------------------------------------------------------------------------------------------------
+# Settings, in both directions -----------------------------------------------------------------------------------------
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
-    """Our config for a config.json.
+    """Return our config for a config.json.
 
-    Raises: UserError naming the first setting, with its value, that our models cannot follow or do not know.
+    Raises: UserError naming the first setting, with its value, that is unknown or that our models don't support.
     """
     kind = hf.get("model_type")
     if kind not in FAMILIES:
         known = nearest(str(kind), FAMILIES)
-        raise UserError(f"config.json: model_type={kind!r} has no table; {known}; --table FILE.py adds one of your own")
+        raise UserError(f"config.json: model_type={kind!r} has no table; {known}; --table FILE.py adds your own")
     family, hf = FAMILIES[kind], _without_rope_parameters(hf)
     known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
         if name not in known:
             raise UserError(
-                f"config.json: {name}={hf[name]!r} is not known for {kind}, and may change what the model computes; "
-                "if it does not, take it out of the file")  # fmt: skip
+                f"config.json: {name}={hf[name]!r} is not known for {kind} and may change the model; "
+                "if it doesn't, remove it from the file")  # fmt: skip
     for name, want in family.hf_fixed.items():
         value = hf.get(name, family.hf_defaults.get(name, want))
         if value != want:
-            left_out = "" if name in hf else " (left out)"
-            raise UserError(f"config.json: {name}={value!r}{left_out} is not supported: our {kind} has {name}={want!r}")
+            left_out = "" if name in hf else " (the default)"
+            raise UserError(f"config.json: {name}={value!r}{left_out} is not supported; our {kind} has {name}={want!r}")
     c = ModelConfig(**family.initial_fields | _field_values(family, hf))
     check_fits(c, kind)
     return c
 
 
 def _field_values(family: Family, hf: dict) -> dict[str, Any]:
-    """Fields of ours, from a config.json whose settings are known to be supported."""
+    """Return our fields for a config.json whose settings are supported."""
     values, source = dict(family.fixed_fields), {}
     for s in family.settings:
         value = hf.get(s.hf_name)
@@ -287,46 +287,46 @@ def _field_values(family: Family, hf: dict) -> dict[str, Any]:
             value = s.absent(hf) if callable(s.absent) else s.absent
         if s.field in source | family.fixed_fields and values[s.field] != value:
             other = f"{source.get(s.field, s.hf_name)}={values[s.field]!r}"
-            raise UserError(f"config.json: {s.hf_name}={value!r} is not supported, only what goes with {other}")
+            raise UserError(f"config.json: {s.hf_name}={value!r} is not supported together with {other}")
         values[s.field], source[s.field] = value, s.hf_name
     return values
 
 
 def _without_rope_parameters(hf: dict) -> dict:
-    """Write {"rope_parameters": {"rope_theta": ..}}, of newer files, as older ones do: a rope_theta alone."""
+    """Replace rope_parameters, of newer files, by a plain rope_theta, as in older files."""
     rope = hf.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
         raise UserError(
-            f"config.json: rope_parameters={rope!r} is not supported: only rope_type 'default' with a rope_theta"
+            f"config.json: rope_parameters={rope!r} is not supported; only rope_type 'default' with a rope_theta is"
         )
     rest = {name: value for name, value in hf.items() if name != "rope_parameters"}
     return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
 
 
 def check_fits(c: ModelConfig, kind: str) -> None:
-    """Raises: UserError naming every one of our settings that this family cannot express."""
+    """Raises: UserError naming all our settings that this family cannot express."""
     family = FAMILIES[kind]
     faults = [f"model.{name}={getattr(c, name)!r} (it has only {want!r})"
               for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
     faults += [f"model.{name}={getattr(c, name)!r} (it has no 0)" for name in family.positive_fields
                if not getattr(c, name)]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:
-        faults.append("model.top_k=1 (it normalizes a single gate to 1, and ours does not; where it has "
-                      "normalize_gates, False is the same on both sides)")  # fmt: skip
+        faults.append("model.top_k=1 (it normalizes a single gate to 1, and ours does not; if it has "
+                      "normalize_gates, set it to False)")  # fmt: skip
     if faults:
         raise UserError(f"transformers' {family.architecture} ({kind}) cannot express {', '.join(faults)}")
 
 
 def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict:
-    """The config.json of our config, as a model of a family: of this `kind`, or of the one that fits.
+    """Return the config.json for our config in the family `kind`, or in the default family.
 
-    Raises: UserError naming every one of our settings that the family cannot express.
+    Raises: UserError naming all our settings that the family cannot express.
     """
     kind = kind or family_of(c)
     family = FAMILIES[kind]
     check_fits(c, kind)
     hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.hf_fixed
-    hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library makes some up
+    hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers makes some up
     for s in family.settings:
         value = getattr(c, s.field)
         if s.hf_name:
@@ -337,19 +337,19 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
     return hf
 
 
-# Tensors, both ways ---------------------------------------------------------------------------------------------------
+# Tensors, in both directions ------------------------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
-    """Which of our numbers a tensor on disk holds."""
+    """The slice of one of our parameters that is in a tensor on disk."""
 
-    name: str  # of our parameter
-    index: tuple[int, ...]  # along its stacking letters
-    dims: str  # letters of what is left
+    name: str  # name of our parameter
+    index: tuple[int, ...]  # index along its stacking letters
+    dims: str  # its remaining letters
 
 
 class Piece(NamedTuple):
-    """One tensor on disk."""
+    """One tensor on disk, and the parts of our parameters in it."""
 
     hf_name: str
     shape: tuple[int, ...]
@@ -358,24 +358,24 @@ class Piece(NamedTuple):
 
 
 def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
-    """Every tensor a model of this config has on disk, and where its numbers lie in ours.
+    """List every tensor on disk for a model of this config, with the parts of our parameters in it.
 
-    Raises: UserError for a parameter of ours that is not held whole and once, a tensor of theirs that has two places,
-    or a row whose letters are not those of what it holds.
+    Raises: UserError if a parameter of ours is not covered exactly once, if a tensor name occurs twice, or if the
+    letters of a row are not those of its parameters.
     """
     kind = kind or family_of(c)
     family, declared = FAMILIES[kind], sharding.named(declare(c))
     rows = [(r, "", "", np.zeros((), int)) for r in family.outside]
     rows += [(r, f"{stack}.", family.layer_name, n) for r in family.layer for stack, n in layer_numbers(c).items()]
-    found = []
+    tensors = []
     for r, ours, theirs, numbers in rows:
         r = r._replace(layout=r.layout.format(rope_dims=c.rope_dims))
         names = [ours + name for name in r.parameters]
-        if (r.needs and not r.needs(c)) or not (held := [name for name in names if name in declared]):
+        if (r.needs and not r.needs(c)) or not (known := [name for name in names if name in declared]):
             continue
-        if len(held) < len(names):
+        if len(known) < len(names):
             lacking = ", ".join(name for name in names if name not in declared)
-            raise UserError(f"the row {r.hf_name!r} of the table of {kind!r} holds {lacking}, which the model has not")
+            raise UserError(f"row {r.hf_name!r} of the table of {kind!r} has {lacking}, which the model lacks")
         experts = range(c.n_experts) if "{expert}" in r.hf_name else [None]
         _check_letters(r, {name: declared[name].dims[numbers.ndim + (experts != [None]) :] for name in names}, kind)
         for index in np.ndindex(numbers.shape):
@@ -383,41 +383,41 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
                 at = index if e is None else (*index, e)
                 parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
                 name = (theirs + r.hf_name).format(layer=numbers[index], expert=e)
-                found.append(Piece(name, disk_shape(r.layout, _sizes(parts, declared)), r.layout, parts))
-    _check_complete(found, declared, kind)
-    return found
+                tensors.append(Piece(name, disk_shape(r.layout, _sizes(parts, declared)), r.layout, parts))
+    _check_complete(tensors, declared, kind)
+    return tensors
 
 
 def _check_letters(r: Row, dims: dict[str, str], kind: str) -> None:
-    """Raises: UserError if a row's layout does not have one place for each letter of each parameter it holds."""
+    """Raises: UserError unless a row's layout has each letter of each of its parameters once."""
     factors = [[part[0] for part in factor] for word in r.layout.split() for factor in _factors(word)]
     letters = [letter for factor in factors for letter in factor]
     for name, own in dims.items():
         places = [letter for letter in letters if letter in own]
         if sorted(places) != sorted(own) or len(factors) != len(own) or set(letters) - set("".join(dims.values())):
             raise UserError(
-                f"the table of {kind!r} lays {r.hf_name!r} out as {r.layout!r}; {name} has the letters {own!r}"
+                f"the table of {kind!r} has layout {r.layout!r} for {r.hf_name!r}, but {name} has letters {own!r}"
             )
 
 
-def _check_complete(found: list[Piece], declared: dict[str, sharding.Declaration], kind: str) -> None:
-    """Raises: UserError if a number of ours would be written not once, or a tensor of theirs over another."""
+def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declaration], kind: str) -> None:
+    """Raises: UserError unless each parameter is covered once and each tensor name is unique."""
     held = Counter()
-    for part in (part for piece in found for part in piece.parts):
+    for part in (part for piece in tensors for part in piece.parts):
         held[part.name] += math.prod(declared[part.name].shape[len(part.index) :])
     for name, d in declared.items():
         if held[name] != d.size:
             times = f"{held[name] / d.size:g}" if held[name] else "no"
             raise UserError(f"the table of {kind!r} has {times} rows for {name}; it should have one")
-    for name, n in Counter(piece.hf_name for piece in found).items():
+    for name, n in Counter(piece.hf_name for piece in tensors).items():
         if n > 1:
             raise UserError(
-                f"the table of {kind!r} calls {n} tensors {name!r}; {{layer}} and {{expert}} tell them apart"
+                f"the table of {kind!r} names {n} tensors {name!r}; add {{layer}} or {{expert}} to the name"
             )
 
 
 def layer_numbers(c: ModelConfig) -> dict[str, np.ndarray]:
-    """Number of each layer, from 0, in the shape that its parameters are stacked in."""
+    """Return the number of each layer, from 0, in the stacked shape of its parameters."""
     numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
     dense = c.layers_per_block - bool(c.n_experts)
     return {"prefix": np.arange(c.dense_prefix), "blocks.dense": numbers_LJ[:, :dense], "blocks.moe": numbers_LJ[:, -1]}
@@ -430,7 +430,7 @@ def _sizes(parts: Iterable[Part], declared: dict[str, sharding.Declaration]) -> 
 
 
 def _factors(word: str) -> list[list[str]]:
-    """Cut a word of a layout into factors, each a list of what lies side by side: "H[K|R']" -> [["H"], ["K", "R'"]]."""
+    """Split a word of a layout into factors, each a list of concatenated letters: "H[K|R']" -> [["H"], ["K", "R'"]]."""
     return [factor.strip("[]").split("|") for factor in re.findall(r"\[[^]]+\]|[A-Z]\d*'?", word)]
 
 
@@ -440,9 +440,9 @@ def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
-    """Yield pairs of views, of a tensor on disk and of ours, that hold the same numbers in the same order.
+    """Yield pairs of views, of a tensor on disk and of our parameter, with the same numbers in the same order.
 
-    Both directions are an assignment between them. One pair, or three where rotary pairs lie differently.
+    Assign one to the other to convert, in either direction. There is one pair, or three if rotary pairs are permuted.
     """
     factors = [factor for word in layout.split() for factor in _factors(word)]
     view = disk.reshape([sum(sizes[part[0]] for part in factor) for factor in factors])
@@ -464,7 +464,7 @@ def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, s
 
 
 def from_hf_layout(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.ndarray:
-    """The part of a tensor on disk that is ours, in our order."""
+    """Return one parameter's part of a tensor on disk, in our layout."""
     sizes = _sizes(piece.parts, declared)
     ours = np.empty([sizes[letter] for letter in part.dims], disk.dtype)
     for theirs_view, ours_view in matching_views(disk, ours, piece.layout, part.dims, sizes):
@@ -473,7 +473,7 @@ def from_hf_layout(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.n
 
 
 def to_hf_layout(read: Callable[[str], np.ndarray], piece: Piece, declared) -> np.ndarray:
-    """A tensor as it lies on disk, from our parameters; `read` gives one by name."""
+    """Return a tensor in its layout on disk; `read` returns our parameter by name."""
     sizes = _sizes(piece.parts, declared)
     disk = np.empty(piece.shape, read(piece.parts[0].name).dtype)
     for part in piece.parts:

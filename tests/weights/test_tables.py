@@ -64,18 +64,18 @@ def test_a_table_of_ones_own_goes_there_and_back(fork, run, tmp_path, capsys):
     del families.FAMILIES["fork"]
     capsys.readouterr()
     assert status_of("to-hf", tmp_path / "run", "--out", tmp_path / "third") == 2
-    assert "config.json names the table 'fork'; known: " in capsys.readouterr().err
+    assert "config.json: unknown table 'fork'; known: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, message", [
-    (FORK.replace('"fork"', '"llama"'), "there is a table for model_type='llama' already; known: llama, mixtral"),
+    (FORK.replace('"fork"', '"llama"'), "a table for model_type='llama' exists; choose another name; known: llama"),
     (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE[:1], "), "the table of 'fork' has no rows for norm_D"),
     (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE, "), "the table of 'fork' has 2 rows for unembedding_DV"),
-    (FORK.replace("decoder.{layer}.", "decoder."), "calls 3 tensors 'decoder.input_layernorm.weight'; {layer} and "),
-    (FORK.replace('"V D"', '"D D"'), "lays 'unembed.weight' out as 'D D'; unembedding_DV has the letters 'DV'"),
-    (FORK.replace('"V D"', '"V[D|K]"'), "lays 'unembed.weight' out as 'V[D|K]'; unembedding_DV has the letters 'DV'"),
-    (FORK.replace('"unembedding_DV"', '"unembedding_DV", "bias_V"'), "holds bias_V, which the model has not"),
-    ("x = 1", "adds no table: it should call weights.families.register(kind, family)"),
+    (FORK.replace("decoder.{layer}.", "decoder."), "names 3 tensors 'decoder.input_layernorm.weight'; add {layer} or "),
+    (FORK.replace('"V D"', '"D D"'), "has layout 'D D' for 'unembed.weight', but unembedding_DV has letters 'DV'"),
+    (FORK.replace('"V D"', '"V[D|K]"'), "has layout 'V[D|K]' for 'unembed.weight', but unembedding_DV has letters "),
+    (FORK.replace('"unembedding_DV"', '"unembedding_DV", "bias_V"'), "has bias_V, which the model lacks"),
+    ("x = 1", "adds no table; it must call weights.families.register(kind, family)"),
     ("x = 1 / 0", "ZeroDivisionError: division by zero"),
 ])  # fmt: skip
 def test_a_table_that_cannot_be_right_is_refused(text, message, fork, run, tmp_path, capsys):
