@@ -1,10 +1,10 @@
-"""Weights to and from Hugging Face, bit for bit, and those of a run alone.
+"""Convert weights to and from Hugging Face, bit for bit, and export a run's parameters without optimizer state.
 
-Open `families.py` first: one table for each family of models, read in both directions. `convert.py` follows a table,
-one tensor at a time, and opens the parameters of a run; `folders.py` is what lies on disk or in a bucket. `slim.py`
-writes a run's parameters alone, `card.py` the README.md beside them. `python -m weights` is the command. `init_from.py`
-starts a run from another's parameters.
+Start with `families.py`: one table per family of models, used in both directions. `convert.py` applies a table, one
+tensor at a time, and opens the parameters of a run. `folders.py` reads and writes folders, local or in a bucket.
+`slim.py` writes only the parameters of a run, and `card.py` their README.md. `python -m weights` is the command.
+`init_from.py` starts a run from the parameters of another.
 
-From outside: `init_from`; `convert.load_params` and `convert.load_weights`; `folders.Folder`; `families.register`, for
-a table of one's own.
+Public API: `init_from`; `convert.load_params` and `convert.load_weights`; `folders.Folder`; `families.register`, which
+adds your own table.
 """

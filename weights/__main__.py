@@ -13,17 +13,17 @@ HELP = """e.g. python -m weights from-hf DIR --out runs/x
      python -m weights to-hf runs/x --out DIR
      python -m weights slim runs/x DIR --dtype bfloat16
 
-Weights to and from Hugging Face, bit for bit, and those of a run alone; in folders, or buckets: gs://BUCKET/DIR."""
+Convert weights to and from Hugging Face, bit for bit, or export a run's parameters. Buckets work too: gs://BUCKET/DIR."""
 
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator, and should not take one
+    jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator and should not occupy one
     try:
         commands = {"from-hf": from_hf, "to-hf": to_hf, "slim": slim}
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m weights", description=HELP, args=argv)
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing was kept", file=sys.stderr)
+        print("\ninterrupted; nothing was written", file=sys.stderr)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""The model card of a folder of weights: README.md, with the header that the Hugging Face hub reads."""
+"""Write the model card of a folder of weights: README.md, with the metadata header of the Hugging Face hub."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from config import Affects, affecting
 from errors import UserError
 from weights.folders import Folder
 
-Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON of an evaluation, for the model card")]
+Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON file of an evaluation, for the model card")]
 SETTINGS = ("model", "data", "optim", "mesh")
 
 
 def read_scores(path: str) -> dict[tuple[str, str], float]:
-    """The numbers of an evaluation's JSON: {(what was measured on, measure): number}. Groups may lie in groups.
+    """Read the numbers of an evaluation's JSON: {(data set, metric): number}. Groups can be nested.
 
-    Raises: UserError if there is no such file, it is not JSON, or has no number.
+    Raises: UserError if the file doesn't exist, isn't JSON, or has no number.
     """
     if not path:
         return {}
@@ -26,10 +26,10 @@ def read_scores(path: str) -> dict[tuple[str, str], float]:
         values = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--scores {path}: {getattr(error, 'strerror', None) or f'not JSON: {error}'}") from error
-    found = dict(_numbers(values, ()))
-    if not found:
-        raise UserError(f'--scores {path}: there is no number in it; it should be like {{"task": {{"accuracy": 0.5}}}}')
-    return found
+    scores = dict(_numbers(values, ()))
+    if not scores:
+        raise UserError(f'--scores {path} has no number; it should look like {{"task": {{"accuracy": 0.5}}}}')
+    return scores
 
 
 def _numbers(values, at: tuple[str, ...]):
@@ -41,21 +41,21 @@ def _numbers(values, at: tuple[str, ...]):
 
 
 def last_rows(run: str | Path, about: dict, step: int | None) -> dict[str, dict]:
-    """The last row of each kind in a run's metrics.jsonl, of those up to a step; `slim` has copied them."""
+    """Return the last row of each kind, up to a step, of a run's metrics.jsonl, or the copies that `slim` made."""
     rows, folder = dict(about.get("slim", {}).get("rows", {})), Folder(run)
     if step is not None and folder.has("metrics.jsonl"):
         for line in folder.read("metrics.jsonl").decode().splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # the last line, if a kill cut it off
+                continue  # a kill truncated the last line
             if row.get("step", math.inf) <= step:
                 rows[row["kind"]] = row
     return rows
 
 
 def header(name: str, scores: dict, hf: dict | None) -> str:
-    """The hub's header is YAML, of which JSON is a part."""
+    """Return the hub's YAML header, with values in JSON, which YAML includes."""
     values = {"library_name": "transformers" if hf else "jax", "pipeline_tag": "text-generation",
               "tags": ["axis-by-axis", *([hf["model_type"]] if hf else [])]}  # fmt: skip
     if scores:
@@ -74,7 +74,7 @@ def table(head: tuple[str, ...], rows: list[tuple]) -> str:
 
 
 def training_facts(about: dict, rows: dict, step: int | None) -> list[tuple[str, str]]:
-    """What is known of how the parameters came about."""
+    """Return rows (name, value) about the training that produced the parameters."""
     steps, data = about.get("config", {}).get("run", {}).get("steps"), about.get("data") or {}
     known = [("data", _describe(data["source"])), ("tokenizer", _describe(data["tokenizer"]))] if data else []
     known += [("steps", f"{step:,} of {steps:,}")] if step is not None else []
@@ -89,7 +89,7 @@ def training_facts(about: dict, rows: dict, step: int | None) -> list[tuple[str,
 
 
 def _describe(value) -> str:
-    """A source or a tokenizer as its manifest says it; of a mixture, all of them. No digests, and no folders."""
+    """Format a source or tokenizer of a manifest, or all those of a mixture, without hashes and folders."""
     if isinstance(value, dict):
         value = value.get("name") or ", ".join(f"{name}: {_describe(x)}" for name, x in value.items())
     kind, colon, place = str(value).partition(":")
@@ -107,7 +107,7 @@ transformers.AutoModelForCausalLM.from_pretrained(DIR)
 
 
 def render_card(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
-    """The card. hf: the config.json of a Hugging Face folder; None: the folder holds parameters as ours are."""
+    """Return the card. hf: the config.json of a Hugging Face folder, or None for a folder in our format."""
     step = about.get("slim", {}).get("step") if step is None else step
     name = about.get("config", {}).get("run", {}).get("name") or Path(str(run)).name
     parameters = f"{sum(d.size for d in declared.values()):,} parameters"
@@ -119,7 +119,7 @@ def render_card(run, about: dict, declared: dict, step: int | None, scores: dict
         rows = [(on, measure, f"{value:g}") for (on, measure), value in scores.items()]
         parts += ["## Scores", table(("on", "measure", ""), rows)]
     if settings := {part: about["config"][part] for part in SETTINGS if part in about.get("config", {})}:
-        places = affecting(Affects.RUN)  # of one machine
-        kept = {part: {n: x for n, x in of.items() if f"{part}.{n}" not in places} for part, of in settings.items()}
-        parts += ["## Settings", f"```json\n{json.dumps(kept, indent=1)}\n```"]
+        places = affecting(Affects.RUN)  # settings of one machine
+        shared = {part: {n: x for n, x in of.items() if f"{part}.{n}" not in places} for part, of in settings.items()}
+        parts += ["## Settings", f"```json\n{json.dumps(shared, indent=1)}\n```"]
     return "\n\n".join(parts) + "\n"

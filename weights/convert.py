@@ -1,6 +1,6 @@
-"""Weights to and from Hugging Face, by the tables of `families.py`.
+"""Convert weights to and from Hugging Face with the tables of `families.py`.
 
-Both directions hold one tensor of theirs at a time, and of a checkpoint beside it a few blocks (`BLOCK_BYTES`).
+Both directions keep one Hugging Face tensor in memory at a time, plus a few blocks (`BLOCK_BYTES`) of a checkpoint.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ from weights.families import (
 )
 from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
 
-BLOCK_BYTES = 2**29  # of a parameter of a checkpoint, at most so much is read at once
+BLOCK_BYTES = 2**29  # most that is read at once of a checkpoint's parameter
 
-# A table of one's own -------------------------------------------------------------------------------------------------
+# Your own table -------------------------------------------------------------------------------------------------------
 
-Step = Annotated[str, tyro.conf.arg(metavar="N", help="of which checkpoint, or best; empty: the newest")]
+Step = Annotated[str, tyro.conf.arg(metavar="N", help="step of the checkpoint, or best; empty: the newest")]
 Table = Annotated[str, tyro.conf.arg(metavar="FILE.py", help="run this file first; see weights.families.register")]
 
 
 def run_table(path: str) -> None:
-    """Run a Python file, which calls `families.register`. Raises: UserError if it cannot be run, or adds no table."""
+    """Run a Python file that calls `families.register`. Raises: UserError if it fails or registers no table."""
     if not path:
         return
     before = set(FAMILIES)
@@ -59,7 +59,7 @@ def run_table(path: str) -> None:
     except Exception as error:  # whatever the user's file raises
         raise UserError(f"--table {path}: {type(error).__name__}: {error}") from error
     if before == set(FAMILIES):
-        raise UserError(f"--table {path} adds no table: it should call weights.families.register(kind, family)")
+        raise UserError(f"--table {path} adds no table; it must call weights.families.register(kind, family)")
 
 
 # from-hf --------------------------------------------------------------------------------------------------------------
@@ -67,18 +67,18 @@ def run_table(path: str) -> None:
 
 def from_hf(
     directory: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read, here or in a bucket")
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read, local or in a bucket")
     ],
-    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to make, here or in a bucket")],
+    out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to write, local or in a bucket")],
     table: Table = "",
 ) -> None:
     """Convert a Hugging Face folder (config.json, *.safetensors) into a run directory."""
     run_table(table)
-    theirs = Folder(directory)
-    hf = theirs.json("config.json")
+    source = Folder(directory)
+    hf = source.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
     all_pieces, parts, declared = pieces(c, kind), {}, sharding.named(declare(c))
-    tensors = Tensors(theirs)
+    tensors = Tensors(source)
     tensors.check({piece.hf_name: piece.shape for piece in all_pieces})
     c = dataclasses.replace(c, precision=stored_precision(tensors, all_pieces))
     for piece in all_pieces:
@@ -94,10 +94,10 @@ def from_hf(
 
 
 def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
-    """The precision under which nothing the files hold is rounded, and a model computes in the type it is stored in.
+    """Return the precision setting that rounds no stored tensor and computes in the dtype of the stored matrices.
 
-    bfloat16 if every tensor is, else float32, which holds float16 too; compute follows the embedding, as it stands for
-    the matrices: a router's bias may be float32 among them.
+    Parameters are bfloat16 if every tensor is, else float32, which also represents float16. The embedding decides the
+    compute dtype, because a router's bias may be float32 in a model whose matrices are bfloat16.
     """
     dtypes = {piece.hf_name: tensors.dtype(piece.hf_name) for piece in all_pieces}
     [embedding] = [piece.hf_name for piece in all_pieces for part in piece.parts if part.name == "embedding_VD"]
@@ -107,35 +107,35 @@ def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
 
 
 def _run_config(c: ModelConfig, out: str) -> dict:
-    path, here = Path(str(out)), {} if is_remote(str(out)) else {"run.dir": str(Path(out).parent)}
-    settings = {"model": c, "run.name": path.resolve().name} | here
+    path, place = Path(str(out)), {} if is_remote(str(out)) else {"run.dir": str(Path(out).parent)}
+    settings = {"model": c, "run.name": path.resolve().name} | place
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
 
 def our_tensor(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
-    """One parameter, of one tensor of theirs after the other: stacking letters lead, so theirs follow each other."""
+    """Build one parameter from Hugging Face tensors read in turn; layers and experts are stacked in the first dims."""
     dtype = tensors.dtype(first := parts[0][1].hf_name)
     for _, piece, _ in parts:
         if tensors.dtype(piece.hf_name) != dtype:
-            raise UserError(f"{piece.hf_name} is {tensors.dtype(piece.hf_name)}, {first} is {dtype}; both belong to "
-                            f"{name}, which has one dtype")  # fmt: skip
+            raise UserError(f"{piece.hf_name} is {tensors.dtype(piece.hf_name)} and {first} is {dtype}, but both "
+                            f"belong to {name} and need one dtype")  # fmt: skip
     ours = lambda: (from_hf_layout(tensors.read(piece.hf_name), piece, part, declared) for _, piece, part in parts)
     return Tensor(name, declared[name].shape, dtype, ours)
 
 
-# Our weights ----------------------------------------------------------------------------------------------------------
+# Reading a run --------------------------------------------------------------------------------------------------------
 
 
 def read_about(run: str | Path) -> dict:
-    """The config.json of a run directory, made by training, by `from_hf` or by `slim`.
+    """Read the config.json of a run directory that training, `from_hf` or `slim` wrote.
 
-    Raises: UserError if there is none, or it is another's.
+    Raises: UserError if there is none, or if it is not a run's.
     """
     if not (folder := Folder(run)).has("config.json"):
-        raise UserError(f"{run}: no config.json there; give a run's directory, e.g. runs/laptop")
+        raise UserError(f"{run}: no config.json; pass a run directory, such as runs/laptop")
     about = folder.json("config.json")
     if not isinstance(about, dict) or "config" not in about:
-        raise UserError(f"{run}/config.json describes no run of ours (a Hugging Face folder is read by from-hf)")
+        raise UserError(f"{run}/config.json is not the config of a run (convert a Hugging Face folder with from-hf)")
     return about | {"data": about.get("data")}
 
 
@@ -145,15 +145,15 @@ def read_config(run: str | Path) -> ModelConfig:
 
 
 def has_weights_only(run: str | Path) -> bool:
-    """Whether a directory has no checkpoints, but weights as `from_hf` and `slim` write them."""
+    """Return whether a directory has weights, as written by `from_hf` or `slim`, and no checkpoints."""
     folder = Folder(run)
     return not folder.has("checkpoints") and any(map(folder.has, ("weights/index.json", *FILES)))
 
 
 def open_weights(run: str | Path) -> dict:
-    """What `from_hf` or `slim` wrote, by name: arrays of which nothing is read before they are indexed.
+    """Open the weights that `from_hf` or `slim` wrote: arrays by name, which are read when indexed.
 
-    `from_hf` of earlier versions wrote .npy files.
+    Earlier versions of `from_hf` wrote .npy files.
     """
     folder = Folder(run)
     if any(map(folder.has, FILES)):
@@ -165,16 +165,16 @@ def open_weights(run: str | Path) -> dict:
 
 
 def load_weights(run: str | Path, declarations, mesh: Mesh):
-    """Place weights on a mesh as declared, in the declared dtype: each device reads its own slices.
+    """Load weights onto a mesh in the declared sharding and dtype; each device reads only its shards.
 
-    Raises: UserError naming the first parameter that is missing, not expected, or of another shape.
+    Raises: UserError naming the first parameter that is missing, unexpected, or of another shape.
     """
     sharding.check_divides(declarations, mesh)
     stored = open_weights(run)
     check_fit(stored, sharding.named(declarations), run)
 
     def place(name: str, d: sharding.Declaration) -> jax.Array:
-        array = stored[name][()] if is_remote(str(run)) else stored[name]  # by network once, not for each device
+        array = stored[name][()] if is_remote(str(run)) else stored[name]  # read a bucket once, not per device
         part = lambda index: np.asarray(array[index]).astype(d.dtype)
         return jax.make_array_from_callback(d.shape, NamedSharding(mesh, d.spec), part)
 
@@ -182,34 +182,34 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
 
 
 def resolve_step(run: str | Path, requested: str = "", report: Callable = checkpoint.say_aside) -> int | None:
-    """The step of a run's checkpoint: one by its number, "best", as `train.checkpoint ls` marks it, or "", the newest.
+    """Resolve a requested checkpoint to its step: a number, "best" (as in `train.checkpoint ls`) or "", the newest.
 
-    None: it holds weights alone. Raises: UserError if it has neither, or naming the steps there are.
+    Returns None if the run has only weights. Raises: UserError if it has neither, or lacks that step, naming its steps.
     """
     if has_weights_only(run):
         if requested:
-            raise UserError(f"--step {requested}: {run} holds weights alone, and no checkpoints; leave it out")
+            raise UserError(f"--step {requested}: {run} has only weights, without checkpoints; leave --step out")
         return None
     if is_remote(str(run)) and not str(run).startswith("gs://"):
-        raise UserError(f"{run} holds no weights alone (slim writes them there); checkpoints are read on this machine, "
-                        "and at gs://")  # fmt: skip
+        raise UserError(f"{run} has no weights as written by slim; checkpoints can only be read from a local folder "
+                        "or gs://")  # fmt: skip
     directory = f"{run}/checkpoints"
     if not requested and (newest := checkpoint.latest_step(directory, report, "params")) is not None:
         return newest
-    there = [row for row in reversed(checkpoint.rows(directory, "none")) if row.name.isdecimal()]
-    if not there:
+    existing = [row for row in reversed(checkpoint.rows(directory, "none")) if row.name.isdecimal()]
+    if not existing:
         raise UserError(f"no checkpoint in {directory}")
-    steps = {name: row.step for row in there for name in (row.name, "best") if name != "best" or row.best}
+    steps = {name: row.step for row in existing for name in (row.name, "best") if name != "best" or row.best}
     if requested not in steps:
         raise UserError(f"{run} has no checkpoint of step {requested}; it has {', '.join(steps)}")
     return steps[requested]
 
 
 def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = None):
-    """Parameters of a run on a mesh: those it holds alone, or of a checkpoint, of the newest, and says which that is.
+    """Load a run's parameters onto a mesh, from its weights or from a checkpoint.
 
-    step  of the checkpoint, and nothing is said
-    Raises: UserError if they are missing, or do not fit.
+    step  step of the checkpoint; None: the newest, which is then printed
+    Raises: UserError if they are missing or do not fit.
     """
     if has_weights_only(run):
         return load_weights(run, declarations, mesh)
@@ -217,13 +217,13 @@ def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = No
 
 
 def check_fit(stored: dict, declared: dict[str, sharding.Declaration], run: str | Path) -> None:
-    """Raises: UserError naming the first converted weight that the model lacks, has in another shape, or misses."""
+    """Raises: UserError naming the first weight that is unexpected, missing, or of another shape."""
     shapes = lambda named: {name: tuple(x.shape) for name, x in named.items()}
     checkpoint.check_shapes(shapes(stored), shapes(declared), f"{run}/weights")
 
 
 def read_in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-    """All of an array, or of what lies at an index, in parts of at most BLOCK_BYTES that follow each other."""
+    """Yield an array, or array[index], in consecutive parts of at most BLOCK_BYTES."""
     shape = array.shape[len(index) :]
     if math.prod(shape) * array.dtype.itemsize <= BLOCK_BYTES:
         yield np.asarray(array[index])
@@ -236,12 +236,12 @@ def read_in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
 
 
 class Blocks:
-    """A parameter of a checkpoint. Asked for one of its layers it reads those beside it too, as many as a block holds:
-    a chunk on disk may hold something of every layer, and is unpacked anew for each reading.
+    """A parameter of a checkpoint. Indexing one layer reads a block of neighboring layers, because a chunk on disk may
+    contain a part of every layer and is decompressed again for each read.
     """
 
-    def __init__(self, stored, kept: Callable):
-        self.stored, self.cached_rows = stored, kept
+    def __init__(self, stored, cached_rows: Callable):
+        self.stored, self.cached_rows = stored, cached_rows
         self.shape, self.dtype = tuple(stored.shape), stored.dtype.numpy_dtype
 
     def __getitem__(self, index: tuple) -> np.ndarray:
@@ -257,25 +257,25 @@ class Blocks:
         return self.read((*index, slice(first, stop)))
 
     def read(self, index: tuple) -> np.ndarray:
-        """Chunk after chunk: asked for all at once, they would all lie in memory, packed, beside what is made of them.
+        """Read chunk by chunk, because a single read would keep all compressed chunks in memory next to the result.
 
         index   integers, then at most one slice
         """
         spans = [(i.start, i.stop) if isinstance(i, slice) else (i, i + 1) for i in index]
         spans += [(0, size) for size in self.shape[len(index) :]]
-        found = np.empty([stop - start for start, stop in spans], self.dtype)
+        out = np.empty([stop - start for start, stop in spans], self.dtype)
         chunk = self.stored.chunk_layout.read_chunk.shape or self.shape
         edges = [[a, *range(a - a % n + n, b, n), b] for (a, b), n in zip(spans, chunk, strict=True)]
         for region in itertools.product(*map(itertools.pairwise, edges)):
             here = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(region, spans, strict=True))
-            found[here] = self.stored[tuple(slice(a, b) for a, b in region)].read().result()
-        return found[tuple(0 for i in index if not isinstance(i, slice))]
+            out[here] = self.stored[tuple(slice(a, b) for a, b in region)].read().result()
+        return out[tuple(0 for i in index if not isinstance(i, slice))]
 
 
 def open_run(run: str | Path, declared: dict[str, sharding.Declaration], asked: str = ""):
-    """Parameters of a run by name, and their step: of a checkpoint, as `step_of`, or, None, those it holds alone.
+    """Open a run's parameters by name; return them with the checkpoint's step, or with None if it has only weights.
 
-    Raises: UserError if there are none, or naming a parameter that they or the model lack, or of another shape.
+    Raises: UserError if there are none, or naming a parameter that is missing, unexpected, or of another shape.
     """
     if (step := resolve_step(run, asked, log)) is None:
         weights = open_weights(run)
@@ -284,9 +284,9 @@ def open_run(run: str | Path, declared: dict[str, sharding.Declaration], asked: 
     shapes = {name: d.shape for name, d in declared.items()}
     stored = checkpoint.open_stored(f"{run}/checkpoints", shapes, step)
     log(f"parameters of step {step} of {run}")
-    # A tensor of theirs holds at most two parameters of ours.
-    kept = functools.lru_cache(maxsize=2)(Blocks.rows)
-    return {name: Blocks(array, kept) for name, array in stored.items()}, step
+    # A Hugging Face tensor contains at most two of our parameters.
+    cached_rows = functools.lru_cache(maxsize=2)(Blocks.rows)
+    return {name: Blocks(array, cached_rows) for name, array in stored.items()}, step
 
 
 # to-hf ----------------------------------------------------------------------------------------------------------------
@@ -296,35 +296,35 @@ def to_hf(
     run: Annotated[
         str,
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN", help="run directory of checkpoints, or of weights by from-hf or slim"),
+        tyro.conf.arg(metavar="RUN", help="run directory with checkpoints, or with weights from from-hf or slim"),
     ],
-    out: Annotated[str, tyro.conf.arg(metavar="DIR", help="folder to make, here or in a bucket")],
-    family: Annotated[str, tyro.conf.arg(help="table to write by; empty: the one it was read by, or that fits")] = "",
+    out: Annotated[str, tyro.conf.arg(metavar="DIR", help="folder to write, local or in a bucket")],
+    family: Annotated[str, tyro.conf.arg(help="table to use; empty: that of from-hf, or one that fits")] = "",
     step: Step = "",
     table: Table = "",
     scores: card.Scores = "",
 ) -> None:
     """Convert a run directory into a Hugging Face folder: config.json, safetensors, README.md."""
     run_table(table)
-    found = card.read_scores(scores)
+    score_values = card.read_scores(scores)
     about = read_about(run)
     c = Config.from_dict(about["config"]).model
     kind = family or about.get("family") or family_of(c)
     if kind not in FAMILIES:
-        there = "--family" if family else f"{run}/config.json"
-        raise UserError(f"{there} names the table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
+        origin = "--family" if family else f"{run}/config.json"
+        raise UserError(f"{origin}: unknown table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
     try:
-        config_to_hf(c, kind=kind)  # before a checkpoint is read
+        config_to_hf(c, kind=kind)  # fail before reading a checkpoint
     except UserError as error:
         raise UserError(
-            f"{error}; train with other settings, or share the run's own weights, which python -m weights slim writes"
+            f"{error}; train with other settings, or share the run's weights with python -m weights slim"
         ) from None
     declared = sharding.named(declare(c))
-    weights, taken = open_run(run, declared, step)
+    weights, at_step = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
     with fresh_folder(out) as folder:
         write_tensors(folder, [hf_tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
-        folder.write("README.md", card.render_card(run, about, declared, taken, found, hf))
+        folder.write("README.md", card.render_card(run, about, declared, at_step, score_values, hf))
         folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
 

@@ -1,8 +1,8 @@
-"""Folders of weights, on this machine or in a bucket, and the safetensors files in them: read and written in parts.
+"""Read and write safetensors files, in parts, in folders on this machine or in a bucket.
 
-A safetensors file is the length of a header, 8 bytes; the header, JSON {name: {dtype, shape, data_offsets}}; and the
-arrays, one after the other. The library of that name wants a file on this machine to read, and all of it in memory to
-write; here a tensor is asked for by its bytes, and written as it is made.
+A safetensors file is the length of the header in 8 bytes, the header as JSON {name: {dtype, shape, data_offsets}}, and
+the arrays, one after the other. The safetensors library reads only local files, and writes only from memory; this
+module reads a byte range per tensor, and writes tensors as they are produced.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from errors import UserError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}
-FILE_BYTES = 2**31  # most that a file of a folder we write holds, if it holds more than one tensor
+FILE_BYTES = 2**31  # largest file that we write, unless a single tensor is larger
 ONE_FILE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
-PARTIAL = ".partial"  # end of the name of a folder that is not whole
+PARTIAL = ".partial"  # suffix of an unfinished folder
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Folder:
-    """A folder by its path or address: gs://, s3://, whatever fsspec knows."""
+    """A folder, by its path or address: gs://, s3:// or any other protocol of fsspec."""
 
     def __init__(self, path: str | Path):
         self.path = str(path).rstrip("/")
@@ -45,11 +45,11 @@ class Folder:
         return self.path
 
     def _call(self, name: str, work: Callable):
-        """Raises: UserError if the file is not there, or the network is not."""
+        """Return work(), with retries. Raises: UserError if the file does not exist, or the network fails."""
         try:
             return call_patiently(f"{self}/{name}", self.is_remote, work)
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"there is no {self}/{name}") from None
+            raise UserError(f"{self}/{name} does not exist") from None
 
     def has(self, name: str) -> bool:
         return self._call(name, lambda: self.files.exists(f"{self.root}/{name}"))
@@ -68,7 +68,7 @@ class Folder:
             raise UserError(f"{self}/{name} is not JSON: {error}") from None
 
     def open(self, name: str):
-        """A new file, to be written from its beginning to its end."""
+        """Open a new file for sequential writing."""
         self.written.append(name)
         return self.files.open(f"{self.root}/{name}", "wb")
 
@@ -79,18 +79,18 @@ class Folder:
 
 @contextlib.contextmanager
 def fresh_folder(path: str | Path) -> Iterator[Folder]:
-    """Yield a folder that can be used under the name `path` once everything in it is written, and not before.
+    """Yield a folder to write to, which appears as `path` only when everything in it is written.
 
-    On this machine it gets its name last. A bucket has no renaming: there config.json, which every reader asks for
-    first, is to be written last.
-    Raises: UserError if there is something of that name, or the disk is full; nothing is kept then.
+    On this machine the folder is renamed at the end. A bucket cannot rename, so write config.json last, because every
+    reader reads it first.
+    Raises: UserError if `path` exists or the disk is full; then the partial folder is deleted.
     """
     whole = Folder(path)
     if call_patiently(str(whole), whole.is_remote, lambda: whole.files.exists(whole.root)):
         raise UserError(f"{whole} exists; choose another folder, or delete it")
     folder = whole if whole.is_remote else Folder(f"{whole}{PARTIAL}")
     if not whole.is_remote:
-        shutil.rmtree(folder.root, ignore_errors=True)  # of a conversion that was killed
+        shutil.rmtree(folder.root, ignore_errors=True)  # left by a killed conversion
         Path(folder.root).mkdir(parents=True)
     done = False
     try:
@@ -101,22 +101,22 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise UserError(f"{whole} cannot be written: {error.strerror}; nothing of it is kept") from error
+        raise UserError(f"cannot write {whole}: {error.strerror}; the partial folder was deleted") from error
     finally:
         if not whole.is_remote:
-            shutil.rmtree(folder.root, ignore_errors=True)  # there is none, unless something went wrong
+            shutil.rmtree(folder.root, ignore_errors=True)  # exists only after a failure
         elif not done:
             _remove(whole)
 
 
 def _remove(folder: Folder) -> None:
     for name in folder.written:
-        with contextlib.suppress(Exception):  # each protocol has errors of its own; the first one is the one to show
+        with contextlib.suppress(Exception):  # keep the original error
             folder.files.rm_file(f"{folder.root}/{name}")
 
 
 def report_progress(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator:
-    """Yield the items; every few seconds say how many bytes are done."""
+    """Yield the items, and print the progress in bytes every 5 seconds."""
     total, done, last = sum(map(bytes_of, items)), 0, time.perf_counter()
     for item in items:
         yield item
@@ -130,7 +130,7 @@ def report_progress(items: list, bytes_of: Callable[[Any], int], what: str) -> I
 
 
 class StoredArray:
-    """An array in a file: its bytes are read when it is indexed, and no more of them than leading indices need."""
+    """An array in a file. Indexing it reads only the bytes that the leading indices select."""
 
     def __init__(self, folder: Folder, file: str, dtype: str, shape: tuple[int, ...], start: int):
         self.folder, self.file, self.start, self.shape = folder, file, start, shape
@@ -143,8 +143,8 @@ class StoredArray:
     @functools.cached_property
     def memory_map(self) -> np.memmap:
         shape = self.shape or (1,)
-        found = np.memmap(f"{self.folder.root}/{self.file}", self.dtype, "r", self.start, shape)
-        return found.reshape(self.shape)
+        array = np.memmap(f"{self.folder.root}/{self.file}", self.dtype, "r", self.start, shape)
+        return array.reshape(self.shape)
 
     def __getitem__(self, index) -> np.ndarray:
         if not self.folder.is_remote:
@@ -156,12 +156,12 @@ class StoredArray:
         if index:
             first, stop, _ = index[0].indices(shape[0])
             start, shape, index[0] = start + first * row(), (stop - first, *shape[1:]), slice(None)
-        found = self.folder.read(self.file, start, start + math.prod(shape) * self.dtype.itemsize)
-        return np.frombuffer(found, self.dtype).reshape(shape)[tuple(index)]
+        contents = self.folder.read(self.file, start, start + math.prod(shape) * self.dtype.itemsize)
+        return np.frombuffer(contents, self.dtype).reshape(shape)[tuple(index)]
 
 
 class Tensors:
-    """The tensors of a safetensors folder, by name. Opening reads headers only."""
+    """The tensors of a safetensors folder, by name. The constructor reads only headers."""
 
     def __init__(self, folder: Folder):
         self.folder, self.arrays = folder, {}
@@ -184,35 +184,35 @@ class Tensors:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise damaged(f"its header cannot be read ({error!r})") from error
         if (end := max((stop for _, stop in spans.values()), default=begin)) != size:
-            raise damaged(f"it has {size} bytes, its header asks for {end}")
-        found = {}
+            raise damaged(f"it has {size} bytes, but its header describes {end}")
+        arrays = {}
         for name, (start, stop) in spans.items():
             dtype, need = DTYPES.get(dtypes[name], dtypes[name]), stop - start
             if dtype in NUMPY and need != math.prod(shapes[name]) * NUMPY[dtype].itemsize:
-                raise damaged(f"{name} has {need} bytes, and shape {shapes[name]} of {dtype}")
-            found[name] = StoredArray(self.folder, file, dtype, shapes[name], start)
-        return found
+                raise damaged(f"{name} has {need} bytes, but shape {shapes[name]} of {dtype}")
+            arrays[name] = StoredArray(self.folder, file, dtype, shapes[name], start)
+        return arrays
 
     def dtype(self, name: str) -> str:
-        found = self.arrays[name].known_dtype
-        if found not in NUMPY:
-            raise UserError(f"{self.folder}: {name} has dtype {found}; supported are {', '.join(DTYPES)}")
-        return found
+        dtype = self.arrays[name].known_dtype
+        if dtype not in NUMPY:
+            raise UserError(f"{self.folder}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
+        return dtype
 
     def read(self, name: str) -> np.ndarray:
         return self.arrays[name][()]
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises: UserError naming the tensors that are missing, not expected, or have another shape."""
+        """Raises: UserError naming tensors that are missing, unexpected, or of another shape."""
         missing, extra = [n for n in shapes if n not in self.arrays], [n for n in self.arrays if n not in shapes]
-        for names, why in ((missing, "does not have"), (extra, "has, and config.json has no place for,")):
+        for names, why in ((missing, "lacks"), (extra, "has tensors that config.json does not describe:")):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise UserError(f"{self.folder} {why} {', '.join(names[:3])}{more}")
         for name, want in shapes.items():
             if self.arrays[name].shape != want:
                 raise UserError(
-                    f"{self.folder}: {name} has shape {self.arrays[name].shape}, config.json asks for {want}"
+                    f"{self.folder}: {name} has shape {self.arrays[name].shape}, but config.json needs {want}"
                 )
 
 
@@ -220,12 +220,12 @@ class Tensors:
 
 
 class Tensor(NamedTuple):
-    """One to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    parts: Callable[[], Iterable[np.ndarray]]  # arrays whose bytes, one after the other, are its bytes
+    parts: Callable[[], Iterable[np.ndarray]]  # consecutive arrays that make up the tensor
 
     @property
     def bytes(self) -> int:
@@ -233,7 +233,7 @@ class Tensor(NamedTuple):
 
 
 def write_tensors(folder: Folder, tensors: list[Tensor], what: str) -> int:
-    """Write model.safetensors, or numbered files and their index. Returns the bytes of the files with tensors."""
+    """Write model.safetensors, or numbered files and an index. Return the bytes of the tensor files."""
     files, room = [[]], FILE_BYTES
     for tensor in tensors:
         if files[-1] and tensor.bytes > room:
@@ -243,8 +243,8 @@ def write_tensors(folder: Folder, tensors: list[Tensor], what: str) -> int:
 
     size = lambda some: sum(tensor.bytes for tensor in some)
     if not folder.is_remote and (free := shutil.disk_usage(folder.root).free) < size(tensors):
-        raise UserError(f"{str(folder).removesuffix(PARTIAL)}: {size(tensors) / 1e6:,.1f} MB are to be written, and "
-                        f"{free / 1e6:,.1f} MB are free there")  # fmt: skip
+        raise UserError(f"{str(folder).removesuffix(PARTIAL)}: {size(tensors) / 1e6:,.1f} MB to write, but only "
+                        f"{free / 1e6:,.1f} MB are free; free space or choose another folder")  # fmt: skip
     one, n = len(files) == 1, len(files)
     names = [ONE_FILE] if one else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
     written = 0
@@ -258,7 +258,7 @@ def write_tensors(folder: Folder, tensors: list[Tensor], what: str) -> int:
 
 
 def write_file(folder: Folder, name: str, tensors: list[Tensor]) -> int:
-    """Write one file, a part in memory at a time. Returns its bytes: of the header, and of the numbers."""
+    """Write one file, with one part in memory at a time. Return its size in bytes."""
     codes, header, end = {dtype: code for code, dtype in DTYPES.items()}, {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         span = [end, end + tensor.bytes]
@@ -276,6 +276,6 @@ def write_file(folder: Folder, name: str, tensors: list[Tensor]) -> int:
                 written += part.nbytes
             assert written == tensor.bytes, f"{tensor.name}: {written} of {tensor.bytes} bytes"
     whole = 8 + len(text) + end
-    found = folder.size(name)
-    assert found == whole, f"{folder}/{name} has {found} bytes; 8 + {len(text)} of header + {end} of numbers = {whole}"
+    size = folder.size(name)
+    assert size == whole, f"{folder}/{name} has {size} bytes; 8 + {len(text)} of header + {end} of numbers = {whole}"
     return whole

@@ -1,4 +1,4 @@
-"""Start a run from the parameters of another, converted or trained: what comes from there, and what stays."""
+"""Start a run from the parameters of another run, trained or converted, and take over its model settings."""
 
 import dataclasses
 import itertools
@@ -11,12 +11,12 @@ from devices import log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
-# Settings of the model under any of which parameters mean the same. All others come with the parameters.
+# Settings of the model that don't change the meaning of parameters. All others come with the parameters.
 KEPT_SETTINGS = affecting(Affects.TRAINING, Affects.NUMBERS, group="model")
 
 
 def apply_init_from(start: Config, flags: list[str]) -> Config:
-    """With --init-from among the flags, their defaults are those of the run named there where parameters ask for it."""
+    """If the flags contain --init-from, take the defaults of the model's shape from the run that it names."""
     words = [word for flag in flags for word in flag.split("=", 1)]
     source = next((value for name, value in itertools.pairwise(words) if name in FLAGS), "")
     if not source:
@@ -25,18 +25,18 @@ def apply_init_from(start: Config, flags: list[str]) -> Config:
 
 
 def with_shape_of(source: ModelConfig, current: ModelConfig) -> ModelConfig:
-    """Our settings for the parameters of another model: what they are is as there, what steers training as here."""
+    """Return the settings for the parameters of `source`: its shape, with the training settings of `current`."""
     steering = {name: getattr(current, name) for name in KEPT_SETTINGS}
     if bool(source.balance_rate) != bool(current.balance_rate):
-        steering["balance_rate"] = source.balance_rate  # at 0 the selection bias, a parameter, does not exist
+        steering["balance_rate"] = source.balance_rate  # at 0 the model has no selection bias
     return dataclasses.replace(source, **steering)
 
 
 def load_init_params(cfg: Config, mesh: Mesh):
-    """Parameters of the run that run.init_from names, at its newest step if it was trained; None if it names none.
+    """Load the parameters of the run in run.init_from, from its newest checkpoint or its weights; None if it is empty.
 
-    Says what they are, and which settings of the model are not those they had.
-    Raises: UserError if they are missing, or do not fit.
+    Prints their origin, and the model settings that differ from that run's.
+    Raises: UserError if they are missing or do not fit.
     """
     if not cfg.run.init_from:
         return None
@@ -53,6 +53,6 @@ def load_init_params(cfg: Config, mesh: Mesh):
 
 
 def differing_settings(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """The settings of our model that are not those of another, with both values."""
-    found = differences({"model": dataclasses.asdict(ours)}, {"model": dataclasses.asdict(theirs)})
-    return ", ".join(f"{name.removeprefix('model.')}={x!r} (there {y!r})" for name, x, y in found)
+    """List the model settings that differ, with both values."""
+    changes = differences({"model": dataclasses.asdict(ours)}, {"model": dataclasses.asdict(theirs)})
+    return ", ".join(f"{name.removeprefix('model.')}={x!r} (there {y!r})" for name, x, y in changes)

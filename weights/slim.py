@@ -1,4 +1,4 @@
-"""The weights of a run alone: what a checkpoint holds beside them, to go on training, is twice as large."""
+"""Export only the weights of a run. The optimizer state that a checkpoint also has is twice as large."""
 
 import json
 from typing import Annotated
@@ -20,24 +20,24 @@ WRITTEN = ("float32", "bfloat16")
 
 def slim(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="run directory, e.g. runs/x")],
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to make, here or in a bucket")],
-    dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(WRITTEN)}; empty: as they are held")] = "",
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to write, or a bucket")],
+    dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(WRITTEN)}; empty: as stored")] = "",
     step: Step = "",
     scores: card.Scores = "",
 ) -> None:
-    """Write the weights of a run alone: sharded safetensors, and the config.json that our commands read."""
+    """Write only the weights of a run: sharded safetensors, and the config.json that other commands read."""
     if dtype and dtype not in WRITTEN:
-        raise UserError(f"--dtype {dtype}: cannot be written; {nearest(dtype, WRITTEN)}")
-    found, about = card.read_scores(scores), read_about(run)
+        raise UserError(f"--dtype {dtype} is not supported; {nearest(dtype, WRITTEN)}")
+    score_values, about = card.read_scores(scores), read_about(run)
     declared = sharding.named(declare(Config.from_dict(about["config"]).model))
-    weights, taken = open_run(run, declared, step)
+    weights, at_step = open_run(run, declared, step)
     tensors = [_tensor(name, weights[name], dtype) for name in declared]
     parameters, numbers = sum(d.size for d in declared.values()), sum(tensor.bytes for tensor in tensors)
     with fresh_folder(out) as folder:
         written = write_tensors(folder, tensors, "slim")
-        folder.write("README.md", card.render_card(run, about, declared, taken, found))
-        if taken is not None:
-            about["slim"] = {"step": taken, "rows": card.last_rows(run, about, taken)}
+        folder.write("README.md", card.render_card(run, about, declared, at_step, score_values))
+        if at_step is not None:
+            about["slim"] = {"step": at_step, "rows": card.last_rows(run, about, at_step)}
         folder.write("config.json", json.dumps(about, indent=1) + "\n")
     dtypes = sorted({tensor.dtype for tensor in tensors})
     log(f"wrote {out}: {parameters:,} parameters in {' and '.join(dtypes)}")

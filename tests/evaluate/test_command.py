@@ -111,7 +111,7 @@ def test_tasks_and_perplexity_exclude_each_other(home):
 
 def test_a_folder_without_weights_is_refused(home, tmp_path):
     """Catches a traceback if there is no run, or no checkpoint in it."""
-    assert refused(tmp_path, "--perplexity", "x").startswith(f"{tmp_path}: no config.json there")
+    assert refused(tmp_path, "--perplexity", "x").startswith(f"{tmp_path}: no config.json")
     shutil.copy(home / "small" / "config.json", tmp_path)
     assert refused(tmp_path, "--perplexity", "x") == f"no checkpoint in {tmp_path}/checkpoints"
 

@@ -140,7 +140,7 @@ def test_the_command_runs_on_a_mesh(run_directory):
         ("--tokens 0", "tokens=0: must be at least 1"),
         ("--prompts HERE/none.txt", "[Errno 2] No such file or directory: 'HERE/none.txt'"),
         ("--prompt \udcff", r"prompt '\udcff': not UTF-8 (surrogates not allowed at character 0)"),
-        ("", "HERE/run: no config.json there; give a run's directory, e.g. runs/laptop"),
+        ("", "HERE/run: no config.json; pass a run directory, such as runs/laptop"),
     ],
 )
 def test_invalid_settings_are_refused(tmp_path, argv, message):

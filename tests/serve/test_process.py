@@ -94,7 +94,7 @@ def test_invalid_flags_and_runs_are_refused(run_directory, tmp_path):
             "port\n")  # fmt: skip
     free = (run_directory, "--port", 0)
     assert run(tmp_path, "--port", 0) == (
-        2, f"error: {tmp_path}: no config.json there; give a run's directory, e.g. runs/laptop\n")  # fmt: skip
+        2, f"error: {tmp_path}: no config.json; pass a run directory, such as runs/laptop\n")  # fmt: skip
     (tmp_path / "config.json").write_bytes((run_directory / "config.json").read_bytes())
     assert run(tmp_path, "--port", 0) == (2, f"error: no checkpoint in {tmp_path}/checkpoints\n")
     (tmp_path / "key").write_text("\n")

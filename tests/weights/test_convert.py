@@ -413,7 +413,7 @@ def test_a_model_without_a_class_in_transformers_is_refused(family, tmp_path, ca
     wanted = {"": "error: transformers' DeepseekV3ForCausalLM (deepseek_v3) cannot express "
                   "model.no_rope_every=3 (it has only 0), model.moe_every=2 (it has only 1); ",
               "llama": "LlamaForCausalLM (llama) cannot express model.no_rope_every=3 (it has only 0), "}  # fmt: skip
-    assert status == 2 and wanted[family] in said and "; train with other settings, or share the run's own " in said
+    assert status == 2 and wanted[family] in said and "; train with other settings, or share the run's weights" in said
     assert said.count("\n") == 1 and not (tmp_path / "hf").exists()
 
 
@@ -446,11 +446,11 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, capsys):
     """Missing, extra, of another shape, of another dtype than its neighbours in one array: each by name."""
     q, v = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.self_attn.v_proj.weight"
     cases = {
-        "missing": (lambda t: t.pop(q), rf"does not have {q}"),
+        "missing": (lambda t: t.pop(q), f"lacks {q}"),
         "extra": (lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": t[q][0]}), "q_proj.bias"),
-        "shape": (lambda t: t.update({q: t[q][1:]}), f"{q} has shape (59, 36), config.json asks for (60, 36)"),
+        "shape": (lambda t: t.update({q: t[q][1:]}), f"{q} has shape (59, 36), but config.json needs (60, 36)"),
         "transposed": (lambda t: t.update({v: np.ascontiguousarray(t[v].T)}), f"{v} has shape (36, 20)"),
-        "dtype": (lambda t: t.update({q: t[q].astype(np.float16)}), f"{q} is float16, model.layers.0"),
+        "dtype": (lambda t: t.update({q: t[q].astype(np.float16)}), f"{q} is float16 and model.layers.0"),
         "integers": (lambda t: t.update({q: t[q].astype(np.int32)}), f"{q} has dtype I32"),
     }
     for name, (change, message) in cases.items():
@@ -461,13 +461,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, capsys):
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path, capsys):
     """Nothing there, half a file, a shard that is gone, a config that is not JSON: one line each."""
-    assert "there is no" in refused(tmp_path / "nowhere", tmp_path, capsys)
+    assert "does not exist" in refused(tmp_path / "nowhere", tmp_path, capsys)
     half = copy("llama", tmp_path / "half")
     whole = (half / "model.safetensors").read_bytes()
     (half / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     assert "damaged" in refused(half, tmp_path, capsys)
     (half / "model.safetensors").unlink()
-    assert "there is no" in refused(half, tmp_path, capsys)
+    assert "does not exist" in refused(half, tmp_path, capsys)
     (half / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1-of-2.safetensors"}}))
     assert "model-1-of-2.safetensors" in refused(half, tmp_path, capsys)
     (half / "config.json").write_text("{")
@@ -479,7 +479,7 @@ def test_runs_that_cannot_be_read_are_refused(runs, tmp_path, capsys):
     theirs, empty = FIXTURES / "llama", tmp_path / "empty"
     write_run(OTHERS["tiny"], empty)
     shutil.rmtree(empty / "weights")
-    for run, out, message in ((theirs, "out", "describes no run of ours"), (empty, "out", "no checkpoint in "),
+    for run, out, message in ((theirs, "out", "is not the config of a run"), (empty, "out", "no checkpoint in "),
                               (runs["llama"], "empty", "exists; choose another folder")):  # fmt: skip
         status, _, said = command("to-hf", run, "--out", tmp_path / out, capsys=capsys)
         assert status == 2 and message in said and not (tmp_path / "out").exists()
