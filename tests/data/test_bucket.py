@@ -1,4 +1,4 @@
-"""Shards in a bucket: the same batches, no more than this host needs, in a bounded folder; what goes wrong says so."""
+"""Shards in a bucket give the same batches from only this host's blocks, with a limited cache and clear errors."""
 
 import functools
 import http.server
@@ -35,7 +35,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """A folder of this test's own, small blocks, and no waits."""
+    """A separate cache folder, small blocks, and no waits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bucket, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(bucket, "WAITS_S", (0, 0, 0))
@@ -45,13 +45,13 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def forget():
-    """As in a new process."""
+    """Forget what this process has cached."""
     bucket.cache.cache_clear()
     dataset._open.cache_clear()
 
 
 class Loopback(fsspec.AbstractFileSystem):
-    """A bucket on a server of this machine, asked by HTTP for ranges of bytes; it counts, and fails if told so."""
+    """A bucket on a local HTTP server with range requests. It records requests, and fails on demand."""
 
     protocol, cachable = "loop", False
     port, asked, fail = 0, [], []
@@ -117,7 +117,7 @@ def cached_bytes():
 
 @pytest.mark.parametrize("kind", ["loop", "file", "memory"])
 def test_a_bucket_gives_the_same_batches(path, loop, kind):
-    """Catches a header counted as tokens, a block's edge that loses one, and windows across shards."""
+    """Catches a header counted as tokens, a token lost at the edge of a block, and wrong windows across shards."""
     if kind == "memory":
         fsspec.filesystem("memory").put(path, "/serial", recursive=True)
     there = {"loop": loop, "file": f"file://{path}", "memory": "memory://serial"}[kind]
@@ -129,16 +129,16 @@ def test_a_bucket_gives_the_same_batches(path, loop, kind):
     assert dataset.fingerprint(config(there)) == dataset.fingerprint(config(path))
 
 
-def test_a_mixture_may_lie_in_a_bucket(path, tmp_path):
-    """Catches names that are joined to an address as to a folder."""
+def test_a_bucket_can_store_a_mixture(path, tmp_path):
+    """Catches names that are joined to an address as if it were a local folder."""
     for name in ("a", "b"):
         shutil.copytree(path, tmp_path / "both" / name)
     one, other = (config(f"{how}{tmp_path}/both", **{"data.mixture": "a=0.5,b=0.5"}) for how in ("", "file://"))
     assert assert_same(dataset.batch(other, 7), dataset.batch(one, 7))
 
 
-def test_a_host_fetches_what_it_needs_and_once(path, loop):
-    """Catches whole shards fetched for a window, blocks asked for again, and other hosts' rows."""
+def test_a_host_downloads_only_its_blocks_and_only_once(path, loop):
+    """Catches whole shards downloaded for one window, blocks downloaded twice, and other hosts' rows."""
     dataset.batch(config(loop), 0, rows=[2])
     blocks = [one for one in Loopback.asked if one[2]]
     assert len(blocks) <= 3, "the header's block, and one or two of the window"
@@ -152,8 +152,8 @@ def test_a_host_fetches_what_it_needs_and_once(path, loop):
     assert [name for name, *_ in Loopback.asked] == ["serial/manifest.json"]
 
 
-def test_the_folder_is_bounded(path, loop, monkeypatch):
-    """Catches a disk that fills up, and a bound that throws away what was just used."""
+def test_the_cache_has_a_limit(path, loop, monkeypatch):
+    """Catches a disk that fills up, and a cache that deletes what was just used."""
     bound = 15 * 4096
     monkeypatch.setattr(bucket.cache(), "limit_bytes", bound)
     cfg = config(loop)
@@ -166,8 +166,8 @@ def test_the_folder_is_bounded(path, loop, monkeypatch):
     assert len(Loopback.asked) - asked <= 3, "the newest blocks went first"
 
 
-def test_other_tokens_at_the_same_address_are_others(path, tmp_path):
-    """Catches a bucket that was written anew, read from what was kept of the old one."""
+def test_rewritten_tokens_are_not_read_from_the_cache(path, tmp_path):
+    """Catches a rewritten bucket that is read from the cache of the old one."""
     prepare.from_ids(np.arange(5000) % 1000, str(tmp_path / "a"), vocab_size=1000)
     cfg = config(f"file://{tmp_path}/a")
     before = dataset.batch(cfg, 0)
@@ -177,8 +177,8 @@ def test_other_tokens_at_the_same_address_are_others(path, tmp_path):
     assert not assert_same(before, after) and assert_same(after, dataset.batch(config(str(tmp_path / "a")), 0))
 
 
-def test_what_fails_is_tried_again_and_said(loop, capsys):
-    """Catches a run that ends for one lost answer, and tries that nobody hears of."""
+def test_a_failed_request_is_retried_and_printed(loop, capsys):
+    """Catches a run that ends because of one failed request, and retries that print nothing."""
     wanted = dataset.batch(config(loop), 3)
     forget()
     shutil.rmtree(os.environ["XDG_CACHE_HOME"])
@@ -197,8 +197,8 @@ def test_what_fails_is_tried_again_and_said(loop, capsys):
     ([PermissionError("no key")], r"serial/manifest\.json: PermissionError: no key$"),
     ([FileNotFoundError("serial")], r"no tokens at 'loop://serial' \(no manifest\.json there\); make them with\n"),
 ])  # fmt: skip
-def test_what_cannot_be_had_ends_with_the_reason(loop, errors, message):
-    """Catches a traceback of a library, and minutes of tries for what will not come."""
+def test_a_permanent_failure_ends_with_its_reason(loop, errors, message):
+    """Catches a library's traceback, and minutes of retries that cannot succeed."""
     Loopback.fail[:] = errors
     with pytest.raises(UserError, match=message):
         dataset.batch(config(loop), 0)
@@ -206,7 +206,7 @@ def test_what_cannot_be_had_ends_with_the_reason(loop, errors, message):
 
 
 def test_a_protocol_that_is_not_installed_is_named(monkeypatch):
-    """Catches an ImportError in the middle of a start."""
+    """Catches an ImportError during start-up."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # another test may load it
     with pytest.raises(UserError, match=r"s3://bucket/tokens: ImportError: .*s3fs"):
@@ -217,7 +217,7 @@ def test_a_protocol_that_is_not_installed_is_named(monkeypatch):
 
 @pytest.mark.parametrize("how", ["dtype", "short"])
 def test_a_damaged_shard_is_named(path, tmp_path, how):
-    """Catches tokens of another type, or the end of a cut file, read as ids."""
+    """Catches tokens of another dtype, or a truncated file, read as ids."""
     shutil.copytree(path, tmp_path / "own")
     for file in (tmp_path / "own").glob("train-*.npy"):
         if how == "dtype":
@@ -229,8 +229,8 @@ def test_a_damaged_shard_is_named(path, tmp_path, how):
         dataset.batch(config(f"file://{tmp_path}/own"), 0)
 
 
-def test_nothing_but_the_shards_comes_by_network(path, loop, monkeypatch):
-    """Catches a library that asks for something else on the way. What is kept needs no network at all."""
+def test_only_shards_use_the_network(path, loop, monkeypatch):
+    """Catches a library that sends other requests. Cached blocks need no network at all."""
     honest, called = socket.socket.connect, []
     monkeypatch.setattr(socket.socket, "connect", lambda s, to: called.append(to) or honest(s, to))
     for _, batch in zip(range(20), dataset.prefetch(config(loop), 0), strict=False):

@@ -1,4 +1,4 @@
-"""Buckets as their own clients and protocols have them: S3 by moto, GCS by its emulator, both on this machine."""
+"""Buckets with their real clients and protocols: S3 by moto, GCS by its emulator, both on this machine."""
 
 import asyncio
 import http.server
@@ -31,11 +31,11 @@ from weights import __main__ as weights_command
 
 pytestmark = pytest.mark.extra("buckets")
 KINDS = ("s3", "gs")
-ALIKE = {  # the clients look for keys on this machine alone
+ALIKE = {  # the clients look for keys only on this machine
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
     "NO_GCE_CHECK": "true", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
 }  # fmt: skip
-HANDLER = http.server.BaseHTTPRequestHandler  # of both servers
+HANDLER = http.server.BaseHTTPRequestHandler  # handler of both servers
 
 
 def with_generations(honest):
@@ -62,11 +62,11 @@ def with_generations(honest):
 
 @pytest.fixture(scope="module")
 def servers():
-    """An S3 and a GCS, with a bucket in each, as the environment says where they are."""
+    """Start S3 and GCS emulators, with one bucket each, and set their addresses in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ALIKE.items():
             patch.setenv(name, value)
-        from gcp_storage_emulator.handlers import objects  # here, because they are extras, and read the environment
+        from gcp_storage_emulator.handlers import objects  # here, because they are extras and read the environment
         from gcp_storage_emulator.server import create_server
         from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
@@ -89,7 +89,7 @@ def servers():
 
 @pytest.fixture(params=KINDS)
 def place(request, servers, tmp_path, monkeypatch):
-    """An address in a bucket that nothing lies at, for a process that has kept nothing."""
+    """An unused address in a bucket, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bucket, "WAITS_S", (0, 0, 0))
     monkeypatch.setattr(files, "WAITS_S", (0, 0, 0))
@@ -100,7 +100,7 @@ def place(request, servers, tmp_path, monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the servers are asked for; `asked.refuse` of it, from the next on, they answer with 503."""
+    """The requests that the servers get. They answer the next `asked.refuse` of them with 503."""
 
     class Asked(list):
         refuse = 0
@@ -122,7 +122,7 @@ def asked(monkeypatch):
 
 
 def forget():
-    """As in a new process."""
+    """Forget what this process has cached."""
     bucket.cache.cache_clear()
     dataset._open.cache_clear()
 
@@ -140,7 +140,7 @@ def prepared(source, out):
 
 
 def test_tokens_are_the_same_in_a_bucket(place, source, tmp_path, capsys):
-    """Catches shards that are put together otherwise, work that is left in a bucket, and tokens that are made twice."""
+    """Catches shards assembled differently, unfinished work left in a bucket, and tokens that are made twice."""
     assert prepared(source, tmp_path / "here") == prepared(source, place) == 0
     system, root = bucket.file_system(place)
     there = {os.path.relpath(name, root): system.cat_file(name) for name in system.find(root)}
@@ -160,8 +160,8 @@ def test_a_damaged_object_is_found(place, source, capsys):
     assert f"{place}/train-00001.npy has sha256 " in capsys.readouterr().err
 
 
-def test_a_run_reads_what_it_needs_through_a_bounded_folder(place, source, tmp_path, asked, monkeypatch):
-    """Catches other batches than those of a disk, whole shards that are fetched, and a folder that grows."""
+def test_a_run_downloads_only_what_it_needs_into_its_cache(place, source, tmp_path, asked, monkeypatch):
+    """Catches batches that differ from those of a disk, whole shards that are downloaded, and a cache that grows."""
     monkeypatch.setattr(bucket, "BLOCK_BYTES", 1024)
     prepared(source, tmp_path / "here"), prepared(source, place)
     monkeypatch.setattr(bucket.cache(), "limit_bytes", 9 * 1024)
@@ -177,11 +177,11 @@ def test_a_run_reads_what_it_needs_through_a_bounded_folder(place, source, tmp_p
     assert sizes == {1024}
 
 
-def test_a_server_that_is_busy_is_asked_again_and_the_reason_said(place, source, asked, capsys):
-    """Catches a client that tries again without a word, and one answer of 503 that ends a command or a run."""
+def test_a_request_to_a_busy_server_is_retried_and_printed(place, source, asked, capsys):
+    """Catches a client that retries without a message, and a single 503 that ends a command or a run."""
     asked.refuse = 2
     assert prepared(source, place) == 0
-    # GCS's client asks for a file and for a folder of its name at once: both refusals are then one.
+    # The GCS client requests a file and a folder of the same name together, so both refusals count as one.
     said = re.findall(rf"(?m)^{place}: .*(503|Service Unavailable).*; retrying in 0 s$", capsys.readouterr().out)
     assert 1 <= len(said) <= 2 and asked.refuse == 0
     corpus = dataset.load(place)
@@ -192,8 +192,8 @@ def test_a_server_that_is_busy_is_asked_again_and_the_reason_said(place, source,
     assert len(said) == 2 and asked.refuse == 0
 
 
-def test_a_bucket_that_is_not_there_is_said_at_once(place, source, capsys):
-    """Catches a typing error that makes a bucket, minutes of tries, and a client's own words and tracebacks."""
+def test_a_missing_bucket_is_reported_at_once(place, source, capsys):
+    """Catches a typo that creates a bucket, minutes of retries, and a client's own messages and tracebacks."""
     gone, begin = place.replace("own", "gone"), time.monotonic()
     assert prepared(source, gone) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -205,10 +205,10 @@ def test_a_bucket_that_is_not_there_is_said_at_once(place, source, capsys):
 
 
 @pytest.mark.parametrize("address", ["AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"])
-def test_a_server_that_is_gone_ends_a_start_within_half_a_minute(servers, address, monkeypatch):
-    """Catches a client that waits on its own, and waits of ours that add up to more."""
+def test_an_unreachable_server_ends_start_up_within_half_a_minute(servers, address, monkeypatch):
+    """Catches a client that retries on its own, and our waits adding up to more."""
     kind = dict(zip(("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"), KINDS, strict=True))[address]
-    monkeypatch.setenv(address, "http://127.0.0.1:9")  # nobody answers at the port called discard
+    monkeypatch.setenv(address, "http://127.0.0.1:9")  # nothing listens at the discard port
     assert sum(bucket.WAITS_S) <= 27 and sum(files.WAITS_S) <= 27
     monkeypatch.setattr(bucket, "WAITS_S", (0, 0))
     system = bucket.file_system(f"{kind}://own")[0]
@@ -219,13 +219,13 @@ def test_a_server_that_is_gone_ends_a_start_within_half_a_minute(servers, addres
     try:
         with pytest.raises(UserError, match=rf"{kind}://own/a/manifest\.json: .*[Cc]onnect.*; gave up after 3 "):
             dataset.load(f"{kind}://own/a")
-        assert sum(asleep) < 2  # seconds that were to be waited, however busy the machine is
+        assert sum(asleep) < 2  # requested waits in seconds, however busy the machine is
     finally:
         type(system).clear_instance_cache()
 
 
-def test_a_run_trains_and_goes_on_from_tokens_in_a_bucket(servers, source, tmp_path, monkeypatch):
-    """Catches a run whose losses are others with its tokens in a bucket, or that does not go on there."""
+def test_a_run_trains_and_resumes_with_tokens_in_a_bucket(servers, source, tmp_path, monkeypatch):
+    """Catches losses that differ from those with local tokens, and a run that cannot resume."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = f"gs://own/{uuid.uuid4().hex}"
     schedule = "--optim.schedule wsd --optim.decay_fraction 0".split()  # the same for 5 steps and 8
@@ -244,7 +244,7 @@ def test_a_run_trains_and_goes_on_from_tokens_in_a_bucket(servers, source, tmp_p
 
 
 class Killed(BaseException):
-    """Nothing more is done in this process."""
+    """Stands for the end of this process."""
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def home(servers, source, tmp_path, monkeypatch):
 
 
 def die_at(monkeypatch, step):
-    """Have a process end at a row, and send nothing any more."""
+    """Make a process exit at a row of metrics and send nothing afterwards."""
     write = Metrics.write
 
     def write_or_die(self, kind, row_step, **values):
@@ -275,8 +275,8 @@ def rows_at(address):
     return untimed([row for row in map(json.loads, text.splitlines()) if row["kind"] in ("train", "eval", "end")])
 
 
-def test_a_run_in_a_bucket_is_that_on_a_disk(home, tmp_path, monkeypatch, capsys):
-    """Catches other numbers than on a disk, after a kill, on another machine; and a reader that wants a disk."""
+def test_a_run_in_a_bucket_equals_a_run_on_disk(home, tmp_path, monkeypatch, capsys):
+    """Catches other numbers than on a disk, after a kill or on another machine, and a reader that needs a disk."""
     address, disk = f"gs://own/{uuid.uuid4().hex}/small", tmp_path / "runs" / "small"
     there, here = ([*home, "--run.dir", str(place)[: -len("/small")]] for place in (address, disk))
     assert run(here)[0] == 0
@@ -310,8 +310,8 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(home, tmp_path, monkeypatch, capsys
     assert re.search(r"(?m)^ +6 .* good$", capsys.readouterr().out)
 
 
-def test_ocdbt_commits_again_to_what_it_has_read(servers):
-    """Catches a stand-in without generations (a save on a busy machine needs them), or that does not compare them."""
+def test_ocdbt_retries_a_commit_on_another_generation(servers):
+    """Catches an emulator without generations (a save on a busy machine needs them), or that ignores them."""
     import tensorstore as ts
 
     place = {"driver": "ocdbt", "base": f"gs://own/{uuid.uuid4().hex}/"}
@@ -321,12 +321,12 @@ def test_ocdbt_commits_again_to_what_it_has_read(servers):
     here = ts.KvStore.open(place["base"]).result()
     read = here.read("manifest.ocdbt").result().stamp.generation
     first, second = (here.write("manifest.ocdbt", b"new", if_equal=read).result().generation for _ in range(2))
-    assert first not in (b"", read) and second == b""  # the second one's condition did not hold
+    assert first not in (b"", read) and second == b""  # the condition of the second one failed
 
 
-def test_a_run_of_two_processes_in_a_bucket_goes_on_where_one_was_killed(home, tmp_path):
-    """Each writes its part of every step there; process 1 is killed as it saves the fourth. Catches a bucket that is
-    blamed for it, a step that counts without a part, and other numbers than those of one process on a disk."""
+def test_a_run_of_two_processes_in_a_bucket_resumes_after_a_kill(home, tmp_path):
+    """Each process writes its part of every step; process 1 is killed while it saves the fourth. Catches an error that
+    blames the bucket, an incomplete step that counts, and other numbers than one process on a disk gives."""
     address, disk = f"gs://own/{uuid.uuid4().hex}/small", tmp_path / "runs" / "small"
     words = [*home, "--run.checkpoint_every", "1", "--run.peer_timeout_s", "8", "--run.dir"]
     assert run([*words, disk.parent, "--mesh", "fsdp=2"])[0] == 0
@@ -335,7 +335,7 @@ def test_a_run_of_two_processes_in_a_bucket_goes_on_where_one_was_killed(home, t
     assert status == [LOST, -signal.SIGKILL], errors
     assert "error: process 1 on host01 has been silent for 8 s; it had reached step" in errors[0]
     good = checkpoint.latest_step(f"{address}/checkpoints")
-    assert good in (2, 3)  # the third may still have been under way
+    assert good in (2, 3)  # the third may still be in flight
     status, said, errors = pair(there, there)
     assert status == [0, 0] and f"resumed    at step {good} from {address}/checkpoints" in said[0], errors
     assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
@@ -344,7 +344,7 @@ def test_a_run_of_two_processes_in_a_bucket_goes_on_where_one_was_killed(home, t
 
 
 class Address(str):
-    """`/` as a Path has it."""
+    """Supports `/` like a Path."""
 
     def __truediv__(self, name):
         return f"{self}/{name}"
@@ -357,8 +357,8 @@ def save(address, steps, send=lambda: None):
             checkpoint.save(saver, step, {"params": {"x": jax.numpy.full(1000, step)}}, {"by": "us"})
 
 
-def test_only_a_step_with_a_manifest_counts_and_only_as_it_was_written(servers, asked):
-    """Catches a half-written step that is trained on, or stays; an object that was changed; and a check by fetching."""
+def test_only_an_unchanged_step_with_a_manifest_counts(servers, asked):
+    """Catches a half-written step that is used or never deleted, a changed object, and a check that downloads all."""
     address = f"gs://own/{uuid.uuid4().hex}/checkpoints"
     save(address, [1, 2, 3, 4])
     system = bucket.file_system(address)[0]
@@ -375,8 +375,8 @@ def test_only_a_step_with_a_manifest_counts_and_only_as_it_was_written(servers, 
     assert checkpoint.latest_step(address) == 3 and not system.exists(f"{address}/4")
 
 
-def test_who_starts_last_has_the_run(servers, tmp_path):
-    """Catches two runs at one address that both go on, and a step of the one that the other takes for its own."""
+def test_the_last_process_to_start_owns_the_run(servers, tmp_path):
+    """Catches two runs at one address that both continue, and one that takes the other's step for its own."""
     address = f"gs://own/{uuid.uuid4().hex}/small"
     first, second = (storage.Far(address, tmp_path / name) for name in "ab")
     for run_there in (first, second):
@@ -392,8 +392,8 @@ def test_who_starts_last_has_the_run(servers, tmp_path):
     assert checkpoint.latest_step(f"{address}/checkpoints") == 1 and (first / "config.json").read_text() == "b"
 
 
-def test_what_a_bucket_refuses_is_said(home, tmp_path, monkeypatch):
-    """Catches a bucket that a typing error makes, a traceback where a right is missing, and a step that then counts."""
+def test_a_refusal_of_a_bucket_is_reported(home, tmp_path, monkeypatch):
+    """Catches a typo that creates a bucket, a traceback for a missing permission, and a step that counts afterwards."""
     status, _, complaint = run([*home, "--run.dir", "s3://own/runs"])
     assert status == 2 and "run.dir='s3://own/runs': a run is kept on a disk, or" in complaint
     for more in ([], ["--run.check", "only"]):

@@ -1,4 +1,4 @@
-"""`python -m data.check` says what tokens are, in words and a picture, and which of them are damaged."""
+"""`python -m data.check` describes tokens in text and a plot, and names damaged files."""
 
 import hashlib
 import json
@@ -25,8 +25,8 @@ def tokens(tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [3, 100, 10**6])
-def test_the_summary_is_that_of_the_text(tmp_path, tokens, capsys, monkeypatch, chunk):
-    """Catches documents counted twice or lost between two reads, and lengths of another unit than tokens."""
+def test_the_summary_describes_the_text(tmp_path, tokens, capsys, monkeypatch, chunk):
+    """Catches documents counted twice or lost between two reads, and lengths in another unit than tokens."""
     monkeypatch.setattr(check, "CHUNK_TOKENS", chunk)
     capsys.readouterr()
     found = check.check(check.Arguments(str(tokens), plot=str(tmp_path / "a.png")))
@@ -49,7 +49,7 @@ def test_the_summary_is_that_of_the_text(tmp_path, tokens, capsys, monkeypatch, 
 
 
 def test_a_damaged_shard_is_named(tokens, capsys):
-    """Catches a check that reads the manifest alone."""
+    """Catches a check that reads only the manifest."""
     with (tokens / "train-00001.npy").open("r+b") as file:
         file.seek(200)
         file.write(b"\1")
@@ -60,8 +60,8 @@ def test_a_damaged_shard_is_named(tokens, capsys):
         check.check(check.Arguments(str(tokens), plot="a.xyz"))
 
 
-def test_where_documents_begin_is_checked(tokens, monkeypatch):
-    """Catches places of documents that are as they were written, and wrong, or in another shard than their tokens."""
+def test_positions_of_documents_are_checked(tokens, monkeypatch):
+    """Catches positions that match their sha256 and are wrong, or belong to another shard than their tokens."""
     monkeypatch.setattr(check, "CHUNK_TOKENS", 70)
     file, manifest = tokens / "train-00001.begins.npy", tokens / "manifest.json"
     places = np.load(file)
@@ -75,8 +75,8 @@ def test_where_documents_begin_is_checked(tokens, monkeypatch):
         check.check(check.Arguments(str(tokens)))
 
 
-def test_rows_are_told_before_a_run(tokens, capsys):
-    """Catches a comparison of both ways to fill rows that a run does not make."""
+def test_rows_are_printed_for_both_packings(tokens, capsys):
+    """Catches numbers of rows that differ from those of a run."""
     check.check(check.Arguments(str(tokens), seq_len=60))
     said = capsys.readouterr().out
     for name, split in dataset.load(str(tokens)).splits.items():
@@ -86,8 +86,8 @@ def test_rows_are_told_before_a_run(tokens, capsys):
             assert f"  {words}\n" in of_split and (" windows of " in words) == (packing == "windows")
 
 
-def test_ids_of_no_tokenizer_are_checked_too(tmp_path, capsys):
-    """Catches a check that fails for want of a tokenizer."""
+def test_ids_without_a_tokenizer_are_checked(tmp_path, capsys):
+    """Catches a check that fails because there is no tokenizer."""
     prepare.from_ids(np.arange(1000) % 7, str(tmp_path / "ids"), vocab_size=7)
     assert check.main([str(tmp_path / "ids")]) == 0
     said = capsys.readouterr().out

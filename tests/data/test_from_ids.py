@@ -1,4 +1,4 @@
-"""Token ids that are already there become a directory like any other, or are refused with the place of the mistake."""
+"""`from_ids` writes token ids to a directory like any other, or names the position of a mistake."""
 
 import doctest
 import json
@@ -18,12 +18,12 @@ from tests.test_training import rows, run
 
 
 def streams(out):
-    """Every split's tokens, as training reads them."""
+    """Return the tokens of every split, as training reads them."""
     return {name: split.read(0, split.tokens).tolist() for name, split in dataset.load(str(out)).splits.items()}
 
 
-def test_the_example_is_true(tmp_path, monkeypatch):
-    """Catches an example that does not run, or prints something else."""
+def test_the_example_runs(tmp_path, monkeypatch):
+    """Catches an example that does not run, or that prints something else."""
     monkeypatch.chdir(tmp_path)
     test = doctest.DocTestFinder().find(from_ids, globs={})[0]
     assert len(test.examples) == 4
@@ -35,9 +35,9 @@ def test_the_example_is_true(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_ids_of_text_are_the_text(tmp_path, tokenizer):
-    """Catches documents in another order or without their end, another vocabulary, other entropies or bytes of text
-    than the same text has when it comes through a tokenizer here."""
+def test_ids_of_a_text_equal_its_prepared_tokens(tmp_path, tokenizer):
+    """Catches documents in another order or without their end of text, and another vocabulary, entropy or number of
+    bytes than data.prepare gives for the same text."""
     tokenizer = write_ranks(tmp_path / "ranks", [b"un", b"si"]) if tokenizer == "bpe" else tokenizer
     (tmp_path / "texts").mkdir()
     for n, text in enumerate("un déux trois quatre 五 six sept huit neuf dix".split()):
@@ -55,8 +55,8 @@ def test_ids_of_text_are_the_text(tmp_path, tokenizer):
     dataset.verify(str(tmp_path / "ids"))
 
 
-def test_an_end_stands_before_each_document_once(tmp_path):
-    """Catches ends doubled where the user had put them, before or after a document, and documents of nothing."""
+def test_each_document_has_one_end_of_text_before_it(tmp_path):
+    """Catches a second end of text where the user already had one, before or after a document, and empty documents."""
     want = [9, 1, 2, 9, 3]
     for n, ids in enumerate((
         np.array([1, 2, 9, 3], np.uint8), np.array([9, 1, 2, 9, 3, 9]), [1, 2, 9, 9, 3], [[1, 2], [3]],
@@ -68,8 +68,8 @@ def test_an_end_stands_before_each_document_once(tmp_path):
         assert manifest["splits"]["train"]["documents"] == 2 and manifest["tokenizer"]["vocabulary"] == 10
 
 
-def test_without_an_end_there_is_a_new_id(tmp_path):
-    """Catches an end that is one of the user's own ids, and one that no row of the embedding is left for."""
+def test_without_an_end_of_text_a_new_id_is_added(tmp_path):
+    """Catches an end of text that is one of the user's ids, or that has no row in the embedding."""
     manifest = from_ids([np.arange(65_536)], str(tmp_path / "a"), vocab_size=65_536, validation_ids=[3])
     assert manifest["tokenizer"] == {"name": "unknown", "fingerprint": None, "vocabulary": 65_537, "eot": 65_536}
     assert manifest["dtype"] == "uint32" and streams(tmp_path / "a")["val"] == [65_536, 3]
@@ -80,20 +80,20 @@ def test_without_an_end_there_is_a_new_id(tmp_path):
 @pytest.mark.parametrize(
     "share, train, val",
     [
-        (0.3, [9, 1, 2, 9, 3, 4, 5, 9, 6, 7], [9, 8, 0, 1]),  # the cut falls on a document's end
-        (0.4, [9, 1, 2, 9, 3, 4, 5, 9, 6], [9, 7, 9, 8, 0, 1]),  # inside one
+        (0.3, [9, 1, 2, 9, 3, 4, 5, 9, 6, 7], [9, 8, 0, 1]),  # split at the end of a document
+        (0.4, [9, 1, 2, 9, 3, 4, 5, 9, 6], [9, 7, 9, 8, 0, 1]),  # split inside a document
         (0.001, [9, 1, 2, 9, 3, 4, 5, 9, 6, 7, 9, 8, 0], [9, 1]),  # at least one token
     ],
 )
 def test_the_last_tokens_are_held_out(tmp_path, share, train, val):
-    """Catches tokens in both splits or in neither, a share of the documents taken for one of the tokens, and a piece
-    that begins without an end before it."""
+    """Catches tokens in both splits or in neither, a share of documents instead of tokens, and a piece without an end
+    of text before it."""
     documents = [[1, 2], [3, 4, 5], [6, 7], [8, 0, 1]]
     from_ids(documents, str(tmp_path / "a"), vocab_size=10, eot=9, val_share=share)
     assert streams(tmp_path / "a") == {"train": train, "val": val}
 
 
-WRONG = {  # what is asked -> what is said
+WRONG = {  # case -> (arguments, message)
     "above": (dict(train_ids=[np.arange(9), np.array([1, 300, 301])], vocab_size=300),
               r"train_ids\[1\]\[1\] is 300: not one of the ids 0\.\.299 \(2 of 3 are not\)"),
     "the new end": (dict(train_ids=[1, 300], vocab_size=300), r"train_ids\[1\] is 300: not one of the ids 0\.\.299"),
@@ -119,17 +119,17 @@ WRONG = {  # what is asked -> what is said
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_id_is_named_with_its_place(tmp_path, wrong):
-    """Catches ids that wrap around or reach past the embedding, fractions that are cut off, and a directory left behind
-    that looks as if it held tokens."""
+def test_an_invalid_id_is_named_with_its_position(tmp_path, wrong):
+    """Catches ids that wrap around or exceed the embedding, truncated fractions, and a leftover directory that looks as
+    if it had tokens."""
     settings, message = WRONG[wrong]
     with pytest.raises(UserError, match=message):
         from_ids(out=str(tmp_path / "a"), **settings)
     assert not (tmp_path / "a").exists()
 
 
-def test_what_is_there_is_not_replaced_by_accident(tmp_path):
-    """Catches tokens of a running training overwritten, files of others deleted, and an empty directory refused."""
+def test_existing_files_are_not_replaced_by_accident(tmp_path):
+    """Catches overwritten tokens of a running training, deleted files of others, and an empty directory refused."""
     out = tmp_path / "a"
     out.mkdir()
     from_ids([1, 2, 1], str(out), vocab_size=3, shard_tokens=1)
@@ -152,9 +152,9 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path):
         prepare.prepare(prepare.Arguments(str(out)))
 
 
-def test_a_run_on_ids_of_no_tokenizer(tmp_path):
-    """Catches a run that fails at its end for want of a tokenizer, invents bits per byte, does not say that it draws no
-    sample, or whose prompt is refused though nothing is sampled; and a sampler that shows a traceback."""
+def test_a_run_on_ids_without_a_tokenizer(tmp_path):
+    """Catches a run that fails at its end, invents bits per byte, does not print that it draws no sample, or refuses a
+    prompt although nothing is sampled; and a sampler that prints a traceback."""
     rng = np.random.default_rng(0)
     from_ids(rng.integers(0, 200, 3000), str(tmp_path / "ids"), vocab_size=200)
     assert math.isnan(dataset.bytes_per_token(dataset.load(str(tmp_path / "ids"))))
@@ -174,10 +174,10 @@ def test_a_run_on_ids_of_no_tokenizer(tmp_path):
         generate.load(str(tmp_path / "tiny"))
 
 
-def test_ids_of_a_tokenizer_stand_for_bytes(tmp_path):
-    """Catches a tokenizer that is named and not used, and an end that counts as text."""
+def test_ids_with_a_tokenizer_count_bytes(tmp_path):
+    """Catches a tokenizer that is named and not used, and an end of text that counts as text."""
     from_ids(np.tile(np.frombuffer(b"abcd efgh. ", np.uint8), 300), str(tmp_path / "ids"), tokenizer="bytes")
     cfg = replace(preset("tiny"), **{"data.path": str(tmp_path / "ids")})
     corpus = dataset.load(cfg.data.path, cfg.model.vocab_size, cfg.data.seq_len)
     assert tokenizers.from_manifest(corpus.manifest).name == "bytes"
-    assert dataset.bytes_per_token(corpus) == 1.0  # as many bytes as targets: the end before them is none
+    assert dataset.bytes_per_token(corpus) == 1.0  # one byte per target; the end of text has none

@@ -1,4 +1,4 @@
-"""Several hosts read one order: each its own rows, together the global batch, whatever their number."""
+"""Several hosts read one global order: each reads its own rows, and any number of hosts gives the same global batch."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden_batches.json").read_text())
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A stream in which every token is its own number, in 7 shards: a batch says by itself what was read."""
+    """A stream of consecutive numbers in 7 shards, so that a batch shows which tokens were read."""
     out = str(tmp_path_factory.mktemp("tokens") / "serial")
     ids = np.arange(WINDOWS * T)
     prepare.from_ids(ids, out, vocab_size=1000, validation_ids=ids[:50], shard_tokens=90)
@@ -36,12 +36,12 @@ def config(path, **more):
 
 
 def hosts_of(mesh, count):
-    """The devices of a mesh as so many hosts hold them, side by side."""
+    """Divide the devices of a mesh over this many hosts, in order."""
     return np.split(mesh.devices.flatten(), count)
 
 
 def parts(cfg, step, hosts, mesh="data=8"):
-    """A global batch, put together from what each host made: row -> its values."""
+    """Assemble a global batch from the rows of each host: row -> values."""
     whole = {}
     for devices in hosts_of(sharding.make_mesh(mesh), hosts):
         rows = sharding.own_rows(sharding.make_mesh(mesh), B, devices)
@@ -57,14 +57,14 @@ def as_lists(batch):
 
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
 def test_any_number_of_hosts_makes_the_same_global_batches(path, hosts):
-    """Catches an order that depends on how many read it, and a row that nobody makes."""
+    """Catches an order that depends on the number of hosts, and a row that no host makes."""
     cfg = config(path)
     for step in (0, 1, 5, 1000):
         assert parts(cfg, step, hosts) == as_lists(dataset.batch(cfg, step))
 
 
-def test_a_run_goes_on_with_another_number_of_hosts(path):
-    """Catches a position that lies with a host: windows lost and doubled where 8 hosts become 4 within an epoch."""
+def test_a_run_resumes_on_another_number_of_hosts(path):
+    """Catches a position stored per host: windows lost and doubled when 8 hosts become 4 within an epoch."""
     cfg = config(path)
     never_stopped = [as_lists(dataset.batch(cfg, step)) for step in range(15)]
     for stop, before, after in zip(np.random.default_rng(0).integers(1, 14, 3), (8, 2, 1), (4, 8, 2), strict=True):
@@ -72,8 +72,8 @@ def test_a_run_goes_on_with_another_number_of_hosts(path):
         assert went_on == never_stopped, f"stopped at step {stop}"
 
 
-def test_a_host_reads_its_own_rows_alone(path, monkeypatch):
-    """Catches a host that reads the whole batch and throws most of it away."""
+def test_a_host_reads_only_its_own_rows(path, monkeypatch):
+    """Catches a host that reads the whole batch and discards most of it."""
     read = []
     honest = dataset.Split.read
     monkeypatch.setattr(dataset.Split, "read", lambda split, a, b: read.append((a, b)) or honest(split, a, b))
@@ -90,22 +90,22 @@ def test_a_host_reads_its_own_rows_alone(path, monkeypatch):
 
 
 @pytest.mark.parametrize("mesh, count, wanted", [
-    ("data=2,stage=2,fsdp=2", 4, [range(8), range(8), range(8, 16), range(8, 16)]),  # stages hold the same rows
+    ("data=2,stage=2,fsdp=2", 4, [range(8), range(8), range(8, 16), range(8, 16)]),  # stages have the same rows
     ("data=2,fsdp=4", 4, [range(4 * n, 4 * n + 4) for n in range(4)]),
     ("stage=2,fsdp=4", 2, [range(16), range(16)]),
     ("fsdp=2,context=2,tensor=2", 8, [range(8)] * 4 + [range(8, 16)] * 4),
 ])  # fmt: skip
-def test_a_host_owns_what_its_devices_hold(mesh, count, wanted):
-    """Catches rows counted by the number of hosts where a mesh axis says something else."""
+def test_the_rows_of_a_host_are_those_of_its_devices(mesh, count, wanted):
+    """Catches rows divided by the number of hosts where the mesh requires another division."""
     mesh = sharding.make_mesh(mesh)
     assert [sharding.own_rows(mesh, B, on).tolist() for on in hosts_of(mesh, count)] == [list(w) for w in wanted]
-    scattered = mesh.devices.flatten()[[0, -1]]  # a host of a torus whose devices do not lie side by side
+    scattered = mesh.devices.flatten()[[0, -1]]  # on a torus, the devices of a host need not be neighbors
     both = {*wanted[0][: B // mesh.shape["data"] // mesh.shape["fsdp"]], B - 1}
     assert both <= set(sharding.own_rows(mesh, B, scattered).tolist())
 
 
-def test_the_order_is_written_down(path):
-    """The same on any machine, with any version. Catches an order that a library or a seed of Python's hash changes."""
+def test_the_order_equals_the_stored_order(path):
+    """Any machine and version gives the same order. Catches one that depends on a library or on Python's hash seed."""
     cfg = config(path)
     for step, (first_tokens, sha256) in GOLDEN["steps"].items():
         batch = dataset.batch(cfg, int(step))
@@ -147,11 +147,11 @@ for mesh in sys.argv[4:]:
                   [[i.indices(n)[:2] for i, n in zip(index, (16, 6))] + [data] for index, data in cut]])
 print(json.dumps(found))
 """
-MESHES = {"data=4,tensor=2": 4, "data=2,stage=2,fsdp=2": 8, "fsdp=2,context=2,tensor=2": 8}  # rows of a process
+MESHES = {"data=4,tensor=2": 4, "data=2,stage=2,fsdp=2": 8, "fsdp=2,context=2,tensor=2": 8}  # rows per process
 
 
-def test_four_processes_read_their_share_and_hold_the_global_batch(path):
-    """Catches a process that reads what others hold, and rows that land on the wrong devices: JAX says nothing then."""
+def test_four_processes_read_their_rows_of_the_global_batch(path):
+    """Catches a process that reads other rows, and rows on the wrong devices, which JAX does not report."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", PROCESS, f"127.0.0.1:{port}"]
@@ -162,7 +162,7 @@ def test_four_processes_read_their_share_and_hold_the_global_batch(path):
     assert not any(one.returncode for one in begun), said
     found = [json.loads(out.splitlines()[-1]) for out, _ in said]
     wanted = dataset.batch(config(path), 7)["targets_BT"]
-    made = 1 + dataset.AHEAD  # batches that were begun when the first was there
+    made = 1 + dataset.AHEAD  # batches started when the first one is ready
     for number, rows in enumerate(MESHES.values()):
         whole = np.full((B, T), -1)
         for reads, own, shape, pieces in (one[number] for one in found):

@@ -1,4 +1,4 @@
-"""Claims about the order: a shuffle of the whole text, mixtures in exact shares, steps passed over, epochs."""
+"""The order of windows: a shuffle of the whole text, mixtures in exact shares, skipped batches, and epochs."""
 
 import json
 import shutil
@@ -15,13 +15,13 @@ from errors import UserError
 from train import directory
 
 B, T = 8, 5
-SIZES = {"code": 300, "prose": 700, "maths": 45}  # tokens of each source; its ids begin at a place of its own
+SIZES = {"code": 300, "prose": 700, "maths": 45}  # tokens of each source; each has its own range of ids
 FIRST = {"code": 0, "prose": 1000, "maths": 2000}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Three sources side by side, each of consecutive ids: a batch says by itself what was read."""
+    """Three sources of consecutive ids, so that a batch shows which tokens were read."""
     home = tmp_path_factory.mktemp("tokens")
     for name, size in SIZES.items():
         ids = np.arange(FIRST[name], FIRST[name] + size)
@@ -39,7 +39,7 @@ def batches(cfg, steps):
 
 
 def sequences(cfg, steps):
-    """The targets of each row, without padding."""
+    """Return the targets of each row, without padding."""
     made = batches(cfg, steps)
     return [tuple(t[w > 0].tolist()) for b in made for t, w in zip(b["targets_BT"], b["weights_BT"], strict=True)]
 
@@ -53,7 +53,7 @@ def source_of(sequence):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 141, 1000, 4096])
 def test_each_epoch_is_a_permutation(count):
-    """Catches a hash in place of a bijection: windows lost and doubled; and one order for all epochs."""
+    """Catches a hash in place of a bijection, which loses and doubles windows, and one order for all epochs."""
     shuffled = dataset._shuffled(count, 7)
     epochs = [[shuffled[epoch * count + n] for n in range(count)] for epoch in range(3)]
     assert all(sorted(epoch) == [*range(count)] for epoch in epochs)
@@ -62,8 +62,8 @@ def test_each_epoch_is_a_permutation(count):
 
 @pytest.mark.parametrize("mixture", ["", "code=0.3,prose=0.7"])
 def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
-    """Catches a shuffle that stays, a mixture's source that is shuffled still, a window lost where an epoch ends, and a
-    seed that counts."""
+    """Catches a shuffle that stays on, also for one source of a mixture, a window lost at the end of an epoch, and a
+    seed that has an effect."""
     part = {} if mixture else {"data.path": f"{path}/prose"}
     cfg = config(path, mixture, **part, **{"data.shuffle": False})
     read = {"code": [], "prose": []}
@@ -77,8 +77,8 @@ def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
 
 
 def test_a_sorted_text_comes_out_unsorted(tmp_path):
-    """Catches a buffer in place of a global shuffle: what lies together in the text stays near in the run. 5 standard
-    deviations of a rank correlation, 1 / sqrt(windows - 1), are allowed."""
+    """Catches a buffer in place of a global shuffle, which keeps neighbors of the text together. The limit is 5
+    standard deviations of a rank correlation, 1 / sqrt(windows - 1)."""
     prepare.from_ids(np.arange(20_000), str(tmp_path / "sorted"), vocab_size=20_000, shard_tokens=3000)
     cfg = config(str(tmp_path / "sorted"), **{"model.vocab_size": 20_001})
     first = [s[0] for s in sequences(cfg, range(450))]
@@ -90,8 +90,8 @@ def test_a_sorted_text_comes_out_unsorted(tmp_path):
     assert spearmanr(buffered, range(3600)).statistic > 10 * bound, "the claim sees a buffer of 512"
 
 
-def test_every_target_comes_once_an_epoch(path):
-    """Catches windows that leave tokens out, or read them twice, where the stream ends."""
+def test_every_target_occurs_once_per_epoch(path):
+    """Catches windows that omit tokens, or read them twice, at the end of the stream."""
     cfg = config(f"{path}/code", **{"data.seq_len": 7})
     count = dataset.opened(cfg).splits["train"].windows(7)
     assert count % B and 300 % 7, "an epoch here must end inside a batch, and the last window be short"
@@ -106,8 +106,8 @@ def test_every_target_comes_once_an_epoch(path):
 TWO = "code=0.7,prose=0.3,maths=0"
 
 
-def test_shares_hold_exactly_over_any_thousand_sequences(path):
-    """Catches shares that hold on average alone, and sources that come in blocks."""
+def test_shares_are_exact_over_any_thousand_sequences(path):
+    """Catches shares that hold only on average, and sources that come in blocks."""
     found = [source_of(s) for s in sequences(config(path, "code=0.637,prose=0.338,maths=0.025"), range(400))]
     for start in range(0, len(found) - 1000, 7):
         assert Counter(found[start : start + 1000]) == {"code": 637, "prose": 338, "maths": 25}, start
@@ -115,8 +115,8 @@ def test_shares_hold_exactly_over_any_thousand_sequences(path):
         assert abs(found[start : start + 40].count("code") - 40 * 0.637) <= 3
 
 
-def test_each_source_is_shuffled_on_its_own(path, tmp_path):
-    """Catches a source whose order, or whose epochs, hang on what lies beside it; and one order for all."""
+def test_each_source_is_shuffled_independently(path, tmp_path):
+    """Catches a source whose order or epochs depend on the other sources, and one order for all sources."""
     for name in ("one", "two"):
         shutil.copytree(f"{path}/prose", tmp_path / name)
     twins = sequences(config(str(tmp_path), "one=0.5,two=0.5"), range(30))  # in turn
@@ -131,7 +131,7 @@ def test_each_source_is_shuffled_on_its_own(path, tmp_path):
 
 
 def test_shares_change_at_a_step_and_nothing_is_lost(path):
-    """Catches a change that begins a source anew, comes a step early or late, or changes steps before it."""
+    """Catches a change that restarts a source, comes a step early or late, or changes steps before it."""
     before = config(path, TWO)
     changed = config(path, f"{TWO}@101:code=0.1,prose=0.5,maths=0.4")  # step 101 of the log is number 100
     assert sequences(before, range(100)) == sequences(changed, range(100))
@@ -143,7 +143,7 @@ def test_shares_change_at_a_step_and_nothing_is_lost(path):
 
 
 def test_a_mixture_is_a_function_of_the_step(path):
-    """Catches counters that are kept between steps, and rows that a host cannot make alone."""
+    """Catches counters that are stored between steps, and rows that a host cannot compute alone."""
     cfg = config(path, f"{TWO}@50:code=0.1,prose=0.5,maths=0.4", **{"data.skip": "20:25"})
     for step in (10**6, 49, 0, 50, 19):
         whole = dataset.batch(cfg, step)
@@ -152,7 +152,7 @@ def test_a_mixture_is_a_function_of_the_step(path):
 
 
 def test_a_mixture_is_evaluated_on_all_its_sources(path):
-    """Catches a validation loss of the first source alone, and bits per byte of other bytes."""
+    """Catches a validation loss of only the first source, and bits per byte with the bytes of other tokens."""
     cfg = config(path, TWO)
     counted = np.concatenate([b["targets_BT"][b["weights_BT"] > 0] for b in dataset.evaluation_batches(cfg)])
     assert {source_of([t]) for t in counted if t < 3000} == set(SIZES) and len(counted) == 3 * 21 - 1
@@ -171,31 +171,31 @@ def test_a_mixture_is_evaluated_on_all_its_sources(path):
     ("code=1@50:prose=1", "name the same sources from each step on; a share may be 0"),
 ])  # fmt: skip
 def test_a_mixture_that_cannot_be_read_is_refused(path, text, message):
-    """Catches shares that are silently scaled, and a text that is taken for another."""
+    """Catches shares that are silently scaled, and text that is misread."""
     with pytest.raises(UserError, match=message):
         config(path, text)
 
 
 def test_sources_of_different_tokenizers_do_not_mix(path, tmp_path):
-    """Catches ids that mean two things in one run."""
+    """Catches ids with two meanings in one run."""
     for name, vocab_size in (("code", 3000), ("other", 2999)):
         prepare.from_ids(np.arange(100), str(tmp_path / name), vocab_size=vocab_size)
     with pytest.raises(UserError, match=r"hold ids of different tokenizers .*vocabulary 3001.*vocabulary 3000"):
         dataset.batch(config(str(tmp_path), "code=0.5,other=0.5"), 0)
 
 
-# Steps passed over ----------------------------------------------------------------------------------------------------
+# Skipped batches ------------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_passed_over(path):
-    """Catches a batch too many or too few, counted from 0 where the log counts from 1, and a second entry that shifts
+def test_batches_are_skipped(path):
+    """Catches a batch too many or too few, counting from 0 where the log counts from 1, and a second entry that shifts
     the first."""
     plain = config(f"{path}/prose")
     all_of_it = batches(plain, range(60))
     skipping = lambda text: batches(replace(plain, **{"data.skip": text}), range(30))
     tokens = lambda made: [b["tokens_BT"].tolist() for b in made]
     assert tokens(skipping("12:22")) == tokens(all_of_it[:11] + all_of_it[21:40])
-    twice = tokens(skipping("12:22,20:21"))  # step 20 of the log, as it was under 12:22, is bad too
+    twice = tokens(skipping("12:22,20:21"))  # step 20 of the log under 12:22 is also bad
     assert twice == tokens(all_of_it[:11] + all_of_it[21:29] + all_of_it[30:41])
     assert tokens(skipping("20:21,12:22")) == twice
 
@@ -207,8 +207,8 @@ def written(path, cfg, tmp_path, monkeypatch, step):
     return lambda **more: directory.check_same(replace(cfg, **{f"data.{n}": x for n, x in more.items()}), tmp_path)
 
 
-def test_what_is_still_to_come_may_change(path, tmp_path, monkeypatch):
-    """Catches a run that cannot step over a bad batch, and one that goes on although its past would be another."""
+def test_a_resumed_run_may_change_only_later_steps(path, tmp_path, monkeypatch):
+    """Catches a run that cannot skip a bad batch, and one that resumes although its past would change."""
     again = written(path, config(path, TWO), tmp_path, monkeypatch, step=100)
     again()
     again(skip="101:103", mixture=f"{TWO}@101:code=0,prose=0.5,maths=0.5")
@@ -222,7 +222,7 @@ def test_what_is_still_to_come_may_change(path, tmp_path, monkeypatch):
 
 
 def test_the_steps_of_an_epoch(path):
-    """Catches an epoch short of a window, and a source that is counted at another share than its own."""
+    """Catches an epoch with a window missing, and a source counted at another share than its own."""
     cfg = config(f"{path}/prose")
     assert dataset.epoch_steps(cfg) == {"": 18}  # ceil(140 windows / 8)
     read = Counter(t for s in sequences(cfg, range(35)) for t in s)

@@ -1,4 +1,4 @@
-"""A text of one's own, however small or odd, becomes tokens to train and to evaluate on, or is refused by name."""
+"""Your own text, however small or odd, becomes training and validation tokens, or is refused by name."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ def run(out, source, *more):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Four files, which all fall into train by their names."""
+    """Four files whose names all put them into train."""
     (tmp_path / "mine").mkdir()
     for n in range(1, 5):
         (tmp_path / "mine" / f"part{n}.txt").write_text(LINES[n:], encoding="utf-8")
@@ -33,8 +33,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize("pattern, documents", [("part1.txt", 1), ("part*.txt", 4)])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_few_documents_validate_on_their_tails(tmp_path, folder, capsys, pattern, documents, tokenizer):
-    """Catches a small corpus refused, text lost or doubled or changed at the cut, a character cut in two, shards left
-    of the first try, and tails that differ between tokenizers: bits per byte would not compare."""
+    """Catches a small corpus refused, text lost, doubled or changed at the cut, a split character, shards left over
+    from the first attempt, and tails that depend on the tokenizer, so that bits per byte would not compare."""
     name = write_ranks(tmp_path / "ranks", [b"li", b"ne", "五".encode()]) if tokenizer == "bpe" else "bytes"
     out, encoding = tmp_path / "out", tokenizers.load(name)
     assert run(out, f"text:{folder}/{pattern}", "--tokenizer", name, "--shard-tokens", "3000") == 0
@@ -59,21 +59,21 @@ def test_few_documents_validate_on_their_tails(tmp_path, folder, capsys, pattern
     assert sum(batch["weights_BT"].sum() for batch in dataset.evaluation_batches(cfg)) == len(stream(out, "val")) - 1
 
 
-def test_a_corpus_of_whole_documents_stays_as_it_is(tmp_path, capsys):
-    """Catches tails cut from documents that fall into both splits by name: other tokens than the same text had."""
+def test_a_corpus_with_both_splits_is_not_cut(tmp_path, capsys):
+    """Catches tails cut from documents although their names already give both splits."""
     for n in range(40):
         (tmp_path / f"{n}.txt").write_text(f"text {n}")
     assert run(tmp_path / "out", f"text:{tmp_path}/*.txt") == 0
     names = sorted(f"{n}.txt" for n in range(40))
     val = [name for name in names if units.split_of(name, 0.05) == "val"]
-    held_out = stream(tmp_path / "out", "val").astype(np.uint8).tobytes()  # the end, 256, becomes 0
+    held_out = stream(tmp_path / "out", "val").astype(np.uint8).tobytes()  # the end of text, 256, becomes 0
     assert val and held_out.split(b"\0")[1:] == [(tmp_path / name).read_bytes() for name in val]
     assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share, missing", [("0.05", "val"), ("0.95", "train")])
 def test_either_split_can_be_the_empty_one(tmp_path, folder, capsys, share, missing):
-    """Catches a cut for validation alone, and an empty document that counts as text to validate on."""
+    """Catches a cut that handles only an empty val, and an empty document that counts as validation text."""
     (folder / "0.txt").touch()
     names = [document.name for document in sources.read_documents(f"text:{folder}/*")]
     assert len(names) == 5 and len({units.split_of(name, float(share)) for name in names if name != "0.txt"}) == 1
@@ -84,8 +84,8 @@ def test_either_split_can_be_the_empty_one(tmp_path, folder, capsys, share, miss
     assert found == pytest.approx(float(share), abs=0.001)
 
 
-def test_a_text_too_short_says_so(tmp_path, capsys):
-    """Catches an empty file told to change its share, text without room for both splits, and what a refusal leaves."""
+def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
+    """Catches an empty file with advice to change the share, text too short for both splits, and leftover files."""
     for text, message in [
         ("", "{!r} contains no text: 0 bytes in 1 documents"),
         ("五", "{!r} contains 3 bytes of text in 1 documents, which leaves none for 'train' at --val-share 0.05"),
@@ -101,7 +101,7 @@ def test_a_text_too_short_says_so(tmp_path, capsys):
 
 
 def test_a_split_too_short_for_a_window_names_the_share(tmp_path, folder):
-    """Catches a message that sends someone with one file to look for more text."""
+    """Catches a message that tells someone with one file to find more text."""
     run(tmp_path / "out", f"text:{folder}/part1.txt", "--val-share", "0.01")
     with pytest.raises(ValueError, match=r"split 'val' holds \d+ tokens, .* or prepare it with a larger --val-share"):
         dataset.load(str(tmp_path / "out"), seq_len=256)
@@ -112,7 +112,7 @@ def test_a_split_too_short_for_a_window_names_the_share(tmp_path, folder):
 
 @pytest.mark.parametrize("how", ["bad row", "interrupted"])
 def test_a_failure_loses_nothing(tmp_path, folder, monkeypatch, how):
-    """Catches tokens deleted before their successors are there, and shards of a failure that remain."""
+    """Catches tokens deleted before the new ones exist, and shards left by a failure."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -137,7 +137,7 @@ def test_a_failure_loses_nothing(tmp_path, folder, monkeypatch, how):
 
 
 def test_a_directory_is_named_as_it_was_given(tmp_path, folder, monkeypatch, capsys):
-    """Catches a line of output that holds the path of a temporary directory."""
+    """Catches a line of output with the path of a temporary directory."""
     monkeypatch.chdir(tmp_path)
     for given, name in [("tokens/own", "tokens/own"), (str(tmp_path / "tokens/other/"), "other")]:
         for words in ("", " is complete"):
@@ -150,7 +150,7 @@ def test_a_directory_is_named_as_it_was_given(tmp_path, folder, monkeypatch, cap
 
 
 def test_text_that_is_not_utf8_is_not_silently_changed(tmp_path, capsys):
-    """Catches letters replaced by U+FFFD without a word, and binaries taken for text without one."""
+    """Catches letters silently replaced by U+FFFD, and binary files silently taken for text."""
     (tmp_path / "a.txt").write_bytes("déjà vu".encode("latin1") * 50)
     (tmp_path / "b.txt").write_text("déjà vu" * 50, encoding="utf-8")
     source = f"text:{tmp_path}/*.txt"
@@ -167,9 +167,9 @@ def test_text_that_is_not_utf8_is_not_silently_changed(tmp_path, capsys):
     assert sum(split["text_bytes"] for split in splits) == sum(p.stat().st_size for p in tmp_path.glob("*.txt"))
 
 
-def test_a_folder_stands_for_the_files_in_it(tmp_path, folder, capsys):
-    """Catches a folder of text that is said to hold nothing, whose files have other names than by a pattern, and one
-    whose own name looks like a pattern."""
+def test_a_folder_means_the_files_in_it(tmp_path, folder, capsys):
+    """Catches a folder reported as empty, files whose names differ from those of a pattern, and a folder whose own name
+    looks like a pattern."""
     strange = folder.rename(tmp_path / "my [texts]*")
     (strange / "below").mkdir()
     (strange / "below" / "x[1].txt").write_text("x")
@@ -183,7 +183,7 @@ def test_a_folder_stands_for_the_files_in_it(tmp_path, folder, capsys):
 
 
 def test_a_file_counts_once(tmp_path, folder, capsys):
-    """Catches a file that is trained on and validated on, under two names, and a --source that is dropped."""
+    """Catches a file in both train and val under two names, and a --source that is ignored."""
     (folder / "a").mkdir()
     (folder / "a" / "again.txt").symlink_to(folder / "part1.txt")
     names = [document.name for document in sources.read_documents(f"text:{folder}/**/**/*.txt")]

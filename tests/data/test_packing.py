@@ -1,4 +1,4 @@
-"""`--data.packing documents`: whole documents in rows, each token once an epoch, and none sees what is not its own."""
+"""`--data.packing documents` packs whole documents into rows, each token once per epoch, kept apart by attention."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden_batches.json").read_text())
 
 
 def documents(count, first=0):
-    """Documents of 1 to 40 tokens, the short ones more often; every token is its own number."""
+    """Documents of 1 to 40 tokens, mostly short; every token has a unique id."""
     ends = first + np.cumsum(1 + (np.arange(count) * 97 % 211) ** 2 * 40 // 211**2)
     return np.split(np.arange(first, ends[-1]), ends[:-1] - first)
 
@@ -49,7 +49,7 @@ def config(path, **more):
 
 
 def pieces_of(ids):
-    """What rows are made of, by a slow loop: inputs and targets of each document, cut every T."""
+    """Return the expected pieces of rows by a slow loop: inputs and targets of each document, cut every T."""
     stream = [token for one in ids for token in (EOT, *one.tolist())]
     begins = [n for n, token in enumerate(stream) if token == EOT] + [len(stream) - 1]
     for begin, end in itertools.pairwise(begins):
@@ -59,7 +59,7 @@ def pieces_of(ids):
 
 
 def rows_of(cfg, steps):
-    """Of each row, the pieces: tokens and targets of each segment. Everything else in a row is padding."""
+    """Return the pieces of each row: tokens and targets of each segment. All else in a row is padding."""
     for step in steps:
         batch = dataset.batch(cfg, step)
         for tokens_T, targets_T, positions_T, segments_T, weights_T in zip(
@@ -80,7 +80,7 @@ def rows_of(cfg, steps):
 
 
 def rooms_by_hand(lengths, seq_len):
-    """The room that is left in each row: one piece after the other, every row looked at."""
+    """Return the room left in each row by a reference loop over all pieces and rows."""
     rooms = []
     for length in sorted(lengths.tolist(), reverse=True):
         room, row = min(((room, row) for row, room in enumerate(rooms) if room >= length), default=(seq_len, None))
@@ -92,8 +92,8 @@ def rooms_by_hand(lengths, seq_len):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_best_fit_is_that_of_a_loop_over_all_rows(seed):
-    """Catches a first or worst fit, rows that overflow, and a group of pieces placed as one piece never would be."""
+def test_best_fit_equals_a_loop_over_all_rows(seed):
+    """Catches a first or worst fit, rows that overflow, and a group of pieces placed differently from single pieces."""
     rng = np.random.default_rng(seed)
     seq_len = int(rng.integers(1, 70))
     lengths = np.minimum(1 + rng.geometric(rng.uniform(0.02, 0.5), 300), seq_len)
@@ -101,8 +101,8 @@ def test_the_best_fit_is_that_of_a_loop_over_all_rows(seed):
     assert sorted(rooms) == rooms_by_hand(lengths, seq_len)
 
 
-def test_much_text_is_packed_in_calls_that_do_not_grow_with_it():
-    """Catches a loop over documents: a million takes the calls of NumPy that ten thousand take, or twice as many."""
+def test_the_number_of_numpy_calls_does_not_grow_with_the_text():
+    """Catches a loop over documents: a million need at most twice the NumPy calls of ten thousand."""
 
     class Counted(np.ndarray):
         calls = 0
@@ -123,8 +123,8 @@ def test_much_text_is_packed_in_calls_that_do_not_grow_with_it():
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_token_comes_once_an_epoch_and_no_short_document_is_cut(path):
-    """Catches documents lost, doubled or cut, targets of another one, and padding that counts or is attended to."""
+def test_every_token_occurs_once_per_epoch_and_no_short_document_is_cut(path):
+    """Catches documents lost, doubled or cut, targets from another document, and padding that has an effect."""
     cfg, wanted = config(path), Counter(pieces_of(DOCUMENTS))
     count = dataset.rows_of(dataset.opened(cfg).splits["train"], cfg.data)
     assert count % B, "an epoch here must end inside a batch"
@@ -138,8 +138,8 @@ def test_every_token_comes_once_an_epoch_and_no_short_document_is_cut(path):
     assert targets == Counter(np.concatenate(DOCUMENTS).tolist()) + Counter({EOT: len(DOCUMENTS) - 1})
 
 
-def test_the_loss_of_rows_is_that_of_their_documents_alone(path):
-    """Catches a document that sees its neighbour, positions that go on, and a last target that is lost."""
+def test_the_loss_of_rows_equals_that_of_separate_documents(path):
+    """Catches attention to another document, positions that do not restart, and a last target that is lost."""
     cfg = config(path, **{"model.n_layers": 3})
     mesh, params = sharding.make_mesh("data=1"), helpers.draw(model.declare(cfg.model))
     compiled = pipeline.evaluate(cfg, mesh)
@@ -158,7 +158,7 @@ def test_the_loss_of_rows_is_that_of_their_documents_alone(path):
 
 
 def test_the_cut_into_shards_does_not_show(path, tmp_path):
-    """Catches documents that end with a shard, and places in a shard taken for places in the stream."""
+    """Catches documents that end with a shard, and positions in a shard taken for positions in the stream."""
     others = [config(write_tokens(tmp_path / str(size), shard_tokens=size)) for size in (3, 10_000)]
     assert len(dataset.load(path).splits["train"].shards) > 10
     for step in range(12):
@@ -168,7 +168,7 @@ def test_the_cut_into_shards_does_not_show(path, tmp_path):
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_any_number_of_hosts_makes_the_same_rows_from_any_step_on(path, hosts):
-    """Catches a packing, or a place in it, that hangs on who reads, and on the steps before."""
+    """Catches a packing that depends on the host or on earlier steps."""
     cfg, never_stopped = config(path), [dataset.batch(config(path), step) for step in range(25)]
     for step in np.random.default_rng(hosts).permutation(25):
         dataset.packed.cache_clear()
@@ -181,14 +181,14 @@ def test_any_number_of_hosts_makes_the_same_rows_from_any_step_on(path, hosts):
     assert np.array_equal(skipped["tokens_BT"], never_stopped[8]["tokens_BT"])
 
 
-def test_the_rows_are_written_down(path):
-    """The same on any machine, with any version. Catches a sort that leaves equal lengths in any order."""
+def test_the_rows_equal_the_stored_rows(path):
+    """Any machine and version gives the same rows. Catches an unstable sort of equal lengths."""
     for step, sha256 in GOLDEN.items():
         assert test_hosts.digest(dataset.batch(config(path), int(step))) == sha256, step
 
 
-def test_each_source_of_a_mixture_is_packed_alone(path, tmp_path):
-    """Catches rows of two sources, and a source whose rows hang on what lies beside it."""
+def test_each_source_of_a_mixture_is_packed_separately(path, tmp_path):
+    """Catches rows of two sources, and rows that depend on the other sources."""
     shutil.copytree(path, tmp_path / "one")
     write_tokens(tmp_path / "two", documents(60, first=2000))
     rows = [*rows_of(config(str(tmp_path), **{"data.mixture": "one=0.25,two=0.75"}), range(30))]
@@ -201,7 +201,7 @@ def test_each_source_of_a_mixture_is_packed_alone(path, tmp_path):
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
 def test_weights_follow_their_tokens(tmp_path, kind):
-    """Catches weights of the place in a row, in place of those of the tokens that a row took."""
+    """Catches weights by position in the row instead of the weights of the packed tokens."""
     weights = [one % 3 > 0 for one in DOCUMENTS]
     out = write_tokens(tmp_path / "own", train_weights=weights, validation_weights=weights[:9])
     cfg, seen = config(out if kind == "disk" else f"file://{out}"), 0
@@ -215,18 +215,18 @@ def test_weights_follow_their_tokens(tmp_path, kind):
 
 
 def test_evaluation_reads_windows_whatever_the_packing(path):
-    """Catches validation losses of two runs that count other targets, and so do not compare."""
+    """Catches validation losses over different targets, which cannot be compared."""
     one, other = (
         [*dataset.evaluation_batches(config(path, **{"data.packing": kind}))] for kind in ("documents", "windows")
     )
     assert all(np.array_equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
 
-# Where documents begin ------------------------------------------------------------------------------------------------
+# Positions of documents -----------------------------------------------------------------------------------------------
 
 
 def test_tokens_of_an_earlier_version_are_scanned_or_refused(path, tmp_path):
-    """Catches a directory without places of documents that no longer trains, or is read whole from a bucket."""
+    """Catches an older directory without document positions that cannot train, or that is downloaded as a whole."""
     old = Path(shutil.copytree(path, tmp_path / "old"))
     manifest = json.loads((old / "manifest.json").read_text())
     for row in (row for split in manifest["splits"].values() for row in split["shards"]):
@@ -242,8 +242,8 @@ def test_tokens_of_an_earlier_version_are_scanned_or_refused(path, tmp_path):
         dataset.batch(config(f"file://{old}"), 0)
 
 
-def test_a_bucket_gives_the_same_rows_by_its_files_of_places(path, monkeypatch):
-    """Catches a scan of tokens that lie elsewhere."""
+def test_a_bucket_gives_the_same_rows_from_its_position_files(path, monkeypatch):
+    """Catches a scan of remote tokens."""
     read, honest = [], dataset.bucket.Shard.__getitem__
     monkeypatch.setattr(dataset.bucket.Shard, "__getitem__", lambda s, part: read.append(s.name) or honest(s, part))
     split = dataset.load(f"file://{path}").splits["train"]
@@ -253,13 +253,13 @@ def test_a_bucket_gives_the_same_rows_by_its_files_of_places(path, monkeypatch):
     assert all(np.array_equal(x, same[1][name]) for name, x in same[0].items())
 
 
-# Words ----------------------------------------------------------------------------------------------------------------
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_rows_hold_is_said(path):
-    """Catches a share of documents cut, or of padding, that is not that of the rows."""
+def test_the_line_about_rows_is_right(path):
+    """Catches a wrong share of cut documents or of padding."""
     split, lengths = dataset.load(path).splits["train"], [1 + len(one) for one in DOCUMENTS]
-    lengths[-1] -= 1  # the last token of all has no target
+    lengths[-1] -= 1  # the last token has no target
     stream, rows = sum(lengths), len(packing.pack(split.edges(), T))
     ends = np.cumsum(lengths)
     longer, over_an_edge = np.greater(lengths, T).sum(), np.sum((ends - lengths) // T != (ends - 1) // T)
@@ -276,7 +276,7 @@ def test_what_rows_hold_is_said(path):
     assert dataset.in_words(far, cfg.data) == f"documents in {count} windows of 14 tokens", "no file is read for it"
 
 
-def test_settings_that_contradict_are_refused(path):
+def test_contradicting_settings_are_refused(path):
     """Catches one of two settings that is silently ignored."""
     why = "data.shuffle=False: it puts documents together by their lengths, not in the order of the text; leave out one"
     with pytest.raises(UserError, match=f"data.packing='documents' and {why}"):

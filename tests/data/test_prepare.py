@@ -1,4 +1,4 @@
-"""Text becomes the same token shards every time, and nothing is half done or silently different."""
+"""Text always becomes the same token shards, without partial results and without silent differences."""
 
 import base64
 import hashlib
@@ -33,7 +33,7 @@ TEXTS = {f"{name}.txt": (name * n) for n, name in enumerate("un déux trois quat
 
 @pytest.fixture
 def texts(tmp_path):
-    """Ten small files, one of them empty, whose names fall into both splits at --val-share 0.4."""
+    """Ten small files, one of them empty, whose names give both splits at --val-share 0.4."""
     (tmp_path / "texts").mkdir()
     for name, text in TEXTS.items():
         (tmp_path / "texts" / name).write_text(text, encoding="utf-8")
@@ -62,8 +62,8 @@ def write_ranks(path, merges, before=()):
 # Sources
 
 
-def test_the_standard_library_comes_in_one_order(monkeypatch):
-    """Catches an order left to the file system, tests or installed packages among the documents, changed bytes."""
+def test_the_standard_library_has_a_fixed_order(monkeypatch):
+    """Catches an order that depends on the file system, tests or installed packages, and changed bytes."""
     documents = [document[:2] for document in sources.read_documents("stdlib")]
     names = [name for name, _ in documents]
     assert names == sorted(set(names)) and len(names) > 300
@@ -82,7 +82,7 @@ def test_the_standard_library_comes_in_one_order(monkeypatch):
 
 
 def test_a_document_stays_in_its_split(tmp_path):
-    """Catches a split by position or by absolute path: adding files, or moving all, would then leak val into train."""
+    """Catches a split by position or absolute path: adding or moving files would then leak val into train."""
 
     def splits(folder, names):
         folder.mkdir()
@@ -115,7 +115,7 @@ def test_text_json_lines_and_parquet_give_the_same_text(tmp_path, texts):
 
 
 def test_a_bad_row_is_named_by_file_and_line(tmp_path):
-    """Catches a reader that skips what it cannot read, or fails without saying where."""
+    """Catches a reader that skips what it cannot read, or fails without a position."""
     import pyarrow
     import pyarrow.parquet
 
@@ -148,8 +148,8 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path):
 
 
 @given(st.text())
-def test_bytes_of_text_are_its_tokens(text):
-    """Catches a fast path for bytes that differs from the encoding that decodes the samples."""
+def test_the_bytes_of_a_text_are_its_tokens(text):
+    """Catches a fast path for bytes that differs from the encoding that decodes samples."""
     encoding = tokenizers.load("bytes")
     tokens = tokenizers.encode(encoding, text.encode()).tolist()
     assert tokens == encoding.encode_ordinary(text)
@@ -157,7 +157,7 @@ def test_bytes_of_text_are_its_tokens(text):
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
 
 
-def test_an_end_of_text_written_in_a_document_is_text(tmp_path):
+def test_an_end_of_text_inside_a_document_is_text(tmp_path):
     """Catches text that can forge a document boundary."""
     for name in ("bytes", write_ranks(tmp_path / "ranks", [b"<|"])):
         encoding = tokenizers.load(name)
@@ -168,8 +168,8 @@ def test_an_end_of_text_written_in_a_document_is_text(tmp_path):
 
 @settings(max_examples=50)
 @given(st.text(alphabet="the r", max_size=30))
-def test_a_rank_file_merges_as_by_hand(tmp_path_factory, text):
-    """Catches ranks read in the wrong order, a wrong pattern, an end-of-text that is not the last id."""
+def test_a_rank_file_merges_like_a_reference(tmp_path_factory, text):
+    """Catches ranks read in the wrong order, a wrong pattern, an end of text that is not the last id."""
     merges = [b"th", b"the", b" t", b"er", b" th", b" the", b"ee"]
     ranks = {bytes([byte]): byte for byte in range(256)} | {token: 256 + n for n, token in enumerate(merges)}
     encoding = tokenizers.load(write_ranks(tmp_path_factory.getbasetemp() / "ranks", merges))
@@ -181,13 +181,13 @@ def test_a_rank_file_merges_as_by_hand(tmp_path_factory, text):
             parts[n : n + 2] = [parts[n] + parts[n + 1]]
         return [ranks[part] for part in parts]
 
-    # A run of spaces gives its last one to the word after it.
+    # The last space of a run belongs to the next word.
     words = re.findall(r" ?[ther]+| +(?![ther])| +(?= )", text)
     assert tokenizers.encode(encoding, text.encode()).tolist() == [id for word in words for id in merged(word)]
     assert encoding.eot_token == encoding.n_vocab - 1 == 256 + len(merges)
 
 
-def test_a_file_that_is_no_rank_file_is_refused(tmp_path):
+def test_an_invalid_rank_file_is_refused(tmp_path):
     """Catches ranks that crash the tokenizer much later, or give two tokens one id."""
     path = tmp_path / "ranks"
     good = base64.b64encode(b"th") + b" 256"
@@ -210,8 +210,8 @@ def test_a_file_that_is_no_rank_file_is_refused(tmp_path):
         tokenizers.load("gpt5")
 
 
-def test_a_fingerprint_tells_tokenizers_apart(tmp_path):
-    """Catches a fingerprint that misses ranks, pattern or special tokens, or that follows the file's name."""
+def test_different_tokenizers_have_different_fingerprints(tmp_path):
+    """Catches a fingerprint that misses ranks, pattern or special tokens, or that depends on the file's name."""
     same = [tokenizers.load(write_ranks(tmp_path / name, [b"th", b"er"])) for name in "ab"]
     swapped = tokenizers.load(write_ranks(tmp_path / "c", [b"er", b"th"]))
     parts = {"pat_str": same[0]._pat_str, "mergeable_ranks": same[0]._mergeable_ranks, "special_tokens": {"end": 258}}
@@ -222,7 +222,7 @@ def test_a_fingerprint_tells_tokenizers_apart(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_an_end_of_text_that_a_rank_file_lists_is_the_end(tmp_path, place):
+def test_an_end_of_text_listed_in_a_rank_file_is_used(tmp_path, place):
     """Catches a second end of text after the file's own, an id 0 that cannot be the end, and text that forges it."""
     end = tokenizers.END_OF_TEXT.encode()
     tokens = {"before": [end], "merges": [b"th"]} if place == "first" else {"merges": [b"th", end]}
@@ -240,8 +240,8 @@ def test_an_end_of_text_that_a_rank_file_lists_is_the_end(tmp_path, place):
     assert batch["segments_BT"].max() == 1, "an id 0 inside a document is taken for its end"
 
 
-def test_a_rank_file_that_was_exchanged_is_refused(tmp_path, texts):
-    """Catches ids read by another tokenizer than wrote them, as a sample that is noise though the loss is fine."""
+def test_a_changed_rank_file_is_refused(tmp_path, texts):
+    """Catches ids decoded by another tokenizer: the loss is fine, but samples are noise."""
     name = write_ranks(tmp_path / "ranks", [b"th", b"er"])
     run(tmp_path / "out", texts, "--tokenizer", name)
     manifest = manifest_of(tmp_path / "out")
@@ -255,7 +255,7 @@ def test_a_rank_file_that_was_exchanged_is_refused(tmp_path, texts):
 
 @pytest.fixture
 def no_cache(tmp_path, monkeypatch):
-    """tiktoken as on a fresh machine: nothing in memory, an empty cache folder."""
+    """Reset tiktoken: nothing in memory, an empty cache folder."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     for name in ("NO_PROXY", "no_proxy"):
@@ -273,9 +273,9 @@ def proxy(monkeypatch, port):
 def test_a_named_tokenizer_without_a_network_fails_in_time(
     tmp_path, texts, no_cache, monkeypatch, capsys, listening
 ):  # fmt: skip
-    """Catches a command that hangs on a network that swallows packets, leaves the user without a next step, or hides it
-    behind what urllib says."""
-    assert tokenizers.FETCH_SECONDS + 3 < 20  # 3 s to start, and the promise is 20
+    """Catches a command that hangs on a network that drops packets, suggests no next step, or hides it behind urllib's
+    error."""
+    assert tokenizers.FETCH_SECONDS + 3 < 20  # 3 s to start; the documented limit is 20 s
     monkeypatch.setattr(tokenizers, "FETCH_SECONDS", 0.5)
     with socket.socket() as stand_in:
         stand_in.bind(("127.0.0.1", 0))
@@ -328,8 +328,8 @@ def serve_as(monkeypatch, name, address, sha256):
     monkeypatch.setitem(tiktoken.registry.ENCODING_CONSTRUCTORS, name, constructor)
 
 
-def test_a_named_tokenizer_is_fetched_once(rank_server, no_cache, monkeypatch):
-    """Catches a fetch that ignores TIKTOKEN_CACHE_DIR, and a cache folder that does not do without a network."""
+def test_a_named_tokenizer_is_downloaded_once(rank_server, no_cache, monkeypatch):
+    """Catches a download that ignores TIKTOKEN_CACHE_DIR, and a cache that still needs the network."""
     address, sha256, asked = rank_server
     serve_as(monkeypatch, "cl100k_base", address, sha256)
     for _ in range(2):
@@ -341,7 +341,7 @@ def test_a_named_tokenizer_is_fetched_once(rank_server, no_cache, monkeypatch):
 
 
 def test_a_wrong_download_is_refused(rank_server, no_cache, monkeypatch):
-    """Catches a captive portal's page taken for ranks."""
+    """Catches the page of a captive portal taken for ranks."""
     address, _, _ = rank_server
     serve_as(monkeypatch, "gpt2", address, "0" * 64)
     with pytest.raises(UserError, match=r"'gpt2' could not be downloaded \(the file has another hash\)"):
@@ -352,8 +352,8 @@ def test_a_wrong_download_is_refused(rank_server, no_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("shard_tokens", [5, 20, 1000])
-def test_the_shards_are_the_text(tmp_path, texts, shard_tokens):
-    """Catches lost or doubled tokens where a shard ends, a missing end-of-text, shards cut inside short documents."""
+def test_the_shards_contain_the_text(tmp_path, texts, shard_tokens):
+    """Catches tokens lost or doubled at a shard's end, a missing end of text, and short documents that are cut."""
     assert run(tmp_path / "out", texts, "--shard-tokens", str(shard_tokens)) == 0
     wanted = {"train": [], "val": []}
     for name in sorted(TEXTS):
@@ -371,8 +371,8 @@ def test_the_shards_are_the_text(tmp_path, texts, shard_tokens):
         assert len(longest) > 20, "no document here is longer than a shard"
 
 
-def test_the_manifest_is_the_sum_of_the_files(tmp_path, texts):
-    """Catches counts, hashes or totals that describe other files than those on disk."""
+def test_the_manifest_describes_the_files(tmp_path, texts):
+    """Catches counts, hashes or totals that differ from the files on disk."""
     run(tmp_path / "out", texts, "--shard-tokens", "30")
     manifest = manifest_of(tmp_path / "out")
     written = {path.name for path in (tmp_path / "out").iterdir()} - {"manifest.json"}
@@ -419,10 +419,10 @@ def test_ids_beyond_65535_get_32_bits(tmp_path, texts):
         assert tokens[0] == tokens.max() == manifest_of(out)["tokenizer"]["eot"] == 256 + len(merges)
 
 
-def test_entropies_are_those_of_the_counts(monkeypatch):
+def test_entropies_match_the_counts(monkeypatch):
     """Catches logarithms of another base, pairs that collide, and a joint entropy taken for a conditional one."""
     tokens = np.random.default_rng(0).choice(7, size=500, p=np.arange(1, 8) / 28).astype(np.uint16)
-    tokens[1::2] = (tokens[::2] * 3) % 7  # every other token follows from the one before it
+    tokens[1::2] = (tokens[::2] * 3) % 7  # every other token is determined by the one before it
 
     def entropy(values):
         return -sum(p * np.log(p) for p in (values.count(v) / len(values) for v in set(values)))
@@ -440,7 +440,7 @@ def test_entropies_are_those_of_the_counts(monkeypatch):
     assert coin["bigram_nats"] == pytest.approx(0, abs=1e-12)
 
 
-def test_entropies_count_no_more_than_promised(tmp_path, texts, monkeypatch):
+def test_entropies_count_a_limited_number_of_tokens(tmp_path, texts, monkeypatch):
     """Catches counting that reads the whole corpus into memory."""
     monkeypatch.setattr(prepare, "COUNTED_TOKENS", 33)
     run(tmp_path / "out", texts, "--shard-tokens", "10")
@@ -449,7 +449,7 @@ def test_entropies_count_no_more_than_promised(tmp_path, texts, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
-    """Catches a list of all documents, or a shard that is not let go."""
+    """Catches a list of all documents, or a shard that is not freed."""
     monkeypatch.setattr(prepare, "COUNTED_TOKENS", 2**12)
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 2**17)
     with open(tmp_path / "rows.jsonl", "w") as file:
@@ -478,7 +478,7 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path, texts):
 
 
 def test_complete_work_is_not_done_again(tmp_path, texts, capsys):
-    """Catches a second run that rewrites shards under a running training, or --overwrite that does nothing."""
+    """Catches a second run that rewrites shards of a running training, and an --overwrite without effect."""
     out = tmp_path / "out"
     run(out, texts)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -512,7 +512,7 @@ def test_other_arguments_are_refused_by_name(tmp_path, texts, capsys):
 
 
 def test_unfinished_work_is_not_taken_for_complete(tmp_path, capsys):
-    """Catches shards that a failure or a kill leaves behind, a manifest among them, and lost files of others."""
+    """Catches shards or a manifest left by a failure or a kill, and lost files of others."""
     out, rows = tmp_path / "out", tmp_path / "rows.jsonl"
     good = "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(30))
     rows.write_text(good + "broken")
@@ -532,7 +532,7 @@ def test_unfinished_work_is_not_taken_for_complete(tmp_path, capsys):
     assert sorted(contents(out)) == sorted(["manifest.json", "train-notes.txt", *shards])
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path, texts, monkeypatch, capsys):
+def test_a_file_is_complete_or_missing(tmp_path, texts, monkeypatch, capsys):
     """Catches half a shard, and a full disk that ends in a traceback."""
 
     def save(file, tokens):
@@ -547,7 +547,7 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, texts, monkeypatch, capsy
 
 
 def test_a_damaged_directory_is_not_called_complete(tmp_path, texts, capsys):
-    """Catches a completeness check that looks at the manifest alone."""
+    """Catches a completeness check that reads only the manifest."""
     run(tmp_path / "out", texts)
     (tmp_path / "out" / "val-00000.npy").unlink()
     assert run(tmp_path / "out", texts) == 2

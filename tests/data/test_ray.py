@@ -1,4 +1,4 @@
-"""`--engine ray` gives the same work to a cluster; most of it is said without one."""
+"""`--engine ray` runs the same work on a cluster. Most of these tests need no cluster."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from errors import UserError
 
 
 class StandIn(types.ModuleType):
-    """As much of Ray as is used, in this process: what it is given, and in which order it answers."""
+    """A fake of the parts of Ray that are used, in this process. It records tasks and chooses the order of results."""
 
     class exceptions:
         class RayTaskError(Exception):
@@ -60,7 +60,7 @@ def ray(monkeypatch):
 
 
 def test_a_cluster_makes_the_same_tokens(tmp_path, ray, monkeypatch):
-    """Catches results that are put together as they come, and all tasks given out at once."""
+    """Catches results assembled in the order of arrival, and all tasks submitted at once."""
     monkeypatch.setattr(prepare.sources, "LEAST_UNIT_BYTES", 100)
     for n in range(40):
         (tmp_path / f"{n}.txt").write_text(f"{n} words " * 20)
@@ -73,7 +73,7 @@ def test_a_cluster_makes_the_same_tokens(tmp_path, ray, monkeypatch):
     assert ray.begun["address"] == "10.0.0.1:6379" and 1 < ray.most <= engine.QUEUED_PER_WORKER * 3
 
 
-def test_what_a_cluster_s_worker_refuses_is_said(tmp_path, ray, capsys):
+def test_an_error_in_a_cluster_s_worker_is_reported(tmp_path, ray, capsys):
     """Catches Ray's traceback in place of the file and the row."""
     (tmp_path / "rows.jsonl").write_text("broken")
     words = ["--source", f"jsonl:{tmp_path}/rows.jsonl", "--engine", "ray", "--out", str(tmp_path / "out")]
@@ -81,8 +81,8 @@ def test_what_a_cluster_s_worker_refuses_is_said(tmp_path, ray, capsys):
     assert "rows.jsonl:1: not JSON" in capsys.readouterr().err
 
 
-def test_a_cluster_that_is_not_there_is_said(ray, monkeypatch):
-    """Catches a traceback, and a command that goes on alone."""
+def test_a_missing_cluster_is_reported(ray, monkeypatch):
+    """Catches a traceback, and a command that continues without a cluster."""
 
     def refuse(**_):
         raise ConnectionError("Could not find any running Ray instance.")
@@ -92,8 +92,8 @@ def test_a_cluster_that_is_not_there_is_said(ray, monkeypatch):
         next(engine.run(len, None, [1], 1, "ray", "auto"))
 
 
-def test_without_ray_it_says_what_installs_it(monkeypatch):
-    """Catches a traceback, and an import of Ray by those who do not use it."""
+def test_without_ray_the_error_names_the_install_command(monkeypatch):
+    """Catches a traceback, and an import of Ray for those who do not use it."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match="--engine ray needs the package ray: make extra-ray"):
         next(engine.run(len, None, [1], 1, "ray", "auto"))
@@ -118,7 +118,7 @@ def lose():
 threading.Thread(target=lose, daemon=True).start()
 status = prepare.main([*words, "--out", out, "--engine", "ray", "--ray_address", cluster.address])
 alive = lambda: sum(node["Alive"] for node in ray.nodes())
-end = time.monotonic() + 60  # the cluster notices seconds after its workers have
+end = time.monotonic() + 60  # the cluster notices seconds later than its workers
 while alive() > 1 and time.monotonic() < end:
     time.sleep(0.1)
 print("nodes alive:", alive())
@@ -131,7 +131,7 @@ sys.exit(status)
 @pytest.mark.slow
 @pytest.mark.extra("ray")
 def test_a_real_cluster_that_loses_a_machine_makes_the_same_tokens(tmp_path):
-    """Catches work that is lost with a node of a Ray cluster, or done twice into the tokens."""
+    """Catches work that is lost with a node of a Ray cluster, or whose tokens appear twice."""
     (tmp_path / "texts").mkdir()
     for n in range(60):
         (tmp_path / f"texts/{n}.txt").write_text(f"{n} words, and others of text {n}. " * 20_000)
@@ -145,7 +145,7 @@ def test_a_real_cluster_that_loses_a_machine_makes_the_same_tokens(tmp_path):
         try:
             status = process.wait(timeout=180)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # a cluster that was not shut down
+            with contextlib.suppress(ProcessLookupError):  # a cluster that is still running
                 os.killpg(process.pid, signal.SIGKILL)
     text = (tmp_path / "said").read_text()
     assert status == 0, text[-2000:]

@@ -1,4 +1,4 @@
-"""A SentencePiece model as a tokenizer: its own ids, the text they stand for, and models that lose some of it."""
+"""A SentencePiece model as a tokenizer: its ids and text, and models that lose text."""
 
 import io
 import pickle
@@ -37,9 +37,9 @@ def train_model(path, **how):
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("end", [2, -1])
-def test_ids_are_the_model_s_own_and_give_the_text_back(tmp_path, kind, prefix, end):
-    """Catches ids shifted by special pieces, an end of text that is another piece, lost spaces and bytes, and a model
-    that other processes do not get."""
+def test_ids_are_the_model_s_and_decode_to_the_text(tmp_path, kind, prefix, end):
+    """Catches ids shifted by special pieces, a wrong end of text, lost spaces and bytes, and a model that other
+    processes cannot load."""
     own = train_model(tmp_path / "m.model", model_type=kind, add_dummy_prefix=prefix, eos_id=end, **EXACT)
     encoding = pickle.loads(pickle.dumps(tokenizers.load(f"sp:{tmp_path}/m.model")))
     assert encoding.eot_token == (2 if end == 2 else own.vocab_size())
@@ -55,7 +55,7 @@ def test_ids_are_the_model_s_own_and_give_the_text_back(tmp_path, kind, prefix, 
 
 @needs_package
 def test_prepared_tokens_are_the_model_s(tmp_path):
-    """Catches workers with another tokenizer, a manifest without it, and a model that is changed behind its tokens."""
+    """Catches workers with another tokenizer, a manifest without it, and a model changed after its tokens were made."""
     own = train_model(tmp_path / "m.model", **EXACT)
     (tmp_path / "texts").mkdir()
     for n, text in enumerate(TEXTS * 3):
@@ -81,14 +81,14 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
     EXACT | {"remove_extra_whitespaces": True},
 ])  # fmt: skip
 def test_a_model_that_loses_text_is_refused(tmp_path, how):
-    """Catches text that silently comes back as another."""
+    """Catches text that silently decodes to other text."""
     train_model(tmp_path / "m.model", **how)
     with pytest.raises(UserError, match=r"m\.model': its tokens decode to another text: '.*' becomes '.*'; train it "):
         tokenizers.load(f"sp:{tmp_path}/m.model")
 
 
 @needs_package
-def test_a_file_that_is_none_is_refused(tmp_path):
+def test_an_invalid_model_file_is_refused(tmp_path):
     """Catches a traceback of a C++ library."""
     (tmp_path / "m.model").write_bytes(b"no model")
     with pytest.raises(UserError, match=r"m\.model': not a SentencePiece model"):
@@ -97,8 +97,8 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         tokenizers.load(f"sp:{tmp_path}/other.model")
 
 
-def test_without_the_package_it_says_what_installs_it(tmp_path, monkeypatch):
-    """Catches a traceback, and an import of it by those who do not use it."""
+def test_without_the_package_the_error_names_the_install_command(tmp_path, monkeypatch):
+    """Catches a traceback, and an import of the package for those who do not use it."""
     (tmp_path / "m.model").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match=r"needs the package sentencepiece: make extra-sentencepiece"):

@@ -1,4 +1,4 @@
-"""A text is the same wherever it lies, however it is packed or cut; what cannot be read is named, and soon."""
+"""A text is read the same from any location, compressed or split; errors name the file, and come soon."""
 
 import gzip
 import http.server
@@ -29,7 +29,7 @@ def read_texts(source, field="text"):
 
 
 def read_by_units(source):
-    """The documents of a source, unit by unit."""
+    """Read the documents of a source, unit by unit."""
     return [
         document for unit in sources.make_units(source) for part in unit for document in sources.read_part(part, "text")
     ]
@@ -58,14 +58,14 @@ def bucket():
         fs.rm(path, recursive=True)
 
 
-# Packed
+# Compressed files
 
 
 @pytest.mark.parametrize("place", ["here", "bucket", "file://"])
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_packed_files_read_as_what_is_in_them(tmp_path, bucket, place, ending):
-    """Catches a .gz that is taken for text, the second member of one that is lost, and a name that depends on where
-    the file lies."""
+def test_compressed_files_are_decompressed(tmp_path, bucket, place, ending):
+    """Catches a .gz taken for text, the second member of one that is lost, and a name that depends on the file's
+    location."""
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[ending]
     middle = LINES.index(b"\n", len(LINES) // 2) + 1
     contents = {f"a/rows.jsonl{ending}": pack(LINES[:middle]) + pack(LINES[middle:]), f"b.txt{ending}": pack(LINES)}
@@ -84,8 +84,8 @@ def test_packed_files_read_as_what_is_in_them(tmp_path, bucket, place, ending):
 
 
 @pytest.mark.parametrize("ending, pack", [(".gz", gzip.compress), (".zst", zstd)])
-def test_a_damaged_file_is_not_taken_for_a_short_one(tmp_path, ending, pack):
-    """Catches a download that broke off, whose first half becomes tokens without a word."""
+def test_a_truncated_file_is_refused(tmp_path, ending, pack):
+    """Catches an interrupted download whose first half silently becomes tokens."""
     path = tmp_path / f"rows.jsonl{ending}"
     whole = pack(LINES * 20)
     for damaged in (whole[: len(whole) // 2], LINES, whole[:20] + b"\0" * 20 + whole[40:]):
@@ -112,7 +112,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("line", ["", "\n", "\r\n"])
 def test_an_end_of_text_in_a_text_separates_documents(tmp_path, line):
-    """Catches stories that are one document, line breaks that belong to the separator, and empty documents."""
+    """Catches several stories in one document, line breaks that belong to the separator, and empty documents."""
     stories = ["once", "", "upon\n\na time", "an end of text, <|endoftext, is text"]
     path = tmp_path / "stories.txt"
     wanted = [(f"stories.txt:{n}", story) for n, story in enumerate(stories, 1) if story]
@@ -132,13 +132,13 @@ def test_an_end_of_text_in_a_row_is_text(tmp_path):
     assert [split["documents"] for split in manifest["splits"].values()] == [1, 1]
 
 
-# Cut into units
+# Units of work
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5, 64, 10_000])
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_where_a_file_is_cut_does_not_show(tmp_path, monkeypatch, kind, chunk_bytes):
-    """Catches documents lost, doubled or renamed at a cut, and a separator that lies across two reads."""
+def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path, monkeypatch, kind, chunk_bytes):
+    """Catches documents lost, doubled or renamed at a split, and a separator that spans two reads."""
     monkeypatch.setattr(files, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(sources, "WINDOW_BYTES", chunk_bytes)
     path = tmp_path / f"all.{kind}"
@@ -161,7 +161,7 @@ def test_where_a_file_is_cut_does_not_show(tmp_path, monkeypatch, kind, chunk_by
 
 
 def test_small_files_share_a_unit_and_large_text_stays_whole(tmp_path, monkeypatch):
-    """Catches a unit for each of a million small files, and a document cut because it is large."""
+    """Catches one unit for each of a million small files, and a document cut because it is large."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 100)
     for n in range(20):
         (tmp_path / f"{n:02}.txt").write_text("x" * (1000 if n == 10 else 30))
@@ -170,7 +170,7 @@ def test_small_files_share_a_unit_and_large_text_stays_whole(tmp_path, monkeypat
     assert read_by_units(f"text:{tmp_path}") == [*sources.read_documents(f"text:{tmp_path}")]
 
 
-def test_units_grow_with_the_source_and_have_a_bound():
+def test_units_grow_with_the_source_up_to_a_limit():
     """Catches a manifest of a million units, and a unit that does not fit into memory."""
     assert sources.LEAST_UNIT_BYTES <= 2**22 and sources.MOST_UNIT_BYTES <= 2**26
     assert 2**40 / sources.MOST_UNIT_BYTES < 20_000
@@ -179,8 +179,8 @@ def test_units_grow_with_the_source_and_have_a_bound():
 # Buckets
 
 
-def test_a_bucket_is_a_place_like_any_other(tmp_path, bucket, capsys):
-    """Catches tokens that depend on where text or shards lie, files left over, and work that is done again."""
+def test_a_bucket_works_like_a_folder(tmp_path, bucket, capsys):
+    """Catches tokens that depend on the location of text or shards, leftover files, and work that is repeated."""
     for n in range(30):
         text = f"text {n} " * n
         bucket.pipe(f"/in/{n}.txt", text.encode())
@@ -201,7 +201,7 @@ def test_a_bucket_is_a_place_like_any_other(tmp_path, bucket, capsys):
     assert np.array_equal(found.read(0, 900), dataset.load(str(tmp_path / "out")).splits["train"].read(0, 900))
 
 
-def test_a_bucket_without_its_package_says_which(monkeypatch):
+def test_a_missing_package_for_a_bucket_is_named(monkeypatch):
     """Catches a traceback, and a message without the package's name."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # another test may load it
@@ -211,8 +211,8 @@ def test_a_bucket_without_its_package_says_which(monkeypatch):
 @pytest.mark.parametrize("failures, status", [(2, 0), (9, 2)])
 @pytest.mark.parametrize("call, what", [("open", "/in/a.txt"), ("cat_file", "/out/tokens/.unfinished-units"),
                                         ("cp_file", "/out/tokens/.unfinished-units")])  # fmt: skip
-def test_a_bucket_that_fails_is_asked_again_in_words(bucket, monkeypatch, capsys, failures, status, call, what):
-    """Catches a night's work lost for one answer, a retry without its reason, and a client's own traceback."""
+def test_a_failed_request_to_a_bucket_is_retried_and_printed(bucket, monkeypatch, capsys, failures, status, call, what):
+    """Catches a night's work lost to one failed request, a retry without its reason, and a client's own traceback."""
     monkeypatch.setattr(files, "WAITS_S", (0, 0, 0))
     bucket.pipe("/in/a.txt", b"some text " * 50)
     whole, left = getattr(type(bucket), call), [failures]
@@ -240,8 +240,8 @@ class Silent:
         time.sleep(60)
 
 
-def test_a_bucket_that_does_not_answer_is_given_up(monkeypatch):
-    """Catches a client that retries for minutes without a word."""
+def test_a_bucket_that_does_not_answer_is_an_error(monkeypatch):
+    """Catches a client that silently retries for minutes."""
     assert files.ANSWER_S < 30 and 2 * files.REQUEST_S < 30
     monkeypatch.setattr(files, "ANSWER_S", 0.3)
     monkeypatch.setattr(files, "file_system_of", lambda pattern: (Silent(), "x"))
@@ -253,7 +253,7 @@ def test_a_bucket_that_does_not_answer_is_given_up(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hugging Face hub on loopback: its files, and what it was asked."""
+    """A Hugging Face hub on loopback: its files, and the requests that it got."""
     held, asked, card = {}, [], {}
     ranges = ["answered"]  # empty: a server that sends the whole file
 
@@ -272,7 +272,7 @@ def hub(monkeypatch):
                 folder = path.removeprefix(f"{api}/tree/c0ffee").strip("/")
                 self.answer(json.dumps([{"type": "file", "path": name, "size": len(content)} for name, content
                                         in held.items() if name.rpartition("/")[0] == folder]).encode())  # fmt: skip
-            elif path.startswith(resolve) and path.removeprefix(resolve) in held:  # files lie on another host
+            elif path.startswith(resolve) and path.removeprefix(resolve) in held:  # files are on another host
                 self.send_response(302)
                 place = self.path.removeprefix(urllib.parse.quote(resolve))
                 self.send_header("Location", f"http://127.0.0.2:{server.server_port}/elsewhere/{place}")
@@ -311,8 +311,8 @@ def parquet(rows):
 
 
 def test_a_data_set_of_the_hub_is_read_by_name(hub, monkeypatch):
-    """Catches the test split trained on, another configuration's files, a commit that is not pinned, a file that is
-    fetched whole for one row group, and a token sent for what is public elsewhere."""
+    """Catches training on the test split, another configuration's files, a commit that is not pinned, a whole file
+    downloaded for one row group, and a token sent to another server."""
     held, card, asked, _ = hub
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     held |= {"data/train-00000.parquet": parquet(ROWS[:30]), "data/train-00001.parquet": parquet(ROWS[30:]),
@@ -344,14 +344,14 @@ def test_a_data_set_of_the_hub_is_read_by_name(hub, monkeypatch):
     assert "hf:me/set has no configurations; use hf:me/set without 'small'" in refusal("hf:me/set:small")
 
 
-def test_the_hub_refuses_in_words(hub, monkeypatch):
-    """Catches urllib's traceback, and a private data set without a word about the token."""
+def test_errors_of_the_hub_are_reported(hub, monkeypatch):
+    """Catches urllib's traceback, and a private data set whose error does not mention the token."""
     assert re.search(r"datasets/me/none\?full=true: 404 Not Found", refusal("hf:me/none"))
     assert "401 Unauthorized; set HF_TOKEN if you have access" in refusal("hf:me/private")
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["refused", "no answer"])
-def test_a_hub_out_of_reach_is_said_soon(monkeypatch, listening):
+def test_an_unreachable_hub_is_reported_soon(monkeypatch, listening):
     """Catches minutes of retries where there is no network."""
     monkeypatch.setattr(files, "REQUEST_S", 0.3)
     with socket.socket() as stand_in:
@@ -367,8 +367,8 @@ def test_a_hub_out_of_reach_is_said_soon(monkeypatch, listening):
     assert "read a copy on this machine with text:, jsonl: or parquet:" in said
 
 
-def test_a_file_behind_http_is_read_by_ranges(hub):
-    """Catches a large file in memory, and a server's cut answer taken for the end of the file."""
+def test_a_file_on_a_web_server_is_read_by_ranges(hub):
+    """Catches a large file in memory, and a truncated response taken for the end of the file."""
     held, _, asked, ranges = hub
     held["a.jsonl"] = LINES
     address = sources.list_files("hf:me/set")[0][1].path

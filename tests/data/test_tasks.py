@@ -1,4 +1,4 @@
-"""A task is found by one name, keeps its splits apart, and says which targets count."""
+"""A task has a unique name, keeps its splits apart, and decides which targets count."""
 
 import json
 import unicodedata
@@ -15,11 +15,9 @@ from errors import UserError
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """own(*preprocessors, **of_task): a task of 60 small texts, registered for this test alone."""
+    """own(*preprocessors, **of_task): a task of 60 small texts, registered only for this test."""
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
-    texts = [
-        f"text {n}<|endoftext|>e\u0301 {n}" for n in range(60)
-    ]  # a row of jsonl is one document, whatever is in it
+    texts = [f"text {n}<|endoftext|>e\u0301 {n}" for n in range(60)]  # a row of jsonl is always one document
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def make(*preprocessors, **more):
@@ -28,8 +26,8 @@ def own(tmp_path, monkeypatch):
     return make
 
 
-def test_a_name_is_taken_once(own):
-    """Catches a task that silently replaces another, as a run that goes on would then read other text."""
+def test_a_task_name_is_unique(own):
+    """Catches a task that silently replaces another: a resumed run would then read other text."""
     own()
     with pytest.raises(UserError, match=r"'own' exists \(registered at .*test_tasks\.py:\d+\); choose another"):
         own()
@@ -40,7 +38,7 @@ def test_a_name_is_taken_once(own):
 
 
 def test_splits_share_no_document_and_preprocessors_run_in_turn(own):
-    """Catches pieces of one document on both sides, text that is not normalised, and a separator that stays."""
+    """Catches pieces of one document in both splits, text that is not normalized, and a separator that stays."""
     task = own(tasks.split_on(), tasks.normalise(), tasks.keep(lambda d: not d["text"].endswith(" 7")), val_share=0.3)
     of = {split: [d["text"] for d in tasks.documents(task, split)] for split in tasks.SPLITS}
     numbers = {split: {text.split()[1] for text in texts} for split, texts in of.items()}
@@ -51,8 +49,8 @@ def test_splits_share_no_document_and_preprocessors_run_in_turn(own):
         next(tasks.documents(task, "test"))
 
 
-def test_a_prompt_is_read_and_not_learned(own):
-    """Catches weights a place too early or late, a prompt that counts, and an answer that is cut off too soon."""
+def test_a_prompt_is_input_but_not_a_target(own):
+    """Catches weights off by one position, a prompt that counts, and an answer that is truncated too soon."""
     both = lambda d: iter([{"question": "ab", "reply": "xyz"}])
     task = own(both, tasks.rekey(prompt="question", answer="reply"))
     tokens, weights = next(tasks.examples(task, "train"))
@@ -67,9 +65,9 @@ def test_a_prompt_is_read_and_not_learned(own):
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket", "mixture"])
-def test_a_run_counts_the_answers_alone(own, tmp_path, kind):
-    """Catches weights a place off, those of another shard or window, a prompt that counts, an answer that does not, and
-    weights that are forgotten in a bucket or beside a source that has none."""
+def test_only_answers_count_in_a_run(own, tmp_path, kind):
+    """Catches weights off by one, or of another shard or window, a prompt that counts, an answer that does not, and
+    weights lost in a bucket or in a mixture with a source without weights."""
     question = lambda d: iter([{"prompt": d["text"].upper() + "?", "answer": d["text"].split("<")[0]}])
     task = own(question, val_share=0.2)
     manifest = tasks.write(task, str(tmp_path / "home/own"))
@@ -82,7 +80,7 @@ def test_a_run_counts_the_answers_alone(own, tmp_path, kind):
     made = [dataset.batch(cfg, step) for step in range(-(-2 * windows // 5))]
     for tokens_T, targets_T, weights_T in (row for b in made for row in zip(
         *(b[f"{name}_BT"] for name in ("tokens", "targets", "weights")), strict=True)):  # fmt: skip
-        if tokens_T[1] == 65 == tokens_T[2]:  # plain: all of its targets count
+        if tokens_T[1] == 65 == tokens_T[2]:  # plain text: all targets count
             assert set(weights_T[targets_T == 65]) == {1}
         else:
             found += bytes(targets_T[weights_T > 0].astype(np.uint8).tolist())
@@ -93,7 +91,7 @@ def test_a_run_counts_the_answers_alone(own, tmp_path, kind):
 
 
 def test_weights_are_part_of_the_tokens(own, tmp_path):
-    """Catches a run that goes on though other targets count, a check that passes over weights, old ones that stay."""
+    """Catches a run that resumes with other targets, a check that ignores weights, and old weights that stay."""
     task, out = own(lambda d: iter([{"prompt": d["text"], "answer": "yes"}]), val_share=0.2), tmp_path / "own"
     tasks.write(task, str(out))
     cfg = preset("tiny", **{"data.path": str(out)})
@@ -112,8 +110,8 @@ def test_weights_are_part_of_the_tokens(own, tmp_path):
                          validation_weights=[np.ones_like(ids) for ids in both["val"]])  # fmt: skip
 
 
-def test_what_looks_like_control_is_text(own):
-    """Catches `<|endoftext|>` in a document that becomes the end of it."""
+def test_special_tokens_in_a_document_are_text(own):
+    """Catches `<|endoftext|>` in a document that ends it."""
     tokens, weights = next(tasks.examples(own(), "train"))
     assert np.count_nonzero(tokens == 256) == 1 and weights.sum() == len(tokens) - 1
 
@@ -125,7 +123,7 @@ def test_a_task_without_text_is_refused(own):
 
 
 def test_the_command_lists_tasks_and_prints_examples(capsys):
-    """Catches an example whose prompt and answer cannot be told apart, and a task that nobody finds."""
+    """Catches an example that does not separate prompt and answer, and a task that is not listed."""
     tasks.main([])
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == ["stdlib", "stdlib_functions"]

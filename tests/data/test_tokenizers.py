@@ -1,4 +1,4 @@
-"""A tokenizer of one's own: trained here, or read from Hugging Face's file, it gives the library's tokens."""
+"""Your own tokenizer, trained here or read from a Hugging Face file, gives the library's tokens."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def stdlib(*folders):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A rank file, trained on some files of the standard library, one of them with other alphabets."""
+    """A rank file trained on some files of the standard library, one of them with other alphabets."""
     folder = tmp_path_factory.mktemp("trained")
     for n, text in enumerate(stdlib("http", "logging", "encodings")[:40]):
         (folder / f"{n}.txt").write_text(text)
@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
 
 
 def hf(ranks, pattern):
-    """The library's tokenizer of such ranks, by a way that shares no line with ours: merges found by merging."""
+    """Build the library's tokenizer from ranks independently of our code, finding merges by merging."""
     letter = library_letters()
     spell = lambda token: "".join(letter[byte] for byte in token)
     merges = []
@@ -65,7 +65,7 @@ def hf(ranks, pattern):
 
 
 def library_letters():
-    """The letter of each byte that text can hold, by asking the library for the spelling of characters."""
+    """Return the letter of each byte that occurs in UTF-8, as the library spells it."""
     level = library.pre_tokenizers.ByteLevel(False, use_regex=False)
     found = hf_json.byte_letters()
     for character in map(chr, [*range(0xD800), *range(0xE000, 0x110000, 61)]):
@@ -75,9 +75,8 @@ def library_letters():
     return found
 
 
-def test_a_trained_tokenizer_is_the_library_s(trained):
-    """Catches ranks in another order than the merges, a pattern that cuts elsewhere, and a vocabulary of another size
-    than was asked for."""
+def test_a_trained_tokenizer_equals_the_library_s(trained):
+    """Catches ranks in another order than the merges, another pattern, and another vocabulary size than requested."""
     encoding = tokenizers.load(f"bpe:{trained}")
     assert (encoding.n_vocab, encoding.eot_token) == (1500, 1499)
     theirs = hf(encoding._mergeable_ranks, tokenizers.GPT2_PATTERN)
@@ -87,16 +86,16 @@ def test_a_trained_tokenizer_is_the_library_s(trained):
 
 @settings(max_examples=200)
 @given(st.text() | st.text(alphabet=" \n\t'stérd五<|endoftxt>\u00a0\u200d", max_size=60))
-def test_text_comes_back_as_it_was(trained, text):
-    """Catches text that is normalised, and an end of text written in a document that becomes one."""
+def test_text_round_trips(trained, text):
+    """Catches text that is normalized, and an end of text in a document that becomes a special token."""
     encoding = tokenizers.load(f"bpe:{trained}")
     ids = tokenizers.encode(encoding, text.encode()).tolist()
     assert encoding.decode_bytes(ids) == text.encode() and encoding.eot_token not in ids
 
 
-def test_a_document_of_spaces_is_taken(trained):
-    """Catches tiktoken's "Max stack size exceeded", at the ten millionth document of a crawl, and other tokens for all
-    text because of it."""
+def test_a_document_of_spaces_is_encoded(trained):
+    """Catches tiktoken's "Max stack size exceeded", at the ten millionth document of a crawl, and a workaround that
+    changes the tokens of all text."""
     encoding = tokenizers.load(f"bpe:{trained}")
     text = "words" + " " * 10**6 + "\n" * 10**6 + "五words " * 1000
     with pytest.raises(ValueError, match="Max stack size exceeded"):
@@ -106,8 +105,8 @@ def test_a_document_of_spaces_is_taken(trained):
     assert tokenizers.encode(encoding, short.encode()).tolist() == encoding.encode_ordinary(short)
 
 
-def test_every_character_and_every_byte_comes_back(trained):
-    """Catches one of Unicode's 1,112,064 characters that is lost, alone or beside others."""
+def test_every_character_and_every_byte_round_trips(trained):
+    """Catches one of Unicode's 1,112,064 characters that is lost, alone or next to others."""
     encoding = tokenizers.load(f"bpe:{trained}")
     every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     assert encoding.decode_bytes(tokenizers.encode(encoding, every.encode()).tolist()) == every.encode()
@@ -117,7 +116,7 @@ def test_every_character_and_every_byte_comes_back(trained):
 
 @pytest.mark.parametrize("pattern", ["GPT-2", "Llama 3"])
 def test_a_tokenizer_json_gives_the_library_s_tokens(tmp_path, trained, pattern):
-    """Catches another pattern, another id for the end of text, and special tokens that text can become."""
+    """Catches another pattern, another id for the end of text, and special tokens that text encodes to."""
     ranks = dict(tokenizers.load(f"bpe:{trained}")._mergeable_ranks)
     theirs = hf(ranks, LLAMA3 if pattern == "Llama 3" else tokenizers.GPT2_PATTERN)
     if pattern == "GPT-2":
@@ -140,7 +139,7 @@ def test_a_tokenizer_json_gives_the_library_s_tokens(tmp_path, trained, pattern)
 
 
 def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path, trained):
-    """Catches tokens that are not the library's, without a word."""
+    """Catches tokens that silently differ from the library's."""
     theirs = hf(dict(tokenizers.load(f"bpe:{trained}")._mergeable_ranks), tokenizers.GPT2_PATTERN)
     good = json.loads(theirs.to_str())
     merges = good["model"]["merges"]
@@ -176,7 +175,7 @@ def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path, trained):
 
 
 def test_a_text_too_small_for_its_vocabulary_is_refused(tmp_path, capsys):
-    """Catches a rank file with fewer ids than were asked for, without a word."""
+    """Catches a rank file that silently has fewer ids than requested."""
     (tmp_path / "a.txt").write_text("abab " * 9)
     words = ["--source", f"text:{tmp_path}/a.txt", "--out", str(tmp_path / "a.bpe")]
     assert train_tokenizer.main([*words, "--vocabulary", "4096"]) == 2
@@ -189,8 +188,8 @@ def test_a_text_too_small_for_its_vocabulary_is_refused(tmp_path, capsys):
         train_tokenizer.Arguments("x", vocabulary=256)
 
 
-def test_a_sample_comes_from_all_over_the_text(tmp_path, monkeypatch):
-    """Catches a tokenizer trained on the beginning of a large text alone."""
+def test_a_sample_covers_the_whole_text(tmp_path, monkeypatch):
+    """Catches a tokenizer trained only on the beginning of a large text."""
     monkeypatch.setattr(train_tokenizer.sources, "LEAST_UNIT_BYTES", 100)
     for n in range(40):
         (tmp_path / f"{n:02}.txt").write_text(f"{n:02}" * 60)

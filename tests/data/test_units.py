@@ -1,4 +1,4 @@
-"""Claims about work in units: who does it and when it is killed do not show, and what is done is not done again."""
+"""Work in units: results don't depend on the workers or on kills, and finished work is not repeated."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ UNITS = 8
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A source of 8 units, seven in one file, cut inside it: lines of words, of unequal length, no two the same."""
+    """A source of 8 units, seven of them in one file: distinct lines of words, of unequal length."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(0)
     with open(folder / "rows.jsonl", "w") as out:
         size = number = 0
@@ -47,7 +47,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def right(corpus, tmp_path_factory):
-    """What one process makes of the corpus, never stopped."""
+    """The output of one process that is never interrupted."""
     out = tmp_path_factory.mktemp("right") / "tokens"
     manifest = prepare.prepare(prepare.Arguments(str(out), corpus, shard_tokens=999_983))
     assert [unit["parts"] for unit in manifest["units"]] == [2, *[1] * (UNITS - 2)], "the first holds two files"
@@ -59,15 +59,15 @@ def finished_units(out: Path, pattern: str = "unit-*") -> list[Path]:
 
 
 def kill_when(ready, source: str, out: Path, *words) -> None:
-    """Start the command, and kill it, its workers not, as soon as it is so far."""
+    """Start the command, and kill it, but not its workers, once it reaches a point."""
     with subprocess.Popen(command(source, out, *words), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not ready():
             time.sleep(0.001)
         process.kill()
 
 
-def test_units_are_put_together_as_the_documents_lie(corpus, right, tmp_path):
-    """Catches a document lost, doubled or moved where a file is cut, and rows that are numbered from each cut on."""
+def test_units_keep_the_order_of_the_documents(corpus, right, tmp_path):
+    """Catches a document lost, doubled or moved where a file is split, and row numbers that restart at each split."""
     streams = {"train": [], "val": []}
     for document in sources.read_documents(corpus):
         streams[units.split_of(document.name, 0.05)] += [256, *document.text]
@@ -83,16 +83,16 @@ def test_units_are_put_together_as_the_documents_lie(corpus, right, tmp_path):
         assert manifest["splits"][split]["unique_tokens"] == len(set(wanted))
 
 
-def test_the_number_of_processes_does_not_show(corpus, right, tmp_path):
-    """Catches units that are put together as they come, and an order that hangs on who was first."""
+def test_shards_do_not_depend_on_the_number_of_processes(corpus, right, tmp_path):
+    """Catches units assembled in the order in which they finish."""
     out = tmp_path / "tokens"
     subprocess.run(command(corpus, out, "--workers", "3"), cwd=ROOT, check=True, capture_output=True)
     assert files(out) == right
 
 
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.repeat)])
-def test_a_kill_does_not_show_and_costs_what_was_under_way(corpus, right, tmp_path, workers):
-    """Catches work that begins anew after a kill, and half a file that is taken for a whole one."""
+def test_a_kill_changes_no_shard_and_loses_only_unfinished_units(corpus, right, tmp_path, workers):
+    """Catches work that restarts from the beginning after a kill, and half a file taken for a complete one."""
     out, words = tmp_path / "tokens", ("--workers", workers)
     kill_when(lambda: len(finished_units(out)) >= 3, corpus, out, *words)
     first = {path: path.stat().st_mtime_ns for path in finished_units(out)}
@@ -100,7 +100,7 @@ def test_a_kill_does_not_show_and_costs_what_was_under_way(corpus, right, tmp_pa
     kill_when(lambda: len(finished_units(out, "*.npy")) >= 5, corpus, out, *words)
     assert {path: path.stat().st_mtime_ns for path in finished_units(out) if path in first} == first
     for n, path in enumerate([*finished_units(out), *finished_units(out, "*.npy"), *finished_units(out, "*.npy.json")]):
-        if n % 3:  # the machine went down with it
+        if n % 3:  # as if the machine lost power
             os.truncate(path, (0, 20, path.stat().st_size // 2)[n % 3])
     subprocess.run(command(corpus, out, *words), cwd=ROOT, check=True, capture_output=True)
     assert files(out) == right
@@ -110,8 +110,8 @@ MOMENTS = [pytest.param(seed, marks=[pytest.mark.repeat] if seed > 2 else []) fo
 
 
 @pytest.mark.parametrize("seed", MOMENTS)
-def test_any_moment_of_a_kill_does_not_show(corpus, right, tmp_path, seed):
-    """Catches a moment that the test above does not meet; a process that outlives its command is among them."""
+def test_a_kill_at_any_moment_changes_no_shard(corpus, right, tmp_path, seed):
+    """Catches moments that the test above misses, including a worker that outlives its command."""
     out, random_of = tmp_path / "tokens", random.Random(seed)
     moment, workers = time.monotonic() + random_of.uniform(0.4, 2), str(random_of.randrange(1, 3))
     kill_when(lambda: time.monotonic() > moment, corpus, out, "--workers", workers)
@@ -120,18 +120,18 @@ def test_any_moment_of_a_kill_does_not_show(corpus, right, tmp_path, seed):
 
 
 class Killed(BaseException):
-    """What a kill is here: nothing that comes after it is done."""
+    """Stands for a kill: nothing runs after it."""
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_every_step_of_putting_in_place_can_be_the_last(tmp_path, monkeypatch, overwrite):
-    """Catches a directory that is taken for complete, or shards lost, after a kill between two renames."""
+def test_a_kill_at_any_step_of_publishing_is_safe(tmp_path, monkeypatch, overwrite):
+    """Catches a directory taken for complete, or lost shards, after a kill between two renames."""
     for n in range(12):
         (tmp_path / f"{n}.txt").write_text(f"{n} some words " * 9)
     source = f"text:{tmp_path}/*.txt"
     arguments = lambda out, **more: prepare.Arguments(str(out), source, val_share=0.3, shard_tokens=300, **more)
     prepare.prepare(arguments(tmp_path / "right"))
-    monkeypatch.setattr(prepare, "_remove_work", lambda out: None)  # nor what comes after an error
+    monkeypatch.setattr(prepare, "_remove_work", lambda out: None)  # and no cleanup after an error
     names = ("remove", "move_from", "write")
     whole = {name: getattr(shards.Folder, name) for name in names}
     for last in range(100):
@@ -169,8 +169,8 @@ def test_every_step_of_putting_in_place_can_be_the_last(tmp_path, monkeypatch, o
     assert last > 10, "a kill at each of many steps"
 
 
-def test_a_source_that_changed_is_not_mixed_with_what_it_was(tmp_path, monkeypatch):
-    """Catches units that are known by their number: after a kill, a text that was mended comes out as it was."""
+def test_a_changed_source_is_not_mixed_with_its_old_units(tmp_path, monkeypatch):
+    """Catches units identified by number: after a kill, a corrected text would keep its old tokens."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 100)
     for n in range(9):
         (tmp_path / f"{n}.txt").write_text(f"{n} old words " * 8)
@@ -201,9 +201,9 @@ def test_a_source_that_changed_is_not_mixed_with_what_it_was(tmp_path, monkeypat
 
 @pytest.mark.parametrize("most_bytes, kept_units, name", [(50_000, 1, "unit-"), (150_000, 9, "train-00000")])
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_what_is_not_written_is_not_done(tmp_path, monkeypatch, capfd, most_bytes, kept_units, name, workers):
-    """Catches a file cut short by the system that is taken for whole, an error that does not name it, and work done
-    twice. The limit is the kernel's own, of the size of a file; a full disk fails alike, in the same call."""
+def test_a_failed_write_is_not_a_finished_unit(tmp_path, monkeypatch, capfd, most_bytes, kept_units, name, workers):
+    """Catches a truncated file taken for complete, an error that does not name it, and repeated work. The kernel's
+    limit on the size of a file fails in the same call as a full disk."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1000)
     for n in range(9):
         (tmp_path / f"{n}.txt").write_text(f"{n} some words, " * (2000 if n else 100))
@@ -228,8 +228,8 @@ def test_what_is_not_written_is_not_done(tmp_path, monkeypatch, capfd, most_byte
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_shards_of_another_size_are_not_taken_up(tmp_path, monkeypatch):
-    """Catches shards that are known by their number: units stay, and what is made of them changes with the cut."""
+def test_shards_of_another_size_are_not_reused(tmp_path, monkeypatch):
+    """Catches shards identified by number: the units are the same, but shards change with --shard-tokens."""
     for n in range(12):
         (tmp_path / f"{n}.txt").write_text(f"{n} some words " * 9)
     make = lambda out, shard_tokens: prepare.prepare(
@@ -252,7 +252,7 @@ def test_shards_of_another_size_are_not_taken_up(tmp_path, monkeypatch):
 
 
 def test_text_that_is_refused_is_named_by_any_process(tmp_path):
-    """Catches the traceback of another process, in place of the file and the byte."""
+    """Catches the traceback of a worker in place of the file and the byte."""
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(bytes([n])), n) for n in range(256))
     (tmp_path / "ranks.bpe").write_bytes(ranks)
     for n in range(3):
@@ -270,13 +270,13 @@ def _dies(_shared, _task):
     os._exit(1)
 
 
-def test_a_worker_that_dies_is_said(tmp_path):
-    """Catches a pool that hangs, or fails with a traceback, when the system ends a process for want of memory."""
+def test_a_killed_worker_is_reported(tmp_path):
+    """Catches a pool that hangs, or fails with a traceback, when the system kills a worker for lack of memory."""
     with pytest.raises(UserError, match=r"a worker process was killed, .*: use fewer --workers"):
         list(engine.run(_dies, None, range(4), 2, "processes", ""))
 
 
-def test_two_commands_do_not_work_in_one_place(tmp_path):
+def test_two_commands_cannot_use_one_folder(tmp_path):
     """Catches two commands that remove each other's files."""
     folder = shards.Folder(str(tmp_path))
     message = "another process uses this folder"
@@ -286,15 +286,15 @@ def test_two_commands_do_not_work_in_one_place(tmp_path):
         pass
 
 
-def test_workers_below_none_are_refused():
+def test_a_negative_number_of_workers_is_refused():
     """Catches a number that a pool would refuse with a traceback."""
     with pytest.raises(UserError, match="workers=-1: must be 0, for every core, or more"):
         prepare.Arguments("out", workers=-1)
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 20, 1000])
-def test_shards_are_cut_as_by_hand(shard_tokens):
-    """Catches a cut by sums that differs from one document after the other."""
+def test_shards_are_planned_like_a_reference(shard_tokens):
+    """Catches a plan by cumulative sums that differs from one document after the other."""
     rng = np.random.default_rng(0)
     cut, shards_by_hand, held = shards.ShardPlanner("train", shard_tokens), [], []
     for unit in range(5):
@@ -327,7 +327,7 @@ print(*(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, reso
 
 
 def test_memory_is_bounded_by_the_workers_not_by_the_corpus(tmp_path):
-    """Catches documents, units or lengths that the command or a worker keeps: ten times the text takes as much."""
+    """Catches documents, units or lengths that stay in memory: ten times the text must not take more."""
     peaks = []
     for times in (1, 10):
         source = tmp_path / f"{times}.jsonl"
