@@ -1,4 +1,4 @@
-"""Claims about the model card: the hub can read its header, and it says of a run what is known, and no more."""
+"""The model card: the hub can read its header, and it states what is known about a run, and no more."""
 
 import json
 
@@ -27,14 +27,14 @@ def run(tmp_path):
 
 
 def render(run, about=ABOUT, step=8, scores=None, hf=None):
-    """The header, as YAML is read, and the rest of a card."""
+    """Return the parsed YAML header and the rest of a card."""
     text = card.render_card(run, about, sharding.named(model.declare(CFG.model)), step, scores or {}, hf)
     _, header, rest = text.split("---\n", 2)
     return yaml.safe_load(header), rest
 
 
-def test_the_card_says_what_the_run_says(run):
-    """Catches losses of a step after the one that is written, a number that is none, and a place on someone's disk."""
+def test_the_card_matches_the_run(run):
+    """Catches losses of a later step than the exported one, a number that is not one, and a local path."""
     header, text = render(run)
     assert header == {"library_name": "jax", "pipeline_tag": "text-generation", "tags": ["axis-by-axis"]}
     for line in ("| steps | 8 of 10 |", "| tokens seen | 2,304 |", "| training loss, step 8 | 2.5000 nats per token |",
@@ -50,21 +50,21 @@ def test_the_card_says_what_the_run_says(run):
     assert "| training loss, step 4 | 3.2500 nats per token |" in text and "validation" not in text
 
 
-def test_what_slim_keeps_is_said_of_its_folder_too(run, tmp_path):
-    """Catches a card that knows less after the second conversion than after the first: metrics.jsonl stays behind."""
+def test_the_card_of_an_exported_folder_is_as_complete(run, tmp_path):
+    """Catches a card with less after a second conversion, because metrics.jsonl is not copied."""
     slim = ABOUT | {"slim": {"step": 8, "rows": card.last_rows(run, ABOUT, 8)}}
     assert render(tmp_path, about=slim, step=None) == render(run)
 
 
-def test_a_folder_for_transformers_says_how_it_is_loaded(run):
+def test_the_card_of_a_hugging_face_folder_shows_how_to_load_it(run):
     """Catches a card that shows our commands for a folder that transformers loads."""
     header, text = render(run, hf={"model_type": "llama"})
     assert (header["library_name"], header["tags"]) == ("transformers", ["axis-by-axis", "llama"])
     assert "AutoModelForCausalLM.from_pretrained(DIR)" in text and "python -m generate" not in text
 
 
-def test_scores_are_the_hubs_results(run, tmp_path):
-    """Catches results without the task, data set or number that the hub asks for, and a number that is not finite."""
+def test_scores_become_results_of_the_hub(run, tmp_path):
+    """Catches results without the task, data set or number that the hub requires, and a number that is not finite."""
     (tmp_path / "s.json").write_text('{"copy": {"exact|match": 0.5, "n": 64, "ok": true}, "loss": 2.0, "bad": NaN}')
     scores = card.read_scores(str(tmp_path / "s.json"))
     assert scores == {("copy", "exact|match"): 0.5, ("copy", "n"): 64, ("", "loss"): 2.0}
@@ -80,7 +80,7 @@ def test_scores_are_the_hubs_results(run, tmp_path):
 
 @pytest.mark.parametrize("text, message", [("{", "not JSON: "), ('{"a": "b", "c": [true]}', "s.json has no number; ")])
 def test_a_file_without_scores_is_refused(text, message, tmp_path):
-    """Catches a card that is written without what was asked for."""
+    """Catches a card that is written without the requested scores."""
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(UserError, match=message):
         card.read_scores(str(tmp_path / "s.json"))

@@ -1,6 +1,6 @@
-"""Claims about converted weights: they compute what Hugging Face computes, and nothing is lost on the way.
+"""Converted weights compute what Hugging Face computes, and the conversion loses nothing.
 
-The witnesses are tiny random models made by `fixtures/make_reference.py`; nothing here imports torch or transformers.
+The references are tiny random models from `fixtures/make_reference.py`; nothing here imports torch or transformers.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from weights.families import FAMILIES, config_from_hf, config_to_hf, declare
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"
-# Each must divide its family's odd sizes. Llama keeps its two key heads together, or their order would not matter.
+# Each divides its family's odd sizes. Llama's two key heads stay on one device, or their order would not matter.
 MESHES = {"llama": "fsdp=2,context=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
           "arcee": "fsdp=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
@@ -38,12 +38,12 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def tiny(name="tiny", **settings):
-    """The tiny preset in a shape that a Hugging Face model can have: every layer MoE or none, all of them rotary."""
+    """The tiny preset in a shape of a Hugging Face model: every layer or none is MoE, and all are rotary."""
     return preset(name, **{"model.moe_every": 1, "model.no_rope_every": 0} | settings)
 
 
 DENSE = {"model.n_experts": 0, "model.attention": "gqa", "model.dense_prefix": 0, "model.balance_rate": 0.0}
-# Shapes that no fixture has. MLA without a query latent is another row of the table; tied embeddings are one less.
+# Shapes without a fixture. MLA without a query latent uses another row of the table; tied embeddings omit one.
 OTHERS = {
     "tiny": tiny(),
     "no query latent": tiny(**{"model.d_query_latent": 0}),
@@ -53,7 +53,7 @@ PUBLISHED = {name: preset(name).model for name in ("gptj_6b", "llama3_8b", "mixt
 
 
 def command(*argv, capsys=None):
-    """Run the command line in this process; returns the exit status, and what it said if asked."""
+    """Run the command line in this process; return the exit status, and its output if `capsys` is given."""
     status = main([str(word) for word in argv])
     return (status, *capsys.readouterr()) if capsys else status
 
@@ -73,7 +73,7 @@ def of_reference(family, c, mesh):
     B, T = tokens_BT.shape
     ones_BT = np.ones((B, T), np.int32)
     positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    weights_BT = np.float32(positions_BT < T - 1)  # nothing follows the last one
+    weights_BT = np.float32(positions_BT < T - 1)  # the last position has no target
     batch = sharding.put(dict(tokens_BT=tokens_BT, targets_BT=np.roll(tokens_BT, -1, axis=1), weights_BT=weights_BT,
                               positions_BT=positions_BT, segments_BT=ones_BT), mesh)  # fmt: skip
     settings = {"mesh": MeshConfig.parse(MESHES[family]), "data.seq_len": T, "data.batch_size": B}
@@ -82,7 +82,7 @@ def of_reference(family, c, mesh):
 
 @functools.cache
 def compiled(family, c):
-    """Logits of tokens [B, T] under converted weights, on the family's mesh: compiled once a family."""
+    """Logits of tokens [B, T] under converted weights, on the family's mesh: compiled once per family."""
     mesh = sharding.make_mesh(MESHES[family])
     batch, cfg = of_reference(family, c, mesh)
     function = pipeline.logits(cfg, mesh)
@@ -90,7 +90,7 @@ def compiled(family, c):
 
 
 def difference(family, run):
-    """The largest difference between our logits and the library's."""
+    """Return the largest difference between our logits and the library's."""
     c = dataclasses.replace(convert.read_config(run), precision="float32")
     mesh, logits = compiled(family, c)
     want_BTV = np.load(FIXTURES / family / "reference.npz")["logits_BTV"]
@@ -115,7 +115,7 @@ def change_tensors(folder, change):
 
 
 def write_run(cfg, run, dtype="float32"):
-    """A run directory as `from-hf` wrote it in .npy files, with drawn weights. Returns them by name."""
+    """A run directory as `from-hf` wrote it in .npy files, with random weights. Returns them by name."""
     weights = {name: x.astype(dtype) for name, x in sharding.named(draw(declare(cfg.model))).items()}
     (run / "weights").mkdir(parents=True)
     for name, x in weights.items():
@@ -126,21 +126,21 @@ def write_run(cfg, run, dtype="float32"):
     return weights
 
 
-# What they compute ----------------------------------------------------------------------------------------------------
+# What the model computes ----------------------------------------------------------------------------------------------
 
 
 @every_family
 def test_converted_weights_say_what_the_library_says(family, runs):
-    """An independent witness: another library's logits. Catches what our own reference and our model both get wrong.
+    """Compares with another library's logits. Catches errors that our own reference and our model share.
 
     float32 on both sides, sums in another order: about 1e-5 at logits of size 7.
     """
     assert difference(family, runs[family]) < 1e-4
 
 
-def test_gradients_are_what_the_library_says(runs, tmp_path):
-    """Logits are half of a trainer. Catches a bias counted once for each device, a norm whose mean takes no gradient,
-    and a sum over the wrong axes: the library's gradients, read by the table of its tensors, are ours."""
+def test_gradients_equal_the_library_s(runs, tmp_path):
+    """Logits test half of a trainer. Catches a bias counted once per device, a norm whose mean has no gradient, and a
+    sum over the wrong axes. The table of its tensors also converts the library's gradients."""
     mesh, c = sharding.make_mesh(MESHES["gptj"]), convert.read_config(runs["gptj"])
     batch, cfg = of_reference("gptj", c, mesh)
     _, _, got = pipeline.loss_and_grads(cfg, mesh)(convert.load_weights(runs["gptj"], declare(c), mesh), batch, 0)
@@ -151,17 +151,17 @@ def test_gradients_are_what_the_library_says(runs, tmp_path):
     assert_gradients_close(*(jax.tree.map(np.asarray, x) for x in (got, want)), share=1e-4, what="gptj")
 
 
-# Copies of a row, each with a mistake that keeps every shape: (family, tensor, wrong layout, wrong parameters).
+# Copies of a row with a mistake that keeps all shapes: (family, tensor, wrong layout, wrong parameters).
 WRONG_ROWS = [
-    ("llama", "self_attn.q_proj.weight", "KH D", None),  # heads and their entries exchanged
+    ("llama", "self_attn.q_proj.weight", "KH D", None),  # heads and their entries swapped
     ("llama", "self_attn.o_proj.weight", "D KH", None),
-    ("llama", "self_attn.q_proj.weight", "HK' D", None),  # rotary pairs neighbours where they are not
+    ("llama", "self_attn.q_proj.weight", "HK' D", None),  # interleaved rotary pairs where they are half-split
     ("llama", "self_attn.k_proj.weight", "GK D", ["attention.w_value_DGK"]),
     ("llama", "mlp.gate_proj.weight", "F D", ["feed_forward.w_up_DF"]),
     ("llama", "input_layernorm.weight", "D", ["norm_feed_forward_D"]),
     ("mixtral", "block_sparse_moe.experts.{expert}.w1.weight", "M D", ["feed_forward.w_up_EDM"]),
     ("mixtral", "self_attn.v_proj.weight", "KG D", None),
-    ("deepseek_v3", "self_attn.q_b_proj.weight", "H[K|R] Q", None),  # half-split where it is interleaved
+    ("deepseek_v3", "self_attn.q_b_proj.weight", "H[K|R] Q", None),  # half-split where they are interleaved
     ("deepseek_v3", "self_attn.q_b_proj.weight", "H[R'|K] Q", None),
     ("deepseek_v3", "self_attn.q_b_proj.weight", "[K|R']H Q", None),
     ("deepseek_v3", "self_attn.kv_a_proj_with_mqa.weight", "[C|R] D", None),
@@ -170,7 +170,7 @@ WRONG_ROWS = [
     ("deepseek_v3", "self_attn.o_proj.weight", "D UH", None),
     ("deepseek_v3", "mlp.shared_experts.gate_proj.weight", "F D", ["feed_forward.shared.w_up_DF"]),
     ("gptj", "attn.q_proj.weight", "HK D", None),
-    ("gptj", "attn.q_proj.weight", "HK' D", None),  # pairs past those that are turned
+    ("gptj", "attn.q_proj.weight", "HK' D", None),  # pairs beyond rope_dims
     ("gptj", "attn.k_proj.weight", "K{rope_dims}'G D", None),
     ("gptj", "attn.out_proj.weight", "HK D", None),  # square: a transpose keeps the shape
     ("gptj", "attn.v_proj.weight", "D GK", None),
@@ -181,7 +181,7 @@ WRONG_ROWS = [
 
 
 def with_wrong_row(family, theirs, layout, ours):
-    """The family with one row changed; the row that held the parameters now claimed takes this row's in exchange."""
+    """Return the family with one row changed; if it takes another row's parameters, the rows swap them."""
     (old,) = [r for r in FAMILIES[family].layer if r.hf_name == theirs]
     new = old._replace(layout=layout, parameters=tuple(ours or old.parameters))
     swap = {ours[0]: old.parameters[0]} if ours else {}
@@ -193,14 +193,14 @@ def with_wrong_row(family, theirs, layout, ours):
 
 
 @pytest.mark.parametrize("family, theirs, layout, ours", WRONG_ROWS)
-def test_a_wrong_row_shows_in_the_logits(family, theirs, layout, ours, monkeypatch, tmp_path):
-    """Catches fixtures too regular to tell a right table from a wrong one: no mistake here changes a shape."""
+def test_a_wrong_row_changes_the_logits(family, theirs, layout, ours, monkeypatch, tmp_path):
+    """Catches fixtures too regular to reveal a wrong table: no mistake here changes a shape."""
     monkeypatch.setitem(families.FAMILIES, family, with_wrong_row(family, theirs, layout, ours))
     convert.from_hf(FIXTURES / family, tmp_path / "run")
     assert difference(family, tmp_path / "run") > 1e-2
 
 
-# There and back -------------------------------------------------------------------------------------------------------
+# Round trips ----------------------------------------------------------------------------------------------------------
 
 
 @every_family
@@ -216,7 +216,7 @@ def test_there_and_back_is_bit_equal(family, runs, tmp_path):
         json.loads((folder / "config.json").read_text()) for folder in (FIXTURES / family, tmp_path / "back")
     )
     assert config_from_hf(ours) == config_from_hf(theirs)
-    theirs |= {"torch_dtype": theirs.pop("dtype")} | theirs.pop("rope_parameters", {})  # the same in the older spelling
+    theirs |= {"torch_dtype": theirs.pop("dtype")} | theirs.pop("rope_parameters", {})  # the same in older names
     assert {name: ours[name] for name in theirs if name not in ("transformers_version", "rope_type")} == {
         name: value for name, value in theirs.items() if name not in ("transformers_version", "rope_type")
     }
@@ -224,8 +224,8 @@ def test_there_and_back_is_bit_equal(family, runs, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_back_and_there_is_bit_equal(name, dtype, monkeypatch, tmp_path):
-    """Shapes no fixture has, in many files with an index, in both dtypes. Catches a cast, and files that overlap."""
+def test_export_and_import_is_bit_equal(name, dtype, monkeypatch, tmp_path):
+    """Shapes without a fixture, in several indexed files, in both dtypes. Catches a cast and overlapping files."""
     monkeypatch.setattr(folders, "FILE_BYTES", 0)
     want = write_run(OTHERS[name], tmp_path / "run", dtype)
     assert command("to-hf", tmp_path / "run", "--out", tmp_path / "hf") == 0
@@ -239,7 +239,7 @@ def test_back_and_there_is_bit_equal(name, dtype, monkeypatch, tmp_path):
 
 
 def test_a_training_run_is_converted_from_its_newest_checkpoint(tmp_path, capsys):
-    """Catches reading moments for parameters, an older step, and stale converted weights beside newer checkpoints."""
+    """Catches moments read as parameters, an older step, and stale converted weights used in place of checkpoints."""
     cfg = OTHERS["tiny"]
     write_run(cfg, tmp_path / "run")
     old, new = draw(model.declare(cfg.model), seed=1), draw(model.declare(cfg.model), seed=2)
@@ -266,13 +266,13 @@ def test_a_training_run_is_converted_from_its_newest_checkpoint(tmp_path, capsys
 @pytest.mark.parametrize("c", [*PUBLISHED.values(), *(cfg.model for cfg in OTHERS.values())],
                          ids=[*PUBLISHED, *OTHERS])  # fmt: skip
 def test_every_parameter_appears_exactly_once(c):
-    """Catches a parameter without a row, two rows for one, a layer or an expert left out, a tensor named twice."""
+    """Catches a parameter without a row, two rows for one, a missing layer or expert, a tensor named twice."""
     want = {(name, index)
             for name, d in sharding.named(declare(c)).items()
             for index in np.ndindex(d.shape[: d.dims.index(name.rsplit("_", 1)[1])])}  # fmt: skip
     found = families.pieces(c)
     parts = [(p.name, p.index) for piece in found for p in piece.parts]
-    # Experts are one index deeper: theirs are apart, ours are a letter of the parameter.
+    # Experts are one index deeper: separate tensors on disk, and a dim of our parameters.
     whole = {(name, index[: len(index) - ("E" in name.rsplit("_", 1)[1] and len(name.rsplit("_", 1)[1]) == 3)])
              for name, index in parts}  # fmt: skip
     assert whole == want and len(parts) == len(set(parts))
@@ -280,15 +280,15 @@ def test_every_parameter_appears_exactly_once(c):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
-def test_a_row_that_is_missing_is_named(name, monkeypatch):
-    """Catches a parameter that no tensor holds: each row of a table is taken out in turn."""
+def test_a_missing_row_is_named(name, monkeypatch):
+    """Catches a parameter that no tensor contains: each row of a table is removed in turn."""
     c = OTHERS[name].model if name in OTHERS else config_from_hf(folders.Folder(FIXTURES / name).json("config.json"))
     kind = families.family_of(c)
     family, there, found = FAMILIES[kind], " ".join(sharding.named(declare(c))) + " ", 0
     for part in ("outside", "layer"):
         for gone in getattr(family, part):
             if f"{gone.parameters[0]} " not in there or (gone.needs and not gone.needs(c)):
-                continue  # a tensor that this model does not have
+                continue  # a tensor that this model lacks
             rest = tuple(r for r in getattr(family, part) if r is not gone)
             monkeypatch.setitem(FAMILIES, kind, dataclasses.replace(family, **{part: rest}))
             with pytest.raises(
@@ -300,8 +300,8 @@ def test_a_row_that_is_missing_is_named(name, monkeypatch):
 
 
 @every_family
-def test_every_number_on_disk_is_some_number_of_ours(family):
-    """Catches a layout that leaves a column out or takes one twice: counting, on an array of zeros."""
+def test_every_number_on_disk_is_one_of_our_parameters(family):
+    """Catches a layout that omits a column or uses one twice, by counting on an array of zeros."""
     c = config_from_hf(folders.Folder(FIXTURES / family).json("config.json"))
     declared = sharding.named(declare(c))
     for piece in families.pieces(c):
@@ -314,7 +314,7 @@ def test_every_number_on_disk_is_some_number_of_ours(family):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_settings_go_there_and_back(name):
+def test_settings_round_trip(name):
     """The published shapes. Catches a setting that is written under one name and read under another."""
     c, training = PUBLISHED[name], {"balance_loss", "balance_rate"}
     back = config_from_hf(json.loads(json.dumps(config_to_hf(c))))
@@ -324,14 +324,14 @@ def test_settings_go_there_and_back(name):
     assert differ <= training | unused, differ
 
 
-def test_gptj_6b_counts_as_published():
-    """6,050,882,784, by shape alone. Catches a bias too many or too few."""
+def test_gptj_6b_has_the_published_number_of_parameters():
+    """6,050,882,784, from shapes only. Catches a bias too many or too few."""
     assert sum(d.size for d in sharding.named(declare(preset("gptj_6b").model)).values()) == 6_050_882_784
 
 
 @every_family
 def test_fixtures_stay_small(family):
-    """Catches a witness that would weigh on every clone."""
+    """Catches a fixture that makes every clone slow."""
     assert sum(file.stat().st_size for file in (FIXTURES / family).iterdir()) < 1_000_000
 
 
@@ -339,7 +339,7 @@ def test_fixtures_stay_small(family):
 
 
 def refused(folder, tmp_path, capsys):
-    """The message with which from-hf refuses a folder: status 2, one line, and nothing left behind."""
+    """Return the error of from-hf for a folder; checks status 2, one line, and that nothing is left behind."""
     status, _, said = command("from-hf", folder, "--out", tmp_path / "out", capsys=capsys)
     assert status == 2 and said.startswith("error: ") and "Traceback" not in said
     assert not list(tmp_path.glob("out*"))
@@ -365,7 +365,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize("family, name, value", UNSUPPORTED)
 def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
-    """Catches a setting that changes the function and is passed over: the logits would be wrong without a word."""
+    """Catches a setting that changes the function and is ignored: the logits would silently be wrong."""
     hf = folders.Folder(FIXTURES / family).json("config.json") | {name: value}
     ours = {"n_shared_experts": "n_shared", "rotary_dim": "rope_dims", "num_experts_per_tok": "top_k"}.get(name, name)
     with pytest.raises(UserError, match=rf"{ours}=.*{str(value)[-4:].strip('})')}"):
@@ -373,8 +373,8 @@ def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
 
 
 @pytest.mark.parametrize("family, name", [("llama", "hidden_size"), ("deepseek_v3", "n_group"), ("gptj", "rotary_dim")])
-def test_a_setting_left_out_is_not_guessed(family, name):
-    """Catches our default in the place of the library's: n_group left out means 8 there."""
+def test_a_missing_setting_has_the_library_s_default(family, name):
+    """Catches our default in place of the library's: a missing n_group means 8 there."""
     hf = folders.Folder(FIXTURES / family).json("config.json")
     del hf[name]
     with pytest.raises(UserError, match=name):
@@ -386,8 +386,8 @@ def test_a_setting_left_out_is_not_guessed(family, name):
     [("no_rope_every", 3), ("moe_every", 2), ("n_shared", 0), ("balance_rate", 0.0), ("activation", "gelu"),
      ("norm_eps", 1e-5), ("capacity_factor", 1.5), ("top_k", 1)],
 )  # fmt: skip
-def test_what_their_model_cannot_do_is_refused_by_name(setting, value):
-    """Catches a folder that loads over there and computes something else."""
+def test_what_the_library_s_model_cannot_do_is_refused_by_name(setting, value):
+    """Catches a folder that transformers loads and computes differently."""
     c = tiny(**{f"model.{setting}": value, "model.n_layers": 5}).model
     with pytest.raises(UserError, match=rf"\(deepseek_v3\) cannot express .*model\.{setting}={value!r}"):
         config_to_hf(c)
@@ -399,14 +399,14 @@ FITS = {"laptop": "deepseek_v3", "dense_124m": "arcee", "llama3_8b": "llama", "m
 
 @pytest.mark.parametrize("name", FITS)
 def test_a_preset_has_a_class_in_transformers(name):
-    """Catches a preset that `to-hf` wrote, and no longer does."""
+    """Catches a preset that `to-hf` could write before, and no longer can."""
     c = preset(name).model
     assert config_to_hf(c)["model_type"] == FITS[name] and families.pieces(c)
 
 
 @pytest.mark.parametrize("family", ["", "llama"])
 def test_a_model_without_a_class_in_transformers_is_refused(family, tmp_path, capsys):
-    """Catches a refusal that names the first setting of several, or not what else to do."""
+    """Catches an error that names only the first of several settings, or does not say what else to do."""
     write_run(preset("tiny"), tmp_path / "run")
     flags = ["--family", family] if family else []
     status, _, said = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf", *flags, capsys=capsys)
@@ -427,23 +427,23 @@ UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY,
 
 @pytest.mark.parametrize("family", UNUSED)
 def test_every_setting_of_ours_is_known_to_a_family(family):
-    """Catches a new setting that changes what the model computes, and that to-hf passes over. It is one of theirs, has
-    one value that theirs is like, steers training only, or plays no part in a model of this family."""
+    """Catches a new setting that changes the model and that to-hf ignores. Each setting must map to one of Hugging
+    Face's, be fixed to an equivalent value, affect only training, or be unused in a model of this family."""
     known = (
         {s.field for s in FAMILIES[family].settings} | set(FAMILIES[family].fixed_fields) | set(init_from.KEPT_SETTINGS)
     )
     assert known | set(UNUSED[family].split()) == {f.name for f in dataclasses.fields(ModelConfig)}
 
 
-def test_gates_as_they_are_go_there_and_back():
-    """Catches gates that are renormalised over there only."""
+def test_unnormalized_gates_round_trip():
+    """Catches gates that only transformers renormalizes."""
     c = tiny(**{"model.normalize_gates": False, "model.top_k": 1}).model
     hf = config_to_hf(c)
     assert hf["norm_topk_prob"] is False and config_from_hf(hf).normalize_gates is False
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, capsys):
-    """Missing, extra, of another shape, of another dtype than its neighbours in one array: each by name."""
+    """A tensor is named if it is missing, unexpected, or of another shape or dtype than the rest of its array."""
     q, v = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.self_attn.v_proj.weight"
     cases = {
         "missing": (lambda t: t.pop(q), f"lacks {q}"),
@@ -460,7 +460,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, capsys):
 
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path, capsys):
-    """Nothing there, half a file, a shard that is gone, a config that is not JSON: one line each."""
+    """No folder, half a file, a missing shard, a config that is not JSON: one line each."""
     assert "does not exist" in refused(tmp_path / "nowhere", tmp_path, capsys)
     half = copy("llama", tmp_path / "half")
     whole = (half / "model.safetensors").read_bytes()
@@ -475,7 +475,7 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, capsys):
 
 
 def test_runs_that_cannot_be_read_are_refused(runs, tmp_path, capsys):
-    """A folder of theirs given as ours, a run without weights, an output that exists: said, and nothing overwritten."""
+    """A Hugging Face folder given as a run, a run without weights, and an existing output are errors."""
     theirs, empty = FIXTURES / "llama", tmp_path / "empty"
     write_run(OTHERS["tiny"], empty)
     shutil.rmtree(empty / "weights")
@@ -487,8 +487,8 @@ def test_runs_that_cannot_be_read_are_refused(runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_what_the_model_has_no_place_for_is_not_left_out(trained, tmp_path, capsys):
-    """Catches a folder that holds less than the run, with exit status 0, because code or config.json changed since."""
+def test_weights_that_the_model_lacks_are_not_dropped(trained, tmp_path, capsys):
+    """Catches a folder with fewer weights than the run, and status 0, because code or config.json changed since."""
     run, cfg = tmp_path / "run", OTHERS["tied"]
     untied = replace(cfg, **{"model.tie_embeddings": False})
     write_run(untied, run)
@@ -521,7 +521,7 @@ def test_weights_of_another_model_are_refused_by_name(runs):
 
 
 def test_the_command_line_end_to_end(tmp_path):
-    """As a user types it, in a process of its own, both ways; and a mistake, with status 2 and no traceback."""
+    """As a user types it, in a separate process, in both directions; and a mistake, with status 2 and no traceback."""
 
     def run(*argv):
         words = [sys.executable, "-m", "weights", *argv]
@@ -542,8 +542,8 @@ def test_the_command_line_end_to_end(tmp_path):
 
 
 @every_family
-def test_weights_lie_as_declared(family, runs):
-    """Catches a parameter left whole on every device, which only memory would show."""
+def test_weights_are_sharded_as_declared(family, runs):
+    """Catches a parameter replicated on every device, which only memory would reveal."""
     c, mesh = convert.read_config(runs[family]), sharding.make_mesh(MESHES[family])
     declared = sharding.named(declare(c))
     for name, x in sharding.named(convert.load_weights(runs[family], declare(c), mesh)).items():
@@ -551,7 +551,7 @@ def test_weights_lie_as_declared(family, runs):
 
 
 def test_bfloat16_weights_are_loaded_as_declared(tmp_path):
-    """Catches training that goes on in the file's dtype: an optimizer step is lost in 8 significant bits."""
+    """Catches training in the file's dtype: an optimizer step is lost in 8 significant bits."""
     cfg = OTHERS["tiny"]
     want = write_run(cfg, tmp_path / "run", "bfloat16")
     got = convert.load_weights(tmp_path / "run", declare(cfg.model), sharding.make_mesh("fsdp=2,tensor=2"))
@@ -565,7 +565,7 @@ DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_family
 def test_a_run_has_the_precision_of_its_files(family, dtype, tmp_path, capsys):
-    """Catches float32 weights that are then computed with in bfloat16, or stored so, and a choice nobody learns of."""
+    """Catches float32 weights that are computed with or stored in bfloat16, and a choice that is not printed."""
     folder, precision = copy(family, tmp_path / "hf"), DTYPES[dtype]
     change_tensors(folder, lambda tensors: tensors.update({name: x.astype(dtype) for name, x in tensors.items()}))
     status, said, _ = command("from-hf", folder, "--out", tmp_path / "run", capsys=capsys)
@@ -574,8 +574,8 @@ def test_a_run_has_the_precision_of_its_files(family, dtype, tmp_path, capsys):
     assert said.endswith(f"precision  {precision} parameters, as the files hold them, {precision} compute\n")
 
 
-def test_a_bias_in_float32_does_not_make_the_model_compute_in_it(tmp_path):
-    """As DeepSeek-V3 is published. Catches a bias that is rounded, and a model twice as slow on its account."""
+def test_a_float32_bias_does_not_change_the_compute_dtype(tmp_path):
+    """As DeepSeek-V3 is published. Catches a bias that is rounded, and a model twice as slow because of it."""
     folder = copy("deepseek_v3", tmp_path / "hf")
     change_tensors(folder, lambda tensors: tensors.update(
         {name: x.astype("bfloat16") for name, x in tensors.items() if "e_score_correction_bias" not in name}

@@ -1,4 +1,4 @@
-"""A run that starts from another's parameters takes what they need, and nothing else without a word."""
+"""A run that starts from another's parameters takes over only the settings that they need."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ from weights import __main__ as weights_command, convert, init_from
 FIXTURES = ROOT / "tests/weights/fixtures"
 
 
-def test_of_another_run_only_what_its_parameters_need_is_taken(tmp_path):
-    """Catches a preset's precision and balancing that are replaced without a word by those of the run
-    whose parameters are taken, a flag that is, and a selection bias that has nowhere to go."""
+def test_only_settings_that_parameters_need_are_taken_over(tmp_path):
+    """Catches a preset's precision and balancing silently replaced by those of the other run, a flag that is replaced,
+    and a selection bias that the model has no place for."""
     for family in ("deepseek_v3", "mixtral"):
         assert weights_command.main(["from-hf", str(FIXTURES / family), "--out", str(tmp_path / family)]) == 0
     ours = main.parse(["laptop"]).model

@@ -1,4 +1,4 @@
-"""Claims about the memory that conversions take: parts of a checkpoint, never all of it."""
+"""Conversions read parts of a checkpoint, and never hold all of it in memory."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from tests.weights.test_slim import ROOT
 
-LIMIT_BYTES = 2_000_000_000  # of what a process may allocate; the weights below are 2.2 GB
+LIMIT_BYTES = 2_000_000_000  # limit of a process's allocations; the weights below are 2.2 GB
 LIMITED = f"""
 import resource, runpy
 resource.setrlimit(resource.RLIMIT_DATA, ({LIMIT_BYTES}, {LIMIT_BYTES}))
@@ -26,7 +26,7 @@ LAYER = {
 
 
 def write_zeros(path, shapes: dict) -> None:
-    """A safetensors file of zeros, of which the disk keeps the header alone."""
+    """Write a sparse safetensors file of zeros; only its header takes disk space."""
     header, end = {}, 0
     for name, shape in shapes.items():
         size = 2 * shape[0] * (shape[1] if shape[1:] else 1)
@@ -38,7 +38,7 @@ def write_zeros(path, shapes: dict) -> None:
 
 
 def write_made_up_weights(folder) -> None:
-    """A Llama of 1.1 billion parameters in four files and one for what is not in a layer."""
+    """A Llama of 1.1 billion parameters in four files, and a fifth for tensors outside the layers."""
     folder.mkdir()
     config = json.loads((ROOT / "tests/weights/fixtures/llama/config.json").read_text())
     sizes = {"hidden_size": D, "intermediate_size": F, "vocab_size": V, "num_hidden_layers": LAYERS,
@@ -56,15 +56,15 @@ def write_made_up_weights(folder) -> None:
 
 
 @pytest.mark.slow
-def test_a_billion_parameters_are_converted_in_less_memory_than_they_are(tmp_path):
-    """Catches a model, or a stack of all layers, that is whole in memory: 6 billion would take 12 GB of it."""
+def test_a_billion_parameters_are_converted_in_less_memory(tmp_path):
+    """Catches a whole model, or a stack of all layers, in memory: 6 billion parameters would take 12 GB."""
     write_made_up_weights(tmp_path / "theirs")
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     for words in (["from-hf", "theirs", "--out", "run"], ["slim", "run", "slim"], ["to-hf", "slim", "--out", "back"]):
         done = subprocess.run([sys.executable, "-c", LIMITED, *words], cwd=tmp_path, text=True, capture_output=True,
                               env=env | {"PYTHONPATH": str(ROOT)})  # fmt: skip
         assert done.returncode == 0, f"{words[0]}: {done.stderr[-2000:]}"
-        shutil.rmtree(tmp_path / words[1])  # the disk holds two of them at a time
+        shutil.rmtree(tmp_path / words[1])  # at most two on the disk at a time
     size = sum(file.stat().st_size for file in (tmp_path / "back").glob("*.safetensors"))
     shutil.rmtree(tmp_path / "back")
     parameters = 2 * V * D + D + LAYERS * sum(shape[0] * (shape[1] if shape[1:] else 1) for shape in LAYER.values())

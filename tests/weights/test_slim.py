@@ -1,5 +1,5 @@
-"""Claims about a run's weights alone: they are those of its checkpoint, our commands read them, and nothing that is
-half-written is ever read. In a folder here, and in a bucket."""
+"""`slim` exports the weights of a checkpoint, other commands read them, and nothing half-written is ever read. Both in
+a local folder and in a bucket."""
 
 import importlib
 import json
@@ -40,7 +40,7 @@ def params(seed):
 
 
 def served(directory) -> bool:
-    """Whether `generate` opens the parameters of step 12."""
+    """Return whether `generate` opens the parameters of step 12."""
     want = cache.unstack(draw(model.declare(CFG.model), 12), CFG.model, sharding.make_mesh("", jax.devices()[:1]))
     return equal(sharding.named(generate.load(str(directory)).params), sharding.named(want))
 
@@ -51,7 +51,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A training run with checkpoints of steps 3 and 12, which hold moments too."""
+    """A training run with checkpoints of steps 3 and 12, including moments."""
     run = tmp_path_factory.mktemp("runs") / "tiny"
     with checkpoint.open_directory(run / "checkpoints") as saver:
         for step in (3, 12):
@@ -64,14 +64,14 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def bucket():
-    """A folder in memory, as a bucket is: by address, without renaming."""
+    """A folder in memory that works like a bucket: an address, without renaming."""
     fsspec.filesystem("memory").pipe("/bucket/other", b"stays")
     yield "memory://bucket"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
 def tensors_of(folder) -> dict:
-    """Read by the library, and not by our own reader."""
+    """Read with the safetensors library instead of our reader."""
     return {
         name: x for file in Path(folder).glob("*.safetensors") for name, x in safetensors.numpy.load_file(file).items()
     }
@@ -85,9 +85,9 @@ def equal(got: dict, want: dict) -> bool:
 @pytest.mark.parametrize(
     "dtype, flags, step", [("float32", [], 12), ("bfloat16", ["--dtype", "bfloat16", "--step", 3], 3)]
 )
-def test_it_holds_the_parameters_of_the_step_and_nothing_else(dtype, flags, step, run, tmp_path, capsys, monkeypatch):
-    """Catches moments written too, another step's parameters, a cast that nobody asked for, and a part left out where
-    a parameter is written in parts."""
+def test_slim_writes_only_the_parameters_of_the_step(dtype, flags, step, run, tmp_path, capsys, monkeypatch):
+    """Catches moments written too, another step's parameters, a cast that was not requested, and a part missing where a
+    parameter is written in parts."""
     monkeypatch.setattr(convert, "BLOCK_BYTES", 2000)  # less than one layer of some parameters
     monkeypatch.setattr(folders, "FILE_BYTES", 50_000)
     assert command("slim", run, tmp_path / "slim", *flags) == 0
@@ -102,8 +102,8 @@ def test_it_holds_the_parameters_of_the_step_and_nothing_else(dtype, flags, step
     assert capsys.readouterr().out.endswith(line)
 
 
-def test_our_commands_read_it(run, tmp_path):
-    """Catches a folder that only its writer understands: generate, --init-from, to-hf and slim itself take it."""
+def test_other_commands_read_an_exported_folder(run, tmp_path):
+    """Catches a folder that generate, --init-from, to-hf or slim itself cannot read."""
     slim = tmp_path / "slim"
     assert command("slim", run, slim) == 0
     want = params(12)
@@ -133,9 +133,9 @@ def measured(run, tmp_path):
 NO_STEP_7 = "has no checkpoint of step 7; it has 3, 12, best, 15\n"
 
 
-def test_a_step_is_taken_by_its_number_or_as_the_best(measured, tmp_path, capsys):
-    """Catches a flag that is passed over by one of the commands, the newest taken for the best, and a wrong one refused
-    without those there are."""
+def test_a_step_is_selected_by_number_or_as_the_best(measured, tmp_path, capsys):
+    """Catches a command that ignores the flag, the newest step taken for the best, and an error that does not list the
+    existing steps."""
     opened = lambda step: open_run(str(measured), step=step)
     assert [opened(step).step for step in ("3", "best", "")] == [3, 12, 15]
     assert equal(sharding.named(opened("3").params), params(3)) and opened("3").digest != opened("best").digest
@@ -154,14 +154,14 @@ def test_a_step_is_taken_by_its_number_or_as_the_best(measured, tmp_path, capsys
     ("generate", []), ("evaluate", ["--perplexity", "x"]),
     pytest.param("serve", ["--port", "0"], marks=pytest.mark.extra("serve")),
 ])  # fmt: skip
-def test_a_command_refuses_a_step_that_is_not_there(room, flags, measured, capsys):
-    """Catches a command that takes another checkpoint than was asked for, or does not say which there are."""
+def test_a_command_refuses_a_missing_step(room, flags, measured, capsys):
+    """Catches a command that uses another checkpoint than requested, or does not list the existing ones."""
     assert importlib.import_module(f"{room}.__main__").main([str(measured), "--step", "7", *flags]) == 2
     assert capsys.readouterr().err.endswith(f"error: {measured} {NO_STEP_7}")
 
 
-def test_a_bucket_serves_as_a_folder_does(run, bucket, tmp_path):
-    """Catches a path that is taken for one of this machine (gs:/bucket), and bytes of the wrong place in a file."""
+def test_a_bucket_works_like_a_folder(run, bucket, tmp_path):
+    """Catches an address taken for a local path (gs:/bucket), and bytes from the wrong offset of a file."""
     for source, out in ((run, f"{bucket}/slim"), (f"{bucket}/slim", f"{bucket}/again")):
         assert command("slim", source, out) == 0
     mesh = sharding.make_mesh("fsdp=2,tensor=2")
@@ -179,8 +179,8 @@ def test_a_bucket_serves_as_a_folder_does(run, bucket, tmp_path):
     assert equal(tensors_of(tmp_path / "hf"), tensors_of(LLAMA))
 
 
-def test_a_part_of_a_far_array_is_that_part(bucket):
-    """Catches arithmetic of places in a file that is right for whole arrays only."""
+def test_a_slice_of_a_remote_array_is_right(bucket):
+    """Catches offset arithmetic that is right only for whole arrays."""
     want = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
     folder = folders.Folder(bucket)
     before = folders.Tensor("before", (7,), "bfloat16", lambda: [np.zeros(7, folders.NUMPY["bfloat16"])])
@@ -192,7 +192,7 @@ def test_a_part_of_a_far_array_is_that_part(bucket):
 
 
 class Full:
-    """A file on a disk that has room for so many more bytes."""
+    """A file on a disk with this many free bytes."""
 
     def __init__(self, file, room: int, error: BaseException):
         self.file, self.room, self.error = file, room, error
@@ -213,8 +213,8 @@ class Full:
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("words", [["slim"], ["to-hf", "--out"], ["from-hf", "--out"]])
-def test_what_is_cut_off_is_not_there(words, error, far, run, bucket, tmp_path, monkeypatch, capsys):
-    """Catches half a folder that loads, a full disk that ends in a traceback, and one that is left full."""
+def test_an_interrupted_export_leaves_nothing(words, error, far, run, bucket, tmp_path, monkeypatch, capsys):
+    """Catches half a folder that loads, and a full disk that ends in a traceback or stays full."""
     opened = folders.Folder.open
     monkeypatch.setattr(folders.Folder, "open", lambda folder, name: Full(opened(folder, name), 60_000, error))
     out = f"{bucket}/out" if far else tmp_path / "out"
@@ -228,8 +228,8 @@ def test_what_is_cut_off_is_not_there(words, error, far, run, bucket, tmp_path, 
     assert not list(tmp_path.iterdir()) and fsspec.filesystem("memory").find("/bucket") == ["/bucket/other"]
 
 
-def test_a_disk_that_is_too_small_is_told_before_it_is_filled(run, tmp_path, monkeypatch, capsys):
-    """Catches an hour of writing that could not have ended well."""
+def test_a_disk_that_is_too_small_is_reported_before_writing(run, tmp_path, monkeypatch, capsys):
+    """Catches an hour of writing that cannot succeed."""
     usage = type("Usage", (), {"free": 10_000})
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(folders.Folder, "open", lambda folder, name: pytest.fail(f"{name} is begun"))
@@ -240,8 +240,8 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_filled(run, tmp_path, mon
 
 
 @pytest.mark.parametrize("words", [["slim"], ["to-hf", "--out"]])
-def test_what_makes_a_folder_load_comes_last(words, run, bucket, monkeypatch):
-    """A kill cannot be caught. Catches a bucket that then holds a config.json, and not all of what it speaks of."""
+def test_config_json_is_written_last(words, run, bucket, monkeypatch):
+    """A kill cannot be caught. Catches a bucket that has config.json without all of the weights."""
     opened, names = folders.Folder.open, []
     monkeypatch.setattr(folders.Folder, "open", lambda folder, name: names.append(name) or opened(folder, name))
     assert command(words[0], run, *words[1:], f"{bucket}/out") == 0
@@ -265,8 +265,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_said_in_one_line(mistake, run, bucket, tmp_path, capsys):
-    """Catches a traceback, and an output that is begun before what was asked for is known to be possible."""
+def test_a_mistake_is_reported_in_one_line(mistake, run, bucket, tmp_path, capsys):
+    """Catches a traceback, and output that is begun before the arguments are checked."""
     words, message = MISTAKES[mistake]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.json").write_text((run / "config.json").read_text())
@@ -295,7 +295,7 @@ def watch():
 
 jax.config.update("jax_platforms", "cpu")
 jax.devices()
-main(["slim", sys.argv[1], tempfile.mkdtemp() + "/first"])  # of a small run: what is loaded late is loaded
+main(["slim", sys.argv[1], tempfile.mkdtemp() + "/first"])  # a small run first, so that lazy imports are done
 convert.BLOCK_BYTES, done, before = 2**21, threading.Event(), held()
 peak = [before]
 thread = threading.Thread(target=watch)

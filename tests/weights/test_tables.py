@@ -1,4 +1,4 @@
-"""Claims about a table of one's own: it converts both ways, and one that cannot be right is refused."""
+"""Your own table converts in both directions, and a table that cannot be right is refused."""
 
 import json
 from pathlib import Path
@@ -39,15 +39,15 @@ register("fork", dataclasses.replace(FAMILIES["llama"], outside=outside, layer_n
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """A file with a table; the table is forgotten with the test."""
+    """A file with a table, which is unregistered after the test."""
     monkeypatch.setattr(families, "FAMILIES", (known := dict(families.FAMILIES)))
     monkeypatch.setattr(convert, "FAMILIES", known)
     (tmp_path / "fork.py").write_text(FORK)
     return tmp_path / "fork.py"
 
 
-def test_a_table_of_ones_own_goes_there_and_back(fork, run, tmp_path, capsys):
-    """Catches a table that only one direction finds, and a run that forgets which table it was read by."""
+def test_your_own_table_round_trips(fork, run, tmp_path, capsys):
+    """Catches a table that only one direction finds, and a run that forgets its table."""
     words = "--table", fork
     assert status_of("to-hf", run, "--out", tmp_path / "hf", "--family", "fork", *words) == 0
     want, got = tensors_of(FIXTURE), tensors_of(tmp_path / "hf")
@@ -78,7 +78,7 @@ def test_a_table_of_ones_own_goes_there_and_back(fork, run, tmp_path, capsys):
     ("x = 1", "adds no table; it must call weights.families.register(kind, family)"),
     ("x = 1 / 0", "ZeroDivisionError: division by zero"),
 ])  # fmt: skip
-def test_a_table_that_cannot_be_right_is_refused(text, message, fork, run, tmp_path, capsys):
+def test_an_invalid_table_is_refused(text, message, fork, run, tmp_path, capsys):
     """Catches parameters that are never written, or written twice, and a traceback for a mistake in the file."""
     fork.write_text(text)
     assert status_of("to-hf", run, "--out", tmp_path / "hf", "--family", "fork", "--table", fork) == 2
