@@ -1,10 +1,11 @@
-"""The transformer, as one device sees it.
+"""The transformer, written as the program that one device runs.
 
-Every function here runs inside the one `shard_map`: its arrays are this device's slices, and every exchange
-between devices is a visible line. On an axis of size 1 such a line is the identity, so the same code is the
-model on a laptop and on a pod.
+Every function here runs inside one `shard_map`: its arrays are this device's shards, and every collective is
+an explicit call. A collective over a mesh axis of size 1 is the identity, so the same code runs on a laptop
+and on a pod.
 
-A tensor's name ends with its shape, a letter a dim. Capital: the whole dim. Lower case: this device's slice.
+A tensor's name ends with its shape, one letter per dim. A capital letter is a whole dim; a lower-case letter
+is this device's slice of it.
 
     B  sequences                     K  head: query and key        E  routed experts
     T  positions; t: this device's   R  head: rotary part          M  hidden width of an expert
@@ -14,19 +15,20 @@ A tensor's name ends with its shape, a letter a dim. Capital: the whole dim. Low
     D  model width                      latent   Q  query latent   L  blocks   J  dense layers in a block
     F  feed-forward hidden width                                   X  slots an expert keeps per sequence
 
-Between blocks a device holds x_btD: some sequences, some positions, the whole width. Inside a block it
-gathers the positions its TENSOR neighbours hold (t -> s) and works on its slice of heads, hidden width or
-vocabulary instead. Contracting a lower-case letter leaves a partial sum, and the reduce-scatter back to t
-pays for it. Three verbs say so, of which f and g work on each position by itself:
+Between blocks a device holds x_btD: some sequences, some positions, the full width. Inside a block it gathers
+the positions of its TENSOR neighbors (t -> s) and works on its shard of the heads, the hidden width or the
+vocabulary. Contracting a lower-case letter leaves a partial sum; a reduce-scatter back to t completes it.
+Three functions express these exchanges. Their arguments f and g must treat every position independently:
 
-    gather_apply(c, f, x_btD)             f of all neighbours' positions, in order; beside: what all have
-    apply_scatter(c, f, y_bsX)            the sum of f, which is partial, each position where it belongs
-    gather_apply_scatter(c, f, g, x_btD)  both: g(f(x)), of which nothing is put in order between
+    gather_apply(c, f, x_btD)             all-gather x over TENSOR, then f(x_bsD)
+    apply_scatter(c, f, y_bsX)            f(y_bsX), a partial sum, then reduce-scatter it over TENSOR
+    gather_apply_scatter(c, f, g, x_btD)  all-gather x, then g(f(x_bsD)), then reduce-scatter
 
-They may call f once, or once for each neighbour's positions: p is the positions of such a part. How, and when
-weights are joined (`at_use`), `overlap/` says: it alone reads `c.work`, see `config.ModelAtWork`.
+They may call f once, or once per chunk of positions that arrives from a neighbor; p is the positions of one
+chunk. `overlap/` decides that and when weights are gathered (`at_use`). Only it reads `c.work`, the execution
+settings (`config.ModelAtWork`).
 
-Numbers: parameters and their products are in `compute_dtype`; softmax, norms, router and loss in float32.
+Dtypes: parameters and matmuls use `compute_dtype`; softmax, norms, router and loss use float32.
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 2405.04434, Switch 2101.03961, GShard 2006.16668.
 """
 
@@ -78,18 +80,18 @@ float32 = jnp.float32
 
 
 def along(x, gain):
-    """A gain or bias for each vector of x. It may differ where x does: so its gradient is added up at [D]."""
+    """Broadcast a gain or bias to x. It varies over the same mesh axes as x, so its gradient [D] is psummed."""
     return jnp.broadcast_to(vary(gain, tuple(jax.typeof(x).mat.varying)), x.shape)
 
 
 def plus(x, bias, share=1.0):
-    """x and a share of a bias, where there is one."""
+    """Add share * bias to x, if there is a bias."""
     return x if bias is None else x + (share * along(x, bias)).astype(x.dtype)
 
 
 def norm(x, gain, eps, bias=None):
-    """RMSNorm (arXiv:1910.07467): scale each vector to root mean square 1, then by a learned gain.
-    With a bias it is LayerNorm (1607.06450): the mean is taken away first, and the bias added last."""
+    """RMSNorm (arXiv:1910.07467): scale each vector to root mean square 1, then multiply by a learned gain.
+    With a bias it is LayerNorm (1607.06450): subtract the mean first, and add the bias last."""
     x32 = x.astype(float32)
     if bias is not None:
         x32 -= jnp.mean(x32, axis=-1, keepdims=True)
@@ -98,8 +100,9 @@ def norm(x, gain, eps, bias=None):
 
 
 def rotary_angles(positions_bS, width: int, theta: float, on):
-    """Angle of each coordinate pair at each position, in radians; 0, which turns nothing, without rotary.
+    """Return the rotation angle of each coordinate pair at each position, in radians.
 
+    on  1.0, or 0.0 in a layer without rotary: its angles are 0, so nothing rotates
     Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
     """
     frequency = theta ** (-jnp.arange(0, width, 2, dtype=float32) / width)
@@ -107,11 +110,11 @@ def rotary_angles(positions_bS, width: int, theta: float, on):
 
 
 def rotate(x_bSHR, angles_bSr):
-    """Turn pair i, coordinates i and i + r, by its angle: scores depend on distances only. The rest stays."""
+    """Rotate coordinates (i, i + r) by angle i, so that scores depend only on distances; the rest is unchanged."""
     cos, sin, r = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :], angles_bSr.shape[-1]
     first, second, rest = jnp.split(x_bSHR.astype(float32), (r, 2 * r), axis=-1)
-    turned = first * cos - second * sin, first * sin + second * cos, rest
-    return jnp.concatenate(turned, axis=-1).astype(x_bSHR.dtype)
+    rotated = first * cos - second * sin, first * sin + second * cos, rest
+    return jnp.concatenate(rotated, axis=-1).astype(x_bSHR.dtype)
 
 
 # Attention --------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ def rotate(x_bSHR, angles_bSr):
 
 @struct.dataclass
 class LatentAttention:
-    """Keys and values come from one narrow latent; all heads share a rotary key (arXiv:2405.04434, 2.1)."""
+    """Multi-head latent attention: keys and values come from one latent, plus a shared rotary key (2405.04434)."""
 
     w_down_query_DQ: Any = param("DQ", fan_in="D", D=SLICED, needs=lambda c: c.d_query_latent)
     norm_query_Q: Any = param("Q", mean=1.0, decay=False, needs=lambda c: c.d_query_latent)
@@ -134,14 +137,14 @@ class LatentAttention:
 
 
 def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
-    """What queries are made of: a normed latent, or the stream itself. Shapes: [b, s, D] -> [b, s, Q]."""
+    """Return the queries' latent, or x itself if the model has none. Shapes: [b, s, D] -> [b, s, Q]."""
     if w.w_down_query_DQ is None:
         return x_bsD
     return norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
 
 
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
-    """Each head's query, content part and turned rotary part.
+    """Project each head's query: its content part and its rotated rotary part.
     Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
@@ -149,8 +152,8 @@ def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs,
 
 
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
-    """All that attention needs of a position: normed latent and turned rotary key.
-    Shapes: [b, s, C], [b, s, R]."""
+    """Return the normed key/value latent and the rotated rotary key: all that a KV cache must store.
+    Shapes: [b, s, D] -> [b, s, C], [b, s, R]."""
     latent_bsC = norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
     k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
     k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
@@ -158,54 +161,53 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
 
 
 def sends_latents(c: ModelConfig) -> bool:
-    """Whether TENSOR neighbours exchange latents, made where the positions are:
-    if all are narrower than the stream."""
+    """Whether TENSOR neighbors exchange latents instead of x. They do if a query latent exists and all latents
+    together are narrower than x. Each device then computes the latents of its own positions."""
     return 0 < c.d_query_latent < c.d_model - c.d_kv_latent - c.d_rope
 
 
 def latent_attention(
     w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context
 ):
-    """Attend over the whole context, or to a cache. Shapes: [b, t, D] -> [b, t, D].
+    """Apply latent attention over the whole context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
 
     attend  as in `layer`
-    Sends over TENSOR: latents side by side, Q + C + R numbers a position, or the stream; see `sends_latents`.
+    Sends over TENSOR: the latents, Q + C + R numbers per position, or x; see `sends_latents`.
     """
 
-    def made(x_bpD, positions_bp):
+    def project_down(x_bpD, positions_bp):
         return query_latent(w, c, x_bpD), *latents(w, c, x_bpD, positions_bp, rotary_on)
 
-    def asked(query_bpQ, latent_bpC, key_bpR, positions_bp):
+    def project_queries(query_bpQ, latent_bpC, key_bpR, positions_bp):
         q_bphX = jnp.concatenate(latent_queries(w, c, query_bpQ, positions_bp, rotary_on), -1)
         return q_bphX, latent_bpC, key_bpR
 
     if sends_latents(c):
-        ours = made(x_btD, own_slice(positions_bs, TENSOR, dim=1))
-        q_bshX, *latent_and_key = gather_apply(c, asked, *ours, beside=(positions_bs,))
+        latents_bt = project_down(x_btD, own_slice(positions_bs, TENSOR, dim=1))
+        q_bshX, *latent_and_key = gather_apply(c, project_queries, *latents_bt, beside=(positions_bs,))
     else:
-        both = lambda x_bpD, positions_bp: asked(*made(x_bpD, positions_bp), positions_bp)
-        q_bshX, *latent_and_key = gather_apply(c, both, x_btD, beside=(positions_bs,))
+        project = lambda x_bpD, positions_bp: project_queries(*project_down(x_bpD, positions_bp), positions_bp)
+        q_bshX, *latent_and_key = gather_apply(c, project, x_btD, beside=(positions_bs,))
 
     def keys_values(latent_bSC, k_bSR):
         k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
         k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
-    def absorb(q_bshX):  # q . (w_key latent) = (w_key^T q) . latent: a query that meets latents (2.1.2)
+    def absorb(q_bshX):  # q . (w_key latent) = (w_key^T q) . latent: score the latents directly (2.1.2)
         q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshX[..., : c.d_head], w.w_key_CHK)
         return jnp.concatenate([q_bshC, q_bshX[..., c.d_head :]], -1)
 
-    value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # of a mixed latent
+    value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # o: the averaged latent
 
-    # A head's query and key are its content part and its rotary part, side by side:
-    # one matmul gives both scores.
+    # Content and rotary parts are concatenated (X = K + R), so that one matmul computes the sum of both scores.
     o_bshU = attend(c, q_bshX, latent_and_key, keys_values, segments_bs, (absorb, value_of))
     return apply_scatter(c, lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD), o_bshU)
 
 
 @struct.dataclass
 class GroupedAttention:
-    """H query heads share G key and value heads, in groups of H/G neighbours (arXiv:2305.13245)."""
+    """Grouped-query attention: each group of H/G query heads shares a key and value head (arXiv:2305.13245)."""
 
     w_query_DHK: Any = param("DHK", fan_in="D", D=SLICED, H=TENSOR)
     w_key_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
@@ -214,7 +216,7 @@ class GroupedAttention:
 
 
 def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
-    """Turned queries and keys, and values. Shapes: [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
+    """Compute rotated queries and keys, and values. [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
     k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
     v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
@@ -226,13 +228,13 @@ def grouped_attention(
     w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context,
     parallel=None,
 ):  # fmt: skip
-    """Attend over the whole context, or to a cache. Shapes: [b, t, D] -> [b, t, D].
+    """Apply grouped-query attention over the whole context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
 
     attend    as in `layer`
-    parallel  a FeedForward of the same x, added: TENSOR neighbours exchange x, and the sum, once for both
+    parallel  a FeedForward that reads the same x; its output is added before the one reduce-scatter over TENSOR
     """
-    made = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
-    q_bshK, *keys_and_values, x_bsD = gather_apply(c, made, x_btD, beside=(positions_bs,))
+    project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
+    q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, beside=(positions_bs,))
     o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
 
     def out(o_bphK, x_bpD):
@@ -250,7 +252,7 @@ def swiglu(c: ModelConfig):
 
 
 def activate(up, gate):
-    """SwiGLU (arXiv:2002.05202) where there is a gate, else GELU."""
+    """Apply SwiGLU (arXiv:2002.05202) if there is a gate, else GELU."""
     return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
@@ -264,19 +266,19 @@ class FeedForward:
 
 
 def hidden(w: FeedForward, x_bsD):
-    """Shapes: [.., D] -> [.., f]."""
+    """Compute the hidden activations of a feed-forward. Shapes: [.., D] -> [.., f]."""
     up_bsf = plus(x_bsD @ w.w_up_DF, w.bias_up_F)
     gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
     return activate(up_bsf, gate_bsf)
 
 
 def down(w: FeedForward, up_bsf):
-    """Returns a partial sum over TENSOR: each device adds a share of the bias. Shapes: [.., f] -> [.., D]."""
+    """Project back to width D: a partial sum over TENSOR, with 1/n of the bias. Shapes: [.., f] -> [.., D]."""
     return plus(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
 
 
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
-    """Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
+    """Apply a dense feed-forward. Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
     return down(w, hidden(w, x_bsD))
 
 
@@ -286,7 +288,7 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
 @struct.dataclass
 class MoE:
     w_router_DE: Any = param("DE", fan_in="D", D=SLICED, exact=True)
-    # Added to the scores when experts are chosen, never to the gates; moved by the load, not by a gradient.
+    # Added to the scores that select experts, not to the gates. The optimizer updates it from the expert load.
     bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
     w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=swiglu)
     w_up_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR)
@@ -295,25 +297,25 @@ class MoE:
 
 
 def route(w: MoE, c: ModelConfig, x_btD):
-    """Choose each token's experts.
+    """Choose the top_k experts of each token and compute their gates.
 
     Shapes: [b, t, D] -> gates [b, t, top_k], experts [b, t, top_k], probabilities [b, t, E].
     Source: arXiv:2412.19437, equations 12 to 16; arXiv:2101.03961 for softmax, and for a single gate.
     """
-    # HIGHEST: by default a TPU multiplies float32 in bfloat16 passes.
+    # HIGHEST, because by default a TPU multiplies float32 matrices in bfloat16 passes.
     logits_btE = jnp.matmul(x_btD.astype(float32), w.w_router_DE, precision=jax.lax.Precision.HIGHEST)
     scores_btE = jax.nn.sigmoid(logits_btE) if c.router == "sigmoid" else jax.nn.softmax(logits_btE, axis=-1)
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
     _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
     chosen_btk = jnp.take_along_axis(scores_btE, experts_btk, axis=-1)
-    if c.normalize_gates and c.top_k > 1:  # one gate alone would always be 1, and the router learn nothing
+    if c.normalize_gates and c.top_k > 1:  # a single normalized gate is always 1, so the router could not learn
         chosen_btk /= jnp.sum(chosen_btk, axis=-1, keepdims=True) + 1e-20
     probabilities_btE = scores_btE / jnp.sum(scores_btE, axis=-1, keepdims=True)
     return c.routed_scaling * chosen_btk, experts_btk, probabilities_btE
 
 
 def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, real_bt):
-    """Sums over this device's real tokens; all devices' are added before anything is multiplied."""
+    """Sum statistics over this device's non-padding tokens; `loss` sums over devices before it multiplies any."""
     count_btE = jnp.sum(jax.nn.one_hot(experts_btk, c.n_experts, dtype=float32), axis=2)
     entropy_bt = -jnp.sum(jax.scipy.special.xlogy(probabilities_btE, probabilities_btE), axis=-1)
     return {
@@ -326,28 +328,28 @@ def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, 
 
 
 def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
-    """Experts * sum of (share of assignments) * (mean probability): 1 when balanced.
-    Takes sums over the global batch.
+    """Compute n_experts * sum over experts of (fraction of assignments) * (mean probability): 1 if balanced.
+    The arguments are sums over the global batch.
 
-    Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments a token.
+    Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments per token.
     """
     share_E = tokens_per_expert_E / (tokens * c.top_k)
     return c.n_experts * jnp.sum(share_E * probability_E / tokens, axis=-1)
 
 
 def experts_feed_forward(w: MoE, matmul, rows, gates):
-    """Each row through its expert, times its gate; `matmul(rows, weights)` knows which.
-    A partial sum over TENSOR."""
+    """Apply each row's expert, times the row's gate; matmul(rows, weights) uses the weights of each row's expert.
+    Returns a partial sum over TENSOR."""
     up = matmul(rows, w.w_up_EDM)
     gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
-    # Before the last product: no gradient then asks for its result, and none repeats it.
+    # Gates multiply the input of the last matmul: its output is then not needed, or recomputed, for gradients.
     return matmul(activate(up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def permuted(x_ND, order_A, inverse_A, copies=1):
-    """Rows in another order, with copies of each. The way back gathers by the inverse order:
-    scatters are slow."""
+    """Copy each row `copies` times and reorder the copies. The backward pass gathers with the inverse order,
+    because scatters are slow. Shapes: [N, D] -> [N * copies, D]."""
     return x_ND[order_A // copies]
 
 
@@ -361,10 +363,10 @@ permuted.defvjp(
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
-    """Every token reaches its experts: all tokens to all experts' devices, sorted, one grouped product.
+    """Apply experts, dropping no token: all-gather the tokens, sort by expert, grouped matmul, reduce-scatter.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
-    Sends over EXPERT: (n - 1)/n of the tokens of all its devices, gathered and again reduce-scattered.
+    Sends over EXPERT: (n - 1)/n of the tokens of all its n devices, once per collective.
     """
     b, s, D = x_bsD.shape
     x_ND = all_gather(x_bsD.reshape(b * s, D), EXPERT, dim=0)
@@ -373,7 +375,7 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
 
     n_local = c.n_experts // axis_size(EXPERT)
     local_A = experts_A - axis_index(EXPERT) * n_local
-    group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)  # the last group is not ours
+    group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)  # n_local: a remote expert
     order_A = jnp.argsort(group_A, stable=True)
     inverse_A = jnp.argsort(order_A)
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
@@ -386,12 +388,12 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
 
 
 def slots_per_expert(c: ModelConfig, positions: int) -> int:
-    """Count the slots X an expert keeps for one sequence; assignments beyond them are dropped.
+    """Return X, the number of slots an expert has for one sequence. Assignments beyond it are dropped.
 
-    Raises: UserError if an expert would keep no token at all.
+    Raises: UserError if X would be 0.
     Source: GShard, arXiv:2006.16668, section 2.2, per sequence instead of per device group.
     """
-    slots = int(round(c.capacity_factor * c.top_k * positions / c.n_experts, 6))  # 114.999.. is 115
+    slots = int(round(c.capacity_factor * c.top_k * positions / c.n_experts, 6))  # round 114.999.. to 115
     if slots == 0:
         enough = math.ceil(1000 * c.n_experts / c.top_k / positions) / 1000
         raise UserError(
@@ -401,9 +403,9 @@ def slots_per_expert(c: ModelConfig, positions: int) -> int:
 
 
 def ranks(c: ModelConfig, experts_bSk):
-    """Number each sequence's assignments to each expert, 0, 1, 2, .. in order of position.
+    """Number the assignments of one sequence to one expert 0, 1, 2, .. in order of position.
 
-    Earlier positions come first, so that no token is dropped because of a later one.
+    Because of this order, a later token never causes an earlier one to be dropped.
     Shapes: [b, S, k] -> [b, S, k].
     """
     b, S, k = experts_bSk.shape
@@ -413,13 +415,13 @@ def ranks(c: ModelConfig, experts_bSk):
 
 
 def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bsk, slots: int):
-    """Each expert works on a buffer of fixed size; assignments of rank >= slots are dropped.
+    """Apply experts to buffers of fixed size, sent by all-to-all; assignments of rank >= slots are dropped.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
     Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back, and of their gates.
     """
     (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
-    # A rank >= slots lies outside: it is not written, and read as 0.
+    # An index with rank >= slots is out of bounds: mode="drop" skips its write, and mode="fill" reads 0 there.
     place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
     place_in = lambda zeros, values: zeros.at[place].set(values, mode="drop", unique_indices=True)
@@ -436,9 +438,9 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
 
 
 def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
-    """Route each token to top_k experts and through the shared ones.
+    """Apply top_k routed experts and the shared experts to each token.
 
-    Shapes: [b, t, D] -> [b, t, D] and the router's statistics.
+    Shapes: [b, t, D] -> [b, t, D] and the statistics of the router.
     """
     gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
     x_bsD = gather_apply(c, lambda x_bpD: x_bpD, x_btD)
@@ -478,14 +480,14 @@ class Layer:
 
 @struct.dataclass
 class Block:
-    """The unit that repeats: J dense layers, then one MoE layer; in a dense model, one dense layer."""
+    """The repeating unit: J dense layers, then one MoE layer; in a dense model, one dense layer."""
 
     dense: Layer | None = None
     moe: Layer | None = None
 
 
 def embedding_std(c: ModelConfig) -> float:
-    """Start the stream at unit variance; a table that makes logits too starts those there instead."""
+    """Initial std of the embedding: the residual stream starts with variance 1; if tied, the logits do."""
     return c.d_model**-0.5 if c.tie_embeddings else 1.0
 
 
@@ -501,39 +503,39 @@ class Transformer:
 
 
 def declare(c: ModelConfig) -> Transformer:
-    """Declare every parameter: a Transformer holding `sharding.Declaration`s.
-    Stacked layers have leading letters."""
+    """Declare every parameter: return a Transformer whose leaves are `sharding.Declaration`s.
+    Stacked layers have leading dims P, L or J."""
     sizes = dict(V=c.vocab_size, D=c.d_model, H=c.n_heads, G=c.n_kv_heads, K=c.d_head, R=c.d_rope,
                  U=c.d_value, Q=c.d_query_latent or c.d_model, C=c.d_kv_latent, F=c.d_ff, E=c.n_experts,
                  M=c.d_expert, P=c.dense_prefix, L=c.n_blocks,
                  J=c.layers_per_block - bool(c.n_experts))  # fmt: skip
 
-    def of(block, stacked="", resized=None, **parts):
+    def declared(block, stacked="", resized=None, **parts):
         resized, axes = sizes | (resized or {}), {"L": STAGE}
         return declare_block(block, resized, c, stacked=stacked, stacked_axes=axes, **parts)
 
     def layer(stacked, is_moe):
-        attention = of(LatentAttention if c.attention == "mla" else GroupedAttention, stacked)
-        shared = of(FeedForward, stacked, {"F": c.n_shared * c.d_expert}) if c.n_shared else None
-        feed_forward = of(MoE, stacked, shared=shared) if is_moe else of(FeedForward, stacked)
-        return of(Layer, stacked, attention=attention, feed_forward=feed_forward)
+        attention = declared(LatentAttention if c.attention == "mla" else GroupedAttention, stacked)
+        shared = declared(FeedForward, stacked, {"F": c.n_shared * c.d_expert}) if c.n_shared else None
+        feed_forward = declared(MoE, stacked, shared=shared) if is_moe else declared(FeedForward, stacked)
+        return declared(Layer, stacked, attention=attention, feed_forward=feed_forward)
 
     dense = layer("LJ", False) if sizes["J"] else None
     block = Block(dense=dense, moe=layer("L", True) if c.n_experts else None)
-    return of(Transformer, prefix=layer("P", False) if c.dense_prefix else None, blocks=block)
+    return declared(Transformer, prefix=layer("P", False) if c.dense_prefix else None, blocks=block)
 
 
 class Tokens(NamedTuple):
-    """What a layer must know of its tokens besides their activations."""
+    """What a layer needs to know about its tokens besides their activations."""
 
-    positions_bs: jax.Array  # in the document, or in the sequence where attention crosses documents
-    segments_bs: jax.Array  # which document; 0 is padding
-    real_bt: jax.Array  # 1.0 where not padding
+    positions_bs: jax.Array  # in the document; in the sequence if attention crosses documents
+    segments_bs: jax.Array  # number of the document in the sequence; 0 is padding
+    real_bt: jax.Array  # 1.0, or 0.0 for padding
     index_bt: jax.Array  # number of the token in the global batch
 
 
 def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
-    """Zero a share of the activations. Bits depend on (step, layer, sequence, position), not the mesh."""
+    """Zero a fraction of activations. The bits depend on step, layer, sequence and position, not on the mesh."""
     if not c.dropout or key is None:
         return x_btD
     shape, keys_of = x_btD.shape[-1:], lambda index: jax.random.fold_in(key, index)
@@ -543,21 +545,22 @@ def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
 
 
 def has_rotary(c: ModelConfig, number):
-    """1.0 if the layer of this number (the first is 0) turns its queries and keys, else 0.0."""
+    """Return 1.0 if layer `number`, counted from 0, has rotary embeddings, else 0.0."""
     return jnp.float32((number + 1) % c.no_rope_every != 0) if c.no_rope_every else 1.0
 
 
 def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, attend):
-    """What attention, or it and a parallel feed-forward, adds to the stream. Shapes: [b, t, D] -> same."""
+    """Return the update that attention (and a parallel feed-forward, if any) adds to the residual stream.
+    Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
-    asked = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number), attend
+    args = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number), attend
     if c.attention == "mla":
-        return latent_attention(*asked)
-    return grouped_attention(*asked, parallel=w.feed_forward if c.parallel_residual else None)
+        return latent_attention(*args)
+    return grouped_attention(*args, parallel=w.feed_forward if c.parallel_residual else None)
 
 
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
-    """What the feed-forward or the experts add, and router statistics, if any.
+    """Return the update that the feed-forward or MoE adds to the residual stream, and router statistics, if any.
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_feed_forward_D, c.norm_eps, w.norm_feed_forward_bias_D)
     if isinstance(w.feed_forward, MoE):
@@ -567,11 +570,11 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=over_context):
-    """Add attention, then feed-forward, to the residual stream, or both at once.
-    Returns [b, t, D] and router statistics, if any.
+    """Add attention, then the feed-forward, to the residual stream; with parallel_residual, both at once.
 
-    w       gathered matrices of one layer
-    attend  `over_context` in training; prefill and decode pass a KV cache, `generate.cache.Attend`
+    w       one layer's weights, gathered
+    attend  `over_context` in training; `generate.cache.Attend`, with a KV cache, in prefill and decode
+    Returns [b, t, D] and router statistics, if any.
     """
     key_attention, key_feed_forward = keys(key if key is None else jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number, attend), tokens, key_attention)
@@ -583,7 +586,7 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=o
 
 
 def block(w: Block, c: ModelConfig, x_btD, one, first_number):
-    """Apply one repeating block by `one`, see `scan_layers`. Its first layer has this number."""
+    """Apply one repeating block, whose first layer has number first_number. `one` applies one layer."""
     dense = moe = None
     if w.dense is not None:
         x_btD, dense = scan_layers(one, w.dense, x_btD, lambda i: first_number + i)
@@ -593,9 +596,9 @@ def block(w: Block, c: ModelConfig, x_btD, one, first_number):
 
 
 def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
-    """Apply this stage's blocks by `one`. Returns [b, t, D] and, in a Block, what came besides.
+    """Apply this pipeline stage's blocks; `one` applies a layer. Returns [b, t, D] and a Block of router statistics.
 
-    chunk  how often activations have been around the stages before
+    chunk  which chunk of the stage's layers, in an interleaved schedule
     """
     before = (chunk * axis_size(STAGE) + axis_index(STAGE)) * stack_size(stack)
     first = lambda i: c.dense_prefix + c.layers_per_block * (before + i)
@@ -606,34 +609,33 @@ def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
 
 
 def local_vocabulary(ids, v: int):
-    """Index of each id in this device's slice of the vocabulary, and whether it lies there."""
+    """Return each id's index in this device's slice of the vocabulary, and whether it is in that slice."""
     local = ids - axis_index(TENSOR) * v
     return jnp.clip(local, 0, v - 1), (local >= 0) & (local < v)
 
 
 def embed(table_vD, tokens_bs, dtype=None):
-    """Look tokens up in the words this device holds, and add what TENSOR neighbours found:
-    [b, s] -> [b, t, D]."""
+    """Look up tokens in this device's slice of the vocabulary, and sum the results of its TENSOR neighbors.
+    Shapes: [b, s] -> [b, t, D]."""
     local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
     partial_bsD = (table_vD[local_bs] * mine_bs[..., None]).astype(dtype or table_vD.dtype)
     return reduce_scatter(partial_bsD, TENSOR, dim=1)
 
 
 def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
-    """The same of a table that lies in slices of D: tokens go to the slices, not slices to the tokens.
+    """Look up tokens in a table sharded along D: send the tokens to all shards instead of gathering the table.
 
-    Shapes: [v, D/n], [b, s] -> [b, t, D]. Its gradient adds up all tokens of n devices, in the table's dtype.
-    Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations.
-    Backward: the activations again.
+    Shapes: [v, D/n], [b, s] -> [b, t, D]. The gradient sums the tokens of n devices in the table's dtype.
+    Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations. Backward: the activations.
     """
     x_NtD = embed(table_vD, all_gather(tokens_bs, SLICED, dim=0), c.compute_dtype)
     return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
 
 
 def unembedding(w: Transformer, c: ModelConfig, form=at_use):
-    """The table that makes logits of activations, [D, v]; tied, it is the embedding's.
+    """Return the unembedding matrix [D, v], or the transposed embedding if they are tied.
 
-    form  `at_use`; `cast`: its slices, as a step holds them; or as generation gathers weights
+    form  how to get the weight: `at_use` gathers it, `cast` does not; generation passes its own function
     """
     if w.unembedding_DV is None:
         return form(w, c, "embedding_VD")[0].T
@@ -641,12 +643,12 @@ def unembedding(w: Transformer, c: ModelConfig, form=at_use):
 
 
 def auxiliary_names(c: ModelConfig) -> list[str]:
-    """The terms beside cross-entropy that are on, each by the name of the setting that weighs it."""
+    """List the enabled per-token loss terms besides cross-entropy, by the names of their weights in ModelConfig."""
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
 
 
 def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
-    """Float32 logits of the words this device holds, of what `leave` returns. Shapes: [.., D] -> [.., v].
+    """Compute float32 logits over this device's slice of the vocabulary. Shapes: [.., D] -> [.., v].
 
     form  as in `unembedding`
     """
@@ -654,9 +656,9 @@ def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
 
 
 def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
-    """Of some words: the log of the sum of exp(logits), the target's logit if it is one, the logits' sum.
+    """Return, over u vocabulary ids: log(sum(exp(logits))), the target's logit (0 if elsewhere), sum of logits.
 
-    Shapes: [D, u], [n, D], [n], [u], [u] -> three of [n]. words_u: the words' ids; below 0, it is none.
+    Shapes: [D, u], [n, D], [n], [u], [u] -> three arrays [n]. A negative id in words_u is padding.
     """
     logits_nu, words_1u = plus((x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), bias_u), words_u[None]
     logits_nu = jnp.where(words_1u < 0, -jnp.inf, logits_nu)
@@ -667,12 +669,12 @@ def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
 
 
 def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
-    """Weighed sums over some tokens: -log softmax(logits)[target], in nats, and auxiliary terms by name.
+    """Return the weighted sum over tokens of -log softmax(logits)[target], in nats, and sums of auxiliary terms.
 
-    The logits are split over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5);
-    label_smoothing is how many more nats any word costs, on average, than the target (arXiv:1512.00567, 7).
+    The logits are sharded along the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5).
+    label_smoothing is the target's logit minus the mean logit (arXiv:1512.00567, section 7).
     """
-    x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # in which its gradients by the slices add up
+    x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # float32, because x's gradients of all slices are summed
     sums_of = lambda w_Du, *words_u: logit_sums(w_Du, x_nD, targets_n, *words_u)
     words_v = axis_index(TENSOR) * v + jnp.arange(v), bias_v
     log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, sums_of, w_Dv, words_v, len(x_nD))
@@ -691,7 +693,7 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
 
 
 def keys(key):
-    """The dropout keys of the embedding and of the layers."""
+    """Split a dropout key into one for the embedding and one for the layers."""
     return (None, None) if key is None else jax.random.split(key)
 
 
@@ -705,7 +707,7 @@ def tokens_of(batch) -> Tokens:
 
 
 def enter(w: Transformer, c: ModelConfig, batch, key, form=at_use):
-    """Tokens to the residual stream. Shapes: [b, s] -> [b, t, D]. form: as in `unembedding`"""
+    """Embed the tokens of a batch. Shapes: [b, s] -> [b, t, D]. form: as in `unembedding`"""
     tokens_bs = batch["tokens_BT"]
     if tokens_go_to_table(c, tokens_bs.size, c.vocab_size // axis_size(TENSOR)):
         x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
@@ -715,8 +717,8 @@ def enter(w: Transformer, c: ModelConfig, batch, key, form=at_use):
 
 
 def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
-    """Apply the layers of this stage, or a chunk of them.
-    Returns [b, t, D] and router statistics with a leading dim of blocks."""
+    """Apply the layers of this pipeline stage, or one chunk of them.
+    Returns [b, t, D] and router statistics with a leading dim for the blocks."""
     tokens, key = tokens_of(batch), keys(key)[1]
     one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
     if w.prefix is not None:
@@ -728,30 +730,27 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
 
 
 def leave(w: Transformer, c: ModelConfig, x, *, dim):
-    """Norm the last activations, and join those of the TENSOR neighbours:
-    each then works on its words of them all."""
+    """Apply the final norm and all-gather over TENSOR: each device computes its vocabulary slice for all tokens."""
     return all_gather(norm(x, w.norm_D, c.norm_eps, w.norm_bias_D), TENSOR, dim=dim)
 
 
 @struct.dataclass
 class Sums:
-    """What the loss is made of, added up over this device's tokens.
-    Evaluation reads cross_entropy and weight alone."""
+    """The terms of the loss, summed over this device's tokens. Evaluation reads only cross_entropy and weight."""
 
-    cross_entropy: Any  # nats of target tokens
-    weight: Any  # target tokens
-    auxiliary: Any  # `auxiliary_names` of target tokens
-    router: Any  # `router_statistics` of each MoE layer, or nothing
+    cross_entropy: Any  # nats
+    weight: Any  # number of target tokens, weighted
+    auxiliary: Any  # name -> sum, for each of `auxiliary_names`
+    router: Any  # `router_statistics` of each MoE layer, or empty
 
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
-    """Cross-entropy and auxiliary terms of N tokens, of which this device and its neighbours hold n each."""
+    """Return the loss sums of N tokens. This device and its TENSOR neighbors each hold n of their activations."""
     return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N, w.bias_V)
 
 
 def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
-    """The model in one piece, where nothing is cut into microbatches or stages:
-    this device's tokens to their sums."""
+    """Run the whole model on this device's tokens, without microbatches or pipeline stages."""
     x_btD = enter(w, c, batch, key)
     x_btD, router = stage(w, c, x_btD, batch, key)
     x_bsD = leave(w, c, x_btD, dim=1)
@@ -762,9 +761,9 @@ def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
 
 
 def loss(c: ModelConfig, sums: Sums):
-    """The training loss, the same on every device: nats per target token of the batch, plus other losses.
+    """Compute the training loss, equal on all devices: nats per target token of the batch, plus auxiliary losses.
 
-    Returns the loss and metrics: cross_entropy, tokens, each auxiliary loss by its name and, per MoE layer,
+    Returns the loss and metrics: cross_entropy, tokens, each auxiliary loss by name and, per MoE layer,
     tokens_per_expert, drop_fraction, router_entropy (nats), balance_loss.
     """
     tokens = psum(sums.weight, (*BATCH, CONTEXT))
@@ -786,7 +785,7 @@ def loss(c: ModelConfig, sums: Sums):
 
 
 def metric_specs(c: ModelConfig):
-    """How `loss`'s metrics lie on the mesh: sums everywhere the same, router statistics split by layer."""
+    """PartitionSpec of each metric of `loss`: router statistics are sharded by layer, the rest is replicated."""
     everywhere = dict.fromkeys(("cross_entropy", "tokens", *auxiliary_names(c)), P())
     router = ("tokens_per_expert", "drop_fraction", "router_entropy", "balance_loss")
     return everywhere | ({name: P(STAGE) for name in router} if c.n_experts else {})
