@@ -80,7 +80,7 @@ float32 = jnp.float32
 
 
 def along(x, gain):
-    """Broadcast a gain or bias to x. It varies over the same mesh axes as x, so its gradient [D] is psummed."""
+    """Broadcast a gain or bias to x. It then varies over x's mesh axes, so a psum adds up its gradient [D]."""
     return jnp.broadcast_to(vary(gain, tuple(jax.typeof(x).mat.varying)), x.shape)
 
 
@@ -110,7 +110,7 @@ def rotary_angles(positions_bS, width: int, theta: float, on):
 
 
 def rotate(x_bSHR, angles_bSr):
-    """Rotate coordinates (i, i + r) by angle i, so that scores depend only on distances; the rest is unchanged."""
+    """Rotate each coordinate pair (i, i + r) by angle i: scores then depend on distances. The rest stays."""
     cos, sin, r = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :], angles_bSr.shape[-1]
     first, second, rest = jnp.split(x_bSHR.astype(float32), (r, 2 * r), axis=-1)
     rotated = first * cos - second * sin, first * sin + second * cos, rest
@@ -122,7 +122,7 @@ def rotate(x_bSHR, angles_bSr):
 
 @struct.dataclass
 class LatentAttention:
-    """Multi-head latent attention: keys and values come from one latent, plus a shared rotary key (2405.04434)."""
+    """MLA: keys and values are projections of one latent; all heads share a rotary key (2405.04434, 2.1)."""
 
     w_down_query_DQ: Any = param("DQ", fan_in="D", D=SLICED, needs=lambda c: c.d_query_latent)
     norm_query_Q: Any = param("Q", mean=1.0, decay=False, needs=lambda c: c.d_query_latent)
@@ -161,8 +161,8 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
 
 
 def sends_latents(c: ModelConfig) -> bool:
-    """Whether TENSOR neighbors exchange latents instead of x. They do if a query latent exists and all latents
-    together are narrower than x. Each device then computes the latents of its own positions."""
+    """Whether each device computes its positions' latents, and TENSOR neighbors exchange these instead of x:
+    if there is a query latent, and all latents together are narrower than x."""
     return 0 < c.d_query_latent < c.d_model - c.d_kv_latent - c.d_rope
 
 
@@ -186,7 +186,7 @@ def latent_attention(
         latents_bt = project_down(x_btD, own_slice(positions_bs, TENSOR, dim=1))
         q_bshX, *latent_and_key = gather_apply(c, project_queries, *latents_bt, beside=(positions_bs,))
     else:
-        project = lambda x_bpD, positions_bp: project_queries(*project_down(x_bpD, positions_bp), positions_bp)
+        project = lambda x_bpD, pos_bp: project_queries(*project_down(x_bpD, pos_bp), pos_bp)
         q_bshX, *latent_and_key = gather_apply(c, project, x_btD, beside=(positions_bs,))
 
     def keys_values(latent_bSC, k_bSR):
@@ -200,14 +200,14 @@ def latent_attention(
 
     value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # o: the averaged latent
 
-    # Content and rotary parts are concatenated (X = K + R), so that one matmul computes the sum of both scores.
+    # Content and rotary parts are concatenated (X = K + R): one matmul computes the sum of both scores.
     o_bshU = attend(c, q_bshX, latent_and_key, keys_values, segments_bs, (absorb, value_of))
     return apply_scatter(c, lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD), o_bshU)
 
 
 @struct.dataclass
 class GroupedAttention:
-    """Grouped-query attention: each group of H/G query heads shares a key and value head (arXiv:2305.13245)."""
+    """Grouped-query attention: H/G query heads share each key and value head (arXiv:2305.13245)."""
 
     w_query_DHK: Any = param("DHK", fan_in="D", D=SLICED, H=TENSOR)
     w_key_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
@@ -228,10 +228,10 @@ def grouped_attention(
     w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context,
     parallel=None,
 ):  # fmt: skip
-    """Apply grouped-query attention over the whole context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
+    """Apply grouped-query attention over the context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
 
     attend    as in `layer`
-    parallel  a FeedForward that reads the same x; its output is added before the one reduce-scatter over TENSOR
+    parallel  a FeedForward of the same x; its output is added before the single reduce-scatter over TENSOR
     """
     project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
     q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, beside=(positions_bs,))
@@ -273,7 +273,7 @@ def hidden(w: FeedForward, x_bsD):
 
 
 def down(w: FeedForward, up_bsf):
-    """Project back to width D: a partial sum over TENSOR, with 1/n of the bias. Shapes: [.., f] -> [.., D]."""
+    """Project to the model width: a partial sum over TENSOR, with 1/n of the bias. [.., f] -> [.., D]."""
     return plus(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
 
 
@@ -288,7 +288,7 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
 @struct.dataclass
 class MoE:
     w_router_DE: Any = param("DE", fan_in="D", D=SLICED, exact=True)
-    # Added to the scores that select experts, not to the gates. The optimizer updates it from the expert load.
+    # Added to the scores that select experts, not to the gates. The expert load updates it, not a gradient.
     bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
     w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=swiglu)
     w_up_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR)
@@ -308,14 +308,14 @@ def route(w: MoE, c: ModelConfig, x_btD):
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
     _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
     chosen_btk = jnp.take_along_axis(scores_btE, experts_btk, axis=-1)
-    if c.normalize_gates and c.top_k > 1:  # a single normalized gate is always 1, so the router could not learn
+    if c.normalize_gates and c.top_k > 1:  # a single gate would always be 1, and the router could not learn
         chosen_btk /= jnp.sum(chosen_btk, axis=-1, keepdims=True) + 1e-20
     probabilities_btE = scores_btE / jnp.sum(scores_btE, axis=-1, keepdims=True)
     return c.routed_scaling * chosen_btk, experts_btk, probabilities_btE
 
 
 def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, real_bt):
-    """Sum statistics over this device's non-padding tokens; `loss` sums over devices before it multiplies any."""
+    """Sum the router's statistics over this device's non-padding tokens. `loss` sums them over devices."""
     count_btE = jnp.sum(jax.nn.one_hot(experts_btk, c.n_experts, dtype=float32), axis=2)
     entropy_bt = -jnp.sum(jax.scipy.special.xlogy(probabilities_btE, probabilities_btE), axis=-1)
     return {
@@ -338,11 +338,11 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
 
 
 def experts_feed_forward(w: MoE, matmul, rows, gates):
-    """Apply each row's expert, times the row's gate; matmul(rows, weights) uses the weights of each row's expert.
-    Returns a partial sum over TENSOR."""
+    """Apply each row's expert, and multiply by its gate. Returns a partial sum over TENSOR.
+    matmul(rows, weights) multiplies each row by the weights of its expert."""
     up = matmul(rows, w.w_up_EDM)
     gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
-    # Gates multiply the input of the last matmul: its output is then not needed, or recomputed, for gradients.
+    # Multiply by the gates before the last matmul, so that the backward pass does not need its output.
     return matmul(activate(up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
 
 
@@ -363,7 +363,7 @@ permuted.defvjp(
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
-    """Apply experts, dropping no token: all-gather the tokens, sort by expert, grouped matmul, reduce-scatter.
+    """Apply experts and drop no token: all-gather, sort by expert, one grouped matmul, reduce-scatter.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
     Sends over EXPERT: (n - 1)/n of the tokens of all its n devices, once per collective.
@@ -421,7 +421,7 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
     Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back, and of their gates.
     """
     (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
-    # An index with rank >= slots is out of bounds: mode="drop" skips its write, and mode="fill" reads 0 there.
+    # An index with rank >= slots is out of bounds: mode="drop" does not write it, and mode="fill" reads 0.
     place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
     place_in = lambda zeros, values: zeros.at[place].set(values, mode="drop", unique_indices=True)
@@ -535,7 +535,7 @@ class Tokens(NamedTuple):
 
 
 def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
-    """Zero a fraction of activations. The bits depend on step, layer, sequence and position, not on the mesh."""
+    """Zero some activations. The random bits depend on step, layer, sequence and position, not on the mesh."""
     if not c.dropout or key is None:
         return x_btD
     shape, keys_of = x_btD.shape[-1:], lambda index: jax.random.fold_in(key, index)
@@ -560,7 +560,7 @@ def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, at
 
 
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
-    """Return the update that the feed-forward or MoE adds to the residual stream, and router statistics, if any.
+    """Return the update that the feed-forward or MoE adds to the residual stream, and router statistics.
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_feed_forward_D, c.norm_eps, w.norm_feed_forward_bias_D)
     if isinstance(w.feed_forward, MoE):
@@ -596,7 +596,7 @@ def block(w: Block, c: ModelConfig, x_btD, one, first_number):
 
 
 def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
-    """Apply this pipeline stage's blocks; `one` applies a layer. Returns [b, t, D] and a Block of router statistics.
+    """Apply this stage's blocks; `one` applies a layer. Returns [b, t, D] and a Block of router statistics.
 
     chunk  which chunk of the stage's layers, in an interleaved schedule
     """
@@ -623,7 +623,7 @@ def embed(table_vD, tokens_bs, dtype=None):
 
 
 def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
-    """Look up tokens in a table sharded along D: send the tokens to all shards instead of gathering the table.
+    """Look up tokens in a table sharded along D: send the tokens to all shards instead of gathering it.
 
     Shapes: [v, D/n], [b, s] -> [b, t, D]. The gradient sums the tokens of n devices in the table's dtype.
     Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations. Backward: the activations.
@@ -643,7 +643,7 @@ def unembedding(w: Transformer, c: ModelConfig, form=at_use):
 
 
 def auxiliary_names(c: ModelConfig) -> list[str]:
-    """List the enabled per-token loss terms besides cross-entropy, by the names of their weights in ModelConfig."""
+    """List the enabled per-token losses besides cross-entropy, each by the name of its weight in ModelConfig."""
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
 
 
@@ -656,7 +656,7 @@ def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
 
 
 def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
-    """Return, over u vocabulary ids: log(sum(exp(logits))), the target's logit (0 if elsewhere), sum of logits.
+    """Return, over u vocabulary ids: log(sum(exp(logits))), the target's logit (or 0), the sum of logits.
 
     Shapes: [D, u], [n, D], [n], [u], [u] -> three arrays [n]. A negative id in words_u is padding.
     """
@@ -669,10 +669,10 @@ def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
 
 
 def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
-    """Return the weighted sum over tokens of -log softmax(logits)[target], in nats, and sums of auxiliary terms.
+    """Return sums over weighted tokens: -log softmax(logits)[target], in nats, and auxiliary losses by name.
 
-    The logits are sharded along the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, section 5).
-    label_smoothing is the target's logit minus the mean logit (arXiv:1512.00567, section 7).
+    The logits are sharded over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, 5);
+    label_smoothing is the target's logit minus the mean logit, a difference in nats (arXiv:1512.00567, 7).
     """
     x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # float32, because x's gradients of all slices are summed
     sums_of = lambda w_Du, *words_u: logit_sums(w_Du, x_nD, targets_n, *words_u)
@@ -730,13 +730,13 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
 
 
 def leave(w: Transformer, c: ModelConfig, x, *, dim):
-    """Apply the final norm and all-gather over TENSOR: each device computes its vocabulary slice for all tokens."""
+    """Apply the final norm, then all-gather over TENSOR, where each device has a slice of the vocabulary."""
     return all_gather(norm(x, w.norm_D, c.norm_eps, w.norm_bias_D), TENSOR, dim=dim)
 
 
 @struct.dataclass
 class Sums:
-    """The terms of the loss, summed over this device's tokens. Evaluation reads only cross_entropy and weight."""
+    """Terms of the loss, summed over this device's tokens. Evaluation reads only cross_entropy and weight."""
 
     cross_entropy: Any  # nats
     weight: Any  # number of target tokens, weighted
@@ -745,7 +745,7 @@ class Sums:
 
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
-    """Return the loss sums of N tokens. This device and its TENSOR neighbors each hold n of their activations."""
+    """Return the loss sums of N tokens, of which this device and its TENSOR neighbors each hold n."""
     return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N, w.bias_V)
 
 
@@ -761,7 +761,7 @@ def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
 
 
 def loss(c: ModelConfig, sums: Sums):
-    """Compute the training loss, equal on all devices: nats per target token of the batch, plus auxiliary losses.
+    """Compute the loss, equal on all devices: nats per target token of the batch, plus auxiliary losses.
 
     Returns the loss and metrics: cross_entropy, tokens, each auxiliary loss by name and, per MoE layer,
     tokens_per_expert, drop_fraction, router_entropy (nats), balance_loss.
@@ -785,7 +785,7 @@ def loss(c: ModelConfig, sums: Sums):
 
 
 def metric_specs(c: ModelConfig):
-    """PartitionSpec of each metric of `loss`: router statistics are sharded by layer, the rest is replicated."""
+    """PartitionSpec of each metric of `loss`: router statistics are sharded by layer, others replicated."""
     everywhere = dict.fromkeys(("cross_entropy", "tokens", *auxiliary_names(c)), P())
     router = ("tokens_per_expert", "drop_fraction", "router_entropy", "balance_loss")
     return everywhere | ({name: P(STAGE) for name in router} if c.n_experts else {})
