@@ -80,7 +80,7 @@ float32 = jnp.float32
 
 
 def along(x, gain):
-    """Broadcast a gain or bias to x. It then varies over x's mesh axes, so a psum adds up its gradient [D]."""
+    """Broadcast a gain or bias to x. It then varies over x's mesh axes, so a psum sums its gradient [D]."""
     return jnp.broadcast_to(vary(gain, tuple(jax.typeof(x).mat.varying)), x.shape)
 
 
@@ -535,7 +535,7 @@ class Tokens(NamedTuple):
 
 
 def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
-    """Zero some activations. The random bits depend on step, layer, sequence and position, not on the mesh."""
+    """Zero some activations. The random bits depend on step, layer, sequence and position, not the mesh."""
     if not c.dropout or key is None:
         return x_btD
     shape, keys_of = x_btD.shape[-1:], lambda index: jax.random.fold_in(key, index)
@@ -643,7 +643,7 @@ def unembedding(w: Transformer, c: ModelConfig, form=at_use):
 
 
 def auxiliary_names(c: ModelConfig) -> list[str]:
-    """List the enabled per-token losses besides cross-entropy, each by the name of its weight in ModelConfig."""
+    """List the enabled auxiliary losses of single tokens, by the names of their weights in ModelConfig."""
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
 
 

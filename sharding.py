@@ -1,7 +1,7 @@
-"""Mesh axes, parameter declarations and thin collectives.
+"""Mesh axes, parameter declarations, and thin wrappers of the collectives.
 
-A parameter is declared once: its letters (one a dim), the mesh axis that splits each letter, how it starts. Init,
-`shard_map` specs, planner and checkpoint read that declaration; nothing infers a layout from a path, a rank or a size.
+Each parameter is declared once: one letter per dim, the mesh axes that shard each letter, and its initial distribution.
+Initialization, `shard_map` specs, the planner and checkpoints all read that declaration.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from config import AXES, MeshConfig
 from errors import UserError
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
-BATCH = (DATA, FSDP, EXPERT)  # neighbours hold different sequences
-SLICED = (FSDP, EXPERT, CONTEXT)  # neighbours hold different slices of every dense weight
-TOKENS = (*BATCH, CONTEXT, TENSOR)  # neighbours hold different tokens between blocks
-BATCH_SPEC = P(BATCH, CONTEXT)  # of tokens_BT and all that is shaped like it
+BATCH = (DATA, FSDP, EXPERT)  # devices along these axes hold different sequences
+SLICED = (FSDP, EXPERT, CONTEXT)  # devices along these axes hold different shards of every dense weight
+TOKENS = (*BATCH, CONTEXT, TENSOR)  # devices along these axes hold different tokens between blocks
+BATCH_SPEC = P(BATCH, CONTEXT)  # the spec of tokens_BT and of all arrays of its shape
 
 
 def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
-    """Arrange devices along the six axes, in the order of `config.AXES`; of a TPU slice, neighbours on nearest chips.
+    """Arrange devices along the six axes of `config.AXES`. In a TPU slice, mesh neighbors are neighboring chips.
 
-    Of several slices `data` alone crosses the slow network between them.
-    Raises: UserError if there are fewer devices than the mesh holds, or `data` does not split over the slices.
+    With several slices, only the `data` axis crosses the slower network (DCN) between them.
+    Raises: UserError if the mesh needs more devices than there are, or `data` is not a multiple of the slices.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     devices = jax.devices() if devices is None else devices
@@ -41,18 +41,19 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     if count > len(slices) or mesh.data % count:
         near = dataclasses.replace(mesh, data=-(-mesh.data // count) * count)
         raise UserError(
-            f"mesh {mesh} takes {count} slices of {size} devices, and data={mesh.data} alone can cross the slow "
-            f"network between them: use a multiple of {count}, as in {near}, or a mesh that fits into one slice"
+            f"mesh {mesh} needs {count} slices of {size} devices, and only `data` can cross the slow network "
+            f"between them: data={mesh.data} must be a multiple of {count}, as in {near}; "
+            "or use a mesh that fits one slice"
         )
     a_slice = dataclasses.replace(mesh, data=mesh.data // count)
-    # A mesh axis may take a part of a torus axis, as fsdp=8 does on 4x4x2.
+    # allow_split_physical_axes: a mesh axis may use part of a torus axis, such as fsdp=8 on 4x4x2.
     arrange = functools.partial(mesh_utils.create_device_mesh, tuple(a_slice.sizes.values()))
     blocks = [arrange(some[: a_slice.devices], allow_split_physical_axes=True) for some in slices[:count]]
     return Mesh(np.concatenate(blocks), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_enough(mesh: MeshConfig, count: int, platform: str) -> None:
-    """Raises: UserError if a mesh holds more devices than there are."""
+    """Raises: UserError if the mesh needs more devices than `count`."""
     if mesh.devices > count:
         factors = " * ".join(str(size) for size in mesh.sizes.values() if size > 1)
         needs = f"{factors} = {mesh.devices}" if "*" in factors else factors
@@ -61,7 +62,7 @@ def check_enough(mesh: MeshConfig, count: int, platform: str) -> None:
 
 
 def slices_of(devices) -> list[list]:
-    """Devices by the TPU slice they belong to; others all together."""
+    """Group devices by TPU slice. Other devices form one group."""
     index = lambda device: getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
     return [list(some) for _, some in itertools.groupby(sorted(devices, key=index), key=index)]
 
@@ -71,18 +72,18 @@ def slices_of(devices) -> list[list]:
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is known of a parameter before it exists. Not a pytree: in a tree of declarations it is a leaf."""
+    """Shape, sharding and initial values of a parameter. It is not a pytree, so trees have it as a leaf."""
 
-    dims: str  # one letter per dim, stacking letters first
+    dims: str  # one letter per dim, letters of stacked layers first
     shape: tuple[int, ...]  # of the whole array
     spec: P  # the mesh axes that split each dim
     std: float  # initial standard deviation; 0: every entry starts at `mean`
     mean: float
     dtype: Any
-    decay: bool  # takes part in weight decay
+    decay: bool  # weight decay applies
     trainable: bool  # receives a gradient
-    exact: bool  # used in its own dtype, not in the compute dtype
-    fan_in: str = ""  # letters summed over when it is used, if any
+    exact: bool  # used in its own dtype instead of the compute dtype
+    fan_in: str = ""  # letters that its matmul contracts, if any
 
     @property
     def size(self) -> int:
@@ -91,14 +92,14 @@ class Declaration:
 
 def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, decay=True, trainable=True, exact=False,
           **axis_of):  # fmt: skip
-    """Declare a parameter: one letter per dim, and the mesh axis (or axes) that splits each letter.
+    """Declare a parameter: one letter per dim, and the mesh axis (or axes) that shards each letter.
 
-    fan_in    letters summed over when it is used: it starts normal, with standard deviation 1 / sqrt(their product)
-    std       standard deviation where fan_in does not say: a function of ModelConfig; with neither, all start at `mean`
-    residual  it writes into the residual stream: its standard deviation is divided by sqrt(2 * n_layers), so that the
-              stream's variance does not grow with depth (GPT-2, section 2.3)
-    needs     function of ModelConfig; where it is false the parameter does not exist (None)
-    exact     it is used in its own dtype, not in the compute dtype
+    fan_in    letters that its matmul contracts: initial values are normal with std 1 / sqrt(product of their sizes)
+    std       without fan_in: fn(ModelConfig) -> initial standard deviation; without both, every entry is `mean`
+    residual  it writes into the residual stream, so std is divided by sqrt(2 * n_layers) to keep the variance of the
+              stream from growing with depth (GPT-2, section 2.3)
+    needs     fn(ModelConfig) -> whether the parameter exists; if not, it is None
+    exact     it is used in its own dtype instead of the compute dtype
     """
     metadata = dict(dims=dims, fan_in=fan_in, std=std, mean=mean, residual=residual, needs=needs, decay=decay,
                     trainable=trainable, exact=exact, axis_of=axis_of)  # fmt: skip
@@ -106,10 +107,10 @@ def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, de
 
 
 def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: dict | None = None, **parts):
-    """Return `block` holding a Declaration in place of each parameter, and `parts` in its other fields.
+    """Return a `block` with a Declaration for each parameter, and with `parts` as its other fields.
 
-    sizes    the size of each letter
-    stacked  letters of leading dims: the block is repeated along them
+    sizes    letter -> size
+    stacked  letters of the leading dims along which layers are stacked
     """
 
     def read(dims, fan_in, std, mean, residual, needs, decay, trainable, exact, axis_of):
@@ -133,23 +134,23 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
 
 
 def map_named(function, tree):
-    """Replace each leaf by function(name, leaf); a name is like 'blocks.moe.attention.w_out_HUD'."""
+    """Replace each leaf with function(name, leaf). A name looks like 'blocks.moe.attention.w_out_HUD'."""
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
 
 
 def named(tree) -> dict[str, Any]:
-    """Flatten a tree of parameters or declarations to {name: leaf}: the names that people and checkpoints use."""
+    """Flatten a tree of parameters or declarations to {name: leaf}, with the names that checkpoints use."""
     flat = {}
     map_named(flat.__setitem__, tree)
     return flat
 
 
 def map_sliced(function, w, *names):
-    """Replace each parameter that lies in slices along FSDP by function(array, dim, axes, exact); the rest stays.
+    """Replace each parameter that is sharded over FSDP with function(array, dim, axes, exact).
 
-    w      a `flax.struct` of declared parameters, one layer's or stacked
-    names  only these of its parameters, as a tuple; none: the whole class, and the classes in it
+    w      a `flax.struct` of declared parameters, of one layer or stacked
+    names  return a tuple of only these parameters; without names, return all of w, nested classes included
     """
 
     def one(field):
@@ -172,7 +173,7 @@ def specs(declarations):
 
 
 def shapes(declarations, mesh: Mesh | None = None):
-    """ShapeDtypeStruct of every parameter, with its sharding if a mesh is given."""
+    """Return the ShapeDtypeStruct of every parameter, with its sharding if a mesh is given."""
     return jax.tree.map(
         lambda d: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=NamedSharding(mesh, d.spec) if mesh else None),
         declarations,
@@ -180,7 +181,7 @@ def shapes(declarations, mesh: Mesh | None = None):
 
 
 class DoesNotSplit(UserError):
-    """A dim of a parameter that its mesh axes do not divide."""
+    """The size of a parameter's dim is not divisible by the mesh axes that shard it."""
 
     def __init__(self, name: str, letter: str, size: int, axes: tuple[str, ...], parts: int):
         self.name, self.letter, self.size, self.axes, self.parts = name, letter, size, axes, parts
@@ -190,7 +191,7 @@ class DoesNotSplit(UserError):
 
 
 def check_divides(declarations, mesh: Mesh) -> None:
-    """Raises: DoesNotSplit for the first parameter with a dim that its mesh axes do not divide."""
+    """Raises: DoesNotSplit for the first dim whose size is not divisible by its mesh axes."""
     for name, d in named(declarations).items():
         for letter, size, axes in zip(d.dims, d.shape, d.spec, strict=True):
             axes = as_tuple(axes)
@@ -203,41 +204,41 @@ def check_divides(declarations, mesh: Mesh) -> None:
 
 
 def own_rows(mesh: Mesh, batch_size: int, devices=None) -> np.ndarray:
-    """Numbers, in order, of the rows of a global batch that this process's devices hold (or `devices` of the mesh)."""
+    """Return the sorted indices of the batch rows that this process's devices (or the given `devices`) hold."""
     place = NamedSharding(mesh, P(BATCH)).devices_indices_map((batch_size,))
     numbers = [np.arange(batch_size)[place[device]] for device in (mesh.local_devices if devices is None else devices)]
     return np.unique(np.concatenate(numbers))
 
 
 def put(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int | None = None) -> dict[str, jax.Array]:
-    """Place host arrays [B, T], see `dataset.batch`, on the mesh: sequences over BATCH, positions over CONTEXT.
+    """Shard host arrays [B, T] (see `dataset.batch`) over the mesh: sequences over BATCH, positions over CONTEXT.
 
-    batch_size  that of all processes, where `batch` holds the `own_rows` of this one alone; None: it holds all
-    Sends: nothing between processes. Each gives its devices what they hold.
+    batch_size  global batch size, if `batch` has only the `own_rows` of this process; None: `batch` has all rows
+    Sends: nothing between processes. Each process copies rows to its own devices.
     """
     sharding = NamedSharding(mesh, BATCH_SPEC)
-    (found,) = {len(x) for x in batch.values()}
-    rows = np.arange(found) if batch_size is None else own_rows(mesh, batch_size)
-    assert len(rows) == found, f"{found} rows are given, this process holds {len(rows)} of {batch_size}"
+    (count,) = {len(x) for x in batch.values()}
+    rows = np.arange(count) if batch_size is None else own_rows(mesh, batch_size)
+    assert len(rows) == count, f"got {count} rows, but this process holds {len(rows)} of {batch_size}"
 
     def placed(x):
-        def part(index):  # of the whole; rows that one device holds lie side by side in `x` too
+        def local_shard(index):  # index: slices of the global array; a device's rows are adjacent in `x` too
             start, stop, _ = index[0].indices(shape[0])
             first = np.searchsorted(rows, start)
             return x[first : first + stop - start, index[1]]
 
-        shape = (batch_size or found, *x.shape[1:])
-        return jax.make_array_from_callback(shape, sharding, part)
+        shape = (batch_size or count, *x.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, local_shard)
 
     return {name: placed(x) for name, x in batch.items()}
 
 
-# A CONTEXT axis of n devices cuts a sequence into 2n chunks, and device i holds chunks i and 2n - 1 - i: one early, one
-# late, so that under causal attention every device has the same work. (Zig-zag: arXiv:2407.21783, section 3.3.2.)
+# With n devices along CONTEXT, a sequence has 2n chunks, and device i holds chunks i and 2n - 1 - i: one early and one
+# late chunk, so that causal attention costs every device the same (zig-zag: arXiv:2407.21783, section 3.3.2).
 
 
 def own_chunks(x_bT):
-    """The positions this device works on, of a whole sequence in order. Shapes: [b, T, ..] -> [b, T/n, ..]."""
+    """Select this device's two chunks from a whole sequence in order. Shapes: [b, T, ..] -> [b, T/n, ..]."""
     n, i = axis_size(CONTEXT), axis_index(CONTEXT)
     if n == 1:
         return x_bT
@@ -247,30 +248,30 @@ def own_chunks(x_bT):
 
 
 def in_order(x, *, dim, n: int | None = None):
-    """Put positions that were joined over CONTEXT's n devices, device by device, into the order of the sequence."""
+    """Reorder positions, gathered over the n devices of CONTEXT, from device order into sequence order."""
     n = axis_size(CONTEXT) if n is None else n
     if n == 1:
         return x
     chunks = x.reshape(*x.shape[:dim], 2 * n, -1, *x.shape[dim + 1 :])
-    place = [2 * k if k < n else 2 * (2 * n - 1 - k) + 1 for k in range(2 * n)]  # where chunk k lies
+    place = [2 * k if k < n else 2 * (2 * n - 1 - k) + 1 for k in range(2 * n)]  # the index of chunk k
     return jnp.take(chunks, np.array(place), axis=dim).reshape(x.shape)
 
 
 def in_chunks(x, *, dim, n: int):
-    """The inverse of `in_order`: positions in order, put so that cutting them in n gives each device its chunks."""
+    """Reorder positions from sequence order so that an even split into n shards gives each device its two chunks."""
     chunks = x.reshape(*x.shape[:dim], 2 * n, -1, *x.shape[dim + 1 :])
     held = [chunk for i in range(n) for chunk in (i, 2 * n - 1 - i)]
     return jnp.take(chunks, np.array(held), axis=dim).reshape(x.shape)
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
-# The same as in jax.lax, with `dim=` for the array's dimension and the price in the docstring; `axes` is one mesh axis
-# or several. On an axis of size 1 each is the identity, but the type still changes: check_vma tracks along which axes
-# a value varies.
+# The collectives of jax.lax, with `dim=` for the array's dimension, and the bytes sent in the docstring. `axes` is one
+# mesh axis or several. Over an axis of size 1 each is the identity, but it still changes the type: check_vma tracks
+# the mesh axes over which a value varies.
 
 
 def inside_shard_map(function):
-    """Decorator of what needs mesh axes. Raises: UserError where there are none, in place of "unbound axis name"."""
+    """Decorator that turns JAX's NameError "unbound axis name", outside `shard_map`, into a UserError."""
 
     @functools.wraps(function)
     def wrapped(*args, **options):
@@ -280,8 +281,8 @@ def inside_shard_map(function):
             if not (unbound := re.search(r"unbound axis name: (\w+)", str(error))):
                 raise
             raise UserError(
-                f"{function.__name__} needs the mesh axis {unbound[1]!r}, and outside of `shard_map` there is none: "
-                "it works on one device's slices. `on_mesh.on_mesh` runs such a function on whole arrays"
+                f"{function.__name__} needs the mesh axis {unbound[1]!r}, which exists only inside `shard_map`: it "
+                "works on one device's shards; use `on_mesh.on_mesh` to run the function on whole arrays"
             ) from None
 
     return wrapped
@@ -293,30 +294,30 @@ def as_tuple(axes) -> tuple[str, ...]:
 
 @inside_shard_map
 def axis_size(axes) -> int:
-    """How many devices lie along mesh axes."""
+    """Return the number of devices along one or several mesh axes."""
     return jax.lax.axis_size(axes)
 
 
 @inside_shard_map
 def axis_index(axes):
-    """This device's place along mesh axes, from 0."""
+    """Return this device's index along one or several mesh axes, from 0."""
     return jax.lax.axis_index(axes)
 
 
 @inside_shard_map
 def all_gather(x, axes, *, dim, to="varying"):
-    """Join the slices of `dim` held along mesh axes.
+    """Concatenate the shards of `dim` from all devices along mesh axes; every device gets the whole.
 
-    to   "invarying": `check_vma` knows that the result is the same on the devices that were joined
+    to  "invarying" tells `check_vma` that the result is the same on all these devices
     Shapes: [.., D/n, ..] -> [.., D, ..], n = devices on the axes.
-    Sends: (n - 1)/n of the joined array, per device. Backward: reduce-scatter, the same bytes.
+    Sends: (n - 1)/n of the gathered array, per device. Backward: reduce-scatter, the same bytes.
     """
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
 @inside_shard_map
 def reduce_scatter(partial, axes, *, dim):
-    """Add partial sums held along mesh axes, and keep this device's slice of `dim`.
+    """Add partial sums over mesh axes; each device gets its slice of `dim`.
 
     Shapes: [.., D, ..] -> [.., D/n, ..], n = devices on the axes.
     Sends: (n - 1)/n of the whole array, per device. Backward: all-gather, the same bytes.
@@ -326,38 +327,38 @@ def reduce_scatter(partial, axes, *, dim):
 
 @inside_shard_map
 def psum(partial, axes):
-    """Add partial sums held along mesh axes; every device gets the total.
+    """All-reduce: add partial sums over mesh axes; every device gets the total.
 
-    Sends: 2 (n - 1)/n of the array, per device. Backward: none, the total's gradient is already everywhere.
+    Sends: 2 (n - 1)/n of the array, per device. Backward: nothing, since each device has the total's gradient.
     """
     return jax.lax.psum(partial, axes)
 
 
 @inside_shard_map
 def all_to_all(x, axes, *, split_dim, join_dim):
-    """Cut `split_dim` into one piece per device and send each to its device; join what arrives along `join_dim`.
+    """Split `split_dim` into one chunk per device, send each device its chunk, and concatenate along `join_dim`.
 
     Shapes: [.., E, .., C, ..] -> [.., E/n, .., C*n, ..], n = devices on the axes.
-    Sends: (n - 1)/n of the array, per device. Backward: all-to-all the other way, the same bytes.
+    Sends: (n - 1)/n of the array, per device. Backward: the inverse all-to-all, the same bytes.
     """
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
-KERNELS_AS_CALLS = "kernels as calls"  # platform of a mesh on which `plan.layers` reads what kernels are given
+KERNELS_AS_CALLS = "kernels as calls"  # platform of an abstract mesh for which `plan` traces kernels as calls
 
 
 def platform() -> str:
-    """What the mesh is made of: cpu, gpu or tpu. Known while a function is traced: no branch is compiled for it."""
+    """Return the platform of the mesh: cpu, gpu or tpu. It is known while tracing, so it needs no runtime branch."""
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def by_platform(*args, tpu, gpu, default):
-    """Call the form of the mesh's platform, and trace no other; outside of a `shard_map`, of what is compiled for.
+    """Call the implementation for the mesh's platform and trace no other. Outside `shard_map`, lowering chooses it.
 
-    gpu  in Triton, which XLA compiles for NVIDIA's GPUs since Ampere, compute capability 8.0; others get the default
+    gpu  a Triton kernel: XLA compiles it for NVIDIA GPUs since Ampere (compute capability 8.0); older ones use default
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device and device.platform == KERNELS_AS_CALLS:  # first of all: a plan touches no device
+    if device and device.platform == KERNELS_AS_CALLS:  # before jax.local_devices: a plan must not touch a device
         return jax.jit(default)(*args)
     if not re.match(r"([89]|1\d)\.", getattr(jax.local_devices()[0], "compute_capability", "8.0")):
         gpu = default
@@ -367,17 +368,17 @@ def by_platform(*args, tpu, gpu, default):
 
 
 def branches() -> bool:
-    """Whether layers are in a branch: with several stages, each skips its idle ticks."""
+    """Whether layers run inside a `cond`: with several pipeline stages, a stage skips its idle ticks."""
     return axis_size(STAGE) > 1
 
 
 def shift(x, axis, by=1, *, in_branch=False):
-    """Send every array of x `by` devices on along a mesh axis, around its end.
+    """Send every array of x to the device `by` places further along a mesh axis, wrapping around at its end.
 
-    in_branch  only some devices of the mesh may come here: whole groups along `axis`, but not all groups. XLA's CPU
-               backend waits for every device at a permutation, so there an all_to_all, which waits for its group, does
-               the same with n times the bytes
-    Sends: the arrays. Backward: a shift the other way.
+    in_branch  only some groups of devices along `axis` call this, each as a whole. XLA's CPU backend waits for all
+               devices of the mesh at a ppermute, so on CPU an all_to_all, which waits only for its group, replaces it
+               and sends n times the bytes
+    Sends: the arrays. Backward: a shift in the other direction.
     """
     n = axis_size(axis)
 
@@ -394,16 +395,15 @@ def shift(x, axis, by=1, *, in_branch=False):
 
 
 def own_slice(x, axes, *, dim):
-    """This device's slice of what `all_gather` over the same axes joined. Sends nothing."""
+    """Return this device's slice of an array that is whole on every device: undo `all_gather`. Sends: nothing."""
     size = x.shape[dim] // axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, axis=dim)
 
 
 @inside_shard_map
 def vary(x, axes):
-    """Declare that arrays may differ along mesh axes, where their types do not yet say so (a loop's carry must say it
-    first). Sends: nothing. Backward: psum over the axes that were added.
-    """
+    """Mark arrays as varying over mesh axes, as `check_vma` requires of, for example, a loop's carry.
+    Sends: nothing. Backward: psum over the axes that were added."""
 
     def one(x):
         missing = tuple(a for a in as_tuple(axes) if a not in jax.typeof(x).mat.varying)

@@ -163,7 +163,7 @@ def test_sizes_of_one_letter_agree(w, x_BTD):
 def test_outside_of_shard_map_the_error_says_so(call, name, axis, x_BTD):
     """Catches JAX's "unbound axis name", which says neither what is missing nor what to do."""
     layer = model.Layer(norm_feed_forward_D=np.ones(D, np.float32), feed_forward=helpers.draw(FEED_FORWARD))
-    with pytest.raises(UserError, match=rf"^{name} needs the mesh axis '{axis}', and outside of `shard_map`"):
+    with pytest.raises(UserError, match=rf"^{name} needs the mesh axis '{axis}', which exists only inside `shard_map`"):
         jax.jit(call)(layer, x_BTD)
 
 

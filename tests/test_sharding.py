@@ -114,10 +114,10 @@ def test_data_alone_crosses_slices(on_no_torus):
 
 
 def test_an_axis_other_than_data_between_slices_is_refused(on_no_torus):
-    """Catches a mesh that runs, and takes ten times as long."""
-    asked = "mesh data=3,tensor=4 takes 2 slices of 6 devices, and data=3 alone can cross the slow network between them"
-    near = ": use a multiple of 2, as in data=4,tensor=4, or a mesh that fits into one slice"
-    with pytest.raises(UserError, match=re.escape(asked + near)):
+    """Catches a mesh that runs but takes ten times as long."""
+    needs = "mesh data=3,tensor=4 needs 2 slices of 6 devices, and only `data` can cross the slow network between them"
+    remedy = ": data=3 must be a multiple of 2, as in data=4,tensor=4; or use a mesh that fits one slice"
+    with pytest.raises(UserError, match=re.escape(needs + remedy)):
         sharding.make_mesh("data=3,tensor=4", chips_of_slices(6, 6, 6))
 
 
