@@ -22,7 +22,7 @@ Size = Annotated[int, Range(lambda x: x >= 1, "must be at least 1")]
 Count = Annotated[int, Range(lambda x: x >= 0, "must be at least 0")]
 Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "must be above 0, and finite")]
 NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "must be at least 0, and finite")]
-Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must lie between 0 and 1")]
+Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must be between 0 and 1")]
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
 Betas = tuple[ShareBelow1, ShareBelow1]
 
@@ -90,7 +90,7 @@ def check_value(name: str, value, hint) -> None:
         if not isinstance(value, numbers_are) or (isinstance(value, bool) and kind is not bool):
             raise UserError(f"{said}: should be {KINDS[kind]}")
     elif dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-        raise UserError(f"{said}: should hold settings, as {kind.__name__} does")
+        raise UserError(f"{said}: should be a {kind.__name__}")
     for one in ranges:
         if isinstance(one, Range) and not one.holds(value):
             raise UserError(f"{said}: {one.words}")

@@ -1,6 +1,6 @@
-"""Settings: a setting is one field, with its name, type, default, and one sentence with its unit.
+"""The settings of a run. Each is one dataclass field with a name, a type, a default and a description.
 
-A check lives in the class whose fields it checks. What a setting affects is declared with its type: see `affecting`.
+Each class checks its own fields. The type of a setting also declares what it affects; see `affecting`.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp"
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices lie along each mesh axis; the product is the number of devices."""
+    """The number of devices along each mesh axis; their product is the number of devices."""
 
     data: Size = 1
     stage: Size = 1
@@ -54,9 +54,9 @@ class MeshConfig:
 
     @classmethod
     def parse(cls, text: str) -> "MeshConfig":
-        """Read `fsdp=2,tensor=4`; dp, pp, ep, cp, tp are accepted, absent axes are 1.
+        """Parse `fsdp=2,tensor=4`. The short forms dp, pp, ep, cp, tp are accepted; missing axes have size 1.
 
-        Raises: UserError naming the part that cannot be read.
+        Raises: UserError naming the part that cannot be parsed.
         """
         sizes = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -65,7 +65,7 @@ class MeshConfig:
             if axis not in AXES:
                 raise UserError(f"mesh {text!r}: no axis is called {name!r}; {nearest(name, AXES)}")
             if not (equals and size.isdecimal() and int(size) > 0):
-                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE, a whole size of at least 1: {axis}=2")
+                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE, SIZE at least 1, such as {axis}=2")
             if axis in sizes:
                 raise UserError(f"mesh {text!r}: axis {axis!r} is given twice")
             sizes[axis] = int(size)
@@ -81,12 +81,12 @@ class MeshConfig:
 
     @property
     def batch_shards(self) -> int:
-        """Groups of devices that hold different sequences."""
+        """Number of device groups that hold different sequences."""
         return self.data * self.fsdp * self.expert
 
     @property
     def position_shards(self) -> int:
-        """Devices that hold different positions of the same sequences between blocks."""
+        """Number of devices that hold different positions of the same sequences between blocks."""
         return self.context * self.tensor
 
     def __str__(self) -> str:
@@ -105,53 +105,53 @@ MeshFlag = Annotated[
 ]
 
 
-BARE = tyro.conf.arg(help="")  # a group of flags whose name says enough: --help fits two screens
+BARE = tyro.conf.arg(help="")  # a flag group without a description, so that --help fits two screens
 
 
 @dataclass(frozen=True)
 class WorkConfig:
-    """How the work is done. None of it changes a number but by rounding: a run may go on with other values.
+    """Execution settings. They change results only by rounding, so a run may resume with other values.
 
-    `auto` is chosen from mesh, chip and memory by the planner's rules; at its start a run says what, and why.
+    The planner chooses each `auto` from mesh, chip and memory. Start-up prints the chosen values and the reasons.
     """
 
-    # kept for the way back, where the rest is made again: all; products; what comes into a branch; into a layer
+    # activations saved for the backward pass, which recomputes the rest. none: all are saved (no remat); dots: outputs
+    # of matmuls; branches: inputs of attention and feed-forward; full: the input of each layer
     remat: Annotated[Literal["auto", "none", "dots", "branches", "full"], Way("none", "full")] = AUTO
-    # weights are joined for each use of a layer; or once a step, and kept
+    # all-gather weights for each use of a layer, or once per step and keep them
     gather: Annotated[Literal["auto", "layer", "step"], Way("layer", "layer")] = AUTO
-    # positions of tensor's devices: ring, in turn, on their way while products of others run; gather, all at once
+    # exchange of positions over tensor. gather: one all-gather; ring: chunks in flight overlap with matmuls
     tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Way("gather", "ring")] = AUTO
-    # keys of other devices: all at once; in turn; or all_to_all, a share of the heads for all positions, never by auto
+    # over context. gather: all-gather keys; ring: ring attention; all_to_all: split heads instead (auto never picks it)
     context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Way("gather", "gather")] = AUTO
-    # logits that exist at once, per device: as many as so many tokens have
+    # compute the loss in slices: a device never holds more logits than this many tokens have
     loss_chunk: Annotated[SizeOrAuto, Way(512)] = AUTO
-    # who works on what when, in stages: `python -m pipeline`
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
-    chunks: SizeOrAuto = AUTO  # interleaved: parts of the layers on each stage, around which microbatches go in turn
-    microbatches: SizeOrAuto = AUTO  # parts of a pass that follow each other through the stages
-    device_batch: SizeOrAuto = AUTO  # most sequences a device works on at once; the rest is accumulated
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # of the pipeline: see `python -m pipeline`
+    chunks: SizeOrAuto = AUTO  # interleaved: chunks of layers on each stage
+    microbatches: SizeOrAuto = AUTO  # pipeline microbatches per forward and backward pass
+    device_batch: SizeOrAuto = AUTO  # maximum sequences per device and pass; larger batches accumulate gradients
 
     def __post_init__(self):
         check(self, "work.")
         if self.chunks not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
-            raise UserError(f"work.chunks={self.chunks}: only the schedule 'interleaved' has chunks")
+            raise UserError(f"work.chunks={self.chunks}: only work.schedule='interleaved' has chunks; use it, or 1")
 
     @classmethod
     def ways(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
-        """The plainest value, or that of least memory, of each setting that declares one."""
+        """Return the plainest (or least-memory) value of each setting that declares one."""
         found = {name: declared(hint, Way) for name, hint in hints(cls).items()}
         return {name: getattr(way, which) for name, way in found.items() if way and getattr(way, which) is not None}
 
     @property
     def autos(self) -> list[str]:
-        """The settings that are to be chosen."""
+        """Names of the settings that are still `auto`."""
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == AUTO]
 
     @property
     def settled(self) -> "WorkConfig":
-        """The same with the plainest way wherever nobody has chosen: what every other way is compared with.
+        """Replace each `auto` with the plainest value, the baseline for comparisons.
 
-        `auto` stays for microbatches and device_batch, which `pipeline/fit.py` reads off the batch and the mesh.
+        microbatches and device_batch stay `auto`: `pipeline/fit.py` derives them from the batch and the mesh.
         """
         schedule = "gpipe" if self.chunks in (AUTO, 1) else "interleaved"
         chunks = 2 if self.schedule == "interleaved" else 1
@@ -166,54 +166,54 @@ class WorkConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The transformer: a decoder in the DeepSeek-V3 family (arXiv:2412.19437), every part switchable."""
+    """The transformer: a decoder in the DeepSeek-V3 family (arXiv:2412.19437). Every part is configurable."""
 
     vocab_size: Size = 272  # rows of the embedding table, at least the tokenizer's vocabulary
     d_model: Size = 128  # width of the residual stream
     n_layers: Size = 4  # attention + feed-forward pairs
     n_heads: Size = 4  # query heads
     attention: Literal["mla", "gqa"] = "mla"  # latent (arXiv:2405.04434) or grouped-query (arXiv:2305.13245)
-    n_kv_heads: Size = 4  # key/value heads; gqa only, divides n_heads; follows n_heads where they are equal
-    d_head: Size = 32  # width of a head's query and key, mla: without rotary; follows d_model / n_heads where equal
+    n_kv_heads: Size = 4  # gqa: key/value heads; divides n_heads, and follows n_heads if the preset has them equal
+    d_head: Size = 32  # width of a head's query and key (mla: without rotary); follows d_model / n_heads if equal
     d_rope: Count = 16  # mla: width of the rotary part, one key shared by all heads
     d_value: Size = 32  # mla: width of a head's value
-    d_query_latent: Count = 0  # mla: width of the query latent; 0 projects queries straight from the residual stream
+    d_query_latent: Count = 0  # mla: width of the query latent; 0: project queries directly from the residual stream
     d_kv_latent: Size = 64  # mla: width of the key/value latent
-    rope_dims: Count = 0  # gqa: the first coordinates of a head that are rotary, as 64 of GPT-J's 256; 0: all
+    rope_dims: Count = 0  # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
     rope_theta: Positive = 10_000.0  # longest rotary wavelength / 2 pi, in positions
-    no_rope_every: Annotated[Count, Affects.OWN] = 0  # every n-th layer has no rotary; 0: all have
+    no_rope_every: Annotated[Count, Affects.OWN] = 0  # every n-th layer has no rotary embedding; 0: all layers have it
     d_ff: Size = 512  # hidden width of a dense feed-forward
     activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of dense, shared and routed feed-forwards
-    parallel_residual: bool = False  # attention and feed-forward read the same norm, and are added at once; gqa, dense
-    bias: bool = False  # dense and shared feed-forwards and the logits have biases; attention and experts have none
+    parallel_residual: bool = False  # attention and feed-forward share input and are added together; gqa, dense only
+    bias: bool = False  # biases in dense and shared feed-forwards and the logits; attention and experts have none
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
-    top_k: Size = 2  # experts that see each token
-    n_shared: Count = 0  # shared experts, which see every token
+    top_k: Size = 2  # routed experts per token
+    n_shared: Count = 0  # shared experts, which process every token
     d_expert: Size = 128  # hidden width of one expert
-    moe_every: Size = 1  # after the prefix, every n-th layer is MoE, the n - 1 before it dense
+    moe_every: Size = 1  # after the prefix, every n-th layer is MoE, and the n - 1 before it are dense
     dense_prefix: Count = 0  # dense layers before the first repeating block
-    router: Literal["sigmoid", "softmax"] = "sigmoid"  # scores before the top-k
-    normalize_gates: bool = True  # a token's gates are divided by their sum; not where top_k=1, whose gate would be 1
+    router: Literal["sigmoid", "softmax"] = "sigmoid"  # score function before the top-k
+    normalize_gates: bool = True  # divide a token's gates by their sum; ignored with top_k=1, where it would give 1
     routed_scaling: Positive = 1.0  # factor on the gates
     # weight of the balance loss over the global batch (arXiv:2101.03961); 0: off
     balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # step of the selection bias per training step (arXiv:2408.15664); 0: no bias
+    # change of the router's selection bias per training step (arXiv:2408.15664); 0: no bias
     balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # weight of the mean of log(sum of exp(logits)) squared (arXiv:2204.02311); 0: off
+    # weight of the z-loss, the mean of log(sum(exp(logits)))^2 (arXiv:2204.02311); 0: off
     z_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # share of a target's probability given to all words (arXiv:1512.00567); 0: off
+    # fraction of the target's probability that is spread over the vocabulary (arXiv:1512.00567); 0: off
     label_smoothing: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
-    # slots an expert keeps per sequence, over top_k * T / n_experts; 0: dropless
+    # slots of an expert per sequence, relative to the mean top_k * T / n_experts; 0: dropless
     capacity_factor: Annotated[NotNegative, Affects.TRAINING] = 0.0
     tie_embeddings: bool = False  # one table for embedding and unembedding
-    # share of activations zeroed after the embedding and every residual branch
+    # fraction of activations zeroed after the embedding and every residual branch
     dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
-    norm: Literal["rms", "layer"] = "rms"  # of the stream: RMSNorm (arXiv:1910.07467), LayerNorm with bias (1607.06450)
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm (arXiv:1910.07467), or LayerNorm with bias (arXiv:1607.06450)
     norm_eps: NotNegative = 1e-6  # added to the mean square, or the variance, in norms
-    # float32; mixed: float32 parameters and optimizer moments, bfloat16 activations and inputs of matmuls; bfloat16:
-    # all of these. Sums, and what is sensitive to them, are always float32
+    # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32, bfloat16: one
+    # dtype for all of these. Sums, softmax, norms, router and loss always use float32
     precision: Annotated[Literal["float32", "mixed", "bfloat16"], Affects.NUMBERS] = "mixed"
-    work = WorkConfig().settled  # no setting of the model: see `ModelAtWork`
+    work = WorkConfig().settled  # not a field; see `ModelAtWork`
 
     def __post_init__(self):
         check(self, "model.")
@@ -222,21 +222,21 @@ class ModelConfig:
                          f"{self.n_heads % self.n_kv_heads})")  # fmt: skip
         rotary, name = (self.d_rope, "d_rope") if self.attention == "mla" else (self.d_head, "d_head")
         if rotary % 2:
-            self._refuse(name, "must be even: rotary turns pairs of coordinates")
+            self._refuse(name, "must be even, because rotary embeddings rotate pairs of coordinates")
         if self.attention == "gqa" and (self.rope_dims % 2 or self.rope_dims > self.d_head):
             self._refuse("rope_dims", f"must be even, and at most d_head={self.d_head}")
         if self.parallel_residual and (self.attention != "gqa" or self.n_experts):
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
-            self._refuse("parallel_residual", f"only with attention='gqa' and n_experts=0; here is {has}")
+            self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
-            self._refuse("top_k", f"must lie between 1 and n_experts={self.n_experts}")
+            self._refuse("top_k", f"must be between 1 and n_experts={self.n_experts}")
         repeating = self.n_layers - self.dense_prefix
         if repeating < 1 or repeating % self.layers_per_block:
             below = max(repeating, 0) // self.layers_per_block
             fit = [self.dense_prefix + blocks * self.layers_per_block for blocks in (below, below + 1) if blocks]
             raise UserError(
-                f"model.n_layers={self.n_layers}: after dense_prefix={self.dense_prefix} layers, whole blocks of "
-                f"{self.layers_per_block} layers follow, at least one; nearest that fit: {' or '.join(map(str, fit))}"
+                f"model.n_layers={self.n_layers}: after dense_prefix={self.dense_prefix} layers there must be one or "
+                f"more whole blocks of {self.layers_per_block} layers; use {' or '.join(map(str, fit))} layers"
             )
 
     def _refuse(self, name: str, why: str):
@@ -244,17 +244,17 @@ class ModelConfig:
 
     @property
     def param_dtype(self) -> str:
-        """Of stored parameters and optimizer moments."""
+        """The dtype of stored parameters and optimizer moments."""
         return "bfloat16" if self.precision == "bfloat16" else "float32"
 
     @property
     def compute_dtype(self) -> str:
-        """Of activations and the inputs of matmuls."""
+        """The dtype of activations and of matmul inputs."""
         return "float32" if self.precision == "float32" else "bfloat16"
 
     @property
     def layers_per_block(self) -> int:
-        """Layers of one repeating block: moe_every - 1 dense ones, then an MoE; or one dense layer."""
+        """Layers in a repeating block: moe_every - 1 dense layers and one MoE layer, or one dense layer."""
         return self.moe_every if self.n_experts else 1
 
     @property
@@ -264,36 +264,36 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ModelAtWork(ModelConfig):
-    """A model, and how its work is done, which `overlap/` alone asks: what the functions of `model.py` are given."""
+    """A model with its execution settings, as the functions of `model.py` take it. Only `overlap/` reads `work`."""
 
     work: WorkConfig = ModelConfig.work
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which tokens, and how they are cut into global batches."""
+    """The tokens, and how they form global batches."""
 
-    # directory of token shards, written by `python -m data.prepare`; or a bucket's, gs://BUCKET/DIR
+    # directory of token shards, written by `python -m data.prepare`, on disk or in a bucket: gs://BUCKET/DIR
     path: Annotated[str, Affects.RUN] = "tokens/stdlib-bytes"
-    # shares of directories in data.path, exact over any 1,000 sequences: code=0.7,prose=0.3; others from a step on:
-    # code=0.7,prose=0.3@5000:code=0.5,prose=0.5
+    # fractions of sequences from each directory in data.path, exact over any 1,000 sequences: code=0.7,prose=0.3; with
+    # other fractions from step 5000 on: code=0.7,prose=0.3@5000:code=0.5,prose=0.5
     mixture: Annotated[str, Affects.ORDER] = ""
     seq_len: Annotated[Size, Affects.FUNCTION] = 256  # T, positions in one sequence
-    batch_size: Size = 8  # B, sequences in one step, over all devices
-    shuffle: bool = True  # each epoch in another order; False: every epoch in the order of the text
-    # 1200:1210,..: from step 1200 on, a step takes the batch of 10 steps later: 10 are passed over
+    batch_size: Size = 8  # B, sequences per step, over all devices
+    shuffle: bool = True  # use a new order in each epoch; False: every epoch in the order of the text
+    # 1200:1210,..: skip 10 batches at step 1200: from then on, a step uses the batch of 10 steps later
     skip: Annotated[str, Affects.ORDER] = ""
-    # what a row holds. windows: data.seq_len tokens that follow each other, wherever a document ends; documents: whole
-    # ones, by best fit (arXiv:2404.10830), and padding; only those longer than a row are cut
+    # content of a row. windows: data.seq_len consecutive tokens, across document ends; documents: whole documents,
+    # packed by best fit (arXiv:2404.10830), and padding; only documents longer than a row are cut
     packing: Literal["windows", "documents"] = "windows"
-    mask_documents: bool = True  # attention stays inside a document, and positions restart with it
+    mask_documents: bool = True  # restrict attention to a document, and restart positions at each document
 
     def __post_init__(self):
         check(self, "data.")
-        parse_skips(self.skip), parse_mixture(self.mixture)  # refuse what cannot be read
+        parse_skips(self.skip), parse_mixture(self.mixture)  # raise if they cannot be parsed
         if self.packing == "documents" and not self.shuffle:
-            raise UserError("data.packing='documents' and data.shuffle=False: it puts documents together by their "
-                            "lengths, not in the order of the text; leave out one of them")  # fmt: skip
+            raise UserError("data.packing='documents' cannot keep the order of the text (data.shuffle=False), because "
+                            "it packs documents by length; leave out one of them")  # fmt: skip
 
     @property
     def tokens_per_step(self) -> int:
@@ -302,17 +302,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, and its learning-rate schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: NotNegative = 3e-3  # peak learning rate of AdamW (arXiv:1711.05101)
-    schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay, or stay, then linear decay
-    warmup_steps: Count = 20  # linear from 0 to lr
-    decay_fraction: Share = 0.2  # wsd: share of all steps spent decaying
-    final_lr: NotNegative = 0.1  # learning rate when it has fallen, as a share of lr
-    betas: Betas = (0.9, 0.95)  # decay of the first and of the second moment, per step
-    eps: Positive = 1e-8  # added to the root of the second moment
+    schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay; or wsd: constant, then linear decay
+    warmup_steps: Count = 20  # steps of linear warm-up from 0 to lr
+    decay_fraction: Share = 0.2  # wsd: fraction of all steps spent decaying
+    final_lr: NotNegative = 0.1  # final learning rate, as a fraction of lr
+    betas: Betas = (0.9, 0.95)  # decay rates of the first and second moments, per step
+    eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # per step, times the learning rate; none on norms, biases and embeddings
-    clip_norm: NotNegative = 1.0  # largest global norm of the gradient; 0: no clipping
+    clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
 
     def __post_init__(self):
         check(self, "optim.")
@@ -320,38 +320,38 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run: how long, where it is kept, what is written when."""
+    """One training run: its length, its directory, and when it logs, evaluates and saves."""
 
-    name: str = "laptop"  # the run lives in DIR/NAME
-    dir: str = "runs"  # parent of all runs: a directory of a disk, or a bucket's, gs://BUCKET/DIR
-    steps: Size = 320  # optimizer steps; a start prints how many an epoch has
-    seed: Annotated[Count, Affects.TRAINING] = 0  # initial parameters, dropout, and the order of the sequences
-    # directory of a run, converted or trained, whose parameters this one starts from, at step 0; empty: new ones
+    name: str = "laptop"  # name of the run; its files are in DIR/NAME
+    dir: str = "runs"  # parent directory of all runs, on disk or in a bucket: gs://BUCKET/DIR
+    steps: Size = 320  # optimizer steps; start-up prints how many steps an epoch has
+    seed: Annotated[Count, Affects.TRAINING] = 0  # seed of initial parameters, dropout and the order of sequences
+    # initialize from the parameters of this run directory (trained or converted), at step 0; empty: random parameters
     init_from: Annotated[str, Affects.TRAINING, tyro.conf.arg(aliases=["--init_from"])] = ""
     log_every: Size = 10  # steps between rows of metrics.jsonl
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
-    eval_batches: Count = 4  # batches of an evaluation on the way; 0: the whole validation split (always, at the end)
-    checkpoint_every: Size = 100  # steps between checkpoints; one more is written at the end
-    keep_checkpoints: Size = 2  # newest checkpoints that are kept; the one with the lowest validation loss stays too
-    sample_prompt: str = "def "  # text that the sample at the end continues, by up to 200 tokens; empty: no sample
+    eval_batches: Count = 4  # batches per evaluation during the run; 0, and always at the end: the whole split
+    checkpoint_every: Size = 100  # steps between checkpoints; the last step is saved too
+    keep_checkpoints: Size = 2  # number of newest checkpoints to keep, besides the one with the lowest validation loss
+    sample_prompt: str = "def "  # prompt of the sample at the end, which has up to 200 tokens; empty: no sample
     # steps between rows of norms per parameter and layer, and of the gradient noise scale (arXiv:1812.06162); such a
-    # step takes about three times as long; 0: none
+    # step takes about three times as long; 0: off
     gradient_stats_every: Count = 0
-    tracker: Literal["none", "wandb"] = "none"  # who is sent the rows of metrics.jsonl; wandb needs `make extra-wandb`
-    # train nothing: take this step of metrics.jsonl again, from the checkpoint before it, and print its norms; 0: train
+    tracker: Literal["none", "wandb"] = "none"  # where to send the rows of metrics.jsonl; wandb: `make extra-wandb`
+    # do not train: repeat this step of metrics.jsonl from the checkpoint before it and print its norms; 0: train
     replay: Annotated[Count, Affects.START, tyro.conf.arg(aliases=["--replay"])] = 0
-    # yes: train if the plan says that it fits in memory; no: train even if it does not; only: train nothing, but report
-    # whether settings, tokens, mesh and this run's directory are right; no device is touched
+    # yes: train if the plan predicts that it fits in memory; no: train even if not; only: do not train or use a
+    # device, but check settings, tokens, mesh and the run directory
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
-    # simulate this many CPU devices, for a mesh larger than the machine; 0: work on the devices there are
+    # number of CPU devices to simulate, for a mesh larger than the machine; 0: use the devices of this machine
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
-    # NAME=VALUE,.. of XLA, added to those of xla/options.py; NAME= leaves one out
+    # XLA options NAME=VALUE,.. added to those in xla/options.py; NAME= removes one
     compiler_options: str = ""
-    # of several processes: seconds without a heartbeat of one after which the others end. They have 5 times as long to
-    # join at the start, and 30 times as long to finish a step, or a batch of an evaluation, before the run ends as hung
+    # several processes: seconds without a heartbeat from one after which the others exit. They may take 5 times as long
+    # to join at start-up, and 30 times as long for a step or an evaluation batch, before the run exits as hung
     peer_timeout_s: Size = 60
-    # no: resume, and stop if the newest checkpoint that was saved is gone; newest: resume from the newest one that is
-    # there, or from step 0; scratch: delete this run's results and start at step 0
+    # no: resume, but stop if the newest saved checkpoint is missing; newest: resume from the newest available one, or
+    # from step 0; scratch: delete this run's results and start at step 0
     restart: Annotated[Literal["no", "newest", "scratch"], Affects.START] = "no"
 
     def __post_init__(self):
@@ -359,8 +359,8 @@ class RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", self.name):
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
         if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
-            raise UserError(f"run.dir={self.dir!r}: a run is kept on a disk, or at gs://BUCKET/DIR: Orbax writes "
-                            "checkpoints to no other address; tokens may lie at any (--data.path)")  # fmt: skip
+            raise UserError(f"run.dir={self.dir!r}: use a directory on disk or gs://BUCKET/DIR, because Orbax writes "
+                            "checkpoints to no other address; only tokens may be elsewhere (--data.path)")  # fmt: skip
 
     @property
     def join_timeout_s(self) -> int:
@@ -384,22 +384,22 @@ class Config:
 
     @property
     def at_work(self) -> ModelAtWork:
-        """The model with `work` settled, as the functions of `model.py` take it."""
+        """The model with its execution settings resolved, as the functions of `model.py` take it."""
         return _at_work(self.model, self.work)
 
     def to_dict(self) -> dict:
-        """As JSON has it: with lists for tuples."""
+        """Convert to nested dicts for JSON, with lists instead of tuples."""
         as_json = lambda pairs: {name: [*x] if isinstance(x, tuple) else x for name, x in pairs}
         return dataclasses.asdict(self, dict_factory=as_json)
 
     @classmethod
     def from_dict(cls, values: dict) -> "Config":
-        """Rebuild what `to_dict` wrote, in an older version too. Raises: UserError for a field that is not known."""
+        """Rebuild a Config from `to_dict`, also of an older version. Raises: UserError for an unknown field."""
         return _build(cls, moved(values), "")
 
 
 def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
-    """The settings that affect one of these, by dotted name, or of one group by their own; each with its default."""
+    """Return {dotted name: default} of the settings that affect one of `kinds`; with a group, plain names in it."""
     found = {}
     for part, hint in hints(Config).items():
         for f in dataclasses.fields(cls := get_args(hint)[0]):
@@ -416,7 +416,7 @@ def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
 
 def _build(cls, values: dict, prefix: str):
     if not isinstance(values, dict):
-        raise UserError(f"{prefix.rstrip('.') or 'it'} should hold settings, {{name: value}}, and is {values!r:.60}")
+        raise UserError(f"{prefix.rstrip('.') or 'it'} should be an object of settings, but is {values!r:.60}")
     types = {f.name: f for f in dataclasses.fields(cls)}
     parts = {}
     for name, value in values.items():
@@ -433,9 +433,9 @@ def _build(cls, values: dict, prefix: str):
 
 
 def replace(cfg: Config, **dotted: Any) -> Config:
-    """Change settings by dotted name: replace(cfg, **{"model.n_heads": 6}).
+    """Return a Config with some settings changed by dotted name: replace(cfg, **{"model.n_heads": 6}).
 
-    Raises: UserError for a name that does not exist, with the nearest one that does.
+    Raises: UserError for an unknown name, with the nearest known one.
     """
     values = cfg.to_dict()
     given = {name.removeprefix("model."): x for name, x in dotted.items() if name.startswith("model.")}
@@ -457,10 +457,10 @@ def replace(cfg: Config, **dotted: Any) -> Config:
 
 
 def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
-    """The settings that follow others which are `given`: as many key/value heads as heads, heads as wide as the stream.
+    """Return n_kv_heads and d_head for `given` new values of n_heads or d_model.
 
-    A setting that is given itself, or was something else before, stays.
-    Raises: UserError if d_model does not split into the heads.
+    n_kv_heads follows n_heads, and d_head follows d_model / n_heads, if they were equal before and are not given.
+    Raises: UserError if n_heads does not divide d_model.
     """
     shape = {"n_heads": before.n_heads, "d_model": before.d_model} | given
     n_heads, d_model = shape["n_heads"], shape["d_model"]
@@ -472,16 +472,15 @@ def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
             near = sorted((n for n in range(1, d_model + 1) if d_model % n == 0), key=lambda n: abs(n - n_heads))[:2]
             nearest_two = " or ".join(map(str, sorted(near)))
             raise UserError(
-                f"model.n_heads={n_heads}: d_model={d_model} does not split into as many heads "
-                f"({d_model} % {n_heads} = {d_model % n_heads}); nearest that do: {nearest_two}; "
-                "or say how wide a head is: model.d_head"
+                f"model.n_heads={n_heads} does not divide d_model={d_model} "
+                f"({d_model} % {n_heads} = {d_model % n_heads}); use {nearest_two} heads, or set model.d_head"
             )
         found["d_head"] = d_model // n_heads
     return {name: value for name, value in found.items() if name not in given}
 
 
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
-    """Every setting whose value differs, with both values. One that is not there has its default: it is younger."""
+    """List (name, ours, theirs) for settings that differ. A missing, newer setting counts as its default."""
     default = flatten(Config().to_dict())
     ours, theirs = default | flatten(moved(ours)), default | flatten(moved(theirs))
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
@@ -489,7 +488,7 @@ def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
 
 
 def first_difference(ours: dict, theirs: dict) -> str | None:
-    """Name the first setting whose value differs, with both values; None if all are equal."""
+    """Describe the first setting that differs, with both values; None if all are equal."""
     for name, x, y in differences(ours, theirs):
         instead = instead_of(name)
         return f"{name}={y!r} there {instead}" if instead else f"{name} is {x!r} here and {y!r} there"

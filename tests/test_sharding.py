@@ -56,9 +56,9 @@ def test_a_mesh_is_read_and_written(text, sizes, text_again):
 
 @pytest.mark.parametrize("text, message", [
     ("tensr=2", "no axis is called 'tensr'; did you mean 'tensor'? known: data, stage, fsdp, expert, context, tensor"),
-    ("tensor=0", "'tensor=0' should be AXIS=SIZE, a whole size of at least 1: tensor=2"),
-    ("tp=-2", "'tp=-2' should be AXIS=SIZE, a whole size of at least 1: tensor=2"),
-    ("fsdp", "'fsdp' should be AXIS=SIZE, a whole size of at least 1: fsdp=2"),
+    ("tensor=0", "'tensor=0' should be AXIS=SIZE, SIZE at least 1, such as tensor=2"),
+    ("tp=-2", "'tp=-2' should be AXIS=SIZE, SIZE at least 1, such as tensor=2"),
+    ("fsdp", "'fsdp' should be AXIS=SIZE, SIZE at least 1, such as fsdp=2"),
     ("fsdp=1.5", "'fsdp=1.5' should be AXIS=SIZE"),
     ("data=2,dp=4", "axis 'data' is given twice"),
 ])  # fmt: skip
@@ -196,13 +196,12 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"attention": "gqa", "n_kv_heads": 3}, "model.n_heads=4: must be a multiple of n_kv_heads (4 % 3 = 1)"),
     ({"d_rope": 15}, "model.d_rope=15: must be even"),
     ({"attention": "gqa", "d_head": 15}, "model.d_head=15: must be even"),
-    ({"n_experts": 8, "top_k": 9}, "model.top_k=9: must lie between 1 and n_experts=8"),
+    ({"n_experts": 8, "top_k": 9}, "model.top_k=9: must be between 1 and n_experts=8"),
     ({"dropout": 1.0}, "model.dropout=1.0: must be at least 0 and below 1"),
     ({"n_experts": 8, "n_layers": 12, "moe_every": 3, "dense_prefix": 1},
-     "model.n_layers=12: after dense_prefix=1 layers, whole blocks of 3 layers follow, at least one; nearest that "
-     "fit: 10 or 13"),
-    ({"n_layers": 2, "dense_prefix": 3}, "nearest that fit: 4"),
-    ({"n_layers": 3, "dense_prefix": 3}, "nearest that fit: 4"),
+     "model.n_layers=12: after dense_prefix=1 layers there must be one or more whole blocks of 3 layers; use 10 or 13"),
+    ({"n_layers": 2, "dense_prefix": 3}, "use 4 layers"),
+    ({"n_layers": 3, "dense_prefix": 3}, "use 4 layers"),
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
     ({"norm_eps": -1.0}, "model.norm_eps=-1.0: must be at least 0, and finite"),
     ({"n_layers": 2.5}, "model.n_layers=2.5: should be a whole number"),
@@ -225,7 +224,7 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
     (lambda: OptimConfig(betas=(0.9,)), "optim.betas=(0.9,): should be 2 values"),
     (lambda: OptimConfig(warmup_steps=-3), "optim.warmup_steps=-3: must be at least 0"),
     (lambda: OptimConfig(eps=0), "optim.eps=0: must be above 0, and finite"),
-    (lambda: OptimConfig(decay_fraction=1.1), "optim.decay_fraction=1.1: must lie between 0 and 1"),
+    (lambda: OptimConfig(decay_fraction=1.1), "optim.decay_fraction=1.1: must be between 0 and 1"),
     (lambda: WorkConfig(schedule="zzz"), "work.schedule='zzz': should be one of 'auto', 'gpipe', '1f1b', "),
     (lambda: MeshConfig(fsdp=0), "mesh.fsdp=0: must be at least 1"),
     (lambda: DataConfig(path=3), "data.path=3: should be text"),
@@ -262,9 +261,7 @@ def test_heads_follow_the_stream(start, given, follows):
 
 def test_heads_that_do_not_split_the_stream_are_refused():
     """Catches a head of 18 numbers and a remainder, and a suggestion that does not fit either."""
-    arithmetic = (
-        "model.n_heads=7: d_model=128 does not split into as many heads (128 % 7 = 2); nearest that do: 4 or 8; or"
-    )
+    arithmetic = "model.n_heads=7 does not divide d_model=128 (128 % 7 = 2); use 4 or 8 heads, or set model.d_head"
     with pytest.raises(UserError, match=re.escape(arithmetic)):
         preset("laptop", **{"model.n_heads": 7})
 

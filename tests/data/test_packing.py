@@ -278,6 +278,6 @@ def test_the_line_about_rows_is_right(path):
 
 def test_contradicting_settings_are_refused(path):
     """Catches one of two settings that is silently ignored."""
-    why = "data.shuffle=False: it puts documents together by their lengths, not in the order of the text; leave out one"
-    with pytest.raises(UserError, match=f"data.packing='documents' and {why}"):
+    why = r"cannot keep the order of the text \(data.shuffle=False\), because it packs documents by length; leave out"
+    with pytest.raises(UserError, match=f"data.packing='documents' {why}"):
         config(path, **{"data.shuffle": False})
