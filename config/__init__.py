@@ -1,11 +1,11 @@
-"""Settings, and everything that sets them. Nothing here imports JAX.
+"""Settings, presets and command lines. Nothing here imports JAX.
 
-Open `settings.py` first: a setting is one field, with its type, default and sentence. `presets.py` holds sets of
-values; `fields.py` says what a setting may hold and what it affects, and checks it; `flags.py` makes a command line of
-the fields; `migrations.py` reads what earlier versions wrote.
+Start with `settings.py`: each setting is one field with a type, a default and a description. `presets.py` has the
+presets, `fields.py` the types of settings and their checks, `flags.py` the command line, and `migrations.py` converts
+settings that earlier versions wrote.
 
-From outside: `config.preset(..)`, the classes and functions below, `flags.command_line`, types of `fields.py` for other
-dataclasses, and `migrations.moved` for files of a run.
+Other packages use `config.preset(..)`, the classes and functions below, `flags.command_line`, the types of `fields.py`
+for their own dataclasses, and `migrations.moved` for files of a run.
 """
 
 from config.fields import AUTO, Affects, Count, NotNegative, Positive, Size, SizeOrAuto, check

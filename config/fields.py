@@ -1,4 +1,4 @@
-"""What a setting may hold besides its type, and the check of it. Nothing here imports JAX."""
+"""Types of settings: allowed ranges, what a setting affects, and the checks. Nothing here imports JAX."""
 
 import dataclasses
 import enum
@@ -26,33 +26,33 @@ Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must be between 0 and 1")
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
 Betas = tuple[ShareBelow1, ShareBelow1]
 
-AUTO = "auto"  # a setting that is chosen from mesh, chip and memory, see `plan/auto.py`
+AUTO = "auto"  # the planner chooses the value from mesh, chip and memory; see `plan/auto.py`
 SizeOrAuto = Size | Literal["auto"]
 
 
 class Affects(enum.Enum):
-    """What a setting affects: declared with its type, or for all settings of a group in `Config`."""
+    """What a setting affects. It is declared with the setting's type, or for a whole group in `Config`."""
 
-    FUNCTION = enum.auto()  # what the parameters compute: it comes with them where a run starts from another's
-    OWN = enum.auto()  # the same, by a part that no family of published weights has: off at its default
-    NUMBERS = enum.auto()  # number formats, of training and of what comes after it
-    TRAINING = enum.auto()  # how parameters are trained, and on what
-    ORDER = enum.auto()  # which tokens come when; it may change for steps that are still to come
-    SPEED = enum.auto()  # time and memory, and results by rounding alone
+    FUNCTION = enum.auto()  # what the parameters compute; a run that starts from another's parameters inherits it
+    OWN = enum.auto()  # the same, for a part that no family of published weights has; off by default
+    NUMBERS = enum.auto()  # dtypes, in training and inference
+    TRAINING = enum.auto()  # how parameters are trained, and on which data
+    ORDER = enum.auto()  # the order of the tokens; it may change for future steps
+    SPEED = enum.auto()  # time and memory; it changes results only by rounding
     RUN = enum.auto()  # how long a run is, where its files are, and what it reports
-    START = enum.auto()  # one start of a run; not written to its config.json
+    START = enum.auto()  # a single start of a run; not written to its config.json
 
 
 class Way(NamedTuple):
-    """Two values of a setting of `work`: the plainest, which all others are compared with, and the one that takes least
-    memory, or about as little as any."""
+    """Two values of a setting of `work`: the plainest, which is the baseline, and the one that needs the least memory
+    (or about the least)."""
 
     plain: str | int
     least: str | None = None
 
 
 def declared(hint, kind: type):
-    """What the annotation of a setting holds of a kind; None: nothing."""
+    """Return the metadata of type `kind` in the annotation of a setting, or None."""
     return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, kind)), None)
 
 
@@ -61,16 +61,16 @@ hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def check(config, prefix: str = "") -> None:
-    """Hold each field of a dataclass to its type and its range, however it was made: by flags, a file or Python.
+    """Check the type and range of each field of a dataclass, whether it came from flags, a file or Python.
 
-    Raises: UserError for the first that is not as it should be.
+    Raises: UserError for the first invalid field.
     """
     for name, hint in hints(type(config)).items():
         check_value(f"{prefix}{name}", getattr(config, name), hint)
 
 
 def check_value(name: str, value, hint) -> None:
-    """Raises: UserError if the value of a setting is not what its type asks for."""
+    """Raises: UserError if the value of a setting does not fit its type."""
     ranges = getattr(hint, "__metadata__", ())
     kind = get_args(hint)[0] if ranges else hint
     if kind == SizeOrAuto:
@@ -97,33 +97,33 @@ def check_value(name: str, value, hint) -> None:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is an address: gs://, s3://, https://, .."""
+    """Whether a path is a URL: gs://, s3://, https://, .."""
     return "://" in path
 
 
-# Text that stands for several values: data.skip and data.mixture ------------------------------------------------------
+# Text that encodes several values: data.skip and data.mixture ---------------------------------------------------------
 
-PERIOD = 1000  # sequences of which a mixture's shares hold exactly, wherever one begins to count
+PERIOD = 1000  # a mixture's shares are exact over any window of this many sequences
 
 
 @functools.lru_cache(maxsize=64)
 def parse_skips(text: str) -> tuple[tuple[int, int], ...]:
-    """Read `1200:1210,5000:5001`: (the step, from 0, that is the first to see another batch, batches passed over).
+    """Parse `1200:1210,5000:5001` into pairs: (first step, from 0, with another batch; number of batches skipped).
 
-    Raises: UserError naming the part that cannot be read.
+    Raises: UserError naming the part that cannot be parsed.
     """
     found = []
     for part in filter(None, text.split(",")):
         first, last = map(int, match.groups()) if (match := re.fullmatch(r"(\d+):(\d+)", part)) else (0, 0)
         if not 1 <= first < last:
-            raise UserError(f"data.skip={text!r}: {part!r} should be FIRST:AFTER, steps of the log, as 1200:1210: step "
-                            "1200 takes the batch that step 1210 would have taken, so 10 are passed over")  # fmt: skip
+            raise UserError(f"data.skip={text!r}: {part!r} should be FIRST:AFTER, steps of the log; with 1200:1210, "
+                            "step 1200 uses the batch of step 1210, which skips 10 batches")  # fmt: skip
         found.append((first - 1, last - first))
     return tuple(sorted(found))
 
 
 class Phase(NamedTuple):
-    """What a mixture is made of from a step on."""
+    """The shares of a mixture from one step on."""
 
     first: int  # step, from 0
     shares: dict[str, int]  # name -> sequences of PERIOD
@@ -131,9 +131,9 @@ class Phase(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def parse_mixture(text: str) -> tuple[Phase, ...]:
-    """Read `code=0.7,prose=0.3@5000:code=0.5,prose=0.5`: shares, and others from step 5000 of the log on.
+    """Parse `code=0.7,prose=0.3@5000:code=0.5,prose=0.5`: shares, and new shares from step 5000 of the log on.
 
-    Raises: UserError naming the part that cannot be read, or shares that are no whole, with the arithmetic.
+    Raises: UserError naming the part that cannot be parsed, or shares whose sum is not 1.
     """
     phases = []
     for part in text.split("@") if text else ():
@@ -143,7 +143,7 @@ def parse_mixture(text: str) -> tuple[Phase, ...]:
             raise UserError(f"data.mixture={text!r}: {part!r} should be {form}")
         phases.append(Phase(int(begins) - 1 if colon else 0, _shares(text, words)))
     if len({frozenset(phase.shares) for phase in phases}) > 1:
-        raise UserError(f"data.mixture={text!r}: name the same sources from each step on; a share may be 0")
+        raise UserError(f"data.mixture={text!r}: every phase must name the same sources; a share may be 0")
     return tuple(phases)
 
 
@@ -152,16 +152,16 @@ def _shares(text: str, words: str) -> dict[str, int]:
     for part in words.split(","):
         match = re.fullmatch(r"([A-Za-z0-9_.-][A-Za-z0-9_./-]*)=(\d*\.?\d+)", part)
         if not match:
-            raise UserError(f"data.mixture={text!r}: {part!r} should be NAME=SHARE, NAME a directory of tokens in "
-                            "data.path, as code=0.7")  # fmt: skip
+            raise UserError(f"data.mixture={text!r}: {part!r} should be NAME=SHARE, with a directory of tokens in "
+                            "data.path as NAME, such as code=0.7")  # fmt: skip
         name, share = match[1], Fraction(match[2]) * PERIOD
         if name in shares:
             raise UserError(f"data.mixture={text!r}: {name!r} is given twice")
         if share.denominator > 1:
-            raise UserError(f"data.mixture={text!r}: {part!r}: shares hold exactly over any {PERIOD:,} sequences, so "
-                            f"give at most 3 decimals: {name}={round(share) / PERIOD}")  # fmt: skip
+            raise UserError(f"data.mixture={text!r}: {part!r}: shares are exact over any {PERIOD:,} sequences, so "
+                            f"use at most 3 decimals: {name}={round(share) / PERIOD}")  # fmt: skip
         shares[name] = int(share)
         sum_is.append(match[2])
     if (total := sum(shares.values())) != PERIOD:
-        raise UserError(f"data.mixture={text!r}: the shares {' + '.join(sum_is)} = {total / PERIOD} should be 1 in all")
+        raise UserError(f"data.mixture={text!r}: the shares {' + '.join(sum_is)} = {total / PERIOD} should add up to 1")
     return shares

@@ -1,4 +1,4 @@
-"""Command lines: settings that start from a preset or a file, and flags that change them."""
+"""Command lines: a preset or a file gives the settings, and flags change them."""
 
 import dataclasses
 import itertools
@@ -21,13 +21,13 @@ def command_line(
     argv: list[str], prog: str, description: str, default: str | Config | None = None, arguments: type = Config,
     change: Callable[[Config, list[str]], Config] = lambda start, flags: start,
 ) -> tuple[Config, Any]:  # fmt: skip
-    """Read `[PRESET | --config FILE] [--flags]`: settings, and what flags change of them; --help shows them changed.
+    """Parse `[PRESET | --config FILE] [--flags]`. --help shows the values after the other flags are applied.
 
-    default    where neither is given: the name of a preset, or settings; None: one of them has to be
-    arguments  a dataclass with Config's fields, and a command's own flags
-    change     fn(start, flags) -> what the flags then change
-    Returns the settings, and all that `arguments` holds.
-    Raises: UserError for a preset or file that cannot be read, none where one is needed, or both.
+    default    a preset's name, or settings, to use without PRESET and --config; None: one of the two is required
+    arguments  a dataclass with the fields of Config and a command's own flags
+    change     fn(start, flags) -> the settings that the flags then change
+    Returns the settings, and the `arguments` object.
+    Raises: UserError if the preset or file cannot be read, if both are given, or if one is required and missing.
     """
     start, name, flags = starting_point(argv, default)
     defaults = f"Defaults are {name}; --help-verbose explains them."
@@ -40,9 +40,9 @@ def command_line(
 
 
 def follow(before: ModelConfig, flags: list[str]) -> list[str]:
-    """Flags for what follows other flags, see `following`."""
-    said = re.findall(r"--model\.(n.heads|d.model|n.kv.heads|d.head)[= ](\d+)", " ".join(flags))
-    given = {name.replace("-", "_"): int(n) for name, n in said}
+    """Return flags for the settings that follow other flags; see `following`."""
+    matches = re.findall(r"--model\.(n.heads|d.model|n.kv.heads|d.head)[= ](\d+)", " ".join(flags))
+    given = {name.replace("-", "_"): int(n) for name, n in matches}
     return [f"--model.{name}={n}" for name, n in following(before, given).items()]
 
 
@@ -50,11 +50,11 @@ OR_FILE = ", or with --config FILE a run's settings"
 
 
 def starting_point(argv: list[str], default: str | Config | None) -> tuple[Config, str, list[str]]:
-    """Take `PRESET` or `--config FILE` out of a command line: the settings, what to call them, and the flags."""
+    """Split a command line: return the settings of `PRESET` or `--config FILE`, a name for them, and the flags."""
     for word, after in itertools.pairwise([*argv, "--"]):
         setting = word[2:].replace("-", "_")
         if setting in CHOICES and after.startswith("-"):
-            raise UserError(f"{word} takes a value now: {word} {CHOICES[setting]}")
+            raise UserError(f"{word} needs a value: use {word} {CHOICES[setting]}")
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
@@ -66,15 +66,15 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
             flags.append(word)
     named = [flags.pop(0)] if flags and not flags[0].startswith("-") else []
     if "" in files:
-        raise UserError("--config: name a run's config.json after it, e.g. --config runs/laptop/config.json")
+        raise UserError("--config needs the config.json of a run, such as --config runs/laptop/config.json")
     if len(files) > 1 or (files and named):
         given = " and ".join([*(f"preset {name!r}" for name in named), *(f"--config {file}" for file in files)])
-        raise UserError(f"{given}: settings start from one of them; leave the others out")
+        raise UserError(f"{given}: settings can start from only one of them; remove the others")
     if files:
         return read_config(files[0]), f"those in {files[0]}", flags
     if default is None and not named:
         if not {"-h", "--help", "-H", "--help-verbose"} & set(flags):
-            raise UserError(f"name a preset first: {', '.join(PRESETS)}; or a run's settings: --config FILE")
+            raise UserError(f"start with a preset ({', '.join(PRESETS)}) or with the settings of a run: --config FILE")
         default = next(iter(PRESETS))
     if isinstance(default, Config) and not named:
         return default, f"this command's own{OR_FILE}", flags
@@ -83,10 +83,10 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
 
 
 def read_config(file: str) -> Config:
-    """Read settings from a run's config.json, or from a file of settings alone; those not in it have their defaults.
+    """Read settings from a run's config.json, or from a file with only settings. Missing settings have their defaults.
 
-    Settings of one start are not taken from there.
-    Raises: UserError if there is no such file, it is no JSON, or a setting in it is unknown or has no such value.
+    Settings that affect a single start (`Affects.START`) are ignored.
+    Raises: UserError if the file is missing or not JSON, or if a setting in it is unknown or has an invalid value.
     """
     hint = "name a run's config.json, e.g. --config runs/laptop/config.json"
     try:

@@ -1,21 +1,21 @@
-"""Settings of earlier versions: what they are called now, and what became of those that are gone.
+"""Settings of earlier versions: new names of renamed settings, and replacements of removed ones.
 
-A file that an earlier version wrote is read by `moved`; `dropped` reports what it cannot keep, and `instead_of` answers
-an old flag.
+`moved` converts settings that an earlier version wrote, `dropped` lists the values that are lost, and `instead_of`
+explains an old flag.
 """
 
 from config.fields import AUTO
 
-# Settings that have another name now.
+# Renamed settings.
 MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
                                                       "loss_chunk")}  # fmt: skip
 MOVED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
 MOVED |= {"optim.max_device_batch": "work.device_batch"}
-# Values that have another name now. None of them changes a number.
+# Renamed values. They affect only speed.
 GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
         "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
 
-# Settings that are part of another one now, which `merge` gives their value; what to use instead.
+# Settings that `merge` makes part of another one: what to use instead.
 MERGED = {
     "data.seed": "use --run.seed, for the order of the sequences too",
     "model.precision.compute": "use --model.precision float32, mixed or bfloat16",
@@ -32,10 +32,10 @@ MERGED = {
 
 PRECISION = {("float32", "float32"): "float32", ("float32", "bfloat16"): "mixed", ("bfloat16", "bfloat16"): "bfloat16"}
 
-# Settings that were flags without a value: what is said with one now.
+# Settings that were flags without a value: the value that means the same.
 CHOICES = {"run.check": "only", "run.restart": "scratch"}
 
-# Settings that no longer exist, and that a run could change when it resumed: their default, and what to do instead.
+# Removed settings that a run could change when it resumed: their default, and what to do instead.
 DROPPED = {
     "optim.decay_steps": (0, "the learning rate falls over --run.steps; --optim.schedule wsd holds it before that"),
     "run.join_timeout_s": (300, "processes have 5 times --run.peer_timeout_s to join"),
@@ -50,7 +50,7 @@ DROPPED = {
 
 
 def instead_of(name: str) -> str | None:
-    """What to do about a setting that an earlier version had; None: no version had it."""
+    """Return what replaces a setting of an earlier version, or None if no version had it."""
     if name in MOVED:
         return f"is called {MOVED[name]} now"
     gone = MERGED.get(name) or DROPPED.get(name, (None, None))[1]
@@ -58,14 +58,14 @@ def instead_of(name: str) -> str | None:
 
 
 def dropped(values: dict) -> list[str]:
-    """A line for each value in `values`, which an earlier version wrote, that this version does not keep."""
+    """Return a note for each setting in `values`, from an earlier version, whose value is lost."""
     flat = flatten(values) if isinstance(values, dict) else {}
     return [f"note: {name}={flat[name]!r} no longer exists: {instead}"
             for name, (default, instead) in DROPPED.items() if flat.get(name, default) != default]  # fmt: skip
 
 
 def moved(values: dict) -> dict:
-    """Settings as `to_dict` writes them now, of some that an older version wrote."""
+    """Convert settings that an earlier version wrote to the form that `Config.to_dict` writes."""
     if not isinstance(values, dict):
         return values
     values = {group: dict(x) if isinstance(x, dict) else x for group, x in values.items()}
@@ -88,7 +88,7 @@ def moved(values: dict) -> dict:
 
 
 def merge(group: str, settings: dict) -> None:
-    """Replace the settings of a group that are part of another one now."""
+    """Replace the settings of one group that are now part of another setting."""
     if group == "optim" and {"beta1", "beta2"} & {*settings}:
         settings["betas"] = [settings.pop("beta1", 0.9), settings.pop("beta2", 0.95)]
     if group == "model" and isinstance(formats := settings.get("precision"), dict):
@@ -100,14 +100,14 @@ def merge(group: str, settings: dict) -> None:
             settings["check"] = "only" if settings["check"] else "no" if forced else "yes"
         if isinstance(settings.get("restart"), bool):
             settings["restart"] = "scratch" if settings["restart"] else "newest" if went_back else "no"
-        settings.pop("epochs", None)  # run.steps has their steps
+        settings.pop("epochs", None)  # run.steps already includes them
         stats = [settings.pop(name, 0) for name in ("layer_norms_every", "noise_scale_every")]
         if any(stats):
             settings["gradient_stats_every"] = min(filter(None, stats))
 
 
 def flatten(values: dict, prefix="") -> dict:
-    """Settings by dotted name."""
+    """Flatten nested settings to {dotted name: value}."""
     flat = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

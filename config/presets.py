@@ -1,11 +1,11 @@
-"""Presets: each is a set of values for settings."""
+"""The presets. Each is a named set of values for settings."""
 
 from typing import Any
 
 from config.settings import Config, MeshConfig, ModelConfig, replace
 from errors import UserError, nearest
 
-# name -> (what for, {dotted setting: value})
+# name -> (purpose, {dotted setting: value})
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "laptop": ("MoE of about 3M parameters: trains in 2 to 3 minutes on 2 cores", {
         "model": ModelConfig(

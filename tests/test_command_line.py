@@ -272,11 +272,11 @@ def test_settings_start_from_one_thing(tmp_path, capsys, command):
     (tmp_path / "a").write_text("{}")
     a = str(tmp_path / "a")
     for argv, what in (
-        (["tiny", "--config", a], f"preset 'tiny' and --config {a}: settings start from one of them; leave the others"),
-        (["--config", a, "tiny"], f"preset 'tiny' and --config {a}: settings start from one of them; leave the others"),
-        (["--config", a, "--config=b"], f"--config {a} and --config b: settings start from one of them; leave the"),
-        (["--config"], "--config: name a run's config.json after it, e.g. --config runs/laptop/config.json\n"),
-        (["--config="], "--config: name a run's config.json after it, e.g. --config runs/laptop/config.json\n"),
+        (["tiny", "--config", a], f"preset 'tiny' and --config {a}: settings can start from only one of them"),
+        (["--config", a, "tiny"], f"preset 'tiny' and --config {a}: settings can start from only one of them"),
+        (["--config", a, "--config=b"], f"--config {a} and --config b: settings can start from only one of them"),
+        (["--config"], "--config needs the config.json of a run, such as --config runs/laptop/config.json\n"),
+        (["--config="], "--config needs the config.json of a run, such as --config runs/laptop/config.json\n"),
     ):
         assert COMMANDS[command].main(argv) == 2
         err = capsys.readouterr().err

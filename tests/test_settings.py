@@ -108,7 +108,7 @@ def test_an_old_flag_names_what_replaces_it(name):
 def test_a_flag_that_takes_a_value_now_says_which(flag, now):
     """Catches a box of usage in place of the word that is missing."""
     for more in ([], ["--run.steps", "3"]):
-        with pytest.raises(UserError, match=re.escape(f"{flag} takes a value now: {flag} {now}")):
+        with pytest.raises(UserError, match=re.escape(f"{flag} needs a value: use {flag} {now}")):
             main.parse(["tiny", flag, *more])
     assert main.parse(["tiny", flag, now]) == preset("tiny", **{flag[2:]: now})
 

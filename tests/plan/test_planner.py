@@ -522,7 +522,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--mesh", "fsdp=2"], "name a preset first"),
+        (["--mesh", "fsdp=2"], "start with a preset"),
         (["moe2b"], "no preset is called 'moe2b'; .*moe1b"),
         (["moe1b", "--topology", "v4:4x4"], "takes 3 sizes, like v4:4x4x4"),
         (["moe1b", "--topology", "v4:4x4x4"], "32 devices, and v4:4x4x4 has 64"),
