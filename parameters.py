@@ -1,4 +1,4 @@
-"""Initialization: the same values on every mesh. A device draws its own slices alone."""
+"""Parameter initialization: the same values on every mesh, while each device draws only its own shards."""
 
 import math
 import zlib
@@ -14,11 +14,11 @@ from xla import ordered
 
 
 def init(declarations, mesh: Mesh, seed: int):
-    """Make the parameters, each split as declared: the same values on every mesh.
+    """Initialize the parameters, sharded as declared, with the same values on every mesh.
 
-    The key of a parameter is folded from its name, so that adding one changes no other. A device draws its own slices
-    alone, a piece at a time: beside them it needs less than twice the largest.
-    Raises: UserError if one does not split over the mesh.
+    The random key of a parameter depends on its name, so a new parameter does not change the others. A device draws
+    only its own shards, in chunks: besides them it needs less memory than twice the largest shard.
+    Raises: UserError if a parameter does not divide over the mesh.
     """
     return initializer(declarations, mesh)(jax.random.key(seed))
 
@@ -27,34 +27,34 @@ def initializer(declarations, mesh: Mesh):
     """Compile fn(key) -> parameters."""
     check_divides(declarations, mesh)
 
-    def make(key):  # an argument: were it a constant, the compiler would work out small parameters itself, slowly
+    def make(key):  # key is an argument because XLA would constant-fold small parameters, slowly
         folded = lambda name: jax.random.fold_in(key, zlib.crc32(name.encode()))
         return map_named(lambda name, d: own_draw(folded(name), d), declarations)
 
     mapped = jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs(declarations))
-    # Said once more: `shard_map` writes a spec in another way, for which a step would be compiled again.
+    # Set the shardings explicitly: `shard_map` returns equivalent but different specs, and a step would recompile.
     return ordered.jit(mapped, mesh, out_shardings=jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations))
 
 
 def own_draw(key, d: Declaration):
-    """This device's slice of mean + std * jax.random.normal(key, d.shape), bit for bit."""
+    """Draw this device's shard of mean + std * jax.random.normal(key, d.shape), bit for bit."""
     shape = [size // axis_size(as_tuple(axes)) for size, axes in zip(d.shape, d.spec, strict=True)]
     if not d.std:
         return jnp.full(shape, d.mean, d.dtype)
     n = math.prod(shape)
-    size = min(n, max(2**14, n // 64))  # entries of a piece
+    size = min(n, max(2**14, n // 64))  # entries per chunk
 
-    def piece(start):
+    def chunk(start):
         normal = normal_at(key, *places(d, shape, start + jnp.arange(size, dtype=jnp.uint32)))
-        normal = jax.lax.optimization_barrier(normal)  # fused with what follows, the last bit would depend on the mesh
+        normal = jax.lax.optimization_barrier(normal)  # with fusion, the last bit would depend on the mesh
         return (d.mean + d.std * normal).astype(d.dtype)
 
     def add(number, row_n):
-        start = jnp.minimum(number * size, n - size)  # the last piece may lie on the one before, and says the same
-        return jax.lax.dynamic_update_slice(row_n, piece(start.astype(jnp.uint32)), (start,))
+        start = jnp.minimum(number * size, n - size)  # the last chunk may overlap the one before, with equal values
+        return jax.lax.dynamic_update_slice(row_n, chunk(start.astype(jnp.uint32)), (start,))
 
     if size == n:
-        return piece(jnp.uint32(0)).reshape(shape)
+        return chunk(jnp.uint32(0)).reshape(shape)
     row_n = vary(jnp.zeros(n, d.dtype), split_axes(d))
     return jax.lax.fori_loop(0, -(-n // size), add, row_n).reshape(shape)
 
@@ -64,14 +64,13 @@ def split_axes(d: Declaration) -> tuple[str, ...]:
 
 
 def places(d: Declaration, shape, local_n):
-    """Where entries of this device's slice, numbered along it, lie in the whole array.
+    """Convert flat indices into this device's shard, uint32, to flat indices into the global array.
 
-    local_n  uint32
-    Returns the upper and the lower 32 bits, as an array of an expert's layers has more than 2^32 entries.
+    Returns the upper and the lower 32 bits, because the stacked layers of experts can exceed 2^32 entries.
     """
     high_n, low_n = (vary(jnp.zeros(local_n.shape, jnp.uint32), split_axes(d)) for _ in range(2))
 
-    def plus(high_n, low_n, x_n, stride: int):  # by halves of 16 bits, whose products fit
+    def plus(high_n, low_n, x_n, stride: int):  # (high, low) + x * stride, with 16-bit halves so products fit 32 bits
         (x1, x0), (s1, s0) = (x_n >> 16, x_n & 0xFFFF), (np.uint32(stride >> 16 & 0xFFFF), np.uint32(stride & 0xFFFF))
         middle = x1 * s0 + (x0 * s0 >> 16)
         upper = x1 * s1 + (middle >> 16) + (x0 * s1 + (middle & 0xFFFF) >> 16) + x_n * np.uint32(stride >> 32)
@@ -80,7 +79,7 @@ def places(d: Declaration, shape, local_n):
 
     stride = inner = outer = 1
     for mine, whole, axes in reversed([*zip(shape, d.shape, d.spec, strict=True)]):
-        inner, outer = inner * mine, outer * whole  # of this dim, and of whole ones after it
+        inner, outer = inner * mine, outer * whole  # sizes of this dim and the unsharded dims after it
         if axes:
             here = axis_index(axes).astype(jnp.uint32) * np.uint32(inner)
             high_n, low_n = plus(high_n, low_n, here + local_n % np.uint32(inner), stride)
@@ -89,8 +88,8 @@ def places(d: Declaration, shape, local_n):
 
 
 def normal_at(key, high_n, low_n):
-    """The float32 entries of jax.random.normal(key) at some places of a large array: a key's bits depend on nothing but
-    an entry's number (`jax_threefry_partitionable`)."""
+    """Return float32 entries of jax.random.normal(key) at given flat indices. The random bits depend only on the key
+    and the index (`jax_threefry_partitionable`)."""
     first, second = threefry2x32_p.bind(
         *vary(jax.random.key_data(key), tuple(jax.typeof(low_n).mat.varying)), high_n, low_n
     )
