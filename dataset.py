@@ -1,11 +1,11 @@
-"""Token shards to global batches: a batch is a pure function of the settings and the step.
+"""Read token shards and make global batches. A batch is a pure function of the settings and the step.
 
-A split is one stream of tokens, however many shards it is kept in: document after document, an end-of-text token before
-each. It is cut into windows, T tokens apart. Window i reads tokens i*T .. i*T+T: the first T are inputs, the last T are
-targets, so every token but the stream's first is a target exactly once. So it is if rows hold whole documents, which
-`data/packing.py` puts there. Letters: B sequences, T positions.
+A split is one stream of tokens, stored in one or more shards. An end-of-text token precedes each document. Window i
+reads tokens i*T .. i*T+T: the first T are inputs, the last T are targets, so every token except the first of the stream
+is a target exactly once. The same holds if `data/packing.py` fills rows with whole documents. Letters: B sequences,
+T positions.
 
-Which row is whose is said in `data/order.py`; a mixture shuffles several directories, each on its own.
+`data/order.py` defines the order of rows. A mixture shuffles each of its directories separately.
 """
 
 import functools
@@ -30,20 +30,20 @@ from errors import UserError
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
-AHEAD = 4  # batches that are made in the background
-EVALUATION_SEED = 0  # which windows a short evaluation sees: the same in every run
+AHEAD = 4  # batches prepared in the background
+EVALUATION_SEED = 0  # a short evaluation uses the same windows in every run
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One stream of tokens, kept in shards: memory-mapped, or in a bucket."""
+    """One stream of tokens in shards, memory-mapped or in a bucket."""
 
     shards: tuple[np.ndarray | bucket.Shard, ...]
     starts: np.ndarray  # position in the stream of each shard's first token, and the stream's length at the end
-    text_bytes: int | None  # UTF-8 bytes of the text the tokens stand for; None: not known, or not all targets count
-    weights: tuple[np.ndarray | bucket.Shard | None, ...]  # of each shard's tokens as targets; None: all are 1
-    begins: tuple[np.ndarray | bucket.Shard | None, ...]  # where in each shard documents begin; None: not written
-    eot: int  # the token that begins them
+    text_bytes: int | None  # UTF-8 bytes of the tokens' text; None: unknown, or some targets have weight 0
+    weights: tuple[np.ndarray | bucket.Shard | None, ...]  # weight of each token as a target; None: all are 1
+    begins: tuple[np.ndarray | bucket.Shard | None, ...]  # positions in each shard where documents begin; None: unknown
+    eot: int  # the token at the start of each document
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -51,12 +51,12 @@ class Split:
 
     @property
     def far(self) -> bool:
-        """Are they in a bucket?"""
+        """Whether the shards are in a bucket."""
         return isinstance(self.shards[0], bucket.Shard)
 
     @property
     def marked(self) -> bool:
-        """Do files say where documents begin?"""
+        """Whether files list where documents begin."""
         return all(one is not None for one in self.begins)
 
     @property
@@ -68,19 +68,19 @@ class Split:
         return -(-self.targets // seq_len)
 
     def piece(self, window: int, seq_len: int) -> "Piece":
-        """Where the inputs of a window are in the stream; the last window may be shorter."""
+        """Return the range of a window's inputs in the stream; the last window may be shorter."""
         start = window * seq_len
         return self, start, min(start + seq_len, self.targets)
 
     def edges(self) -> np.ndarray:
-        """Where in the stream each document begins, and where the inputs of the last one end.
+        """Return the position in the stream where each document begins, and where the inputs of the last one end.
 
-        Raises: UserError if all tokens of a bucket would have to be read for it.
+        Raises: UserError if this would have to read all tokens from a bucket.
         """
         if self.far and not self.marked:
             raise UserError(
-                f"{self.shards[0].bucket.path}: an earlier version wrote these tokens, without files that say where "
-                "documents begin, and data.packing='documents' would read all of them for it; make them again with "
+                f"{self.shards[0].bucket.path}: an earlier version wrote these tokens without files that list where "
+                "documents begin, so data.packing='documents' would have to read all of them; remake them with "
                 "data.prepare --overwrite, copy them to a disk, or use --data.packing windows")  # fmt: skip
         scanned = lambda shard, known: np.flatnonzero(shard == self.eot) if known is None else known[:]
         parts = (bucket.pool().map if self.far else map)(scanned, self.shards, self.begins)
@@ -88,18 +88,18 @@ class Split:
         return np.concatenate([[0], found[(found > 0) & (found < self.targets)], [self.targets]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Copy tokens start .. stop-1 of the stream, fewer where it ends."""
+        """Copy tokens start .. stop-1 of the stream, or fewer at its end."""
         return np.concatenate([self.shards[shard][a:b] for shard, a, b in self._across(start, stop)])
 
     def read_weights(self, start: int, stop: int) -> np.ndarray | int:
-        """How much tokens start .. stop-1 count as targets: 0 or 1."""
+        """Return the weights of tokens start .. stop-1 as targets: 0 or 1."""
         if not any(one is not None for one in self.weights):
             return 1
         parts = ((self.weights[shard], a, b) for shard, a, b in self._across(start, stop))
         return np.concatenate([np.ones(b - a, np.uint8) if one is None else one[a:b] for one, a, b in parts])
 
     def _across(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Where a part of the stream lies: a shard, and from which of its tokens up to which other."""
+        """Yield (shard, first token, end) for each shard that a range of the stream covers."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         while start < min(stop, self.tokens):
             begin, end = int(self.starts[shard]), int(self.starts[shard + 1])
@@ -107,26 +107,26 @@ class Split:
             start, shard = end, shard + 1
 
 
-Piece = tuple[Split, int, int]  # of a stream, the inputs from one token up to another
+Piece = tuple[Split, int, int]  # a stream, and the range start .. stop-1 of inputs in it
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A directory of token shards, opened; or a mixture of several, whose splits are joined here."""
+    """An open directory of token shards, or a mixture of several, with their splits concatenated."""
 
     path: str
     manifest: dict
     splits: dict[str, Split]  # train, val
-    sources: dict[str, "Corpus"] = field(default_factory=dict)  # of a mixture, by name
+    sources: dict[str, "Corpus"] = field(default_factory=dict)  # the directories of a mixture, by name
 
     @property
     def eot(self) -> int:
-        """The token before each document."""
+        """The end-of-text token, which precedes each document."""
         return self.manifest["tokenizer"]["eot"]
 
 
 def opened(cfg: Config) -> Corpus:
-    """The tokens of a run; of a mixture, its sources too. Raises: UserError as `load` does."""
+    """Open the tokens of a run, which may be a mixture. Raises: UserError as `load` does."""
     limits, d = (cfg.model.vocab_size, cfg.data.seq_len), cfg.data
     if not d.mixture:
         return load(d.path, *limits)
@@ -136,12 +136,12 @@ def opened(cfg: Config) -> Corpus:
 
 @functools.lru_cache(maxsize=8)
 def _joined(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corpus) -> Corpus:
-    """Several directories as one. Its entropies are those of a text whose source is known: means by first shares."""
+    """Combine several directories. Unigram and bigram entropies are means, weighted by the mixture's first shares."""
     first, *others = corpora
     for other in others:
         if other.manifest["tokenizer"] != first.manifest["tokenizer"]:
-            raise UserError(f"data.mixture: {first.path} and {other.path} hold ids of different tokenizers "
-                            f"({_words(first)}, {_words(other)}); prepare them with one")  # fmt: skip
+            raise UserError(f"data.mixture: {first.path} and {other.path} have ids of different tokenizers "
+                            f"({_words(first)}, {_words(other)}); prepare both with the same one")  # fmt: skip
     names, weights = zip(*shares, strict=True)
     entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
                  for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
@@ -165,34 +165,34 @@ def _join(splits: list[Split], eot: int) -> Split:
 
 
 def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -> Corpus:
-    """Open a directory written by `python -m data.prepare`; opened again unchanged, it is the same object.
+    """Open a directory written by `python -m data.prepare`. The result is cached until its manifest changes.
 
-    Raises: UserError if it is missing or damaged, if its ids do not fit into `vocab_size` rows, or if a split holds no
-    whole window of `seq_len`.
+    Raises: UserError if it is missing or damaged, if its ids do not fit into `vocab_size` rows, or if a split is
+    shorter than one window of `seq_len`.
     """
-    try:  # what lies in a bucket is opened once
+    try:  # a bucket is opened only once
         state = () if is_remote(path) else os.stat(os.path.join(path, MANIFEST))
         corpus = _open(path, state.st_mtime_ns, state.st_size) if state else _open(path)
     except (FileNotFoundError, NotADirectoryError, bucket.MissingFile):
-        raise UserError(f"no tokens at {path!r} (no {MANIFEST} there); make them with\n  {_command(path)}") from None
+        raise UserError(f"no tokens at {path!r} (it has no {MANIFEST}); make them with\n  {_command(path)}") from None
     vocabulary = corpus.manifest["tokenizer"]["vocabulary"]
     if vocab_size is not None and vocabulary > vocab_size:
         raise UserError(
-            f"{path} holds token ids 0..{vocabulary - 1}, model.vocab_size={vocab_size} has 0..{vocab_size - 1}; "
+            f"{path} has token ids 0..{vocabulary - 1}, but model.vocab_size={vocab_size} allows 0..{vocab_size - 1}; "
             f"use --model.vocab_size {-(-vocabulary // 8) * 8} (the next multiple of 8), or another --data.path"
         )
     for name, split in corpus.splits.items():
         if seq_len is not None and split.tokens < seq_len + 1:
             raise UserError(
-                f"{path}: split {name!r} holds {split.tokens} tokens, a window needs data.seq_len + 1 = {seq_len + 1}; "
-                f"use --data.seq_len {max(split.targets, 1)} or less, or more text"
+                f"{path}: split {name!r} has {split.tokens} tokens, but a window needs data.seq_len + 1 = {seq_len + 1}"
+                f"; use --data.seq_len {max(split.targets, 1)} or less, or more text"
                 + (", or prepare it with a larger --val-share" if name == "val" else "")
             )
     return corpus
 
 
 def _command(path: str) -> str:
-    """The command that makes the tokens at `path`: its name says which, as in tokens/stdlib-gpt2; else of its text."""
+    """Return a data.prepare command that makes the tokens at `path`, guessed from its name or the text files there."""
     name, ending = os.path.splitext(os.path.basename(os.path.normpath(path)))
     source, _, tokenizer = (name + ending).partition("-")
     if source == "stdlib":
@@ -205,9 +205,9 @@ def _command(path: str) -> str:
     return f"python -m data.prepare --source {shlex.quote(f'{kind}:{files}')} --out {shlex.quote(out)}"
 
 
-@functools.lru_cache(maxsize=64)  # of a mixture, all
+@functools.lru_cache(maxsize=64)  # enough for all directories of a mixture
 def _open(path: str, *_state) -> Corpus:
-    """Open manifest and shards; `_state` changes with the manifest, so that a rewritten one is read again."""
+    """Open manifest and shards. `_state` changes with the manifest, so that the cache reads a rewritten one again."""
     remote = bucket.Bucket(path) if is_remote(path) else None
     contents = remote.read_file(MANIFEST) if remote else Path(path, MANIFEST).read_bytes()
     try:
@@ -215,7 +215,7 @@ def _open(path: str, *_state) -> Corpus:
     except ValueError as error:
         raise UserError(f"{path}/{MANIFEST} is not JSON ({error}); remake it with data.prepare --overwrite") from error
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}/{MANIFEST} has format {manifest.get('format')}, this version reads format {FORMAT}; "
+        raise UserError(f"{path}/{MANIFEST} has format {manifest.get('format')}, but this version reads {FORMAT}; "
                         f"remake it with data.prepare --overwrite")  # fmt: skip
     splits = {}
     for name, split in manifest["splits"].items():
@@ -232,28 +232,28 @@ def _open(path: str, *_state) -> Corpus:
 
 
 def files_of(manifest: dict, beside: Sequence[str] = ("weights", "begins")) -> list[dict]:
-    """The files that a manifest lists, each with name and sha256: shards, and what lies beside them."""
+    """List the files in a manifest, each with name and sha256: shards, and their weights and document starts."""
     rows = [row for split in manifest["splits"].values() for row in split["shards"]]
     return [file for row in rows for file in (row, *map(row.get, beside)) if file]
 
 
 def _open_shard(path: str, name: str, count: int, dtype: str) -> np.ndarray:
-    """Memory-map a file whose header and size are what the manifest says; its contents are not read."""
+    """Memory-map a file after comparing its header and size with the manifest, without reading its contents."""
     file = os.path.join(path, name)
     try:
         tokens = np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise _damaged(file, f"cannot be opened: {error}") from error
     if (tokens.dtype, tokens.shape) != (np.dtype(dtype), (count,)):
-        raise _damaged(file, f"holds {tokens.dtype} {tokens.shape}, the manifest says {dtype} ({count},)")
+        raise _damaged(file, f"has {tokens.dtype} {tokens.shape}, but the manifest says {dtype} ({count},)")
     size, expected_bytes = os.path.getsize(file), tokens.offset + tokens.nbytes
     if size != expected_bytes:
-        raise _damaged(file, f"has {size} bytes, header and tokens make {expected_bytes}")
+        raise _damaged(file, f"has {size} bytes, but header and tokens need {expected_bytes}")
     return tokens
 
 
 def _damaged(file: str, what: str) -> UserError:
-    return UserError(f"shard {file} {what}; restore it, or remake all with data.prepare --overwrite")
+    return UserError(f"shard {file} {what}; restore it, or remake all shards with data.prepare --overwrite")
 
 
 def verify(path: str) -> None:
@@ -264,25 +264,25 @@ def verify(path: str) -> None:
         with remote.open(shard["file"]) if remote else open(file, "rb") as opened_file:
             found = hashlib.file_digest(opened_file, "sha256").hexdigest()
         if found != shard["sha256"]:
-            raise _damaged(file, f"has sha256 {found}, the manifest says {shard['sha256']}")
+            raise _damaged(file, f"has sha256 {found}, but the manifest says {shard['sha256']}")
 
 
 def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | None = None) -> dict[str, np.ndarray]:
-    """Make the global batch of a step: rows step*B .. step*B+B-1 of an endless shuffle, a new order each epoch.
+    """Make the global batch of a step: rows step*B .. step*B+B-1 of an endless sequence, reshuffled each epoch.
 
-    A batch is a dict of arrays [B, T], B = data.batch_size sequences of T = data.seq_len positions. One that you make
-    yourself trains as well: `sharding.put` places it on a mesh.
+    A batch is a dict of arrays [B, T], B = data.batch_size sequences of T = data.seq_len positions. You can also train
+    on a batch that you make yourself: `sharding.put` places it on a mesh.
 
-        tokens_BT     int32    what the model reads
-        targets_BT    int32    what it should say at each position: the token that comes next
-        positions_BT  int32    place in the document, from 0: scores depend on the distance of two
-        segments_BT   int32    which document of the row, from 1: a token sees it up to itself; 0 is padding
-        weights_BT    float32  how much a target counts in the loss, a mean over the global batch: 1; 0 without a
-                               target, and where the shards say so, as on a prompt
+        tokens_BT     int32    inputs of the model
+        targets_BT    int32    the next token at each position
+        positions_BT  int32    position in the document, from 0, for rotary embeddings
+        segments_BT   int32    document in the row, from 1; a token attends only within it; 0 is padding
+        weights_BT    float32  weight of the target in the loss, a mean over the global batch: 1, or 0 for padding and
+                               for targets that the shards exclude, such as those in a prompt
 
-    With data.shuffle=False each epoch is in the order of the text. With data.mask_documents=False positions go on
-    through the row, and a token sees the documents before its own. `rows` are those wanted of the B, by number, and no
-    other is read: a host makes its `sharding.own_rows`.
+    With data.shuffle=False each epoch is in the order of the text. With data.mask_documents=False positions count
+    through the row, and a token also attends to the documents before its own. `rows` selects rows of the B by index,
+    and only these are read: each host makes its `sharding.own_rows`.
     """
     corpus, d = opened(cfg), cfg.data
     sequence, first = functools.partial(_sequence, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
@@ -293,7 +293,7 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
 
 
 def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
-    """The row at a place of the endless order: documents, or a window."""
+    """Return the documents, or the window, of row `number` in the endless order."""
     count = rows_of(split, d)
     row = _shuffled(count, seed)[number] if d.shuffle else number % count
     if d.packing == "documents":
@@ -302,12 +302,12 @@ def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece
 
 
 def rows_of(split: Split, d: DataConfig) -> int:
-    """Count the rows of an epoch."""
+    """Count the rows in an epoch."""
     return len(packed(split, d.seq_len)) if d.packing == "documents" else split.windows(d.seq_len)
 
 
 def epoch_steps(cfg: Config) -> dict[str, int]:
-    """Steps in which a run reads all its rows once; of a mixture, all rows of each source, at its first shares."""
+    """Count the steps of an epoch. In a mixture, count them for each source by name, with the first shares."""
     d, corpus = cfg.data, opened(cfg)
     shares = parse_mixture(d.mixture)[0].shares if d.mixture else {"": PERIOD}
     rows = {name: rows_of(one.splits["train"], d) for name, one in (corpus.sources or {"": corpus}).items()}
@@ -315,14 +315,14 @@ def epoch_steps(cfg: Config) -> dict[str, int]:
     return {name: math.ceil(count / d.batch_size) for name, count in read.items()}
 
 
-@functools.lru_cache(maxsize=64)  # of a mixture, all
+@functools.lru_cache(maxsize=64)  # enough for all directories of a mixture
 def packed(split: Split, seq_len: int) -> packing.Packed:
-    """The documents of a split in rows, the same in each epoch and on each host. Raises: UserError as `Split.edges`."""
+    """Pack the documents of a split into rows, the same in each epoch and on each host. Raises: as `Split.edges`."""
     return packing.pack(split.edges(), seq_len)
 
 
 def in_words(split: Split, d: DataConfig) -> str:
-    """Say what an epoch has: rows, the share of documents that they cut, unless that is dear to know, and padding."""
+    """Describe an epoch: rows, padding and the fraction of documents that are cut (unless it is slow to compute)."""
     T, count, windows = d.seq_len, rows_of(split, d), d.packing != "documents"
     rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
     if windows and (split.far or not split.marked):
@@ -348,9 +348,9 @@ def _rows(cfg: Config, rows: Sequence[int] | None) -> list[int]:
 def evaluation_batches(
     cfg: Config, batches: int = 0, rows: Sequence[int] | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the validation split in a fixed order, each target once; the last batch is filled up with padding.
+    """Yield the validation split in a fixed order, each target once. The last batch is padded.
 
-    With `batches` > 0, at most that many, from a shuffle that is the same in every run. `rows` as for `batch`.
+    With `batches` > 0, yield at most that many, from a shuffle that is the same in every run. `rows` as for `batch`.
     """
     corpus, T = opened(cfg), cfg.data.seq_len
     split = corpus.splits["val"]
@@ -365,14 +365,14 @@ def evaluation_batches(
 
 @functools.lru_cache(maxsize=8)
 def _shuffled(count: int, seed: int):
-    """An endless sequence of row numbers, each epoch a different permutation of 0..count-1; nothing is stored."""
-    import grain  # here, because it imports JAX and is absent on some machines
+    """Return an endless lazy sequence of row numbers; each epoch is a different permutation of 0..count-1."""
+    import grain  # lazily, because it imports JAX and is not installed on some machines
 
     return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
 
 
 def _cut(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
-    """Read pieces of streams into the rows of a batch; the rest of a row is padding."""
+    """Read ranges of streams into the rows of a batch, and pad the rows."""
     B, T = len(sequences), cfg.data.seq_len
     tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
     lengths_B, weights_BT, starts_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32), np.zeros((B, T), bool)
@@ -386,9 +386,9 @@ def _cut(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.nd
         lengths_B[row] = end
     index_T = np.arange(T, dtype=np.int32)
     real_BT = index_T < lengths_B[:, None]
-    starts_BT |= tokens_BT == eot  # a document starts here, or goes on from another row
+    starts_BT |= tokens_BT == eot  # a document starts here, or continues from another row
     begins_BT = index_T * starts_BT if cfg.data.mask_documents else np.zeros((B, T), np.int32)
-    np.maximum.accumulate(begins_BT, axis=1, out=begins_BT)  # where its document does
+    np.maximum.accumulate(begins_BT, axis=1, out=begins_BT)  # index where the position's document begins
     segments_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
     segments_BT *= real_BT
     return {
@@ -401,14 +401,14 @@ def _cut(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.nd
 
 
 def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
-    """The tokens of each piece, and one more for its last target; then weights of its targets. Those in a bucket are
-    asked for together."""
+    """Read each piece's tokens (one more than inputs, for the last target) and target weights. Reads from a bucket run
+    in parallel."""
     read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
     return (bucket.pool().map if any(split.far for split, _, _ in pieces) else map)(read, pieces)
 
 
 def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield (step, batch) from `start` on, made AHEAD steps ahead by a thread that ends with the iterator.
+    """Yield (step, batch) from `start` on. A thread, which ends with the iterator, makes batches AHEAD steps ahead.
 
     `rows` as for `batch`.
     """
@@ -424,13 +424,13 @@ def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iter
 
 
 def bytes_per_token(corpus: Corpus, split: str = "val") -> float:
-    """Text bytes for each target of a split: bits per byte = nats per token / ln 2 / bytes per token. NaN: unknown."""
+    """Return the text bytes per target (NaN: unknown). Bits per byte = nats per token / ln 2 / bytes per token."""
     text_bytes = corpus.splits[split].text_bytes
     return math.nan if text_bytes is None else text_bytes / corpus.splits[split].targets
 
 
 def fingerprint(cfg: Config) -> dict:
-    """Say which tokens these are, for config.json and checkpoints."""
+    """Return the source, tokenizer and hashes of the tokens, for config.json and checkpoints."""
     if not cfg.data.mixture:
         return _fingerprint(load(cfg.data.path))
     of = {name: _fingerprint(source) for name, source in opened(cfg).sources.items()}

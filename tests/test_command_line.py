@@ -101,9 +101,9 @@ WRONG = {
     "tiny --mesh stage=4": "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 4",
     "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end of text before it leave no room",
     "tiny --model.capacity_factor 0.01": "capacity is 0",
-    "tiny --model.vocab_size 200": "holds token ids 0..256, model.vocab_size=200 has 0..199; use --model.vocab_size 26",
+    "tiny --model.vocab_size 200": "has token ids 0..256, but model.vocab_size=200 allows 0..199; use --model.vocab",
     "tiny --data.seq_len 5000": "a window needs data.seq_len + 1 = 5001; use --data.seq_len ",
-    "tiny --data.path nowhere/stdlib-gpt2": "no tokens at 'nowhere/stdlib-gpt2' (no manifest.json there); make them "
+    "tiny --data.path nowhere/stdlib-gpt2": "no tokens at 'nowhere/stdlib-gpt2' (it has no manifest.json); make them "
     "with python -m data.prepare --source stdlib --tokenizer gpt2 --out nowhere/stdlib-gpt2",
     "tiny --run.dir /dev/null": "Not a directory: '/dev/null/tiny",
 }  # fmt: skip

@@ -103,7 +103,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
 def test_a_split_too_short_for_a_window_names_the_share(tmp_path, folder):
     """Catches a message that tells someone with one file to find more text."""
     run(tmp_path / "out", f"text:{folder}/part1.txt", "--val-share", "0.01")
-    with pytest.raises(ValueError, match=r"split 'val' holds \d+ tokens, .* or prepare it with a larger --val-share"):
+    with pytest.raises(ValueError, match=r"split 'val' has \d+ tokens, .* or prepare it with a larger --val-share"):
         dataset.load(str(tmp_path / "out"), seq_len=256)
 
 

@@ -46,7 +46,7 @@ def test_it_needs_no_device_no_peer_and_no_lock(asked, tmp_path, tmp_path_factor
 
 REFUSED = {
     "no tokens": ("--data.path nowhere", {}, "no tokens at 'nowhere'"),
-    "too few rows": ("--model.vocab_size 100", {}, "holds token ids 0..256, model.vocab_size=100 has 0..99"),
+    "too few rows": ("--model.vocab_size 100", {}, "has token ids 0..256, but model.vocab_size=100 allows"),
     "no room for the prompt": ("--data.seq_len 2 --run.sample_prompt abcd", {}, "leave no room in data.seq_len=2"),
     "mesh": ("--devices 6 --mesh fsdp=2,tensor=3", {}, "cannot split .*tensor"),
     "batch": ("--devices 8 --mesh data=8 --data.batch_size 12", {}, r"12 % 8 = 4\); nearest that do: 8 or 16"),
