@@ -1,4 +1,4 @@
-"""Simulated devices, memory, compiled programs on disk, process-0 logging. Nothing here imports JAX before it must."""
+"""Simulated devices, memory, the compilation cache, and logging on process 0. JAX is imported only when needed."""
 
 import contextlib
 import functools
@@ -17,10 +17,10 @@ from errors import UserError
 
 
 def simulate_devices(count: int) -> None:
-    """Make this process, and those it starts, see `count` CPU devices, threads that share the machine's cores.
+    """Simulate `count` CPU devices in this process and its children. They are threads that share the machine's cores.
 
-    For a program of one's own: its first lines, as it must run before JAX is imported; commands have --devices. With an
-    accelerator, set JAX_PLATFORMS=cpu too, or JAX works there.
+    Call this in your own program before it imports JAX; commands have --devices. On a machine with an accelerator, also
+    set JAX_PLATFORMS=cpu, or JAX uses the accelerator.
     """
     assert "jax" not in sys.modules, "simulate_devices must be called before JAX is imported"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
@@ -28,44 +28,44 @@ def simulate_devices(count: int) -> None:
 
 
 def prepare_collectives(devices: int) -> None:
-    """Keep collectives of several CPU devices of one process from deadlock. Must run before the first use of a device.
+    """Keep collectives between several CPU devices of one process from deadlocking. Call it before using a device.
 
-    - Threads: one that meets a collective sleeps until the other devices of its group come. With XLA's default, one
-      thread a device, devices that begin with a second program leave none for those that are late with the first
+    - More threads: a thread sleeps in a collective until the other devices of its group join. XLA's default is one
+      thread per device, so devices that start a second program can take the threads that the first still needs
       (`python bench/deadlock.py`).
-    - No compilation cache, but for what `xla/ordered.py` has compiled: a program that is read from a file has lost more
-      of the order of its collectives (seen with JAX 0.10.2).
+    - No compilation cache, except for programs that `xla/ordered.py` compiled: a program that is read from a file has
+      lost part of the order of its collectives (seen with JAX 0.10.2).
     """
     if devices > 1:
-        os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA's name for the size of its thread pools
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # if JAX is imported later, and in processes started here
+        os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA reads the size of its thread pools from NPROC
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # for a later import of JAX, and for child processes
         if "jax" in sys.modules:
             sys.modules["jax"].config.update("jax_enable_compilation_cache", False)
 
 
 def has_tpu_files() -> bool:
-    """Whether there are device files as a TPU has them; some GPUs have the second."""
+    """Whether there are device files like those of a TPU. Some GPUs have the second kind too."""
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def only_cpu() -> bool:
-    """Whether JAX will find nothing but this machine's CPU."""
+    """Whether JAX will find only this machine's CPU."""
     return os.environ.get("JAX_PLATFORMS") == "cpu" or not (has_tpu_files() or importlib.util.find_spec("jax_plugins"))
 
 
 def skip_absent_tpu() -> None:
-    """Keep JAX from looking for a TPU with libtpu, which `make plan` installs, where there is none: it prints errors.
+    """Set JAX to CPU if libtpu is installed (by `make plan`) but there is no TPU, because libtpu then prints errors.
 
-    Nothing changes where platforms or a TPU are named, where there are a TPU's device files, or plugins of other chips.
+    This does nothing if the environment names platforms or a TPU, or if there are TPU device files or JAX plugins.
     """
-    set_by_jax = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # wherever libtpu is installed
+    set_by_jax = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # set whenever libtpu is installed
     named = {name for name in os.environ if name.startswith("TPU_")} - set_by_jax
     if named or {"JAX_PLATFORMS", "JAX_FORCE_TPU_INIT"} & set(os.environ) or not importlib.util.find_spec("libtpu"):
         return
     if has_tpu_files() or importlib.util.find_spec("jax_plugins"):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:  # which has read it
+    if "jax" in sys.modules:  # it has already read the environment
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
@@ -73,19 +73,19 @@ skip_absent_tpu()
 
 
 def devices_of_each(count: int, processes: int) -> int:
-    """How many of `count` devices each process has. Raises: UserError if they cannot have equally many."""
+    """Return count / processes. Raises: UserError if that is not a whole number."""
     if count % processes:
         fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(f"--devices {count} are those of all processes, and {count} / {processes} is no whole number; "
-                        f"start {fit} processes")  # fmt: skip
+        raise UserError(f"--devices {count} counts the devices of all processes, and {count} % {processes} = "
+                        f"{count % processes}; start {fit} processes")  # fmt: skip
     return count // processes
 
 
 def use_devices(count: int, processes: int = 1) -> None:
-    """Make all processes together see `count` CPU devices, now that JAX is imported; 0: those there are.
+    """Simulate `count` CPU devices over all processes after JAX is imported; 0: use the devices of this machine.
 
-    Raises: UserError if there is an accelerator, the processes cannot have equally many devices, or this one has worked
-    with another number.
+    Raises: UserError if there is an accelerator, if `count` does not divide over the processes, or if this process
+    already uses another number of devices.
     """
     import jax
 
@@ -93,42 +93,42 @@ def use_devices(count: int, processes: int = 1) -> None:
         return
     of_each = devices_of_each(count, processes)
     prepare_collectives(count)
-    with contextlib.suppress(RuntimeError):  # too late; it does not matter if the number is the same
+    with contextlib.suppress(RuntimeError):  # JAX is already initialized; the number of devices is checked below
         jax.config.update("jax_num_cpu_devices", of_each)
     devices = jax.devices()
     if devices[0].platform != "cpu":
-        raise UserError(f"--devices {count} simulates CPU devices, and here are {len(devices)} x "
+        raise UserError(f"--devices {count} simulates CPU devices, but this machine has {len(devices)} x "
                         f"{devices[0].device_kind}; drop --devices, or set JAX_PLATFORMS=cpu")  # fmt: skip
     if len(devices) != count:
-        raise UserError(f"--devices {count}: this process has begun to work with {len(devices)}; start another")
+        raise UserError(f"--devices {count}: this process already uses {len(devices)}; start a new process")
 
 
 def memory_bytes(devices) -> int | None:
-    """Memory of one of these devices; of CPU devices, an equal share of what this process may use; None: unknown."""
+    """Return the memory of one device; for CPU devices, an equal share of the process's memory; None: unknown."""
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     return share_of_memory(sum(device.process_index == devices[0].process_index for device in devices))
 
 
 def share_of_memory(devices: int) -> int:
-    """Bytes that each of so many CPU devices of this process may use."""
+    """Return the bytes that each of this process's CPU devices may use, if there are `devices` of them."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # a container may be allowed less; "max" is no number
+    with contextlib.suppress(OSError, ValueError):  # a container may have a lower limit; "max" is not a number
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits) // devices
 
 
 @contextlib.contextmanager
 def compile_cache(directory: str, enabled: bool = True):
-    """Meanwhile keep compiled programs in a directory, and find them there; empty: compile anew, and keep none.
+    """Context in which JAX caches compiled programs in a directory; an empty name disables the cache.
 
-    enabled  False: only those of `ordered.compile`
+    enabled  False: cache only the programs of `ordered.compile`
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     if directory and (why := unreachable(directory)):
-        log(f"note: compiled programs are not kept: {directory} {why}; JAX_COMPILATION_CACHE_DIR names another one")
+        log(f"note: compiled programs are not cached: {directory} {why}; set JAX_COMPILATION_CACHE_DIR to another one")
         directory = ""
     settings = {"jax_enable_compilation_cache": enabled and bool(directory),
                 "jax_compilation_cache_dir": directory or None}  # fmt: skip
@@ -136,7 +136,7 @@ def compile_cache(directory: str, enabled: bool = True):
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
-        compilation_cache.reset_cache()  # JAX asks for the settings once, at its first program, and now again
+        compilation_cache.reset_cache()  # JAX reads the settings only once, so make it read them again
         yield
     finally:
         for name, value in before.items():
@@ -144,9 +144,9 @@ def compile_cache(directory: str, enabled: bool = True):
         compilation_cache.reset_cache()
 
 
-@functools.cache  # every program that is compiled asks
+@functools.cache  # called for every program that is compiled
 def unreachable(directory: str, longest_s: float = 10.0) -> str:
-    """Say why nothing can be written to a directory; empty: it can. A disk that does not answer is given up soon."""
+    """Return why a directory is not writable, or "". A disk that does not answer within `longest_s` counts as such."""
     found = []
 
     def write() -> None:
@@ -157,14 +157,14 @@ def unreachable(directory: str, longest_s: float = 10.0) -> str:
         except OSError as error:
             found.append(f"cannot be written: {error.strerror}")
 
-    thread = threading.Thread(target=write, daemon=True)  # where the disk does not answer, it waits on
+    thread = threading.Thread(target=write, daemon=True)  # a hung disk blocks it forever
     thread.start()
     thread.join(longest_s)
     return found[0] if found else f"does not answer within {longest_s:g} s"
 
 
 def cache_directory() -> str:
-    """The user's cache folder for this project: $XDG_CACHE_HOME/axis-by-axis, or ~/.cache/axis-by-axis."""
+    """Return the user's cache folder for this project: $XDG_CACHE_HOME/axis-by-axis, or ~/.cache/axis-by-axis."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "axis-by-axis")
 
 
@@ -172,12 +172,12 @@ def cache_directory() -> str:
 
 
 def is_main_process() -> bool:
-    """True in process 0, the one that prints and writes; always true before JAX is imported."""
+    """Whether this is process 0, which prints and writes files; always True before JAX is imported."""
     return "jax" not in sys.modules or sys.modules["jax"].process_index() == 0
 
 
 def log(*words) -> None:
-    """Print on process 0, or on every process that a supervisor keeps a log of; write to the log file, if any."""
+    """Print on process 0, or on every process under a supervisor. Also write to the log file, if any."""
     if is_main_process() or "AXIS_PROGRESS" in os.environ:
         print(*words, flush=True)
     log_to_file(*words)
@@ -192,32 +192,32 @@ def log_to_file(*words) -> None:
 
 
 class Patient(io.FileIO):
-    """A file of words: those that a full disk does not take are lost, and nothing ends for it."""
+    """A text file that ignores write errors, such as a full disk: the text is lost, but the run continues."""
 
     def write(self, data) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:  # its reader has left
+        except BrokenPipeError:  # the reader of the pipe has exited
             raise
         except OSError:
             return len(data)
 
 
 def patient(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
-    """Open a path, or a descriptor, for words that are written line by line. Raises: OSError if that cannot be."""
+    """Open a path or descriptor as a line-buffered `Patient` text file. Raises: OSError if it cannot be opened."""
     return io.TextIOWrapper(io.BufferedWriter(Patient(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
 
 
 def open_log(path: Path) -> None:
-    """From now on what is logged is appended to this file too, as far as there is room for it."""
+    """Append all further log messages to this file too. A full disk does not stop the run."""
     global _log_file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _log_file, errors.log_error = patient(path, "a"), log_to_file
     except OSError as error:
-        log(f"note: there will be no {path}: {error.strerror}")
+        log(f"note: cannot write the log file {path}: {error.strerror}")
 
 
 def log_files() -> list:
-    """Where a process writes what only it knows: its standard error, and its log file."""
+    """Return the files for messages of a single process: its standard error and its log file."""
     return [sys.stderr, *([_log_file] if _log_file else [])]

@@ -1,4 +1,4 @@
-"""Errors a user can cause, with the nearest thing that works, and how a command ends in one line."""
+"""Errors that a user can cause, and the decorator that makes commands report them in one line."""
 
 import contextlib
 import difflib
@@ -7,23 +7,23 @@ import os
 import signal
 import sys
 
-log_error = None  # `devices.open_log` sets it: the line that ends a command is in the log file too
+log_error = None  # `devices.open_log` sets it, to write the final error message to the log file too
 
 
 class UserError(ValueError):
-    """What a user asked for cannot be done. Commands print the message, without a traceback, and exit with `status`."""
+    """An error that the user can fix. Commands print its message without a traceback and exit with `status`."""
 
     status = 2
 
 
 class DiskLost(UserError):
-    """The disk that a command writes to went away. It may come back, so launcher.sh restarts the command."""
+    """The disk that a command writes to is gone. It may come back, so launcher.sh restarts the command."""
 
     status = 75  # sysexits.h calls it EX_TEMPFAIL
 
 
 def require_multiple(name: str, size: int, parts: int, over: str) -> None:
-    """Raises: UserError if `size` is no multiple of `parts`, with the nearest that are, and the nearest parts of it."""
+    """Raises: UserError if `size` is not a multiple of `parts`, with the nearest sizes and part counts that fit."""
     if size % parts:
         near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
         into = [n for n in range(1, size + 1) if size % n == 0]
@@ -36,10 +36,10 @@ def require_multiple(name: str, size: int, parts: int, over: str) -> None:
 
 
 def exit_status(main):
-    """Decorator of a command: what a user can cause ends in one line and an exit status, never in a traceback.
+    """Decorator of a command: report errors that a user can cause in one line, without a traceback, and an exit status.
 
-    That of a UserError; 2 for what the system refuses, as for want of space (an OSError's text names the file); 130
-    after Ctrl-C; 1, and no line, if the reader of the output has left, as `head` does.
+    The status is that of a UserError; 2 for an OSError, such as a full disk (its text names the file); 130 after
+    Ctrl-C; 1, without a message, if the reader of the output has exited, as `head` does.
     """
 
     @functools.wraps(main)
@@ -50,7 +50,7 @@ def exit_status(main):
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
             return 1
         except (UserError, OSError) as error:
             with contextlib.suppress(OSError):  # a full disk
@@ -67,18 +67,18 @@ def exit_status(main):
 
 
 def end_quietly() -> None:
-    """From now on Ctrl-C ends this process in one line: a command's imports take seconds."""
+    """Make Ctrl-C end this process with one line from now on, because a command's imports take seconds."""
 
     def end(*_):
-        print("\ninterrupted; nothing is changed", file=sys.stderr, flush=True)
+        print("\ninterrupted; nothing was changed", file=sys.stderr, flush=True)
         os._exit(130)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if the shell ignores SIGINT
         signal.signal(signal.SIGINT, end)
 
 
 def nearest(word: str, known) -> str:
-    """Say which known word is closest to a misspelt one, then list a few more, all if they are few."""
+    """Return "did you mean .." with the closest known word, and up to 12 known words (else the 5 nearest)."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(listed)

@@ -1,4 +1,4 @@
-"""One function of the model on whole arrays: cut as the model cuts them, run on every device, put together again."""
+"""Run one function of the model on whole arrays: shard the inputs, run it on every device, and unshard the results."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ from errors import UserError, require_multiple
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, Declaration, as_tuple, in_chunks, in_order
 from xla import ordered
 
-# A lower-case letter of model.py's legend: the whole dim that it is a slice of, and the mesh axes that split it.
+# Lower-case letter of model.py's legend -> the whole dim that it is a slice of, and the mesh axes that shard it.
 SLICES = {"b": ("B", BATCH), "s": ("T", (CONTEXT,)), "t": ("T", (CONTEXT, TENSOR)), "e": ("E", (EXPERT,)),
           "l": ("L", (STAGE,))} | {letter: (letter.upper(), (TENSOR,)) for letter in "fghmv"}  # fmt: skip
 
 
 def unstacked(declarations):
-    """Declarations of one layer: without the leading letters P, L, J that say how often it is repeated."""
+    """Return the declarations of a single layer, without the leading dims P, L, J of stacked layers."""
 
     def one(d: Declaration):
         n = len(d.dims) - len(d.dims.lstrip("PLJ"))
@@ -29,16 +29,16 @@ def unstacked(declarations):
 
 
 def on_mesh(function, mesh: Mesh, *inputs, out):
-    """Compile a function of one device's slices, as those of `model.py` are, to run on whole arrays.
+    """Compile a function of one device's shards, such as those in `model.py`, to run on whole arrays.
 
-    inputs  for each argument, a tree of declarations, or of letters as in `model.py`, one a dim: "btD", "" for a scalar
+    inputs  for each argument, a tree of declarations, or of letters as in `model.py`, one per dim: "btD"; "": a scalar
     out     letters of the result, or a tree of them
-    Everything goes through one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are cut as
-    the model has them, and come back in order.
-    Raises: UserError if a size does not split, and for a result that its letters do not describe: one that differs
-    along a mesh axis which they do not name, as a partial sum does, or has another size than they say.
+    The function runs in one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are sharded like
+    the model's (zig-zag over CONTEXT), and returned in order.
+    Raises: UserError if a size does not divide, or if the result does not match its letters: it has another shape, or
+    varies along a mesh axis that they do not name, as a partial sum does.
 
-    The feed-forward of one layer, from arrays in to arrays out:
+    Example, the feed-forward of one layer:
 
     >>> import config, model, parameters
     >>> from overlap.weights import at_use
@@ -56,8 +56,8 @@ def on_mesh(function, mesh: Mesh, *inputs, out):
 
     def whole(*args):
         sizes = {}
-        put = lambda said, x: x if isinstance(said, Declaration) else _cut(said, x, sizes, mesh)
-        args = jax.tree.map(put, inputs, args)
+        prepare = lambda given, x: x if isinstance(given, Declaration) else _cut(given, x, sizes, mesh)
+        args = jax.tree.map(prepare, inputs, args)
 
         def local(*args):
             result = function(*args)
@@ -70,12 +70,12 @@ def on_mesh(function, mesh: Mesh, *inputs, out):
     return ordered.jit(whole, mesh)
 
 
-def _spec_of(said: "str | Declaration") -> P:
-    if isinstance(said, Declaration):
-        return said.spec
-    if unknown := [letter for letter in said if letter.islower() and letter not in SLICES]:
-        raise UserError(f"letters {said!r}: {unknown[0]!r} is no slice of a dim; known: {', '.join(SLICES)}")
-    return P(*(SLICES[letter][1] if letter in SLICES else None for letter in said))
+def _spec_of(letters: "str | Declaration") -> P:
+    if isinstance(letters, Declaration):
+        return letters.spec
+    if unknown := [letter for letter in letters if letter.islower() and letter not in SLICES]:
+        raise UserError(f"letters {letters!r}: {unknown[0]!r} is not a slice of a dim; use one of {', '.join(SLICES)}")
+    return P(*(SLICES[letter][1] if letter in SLICES else None for letter in letters))
 
 
 def _parts(letter: str, mesh: Mesh) -> int:
@@ -83,13 +83,13 @@ def _parts(letter: str, mesh: Mesh) -> int:
 
 
 def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
-    """A whole array as `shard_map` is to cut it, once it fits its letters; `sizes` learns those of its dims."""
+    """Check a whole array against its letters, and reorder its positions for `shard_map`. Adds its dims to `sizes`."""
     if jnp.ndim(x) != len(letters):
-        raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}")
+        raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}; use one per dim")
     for letter, size in zip(letters, jnp.shape(x), strict=True):
         name = SLICES.get(letter, (letter,))[0]
         if sizes.setdefault(name, size) != size:
-            raise UserError(f"letters {letters!r}: {name}={size} here, and {name}={sizes[name]} in another array")
+            raise UserError(f"letters {letters!r}: {name}={size} here, but {name}={sizes[name]} in another array")
         chunks = 2 * mesh.shape[CONTEXT] if letter in "st" and mesh.shape[CONTEXT] > 1 else 1
         parts = math.lcm(_parts(letter, mesh), chunks)
         require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
@@ -97,22 +97,22 @@ def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
 
 
 def _positions(how, letters: str, x, mesh: Mesh):
-    """x with its positions, if they are split over CONTEXT, moved by `in_chunks` or `in_order`."""
+    """Reorder the positions of x with `how` (`in_chunks` or `in_order`), if they are sharded over CONTEXT."""
     n = mesh.shape[CONTEXT]
     dims = [dim for dim, letter in enumerate(letters) if letter in "st"] if n > 1 else []
     return functools.reduce(lambda x, dim: how(x, dim=dim, n=n), dims, x)
 
 
 def _check_slice(letters: str, x, sizes: dict[str, int], mesh: Mesh) -> None:
-    """Raises: UserError if a device's result is not the slice that its letters say."""
+    """Raises: UserError if a device's result does not have the shape and sharding that its letters declare."""
     named = {axis for axes in _spec_of(letters) for axis in as_tuple(axes)}
     if extra := [axis for axis in AXES if axis in jax.typeof(x).mat.varying - named]:
         raise UserError(
-            f"out={letters!r}: the result differs along {', '.join(extra)}, and no letter says so. If it is a partial "
-            "sum, psum or reduce_scatter it; if a slice, give its dim the lower-case letter")  # fmt: skip
+            f"out={letters!r}: the result varies along {', '.join(extra)}, which no letter declares; if it is a "
+            "partial sum, psum or reduce_scatter it; if it is a slice, give its dim the lower-case letter")  # fmt: skip
     whole = tuple(sizes.get(SLICES.get(letter, (letter,))[0]) for letter in letters)
     want = tuple(size and size // _parts(letter, mesh) for letter, size in zip(letters, whole, strict=False))
     if jnp.ndim(x) != len(letters) or any(size not in (None, there) for size, there in zip(want, x.shape, strict=True)):
         raise UserError(
-            f"out={letters!r}: a device's slice is {want} of the whole {whole}, and the result is {x.shape}; a partial "
-            "sum over all positions becomes a slice by reduce_scatter") from None  # fmt: skip
+            f"out={letters!r}: a device's slice of {whole} is {want}, but the result is {x.shape}; if it is a partial "
+            "sum over all positions, reduce_scatter it") from None  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pictures that commands write: checked before the work, drawn without a window."""
+"""Helpers for commands that write pictures: check the file name early, and draw without a window."""
 
 import os
 
@@ -9,7 +9,7 @@ PICTURES = ("png", "svg", "pdf", "jpg", "webp")
 
 
 def check_picture(path: str | os.PathLike) -> None:
-    """Raises: UserError if a picture cannot be written there, so that a command can say so before it does its work."""
+    """Raises: UserError if a picture cannot be written to `path`. Commands call this before their work."""
     folder, name = os.path.split(os.fspath(path))
     ending = os.path.splitext(name)[1].removeprefix(".").lower()
     if ending not in PICTURES:
@@ -19,8 +19,8 @@ def check_picture(path: str | os.PathLike) -> None:
 
 
 def new_picture(**how):
-    """An empty matplotlib figure, which no window shows; `figure.savefig(path)` writes it."""
-    # Left alone, matplotlib makes a folder for its settings outside the user's cache folder.
+    """Return an empty matplotlib figure without a window; `figure.savefig(path)` writes it."""
+    # By default matplotlib would create a settings folder outside the user's cache folder.
     os.environ.setdefault("MPLCONFIGDIR", os.path.join(cache_directory(), "matplotlib"))
     from matplotlib.figure import Figure
 

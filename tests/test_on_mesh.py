@@ -116,12 +116,12 @@ def partial_sum(w, x_btD):
 
 
 @pytest.mark.parametrize("function, letters, out, message", [
-    (partial_sum, "btD", "bsD", "out='bsD': the result differs along tensor, and no letter says so"),
-    (partial_sum, "btD", "btD", "slice is (2, 4, 24) of the whole (4, 16, 24), and the result is (2, 16, 24)"),
+    (partial_sum, "btD", "bsD", "out='bsD': the result varies along tensor, which no letter declares"),
+    (partial_sum, "btD", "btD", "slice of (4, 16, 24) is (2, 4, 24), but the result is (2, 16, 24)"),
     (lambda w, x_btD: branch(w, x_btD)[:, 0], "btD", "btD", "the whole (4, 16, 24), and the result is (2, 24)"),
-    (branch, "btD", "BTD", "differs along data, fsdp, expert, context, tensor"),
+    (branch, "btD", "BTD", "varies along data, fsdp, expert, context, tensor"),
     (branch, "bt", "btD", "letters 'bt': the array has 3 dims, shape (4, 16, 24)"),
-    (branch, "bqD", "btD", "letters 'bqD': 'q' is no slice of a dim; known: b, s, t, e, l, f, g, h, m, v"),
+    (branch, "bqD", "btD", "letters 'bqD': 'q' is not a slice of a dim; use one of b, s, t, e, l, f, g, h, m, v"),
 ])  # fmt: skip
 def test_what_the_letters_do_not_say_cannot_come_out(function, letters, out, message, w, x_BTD):
     """Catches a partial sum over TENSOR that is taken for a result, whole or as if it were slices."""
@@ -131,7 +131,7 @@ def test_what_the_letters_do_not_say_cannot_come_out(function, letters, out, mes
 
 def test_a_partial_sum_is_seen_on_one_device_too(w, x_BTD):
     """Catches a check that only a mesh makes: the function is written on one device, and fails on the next."""
-    with pytest.raises(UserError, match="differs along tensor"):
+    with pytest.raises(UserError, match="varies along tensor"):
         on_mesh(partial_sum, make_mesh("data=1"), FEED_FORWARD, "btD", out="bsD")(w, x_BTD)
 
 
@@ -148,7 +148,7 @@ def test_a_size_that_does_not_split_is_refused(mesh, shape, message, w):
 def test_sizes_of_one_letter_agree(w, x_BTD):
     """Catches two arrays of different batches, which would be cut into slices that do not belong together."""
     run = on_mesh(lambda x, y: x + y, make_mesh("fsdp=2"), "btD", "btD", out="btD")
-    with pytest.raises(UserError, match="letters 'btD': B=2 here, and B=4 in another array"):
+    with pytest.raises(UserError, match="letters 'btD': B=2 here, but B=4 in another array"):
         run(x_BTD, x_BTD[:2])
 
 

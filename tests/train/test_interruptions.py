@@ -110,7 +110,7 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path):
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
         assert process.wait(timeout=10) == 130
-    assert err == "\ninterrupted; nothing is changed\n"
+    assert err == "\ninterrupted; nothing was changed\n"
 
 
 def test_the_command_repeats_what_was_typed():
