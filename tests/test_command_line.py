@@ -92,7 +92,7 @@ WRONG = {
     "batch shards (10 % 4 = 2); nearest that do: 8 or 12",
     "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8; --devices 16 "
     "simulates them",
-    "tiny --devices 4 --mesh data=4": "--devices 4: this process has begun to work with 8; start another",
+    "tiny --devices 4 --mesh data=4": "--devices 4: this process already uses 8; start a new process",
     "tiny --devices 3": "--devices 3: without --mesh only one device would be used; set a mesh, e.g. --mesh fsdp=3",
     "tiny --devices -1": "run.devices=-1: must be at least 0",
     "tiny --mesh tensor=4": "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
@@ -313,7 +313,8 @@ def test_devices_are_not_simulated_beside_an_accelerator(monkeypatch):
     status, out, err = run("tiny", "--devices", "8", "--mesh", "data=8")
     assert (status, out) == (2, "")
     assert err == (
-        "error: --devices 8 simulates CPU devices, and here are 2 x H100; drop --devices, or set JAX_PLATFORMS=cpu\n"
+        "error: --devices 8 simulates CPU devices, but this machine has 2 x H100; drop --devices, or set "
+        "JAX_PLATFORMS=cpu\n"
     )
 
 
