@@ -1,4 +1,4 @@
-"""Each block beside a few lines of NumPy; who sees whom; what is declared; how many parameters there are."""
+"""Tests of the model: blocks against NumPy, attention masks, declarations and parameter counts."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def activations(seed=0):
 
 
 def three_rows():
-    """Positions and segments of rows that hold one document, two, and three with padding."""
+    """Return positions and segments of rows with one document, two documents, and three with padding."""
     rows = [helpers.documents(18), helpers.documents(7, 11), helpers.documents(4, 8, 1, padding=5)]
     return tuple(np.stack(x) for x in zip(*rows, strict=True))
 
@@ -45,21 +45,21 @@ def three_rows():
 
 
 def test_rms_norm_equals_numpy():
-    """Catches a mean that is subtracted, a root forgotten, an epsilon outside the root, and a gain left out."""
+    """Catches a subtracted mean, a missing square root, an epsilon outside the root, and a missing gain."""
     x_BTD, gain_D = activations() * 1e-2, 1 + np.arange(D, dtype=float32) / D
     want = helpers.np_rms_norm(x_BTD.astype(np.float64), gain_D, 1e-4)
     np.testing.assert_allclose(jax.jit(model.norm)(x_BTD, gain_D, 1e-4), want, rtol=1e-5)  # float32 sums of 24
 
 
 def test_layer_norm_equals_numpy():
-    """Catches a mean that stays, a bias that is scaled, and a variance of what still has its mean."""
+    """Catches a mean that is not subtracted, a bias that is scaled, and a variance that includes the mean."""
     x_BTD, gain_D = activations() + 3, 1 + np.arange(D, dtype=float32) / D
     want = helpers.np_norm(x_BTD.astype(np.float64), gain_D, 2 * gain_D, 1e-4)
     np.testing.assert_allclose(jax.jit(model.norm)(x_BTD, gain_D, 1e-4, 2 * gain_D), want, rtol=1e-5, atol=1e-5)
 
 
-def test_rotate_turns_pairs_by_position_times_frequency():
-    """Catches a pairing of neighbours instead of halves, a wrong sign or frequency, and positions counted by index."""
+def test_rotate_rotates_pairs_by_position_times_frequency():
+    """Catches pairs of adjacent coordinates instead of halves, a wrong sign or frequency, and indices for positions."""
     positions_BT, _ = three_rows()
     x_BTHR = np.random.default_rng(0).normal(size=(B, T, 4, 6)).astype(float32)
     turn = jax.jit(lambda x, p, on: model.rotate(x, model.rotary_angles(p, 6, 50.0, on)))
@@ -73,7 +73,7 @@ def test_rotate_turns_pairs_by_position_times_frequency():
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_feed_forward_equals_numpy(activation):
-    """Catches gate and up in each other's place, the wrong nonlinearity, and a matrix left out."""
+    """Catches swapped gate and up matrices, the wrong nonlinearity, and a missing matrix."""
     c = config(activation=activation)
     declarations = unstacked(model.declare(c).prefix.feed_forward)
     w = helpers.draw(declarations)
@@ -94,7 +94,7 @@ KINDS = {
 
 @functools.cache
 def attention_program(kind):
-    """The attention block alone, compiled once: fn(w, x, positions, segments, rotary_on)."""
+    """Return the compiled attention block: fn(w, x, positions, segments, rotary_on)."""
     c = config(**KINDS[kind])
     block = model.latent_attention if c.attention == "mla" else model.grouped_attention
     local = lambda w, x, positions, segments, on: block(w, c, x, positions, segments, on[0])
@@ -109,8 +109,8 @@ def attend(kind, x_BTD, positions_BT, segments_BT, rotary_on=1.0):
 @pytest.mark.parametrize("rotary", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_equals_a_loop_over_queries(kind, rotary):
-    """Catches a wrong scale, heads grouped with the wrong neighbours, a latent not normed, a mask that lets the future
-    or another document through, and a rotary key that differs by head."""
+    """Catches a wrong scale, wrong groups of heads, a latent without norm, a mask that admits the future or another
+    document, and a rotary key that differs by head."""
     c, x_BTD = config(**KINDS[kind]), activations()
     w = jax.tree.map(np.float64, helpers.draw(helpers.attention_declarations(c)))
     reference = helpers.np_latent_attention if c.attention == "mla" else helpers.np_grouped_attention
@@ -120,8 +120,8 @@ def test_attention_equals_a_loop_over_queries(kind, rotary):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_depend_on_the_distance_only(kind):
-    """Catches a rotary embedding added instead of turned, and angles that differ between queries and keys."""
+def test_scores_depend_only_on_the_distance(kind):
+    """Catches a rotary embedding that is added, and angles that differ between queries and keys."""
     positions_BT, segments_BT = three_rows()
     here, there, stretched = (
         attend(kind, activations(), p, segments_BT) for p in (positions_BT, positions_BT + 37, 2 * positions_BT)
@@ -132,7 +132,7 @@ def test_scores_depend_on_the_distance_only(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_rotary_only_the_order_counts(kind):
-    """Catches a no-RoPE layer that still turns queries or keys."""
+    """Catches a no-RoPE layer that still rotates queries or keys."""
     positions_BT, segments_BT = three_rows()
     here, stretched = (
         attend(kind, activations(), p, segments_BT, rotary_on=0.0) for p in (positions_BT, 2 * positions_BT + 3)
@@ -141,7 +141,7 @@ def test_without_rotary_only_the_order_counts(kind):
 
 
 def test_every_third_layer_has_no_rotary():
-    """Catches layers counted from 0 when those without RoPE are chosen; the whole model's count is compared below."""
+    """Catches layer numbers from 0 in the choice of layers without RoPE; the whole model is compared below."""
     c = config(n_experts=0, balance_loss=0.0)
     declarations = unstacked(model.declare(c).prefix)
     positions_BT, segments_BT = three_rows()
@@ -160,14 +160,14 @@ def test_every_third_layer_has_no_rotary():
     assert ignores == [False, False, True, False, False, True, False]  # the third and the sixth layer
 
 
-def test_a_layer_may_be_named_by_a_plain_number():
-    """Catches a layer called outside of a scan, by a number of Python, that stops in the middle of its attention."""
+def test_a_layer_number_may_be_a_python_int():
+    """Catches a layer that fails when it is called outside a scan, with a Python int as its number."""
     c = config(no_rope_every=3)
     assert [float(model.has_rotary(c, number)) for number in range(4)] == [1, 1, 0, 1]
 
 
-def test_who_may_look_at_nothing_brings_nothing():
-    """Catches the mean of all values, later ones too, in place of zeros, and key heads met by others' queries."""
+def test_a_fully_masked_query_returns_zeros():
+    """Catches the mean of all values, even later ones, instead of zeros, and queries that use the wrong key head."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=shape).astype(float32) for shape in ((2, 3, 4, 6), (2, 5, 2, 6), (2, 5, 2, 7)))
     mask = rng.random((2, 3, 5)) < 0.5
@@ -181,8 +181,8 @@ def test_who_may_look_at_nothing_brings_nothing():
     assert np.all(got[0, 1] == 0) and np.all(got[1, 2] == 0) and np.all(got[0, 0] != 0)
 
 
-def test_a_gain_is_added_up_before_it_is_exchanged():
-    """Catches a gradient of [b, t, D] numbers that crosses the mesh, in a function of a reader's own, for D that do."""
+def test_a_gain_gradient_is_summed_before_its_psum():
+    """Catches a psum of a gradient [b, t, D] in a user's function, where a psum of [D] is enough."""
     mesh = sharding.make_mesh("tensor=2")
     x_BTD, gain_D = activations(), np.ones(D, float32)
 
@@ -200,7 +200,7 @@ def test_a_gain_is_added_up_before_it_is_exchanged():
 
 ROWS = T + 1  # one row as it is, and one for each position at which a token is changed
 
-# GPT-J's block: what it has and the family of DeepSeek-V3 has not.
+# The features of GPT-J's block that the DeepSeek-V3 family does not have.
 GPTJ = {"model.norm": "layer", "model.parallel_residual": True, "model.bias": True, "model.rope_dims": 6}
 MODELS = {
     # tiny: latent attention; a dense prefix layer, two blocks of a dense layer and a dropless MoE; no RoPE in layer 3
@@ -231,7 +231,7 @@ def logits_program(name):
 
 
 def batch_with_changes(name):
-    """Row 0 holds three documents and padding; row 1 + j is the same but for the token at position j."""
+    """Row 0 has three documents and padding; row 1 + j differs from it only in the token at position j."""
     positions_T, segments_T = helpers.documents(6, 8, 1, padding=3)
     if not whole(name).data.mask_documents:
         positions_T = np.arange(T, dtype=np.int32)  # as `dataset.batch` counts them then
@@ -249,8 +249,8 @@ def logits_with_changes(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_model_equals_a_second_one_in_numpy(name):
-    """Catches a residual, norm or layer left out or out of order, a wrong layer without RoPE, and rows that mix."""
+def test_the_model_equals_the_numpy_reference(name):
+    """Catches a missing or misplaced residual, norm or layer, a wrong layer without RoPE, and rows that mix."""
     cfg = whole(name)
     batch = helpers.random_batch(cfg, seed=1)
     if not cfg.data.mask_documents:
@@ -269,7 +269,7 @@ def test_the_model_equals_a_second_one_in_numpy(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_token_sees_the_future(name):
-    """Catches a mask off by one, and experts whose slots are given to later tokens before earlier ones."""
+    """Catches a mask off by one, and expert slots that go to later tokens before earlier ones."""
     logits = logits_with_changes(name)
     difference = np.abs(logits[1:] - logits[0]).max(axis=-1)  # [changed position, position]
     for j in range(T):
@@ -280,7 +280,7 @@ def test_no_token_sees_the_future(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_see_each_other_only_if_allowed(name):
-    """Catches a mask that ignores segments, one that hides the same document, and a switch that does nothing."""
+    """Catches a mask that ignores segments, a mask that hides the same document, and a setting without effect."""
     logits, segments_T = logits_with_changes(name), batch_with_changes(name)["segments_BT"][0]
     changed = np.abs(logits[1:] - logits[0]).max(axis=-1) > 1e-6
     capacity = whole(name).model.capacity_factor
@@ -297,7 +297,7 @@ def test_documents_see_each_other_only_if_allowed(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_name_ends_with_its_letters(name):
-    """Catches a field whose suffix and declared letters differ, letters of unlike sizes, and a wrong rank."""
+    """Catches a field whose suffix and declared letters differ, a letter with two sizes, and a wrong rank."""
     sizes = {}
     for path, d in sharding.named(model.declare(preset(name).model)).items():
         suffix = path.rsplit("_", 1)[1]
@@ -318,8 +318,8 @@ def initial():
 
 
 def test_parameters_start_as_declared(initial):
-    """Catches a deviation that is not the declared one, gains that start at random, and two parameters or layers that
-    start equal."""
+    """Catches a standard deviation that is not the declared one, random gains, and two parameters or layers with equal
+    initial values."""
     for name, d in sharding.named(model.declare(preset("tiny").model)).items():
         x = initial[name]
         assert x.shape == d.shape and x.dtype == float32, name
@@ -336,7 +336,7 @@ def test_parameters_start_as_declared(initial):
 
 
 def test_declared_deviations_by_hand():
-    """Catches a declaration that changes: 1/sqrt(fan in), and in residual branches GPT-2's depth, written by hand."""
+    """Catches a changed declaration: the expected 1/sqrt(fan-in), and GPT-2's factor for depth, are written by hand."""
     d = sharding.named(model.declare(preset("tiny").model))
     depth = math.sqrt(2 * 5)  # residual branches of 5 layers
     by_hand = {
@@ -368,8 +368,8 @@ def test_declared_deviations_by_hand():
     assert {name for name, x in d.items() if not x.decay} == constant | {"embedding_VD"}
 
 
-def test_the_mesh_does_not_change_the_start(initial):
-    """Catches random numbers drawn per device: bits must be equal, or runs on two meshes are two experiments."""
+def test_the_mesh_does_not_change_initial_values(initial):
+    """Catches random numbers that depend on the device: all bits must be equal on every mesh."""
     mesh = sharding.make_mesh("fsdp=2,tensor=2,expert=2")
     split = init(model.declare(preset("tiny").model), mesh, seed=0)
     assert len(split.embedding_VD.sharding.device_set) == 8
@@ -381,7 +381,7 @@ def test_the_mesh_does_not_change_the_start(initial):
 
 
 def test_parameters_of_laptop_by_hand():
-    """Catches a weight declared twice, not at all, or with another size, and a wrong share of active experts."""
+    """Catches a weight declared twice, not at all, or with another size, and a wrong count of active experts."""
     attention = 128 * 4 * 32 + 128 * 4 * 16 + 128 * 64 + 64 + 128 * 16 + 64 * 4 * 32 + 64 * 4 * 32 + 4 * 32 * 128
     layer = attention + 2 * 128  # two norms
     dense = 3 * 128 * 384
@@ -395,7 +395,7 @@ def test_parameters_of_laptop_by_hand():
 @pytest.mark.parametrize("name, total", [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496),
                                          ("mixtral_8x7b", 46_702_792_704)])  # fmt: skip
 def test_published_parameter_counts(name, total):
-    """Catches a shape of a planner preset, or of the model, that is not the published one."""
+    """Catches a planner preset, or a model, whose shape is not the published one."""
     assert planner.parameters(preset(name).model)[0] == total
 
 

@@ -1,4 +1,4 @@
-"""Pieces of the project used alone: what its docstrings promise is run, and what goes wrong says so."""
+"""Tests of `on_mesh`, of examples in docstrings, and of single functions used outside the trainer."""
 
 import doctest
 import importlib
@@ -44,14 +44,14 @@ OURS = ("on_mesh", "optimizer", "weights.families", "data.prepare")
 
 @pytest.mark.parametrize("name", OURS)
 def test_examples_in_docstrings_run(name, monkeypatch, tmp_path):
-    """Catches an example that no longer does what stands below it."""
+    """Catches an example whose output has changed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def test_every_file_with_an_example_is_run():
-    """Catches an example in a file that the test above does not know."""
+    """Catches an example in a file that the test above does not run."""
     ours = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in NOT_OURS]
     found = {
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in ours if ">>> " in path.read_text()
@@ -60,7 +60,7 @@ def test_every_file_with_an_example_is_run():
 
 
 def test_one_function_on_a_mesh_takes_ten_lines():
-    """Catches a docstring whose example no longer runs, or has grown past what a reader types."""
+    """Catches an example that no longer runs, or has more than ten lines."""
     [example] = doctest.DocTestFinder(recurse=False).find(on_mesh, "on_mesh", globs={})
     assert 0 < sum(part.source.count("\n") for part in example.examples) <= 10
 
@@ -71,8 +71,8 @@ def branch(w, x_btD):
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4", "context=2,tensor=2", "expert=2,context=4"])
-def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
-    """Catches slices that come back in another order, and sums that are missing or doubled."""
+def test_on_mesh_equals_one_device(mesh, w, x_BTD):
+    """Catches shards that return in another order, and sums that are missing or doubled."""
     got = on_mesh(branch, make_mesh(mesh), FEED_FORWARD, "btD", out="btD")(w, x_BTD)
     want = np.stack([[helpers.np_feed_forward(x_D, w.w_gate_DF, w.w_up_DF, w.w_down_FD) for x_D in x_TD]
                      for x_TD in np.float64(x_BTD)])  # fmt: skip
@@ -80,8 +80,8 @@ def test_a_function_on_a_mesh_is_the_function(mesh, w, x_BTD):
 
 
 @pytest.mark.parametrize("kind", ["gather", "ring", "all_to_all"])
-def test_positions_are_cut_as_the_model_cuts_them(kind):
-    """Catches attention to chunks in another order than the ring expects, which is right on one device only."""
+def test_positions_are_sharded_like_the_models(kind):
+    """Catches chunks in another order than ring attention expects, which is right only on one device."""
     c = preset("tiny", **{"work.context_attention": kind}).at_work
     declared = unstacked(model.declare(c).prefix.attention)
     w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
@@ -98,7 +98,7 @@ def test_positions_are_cut_as_the_model_cuts_them(kind):
 
 
 def test_a_scalar_and_a_tree_of_results(w, x_BTD):
-    """Catches results of several letters, of which one is checked or put in order like another."""
+    """Catches a result that is checked or reordered by the letters of another result."""
 
     def both(w, x_btD, scale):
         y_btD = branch(w, x_btD) * scale
@@ -123,14 +123,14 @@ def partial_sum(w, x_btD):
     (branch, "bt", "btD", "letters 'bt': the array has 3 dims, shape (4, 16, 24)"),
     (branch, "bqD", "btD", "letters 'bqD': 'q' is not a slice of a dim; use one of b, s, t, e, l, f, g, h, m, v"),
 ])  # fmt: skip
-def test_what_the_letters_do_not_say_cannot_come_out(function, letters, out, message, w, x_BTD):
-    """Catches a partial sum over TENSOR that is taken for a result, whole or as if it were slices."""
+def test_a_result_that_differs_from_its_letters_is_refused(function, letters, out, message, w, x_BTD):
+    """Catches a partial sum over TENSOR that is accepted as a whole array or as shards."""
     with pytest.raises(UserError, match=re.escape(message)):
         on_mesh(function, make_mesh("fsdp=2,tensor=4"), FEED_FORWARD, letters, out=out)(w, x_BTD)
 
 
-def test_a_partial_sum_is_seen_on_one_device_too(w, x_BTD):
-    """Catches a check that only a mesh makes: the function is written on one device, and fails on the next."""
+def test_a_partial_sum_is_refused_on_one_device_too(w, x_BTD):
+    """Catches a check that works only on a larger mesh: users write their functions on one device."""
     with pytest.raises(UserError, match="varies along tensor"):
         on_mesh(partial_sum, make_mesh("data=1"), FEED_FORWARD, "btD", out="bsD")(w, x_BTD)
 
@@ -140,13 +140,13 @@ def test_a_partial_sum_is_seen_on_one_device_too(w, x_BTD):
     ("context=2", (4, 6, D), "cannot split T=6 of letters 'btD' into 4 parts (6 % 4 = 2); nearest that do: 4 or 8"),
 ])  # fmt: skip
 def test_a_size_that_does_not_split_is_refused(mesh, shape, message, w):
-    """Catches shard_map's own complaint, which names neither the letter nor what would fit."""
+    """Catches shard_map's own error, which names neither the letter nor a size that fits."""
     with pytest.raises(UserError, match=re.escape(message)):
         on_mesh(branch, make_mesh(mesh), FEED_FORWARD, "btD", out="btD")(w, np.zeros(shape, np.float32))
 
 
 def test_sizes_of_one_letter_agree(w, x_BTD):
-    """Catches two arrays of different batches, which would be cut into slices that do not belong together."""
+    """Catches two arrays with different batch sizes, whose shards would not belong together."""
     run = on_mesh(lambda x, y: x + y, make_mesh("fsdp=2"), "btD", "btD", out="btD")
     with pytest.raises(UserError, match="letters 'btD': B=2 here, but B=4 in another array"):
         run(x_BTD, x_BTD[:2])
@@ -169,7 +169,7 @@ def test_outside_of_shard_map_the_error_says_so(call, name, axis, x_BTD):
 
 @pytest.mark.parametrize("axes", [FSDP, (FSDP,), (FSDP, TENSOR)])
 def test_vary_takes_one_axis_or_several(axes):
-    """Catches a string taken for its letters: of 'fsdp' JAX knows no axis f."""
+    """Catches a string that is read as a sequence of letters: JAX has no axis 'f'."""
     seen = []
 
     def local(x):
@@ -183,8 +183,8 @@ def test_vary_takes_one_axis_or_several(axes):
 # Compiled functions ---------------------------------------------------------------------------------------------------
 
 
-def test_logits_need_tokens_alone():
-    """Catches logits that ask for targets, and rows that are not one document each when no one says otherwise."""
+def test_logits_need_only_tokens():
+    """Catches logits that need targets, and rows that are not one document each by default."""
     cfg = preset("tiny", **{"data.batch_size": 4, "data.seq_len": 16, "mesh": "fsdp=2,context=2"})
     mesh, params = make_mesh(cfg.mesh), helpers.draw(model.declare(cfg.model))
     run, tokens_BT = pipeline.logits(cfg, mesh), np.random.default_rng(3).integers(0, 280, (4, 16), dtype=np.int32)
@@ -201,7 +201,7 @@ def test_logits_need_tokens_alone():
 
 
 def test_adamw_works_on_any_tree():
-    """Catches an optimizer that only the model's own tree fits, and decay that the mask does not keep away."""
+    """Catches an optimizer that works only with the model's tree, and weight decay that ignores the mask."""
     o = OptimConfig(lr=0.01, warmup_steps=1, weight_decay=0.5, clip_norm=0.0)
     params, grads = ([jnp.full(3, x), {"b": jnp.full((2, 1), x + 1)}] for x in (2.0, -1.0))
     chain = optimizer.adamw(o, steps=4, decay=[True, {"b": False}])
@@ -214,8 +214,8 @@ def test_adamw_works_on_any_tree():
     np.testing.assert_allclose(changes[1]["b"], -0.01 * 0.5 * 3, rtol=1e-5)
 
 
-def test_clipping_stands_alone():
-    """Catches a norm per array: what is clipped is all gradients as one vector."""
+def test_clip_uses_the_global_norm():
+    """Catches a norm per array: clipping uses the norm of all gradients as one vector."""
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}  # norm 5
     for largest, scale in ((2.5, 0.5), (10.0, 1.0), (0.0, 1.0)):
         clipped, _ = optimizer.clip(largest).update(grads, optax.EmptyState())

@@ -1,4 +1,4 @@
-"""Settings, meshes, declarations, batches and collectives: what they accept, refuse and promise."""
+"""Tests of settings, meshes, declarations, batches and collectives: valid values, errors and results."""
 
 import dataclasses
 import functools
@@ -43,8 +43,8 @@ from sharding import AXES, DATA, FSDP, TENSOR
     ("tensor=4,fsdp=2", dict(fsdp=2, tensor=4), "fsdp=2,tensor=4"),
     ("", {}, "data=1"),
 ])  # fmt: skip
-def test_a_mesh_is_read_and_written(text, sizes, text_again):
-    """Catches a short name for the wrong axis, and a mesh whose printed form is not the same mesh."""
+def test_mesh_parse_and_print_round_trip(text, sizes, text_again):
+    """Catches a short form that means the wrong axis, and a printed mesh that parses to another mesh."""
     mesh = MeshConfig.parse(text)
     assert mesh == MeshConfig(**sizes)
     assert str(mesh) == text_again and MeshConfig.parse(str(mesh)) == mesh
@@ -62,14 +62,14 @@ def test_a_mesh_is_read_and_written(text, sizes, text_again):
     ("fsdp=1.5", "'fsdp=1.5' should be AXIS=SIZE"),
     ("data=2,dp=4", "axis 'data' is given twice"),
 ])  # fmt: skip
-def test_a_mesh_that_cannot_be_read_is_refused(text, message):
-    """Catches a typo that becomes a one-device run, and a message that does not say which part is wrong."""
+def test_invalid_mesh_text_is_refused(text, message):
+    """Catches a typo that becomes a one-device run, and a message that does not name the wrong part."""
     with pytest.raises(UserError, match=re.escape(f"mesh {text!r}: {message}")):
         MeshConfig.parse(text)
 
 
-def test_a_mesh_has_its_axes_in_the_order_of_links():
-    """Catches neighbours along the fastest axis that are placed furthest apart, and devices taken twice."""
+def test_mesh_axes_are_in_the_order_of_link_speed():
+    """Catches neighbors along the fastest axis that are far apart, and devices that are used twice."""
     mesh = sharding.make_mesh("fsdp=2,tensor=3")
     assert mesh.axis_names == ("data", "stage", "fsdp", "expert", "context", "tensor") == AXES
     assert mesh.devices.shape == (1, 1, 2, 1, 1, 3)
@@ -86,7 +86,7 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 
 
 def chips_of_slices(*sizes):
-    """TPU devices of slices of these sizes, in no order."""
+    """Return fake TPU devices in slices of these sizes, shuffled."""
     chips = [types.SimpleNamespace(id=10 * s + i, slice_index=s, platform="tpu", device_kind="a chip", process_index=s)
              for s, size in enumerate(sizes) for i in range(size)]  # fmt: skip
     return chips[1::2] + chips[::2]
@@ -94,13 +94,13 @@ def chips_of_slices(*sizes):
 
 @pytest.fixture
 def on_no_torus(monkeypatch):
-    """JAX would ask the chips for their coordinates."""
+    """Arrange devices without the chip coordinates that JAX would read."""
     reshape = lambda sizes, devices, **_: np.array(sorted(devices, key=lambda d: d.id)).reshape(sizes)
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", reshape)
     monkeypatch.setattr(sharding, "Mesh", lambda devices, *_, **__: devices)
 
 
-def test_data_alone_crosses_slices(on_no_torus):
+def test_only_data_crosses_slices(on_no_torus):
     """Catches weights gathered, or activations sent, over the slow network between slices."""
     chips = chips_of_slices(6, 6, 6)
     mesh = sharding.make_mesh("data=6,stage=3", chips)
@@ -113,7 +113,7 @@ def test_data_alone_crosses_slices(on_no_torus):
     assert [chip.slice_index for chip in some.flat] == [0] * 5 + [1] * 5
 
 
-def test_an_axis_other_than_data_between_slices_is_refused(on_no_torus):
+def test_another_axis_than_data_across_slices_is_refused(on_no_torus):
     """Catches a mesh that runs but takes ten times as long."""
     needs = "mesh data=3,tensor=4 needs 2 slices of 6 devices, and only `data` can cross the slow network between them"
     remedy = ": data=3 must be a multiple of 2, as in data=4,tensor=4; or use a mesh that fits one slice"
@@ -134,9 +134,9 @@ def test_a_config_survives_a_round_trip(name):
 
 
 @pytest.mark.parametrize("then, now", [("ahead", "layer"), ("peeled", "layer"), ("step_ahead", "step")])
-def test_a_run_from_before_a_setting_lost_a_value_goes_on(then, now):
-    """Catches a run that cannot be sampled or continued, as its config.json has a way of working that is gone; and a
-    flag with such a value that is taken for another one."""
+def test_a_run_with_a_removed_value_of_a_setting_resumes(then, now):
+    """Catches a run that cannot be sampled or resumed because its config.json has a removed execution setting, and a
+    flag with a removed value that is accepted as another one."""
     old = preset("tiny").to_dict()
     old["model"]["gather"] = then
     del old["work"]["gather"]
@@ -145,8 +145,8 @@ def test_a_run_from_before_a_setting_lost_a_value_goes_on(then, now):
         preset("tiny", **{"work.gather": then})
 
 
-def test_what_nobody_has_chosen_is_plain():
-    """Catches a way of working that stays `auto` where it is asked, and chunks that no schedule has."""
+def test_auto_settings_resolve_to_the_plain_values():
+    """Catches an execution setting that stays `auto` when it is read, and chunks that the schedule does not have."""
     settled = WorkConfig().settled
     assert settled == WorkConfig("none", "layer", "gather", "gather", 512, "gpipe", 1)
     assert settled.autos == ["microbatches", "device_batch"] and settled.settled == settled
@@ -160,7 +160,7 @@ def test_what_nobody_has_chosen_is_plain():
 
 
 def test_settings_change_by_dotted_name():
-    """Catches an override that changes nothing, something else, or the preset itself."""
+    """Catches an override that has no effect, changes another setting, or changes the preset itself."""
     cfg = preset("tiny", **{"model.n_heads": 6, "mesh": "fsdp=2", "model.precision": "mixed"})
     assert (cfg.model.n_heads, cfg.mesh, cfg.model.compute_dtype) == (6, MeshConfig(fsdp=2), "bfloat16")
     back = replace(cfg, **{"model.n_heads": 4, "mesh": MeshConfig(), "model.precision": "float32"})
@@ -182,8 +182,8 @@ def test_a_misspelt_name_is_refused_with_the_nearest(call, message):
 
 
 def test_heads_that_do_not_split_over_context_are_refused():
-    """Catches an error of the compiler's, arithmetic with the wrong heads or without `tensor`, and a way out that is
-    refused too."""
+    """Catches an error from the compiler instead, arithmetic with the wrong heads or without `tensor`, and a suggestion
+    that is refused too."""
     settings = {"work.context_attention": "all_to_all", "mesh": "context=4,tensor=4"}
     message = "model.n_kv_heads=8 does not split over tensor*context = 4*4 = 16 devices (8 % 16 = 8); use n_kv_heads=16"
     with pytest.raises(UserError, match=re.escape(f"{message}, mesh context=2, or work.context_attention=ring")):
@@ -200,20 +200,20 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"dropout": 1.0}, "model.dropout=1.0: must be at least 0 and below 1"),
     ({"n_experts": 8, "n_layers": 12, "moe_every": 3, "dense_prefix": 1},
      "model.n_layers=12: after dense_prefix=1 layers there must be one or more whole blocks of 3 layers; use 10 or 13"),
-    ({"n_layers": 2, "dense_prefix": 3}, "use 4 layers"),
-    ({"n_layers": 3, "dense_prefix": 3}, "use 4 layers"),
+    ({"n_layers": 2, "dense_prefix": 3}, "; use 4 layers"),
+    ({"n_layers": 3, "dense_prefix": 3}, "; use 4 layers"),
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
     ({"norm_eps": -1.0}, "model.norm_eps=-1.0: must be at least 0, and finite"),
     ({"n_layers": 2.5}, "model.n_layers=2.5: should be a whole number"),
     ({"n_layers": True}, "model.n_layers=True: should be a whole number"),
     ({"z_loss": float("nan")}, "model.z_loss=nan: must be at least 0, and finite"),
 ])  # fmt: skip
-def test_a_model_that_cannot_be_is_refused(setting, message):
-    """Catches a shape that fails only when it is compiled, and a suggestion that does not fit either."""
+def test_an_invalid_model_is_refused(setting, message):
+    """Catches a shape that fails only in compilation, and a suggested size that is invalid too."""
     with pytest.raises(UserError, match=re.escape(message)):
         ModelConfig(**setting)
-    if "nearest" in message:
-        for n_layers in map(int, re.findall(r"\d+", message.split("fit:")[1])):
+    if "; use" in message:
+        for n_layers in map(int, re.findall(r"\d+", message.split("; use")[1])):
             ModelConfig(**{**setting, "n_layers": n_layers})
 
 
@@ -232,13 +232,13 @@ def test_a_model_that_cannot_be_is_refused(setting, message):
     (lambda: preset("laptop", **{"optim.lr": float("inf")}), "optim.lr=inf: must be at least 0, and finite"),
 ])  # fmt: skip
 def test_the_library_refuses_what_the_command_line_does(make, message):
-    """Catches a setting of Python that is believed: a misspelt schedule that becomes another, a negative rate."""
+    """Catches settings from Python that are not checked: a misspelled schedule, a negative learning rate."""
     with pytest.raises(UserError, match=re.escape(message)):
         make()
 
 
-def test_numbers_of_numpy_are_numbers():
-    """Catches a check of types that only knows Python's own."""
+def test_numpy_numbers_are_accepted():
+    """Catches a type check that accepts only Python's own numbers."""
     assert OptimConfig(lr=np.float32(0.5), warmup_steps=np.int64(3)) == OptimConfig(lr=0.5, warmup_steps=3)
 
 
@@ -251,16 +251,16 @@ def test_numbers_of_numpy_are_numbers():
     ("llama3_8b", {"n_heads": 64}, {"n_kv_heads": 8, "d_head": 64}),  # grouped: as many groups as before
     ("tiny", {"n_heads": 6}, {"n_kv_heads": 2, "d_head": 10}),  # heads that were no equal shares before
 ])  # fmt: skip
-def test_heads_follow_the_stream(start, given, follows):
-    """Catches heads that stay as wide, and groups as many, as they were for another model; by Python and by flags."""
+def test_heads_follow_the_model_width(start, given, follows):
+    """Catches a head width or key/value head count of the old model that stays, from Python or from flags."""
     by_name = preset(start, **{f"model.{name}": value for name, value in given.items()}).model
     flags = [word for name, n in given.items() for word in (f"--model.{name.replace('_', '-')}", str(n))]
     by_flag = command_line([start, *flags], "main.py", "")[0].model
     assert by_flag == by_name == dataclasses.replace(by_name, **given | follows)
 
 
-def test_heads_that_do_not_split_the_stream_are_refused():
-    """Catches a head of 18 numbers and a remainder, and a suggestion that does not fit either."""
+def test_heads_that_do_not_divide_the_model_width_are_refused():
+    """Catches heads of width 18 with a remainder, and a suggested number of heads that does not divide either."""
     arithmetic = "model.n_heads=7 does not divide d_model=128 (128 % 7 = 2); use 4 or 8 heads, or set model.d_head"
     with pytest.raises(UserError, match=re.escape(arithmetic)):
         preset("laptop", **{"model.n_heads": 7})
@@ -283,7 +283,7 @@ def pair(X=6, Y=10, biased=True, **more):
 
 
 def test_a_declaration_is_read_once_and_stacked():
-    """Catches a stacked dim that is not split over its axis or counts as fan-in, and a field that should not be."""
+    """Catches a stacked dim that is not sharded or counts as fan-in, and a field that should not exist."""
     d = pair(stacked="L", stacked_axes={"L": "stage"}, biased=False)
     assert d.bias_X is None and d.inner is None
     assert (d.w_XY.dims, d.w_XY.shape, d.w_XY.spec) == ("LXY", (3, 6, 10), P("stage", (FSDP, DATA), TENSOR))
@@ -296,7 +296,7 @@ def test_a_declaration_is_read_once_and_stacked():
 
 
 def test_adding_a_parameter_changes_no_other():
-    """Catches keys dealt out in order: a new field would change every parameter after it."""
+    """Catches random keys that depend on the order of fields: a new field would change every parameter after it."""
     mesh = sharding.make_mesh("data=1")
     small, large = parameters.init(pair(), mesh, 5), parameters.init(pair(inner=pair()), mesh, 5)
     np.testing.assert_array_equal(small.w_XY, large.w_XY)
@@ -306,7 +306,7 @@ def test_adding_a_parameter_changes_no_other():
 
 
 def test_a_dim_that_does_not_split_is_refused():
-    """Catches a message that leaves out which parameter, which letter, or what would do."""
+    """Catches a message without the parameter, the letter, or a size that works."""
     message = (
         "cannot split X=6 of inner.w_XY over mesh axes fsdp*data = 4 devices (6 % 4 = 2); "
         "use a multiple of 4, or a smaller axis"
@@ -328,8 +328,8 @@ def test_a_dim_that_does_not_split_is_refused():
     (48, "context=4", 48, (1, 48, 1)),
     (48, "fsdp=48", 7, (48, 1, 1)),
 ])  # fmt: skip
-def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
-    """Catches axes that hold the same sequences counted as batch shards, and a microbatch above the limit."""
+def test_batch_split_arithmetic(batch_size, mesh, limit, split):
+    """Catches axes with the same sequences that count as batch shards, and a microbatch above the limit."""
     sizes = {"data.batch_size": batch_size, "data.seq_len": 40, "work.device_batch": limit}
     found = fit.split_batch(preset("tiny", mesh=mesh, **sizes))
     assert (found.shards, found.device_batch, found.accumulation) == split
@@ -344,7 +344,7 @@ def test_the_batch_splits_as_the_equation_says(batch_size, mesh, limit, split):
     (20, "fsdp=6", "18 or 24", "5 or 10"), (3, "data=2,fsdp=2,expert=2", "8", "3"),
 ])  # fmt: skip
 def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mesh, near, into):
-    """Catches a suggestion that does not split either, or is 0."""
+    """Catches a suggested size that does not divide either, or is 0."""
     cfg = preset("tiny", mesh=mesh, **{"data.batch_size": batch_size})
     shards = cfg.mesh.batch_shards
     message = (
@@ -361,7 +361,7 @@ def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mes
 
 
 def test_positions_that_do_not_split_are_refused_with_the_nearest():
-    """Catches a sequence that fails only when it is compiled, and axes that do not split positions counted as if."""
+    """Catches a sequence that fails only in compilation, and an axis counted that does not shard positions."""
     message = (
         "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
         "nearest that do: 16 or 20; 18 splits into 3 or 6"
@@ -373,7 +373,7 @@ def test_positions_that_do_not_split_are_refused_with_the_nearest():
         fit.split_batch(replace(cfg, **{"data.seq_len": seq_len}))
 
 
-def test_a_batch_is_put_where_the_model_expects_it():
+def test_put_shards_a_batch_as_the_model_expects():
     """Catches sequences or positions placed on the wrong devices."""
     tokens_BT = np.arange(12 * 9).reshape(12, 9)
     x = sharding.put({"tokens_BT": tokens_BT}, sharding.make_mesh("fsdp=2,context=3"))["tokens_BT"]
@@ -391,7 +391,7 @@ N, X, Y = 2, 4, 6  # devices, and the dims of what one device holds
 
 @functools.cache
 def on_two_devices(name):
-    """fn(x, g): the output of each of two devices, and its backward pass, stacked along a leading dim of devices."""
+    """Return fn(x, g) -> the outputs and backward passes of two devices, stacked along a leading dim of devices."""
     collective = {
         "all_gather": lambda x: sharding.all_gather(x, TENSOR, dim=1),
         "reduce_scatter": lambda x: sharding.reduce_scatter(x, TENSOR, dim=0),
@@ -416,8 +416,8 @@ def call(name, x, g):
     return [np.asarray(y) for y in on_two_devices(name)(x, g)]
 
 
-def test_all_gather_joins_and_its_backward_is_reduce_scatter():
-    """Catches slices joined along the wrong dim or stacked, and a backward pass that keeps a slice without adding."""
+def test_all_gather_concatenates_and_its_backward_is_reduce_scatter():
+    """Catches shards concatenated along the wrong dim or stacked, and a backward pass that slices without adding."""
     x, g = random(N, X, Y), random(N, X, N * Y, seed=1)
     out, back = call("all_gather", x, g)
     for device in range(N):
@@ -426,7 +426,7 @@ def test_all_gather_joins_and_its_backward_is_reduce_scatter():
 
 
 def test_reduce_scatter_adds_and_its_backward_is_all_gather():
-    """Catches a slice kept without adding, and a backward pass divided by the number of devices."""
+    """Catches a slice without the sum, and a backward pass divided by the number of devices."""
     x, g = random(N, X, Y), random(N, X // N, Y, seed=1)
     out, back = call("reduce_scatter", x, g)
     for device in range(N):
@@ -443,8 +443,8 @@ def test_psum_adds_and_its_backward_sends_nothing():
         np.testing.assert_allclose(back[device], (g[0] + g[1]) / N, rtol=1e-6)  # what came in, on every device
 
 
-def test_all_to_all_exchanges_and_its_backward_goes_back():
-    """Catches pieces joined in the order of arrival, or split along the dim they are joined on."""
+def test_all_to_all_and_its_backward_is_the_inverse():
+    """Catches chunks concatenated in the wrong order, or split along the dim of the concatenation."""
     x, g = random(N, X, Y), random(N, N * X, Y // N, seed=1)
     out, back = call("all_to_all", x, g)
     for device in range(N):
@@ -454,7 +454,7 @@ def test_all_to_all_exchanges_and_its_backward_goes_back():
 
 
 def test_vary_changes_the_type_only_and_its_backward_adds():
-    """Catches a gradient of a replicated value that each device keeps to itself, and a second vary that adds again."""
+    """Catches a gradient of a replicated value that is not summed over devices, and a second vary that sums again."""
 
     def local(x, g):
         varied = lambda x: sharding.vary(sharding.vary(x, (TENSOR,)), (TENSOR, FSDP))
