@@ -1,4 +1,4 @@
-"""What is typed wrong is answered in one sentence, at once, and changes nothing; what could be typed is explained."""
+"""Tests of command lines: mistakes get a one-line error at once and change nothing, and --help is complete."""
 
 import contextlib
 import fnmatch
@@ -46,7 +46,7 @@ def tokens(tmp_path_factory):
 
 
 def run(*argv):
-    """Run the command in this process: exit status, what it printed, what it complained about."""
+    """Run the command in this process. Returns the exit status, standard output and standard error."""
     # As a file or a pipe: UTF-8, not a terminal.
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -58,7 +58,7 @@ def run(*argv):
 
 
 def plain(text):
-    """Text without the frame around it, on one line."""
+    """Return the text on one line, without the frame around it."""
     return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
 
 
@@ -110,9 +110,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("typed", WRONG)
-def test_a_mistake_is_named_at_once(typed, tokens, tmp_path, monkeypatch):
-    """Catches a traceback, a status that a script takes for success, a message that does not say what to change,
-    minutes of compiling before it comes, and a run's directory left behind, to refuse the corrected command."""
+def test_a_mistake_gets_a_clear_error_at_once(typed, tokens, tmp_path, monkeypatch):
+    """Catches a traceback, a status that scripts read as success, a message that does not say what to change, minutes
+    of compilation before the message, and a leftover run directory that would block the corrected command."""
     compiled = []
     monkeypatch.setattr(optimizer, "init", lambda *_: compiled.append("init"))
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: compiled.append("step"))
@@ -126,7 +126,7 @@ def test_a_mistake_is_named_at_once(typed, tokens, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatch):
-    """Catches a model that is begun and killed minutes later, and a refusal without numbers or without a way out."""
+    """Catches a run that starts and is killed minutes later, and an error without numbers or a suggestion."""
     begun = []
     monkeypatch.setattr(preflight, "memory_bytes", lambda devices: 2**20)
     monkeypatch.setattr(main, "restore_or_init", lambda *_: begun.append(True) or sys.exit(7))
@@ -140,8 +140,8 @@ def test_what_does_not_fit_is_refused_with_the_plan(tokens, tmp_path, monkeypatc
     assert run(*words, "--run.check", "no")[0] == 7 and begun
 
 
-def test_the_memory_of_simulated_devices_is_the_machines(monkeypatch):
-    """Catches eight devices that believe to have a machine each."""
+def test_simulated_devices_share_the_machines_memory(monkeypatch):
+    """Catches eight devices that each count the memory of the whole machine."""
     whole, share = memory_bytes(jax.devices()[:1]), memory_bytes([jax.devices()[0]] * 8)
     assert share == whole // 8 and 2**30 < whole <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     chip = types.SimpleNamespace(platform="tpu", memory_stats=lambda: {"bytes_limit": 123})
@@ -149,7 +149,7 @@ def test_the_memory_of_simulated_devices_is_the_machines(monkeypatch):
 
 
 def test_a_mistake_deletes_nothing(tokens, tmp_path):
-    """Catches a restart that deletes the old run before it finds out that the new one is impossible."""
+    """Catches a restart that deletes the old run before it checks whether the new one is possible."""
     directory = tmp_path / "tiny"
     for name in ("config.json", "metrics.jsonl", "checkpoints/5/state"):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,15 +161,15 @@ def test_a_mistake_deletes_nothing(tokens, tmp_path):
 
 
 def test_the_process_ends_with_status_2(tokens, tmp_path):
-    """Catches a status that gets lost on its way out of the process, and an error on standard output."""
+    """Catches a process that does not exit with the status, and an error on standard output."""
     words = [sys.executable, "main.py", "tiny", "--data.path", tokens, "--mesh", "fsdp=3", "--run.dir", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot split data.batch_size=16 sequences") and not done.stdout
 
 
-def test_a_reader_may_leave():
-    """Catches a traceback, or Python's own complaint as it ends, behind `python -m plan | head -1`."""
+def test_a_closed_pipe_prints_no_error():
+    """Catches a traceback, or Python's own error at exit, after `python -m plan | head -1`."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # written as Python ends
     words = [sys.executable, "-m", "plan"]
     with subprocess.Popen(words, cwd=ROOT, env=env, stdout=PIPE, stderr=PIPE, text=True) as command:
@@ -189,7 +189,7 @@ def test_every_command_may_be_interrupted(monkeypatch, capsys):
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
-def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
+def test_an_interrupt_prints_how_to_resume(monkeypatch, tmp_path):
     """Catches a traceback after Ctrl-C, and advice that would restart a run instead of resuming it."""
 
     def train(*_):
@@ -209,7 +209,7 @@ COMMANDS = {"main": main, "plan": plan_command, "bench.step": bench_step, "bench
 
 
 def settings_of(command, *argv):
-    """What a command read: settings."""
+    """Carries the settings that a command read."""
     read = COMMANDS[command].parse(list(argv))
     return read if isinstance(read, Config) else read[0]
 
@@ -217,8 +217,8 @@ def settings_of(command, *argv):
 @pytest.mark.parametrize("whole", [True, False], ids=["config.json", "settings alone"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_settings_are_read_from_a_file(tmp_path, command, whole):
-    """Catches a value that is lost or replaced by a preset's, a flag that loses against the file, a file's `restart`
-    that deletes a run or `replay` that trains nothing, and a command that reads another form."""
+    """Catches a value that is lost or replaced by a preset's, a flag that does not override the file, a `restart` or
+    `replay` that is read from the file, and a command that cannot read the file."""
     wanted = preset("tiny", **{"model.d_ff": 48, "optim.lr": 1, "mesh": "fsdp=2", "run.name": "mine", "data.path": "t",
                                "run.sample_prompt": "", "model.tie_embeddings": True})  # fmt: skip
     said_once = replace(wanted, **{"run.restart": "scratch", "run.check": "only", "run.replay": 3}).to_dict()
@@ -229,8 +229,8 @@ def test_settings_are_read_from_a_file(tmp_path, command, whole):
     assert settings_of(command, "--model.d_ff", "56", "--config", file, "--mesh", "tensor=2") == changed
 
 
-def test_what_a_file_does_not_say_has_its_default(tmp_path):
-    """Catches a file of an older version that is refused, or filled up from a preset nobody named."""
+def test_settings_missing_in_a_file_have_their_defaults(tmp_path):
+    """Catches a file of an older version that is refused, or completed from a preset that the user did not name."""
     (tmp_path / "c.json").write_text('{"model": {"n_layers": 3}, "optim": {}}')
     assert main.parse(["--config", str(tmp_path / "c.json")]) == replace(Config(), **{"model.n_layers": 3})
 
@@ -256,8 +256,8 @@ FILES = {  # what a file holds, None: there is none -> what is said of it
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("text", FILES, ids=lambda text: re.sub(r"\W+", " ", str(text)))
-def test_a_file_that_cannot_be_used_is_named(tmp_path, capsys, command, text):
-    """Catches a traceback, a setting passed over in silence, and a value that breaks something minutes later."""
+def test_an_invalid_file_is_refused_by_name(tmp_path, capsys, command, text):
+    """Catches a traceback, a setting that is silently ignored, and a value that fails minutes later."""
     file = tmp_path / "c.json"
     if text is not None:
         file.write_text(text)
@@ -267,8 +267,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, capsys, command, text):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_settings_start_from_one_thing(tmp_path, capsys, command):
-    """Catches a preset that is ignored behind a file, a file behind another, and a flag taken for a file's name."""
+def test_settings_start_from_one_preset_or_file(tmp_path, capsys, command):
+    """Catches a file that silently overrides a preset or another file, and a flag that is read as a file name."""
     (tmp_path / "a").write_text("{}")
     a = str(tmp_path / "a")
     for argv, what in (
@@ -283,9 +283,9 @@ def test_settings_start_from_one_thing(tmp_path, capsys, command):
         assert err.startswith(f"error: {what}") and err.count("\n") == 1
 
 
-def test_a_run_is_repeated_or_continued_by_its_settings(tokens, tmp_path):
-    """Catches settings that do not survive their way through config.json, a repeated run that continues the first, and
-    a run that is taken for another one, or trained again, because its settings came from its file."""
+def test_a_run_is_repeated_or_resumed_from_its_settings(tokens, tmp_path):
+    """Catches settings that config.json loses, a repeated run that resumes the first one, and a run that is refused or
+    trained again because its settings came from its own file."""
     small = "--model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
     more = f"--optim.lr 0.013 --data.path {tokens} --run.name one --run.dir {tmp_path} --run.steps 3"
     losses = lambda name: [(row["step"], row["loss"]) for row in map(json.loads, (tmp_path / name / "metrics.jsonl")
@@ -306,8 +306,8 @@ def test_a_run_is_repeated_or_continued_by_its_settings(tokens, tmp_path):
 
 
 def test_devices_are_not_simulated_beside_an_accelerator(monkeypatch):
-    """Catches a run that was meant for eight accelerators, and trains on eight slices of a CPU; and one that was meant
-    for a CPU, and blocks the accelerator."""
+    """Catches a run for eight accelerators that trains on eight simulated CPU devices, and a run for the CPU that
+    blocks the accelerator."""
     device = types.SimpleNamespace(platform="gpu", device_kind="H100")
     monkeypatch.setattr(jax, "devices", lambda: [device] * 2)
     status, out, err = run("tiny", "--devices", "8", "--mesh", "data=8")
@@ -327,7 +327,7 @@ def test_devices_are_not_simulated_beside_an_accelerator(monkeypatch):
     (True, {"TPU_WORKER_ID": "0"}, [], None),
     (True, {"JAX_PLATFORMS": "tpu"}, [], "tpu"),
 ])  # fmt: skip
-def test_no_tpu_is_looked_for_where_there_is_none(monkeypatch, libtpu, env, files, wanted):
+def test_libtpu_is_not_loaded_without_a_tpu(monkeypatch, libtpu, env, files, wanted):
     """Catches libtpu's page of errors before every command on a machine without a TPU; and a TPU that is not used."""
     monkeypatch.setattr(os, "environ", dict(env))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: libtpu if name == "libtpu" else None)
@@ -339,9 +339,9 @@ def test_no_tpu_is_looked_for_where_there_is_none(monkeypatch, libtpu, env, file
     assert set_to == ([("jax_platforms", "cpu")] if wanted == "cpu" else []), "JAX has read its environment before"
 
 
-def test_a_run_on_simulated_devices_goes_on_with_another_mesh(tokens, tmp_path):
-    """Catches a flag that comes after JAX has counted its devices, a run that fails where its parameters lie on several
-    of them (evaluation, checkpoint, sample), and a checkpoint that only its own mesh can read."""
+def test_a_run_on_simulated_devices_resumes_on_another_mesh(tokens, tmp_path):
+    """Catches a flag that is read after JAX has started, a run that fails with sharded parameters (in evaluation,
+    checkpoint or sample), and a checkpoint that only its own mesh can read."""
     small = "--model.n_layers 2 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0"
     every = "--run.steps 5 --run.eval_every 3 --run.checkpoint_every 2"
     argv = ["tiny", *small.split(), "--data.path", tokens, "--run.dir", str(tmp_path), *every.split(), "--devices", "8",
@@ -391,7 +391,7 @@ def test_help_fits_two_screens():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_both_starting_points(capsys, command):
-    """Catches a --config that nobody can know of, and help that shows another file's values, or asks for a preset."""
+    """Catches an undocumented --config, and help that shows the values of another file, or asks for a preset."""
     for argv, said in (
         (["--help"], "or with --config FILE a run's settings"),
         (["tiny", "--help"], "here 'tiny', or "),
@@ -443,7 +443,7 @@ HELP = {  # command -> its examples, in the order of its help
 
 @pytest.mark.parametrize("command", HELP)
 def test_help_begins_with_an_example(command):
-    """Catches help whose reader has to build the first command out of a list of flags."""
+    """Catches help without a first command to copy."""
     words = [sys.executable, *command.split(), "--help"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | {"COLUMNS": "120"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -455,7 +455,7 @@ def test_help_begins_with_an_example(command):
 
 
 def test_help_verbose_explains_each_setting():
-    """Catches a setting without a sentence, and one whose sentence is lost between the source and the screen."""
+    """Catches a setting without a description, and a description that --help-verbose does not print."""
     status, out, _ = run("tiny", "--help-verbose")
     assert status == 0
     said = plain(out)
@@ -487,9 +487,9 @@ def compile_something(n, asked, *argv):
             jax.jit(lambda x: x * n + 1)(np.ones(n, np.float32)).block_until_ready()
 
 
-def test_compiled_programs_are_kept_where_asked(tmp_path, monkeypatch):
-    """Catches a directory that is ignored because programs were kept elsewhere before, `auto` outside the user's cache
-    folder, an empty name that keeps them all the same, and settings that outlive the run."""
+def test_compiled_programs_are_cached_in_the_given_directory(tmp_path, monkeypatch):
+    """Catches a directory that is ignored because another one was used before, a default outside the user's cache
+    folder, an empty name that still caches, and settings that outlive the run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     count = lambda: len([path for path in tmp_path.rglob("*") if path.is_file()])
@@ -509,9 +509,9 @@ def test_compiled_programs_are_kept_where_asked(tmp_path, monkeypatch):
     assert settings() == before
 
 
-def test_programs_of_several_simulated_devices_are_not_kept(tmp_path):
-    """Catches a run that reads such a program from a file: what only the text ordered has lost its order there. What
-    `xla/ordered.py` compiles is kept: tests/xla."""
+def test_programs_of_several_simulated_devices_are_not_cached(tmp_path):
+    """Catches a run that reads such a program from a file, where its collectives have lost their order. Programs of
+    `xla/ordered.py` are cached; see tests/xla."""
     cache = str(tmp_path / "cache")
     compile_something(23, cache, "--devices", "8", "--mesh", "fsdp=2")
     assert not [*Path(cache).iterdir()]

@@ -1,4 +1,4 @@
-"""Claims about the first state: the same values on every mesh, drawn by each device for itself, in little memory."""
+"""Tests of initialization: the same values on every mesh, drawn by each device alone, in little memory."""
 
 import math
 import zlib
@@ -21,7 +21,7 @@ from sharding import FSDP, SLICED, TENSOR, declare, param
 
 @struct.dataclass
 class Some:
-    """Entries cut along no dim, one, two, and one by two axes; one larger than a piece is, in pieces that overlap."""
+    """Parameters sharded along no dim, one, two, and one by two axes; one is drawn in several, overlapping chunks."""
 
     w_XY: object = param("XY", fan_in="X", X=SLICED, Y=TENSOR)
     w_YXZ: object = param("YXZ", std=lambda c: 0.3, mean=2.0, X=(FSDP, TENSOR))
@@ -34,8 +34,8 @@ SIZES = dict(X=24, Y=20, Z=6, U=16 * 1031)
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4", "fsdp=3,context=2", "data=2,tensor=2,fsdp=2"])
-def test_a_device_draws_its_own_slice_of_what_jax_would_draw(mesh):
-    """Catches an entry that depends on the mesh, is drawn twice, or lies in another device's place."""
+def test_each_device_draws_its_shard_of_jax_random_normal(mesh):
+    """Catches an entry that depends on the mesh, is drawn twice, or has the index of another device's entry."""
     declared = declare(Some, SIZES, ModelConfig())
     if "context" in mesh:
         declared = declared.replace(w_YXZ=None, w_UZ=None)
@@ -47,8 +47,8 @@ def test_a_device_draws_its_own_slice_of_what_jax_would_draw(mesh):
 
 
 @pytest.mark.parametrize("shape", [(7, 64, 60_000, 70_000), (1, 1, 400_000, 80_000)])
-def test_a_place_beyond_32_bits_is_counted(shape):
-    """Catches experts of a large model that start equal, because their numbers wrapped around at 2^32."""
+def test_indices_beyond_32_bits(shape):
+    """Catches experts of a large model with equal initial values, because their indices wrap around at 2^32."""
     mesh, local = sharding.make_mesh("fsdp=4,tensor=2"), (*shape[:2], shape[2] // 4, shape[3] // 2)
     d = sharding.Declaration("LEDM", shape, P(None, None, FSDP, TENSOR), 1.0, 0.0, jnp.float32, True, True, False)
     most = min(math.prod(local), 2**32) - 1
@@ -73,8 +73,8 @@ def largest_slice_bytes(declared, mesh) -> int:
     return max(d.size // share(d) * d.dtype.itemsize for d in jax.tree.leaves(declared))
 
 
-def test_the_first_state_needs_little_more_than_itself():
-    """Catches a parameter that is made whole on every device: it need not fit there."""
+def test_initialization_needs_little_extra_memory():
+    """Catches a parameter that is unsharded on every device, where it may not fit."""
     mesh = sharding.make_mesh("fsdp=8")
     declared = model.declare(preset("dense_124m", **{"model.n_layers": 2}).model)
     made = parameters.initializer(declared, mesh).lower(jax.random.key(0)).compile().memory_analysis()
@@ -82,8 +82,8 @@ def test_the_first_state_needs_little_more_than_itself():
 
 
 @pytest.mark.tpu
-def test_a_large_model_can_be_made_on_its_chips():
-    """Catches a first state that only small models have: 46.7 billion parameters on 64 chips, by the TPU compiler."""
+def test_a_large_model_can_be_initialized_on_its_chips():
+    """Catches one that works only for small models: 46.7 billion parameters on 64 chips, by the TPU compiler."""
     cfg = preset("mixtral_8x7b", mesh="fsdp=32,tensor=2")
     mesh, declared = compiled.topology_mesh(cfg.mesh, "v4:4x4x4"), model.declare(cfg.model)
     largest = largest_slice_bytes(declared, mesh)

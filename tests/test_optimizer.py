@@ -1,4 +1,4 @@
-"""The optimizer is the published one, touches what it should, and lies on the mesh as the parameters do."""
+"""Tests of the optimizer: updates against NumPy, schedules, the training step, and the sharding of its state."""
 
 import jax
 import numpy as np
@@ -12,14 +12,14 @@ import sharding
 from config import preset
 from data import prepare
 
-# Three MoE layers, nothing else: what is tested here does not depend on depth, and this compiles in seconds.
+# Only three MoE layers, which compile in seconds; these tests do not depend on the depth.
 SMALL = {"model.n_layers": 3, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",
          "model.n_shared": 0}  # fmt: skip
 BIAS = "blocks.moe.feed_forward.bias_E"
 
 
 def is_decayed(name):
-    """Written a second time, from names: matrices are, tables and vectors are not."""
+    """Whether a parameter decays, from its name instead of its declaration: only matrices do."""
     last = name.rsplit(".", 1)[-1]
     return not last.startswith(("norm", "bias", "embedding"))
 
@@ -30,7 +30,7 @@ def random_tree(seed, shapes, scale=1.0):
 
 
 def updated(cfg, params, gradients):
-    """Parameters after each of these gradients, by `optimizer.adamw`."""
+    """Return the parameters after each of these gradients, by `optimizer.adamw`."""
     chain = optimizer.chain_of(cfg)
 
     @jax.jit
@@ -48,8 +48,8 @@ def updated(cfg, params, gradients):
 
 
 def test_three_steps_equal_numpy():
-    """Catches decay that goes through the moments, a bias correction that starts at 0, eps inside the root, a norm that
-    is taken per parameter or applied where it is below the limit, and a learning rate one step off."""
+    """Catches decay that enters the moments, a bias correction that starts at 0, eps inside the root, clipping per
+    parameter or below the limit, and a learning rate that is one step off."""
     cfg = preset("tiny", **{"optim.warmup_steps": 2, "optim.weight_decay": 0.3, "optim.clip_norm": 2.0,
                             "optim.lr": 0.01, "optim.betas": (0.8, 0.9), "optim.eps": 1e-3})  # fmt: skip
     shapes = sharding.shapes(model.declare(cfg.model))
@@ -79,7 +79,7 @@ def test_three_steps_equal_numpy():
 
 
 def test_norms_biases_and_embeddings_do_not_decay():
-    """Catches decay by rank or size, which would reach stacked norms, and a flag that is declared but not followed."""
+    """Catches decay chosen by rank or size, which would reach stacked norms, and a declaration that is ignored."""
     cfg = preset("tiny", **{"optim.warmup_steps": 1, "optim.weight_decay": 0.5, "optim.lr": 0.1})
     declared = sharding.named(model.declare(cfg.model))
     kept = {name for name in declared if not is_decayed(name)}
@@ -105,7 +105,7 @@ def rates(schedule, steps, warmup, **more):
 
 
 def test_cosine_at_named_steps():
-    """Catches a first step that learns nothing, a peak that is held twice or missed, and an end short of final_lr."""
+    """Catches a first step of rate 0, a peak that lasts two steps or is missed, and an end that is not final_lr."""
     rate = rates("cosine", steps=24, warmup=4)
     named = {0: 0.5, 1: 1.0, 2: 1.5, 3: 2.0, 13: 2.0 * (0.1 + 1) / 2, 23: 0.2}
     assert {step: rate[step] for step in named} == pytest.approx(named, rel=1e-6)  # float32
@@ -113,7 +113,7 @@ def test_cosine_at_named_steps():
 
 
 def test_wsd_at_named_steps():
-    """Catches a plateau that is not flat, a decay that starts a step late, and an end short of final_lr."""
+    """Catches a plateau that is not flat, a decay that starts a step late, and an end that is not final_lr."""
     rate = rates("wsd", steps=24, warmup=4, **{"optim.decay_fraction": 0.25})
     np.testing.assert_allclose(rate[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
     np.testing.assert_array_equal(rate[3:18], 2.0)
@@ -122,7 +122,7 @@ def test_wsd_at_named_steps():
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_schedules_of_short_runs(schedule):
-    """Catches a warm-up that never ends because the run is shorter, a division by 0, a decay of negative length."""
+    """Catches a warm-up longer than the run, a division by 0, and a decay of negative length."""
     np.testing.assert_allclose(rates(schedule, steps=3, warmup=10), [2 / 3, 4 / 3, 2.0], rtol=1e-6)
     np.testing.assert_allclose(rates(schedule, steps=1, warmup=0)[0], 2.0 if schedule == "wsd" else 0.2, rtol=1e-6)
     without = rates(schedule, steps=10, warmup=0)
@@ -143,7 +143,7 @@ def tokens(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def steps(tokens):
-    """Three real steps with a huge decay and tiny clipping: the states, and what happened on the way."""
+    """Return the states and metrics of three real steps with a huge decay and tiny clipping."""
     cfg = preset("tiny", **SMALL, **{"data.path": tokens, "optim.weight_decay": 3.0, "optim.clip_norm": 1e-3})
     mesh = sharding.make_mesh("data=1")
     first = state = optimizer.init(cfg, mesh)
@@ -159,8 +159,8 @@ def steps(tokens):
     return dict(cfg=cfg, first=first, last=state, biases=biases, loads=loads, lr=lr, step=step, state_bytes=state_bytes)
 
 
-def test_the_selection_bias_moves_by_the_rate_and_nothing_else(steps):
-    """Catches a bias that also decays, is clipped or scaled by the learning rate, or is moved away from balance."""
+def test_the_selection_bias_changes_only_by_the_rate(steps):
+    """Catches a bias that decays, is clipped, is scaled by the learning rate, or changes away from balance."""
     rate = np.float32(0.001)
     assert np.all(steps["biases"][0] == 0)
     for before, after, load_LE in zip(steps["biases"], steps["biases"][1:], steps["loads"], strict=False):
@@ -170,7 +170,7 @@ def test_the_selection_bias_moves_by_the_rate_and_nothing_else(steps):
 
 
 def test_an_expert_exactly_at_the_mean_keeps_its_bias():
-    """Catches a step up or down at the mean, and one taken over layers instead of experts."""
+    """Catches a change at the mean, and a mean over layers instead of experts."""
     cfg = preset("tiny", **{"model.balance_rate": 0.25})
     params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
     load_LE = np.array([[5, 0, 10, 5, 7, 3, 4, 6], [30, 30, 30, 30, 30, 30, 30, 30]], np.float32)
@@ -181,28 +181,28 @@ def test_an_expert_exactly_at_the_mean_keeps_its_bias():
 
 
 def test_without_a_rate_there_is_no_bias():
-    """Catches a bias that is stored, and saved, where it can never move; and an update that trips over its absence."""
+    """Catches a bias that is stored although it never changes, and an update that fails without the bias."""
     cfg = preset("tiny", **SMALL, **{"model.balance_rate": 0.0})
     assert not [name for name in sharding.named(optimizer.state_shapes(cfg)) if "bias" in name]
     params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
     assert optimizer.update_selection_bias(cfg, params, np.ones((3, 8), np.float32)) is params
 
 
-def test_the_step_counts_itself(steps):
-    """Catches a step that is not counted, on which the data, the schedule and the dropout of the next one depend."""
+def test_a_step_increments_its_counter(steps):
+    """Catches a step that is not counted: the data, the schedule and dropout of the next step depend on the count."""
     assert int(steps["last"].step) == 3
     schedule = optimizer.learning_rate(steps["cfg"].optim, steps["cfg"].run.steps)
     assert steps["lr"] == pytest.approx([float(schedule(n)) for n in range(3)])
 
 
 def test_the_old_state_is_donated(steps):
-    """Catches a step that holds the state twice: with Adam that is three times the parameters, gone from the device."""
+    """Catches a step that holds the state twice: with Adam that wastes three times the size of the parameters."""
     assert all(x.is_deleted() for x in jax.tree.leaves(steps["first"]))
     assert steps["step"].memory_analysis().alias_size_in_bytes >= steps["state_bytes"]
 
 
-def test_moments_lie_as_their_parameters(tokens):
-    """Catches moments that are replicated, which would undo what fsdp saves, and counters that are split."""
+def test_moments_are_sharded_like_their_parameters(tokens):
+    """Catches replicated moments, which would undo what fsdp saves, and counters that are sharded."""
     cfg = preset("tiny", **SMALL, **{"data.path": tokens, "mesh": "fsdp=2,tensor=2"})
     state = optimizer.init(cfg, sharding.make_mesh(cfg.mesh))
     params, moments = sharding.named(state.params), sharding.named(state.optimizer)

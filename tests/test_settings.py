@@ -1,4 +1,4 @@
-"""Claims about settings of earlier versions: a run that they describe resumes, and an old flag names the new one."""
+"""Tests of settings of earlier versions: their runs resume, and an old flag names its replacement."""
 
 import json
 import re
@@ -16,7 +16,7 @@ OLD = Path(__file__).parent / "fixtures/config_104_settings.json"
 
 
 def old(**changed) -> dict:
-    """The settings of the old file, some of them changed by their old dotted names."""
+    """Return the settings of the old file, with some changed by their old dotted names."""
     values = json.loads(OLD.read_text())
     for name, value in changed.items():
         group, _, setting = name.partition(".")
@@ -25,8 +25,8 @@ def old(**changed) -> dict:
     return values
 
 
-def test_settings_of_the_version_with_104_are_those_of_today():
-    """Catches a run whose config.json names a setting that is gone, and so cannot resume or be sampled."""
+def test_settings_of_the_version_with_104_are_converted():
+    """Catches a run that cannot resume or be sampled, because its config.json has a removed setting."""
     assert len(migrations.flatten(old())) == 104
     assert Config.from_dict(old()) == preset("tiny")
     assert config.first_difference(old(), preset("tiny").to_dict()) is None
@@ -48,7 +48,7 @@ DROPPED = {  # a setting that is gone, a value it had -> what is said of it
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_a_value_that_is_dropped_is_reported(name, tmp_path, capsys):
-    """Catches a run that resumes in another way than it was started, and prints nothing; and one that cannot resume."""
+    """Catches a run that silently resumes with other settings than it started with, and one that cannot resume."""
     value, instead = DROPPED[name]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(old(**{name: value})))
@@ -72,8 +72,8 @@ MERGED = [  # settings as they were -> as they are
 
 
 @pytest.mark.parametrize("before, now", MERGED)
-def test_a_value_that_is_part_of_another_setting_is_kept(before, now):
-    """Catches a run that resumes in another way, because one of its settings was merged with another."""
+def test_a_value_that_is_part_of_another_setting_is_converted(before, now):
+    """Catches a run that resumes with another value, because its setting was merged with another."""
     assert Config.from_dict(old(**before)) == preset("tiny", **now)
 
 
@@ -85,7 +85,7 @@ REFUSED = [  # values that decide results, and cannot be kept -> what is said of
 
 
 @pytest.mark.parametrize("before, name, why", REFUSED)
-def test_a_value_that_decides_results_and_cannot_be_kept_is_refused(before, name, why, tmp_path):
+def test_a_lost_value_that_affects_results_is_refused(before, name, why, tmp_path):
     """Catches a run that resumes with other results than it would have had."""
     (tmp_path / "config.json").write_text(json.dumps(old(**before)))
     with pytest.raises(UserError, match=rf"{name}.*{why}"):
@@ -95,7 +95,7 @@ def test_a_value_that_decides_results_and_cannot_be_kept_is_refused(before, name
 
 @pytest.mark.parametrize("name", [*migrations.MERGED, *migrations.DROPPED])
 def test_an_old_flag_names_what_replaces_it(name):
-    """Catches a flag of an earlier version that is only called unknown."""
+    """Catches an error for an old flag that only calls it unknown."""
     instead = migrations.instead_of(name)
     for flag in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=1"]):
         with pytest.raises(UserError, match=re.escape(f" {instead}")):
@@ -105,16 +105,16 @@ def test_an_old_flag_names_what_replaces_it(name):
 
 
 @pytest.mark.parametrize("flag, now", [("--run.check", "only"), ("--run.restart", "scratch")])
-def test_a_flag_that_takes_a_value_now_says_which(flag, now):
-    """Catches a box of usage in place of the word that is missing."""
+def test_a_flag_that_now_needs_a_value_names_it(flag, now):
+    """Catches a usage text instead of the missing value."""
     for more in ([], ["--run.steps", "3"]):
         with pytest.raises(UserError, match=re.escape(f"{flag} needs a value: use {flag} {now}")):
             main.parse(["tiny", flag, *more])
     assert main.parse(["tiny", flag, now]) == preset("tiny", **{flag[2:]: now})
 
 
-def test_there_are_no_more_settings():
-    """Catches a flag that nobody weighed against the others. A page of them cannot be read."""
+def test_the_number_of_settings_does_not_grow():
+    """Catches a flag that was added without removing another; a long list of flags is hard to read."""
     settings = len(migrations.flatten(Config().to_dict()))
     assert settings == 88, f"{settings} settings: a new one needs a reason in its commit, and another one to go"
 
