@@ -1,4 +1,4 @@
-"""The loss and its gradients: by slices of words, in passes, recomputed, with dropout, in bfloat16, on many devices."""
+"""Tests of the loss and its gradients: vocabulary slices, accumulation, remat, dropout, bfloat16 and meshes."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def host(results):
 
 @functools.cache
 def base(name):
-    """One device, one pass, nothing recomputed: the compiled function, and what it says of step 3."""
+    """Return the compiled function for one device, one pass and no remat, and its result at step 3."""
     compiled = program(name).lower(parameters(name), batch(), 3).compile()
     return compiled, host(compiled(parameters(name), batch(), 3))
 
@@ -74,7 +74,7 @@ def trace(name, **more):
 
 
 def assert_same(got, want, what):
-    """Loss, metrics and gradients are those of one device and one pass, but for the order of float32 sums."""
+    """Assert that loss, metrics and gradients equal those of one device and one pass, up to float32 rounding."""
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, err_msg=what)
     assert set(got[1]) == set(want[1])
     for name in got[1]:
@@ -87,8 +87,8 @@ def assert_same(got, want, what):
 
 
 def test_the_loss_and_its_metrics_by_hand():
-    """Catches a mean of means, a weight that is ignored, an auxiliary loss summed over layers, weighted twice, or
-    in the cross-entropy, and a drop fraction or load that counts padding."""
+    """Catches a mean of means, an ignored weight, an auxiliary loss that is summed over layers, weighted twice, or part
+    of the cross-entropy, and a drop fraction or load that counts padding."""
     cfg, (loss, metrics, _) = config("gqa"), base("gqa")[1]
     slots = model.slots_per_expert(cfg.model, T)
     sums, dropped_BLT = helpers.np_cross_entropy(parameters("gqa"), cfg.model, batch(), slots)
@@ -110,8 +110,8 @@ def test_the_loss_and_its_metrics_by_hand():
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_parameter_receives_gradient(name):
-    """Catches a block computed and thrown away, a head, expert or layer that nothing reaches, a stop_gradient too many,
-    and a selection bias that is trained."""
+    """Catches a block whose result is not used, a head, expert or layer without input, a misplaced stop_gradient, and a
+    selection bias that is trained."""
     grads = sharding.named(base(name)[1][2])
     without = []
     for path, d in sharding.named(model.declare(config(name).model)).items():
@@ -134,8 +134,8 @@ def test_every_parameter_receives_gradient(name):
 
 @pytest.mark.parametrize("words", [280, 283])
 def test_the_loss_by_slices_equals_the_plain_one(words):
-    """Catches a slice that is left out or counts its padding, a target looked for in the wrong slice, and a gradient
-    that sees one slice only."""
+    """Catches a slice that is skipped or counts its padding, a target in the wrong slice, and a gradient of only one
+    slice."""
     chunks = (1, 5, 7, 21, 40)  # of 21 tokens: one by one, not a divisor, a divisor, all, more than all
     slices = {
         280: [(28, 10), (5, 56), (4, 70), (1, 280), (1, 280)],
@@ -175,12 +175,12 @@ def test_the_loss_by_slices_equals_the_plain_one(words):
 
 
 def largest_logits(shapes):
-    """Entries of the largest array with a dim of all tokens, and one of words: of a slice, or all."""
+    """Return the size of the largest array with a dim of all tokens and a dim of vocabulary entries (slice or all)."""
     return max(math.prod(shape) for shape in shapes if B * T in shape and {SLICE, V} & {*shape})
 
 
 def test_the_full_logits_never_exist():
-    """Catches logits of all words made in the forward pass, kept for the backward pass, or stacked over slices."""
+    """Catches logits over the whole vocabulary that are computed, saved for backward, or stacked over slices."""
     assert overlap_weights.vocabulary_slices(config("mla").at_work.work.loss_chunk, B * T, V) == (8, SLICE)
     shapes_of = lambda equations: (v.aval.shape for e in equations for v in e.outvars if hasattr(v.aval, "shape"))
     assert largest_logits(shapes_of(trace("mla"))) == B * T * SLICE
@@ -194,8 +194,8 @@ def test_the_full_logits_never_exist():
 
 @pytest.mark.parametrize("passes", [2, 4])
 def test_accumulation_changes_nothing(passes):
-    """Catches a mean of the passes' means, a balance loss of each pass instead of the batch, and dropout drawn anew in
-    each pass."""
+    """Catches a mean of the passes' means, a balance loss per pass instead of per batch, and dropout that depends on
+    the pass."""
     more = {"work.device_batch": B // passes}
     assert fit.split_batch(config("mla", **more)).accumulation == passes
     got = host(program("mla", **more)(parameters("mla"), batch(), 3))
@@ -203,14 +203,14 @@ def test_accumulation_changes_nothing(passes):
 
 
 @pytest.mark.parametrize("remat", ["dots", "branches", "full"])
-def test_recomputing_changes_nothing(remat):
-    """Catches dropout drawn anew when a layer is recomputed, and statistics counted twice."""
+def test_remat_does_not_change_results(remat):
+    """Catches dropout that differs when a layer is recomputed, and statistics that count twice."""
     got = host(program("mla", **{"work.remat": remat})(parameters("mla"), batch(), 3))
     assert_same(got, base("mla")[1], f"remat {remat}")
 
 
-def test_remat_recomputes_what_it_says():
-    """Catches a remat setting that is read nowhere: matrix products are what is recomputed."""
+def test_remat_recomputes_matmuls_as_documented():
+    """Catches a remat setting without effect on the number of matmuls in the backward pass."""
     products = {r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"work.remat": r})) for r in REMAT}
     assert products["none"] < products["dots"] < products["branches"] < products["full"], products
 
@@ -223,8 +223,8 @@ def tokens_numbered(index_BT):
 
 
 def test_dropout_zeroes_a_share_and_keeps_the_mean():
-    """Catches activations not scaled up, a share that is kept instead of zeroed, and bits that depend on the place in
-    the array instead of the token's number."""
+    """Catches activations that are not scaled up, a swapped fraction, and bits that depend on the index in the array
+    instead of the token's number."""
     c, index_BT = config("mla").model, np.random.default_rng(0).permutation(40 * T).reshape(40, T)
     x_BTD, key = jnp.ones((40, T, 24)), jax.random.key(7)
     drop = jax.jit(lambda index, key: model.dropout(c, x_BTD, tokens_numbered(index), key))
@@ -240,7 +240,7 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean():
 
 
 def test_dropout_differs_by_layer_and_branch(monkeypatch):
-    """Catches one key used for all layers, or for both branches of a layer: the same coordinates would always drop."""
+    """Catches one key for all layers, or for both branches of a layer, which would always drop the same coordinates."""
     c = config("mla").model
     declarations = unstacked(model.declare(c).prefix)
     monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
@@ -283,8 +283,8 @@ def evaluated(precision, name="mla"):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_evaluation_is_cross_entropy_alone(name):
-    """Catches dropout or an auxiliary loss in an evaluation, and a mean where batches are to be added up."""
+def test_evaluation_is_only_cross_entropy(name):
+    """Catches dropout or an auxiliary loss in an evaluation, and a mean instead of a sum over batches."""
     c = config(name).model
     slots = model.slots_per_expert(c, T) if c.capacity_factor else None
     sums, _ = helpers.np_cross_entropy(parameters(name), c, batch(), slots)
@@ -293,7 +293,7 @@ def test_evaluation_is_cross_entropy_alone(name):
 
 @pytest.mark.parametrize("of", [0, 1], ids=["table", "activations"])
 def test_gradients_of_slices_are_added_up_in_float32(of):
-    """Catches a sum over slices, or over tokens, in bfloat16, which forgets what is less than a 256th of it."""
+    """Catches a sum over slices or tokens in bfloat16, which loses terms smaller than a 256th of it."""
     D, N = 24, 1024
     rng = np.random.default_rng(0)
     # Many words of one sign and about one probability: their gradients add up to 1, and the target's is near -1.
@@ -319,13 +319,13 @@ def test_gradients_of_slices_are_added_up_in_float32(of):
 
 
 def test_bfloat16_is_close_to_float32():
-    """Catches a sum taken in bfloat16: 288 losses of about 6 would be off by more than a hundredth."""
+    """Catches a sum in bfloat16: 288 losses of about 6 would be off by more than a hundredth."""
     assert evaluated("mixed")[0] == pytest.approx(evaluated("float32")[0], rel=0.02)  # bf16 keeps 8 bits: 0.4% each
     assert evaluated("mixed")[0] != evaluated("float32")[0], "the setting does nothing"
 
 
-def test_what_runs_in_which_precision():
-    """Catches a softmax, norm, router or loss in bfloat16, and a product left in float32, forward or backward."""
+def test_dtypes_of_matmuls_and_float32_parts():
+    """Catches a softmax, norm, router or loss in bfloat16, and a float32 matmul, forward or backward."""
     equations = trace("mla", **{"model.precision": "mixed"})
     types = lambda e: {v.aval.dtype.name for v in e.invars}
     sensitive = [e for e in equations if e.primitive.name in ("exp", "log", "rsqrt", "sqrt", "log1p", "exp2")]
@@ -347,8 +347,8 @@ def test_what_runs_in_which_precision():
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2", "expert=2", "fsdp=2,expert=2,tensor=2"])
 def test_the_mesh_changes_where_not_what(mesh):
-    """Catches a psum missing or doubled, a balance loss or dropout that depends on who holds a token, and experts or
-    words numbered by their place on the device."""
+    """Catches a missing or doubled psum, a balance loss or dropout that depends on the device of a token, and experts
+    or vocabulary entries with local instead of global indices."""
     got = host(program("mla", mesh=mesh)(parameters("mla"), batch(), 3))
     assert_same(got, base("mla")[1], mesh)
 
@@ -362,7 +362,7 @@ def test_the_mesh_changes_where_not_what(mesh):
      "12 or 18"),
 ])  # fmt: skip
 def test_what_does_not_split_is_refused_before_it_is_compiled(settings, message):
-    """Catches layers, chunks or microbatches that are cut unevenly, and a crash deep in JAX instead of the numbers."""
+    """Catches layers, chunks or microbatches that are split unevenly, and a crash deep in JAX instead of numbers."""
     cfg = preset("tiny", **settings)
     with pytest.raises(UserError, match=re.escape(message)):
         pipeline.loss_and_grads(cfg, sharding.make_mesh(cfg.mesh))

@@ -1,4 +1,4 @@
-"""The router, the experts, what is dropped and what is counted, each beside a loop over tokens."""
+"""Tests of the router, the experts, dropped assignments and statistics, each against a loop over tokens."""
 
 import functools
 import re
@@ -37,7 +37,7 @@ def activations(seed=0, batch=B):
 
 
 def moe(c, x_BTD, real_BT=None, w=None, mesh="data=1"):
-    """The MoE block and its statistics, the latter summed over devices."""
+    """Return the output of the MoE block, and its statistics summed over devices."""
     declarations = helpers.moe_declarations(c)
 
     def local(w, x_btD, real_bt):
@@ -51,7 +51,7 @@ def moe(c, x_BTD, real_BT=None, w=None, mesh="data=1"):
 
 
 def loop(c, x_BTD, slots=None):
-    """The same by a loop over sequences and tokens, and the assignments each sequence drops."""
+    """Return the output by a loop over sequences and tokens, and the dropped assignments of each sequence."""
     w = jax.tree.map(np.float64, helpers.draw(helpers.moe_declarations(c)))
     outs, dropped = zip(*(helpers.np_moe(w, c, x_TD, slots) for x_TD in x_BTD.astype(np.float64)), strict=True)
     return np.stack(outs), np.sum(dropped, axis=1)
@@ -65,8 +65,8 @@ dropless = functools.cache(lambda variant: moe(config(variant), activations()))
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_router_equals_a_loop(variant):
-    """Catches gates that contain the selection bias or are not renormalised, a scaling applied to something else, a
-    softmax over the wrong dim, and probabilities that do not sum to 1."""
+    """Catches gates that include the selection bias or are not normalized, a scale on something else, a softmax over
+    the wrong dim, and probabilities that do not sum to 1."""
     c, x_BTD = config(variant), activations()
     declarations = helpers.moe_declarations(c)
     w = helpers.draw(declarations)
@@ -89,7 +89,7 @@ def test_the_router_equals_a_loop(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dropless_equals_a_loop_over_tokens(variant):
-    """Catches a token sent to a neighbour's expert or given another token's gate, a wrong inverse of the sort, and
+    """Catches a token with the wrong expert or another token's gate, a wrong inverse of the sort, and
     shared experts that are computed but not added."""
     want_BTD, _ = loop(config(variant), activations())
     got_BTD, statistics = dropless(variant)
@@ -107,7 +107,7 @@ def by_loop(rows_AD, w_eDM, sizes_e):
 
 @functools.cache
 def grouped_products(tile):
-    """value, d rows and d weights of both ways to multiply groups, as one compiled function."""
+    """Compile the value, d rows and d weights of both grouped matmuls into one function."""
 
     def both(rows_AD, w_eDM, sizes_e, out_AM):
         tiles = functools.partial(grouped.grouped_matmul_in_tiles, tile=tile)
@@ -124,7 +124,7 @@ def grouped_products(tile):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_grouped_matmul_equals_ragged_dot_and_a_loop(data, rows, tile):
-    """Catches a tile shared by two groups, an empty group that shifts its successors, and rows past the last group that
+    """Catches a tile of two groups, an empty group that shifts the groups after it, and rows after the last group that
     reach an expert, in the value or in the gradient."""
     groups = 4
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), min_size=groups, max_size=groups)))
@@ -152,8 +152,8 @@ def test_grouped_matmul_equals_ragged_dot_and_a_loop(data, rows, tile):
 
 @pytest.mark.parametrize("variant, factor", [("sigmoid", 1.0), ("softmax", 0.5)])
 def test_capacity_drops_what_a_loop_drops(variant, factor):
-    """Catches a capacity that forgets top_k or counts the batch, late positions that push out early ones, a dropped
-    assignment that still contributes, and a drop fraction that is not what was dropped."""
+    """Catches a capacity without top_k or with the batch size, late positions that displace early ones, a dropped
+    assignment that still contributes, and a wrong drop fraction."""
     c, x_BTD = config(variant, capacity_factor=factor), activations()
     slots = int(factor * c.top_k * T / E)
     want_BTD, dropped_B = loop(c, x_BTD, slots)
@@ -164,8 +164,8 @@ def test_capacity_drops_what_a_loop_drops(variant, factor):
     assert statistics["tokens_per_expert"].sum() == B * T * c.top_k, "assignments are counted before any is dropped"
 
 
-def test_capacity_does_not_see_the_other_sequences():
-    """Catches slots shared by the sequences of a batch: what is dropped would then depend on the batch and the mesh."""
+def test_capacity_does_not_depend_on_other_sequences():
+    """Catches slots that the sequences of a batch share: drops would then depend on the batch and the mesh."""
     c, x_BTD = config(capacity_factor=1.0), activations()
     others_BTD = activations(seed=1)
     others_BTD[2] = x_BTD[2]
@@ -178,8 +178,8 @@ def test_capacity_does_not_see_the_other_sequences():
 @pytest.mark.parametrize("mesh", ["expert=2", "fsdp=2"])
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 def test_experts_on_two_devices_work_as_on_one(mesh, factor):
-    """Catches an all-to-all that returns rows to the wrong sequence, an expert numbered by its place on the device, and
-    a drop decided per device."""
+    """Catches an all-to-all that returns rows to the wrong sequence, an expert with a local instead of a global index,
+    and a drop that depends on the device."""
     c, x_BTD = config(capacity_factor=factor), activations()
     want_BTD, want = moe(c, x_BTD)
     got_BTD, got = moe(c, x_BTD, mesh=mesh)
@@ -189,16 +189,16 @@ def test_experts_on_two_devices_work_as_on_one(mesh, factor):
 
 
 def test_ample_capacity_equals_dropless():
-    """Catches a buffer one slot too short, and an order of slots that mixes tokens up when nothing is dropped."""
+    """Catches a buffer that is one slot too short, and slots that mix up tokens although none is dropped."""
     got_BTD, statistics = moe(config(capacity_factor=E / 2), activations())  # top_k = 2: every expert could take all
     np.testing.assert_allclose(got_BTD, dropless("sigmoid")[0], atol=2e-6)  # float32, sums in another order
     assert statistics["dropped"] == 0
 
 
 @pytest.mark.parametrize("factor, arrays", [(0.0, 1), (1.0, 2)])  # JAX keeps the zeros too that buffers begin as
-def test_no_gradient_asks_for_what_experts_return(factor, arrays):
-    """Catches gates that meet the result of the last product: it would then be kept, or repeated with the exchange
-    after it. Of what is as wide as the model and as long as the assignments, experts' rows alone are kept."""
+def test_gradients_do_not_need_the_output_of_experts(factor, arrays):
+    """Catches gates that multiply the output of the last matmul, which would then be saved, or recomputed together with
+    its exchange. Of arrays [assignments, model width], only the input rows of the experts are saved."""
     c, kept = config("softmax", capacity_factor=factor), []
     declarations = helpers.moe_declarations(c)
 
@@ -234,7 +234,7 @@ def test_a_capacity_of_zero_says_what_to_change():
 
 
 def test_statistics_equal_a_loop_over_real_tokens():
-    """Catches padding counted as tokens, and an entropy of something else than the probabilities."""
+    """Catches padding that counts as tokens, and an entropy of other values than the probabilities."""
     c, x_BTD = config(), activations()
     real_BT = (np.arange(T) < np.array([[11], [7], [4], [0]])).astype(np.float32)
     w = helpers.draw(helpers.moe_declarations(c))
@@ -258,7 +258,7 @@ def balance(c, statistics):
 
 
 def test_balance_loss_of_known_loads():
-    """Catches a missing factor of experts or top_k (not 1 when balanced), and the square of one of the two shares."""
+    """Catches a missing factor n_experts or top_k (then it is not 1 if balanced), and the square of one factor."""
     c, tokens = config(), 100.0
     balanced = np.full(E, tokens * c.top_k / E), np.full(E, tokens / E)
     one_pair = np.array([tokens, tokens] + [0] * 6), np.array([tokens / 2, tokens / 2] + [0] * 6)
@@ -270,14 +270,14 @@ def test_balance_loss_of_known_loads():
 
 
 def with_router(c, w_router_DE):
-    """Weights whose router is given and whose experts are random; no selection bias."""
+    """Return weights with a given router, random experts and no selection bias."""
     w = helpers.draw(helpers.moe_declarations(c))
     bias_E = None if w.bias_E is None else np.zeros(E, np.float32)
     return w.replace(w_router_DE=np.float32(w_router_DE), bias_E=bias_E)
 
 
-def test_an_undecided_router_has_balance_loss_one():
-    """Catches a balance loss whose value depends on where ties go, and one that is not 1 for equal probabilities."""
+def test_a_uniform_router_has_balance_loss_one():
+    """Catches a balance loss whose value depends on how ties break, and one that is not 1 for equal probabilities."""
     c = config()
     _, statistics = moe(c, activations(), w=with_router(c, np.zeros((D, E))))
     assert statistics["tokens_per_expert"][2:].sum() == 0, "equal scores go to the first experts"
@@ -285,7 +285,7 @@ def test_an_undecided_router_has_balance_loss_one():
     assert statistics["entropy"] / statistics["tokens"] == pytest.approx(np.log(E), rel=1e-6)
 
 
-def test_a_router_that_likes_two_experts_has_balance_loss_four():
+def test_a_router_that_prefers_two_experts_has_balance_loss_four():
     """Catches a balance loss that does not grow when all tokens go to the same experts: its value here is E / top_k."""
     c = config("softmax", top_k=2)
     x_BTD = activations()
@@ -297,7 +297,7 @@ def test_a_router_that_likes_two_experts_has_balance_loss_four():
     assert balance(c, statistics) == pytest.approx(E / 2, rel=1e-6)
 
 
-def test_balance_loss_does_not_count_the_batch():
+def test_balance_loss_does_not_depend_on_the_batch_size():
     """Catches a balance loss that grows with the number of sequences or devices instead of averaging over them."""
     c, x_BTD = config(), activations()
     want = balance(c, dropless("sigmoid")[1])

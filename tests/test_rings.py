@@ -29,7 +29,7 @@ def whole_numbers(*shape, seed=0):
 
 
 def on_each(function, mesh: str):
-    """fn(*arrays): `function` of what each device holds, arrays and results stacked along a leading dim of devices."""
+    """Compile `function` of each device's arrays, with arrays and results stacked along a leading dim of devices."""
     mesh = sharding.make_mesh(mesh)
     local = lambda *xs: jax.tree.map(lambda y: y[None], function(*(x[0] for x in xs)))
     split = P(AXES)
@@ -37,7 +37,7 @@ def on_each(function, mesh: str):
 
 
 def with_gradient(function):
-    """fn(x, d) -> function(x), and the gradient of x that the gradient d of the result gives."""
+    """Return fn(x, d) -> function(x), and the gradient of x for the gradient d of the result."""
 
     def both(x, d):
         out, pull = jax.vjp(function, x)
@@ -47,13 +47,13 @@ def with_gradient(function):
 
 
 def neighbours(mesh: str) -> np.ndarray:
-    """Numbers of the devices, those along TENSOR, the last axis, in a row."""
+    """Return the device ids in rows along TENSOR, the last axis."""
     sizes = sharding.make_mesh(mesh).shape
     return np.arange(math.prod(sizes.values())).reshape(-1, sizes[TENSOR])
 
 
 def sent(function, mesh: str, *shapes):
-    """Of a compiled program, (kind, bytes) of each collective, and the pairs of devices of each permute."""
+    """Return (kind, bytes) of each collective of a compiled program, and the device pairs of each permute."""
     on = sharding.make_mesh(mesh)
     arrays = [np.zeros((on.size, *shape), np.float32) for shape in shapes]
     text = on_each(function, mesh).lower(*arrays).compile().as_text()
@@ -68,9 +68,9 @@ def sent(function, mesh: str, *shapes):
 
 
 @pytest.mark.parametrize("mesh", RINGS)
-def test_an_entry_is_that_of_the_device_so_many_places_on(mesh):
-    """Catches entries in the order of arrival, the other direction's, or of another group of devices; and a gradient
-    that goes to a neighbour, or is added where it is made."""
+def test_entry_k_is_from_the_device_k_places_further(mesh):
+    """Catches entries in the order of arrival, in the other direction, or from another group of devices; and a gradient
+    that goes to the wrong device, or is summed on the wrong device."""
     along = neighbours(mesh)
     n = along.shape[1]
     x, d = whole_numbers(along.size, X, Y), whole_numbers(along.size, n, X, Y, seed=1)
@@ -84,8 +84,8 @@ def test_an_entry_is_that_of_the_device_so_many_places_on(mesh):
 
 
 @pytest.mark.parametrize("mesh", RINGS)
-def test_what_goes_around_is_joined_as_gathered(mesh):
-    """Catches parts put together in the order of arrival, or along another dim; and their gradients."""
+def test_ring_all_gather_equals_all_gather(mesh):
+    """Catches chunks that are concatenated in the order of arrival or along another dim, and wrong gradients."""
     n = neighbours(mesh).shape[1]
 
     def compared(x, d):
@@ -100,8 +100,8 @@ def test_what_goes_around_is_joined_as_gathered(mesh):
 
 
 @pytest.mark.parametrize("mesh", RINGS)
-def test_what_comes_back_is_summed_as_reduce_scattered(mesh):
-    """Catches a sum that misses a device, has one twice, or is another device's; and its gradient."""
+def test_ring_reduce_scatter_equals_reduce_scatter(mesh):
+    """Catches a sum that misses a device, counts one twice, or belongs to another device, and wrong gradients."""
     n = neighbours(mesh).shape[1]
 
     def compared(partial, d):
@@ -117,8 +117,8 @@ def test_what_comes_back_is_summed_as_reduce_scattered(mesh):
 @pytest.mark.parametrize("n", AROUND[1:])
 @pytest.mark.parametrize("way", ["around", "back"])
 def test_a_ring_sends_slices_both_ways(way, n):
-    """Catches a whole array sent where a slice was meant, one sent once more, and a link of which half is idle; in
-    the backward pass too."""
+    """Catches a whole array sent instead of a slice, one extra transfer, and a link that is used in only one direction,
+    also in the backward pass."""
     function, arrived = {
         "around": (lambda x: jnp.stack(rings.around(x, TENSOR)), (X, Y)),
         "back": (lambda parts: rings.back([*parts], TENSOR), (n, X, Y)),
@@ -131,8 +131,8 @@ def test_a_ring_sends_slices_both_ways(way, n):
         assert sorted(by.count({one_way}) for one_way in {1, n - 1}) == ([1] if n == 2 else [(n - 1) // 2, n // 2])
 
 
-def test_no_part_waits_for_all_others():
-    """Catches a ring of one direction, in which the last entry has come n - 1 places and not half as many."""
+def test_no_chunk_waits_for_all_others():
+    """Catches a ring in only one direction, in which the last chunk takes n - 1 hops instead of half as many."""
     mesh = sharding.make_mesh("tensor=8")
     local = lambda x: jnp.stack(rings.around(x, TENSOR))
     traced = jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES)))(
@@ -147,7 +147,7 @@ def test_no_part_waits_for_all_others():
 
 
 def products_before(traced) -> dict[int, set[int]]:
-    """Rows of each product's result -> rows of the products that it has to wait for."""
+    """Return, for each matmul by the rows of its result, the rows of the matmuls that it waits for."""
     found, waits = {}, collections.defaultdict(set)
     for equation in traced.eqns:
         before = set().union(*(waits[x] for x in equation.invars if not hasattr(x, "val")))
@@ -159,9 +159,9 @@ def products_before(traced) -> dict[int, set[int]]:
     return found
 
 
-def test_our_own_is_made_while_the_others_are_on_their_way():
-    """Catches products whose order is the compiler's alone; nearest first no longer; and gradients not in reverse, so
-    that ours is made before those that are to be sent."""
+def test_the_local_chunk_is_computed_while_others_are_in_flight():
+    """Catches matmuls whose order is left to the compiler, chunks that are not computed nearest first, and gradients
+    not in reverse order, so that the local one would precede those that must be sent."""
     order, rows = [1, 2, 4, 3], (1, 2, 3, 4)  # part k has k + 1 rows, and part 3 is as near as part 1
     w_XY, parts, gradients = np.ones((X, Y)), [np.ones((n, X)) for n in rows], [np.ones((n, Y)) for n in rows]
     run = lambda parts: positions.nearest_first(lambda part: part @ w_XY, parts)
