@@ -1,6 +1,6 @@
 """Tokenize text: read documents from a source, and write token shards and a manifest.
 
-Start with `prepare.py`, the command `python -m data.prepare`. `sources.py` lists documents, in files (`files.py`) or in
+Open `prepare.py` first: it is `python -m data.prepare`. `sources.py` lists documents, in files (`files.py`) or in
 a data set of the Hugging Face hub (`hub.py`), and splits them into units of work. `tokenizers.py` turns text into ids;
 it also reads a tokenizer.json (`hf_json.py`) and a SentencePiece model (`sp_model.py`). `units.py` does the work of one
 unit, `engine.py` distributes units over processes, `progress.py` reports progress, and `shards.py` defines the files.
@@ -8,7 +8,7 @@ unit, `engine.py` distributes units over processes, `progress.py` reports progre
 `dataset.py`, at the root, reads the shards. For it, `order.py` decides which row comes when, `packing.py` packs whole
 documents into rows, and `bucket.py` downloads the parts of remote shards that a host needs.
 
-Public API: `tokenizers.load`, `tokenizers.from_manifest`, `prepare.prepare`, `prepare.from_ids` for arrays of ids,
+From outside: `tokenizers.load`, `tokenizers.from_manifest`, `prepare.prepare`, `prepare.from_ids` for arrays of ids,
 `tasks.add`, and `tasks.rows` for examples. `weights/` uses `files`; `dataset.py` and `train/` use `order`, `packing`
 and `bucket`.
 """
