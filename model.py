@@ -184,10 +184,10 @@ def latent_attention(
 
     if sends_latents(c):
         latents_bt = project_down(x_btD, own_slice(positions_bs, TENSOR, dim=1))
-        q_bshX, *latent_and_key = gather_apply(c, project_queries, *latents_bt, beside=(positions_bs,))
+        q_bshX, *latent_and_key = gather_apply(c, project_queries, *latents_bt, local_arrays=(positions_bs,))
     else:
         project = lambda x_bpD, pos_bp: project_queries(*project_down(x_bpD, pos_bp), pos_bp)
-        q_bshX, *latent_and_key = gather_apply(c, project, x_btD, beside=(positions_bs,))
+        q_bshX, *latent_and_key = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
 
     def keys_values(latent_bSC, k_bSR):
         k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
@@ -234,7 +234,7 @@ def grouped_attention(
     parallel  a FeedForward of the same x; its output is added before the single reduce-scatter over TENSOR
     """
     project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
-    q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, beside=(positions_bs,))
+    q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
     o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
 
     def out(o_bphK, x_bpD):

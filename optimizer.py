@@ -173,7 +173,7 @@ def train_step(cfg: Config, mesh: Mesh):
         return TrainState(params, moments, state.step + 1, **skipped), metrics
 
     shardings = state_shardings(cfg, mesh), NamedSharding(mesh, P())
-    xla_options = options.of(mesh, cfg.run.compiler_options)
+    xla_options = options.compiler_options(mesh, cfg.run.compiler_options)
     return ordered.jit(step, mesh, donate_argnums=0, out_shardings=shardings, compiler_options=xla_options)
 
 

@@ -78,7 +78,7 @@ def measure(topology: str, mesh):
     for name, told in SETS.items():
         with compiled.heard() as heard:
             text = lowered.compile(compiler_options=told).as_text()
-        found = ledger.read(text, mesh).by("kind")
+        found = ledger.read(text, mesh).totals_by("kind")
         share = {kind: found[kind].hidden_bytes / found[kind].wire_bytes if kind in found else None for kind in KINDS}
         yield {"topology": topology, "options": name, "hidden": share, "warns": WARNING in "".join(heard)}
 

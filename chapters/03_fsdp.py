@@ -369,7 +369,7 @@ def measured(name, step, *args, on=mesh):
     sent[name], results = found.total.wire_bytes, step(*args)
     temporary[name] = program.memory_analysis().temp_size_in_bytes
     rest[name] = held(results[0]), held(results[1:])
-    kinds = found.by("kind")
+    kinds = found.totals_by("kind")
     of = [f"{kinds[k].wire_bytes:,}" if k in kinds else "-" for k in KINDS]
     print(line(name, *of, *(f"{x:,}" for x in (*rest[name], temporary[name]))))
     return results
@@ -523,7 +523,7 @@ def gathers(through):
     share = lambda w_LdD, x_bD: jnp.sum(through(x_bD, w_LdD) ** 2)
     specs = dict(in_specs=(slices, rows), out_specs=slices)
     run = jax.shard_map(jax.grad(share), mesh=eight, **specs)
-    found = lesson.compiled(run, eight, w_LDD[:2], x_BD).by("kind")
+    found = lesson.compiled(run, eight, w_LDD[:2], x_BD).totals_by("kind")
     return int(found["all-gather"].count)
 
 
@@ -591,7 +591,7 @@ loss, grads, found, _ = train_on("data=2,fsdp=4")
 assert lesson.same((loss, grads), (alone_loss, alone_grads))
 print(f"loss {alone_loss:.6f} and {loss:.6f}", end="; ")
 print("gradient", lesson.ratio(grads, alone_grads))
-for axes, moves in found.by("axes").items():
+for axes, moves in found.totals_by("axes").items():
     print(f"  over {axes}: {moves.wire_bytes:,} bytes")
 
 # %% [markdown]
@@ -730,7 +730,7 @@ for name in ("copies", "ZeRO 1", "ZeRO 3"):
     left = jax.jit(plain_step, donate_argnums=(0, 1, 2), **specs)
     found = lesson.compiled(left, mesh, *args)
     print(f"{name:6} {found.total.wire_bytes:>10,} {sent[name]:>10,}")
-print("ZeRO 3:", {kind: int(one.count) for kind, one in found.by("kind").items()})
+print("ZeRO 3:", {kind: int(one.count) for kind, one in found.totals_by("kind").items()})
 
 # %% [markdown]
 # In ZeRO 1 and 3 it pays for the useless gather: gradients are made whole on every device and cut afterwards.

@@ -350,7 +350,7 @@ def collectives_of_a_step(again):
     loss = lambda w, x_BtD: psum(jnp.sum(layer(w, x_BtD) ** 2), TENSOR)
     loss = jax.shard_map(loss, mesh=mesh, in_specs=(cuts, sliced), out_specs=P())
     found = lesson.compiled(jax.grad(loss, argnums=(0, 1)), mesh, w, x_BTD)
-    return {k: int(x.count) for k, x in found.by("kind").items() if k != "all-reduce"}
+    return {k: int(x.count) for k, x in found.totals_by("kind").items() if k != "all-reduce"}
 
 
 recomputed, kept = (collectives_of_a_step(f) for f in (jax.checkpoint, lambda f: f))

@@ -205,7 +205,7 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 my_prediction = None  # units
 in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items()}
 lesson.predicted("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
-print(draw.text(published["1f1b"]), "\n")
+print(draw.format_table(published["1f1b"]), "\n")
 print("in lock-step:", in_step)
 
 # %% tags=["remove-cell"]
@@ -223,9 +223,9 @@ assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
-print(draw.text(ahead["1f1b"]), "\n")
+print(draw.format_table(ahead["1f1b"]), "\n")
 for name, sched in ahead.items():
-    units, keeps = schedules.lock_step(sched, 1, 1, 1), schedules.live(sched)
+    units, keeps = schedules.lock_step(sched, 1, 1, 1), schedules.live_activations(sched)
     print(f"{name:11} {units:4g} units, saves {[kept / names[name] for kept in keeps]}")
 assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
@@ -364,7 +364,7 @@ text = compare(cfg).as_text()
 shares = compiled.shares(cfg, text)  # a branch counts as often as it runs
 found = lesson.ledger.read(text, sharding.make_mesh(cfg.mesh), shares)
 for axis in ("fsdp", "tensor", "stage"):
-    one = found.by("axes")[axis]
+    one = found.totals_by("axes")[axis]
     print(f"{axis:6} {one.count:3.0f} collectives send {one.wire_bytes:7,.0f} bytes")
 
 # %% [markdown]
@@ -495,7 +495,7 @@ def outcome(order, n=4, Z=6):
     orders = (published.orders[0], ops, *published.orders[2:])
     sched = dataclasses.replace(published, orders=orders)
     check.check(sched)
-    return schedules.simulate(sched, 1, 1, 1).makespan, schedules.live(sched)[1]
+    return schedules.simulate(sched, 1, 1, 1).makespan, schedules.live_activations(sched)[1]
 
 
 order_of = lambda s: " ".join(map(str, schedules.one_f_one_b(4, 6).orders[s]))
@@ -574,7 +574,7 @@ for nothing in (..., None, "", ["F0"]):
 # %% tags=["hide-input"]
 def check_kept(answer):
     cases = [(4, 8, 0), (4, 8, 2), (8, 3, 1), (2, 16, 0), (8, 64, 3), (4, 8, 3)]
-    right = lambda n, Z, s: schedules.live(schedules.one_f_one_b(n, Z, lead=2))[s]
+    right = lambda n, Z, s: schedules.live_activations(schedules.one_f_one_b(n, Z, lead=2))[s]
     hints = {
         lambda n, s: n - s: "As published. In lock-step, how far away is a gradient?",
         lambda n, s: 2 * (n - 1 - s): "Too few. And the last stage?",

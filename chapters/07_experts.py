@@ -296,7 +296,7 @@ for how in (by_slots(8), gathered):  # forward and backward
     layer, _ = compiled_on(8, how)
     error = lambda w, x_ND, f=layer: (f(w, x_ND) ** 2).mean()
     squares = jax.value_and_grad(error, (0, 1))
-    kinds = lesson.compiled(squares, mesh, w, x_ND).by("kind")
+    kinds = lesson.compiled(squares, mesh, w, x_ND).totals_by("kind")
     print("forward and backward:", {kind: one.count for kind, one in kinds.items()})
 for m, (slots_bytes, gather_bytes) in sent.items():
     print(f"n = {m}: all-to-all {slots_bytes:,.0f}, gathered {gather_bytes:,.0f} bytes")

@@ -216,7 +216,7 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "not one devi
 # %%
 my_prediction, my_ratio = None, None  # messages; bytes of tensor / bytes of stage
 found = lesson.compiled(jax.value_and_grad(loss_on(2, 2, 2)), mesh, w, *batch)
-sent = found.by("axes")
+sent = found.totals_by("axes")
 lesson.predicted("along stage", my_prediction, sent["stage"].count, "messages")
 ratio = sent["tensor"].wire_bytes / sent["stage"].wire_bytes
 lesson.predicted("tensor sends", my_ratio, ratio, "times the bytes of stage")
@@ -400,7 +400,7 @@ def hsdp(early):
     specs = P("fsdp"), P(None, both)
     loss = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P())
     args = np.ones((16, 24), np.float32), np.ones((Z, 8, 16), np.float32)
-    return lesson.compiled(jax.value_and_grad(loss), mesh, *args).by("axes")["data"]
+    return lesson.compiled(jax.value_and_grad(loss), mesh, *args).totals_by("axes")["data"]
 
 
 # %% [markdown]

@@ -19,7 +19,7 @@ from generate.texts import round_up_to_power_of_two
 from overlap.weights import ready_for_autodiff
 from pipeline import fit
 from pipeline.step import on_mesh, run_stages
-from pipeline.ticks import last_stages
+from pipeline.ticks import keep_last_stage
 from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, in_order, psum
 from xla import ordered
 
@@ -78,7 +78,7 @@ def compile_scores(cfg: Config, mesh: Mesh):
         return jax.tree.map(whole, found)
 
     def whole(x_bs):
-        x_bS = in_order(all_gather(psum(last_stages(x_bs), STAGE), CONTEXT, dim=1, to="invarying"), dim=1)
+        x_bS = in_order(all_gather(psum(keep_last_stage(x_bs), STAGE), CONTEXT, dim=1, to="invarying"), dim=1)
         return all_gather(x_bS, BATCH, dim=0, to="invarying")
 
     return ordered.jit(on_mesh(cfg, mesh, local_scores, (P(), P()), READS), mesh)

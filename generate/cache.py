@@ -27,8 +27,8 @@ from config import ModelAtWork, ModelConfig
 from generate.quantised import Quantised, dequantize, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
 from overlap.layers import scan_layers
-from overlap.positions import side_by_side
-from pipeline.step import nothing
+from overlap.positions import concatenate_features
+from pipeline.step import zeros_like_result
 from sharding import (
     AXES,
     BATCH,
@@ -185,7 +185,7 @@ def gather_tokens(arrays_1n, b: int, s: int):
     """
     rows = arrays_1n
     if axis_size(CONTEXT) > 1:
-        joined, apart = side_by_side([x.reshape(*x.shape[:2], -1) for x in arrays_1n])
+        joined, apart = concatenate_features([x.reshape(*x.shape[:2], -1) for x in arrays_1n])
         rows = apart(all_gather(joined, CONTEXT, dim=1))
     return [row[:, : b * s].reshape(b, s, *x.shape[2:]) for row, x in zip(rows, arrays_1n, strict=True)]
 
@@ -256,7 +256,7 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
         return vary(jnp.where(mine_bm[:, :, None], model.logits(w, c, x_bmD, gather_weights), 0), AXES)
 
     # The last stage's output was shifted to the first.
-    partial_bmv = jax.lax.cond(stage == 0, logits, lambda x_1tD: nothing(logits, x_1tD), x_1tD)
+    partial_bmv = jax.lax.cond(stage == 0, logits, lambda x_1tD: zeros_like_result(logits, x_1tD), x_1tD)
     return psum(partial_bmv, (STAGE, CONTEXT)), jax.tree.map(lambda x: x[None], cache)
 
 

@@ -23,7 +23,7 @@ from sharding import (
 )
 
 
-def merged(softmax, other):
+def merge_softmaxes(softmax, other):
     """Combine attention over two disjoint sets of keys; each is (output, log-sum-exp of its scores)."""
     (mixed_bshU, log_sum_bsh), (others_bshU, other_bsh) = softmax, other
     both_bsh = jnp.logaddexp(log_sum_bsh, other_bsh)
@@ -31,7 +31,7 @@ def merged(softmax, other):
     return mixed_bshU * share(log_sum_bsh) + others_bshU * share(other_bsh), both_bsh
 
 
-def ring(q_bshK, parts, keys_values, segments_bs):
+def ring_attention(q_bshK, parts, keys_values, segments_bs):
     """Attend to the whole context while each device's `parts` travel once around CONTEXT.
 
     A device holds one chunk of positions from each half of the sequence. For another device's two chunks, either all
@@ -50,10 +50,10 @@ def ring(q_bshK, parts, keys_values, segments_bs):
     @jax.checkpoint
     def meet_other(so_far, travelling, is_earlier):
         def later():
-            new = merged([x[:, second] for x in so_far], meet(travelling, second, whole, s))
+            new = merge_softmaxes([x[:, second] for x in so_far], meet(travelling, second, whole, s))
             return tuple(x.at[:, second].set(part) for x, part in zip(so_far, new, strict=True))
 
-        return jax.lax.cond(is_earlier, lambda: merged(so_far, meet(travelling, whole, first, s // 2)), later)
+        return jax.lax.cond(is_earlier, lambda: merge_softmaxes(so_far, meet(travelling, whole, first, s // 2)), later)
 
     def step(carry, round):
         so_far, travelling = carry
@@ -99,7 +99,7 @@ def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorb
     """
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
     if c.work.context_attention == "ring" and n > 1:
-        return ring(q_bshK, parts, keys_values, segments_bs)
+        return ring_attention(q_bshK, parts, keys_values, segments_bs)
     if c.work.context_attention == "all_to_all" and n > 1:
         return over_heads(q_bshK, parts, keys_values, segments_bs)
     *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))

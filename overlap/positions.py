@@ -11,23 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from config import ModelAtWork
-from overlap.rings import around, back, joined, parted
+from overlap.rings import concatenate_in_order, ring_all_gather, ring_reduce_scatter, split_by_device
 from sharding import TENSOR, all_gather, reduce_scatter
 
 
-def gather_apply(c: ModelAtWork, function, *arrays_bt, beside=()):
+def gather_apply(c: ModelAtWork, function, *arrays_bt, local_arrays=()):
     """Gather the arrays over TENSOR and apply the function to all positions, in order.
 
-    beside  more arguments of the function: arrays of all positions, which every device already has
-    Shapes: arrays [b, t, ..] and beside [b, s, ..] -> the function's results, each [b, s, ..].
+    local_arrays  more arguments of the function: arrays of all positions, which every device already has
+    Shapes: arrays [b, t, ..] and local_arrays [b, s, ..] -> the function's results, each [b, s, ..].
     Sends: (n - 1)/n of the gathered arrays, concatenated. A ring computes on the local chunk while others arrive.
     """
-    sent_btX, split = side_by_side(arrays_bt)
+    sent_btX, split = concatenate_features(arrays_bt)
     if c.work.tensor_exchange == "gather":
-        return function(*split(all_gather(sent_btX, TENSOR, dim=1)), *beside)
-    chunks = zip(around(sent_btX, TENSOR), *(parted(x, TENSOR, 1) for x in beside), strict=True)
+        return function(*split(all_gather(sent_btX, TENSOR, dim=1)), *local_arrays)
+    chunks = zip(ring_all_gather(sent_btX, TENSOR), *(split_by_device(x, TENSOR, 1) for x in local_arrays), strict=True)
     results = [function(*split(sent_bpX), *beside_bp) for sent_bpX, *beside_bp in chunks]
-    return jax.tree.map(lambda *chunks: joined([*chunks], TENSOR, 1), *results)
+    return jax.tree.map(lambda *chunks: concatenate_in_order([*chunks], TENSOR, 1), *results)
 
 
 def apply_scatter(c: ModelAtWork, function, *arrays_bs):
@@ -38,8 +38,8 @@ def apply_scatter(c: ModelAtWork, function, *arrays_bs):
     """
     if c.work.tensor_exchange == "gather":
         return reduce_scatter(function(*arrays_bs), TENSOR, dim=1)
-    chunks = zip(*(parted(x, TENSOR, 1) for x in arrays_bs), strict=True)
-    return back([function(*chunk) for chunk in chunks], TENSOR)
+    chunks = zip(*(split_by_device(x, TENSOR, 1) for x in arrays_bs), strict=True)
+    return ring_reduce_scatter([function(*chunk) for chunk in chunks], TENSOR)
 
 
 def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
@@ -50,10 +50,10 @@ def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
     """
     if c.work.tensor_exchange == "gather":
         return reduce_scatter(out_of(into(all_gather(x_btD, TENSOR, dim=1))), TENSOR, dim=1)
-    return back([out_of(x) for x in nearest_first(into, around(x_btD, TENSOR))], TENSOR)
+    return ring_reduce_scatter([out_of(x) for x in apply_nearest_first(into, ring_all_gather(x_btD, TENSOR))], TENSOR)
 
 
-def side_by_side(arrays):
+def concatenate_features(arrays):
     """Concatenate arrays of the same positions; return the result and a function that splits it again."""
     if len(arrays) == 1:
         return arrays[0], lambda x: (x,)
@@ -61,7 +61,7 @@ def side_by_side(arrays):
     return jnp.concatenate(arrays, -1), lambda x: jnp.split(x, ends, axis=-1)
 
 
-def nearest_first(function, chunks: list) -> list:
+def apply_nearest_first(function, chunks: list) -> list:
     """Apply the function to each chunk of a ring all-gather, the local one first; the backward pass runs in reverse.
 
     The barriers fix this order: compute on the local chunk while the remote chunks are in flight and, in the backward
@@ -70,17 +70,17 @@ def nearest_first(function, chunks: list) -> list:
     if len(chunks) == 1:
         return [function(*chunks)]
     order = sorted(range(len(chunks)), key=lambda k: min(k, len(chunks) - k))
-    results = {0: function(*not_before(chunks[0]))}
+    results = {0: function(*barrier(chunks[0]))}
     for before, k in itertools.pairwise(order):
-        chunk, results[before] = not_before(chunks[k], results[before])
+        chunk, results[before] = barrier(chunks[k], results[before])
         results[k] = function(chunk)
     return [results[k] for k in range(len(chunks))]
 
 
 @jax.custom_vjp
-def not_before(*values):
+def barrier(*values):
     """Pass the values through one barrier: none is available before all are, none is fused. Backward: the same."""
     return jax.lax.optimization_barrier(values)
 
 
-not_before.defvjp(lambda *values: (not_before(*values), None), lambda _, d_values: not_before(*d_values))
+barrier.defvjp(lambda *values: (barrier(*values), None), lambda _, d_values: barrier(*d_values))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from sharding import axis_index, axis_size, branches, shift, vary
 
 
-def around(x, axis) -> list:
+def ring_all_gather(x, axis) -> list:
     """All-gather x in a ring: entry k is the x of the device k places further along the axis, entry 0 is the local x.
 
     Half of the chunks arrive from each side, by permutes. An entry depends on no later one, so the matmuls on one chunk
@@ -24,7 +24,7 @@ def around(x, axis) -> list:
     return chunks
 
 
-def back(partials: list, axis):
+def ring_reduce_scatter(partials: list, axis):
     """Reduce-scatter in a ring: return the sum, over an axis, of every device's partial sum for this device.
 
     partials  entry k is for the device k places further along. A sum starts at the farthest device, and each device on
@@ -45,7 +45,7 @@ def back(partials: list, axis):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def joined(chunks: list, axis, dim):
+def concatenate_in_order(chunks: list, axis, dim):
     """Put the chunks of a ring all-gather in device order, which gives the result of `all_gather`. Sends nothing."""
     size, here = chunks[0].shape[dim], axis_index(axis)
     shape = [n * len(chunks) if i == dim else n for i, n in enumerate(chunks[0].shape)]
@@ -57,7 +57,7 @@ def joined(chunks: list, axis, dim):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def parted(x, axis, dim) -> list:
+def split_by_device(x, axis, dim) -> list:
     """Cut an array into chunks: entry k is the slice of the device k places further along the axis. Sends nothing."""
     n, here = axis_size(axis), axis_index(axis)
     size = x.shape[dim] // n
@@ -65,7 +65,11 @@ def parted(x, axis, dim) -> list:
 
 
 # Each is the other's backward pass. Autodiff would add n arrays that are zero except for one slice.
-joined.defvjp(
-    lambda chunks, axis, dim: (joined(chunks, axis, dim), None), lambda axis, dim, _, d: (parted(d, axis, dim),)
+concatenate_in_order.defvjp(
+    lambda chunks, axis, dim: (concatenate_in_order(chunks, axis, dim), None),
+    lambda axis, dim, _, d: (split_by_device(d, axis, dim),),
 )
-parted.defvjp(lambda x, axis, dim: (parted(x, axis, dim), None), lambda axis, dim, _, d: (joined(d, axis, dim),))
+split_by_device.defvjp(
+    lambda x, axis, dim: (split_by_device(x, axis, dim), None),
+    lambda axis, dim, _, d: (concatenate_in_order(d, axis, dim),),
+)

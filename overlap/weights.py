@@ -19,7 +19,7 @@ def cast(w, c: ModelAtWork, *names):
     return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.compute_dtype), w, *names)
 
 
-def gathered(w, c: ModelAtWork, *names):
+def gather_weights(w, c: ModelAtWork, *names):
     """Cast and gather. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
 
     def join(x, dim, axes, exact):
@@ -29,7 +29,7 @@ def gathered(w, c: ModelAtWork, *names):
 
 
 # work.gather -> what is done to the weights once per step, and at each use
-WHEN = {"layer": (cast, gathered), "step": (gathered, cast)}
+WHEN = {"layer": (cast, gather_weights), "step": (gather_weights, cast)}
 
 
 def held_by_step(w, c: ModelAtWork):

@@ -12,7 +12,7 @@ import tyro
 from errors import UserError, exit_status
 from pictures import check_picture
 from pipeline.check import check
-from pipeline.draw import draw, text
+from pipeline.draw import draw, format_table
 from pipeline.schedules import SCHEDULES, Schedule, Simulation, in_lock_step, schedule, simulate
 
 HELP = """e.g. python -m pipeline show 1f1b --stages 4 --microbatches 8
@@ -68,7 +68,7 @@ class Draw(Shape):
         check_picture(self.out)
         published, run = (list(self.forms.values())[i] for i in (0, -1))
         alone, together = simulate(published, *self.times), in_lock_step(run, *self.times)
-        if same(alone, together):
+        if same_times(alone, together):
             forms = {BOTH: (run, together)}
         else:
             forms = {f"{PUBLISHED}, each stage as soon as it can": (published, alone),
@@ -77,7 +77,7 @@ class Draw(Shape):
         print(f"wrote {self.out}")
 
 
-def same(one: Simulation, other: Simulation) -> bool:
+def same_times(one: Simulation, other: Simulation) -> bool:
     """Return whether all operations run at the same times, up to rounding."""
     pairs = (zip(one.spans[op], other.spans[op], strict=True) for op in one.spans)
     return all(math.isclose(a, b, abs_tol=1e-9) for a, b in itertools.chain.from_iterable(pairs))
@@ -91,7 +91,7 @@ class Show(Shape):
         for number, (form, sched) in enumerate(self.forms.items()):
             check(sched)
             print("\n" * (number > 0) + f"{self.name} {form}")
-            print(text(sched))
+            print(format_table(sched))
             print(Costs(form, sched, *self.times))
 
 

@@ -35,12 +35,12 @@ class Stage:
             self.fail(f"reads {found} from slot {slot} instead of {label}")
         self.buffers[buffer][slot] = (there, reads - 1)
 
-    def nothing(self, buffer: str, slot: int, why: str) -> None:
+    def expect_no_write(self, buffer: str, slot: int, why: str) -> None:
         """Raises: ValueError if a value is written into the buffer."""
         if slot != getattr(self.slots, buffer):
             self.fail(f"writes to slot {slot} for {why}")
 
-    def once(self, sched: Schedule, op: Op) -> None:
+    def record_run(self, sched: Schedule, op: Op) -> None:
         if not (0 <= op.microbatch < sched.microbatches and 0 <= op.chunk < sched.chunks):
             self.fail(f"{op} is not one of {sched.microbatches} microbatches and {sched.chunks} chunks")
         if op in self.done:
@@ -86,8 +86,8 @@ def forward(sched: Schedule, s: int, stage: Stage, own: Rows) -> tuple | None:
     """Check a forward pass, if there is one. Return the (microbatch, chunk) whose output stage s sends."""
     m, c = own.forward, own.forward_chunk
     if m == IDLE:
-        return stage.nothing("kept", own.keep, "a forward pass that does not run")
-    stage.once(sched, Op("F", m, c))
+        return stage.expect_no_write("kept", own.keep, "a forward pass that does not run")
+    stage.record_run(sched, Op("F", m, c))
     if c * sched.stages + s:
         stage.read("inbox", own.forward_from, ("input of", m, c))
     elif own.forward_from != IDLE:
@@ -102,7 +102,7 @@ def loss(sched: Schedule, s: int, stage: Stage, own: Rows, sent: tuple | None) -
     if own.loss != due:
         stage.fail(f"computes the loss of microbatch {own.loss}, but {due} has left the last stage")
     if s < sched.stages - 1 or due == IDLE:
-        return stage.nothing("cotangents", own.loss_to, "a loss of another stage")
+        return stage.expect_no_write("cotangents", own.loss_to, "a loss of another stage")
     stage.write("cotangents", own.loss_to, ("gradient of", due, sched.chunks - 1), backward_reads(sched))
 
 
@@ -111,7 +111,7 @@ def backward(sched: Schedule, stage: Stage, own: Rows) -> tuple | None:
     m, c = own.backward, own.backward_chunk
     if m == IDLE:
         return None
-    stage.once(sched, Op("B", m, c))
+    stage.record_run(sched, Op("B", m, c))
     stage.read("kept", own.backward_kept, ("residuals of", m, c))
     stage.read("cotangents", own.backward_from, ("gradient of", m, c))
     return m, c
@@ -121,7 +121,7 @@ def weight(sched: Schedule, stage: Stage, own: Rows) -> None:
     m, c = own.weight, own.weight_chunk
     if m == IDLE:
         return
-    stage.once(sched, Op("W", m, c))
+    stage.record_run(sched, Op("W", m, c))
     if Op("B", m, c) not in stage.done:
         stage.fail(f"W{m} runs before its B")
     stage.read("kept", own.weight_kept, ("residuals of", m, c))
@@ -133,7 +133,7 @@ def arrive(sched: Schedule, s: int, stage: Stage, slot: int, sent: list) -> None
     the last chunk's output goes to no stage."""
     S, came = sched.stages, sent[s - 1]
     if not came or came[1] * S + (s - 1) % S == sched.chunks * S - 1:
-        return stage.nothing("inbox", slot, "a message that does not arrive")
+        return stage.expect_no_write("inbox", slot, "a message that does not arrive")
     stage.write("inbox", slot, ("input of", came[0], came[1] + (s == 0)), 1)
 
 
@@ -141,5 +141,5 @@ def arrive_back(sched: Schedule, s: int, stage: Stage, slot: int, sent_back: lis
     """Store the next stage's gradient as that of this stage's output; the first chunk sends its own to no stage."""
     S, came = sched.stages, sent_back[(s + 1) % sched.stages]
     if not came or came[1] * S + (s + 1) % S == 0:
-        return stage.nothing("cotangents", slot, "a message that does not arrive")
+        return stage.expect_no_write("cotangents", slot, "a message that does not arrive")
     stage.write("cotangents", slot, ("gradient of", came[0], came[1] - (s == S - 1)), backward_reads(sched))

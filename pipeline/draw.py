@@ -4,7 +4,7 @@ import pictures
 from pipeline.schedules import KINDS, Schedule, Simulation, simulate
 
 
-def text(sched: Schedule) -> str:
+def format_table(sched: Schedule) -> str:
     """Format the table with one line per stage and one column per tick."""
     cells = [["".join(map(str, cell)) or "." for cell in column] for column in zip(*sched.table, strict=True)]
     width = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -23,7 +23,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
     try:
         sharding.check_divides(model.declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
-        others = ", ".join(name for name in PRESETS if fits(declared(name), mesh)) or "none"
+        others = ", ".join(name for name in PRESETS if fits(declare_preset(name), mesh)) or "none"
         raise UserError(f"{error.what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
                         f"presets that split over {mesh}: {others}") from None  # fmt: skip
 
@@ -45,7 +45,7 @@ def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
 
 
 @functools.cache
-def declared(name: str):
+def declare_preset(name: str):
     return model.declare(preset(name).model)
 
 

@@ -53,7 +53,7 @@ class Schedule:
     @functools.cached_property
     def table(self) -> list[list[tuple[Op, ...]]]:
         """Operations of each stage in each tick, [ticks][stages]; an empty entry is idle."""
-        return place(self)
+        return assign_ticks(self)
 
     @property
     def turn(self) -> int | None:
@@ -95,7 +95,7 @@ def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedul
     return Schedule("gpipe", S, M * passes, 1, (tuple(order),) * S, turns=passes == 1)
 
 
-def alternating(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
+def alternate_passes(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
     """Order `ahead` forward passes, then alternate forward and backward, then add the remaining backward passes."""
     ahead = min(ahead, len(forward))
     pairs = zip(forward[ahead:], backward, strict=False)
@@ -108,7 +108,7 @@ def one_f_one_b(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
     Source: PipeDream-Flush, arXiv:2006.09503. Bubble share: (S - 1) / (M + S - 1). Live activations: min(S - s, M).
     """
     forward, backward = ([Op(kind, m) for m in range(M)] for kind in "FB")
-    return Schedule("1f1b", S, M, 1, tuple(alternating(forward, backward, lead * (S - 1 - s)) for s in range(S)))
+    return Schedule("1f1b", S, M, 1, tuple(alternate_passes(forward, backward, lead * (S - 1 - s)) for s in range(S)))
 
 
 def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
@@ -126,7 +126,7 @@ def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
     forward = [Op("F", k // (S * v) * S + k % S, k % (S * v) // S) for k in range(M * v)]
     backward = [Op("B", op.microbatch, v - 1 - op.chunk) for op in forward]
     ahead = [2 * (S - 1 - s) + (v - 1) * S for s in range(S)]
-    return Schedule("interleaved", S, M, v, tuple(alternating(forward, backward, n) for n in ahead))
+    return Schedule("interleaved", S, M, v, tuple(alternate_passes(forward, backward, n) for n in ahead))
 
 
 def zero_bubble(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
@@ -139,7 +139,7 @@ def zero_bubble(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
 
     def order(s):
         ops, delayed = [], []
-        for op in alternating(forward, backward, lead * (S - 1 - s)):
+        for op in alternate_passes(forward, backward, lead * (S - 1 - s)):
             ops.append(op)
             if op.kind == "B":
                 delayed.append(Op("W", op.microbatch))
@@ -167,7 +167,7 @@ def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
 # Order and time -------------------------------------------------------------------------------------------------------
 
 
-def source(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
+def required_op(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
     """Return the latest operation, and its stage, that this one depends on; None if a microbatch enters here."""
     place = op.chunk * S + stage
     if op.kind == "F":
@@ -177,11 +177,11 @@ def source(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
     return op._replace(kind="F" if op.kind == "B" else "B"), stage
 
 
-def stuck(stage: int, op: Op, needed) -> ValueError:
+def deadlock_error(stage: int, op: Op, needed) -> ValueError:
     return ValueError(f"stage {stage} waits forever: {op} needs {needed[0]} of stage {needed[1]}, which never runs")
 
 
-def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
+def assign_ticks(sched: Schedule) -> list[list[tuple[Op, ...]]]:
     """Assign the operations to ticks, each as early as its inputs allow.
 
     Raises: ValueError if the orders deadlock or repeat an operation.
@@ -195,7 +195,7 @@ def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
         for s in range(S):
             cell = []
             while todo[s] and (not cell or KINDS.index(todo[s][0].kind) > KINDS.index(cell[-1].kind)):
-                needed = source(todo[s][0], s, S, sched.chunks)
+                needed = required_op(todo[s][0], s, S, sched.chunks)
                 if sched.turns and forward_left and todo[s][0].kind != "F":
                     break
                 # A message from another stage arrives at the end of the tick.
@@ -206,7 +206,7 @@ def place(sched: Schedule) -> list[list[tuple[Op, ...]]]:
             row.append(tuple(cell))
         if not any(row):
             s = next(s for s in range(S) if todo[s])
-            raise stuck(s, todo[s][0], source(todo[s][0], s, S, sched.chunks))
+            raise deadlock_error(s, todo[s][0], required_op(todo[s][0], s, S, sched.chunks))
         table.append(row)
     return table
 
@@ -220,7 +220,7 @@ class Simulation(NamedTuple):
     spans: dict  # (op, stage) -> (start, end)
 
 
-def costs(sched: Schedule, F: float, B: float, W: float) -> dict[str, float]:
+def op_times(sched: Schedule, F: float, B: float, W: float) -> dict[str, float]:
     """Return the time of an operation of each kind. F, B, W are times of a whole stage, and a chunk takes 1/v of them.
 
     In a schedule without W operations a backward pass takes B + W.
@@ -231,13 +231,13 @@ def costs(sched: Schedule, F: float, B: float, W: float) -> dict[str, float]:
 
 def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simulation:
     """Time each operation if each stage continues as soon as its inputs arrive; F, B, W are times of a whole stage."""
-    S, v, cost = sched.stages, sched.chunks, costs(sched, F, B, W)
+    S, v, cost = sched.stages, sched.chunks, op_times(sched, F, B, W)
     todo, free, spans = [list(order) for order in sched.orders], [0.0] * S, {}
     while any(todo):
         before = len(spans)
         for s in range(S):
             while todo[s]:
-                needed = source(todo[s][0], s, S, v)
+                needed = required_op(todo[s][0], s, S, v)
                 if needed and needed not in spans:
                     break
                 op = todo[s].pop(0)
@@ -246,12 +246,14 @@ def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simul
                 free[s] = start + cost[op.kind]
         if len(spans) == before:
             s = next(s for s in range(S) if todo[s])
-            raise stuck(s, todo[s][0], source(todo[s][0], s, S, v))
+            raise deadlock_error(s, todo[s][0], required_op(todo[s][0], s, S, v))
     makespan = max(free)
-    return Simulation(makespan, 1 - sum(cost[op.kind] for op in sched.orders[0]) / makespan, live(sched), spans)
+    return Simulation(
+        makespan, 1 - sum(cost[op.kind] for op in sched.orders[0]) / makespan, live_activations(sched), spans
+    )
 
 
-def live(sched: Schedule) -> list[int]:
+def live_activations(sched: Schedule) -> list[int]:
     """Return, per stage, the most activations stored at once, in units of one microbatch through one chunk."""
     last = "W" if sched.splits_backward else "B"
     steps = lambda order: np.cumsum([(op.kind == "F") - (op.kind == last) for op in order])
@@ -260,7 +262,7 @@ def live(sched: Schedule) -> list[int]:
 
 def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simulation:
     """Time each operation if all stages wait for each other after every tick, as in one SPMD program."""
-    cost, spans, begin = costs(sched, F, B, W), {}, 0.0
+    cost, spans, begin = op_times(sched, F, B, W), {}, 0.0
     for row in sched.table:
         ends = [begin]
         for s, cell in enumerate(row):
@@ -270,7 +272,7 @@ def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> S
                 at += cost[op.kind]
             ends.append(at)
         begin = max(ends)
-    return Simulation(begin, 1 - sum(cost[op.kind] for op in sched.orders[0]) / begin, live(sched), spans)
+    return Simulation(begin, 1 - sum(cost[op.kind] for op in sched.orders[0]) / begin, live_activations(sched), spans)
 
 
 @functools.singledispatch
@@ -346,7 +348,7 @@ def rows(sched: Schedule) -> tuple[Rows, Slots]:
         inbox, kept, cotangents = {}, {}, {}
         for op, tick in own.items():
             m, c = op.microbatch, op.chunk
-            needed = source(op, s, S, v)
+            needed = required_op(op, s, S, v)
             if op.kind == "F":
                 if needed:
                     inbox[m, c] = (moment(when[needed], "arrive"), moment(tick, "F"))
@@ -360,7 +362,7 @@ def rows(sched: Schedule) -> tuple[Rows, Slots]:
         )
         for op, tick in own.items():
             m, c = op.microbatch, op.chunk
-            needed, is_last = source(op, s, S, v), s == S - 1 and c == v - 1
+            needed, is_last = required_op(op, s, S, v), s == S - 1 and c == v - 1
             if op.kind == "F":
                 out["forward"][tick, s], out["forward_chunk"][tick, s] = m, c
                 out["keep"][tick, s] = kept_at[m, c]

@@ -17,7 +17,7 @@ from config import AXES, Config, ModelConfig
 from errors import UserError
 from overlap.weights import ready_for_autodiff
 from pipeline import fit, schedules
-from pipeline.ticks import IDLE, last_stages, nothing, scheduled, spread_loss
+from pipeline.ticks import IDLE, keep_last_stage, loss_and_grads_by_schedule, spread_loss, zeros_like_result
 from sharding import (
     BATCH,
     BATCH_SPEC,
@@ -56,7 +56,7 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
     def enter():
         return split(vary(model.enter(w, c, batch, key), AXES))
 
-    x_mbtD = enter() if stages == 1 else jax.lax.cond(stage == 0, enter, lambda: nothing(enter))
+    x_mbtD = enter() if stages == 1 else jax.lax.cond(stage == 0, enter, lambda: zeros_like_result(enter))
 
     def work(m, x_btD):
         batch_bs = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), batch_mbs)
@@ -74,12 +74,12 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
 
     if stages == microbatches == 1:
         return work(0, x_mbtD[0])
-    start = nothing(lambda: work(0, x_mbtD[0]))
+    start = zeros_like_result(lambda: work(0, x_mbtD[0]))
     (_, statistics), y_ibtD = jax.lax.scan(tick, start, jnp.array(row_m))
     return y_ibtD[row_m[:, -1] != IDLE].reshape(-1, *y_ibtD.shape[2:]), statistics
 
 
-def sums(w: model.Transformer, cfg: Config, batch, key):
+def forward_sums(w: model.Transformer, cfg: Config, batch, key):
     """Compute the sums over this device's tokens from which `model.loss` computes the loss."""
     split = fit.split_batch(cfg)
     if schedule(cfg).in_one_piece:
@@ -151,10 +151,10 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     specs = (P(), model.metric_specs(cfg.model))
 
     def in_one_piece(params, batch, step):
-        return model.loss(cfg.at_work, sums(ready_for_autodiff(params, cfg.at_work), cfg, batch, key(step)))
+        return model.loss(cfg.at_work, forward_sums(ready_for_autodiff(params, cfg.at_work), cfg, batch, key(step)))
 
     def in_microbatches(params, batch, step):
-        return scheduled(params, cfg, batch, key(step), sched)
+        return loss_and_grads_by_schedule(params, cfg, batch, key(step), sched)
 
     if not sched.in_one_piece:
         specs = (*specs, sharding.specs(model.declare(cfg.model)))
@@ -173,7 +173,7 @@ def evaluate(cfg: Config, mesh: Mesh):
 
     def local_sums(params, batch, step):
         w = ready_for_autodiff(params, cfg.at_work)
-        totals = sums(w, cfg, batch, None)
+        totals = forward_sums(w, cfg, batch, None)
         return psum(totals.cross_entropy, (*BATCH, CONTEXT, STAGE)), psum(totals.weight, (*BATCH, CONTEXT))
 
     return ordered.jit(on_mesh(cfg, mesh, local_sums, (P(), P())), mesh)
@@ -189,7 +189,7 @@ def logits(cfg: Config, mesh: Mesh):
         w = ready_for_autodiff(params, cfg.at_work)
         x_btD, _ = run_stages(w, cfg.at_work, batch, None, 1)
         x_bsD = model.leave(w, cfg.at_work, x_btD, dim=1)
-        return psum(last_stages(model.logits(w, cfg.at_work, x_bsD)), STAGE)
+        return psum(keep_last_stage(model.logits(w, cfg.at_work, x_bsD)), STAGE)
 
     reads = ("tokens_BT", "positions_BT", "segments_BT")
     by_device = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)

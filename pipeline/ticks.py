@@ -20,17 +20,17 @@ IDLE = schedules.IDLE
 WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
 
 
-def nothing(function, *args):
+def zeros_like_result(function, *args):
     """Return zeros with the shapes and types of function(*args), marked as varying over all mesh axes."""
     return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), AXES), jax.eval_shape(function, *args))
 
 
-def last_stages(x):
+def keep_last_stage(x):
     """Return x on the last stage and zeros on the others, so that a sum over STAGE is the last stage's x."""
     return jnp.where(axis_index(STAGE) == axis_size(STAGE) - 1, x, 0)
 
 
-def padded(x, *, dim):
+def pad_for_stages(x, *, dim):
     """Pad `dim` with zeros at its end, so that it splits over STAGE."""
     widths = [(0, -x.shape[dim] % axis_size(STAGE) if i == dim else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths)
@@ -45,9 +45,9 @@ def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights
 
     def local_tokens(x_bs):  # of all TENSOR neighbors, in the order in which `leave` gathers them
         x_rn = x_bs.reshape(b, tensor, t).swapaxes(0, 1).reshape(tensor, b * t)
-        return own_slice(padded(x_rn, dim=1), STAGE, dim=1).reshape(-1)
+        return own_slice(pad_for_stages(x_rn, dim=1), STAGE, dim=1).reshape(-1)
 
-    x_nD = reduce_scatter(last_stages(padded(x_btD.reshape(b * t, -1), dim=0)), STAGE, dim=0)
+    x_nD = reduce_scatter(keep_last_stage(pad_for_stages(x_btD.reshape(b * t, -1), dim=0)), STAGE, dim=0)
     return model.token_losses(w, c, x_nD, local_tokens(targets_bs), local_tokens(weights_bs))
 
 
@@ -86,16 +86,16 @@ def _exchange(groups, rounds):
     return result
 
 
-def put(tree, index, values):
+def write_at(tree, index, values):
     """Write values at an index of the leading dim; drop them if the index is out of bounds."""
     return jax.tree.map(lambda x, value: x.at[index].set(value, mode="drop"), tree, values)
 
 
-def at(tree, index):
+def read_at(tree, index):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def apart(pull, known):
+def split_residuals(pull, known):
     """Split the residuals in `pull`, from jax.vjp, into arrays to save and those that are in `known` anyway."""
     leaves, tree = jax.tree.flatten(pull)
     places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
@@ -103,7 +103,7 @@ def apart(pull, known):
     return [leaf for leaf, number in zip(leaves, place, strict=True) if number is None], (tree, place)
 
 
-def together(how, kept, known):
+def rebuild_pull(how, kept, known):
     """Rebuild `pull` from the saved residuals and `known`."""
     (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
@@ -133,7 +133,7 @@ class Job(NamedTuple):
 
     w: model.Transformer  # from `held_by_step`; blocks in chunks, [v, l, ..]
     c: ModelConfig
-    pieces: dict  # the batch, split into microbatches, [m, b, s]
+    microbatches: dict  # the batch, split into microbatches, [m, b, s]
     key: Any  # for dropout; None: no dropout
     sched: schedules.Schedule
     d_loss: Any = None  # gradients of the loss by a microbatch's (cross_entropy, auxiliary); None: forward passes only
@@ -141,14 +141,14 @@ class Job(NamedTuple):
     how: Any = None  # the tree structure that rebuilds a backward pass from its residuals
 
 
-def known(job: Job, m, chunk):
+def unsaved_inputs(job: Job, m, chunk):
     """Return the inputs of a forward pass that need not be saved for its backward pass: weights, tokens and key."""
-    return (job.w.prefix, at(job.w.blocks, chunk)), (at(job.pieces, m), job.key)
+    return (job.w.prefix, read_at(job.w.blocks, chunk)), (read_at(job.microbatches, m), job.key)
 
 
 def enter(job: Job, table_VD, m):
     """Embed microbatch m, the input of the first stage, [b, t, D]."""
-    return vary(model.enter(job.w.replace(embedding_VD=table_VD), job.c, at(job.pieces, m), job.key), AXES)
+    return vary(model.enter(job.w.replace(embedding_VD=table_VD), job.c, read_at(job.microbatches, m), job.key), AXES)
 
 
 def forward(job: Job, m, chunk, x_btD):
@@ -156,7 +156,7 @@ def forward(job: Job, m, chunk, x_btD):
 
     Returns ([b, t, D], router statistics), the residuals of its backward pass, and their tree structure.
     """
-    weights, context = known(job, m, chunk)
+    weights, context = unsaved_inputs(job, m, chunk)
 
     def run(weights, x_btD, context):
         here = job.w.replace(prefix=weights[0], blocks=weights[1])
@@ -165,34 +165,34 @@ def forward(job: Job, m, chunk, x_btD):
     if job.d_loss is None:
         return run(weights, x_btD, context), [], None
     out, pull = jax.vjp(run, weights, x_btD, context)
-    residuals, how = apart(pull, (weights, context))
+    residuals, how = split_residuals(pull, (weights, context))
     return out, vary(residuals, AXES), how
 
 
 def backward(job: Job, carry: Carry, m, chunk, kept_at, cotangent_at):
     """Run microbatch m backward through a chunk. Returns gradients of (prefix, blocks) and of the input, [b, t, D]."""
-    pull = together(job.how, at(carry.kept, kept_at), known(job, m, chunk))
-    d_weights, dx_btD, _ = pull((at(carry.cotangents, cotangent_at), at(job.d_router, chunk)))
+    pull = rebuild_pull(job.how, read_at(carry.kept, kept_at), unsaved_inputs(job, m, chunk))
+    d_weights, dx_btD, _ = pull((read_at(carry.cotangents, cotangent_at), read_at(job.d_router, chunk)))
     return d_weights, dx_btD
 
 
-def received(job: Job, carry: Carry, own: schedules.Rows):
+def forward_input(job: Job, carry: Carry, own: schedules.Rows):
     """Return a forward pass's input, [b, t, D]: embedded tokens on the first stage, else what the inbox received."""
     is_first = (axis_index(STAGE) == 0) & (own.forward_chunk == 0)
-    read = lambda: at(carry.inbox, jnp.maximum(own.forward_from, 0))
+    read = lambda: read_at(carry.inbox, jnp.maximum(own.forward_from, 0))
     return jax.lax.cond(is_first, lambda: enter(job, job.w.embedding_VD, own.forward), read)
 
 
-def passed(carry: Carry, own: schedules.Rows, y_btD, router, kept) -> Carry:
+def store_forward(carry: Carry, own: schedules.Rows, y_btD, router, kept) -> Carry:
     """Update the carry after a forward pass, and receive the previous stage's activations."""
     return carry.replace(
-        inbox=put(carry.inbox, own.arrive, shift(y_btD, STAGE)),
-        kept=put(carry.kept, own.keep, kept),
+        inbox=write_at(carry.inbox, own.arrive, shift(y_btD, STAGE)),
+        kept=write_at(carry.kept, own.keep, kept),
         sums=carry.sums.replace(router=add_at(carry.sums.router, jnp.maximum(own.forward_chunk, 0), router)),
     )
 
 
-def entered(job: Job, own: schedules.Rows, grads: model.Transformer, dx_btD):
+def add_embedding_gradient(job: Job, own: schedules.Rows, grads: model.Transformer, dx_btD):
     """Add the gradient of the embedding on the first stage."""
 
     def add_table():
@@ -219,11 +219,11 @@ def forward_slot(job: Job, carry: Carry, own: schedules.Rows):
     """
 
     def work():
-        return forward(job, own.forward, own.forward_chunk, received(job, carry, own))[:2]
+        return forward(job, own.forward, own.forward_chunk, forward_input(job, carry, own))[:2]
 
     with jax.named_scope("forward_slot"):
-        (y_btD, router), kept = jax.lax.cond(own.forward != IDLE, work, lambda: nothing(work))
-    return y_btD, passed(carry, own, y_btD, router, kept)
+        (y_btD, router), kept = jax.lax.cond(own.forward != IDLE, work, lambda: zeros_like_result(work))
+    return y_btD, store_forward(carry, own, y_btD, router, kept)
 
 
 def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
@@ -235,7 +235,7 @@ def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
     names = ("norm_D", "norm_bias_D", table, "bias_V")
 
     def loss(weights, y_btD):
-        batch_bs, w = at(job.pieces, due), job.w.replace(**weights)
+        batch_bs, w = read_at(job.microbatches, due), job.w.replace(**weights)
         return vary(spread_loss(w, job.c, y_btD, batch_bs["targets_BT"], batch_bs["weights_BT"]), WITHOUT_TENSOR)
 
     def work():
@@ -244,12 +244,12 @@ def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
         grads = {name: add(getattr(carry.grads, name), d) for name, d in d_weights.items()}
         return losses, dy_btD, carry.grads.replace(**grads)
 
-    idle = lambda: (no_losses(job.c), nothing(lambda: y_btD), carry.grads)
+    idle = lambda: (zero_losses(job.c), zeros_like_result(lambda: y_btD), carry.grads)
     with jax.named_scope("loss_slot"):
         losses, dy_btD, grads = jax.lax.cond(due != IDLE, work, idle)
     cross_entropy, auxiliary = add((carry.sums.cross_entropy, carry.sums.auxiliary), losses)
     return carry.replace(
-        cotangents=put(carry.cotangents, own.loss_to, dy_btD),
+        cotangents=write_at(carry.cotangents, own.loss_to, dy_btD),
         sums=carry.sums.replace(cross_entropy=cross_entropy, auxiliary=auxiliary),
         grads=grads,
     )
@@ -264,9 +264,9 @@ def backward_slot(job: Job, carry: Carry, own: schedules.Rows):
     def work():
         d_weights, dx_btD = backward(job, carry, own.backward, own.backward_chunk, own.backward_kept, own.backward_from)
         grads = carry.grads if job.sched.splits_backward else add_layers(carry.grads, own.backward_chunk, d_weights)
-        return dx_btD, entered(job, own, grads, dx_btD)
+        return dx_btD, add_embedding_gradient(job, own, grads, dx_btD)
 
-    idle = lambda: (nothing(lambda: at(carry.inbox, 0)), carry.grads)
+    idle = lambda: (zeros_like_result(lambda: read_at(carry.inbox, 0)), carry.grads)
     with jax.named_scope("backward_slot"):
         dx_btD, grads = jax.lax.cond(own.backward != IDLE, work, idle)
     return dx_btD, carry.replace(grads=grads)
@@ -286,7 +286,7 @@ def weight_slot(job: Job, carry: Carry, own: schedules.Rows):
 # The loop over ticks --------------------------------------------------------------------------------------------------
 
 
-def busy(rows: schedules.Rows) -> set[str]:
+def used_slots(rows: schedules.Rows) -> set[str]:
     """Return the slots that at least one stage uses in at least one of these ticks."""
     return {slot for slot in ("forward", "loss", "backward", "weight") if (getattr(rows, slot) != IDLE).any()}
 
@@ -296,7 +296,7 @@ def run_ticks(job: Job, carry: Carry, rows: schedules.Rows) -> Carry:
 
     Sends over STAGE, per tick: one microbatch's activations forward, their gradient back, and the loss's shares.
     """
-    slots = busy(rows)
+    slots = used_slots(rows)
 
     def tick(carry, row):
         own = schedules.Rows(*(x[axis_index(STAGE)] for x in row))
@@ -310,19 +310,19 @@ def run_ticks(job: Job, carry: Carry, rows: schedules.Rows) -> Carry:
             carry = weight_slot(job, carry, own)
         if "backward" in slots:
             arrived_btD = shift(dx_btD, STAGE, by=-1)
-            carry = carry.replace(cotangents=put(carry.cotangents, own.arrive_back, arrived_btD))
+            carry = carry.replace(cotangents=write_at(carry.cotangents, own.arrive_back, arrived_btD))
         return carry, None
 
     return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, rows))[0]
 
 
-def no_losses(c: ModelConfig):
+def zero_losses(c: ModelConfig):
     """Return zeros in the form of `spread_loss`'s result."""
     return vary((jnp.float32(0), {name: jnp.float32(0) for name in model.auxiliary_names(c)}), WITHOUT_TENSOR)
 
 
-def sums_of(c: ModelConfig, weight, router=()) -> model.Sums:
-    cross_entropy, auxiliary = no_losses(c)
+def initial_sums(c: ModelConfig, weight, router=()) -> model.Sums:
+    cross_entropy, auxiliary = zero_losses(c)
     return model.Sums(cross_entropy, weight, auxiliary, router)
 
 
@@ -335,25 +335,25 @@ def trace(job: Job, x_btD):
         hows.append(how)
         return out, residuals
 
-    return *nothing(run, x_btD), hows[-1]
+    return *zeros_like_result(run, x_btD), hows[-1]
 
 
-def begin(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]:
+def initial_carry(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]:
     """Return the job, which now has the residuals' tree structure, and the carry before the first tick, all zeros."""
-    x_btD = nothing(lambda: enter(job, job.w.embedding_VD, 0))
+    x_btD = zeros_like_result(lambda: enter(job, job.w.embedding_VD, 0))
     (_, router), residuals, how = trace(job, x_btD)
     buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
     carry = Carry(
         inbox=buffer(x_btD, slots.inbox),
         kept=buffer(residuals, slots.kept),
         cotangents=buffer(x_btD, slots.cotangents),
-        sums=sums_of(job.c, weight, buffer(router, job.sched.chunks)),
+        sums=initial_sums(job.c, weight, buffer(router, job.sched.chunks)),
         grads=jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), job.w),
     )
     return job._replace(how=how), carry
 
 
-def follow(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None, d_router=None):
+def run_schedule(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None, d_router=None):
     """Run a schedule: in each tick a forward, a loss, a backward and a weight slot, as its rows prescribe.
 
     w       weights from `held_by_step`; blocks in chunks, [v, l, ..]
@@ -364,7 +364,7 @@ def follow(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None
     table, slots = schedules.rows(sched)
     start, rows = 0, lambda start, stop: schedules.Rows(*(x[start:stop] for x in table))
     batch_mbs = jax.tree.map(lambda x: x.reshape(sched.microbatches, -1, *x.shape[1:]), batch)
-    job, carry = begin(Job(w, c, batch_mbs, key, sched, d_loss), jnp.sum(batch["weights_BT"]), slots)
+    job, carry = initial_carry(Job(w, c, batch_mbs, key, sched, d_loss), jnp.sum(batch["weights_BT"]), slots)
     if callable(d_router):
         carry, start = run_ticks(job, carry, rows(0, sched.turn)), sched.turn
         d_router = d_router(carry.sums)
@@ -372,7 +372,7 @@ def follow(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_loss=None
     return carry.sums, carry.grads
 
 
-def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
+def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules.Schedule):
     """Compute loss, metrics and gradients with any schedule. Gradients are summed over microbatches in float32.
 
     The gradient of the balance loss needs the expert loads of the whole batch, known once all forward passes are done.
@@ -391,15 +391,15 @@ def scheduled(params, cfg: Config, batch, key, sched: schedules.Schedule):
         """Differentiate the loss by the router's sums. The gradient by the loads is unused, and may be anything."""
         return chunked(gradient(in_order(sums)).router)
 
-    w, d_sums = hold(params, c), gradient(sums_of(c, jnp.sum(batch["weights_BT"])))
+    w, d_sums = hold(params, c), gradient(initial_sums(c, jnp.sum(batch["weights_BT"])))
     d_loss = d_sums.cross_entropy, d_sums.auxiliary
     if not sched.turns:
         ahead = schedules.forward_only(sched)
         if c.n_experts and c.balance_loss:
-            d_router = d_router(follow(w, c, batch, key, ahead)[0])
+            d_router = d_router(run_schedule(w, c, batch, key, ahead)[0])
         else:
-            d_router = nothing(lambda: follow(w, c, batch, key, ahead)[0].router)
-    sums, d_w = follow(w, c, batch, key, sched, d_loss, d_router)
+            d_router = zeros_like_result(lambda: run_schedule(w, c, batch, key, ahead)[0].router)
+    sums, d_w = run_schedule(w, c, batch, key, sched, d_loss, d_router)
     loss, metrics = model.loss(c, in_order(sums))
     # The backward pass of `hold`, in float32: reduce-scatters the gradients. The forward result is not used.
     exact = dataclasses.replace(c, precision="float32")

@@ -222,7 +222,7 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
     """
     try:
         # The compilation cache is off because a cached program would have no compile time and no warnings.
-        with options.refused(), compile_cache(""), heard() as log:
+        with options.option_errors(), compile_cache(""), heard() as log:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = out_of_memory("\n".join([str(error), *log]), advice)

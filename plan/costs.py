@@ -200,7 +200,7 @@ def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -
 
 def exchange(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     """Return the cost of a collective of a layer."""
-    small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "around" in row.callers
+    small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "ring_all_gather" in row.callers
     if row.axes == (CONTEXT,):
         part = "heads" if row.kind == "all-to-all" else "keys"
     elif EXPERT in row.axes or "k" in row.payload.letters:

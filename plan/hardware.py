@@ -396,7 +396,7 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
         ring, hops, speed = ring or all(closed), max(stride for *_, stride in sides), sum(speeds)
         across = min(s * n / count for s, (*_, count, _) in zip(speeds, sides, strict=True))
         if links.whole_axes(torus, lines) is None:  # the compiler uses one ring through all devices
-            speed = one / float(links.gather(torus, lines, 1.0).max())
+            speed = one / float(links.gather_load(torus, lines, 1.0).max())
         where = " and ".join(_part(*side) + "xyz"[d] for d, side in zip(used, sides, strict=True))
     near = "neighbors adjacent" if hops == 1 else f"neighbors {hops} hops apart"
     note = f"{axis}={n} maps to {where}: {'ring' if ring else 'no ring'}, {near}, {_speed(speed)}"

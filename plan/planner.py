@@ -259,7 +259,7 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
                  "excess_bytes": error.excess_bytes, "error": str(error)}  # fmt: skip
         return same | lacks, None
     counted = step.ledger
-    by_axes = {axes: total.wire_bytes for axes, total in counted.by("axes").items()}
+    by_axes = {axes: total.wire_bytes for axes, total in counted.totals_by("axes").items()}
     seconds = one.seconds(counted.flops, [sent(x) for x in counted.collectives if "?" not in x.axes])
     step_s = seconds and sum(seconds.values())
     return same | {

@@ -349,7 +349,7 @@ def read_once(found: list[LayerRow]) -> list[LayerRow]:
 
 def place(row: Row) -> tuple:
     """Return the key that an operation shares with its recomputation and its gradient."""
-    return row.source, row.axes, row.loop, "around" in row.callers
+    return row.source, row.axes, row.loop, "ring_all_gather" in row.callers
 
 
 def operands(row: Row) -> tuple:

@@ -78,7 +78,7 @@ def pytest_report_header(config):
 def as_on_accelerators(monkeypatch):
     """Compile programs as for accelerators, without the ordering of collectives on simulated devices, which also keeps
     XLA from merging them. Do not run these programs."""
-    monkeypatch.setattr(ordered, "simulated", lambda mesh: False)
+    monkeypatch.setattr(ordered, "is_simulated", lambda mesh: False)
 
 
 def pytest_terminal_summary(terminalreporter):

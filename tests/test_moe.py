@@ -13,7 +13,7 @@ import model
 from config import preset
 from errors import UserError
 from kernels import grouped
-from overlap.weights import gathered
+from overlap.weights import gather_weights
 from tests import helpers
 
 B, T, D, E = 4, 11, 24, 8  # of these tests; the tiny preset is 24 wide and has 8 experts
@@ -41,7 +41,7 @@ def moe(c, x_BTD, real_BT=None, w=None, mesh="data=1"):
     declarations = helpers.moe_declarations(c)
 
     def local(w, x_btD, real_bt):
-        out_btD, statistics = model.moe(gathered(w, c), c, x_btD, real_bt)
+        out_btD, statistics = model.moe(gather_weights(w, c), c, x_btD, real_bt)
         return out_btD, jax.tree.map(lambda x: x[None], statistics)
 
     real_BT = np.ones(x_BTD.shape[:2], np.float32) if real_BT is None else real_BT
@@ -204,7 +204,7 @@ def test_gradients_do_not_need_the_output_of_experts(factor, arrays):
 
     def local(w, x_btD):
         out = lambda w, x_btD: model.moe(w, c, x_btD, jnp.ones(x_btD.shape[:2]))[0]
-        _, pull = jax.vjp(out, gathered(w, c), x_btD)
+        _, pull = jax.vjp(out, gather_weights(w, c), x_btD)
         kept.extend({id(x): x for x in jax.tree.leaves(pull)}.values())
         return x_btD
 

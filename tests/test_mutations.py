@@ -87,7 +87,7 @@ def a_mean_of_the_devices_means(true):
     return loss
 
 
-@mutation("^loss", ticks.last_stages, in_module=ticks, mesh="stage=2")
+@mutation("^loss", ticks.keep_last_stage, in_module=ticks, mesh="stage=2")
 def every_stage_adds_its_activations(true):
     return lambda x: x
 
@@ -120,7 +120,7 @@ def keys_in_the_order_of_devices(true):
     return lambda x, *, dim: x
 
 
-@mutation(ATTENTION, context.merged, in_module=context, mesh="context=2", **{"work.context_attention": "ring"})
+@mutation(ATTENTION, context.merge_softmaxes, in_module=context, mesh="context=2", **{"work.context_attention": "ring"})
 def a_ring_that_forgets_to_rescale(true):
     return lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new)
 
@@ -171,7 +171,7 @@ def neighbours_in_the_other_order(true):
     return lambda x, axis: true(x, axis)[::-1]
 
 
-@mutation(r"^gradient of blocks\.", positions.back, in_module=positions, mesh="tensor=2", **RING)
+@mutation(r"^gradient of blocks\.", positions.ring_reduce_scatter, in_module=positions, mesh="tensor=2", **RING)
 def a_sum_that_misses_a_device(true):
     return lambda partials, axis: true([0 * partials[0], *partials[1:]], axis)
 

@@ -74,7 +74,7 @@ def test_entry_k_is_from_the_device_k_places_further(mesh):
     along = neighbours(mesh)
     n = along.shape[1]
     x, d = whole_numbers(along.size, X, Y), whole_numbers(along.size, n, X, Y, seed=1)
-    both = with_gradient(lambda x: jnp.stack(rings.around(x, TENSOR)))
+    both = with_gradient(lambda x: jnp.stack(rings.ring_all_gather(x, TENSOR)))
     entries, dx = map(np.asarray, on_each(both, mesh)(x, d))
     for group in along:
         for place, device in enumerate(group):
@@ -89,7 +89,7 @@ def test_ring_all_gather_equals_all_gather(mesh):
     n = neighbours(mesh).shape[1]
 
     def compared(x, d):
-        joined = lambda x: rings.joined(rings.around(x, TENSOR), TENSOR, 1)
+        joined = lambda x: rings.concatenate_in_order(rings.ring_all_gather(x, TENSOR), TENSOR, 1)
         whole = lambda x: sharding.all_gather(x, TENSOR, dim=1)
         return [with_gradient(f)(x, d) for f in (joined, whole)]
 
@@ -105,7 +105,7 @@ def test_ring_reduce_scatter_equals_reduce_scatter(mesh):
     n = neighbours(mesh).shape[1]
 
     def compared(partial, d):
-        parts = lambda partial: rings.back(rings.parted(partial, TENSOR, 1), TENSOR)
+        parts = lambda partial: rings.ring_reduce_scatter(rings.split_by_device(partial, TENSOR, 1), TENSOR)
         whole = lambda partial: sharding.reduce_scatter(partial, TENSOR, dim=1)
         return [with_gradient(f)(partial, d) for f in (parts, whole)]
 
@@ -115,15 +115,15 @@ def test_ring_reduce_scatter_equals_reduce_scatter(mesh):
 
 
 @pytest.mark.parametrize("n", AROUND[1:])
-@pytest.mark.parametrize("way", ["around", "back"])
+@pytest.mark.parametrize("way", ["ring_all_gather", "ring_reduce_scatter"])
 def test_a_ring_sends_slices_both_ways(way, n):
     """Catches a whole array sent instead of a slice, one extra transfer, and a link that is used in only one direction,
     also in the backward pass."""
     function, arrived = {
-        "around": (lambda x: jnp.stack(rings.around(x, TENSOR)), (X, Y)),
-        "back": (lambda parts: rings.back([*parts], TENSOR), (n, X, Y)),
+        "ring_all_gather": (lambda x: jnp.stack(rings.ring_all_gather(x, TENSOR)), (X, Y)),
+        "ring_reduce_scatter": (lambda parts: rings.ring_reduce_scatter([*parts], TENSOR), (n, X, Y)),
     }[way]
-    left = (n, X, Y) if way == "around" else (X, Y)
+    left = (n, X, Y) if way == "ring_all_gather" else (X, Y)
     backward = lambda x, d: jax.vjp(function, x)[1](d)[0]
     for found, pairs in (sent(function, f"tensor={n}", arrived), sent(backward, f"tensor={n}", arrived, left)):
         assert found == [("collective-permute", 4 * X * Y)] * (n - 1)
@@ -134,7 +134,7 @@ def test_a_ring_sends_slices_both_ways(way, n):
 def test_no_chunk_waits_for_all_others():
     """Catches a ring in only one direction, in which the last chunk takes n - 1 hops instead of half as many."""
     mesh = sharding.make_mesh("tensor=8")
-    local = lambda x: jnp.stack(rings.around(x, TENSOR))
+    local = lambda x: jnp.stack(rings.ring_all_gather(x, TENSOR))
     traced = jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(None, AXES)))(
         np.zeros((8, 3))
     )
@@ -164,7 +164,7 @@ def test_the_local_chunk_is_computed_while_others_are_in_flight():
     not in reverse order, so that the local one would precede those that must be sent."""
     order, rows = [1, 2, 4, 3], (1, 2, 3, 4)  # part k has k + 1 rows, and part 3 is as near as part 1
     w_XY, parts, gradients = np.ones((X, Y)), [np.ones((n, X)) for n in rows], [np.ones((n, Y)) for n in rows]
-    run = lambda parts: positions.nearest_first(lambda part: part @ w_XY, parts)
+    run = lambda parts: positions.apply_nearest_first(lambda part: part @ w_XY, parts)
     back = lambda parts, d: jax.vjp(run, parts)[1](d)[0]
     for way, traced in ((order, jax.make_jaxpr(run)(parts)), (order[::-1], jax.make_jaxpr(back)(parts, gradients))):
         # Of one number of rows the last product counts: that of the way back.

@@ -111,9 +111,9 @@ class Program:
         if not self.entry:
             raise UserError("this is not HLO text: it has no ENTRY computation; pass compiled.as_text()")
         if unread:
-            raise UserError(f"cannot read this line of HLO: {shortened(unread)}")
+            raise UserError(f"cannot read this line of HLO: {shorten(unread)}")
 
-    def called(self, one: Instruction) -> list[str]:
+    def called_computations(self, one: Instruction) -> list[str]:
         """List every computation that an instruction names: bodies, conditions, branches, fused and applied ones."""
         # Control predecessors are instructions, which may have the name of a computation.
         attributes = re.sub(r"control-predecessors=\{.*?\}", "", one.attributes)
@@ -121,7 +121,7 @@ class Program:
 
     # Loops
 
-    def trips(self, caller: dict, loop: Instruction) -> int:
+    def trip_count(self, caller: dict, loop: Instruction) -> int:
         """Return a loop's trip count, from the compiler's annotation or from its condition `counter < limit`.
 
         Raises: ValueError if neither gives it.
@@ -133,13 +133,13 @@ class Program:
         carry = caller[loop.operands[0]]
         if compare.opcode == "compare" and "direction=LT" in compare.attributes and carry.opcode == "tuple":
             first = lambda x: self.value(caller, carry.operands[x.index]) if isinstance(x, Element) else x
-            start, limit, step = *map(first, values), self.step(body, values[0])
+            start, limit, step = *map(first, values), self.counter_step(body, values[0])
             if all(isinstance(x, int) for x in (start, limit, step)) and step > 0:
                 return max(0, -(-(limit - start) // step))
         raise ValueError(f"cannot know how often loop %{loop.name} runs ({loop.scope or 'no scope'}, "
                          f"{self.source(loop)}): its condition is not counter < constant")  # fmt: skip
 
-    def step(self, body: dict, counter: "Element") -> int | None:
+    def counter_step(self, body: dict, counter: "Element") -> int | None:
         """Return what a loop's body adds to its counter; None if it changes it in another way."""
         if not isinstance(counter, Element) or root(body).opcode != "tuple":
             return None
@@ -190,7 +190,7 @@ class Element:
     index: int
 
 
-def shortened(line: str) -> str:
+def shorten(line: str) -> str:
     return line if len(line) <= 120 else line[:118] + ".."
 
 

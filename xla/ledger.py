@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from errors import UserError
-from xla.hlo import ARRAY, GROUPS, KINDS, Instruction, Program, array_bytes, device_groups, dims, shortened
+from xla.hlo import ARRAY, GROUPS, KINDS, Instruction, Program, array_bytes, device_groups, dims, shorten
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ledger:
     def total(self) -> Total:
         return _total(self.collectives)
 
-    def by(self, field: str) -> dict[str, Total]:
+    def totals_by(self, field: str) -> dict[str, Total]:
         """Sum the collectives by one of their fields, most bytes first; axes are written like 'fsdp*tensor'."""
         groups = collections.defaultdict(list)
         for one in self.collectives:
@@ -121,7 +121,7 @@ class Work(NamedTuple):
         return Work(*(n * x for x in self))
 
 
-def together(works) -> Work:
+def add_work(works) -> Work:
     return Work(*map(sum, zip(Work(), *works, strict=True)))
 
 
@@ -142,17 +142,17 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
              for part in one.contents}  # fmt: skip
     own, found, calls, cost = {}, {}, {}, {}
     for name, computation in program.computations.items():  # a computation comes before its callers
-        own[name] = [product(computation, one) for one in computation.values()]
-        run = [list(called(program, computation, one, cost)) for one in computation.values()]
+        own[name] = [matmul_work(computation, one) for one in computation.values()]
+        run = [list(calls_of(program, computation, one, cost)) for one in computation.values()]
         calls[name] = list(itertools.chain(*run))
         works = [
-            together([work, *(cost[call.computation].times(call.times) for call in within)])
+            add_work([work, *(cost[call.computation].times(call.times) for call in within)])
             for work, within in zip(own[name], run, strict=True)
         ]
         # Collectives inside fusions and async starts count in the computation that runs those.
-        found[name] = [] if name in parts else list(started(program, name, sizes, works))
-        cost[name] = together([*works, Work(wire_bytes=sum(one.wire_bytes for one in found[name]))])
-    times = executions(calls, program.entry, shares or {})
+        found[name] = [] if name in parts else list(collectives_with_overlap(program, name, sizes, works))
+        cost[name] = add_work([*works, Work(wire_bytes=sum(one.wire_bytes for one in found[name]))])
+    times = execution_counts(calls, program.entry, shares or {})
     unknown, moved = collections.Counter(), collections.defaultdict(collections.Counter)
     for name in filter(times.get, program.computations):
         computation = program.computations[name]
@@ -180,10 +180,10 @@ class Call:
     conditional: str = ""  # scope of the conditional that may skip it
 
 
-def called(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
+def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
     """Yield the computations that an instruction runs: the body of a loop, a conditional's most expensive branch."""
     if one.opcode == "while":
-        times = program.trips(computation, one)
+        times = program.trip_count(computation, one)
         yield Call(one.attribute("body="), times)
         yield Call(one.attribute("condition="), times)
     elif one.opcode == "conditional":
@@ -196,7 +196,7 @@ def called(program: Program, computation: dict, one: Instruction, cost: dict[str
         yield from map(Call, one.contents)
 
 
-def executions(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share]) -> dict[str, float]:
+def execution_counts(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share]) -> dict[str, float]:
     """Count how often a step runs each computation. In `calls` callers come after their callees, the entry last."""
     times, spent, unused = collections.Counter({entry: 1}), collections.defaultdict(set), set(shares)
     for name in reversed(calls):
@@ -217,7 +217,7 @@ def executions(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share
 KERNEL = re.compile("tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass|gemm|matmul|onednn", re.IGNORECASE)  # targets
 
 
-def product(computation: dict, one: Instruction) -> Work:
+def matmul_work(computation: dict, one: Instruction) -> Work:
     """Count the FLOPs of a dot, a convolution or a kernel, which is a custom call whose target matches KERNEL."""
     if one.opcode == "dot":
         return dot_work(computation, one, one.attribute("lhs_contracting_dims=", r"\{(.*?)\}"))
@@ -254,13 +254,13 @@ def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
             int(columns(name, "1")[i]) for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
         )
         low = int(columns("pad", "0_0")[i].split("_")[0])
-        pairs *= meetings(lhs[inputs.index(label)], out[output.index(label)], size, stride, low, hole, dilation)
+        pairs *= count_pairs(lhs[inputs.index(label)], out[output.index(label)], size, stride, low, hole, dilation)
     features = out[output.index("b")] * out[output.index("f")] * rhs[kernel.index("i")]
     return 2 * features * pairs
 
 
 @functools.cache
-def meetings(inputs: int, outputs: int, size: int, stride: int, low: int, hole: int, dilation: int) -> int:
+def count_pairs(inputs: int, outputs: int, size: int, stride: int, low: int, hole: int, dilation: int) -> int:
     """Count pairs of an output and a weight, along one spatial dim, that read an input rather than padding."""
     at = np.arange(outputs)[:, None] * stride + np.arange(size)[None] * dilation - low
     return int(np.sum((at % hole == 0) & (at >= 0) & (at < inputs * hole)))
@@ -331,23 +331,23 @@ def refuse_unknown(program: Program) -> None:
         for one in computation.values():
             base = re.sub("-(start|update|done)$", "", one.opcode)
             thread = one.attribute("async_execution_thread=", r'"(.*?)"') if "thread=" in one.attributes else ""
-            named = program.called(one) if "%" in one.attributes else []
+            named = program.called_computations(one) if "%" in one.attributes else []
             inside = next((called for called in named if called in exchanging), "")
             runs = one.opcode in STARTS | CALLERS
             if base not in KNOWN:
-                raise unknown(program, one, f"opcode {one.opcode}")
+                raise unknown_error(program, one, f"opcode {one.opcode}")
             if thread not in THREADS:
-                raise unknown(program, one, f"execution thread {thread!r}")
+                raise unknown_error(program, one, f"execution thread {thread!r}")
             if runs and not named:
-                raise unknown(program, one, "a computation that the text does not have")
+                raise unknown_error(program, one, "a computation that the text does not have")
             if inside and not runs and not one.opcode.endswith(("-update", "-done")):
-                raise unknown(program, one, f"how {one.opcode} runs %{inside}, which holds collectives,")
+                raise unknown_error(program, one, f"how {one.opcode} runs %{inside}, which holds collectives,")
             if inside or one.is_collective:
                 exchanging.add(name)
 
 
-def unknown(program: Program, one: Instruction, what: str) -> UserError:
-    line = shortened(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
+def unknown_error(program: Program, one: Instruction, what: str) -> UserError:
+    line = shorten(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
     return UserError(f"the ledger does not know {what} and would count its bytes as 0: {line} "
                      f"({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
 
@@ -355,14 +355,14 @@ def unknown(program: Program, one: Instruction, what: str) -> UserError:
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
-def held(program: Program, name: str, one: Instruction):
+def collectives_in(program: Program, name: str, one: Instruction):
     """Yield (computation, collective) for each collective that an instruction of `name` is, fuses or starts."""
     if one.is_collective:
         yield name, one
     elif one.opcode in STARTS:
         for part in one.contents:
             for inner in program.computations[part].values():
-                yield from held(program, part, inner)
+                yield from collectives_in(program, part, inner)
 
 
 def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, list[int]]]:
@@ -373,7 +373,7 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
     """
     begun, found = collections.defaultdict(list), {}
     for place, one in enumerate(program.computations[name].values()):
-        for where, inner in held(program, name, one):
+        for where, inner in collectives_in(program, name, one):
             copied = '"async_collective_fusion_config"' in inner.attributes
             key = inner.attribute("channel_id=", r"(\d+)") if copied else (where, inner.name)
             begun[one.name].append(key)
@@ -386,10 +386,10 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
     return list(found.values())
 
 
-def started(program: Program, name: str, sizes: tuple, works: list[Work]):
+def collectives_with_overlap(program: Program, name: str, sizes: tuple, works: list[Work]):
     """Yield the collectives of a computation, with the matmuls they overlap; `works` is the work of each line."""
     for where, inner, two_parts, places in spans(program, name):
-        beside = together(works[places[0] : places[-1] + 1])
+        beside = add_work(works[places[0] : places[-1] + 1])
         if found := collective(program, where, inner, sizes):
             hidden = bool(beside.flops or beside.unknown)
             yield replace(found, asynchronous=two_parts or hidden, hidden=hidden, beside_flops=beside.flops)
@@ -439,7 +439,7 @@ def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[t
 # The order of collectives ---------------------------------------------------------------------------------------------
 
 
-def unordered(text: str) -> list[str]:
+def unordered_pairs(text: str) -> list[str]:
     """List pairs of collectives in one computation that nothing orders, if at least one of them is nested in a loop, a
     branch, a call or a fusion of that computation.
 
@@ -453,7 +453,7 @@ def unordered(text: str) -> list[str]:
     for name, computation in program.computations.items():  # a computation comes before its callers
         found = {}  # instruction -> the collective that it is, or the first that it contains
         for one in computation.values():
-            held = (within[called] for called in program.called(one) if within.get(called))
+            held = (within[called] for called in program.called_computations(one) if within.get(called))
             if collective := one if waits(one) else next(held, None):
                 found[one.name] = collective
         within[name] = next(iter(found.values()), None)

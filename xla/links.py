@@ -64,7 +64,7 @@ def whole_axes(torus: Torus, groups: np.ndarray) -> list[int] | None:
     return used if used and (places == whole).all() and np.ptp(groups[:, :, used], axis=1).all() else None
 
 
-def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | None = None) -> np.ndarray:
+def gather_load(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | None = None) -> np.ndarray:
     """Return the load of an all-gather, reduce-scatter or all-reduce: each device sends wire_bytes to its group.
 
     groups  coordinates [group, device, axis]
@@ -73,7 +73,7 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
     axes = None if ring else whole_axes(torus, groups)
     if axes is None:
         used = [d for d in range(len(torus.shape)) if np.ptp(groups[:, :, d], axis=1).any()]
-        rings = (_around(torus, groups, order, wire_bytes / 2) for order in itertools.permutations(used))
+        rings = (_ring_load(torus, groups, order, wire_bytes / 2) for order in itertools.permutations(used))
         return min(rings, key=np.max)
     load = np.zeros((len(torus.shape), 2, *torus.shape))
     ways = {d: 2 if torus.wraps[d] else 1 for d in axes}
@@ -83,14 +83,14 @@ def gather(torus: Torus, groups: np.ndarray, wire_bytes: float, ring: bool | Non
     return load
 
 
-def _around(torus: Torus, groups: np.ndarray, order: tuple[int, ...], size: float) -> np.ndarray:
+def _ring_load(torus: Torus, groups: np.ndarray, order: tuple[int, ...], size: float) -> np.ndarray:
     """Return the load of messages of this size to both neighbors in rings that snake along the order's last axis."""
-    ring = np.take_along_axis(groups, _to_and_fro(groups[:, :, order])[:, :, None], axis=1)
+    ring = np.take_along_axis(groups, _snake_order(groups[:, :, order])[:, :, None], axis=1)
     after = np.roll(ring, -1, axis=1)
     return torus.loads(ring, after, size) + torus.loads(after, ring, size, up=False)
 
 
-def _to_and_fro(groups: np.ndarray) -> np.ndarray:
+def _snake_order(groups: np.ndarray) -> np.ndarray:
     """Order each group's places, [group, device, axis], line by line, every other line reversed.
 
     Interleaved rings start at different corners, one bit of the ring's number per axis, so that they cross lines at
@@ -110,19 +110,19 @@ def _to_and_fro(groups: np.ndarray) -> np.ndarray:
     return np.lexsort(ranks, axis=-1)
 
 
-def permute(torus: Torus, start: np.ndarray, end: np.ndarray, payload_bytes: float) -> np.ndarray:
+def permute_load(torus: Torus, start: np.ndarray, end: np.ndarray, payload_bytes: float) -> np.ndarray:
     """Return the load of messages from start to end, coordinates [message, axis], of payload_bytes each."""
     return torus.loads(start, end, payload_bytes)
 
 
-def all_to_all(torus: Torus, groups: np.ndarray, payload_bytes: float) -> np.ndarray:
+def all_to_all_load(torus: Torus, groups: np.ndarray, payload_bytes: float) -> np.ndarray:
     """Return the load of an exchange in which each of n devices sends 1/n of payload_bytes to each in its group."""
     n = groups.shape[1]
     start, end = np.broadcast_arrays(groups[:, :, None], groups[:, None])
     return torus.loads(start, end, payload_bytes / n)
 
 
-def shares(loads: list[np.ndarray], bytes_per_s: float) -> list[float]:
+def share_bandwidth(loads: list[np.ndarray], bytes_per_s: float) -> list[float]:
     """Return the fraction of each concurrent collective done per second; each link divides its bandwidth equally.
 
     A collective limited by another link leaves its rest to the others (max-min fairness). Infinite if it uses no link.

@@ -20,7 +20,7 @@ class Memory:
         self.program = program
         self.inside = functools.cache(self._inside)
 
-    def moved(self, computation: dict, one: Instruction) -> int:
+    def bytes_moved(self, computation: dict, one: Instruction) -> int:
         """Count the bytes that one execution reads and writes. If it has two parts, the start counts all."""
         if one.opcode in NAMES | CALLERS or one.opcode.endswith(("-done", "-update")):
             return 0
@@ -29,15 +29,17 @@ class Memory:
         types = [computation[name].type for name in one.operands]
         if one.opcode == "fusion":
             read, written = self.inside(one.contents[0])
-            sizes = [_share(text, part) for text, part in zip(types, read, strict=True)]
-            return sum(sizes) + _share(one.type, written)
+            sizes = [_touched_bytes(text, part) for text, part in zip(types, read, strict=True)]
+            return sum(sizes) + _touched_bytes(one.type, written)
         if one.opcode in ("slice-start", "dynamic-slice-start", "copy-start"):
             arrays = ARRAY.findall(one.type)
             moved = min(array_bytes(x) for x in arrays[:2])
             ends = [main_memory_bytes(text) > 0 for text in (types[0], _element(one.type, 1))]
             return moved * sum(ends)
-        read, written = _plain(one, types)
-        return sum(_share(text, part) for text, part in zip(types, read, strict=True)) + _share(one.type, written)
+        read, written = _plain_bytes(one, types)
+        return sum(_touched_bytes(text, part) for text, part in zip(types, read, strict=True)) + _touched_bytes(
+            one.type, written
+        )
 
     def _inside(self, name: str) -> tuple[tuple[int | None, ...], int | None]:
         """Return the bytes a fused computation reads of each parameter, and the bytes written; None: all."""
@@ -67,7 +69,7 @@ class Memory:
             return None if reader.root else self._read(computation, readers, reader)
         if reader.opcode == "fusion":
             return self.inside(reader.contents[0])[0][place]
-        return _plain(reader, [computation[name].type for name in reader.operands])[0][place]
+        return _plain_bytes(reader, [computation[name].type for name in reader.operands])[0][place]
 
     def _written(self, computation, one: Instruction) -> int | None:
         if one.opcode in PASSED_ON and one.operands:
@@ -79,10 +81,10 @@ class Memory:
             return sum(main_memory_bytes(text) if part is None else part for part, text in parts)
         if one.opcode == "fusion":
             return self.inside(one.contents[0])[1]
-        return _plain(one, [computation[name].type for name in one.operands])[1]
+        return _plain_bytes(one, [computation[name].type for name in one.operands])[1]
 
 
-def _plain(one: Instruction, types: list[str]) -> tuple[list[int | None], int | None]:
+def _plain_bytes(one: Instruction, types: list[str]) -> tuple[list[int | None], int | None]:
     """Return the bytes one instruction reads of each operand, and the bytes it writes; None: all."""
     size = lambda text: sum(map(array_bytes, ARRAY.findall(text)))
     rest = [None] * (len(types) - 1)
@@ -101,7 +103,7 @@ def _element(type_text: str, number: int) -> str:
     return arrays[number] if number < len(arrays) else ""
 
 
-def _share(type_text: str, part: int | None) -> int:
+def _touched_bytes(type_text: str, part: int | None) -> int:
     """Return the bytes of a type's arrays in main memory, or of the part that is read or written."""
     whole = main_memory_bytes(type_text)
     return whole if part is None else min(part, whole)

@@ -42,7 +42,7 @@ SPARSECORE = {
 BY_KIND = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSECORE)
 
 
-def of(mesh: Mesh, asked: str = "") -> dict[str, str]:
+def compiler_options(mesh: Mesh, asked: str = "") -> dict[str, str]:
     """Return the compiler options for a mesh's platform and chip, changed by the user's text `asked`.
 
     Raises: UserError if the text is not NAME=VALUE,..
@@ -67,7 +67,7 @@ def parse(text: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def refused():
+def option_errors():
     """Around a compile: raise UserError if the compiler does not know an option, or cannot read its value."""
     try:
         yield

@@ -31,7 +31,7 @@ COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
                "all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")  # fmt: skip
 
 
-def simulated(mesh: Mesh) -> bool:
+def is_simulated(mesh: Mesh) -> bool:
     """Return whether the mesh has several devices that are threads of this process. An AbstractMesh has none."""
     return isinstance(mesh, Mesh) and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
@@ -42,7 +42,7 @@ def jit(function, mesh: Mesh, **options):
     Inside another traced function it just calls `function`, because the outermost `jit` orders everything.
     Raises: see `compile`, on the first call.
     """
-    return InOrder(function, mesh, options) if simulated(mesh) else jax.jit(function, **options)
+    return InOrder(function, mesh, options) if is_simulated(mesh) else jax.jit(function, **options)
 
 
 class InOrder:
@@ -50,7 +50,7 @@ class InOrder:
 
     def __init__(self, function, mesh: Mesh, options: dict):
         self.function, self.mesh, self.programs = function, mesh, {}
-        self.lower = jax.jit(in_order(function, mesh), **options).lower
+        self.lower = jax.jit(order_collectives(function, mesh), **options).lower
 
     def __call__(self, *args):
         leaves, tree = jax.tree.flatten(args)
@@ -69,13 +69,13 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
 
     Raises: UserError that names the first pair of unordered collectives.
     """
-    if not simulated(mesh):
-        with options.refused():
+    if not is_simulated(mesh):
+        with options.option_errors():
             return lowered.compile()
     # An ordered program may come from the compile cache, which loses only the order of its text.
-    with options.refused(), compile_cache(jax.config.jax_compilation_cache_dir or ""):
+    with options.option_errors(), compile_cache(jax.config.jax_compilation_cache_dir or ""):
         program = lowered.compile()
-    if pairs := ledger.unordered(program.as_text()):
+    if pairs := ledger.unordered_pairs(program.as_text()):
         raise UserError(
             f"{mesh.size} simulated devices could deadlock or compute wrong results: nothing orders {pairs[0]}, nor "
             f"{len(pairs) - 1} more pairs of collectives; compile with ordered.jit")  # fmt: skip
@@ -119,7 +119,7 @@ mlir.register_lowering(token_p, mlir.lower_fun(_token, multiple_results=False))
 # Rewriting the program ------------------------------------------------------------------------------------------------
 
 
-def in_order(function, mesh: Mesh):
+def order_collectives(function, mesh: Mesh):
     """Return the same function, with its collectives ordered as they were traced."""
 
     @functools.wraps(function)
@@ -130,8 +130,8 @@ def in_order(function, mesh: Mesh):
         holders = collect_holders(jaxpr, mesh, set())
         if not holders:
             return function(*args)
-        one_each = token_alone(mesh).invars[0].aval  # a token for each device
-        program = jex.ClosedJaxpr(with_token(jaxpr, one_each, mesh, holders), traced.consts)
+        one_each = token_only_shard_map(mesh).invars[0].aval  # a token for each device
+        program = jex.ClosedJaxpr(add_token(jaxpr, one_each, mesh, holders), traced.consts)
         _, *out = jex.jaxpr_as_fun(program)(jnp.zeros(one_each.shape, bool), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -150,7 +150,7 @@ def without_dead_code(jaxpr):
 
 
 @functools.cache
-def token_alone(mesh: Mesh):
+def token_only_shard_map(mesh: Mesh):
     """Return the equation of a `shard_map` that passes a token through; its specs are added to other shard_maps."""
     spec = P(mesh.axis_names)
     alone = jax.shard_map(lambda token: token, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -176,7 +176,7 @@ def is_collective(equation, mesh: Mesh) -> bool:
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes)) > 1
 
 
-def with_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
+def add_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
     """Order a jaxpr. The token becomes an additional input at index `at`, and an additional first output.
 
     tie_results  make all outputs wait for all collectives
@@ -184,9 +184,9 @@ def with_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
     writer = Writer(jex.Var(aval), mesh, holders)
     results = writer.write(jaxpr, {x: x for x in (*jaxpr.constvars, *jaxpr.invars)})
     if tie_results:
-        results = [writer.tied(x) for x in results]
+        results = [writer.after_collectives(x) for x in results]
     return jaxpr.replace(
-        invars=[*jaxpr.invars[:at], writer.first, *jaxpr.invars[at:]], outvars=[writer.settled(), *results],
+        invars=[*jaxpr.invars[:at], writer.first, *jaxpr.invars[at:]], outvars=[writer.current_token(), *results],
         eqns=writer.equations, debug_info=jaxpr.debug_info.with_unknown_names())  # fmt: skip
 
 
@@ -210,12 +210,12 @@ class Writer:
     def step(self, equation, inputs) -> list:
         """Add one equation, or its replacement."""
         name, params = equation.primitive.name, equation.params
-        inside = lambda jaxpr, **how: with_token(jaxpr, self.token.aval, self.mesh, self.holders, **how)
+        inside = lambda jaxpr, **how: add_token(jaxpr, self.token.aval, self.mesh, self.holders, **how)
         closed = lambda one, **how: jex.ClosedJaxpr(inside(one.jaxpr, **how), one.consts)
         if id(equation) not in self.holders:
             return self.add(equation, inputs)
         if name in COLLECTIVES:
-            results = self.add(equation, [self.tied(x) for x in inputs])
+            results = self.add(equation, [self.after_collectives(x) for x in inputs])
             self.arrived, self.later = results, set(results[:1]) if len(results) == 1 else set()
             return results
         if name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):  # inline the called jaxpr
@@ -224,24 +224,24 @@ class Writer:
             names = (*one.jaxpr.constvars, *one.jaxpr.invars)
             return self.write(one.jaxpr, dict(zip(names, (*consts, *inputs), strict=True)))
         if name == "shard_map":
-            alone = token_alone(self.mesh).params
+            alone = token_only_shard_map(self.mesh).params
             aval = alone["jaxpr"].invars[0].aval
-            body = with_token(params["jaxpr"], aval, self.mesh, self.holders, tie_results=True)
+            body = add_token(params["jaxpr"], aval, self.mesh, self.holders, tie_results=True)
             specs = {key: (*alone[key], *params[key]) for key in ("in_specs", "out_specs")}
-            return self.hand_on(equation, inputs, jaxpr=body, **specs)
+            return self.add_with_token(equation, inputs, jaxpr=body, **specs)
         if name in ("remat2", "checkpoint"):
-            return self.hand_on(equation, inputs, jaxpr=inside(params["jaxpr"]))
+            return self.add_with_token(equation, inputs, jaxpr=inside(params["jaxpr"]))
         if name == "cond":
-            return self.hand_on(equation, inputs, 1, branches=tuple(closed(one) for one in params["branches"]))
+            return self.add_with_token(equation, inputs, 1, branches=tuple(closed(one) for one in params["branches"]))
         if name == "scan":
             at = params["num_consts"]
             body = closed(params["jaxpr"], at=at)
-            return self.hand_on(equation, inputs, at, jaxpr=body, num_carry=params["num_carry"] + 1)
+            return self.add_with_token(equation, inputs, at, jaxpr=body, num_carry=params["num_carry"] + 1)
         raise NotImplementedError(f"collectives in {name}: xla/ordered.py cannot order them on simulated devices")
 
-    def hand_on(self, equation, inputs, at=0, **params) -> list:
+    def add_with_token(self, equation, inputs, at=0, **params) -> list:
         """Add an equation that takes the token as its input at index `at`, and returns it as its first result."""
-        inputs = [*inputs[:at], self.settled(), *inputs[at:]]
+        inputs = [*inputs[:at], self.current_token(), *inputs[at:]]
         self.token, *results = self.add(equation, inputs, [self.token.aval], **params)
         self.later = {self.token}
         return results
@@ -254,22 +254,22 @@ class Writer:
             self.later.update(results)
         return results
 
-    def own(self, primitive, *inputs):
+    def add_primitive(self, primitive, *inputs):
         """Add an equation with a primitive of this file; its source is the last equation's."""
         result = jex.Var(inputs[0].aval)
         new = jex.new_jaxpr_eqn(list(inputs), [result], primitive, {}, set(), self.last.source_info, self.last.ctx)
         self.equations.append(new)
         return result
 
-    def tied(self, x):
+    def after_collectives(self, x):
         """Return x as a value that is available only after the last collective."""
         is_later = isinstance(x, jex.Var) and x in self.later
         is_key = jax.dtypes.issubdtype(x.aval.dtype, jax.dtypes.extended)  # a dropout key: no collective sends it
-        return x if is_later or is_key else self.own(after_p, x, self.settled())
+        return x if is_later or is_key else self.add_primitive(after_p, x, self.current_token())
 
-    def settled(self):
+    def current_token(self):
         """Return a token that depends on all collectives so far."""
         if self.arrived:
-            self.token, self.arrived = self.own(token_p, self.token, *self.arrived), []
+            self.token, self.arrived = self.add_primitive(token_p, self.token, *self.arrived), []
             self.later.add(self.token)
         return self.token

@@ -60,7 +60,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Played:
+class Timeline:
     """One execution of a computation."""
 
     seconds: float = 0.0  # including called computations
@@ -74,7 +74,7 @@ class Replay:
 
     seconds: float
     causes: dict[str, float]  # products (matmuls), other ops, copies, and waits by collectives' axes: "fsdp*tensor"
-    played: dict[str, Played]  # by computation
+    played: dict[str, Timeline]  # by computation
     times: dict[str, float]  # how often a step runs each computation
 
     def longest(self, count: int = 2) -> list[str]:
@@ -98,9 +98,9 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
         raise ValueError("this program has no schedule; pass the text of a compiled program, compiled.as_text()")
     if (devices := math.prod(n for _, n in sizes)) != len(machine.places):
         raise ValueError(f"mesh {dict(sizes)} has {devices} devices, but the machine has {len(machine.places)} places")
-    player = Player(Program(text), sizes, machine, at_peak)
-    calls = {name: player.play(name) for name in player.program.computations}  # each comes before its callers
-    times = ledger.executions(calls, player.program.entry, shares or {})
+    player = Simulator(Program(text), sizes, machine, at_peak)
+    calls = {name: player.simulate(name) for name in player.program.computations}  # each comes before its callers
+    times = ledger.execution_counts(calls, player.program.entry, shares or {})
     causes = collections.Counter()
     for name, played in player.played.items():
         for cause, seconds in played.own.items():
@@ -109,7 +109,7 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
     return Replay(sum(causes.values()), dict(causes.most_common()), player.played, dict(times))
 
 
-class Player:
+class Simulator:
     """Simulates the computations of a program, each once."""
 
     def __init__(self, program: Program, sizes: tuple, machine: Machine, at_peak: bool):
@@ -118,11 +118,11 @@ class Player:
         self.parts = {part for c in program.computations.values() for one in c.values() for part in one.contents}
         self.work = functools.cache(self._work)
 
-    def play(self, name: str) -> list[ledger.Call]:
+    def simulate(self, name: str) -> list[ledger.Call]:
         """Simulate one computation, and return its calls. A fused computation takes its time in the fusion instead."""
         computation, calls = self.program.computations[name], []
         if name in self.parts:
-            self.played[name] = Played()
+            self.played[name] = Timeline()
             return calls
         begins, ends = collections.defaultdict(list), collections.defaultdict(list)
         for where, inner, _, places in ledger.spans(self.program, name):
@@ -133,17 +133,17 @@ class Player:
         for place, one in enumerate(computation.values()):
             for flight in begins[place]:
                 clock.begin(flight)
-            within = [call for call in ledger.called(self.program, computation, one, self.seconds) if call.times]
+            within = [call for call in ledger.calls_of(self.program, computation, one, self.seconds) if call.times]
             calls += within
             nested = [call for call in within if call.computation not in self.parts]
             if nested:
                 clock.skip(sum(call.times * self.seconds[call.computation] for call in nested))
             elif one.opcode in COPYING:
-                clock.copy(one.name, self.memory.moved(computation, one) / self.machine.hbm_bytes_per_s)
+                clock.copy(one.name, self.memory.bytes_moved(computation, one) / self.machine.hbm_bytes_per_s)
             elif one.opcode.endswith("-done") and one.operands[0] in clock.copies:
                 clock.wait_copy(one.operands[0])
             elif not begins[place] or one.opcode == "fusion":
-                cause, seconds = self.time(computation, one)
+                cause, seconds = self.instruction_time(computation, one)
                 clock.run(cause, seconds, one)
             for flight in ends[place]:
                 clock.wait(flight)
@@ -154,31 +154,31 @@ class Player:
     def seconds(self) -> "Seconds":
         return Seconds(self.played)
 
-    def time(self, computation: dict, one: Instruction) -> tuple[str, float]:
+    def instruction_time(self, computation: dict, one: Instruction) -> tuple[str, float]:
         """Return the cause and the seconds of one execution of an instruction on the core."""
         machine = self.machine
         if one.is_collective or one.opcode.endswith(("-start", "-done", "-update")):
             return OTHERS, 0.0
-        moving = self.memory.moved(computation, one) / machine.hbm_bytes_per_s
-        own = ledger.product(computation, one)
-        work = ledger.together([own, *map(self.work, one.contents)])
+        moving = self.memory.bytes_moved(computation, one) / machine.hbm_bytes_per_s
+        own = ledger.matmul_work(computation, one)
+        work = ledger.add_work([own, *map(self.work, one.contents)])
         if not work.flops and not work.unknown:
-            return OTHERS, 0.0 if self.exchanges(one) else moving
+            return OTHERS, 0.0 if self.is_fused_collective(one) else moving
         computing = work.flops / machine.peak_flops_per_s
         cycles = one.attribute('"estimated_cycles":', r'"(\d+)"')
         if self.at_peak and not own.unknown:
             return PRODUCTS, computing
         return PRODUCTS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
 
-    def exchanges(self, one: Instruction) -> bool:
+    def is_fused_collective(self, one: Instruction) -> bool:
         """Return whether a fusion contains a collective, whose time is that of its links."""
         return any(inner.is_collective for part in one.contents for inner in self.program.computations[part].values())
 
     def _work(self, name: str) -> ledger.Work:
         computation = self.program.computations[name]
-        return ledger.together(
+        return ledger.add_work(
             work for one in computation.values()
-            for work in (ledger.product(computation, one), *map(self.work, one.contents))
+            for work in (ledger.matmul_work(computation, one), *map(self.work, one.contents))
         )  # fmt: skip
 
     # Collectives
@@ -206,20 +206,20 @@ class Player:
         if kind == "collective-permute":
             groups = groups[groups[:, 0] != groups[:, 1]]
             start, end = places[groups[:, 0]], places[groups[:, 1]]
-            return links.permute(torus, start, end, payload_bytes), int(torus.distance(start, end).max(initial=0))
+            return links.permute_load(torus, start, end, payload_bytes), int(torus.distance(start, end).max(initial=0))
         at = places[groups]
         if kind == "all-to-all":
-            load = links.all_to_all(torus, at, payload_bytes)
+            load = links.all_to_all_load(torus, at, payload_bytes)
             return load, int(torus.distance(at[:, :1], at).max())
         axes = None if ring else links.whole_axes(torus, at)
         hops = groups.shape[1] // 2 if axes is None else sum(torus.shape[d] // (1 + torus.wraps[d]) for d in axes)
-        return links.gather(torus, at, wire_bytes, ring), hops * (2 if kind == "all-reduce" else 1)
+        return links.gather_load(torus, at, wire_bytes, ring), hops * (2 if kind == "all-reduce" else 1)
 
     def speeds(self, flights: list["Flight"]) -> list[float]:
         """Return the fraction of each collective in flight that is done per second."""
         key = tuple(flight.key for flight in flights)
         if key not in self.rates:
-            self.rates[key] = links.shares([flight.load for flight in flights], self.machine.link_bytes_per_s)
+            self.rates[key] = links.share_bandwidth([flight.load for flight in flights], self.machine.link_bytes_per_s)
         return self.rates[key]
 
 
@@ -229,7 +229,7 @@ COPYING = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-s
 class Seconds:
     """Maps computations to their seconds, including called ones; the ledger picks a conditional's branch by them."""
 
-    def __init__(self, played: dict[str, Played]):
+    def __init__(self, played: dict[str, Timeline]):
         self.played = played
 
     def __getitem__(self, name: str) -> float:
@@ -247,15 +247,15 @@ class Flight:
     key: tuple  # identifies its load
     load: np.ndarray
     latency_s: float
-    begun: float = 0.0
-    left: float = 1.0
+    start: float = 0.0
+    remaining: float = 1.0
     done_at: float | None = None
 
 
 class Clock:
     """The time within one computation, and the transfers in flight."""
 
-    def __init__(self, player: Player):
+    def __init__(self, player: Simulator):
         self.player, self.now, self.skipped = player, 0.0, 0.0
         self.flying: list[Flight] = []
         self.copies, self.copied_at = {}, 0.0
@@ -263,29 +263,30 @@ class Clock:
 
     def advance(self, until: float, stop: Flight | None = None) -> None:
         """Advance the transfers in flight to a time or, with `stop`, until that collective has arrived."""
-        while self.flying and (self.now < until if stop is None else stop.left > 0):
+        while self.flying and (self.now < until if stop is None else stop.remaining > 0):
             speeds = self.player.speeds(self.flying)
             ends = [
-                flight.left / speed if speed else math.inf for flight, speed in zip(self.flying, speeds, strict=True)
+                flight.remaining / speed if speed else math.inf
+                for flight, speed in zip(self.flying, speeds, strict=True)
             ]
             step = min(ends) if stop is not None else min(min(ends), until - self.now)
             for flight, speed, end in zip(self.flying, speeds, ends, strict=True):
-                flight.left = 0.0 if end <= step * (1 + 1e-9) else flight.left - speed * step
+                flight.remaining = 0.0 if end <= step * (1 + 1e-9) else flight.remaining - speed * step
             self.now += step
-            for flight in [flight for flight in self.flying if not flight.left]:
+            for flight in [flight for flight in self.flying if not flight.remaining]:
                 self.flying.remove(flight)
-                self.arrived(flight)
+                self.record_arrival(flight)
         if stop is None:
             self.now = max(self.now, until)
 
-    def arrived(self, flight: Flight) -> None:
+    def record_arrival(self, flight: Flight) -> None:
         flight.done_at = self.now + flight.latency_s
         one = flight.collective
-        self.events.append(Event(float(flight.begun), float(flight.done_at), flight.lane, one.kind,
+        self.events.append(Event(float(flight.start), float(flight.done_at), flight.lane, one.kind,
                                  one.scope, one.source, one.wire_bytes))  # fmt: skip
 
     def begin(self, flight: Flight) -> None:
-        flight.begun = self.now
+        flight.start = self.now
         self.flying.append(flight)
 
     def wait(self, flight: Flight) -> None:
@@ -293,15 +294,15 @@ class Clock:
         self.advance(math.inf, flight)
         self.advance(max(self.now, flight.done_at))
         one = flight.collective
-        self.note(flight.lane, begin, "waiting for " + flight.lane, one.scope, one.source, one.wire_bytes)
+        self.record(flight.lane, begin, "waiting for " + flight.lane, one.scope, one.source, one.wire_bytes)
 
     def run(self, cause: str, seconds: float, one: Instruction) -> None:
         begin = self.now
         self.advance(begin + seconds)
         if self.now > begin:
-            self.note(cause, begin, cause, one.scope, self.player.program.source(one))
+            self.record(cause, begin, cause, one.scope, self.player.program.source(one))
 
-    def note(self, cause: str, begin: float, what: str, *which) -> None:
+    def record(self, cause: str, begin: float, what: str, *which) -> None:
         if self.now > begin:
             self.own[cause] += float(self.now - begin)
             self.events.append(Event(float(begin), float(self.now), "core", what, *which))
@@ -318,7 +319,7 @@ class Clock:
     def wait_copy(self, name: str) -> None:
         begin = self.now
         self.advance(max(self.now, self.copies.pop(name)))
-        self.note(COPIES, begin, COPIES, "")
+        self.record(COPIES, begin, COPIES, "")
 
-    def result(self) -> Played:
-        return Played(float(self.now), self.own, self.events)
+    def result(self) -> Timeline:
+        return Timeline(float(self.now), self.own, self.events)

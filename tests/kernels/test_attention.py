@@ -133,7 +133,7 @@ def test_attention_to_two_chunks_of_keys_merges_into_attention_to_all():
     part = lambda q, k, v, keys: attention.partial_attention(
         q, k[:, keys], v[:, keys], segments_bs, segments_bS[:, keys], ((S,),))  # fmt: skip
     whole = lambda q, k, v: part(q, k, v, slice(0, S))
-    parts = lambda q, k, v: context.merged(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
+    parts = lambda q, k, v: context.merge_softmaxes(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
     (want, pull), (got, pull_parts) = jax.vjp(whole, q, k, v), jax.vjp(parts, q, k, v)
     assert np.any(np.asarray(part(q, k, v, slice(0, 8))[1]) == HIDDEN), "choose keys that some queries do not see"
     for one, other in zip((*got, *pull_parts(want)), (*want, *pull(want)), strict=True):

@@ -15,7 +15,7 @@ from pictures import new_picture
 from pipeline import schedules
 from pipeline.__main__ import main
 from pipeline.check import check
-from pipeline.schedules import Op, Schedule, live, lock_step, rows, schedule, simulate
+from pipeline.schedules import Op, Schedule, live_activations, lock_step, rows, schedule, simulate
 
 SIZES = [(S, M) for S in (1, 2, 3, 4, 8) for M in (S, 2 * S, 8 * S)]
 NAMES = [("gpipe", 1), ("1f1b", 1), ("zb", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -58,10 +58,10 @@ def test_schedules_rank_as_published(S, M):
     gpipe, one, two, zero = (bubble(*args, B=1, W=1) for args in
                              (("gpipe", S, M), ("1f1b", S, M), ("interleaved", S, M, 2), ("zb", S, M)))  # fmt: skip
     assert gpipe == pytest.approx(one) and zero < one and two < one
-    assert live(schedule("gpipe", S, M)) == [M] * S
-    assert live(schedule("1f1b", S, M)) == [min(S - s, M) for s in range(S)]
-    assert live(schedule("1f1b", S, M, lead=2)) == [min(2 * (S - s) - 1, M) for s in range(S)]
-    assert live(schedule("zb", S, M)) == [S] * S
+    assert live_activations(schedule("gpipe", S, M)) == [M] * S
+    assert live_activations(schedule("1f1b", S, M)) == [min(S - s, M) for s in range(S)]
+    assert live_activations(schedule("1f1b", S, M, lead=2)) == [min(2 * (S - s) - 1, M) for s in range(S)]
+    assert live_activations(schedule("zb", S, M)) == [S] * S
 
 
 @pytest.mark.parametrize("S, M", [(2, 6), (4, 8), (8, 16)])
@@ -110,7 +110,7 @@ def test_every_size_gives_a_valid_table_or_an_error(S, M, v, name, lead):
             assert [op.kind for op in cell] == sorted({op.kind for op in cell}, key="FBW".index)
     spans = simulate(sched, 1, 2, 3).spans
     for (op, s), (start, _) in spans.items():
-        needed = schedules.source(op, s, S, v)
+        needed = schedules.required_op(op, s, S, v)
         assert needed is None or spans[needed][1] <= start
 
 
@@ -256,7 +256,7 @@ def test_draw_shows_the_schedule_that_runs(tmp_path, monkeypatch):
     for name in schedules.SCHEDULES:
         assert main(["draw", name, "--out", str(tmp_path / "a.png")]) == 0
         for (op, s), (start, _) in (spans := list(drawn[-1].values())[-1][1].spans).items():
-            needed = schedules.source(op, s, 4, 2 if name == "interleaved" else 1)
+            needed = schedules.required_op(op, s, 4, 2 if name == "interleaved" else 1)
             assert needed is None or spans[needed][1] <= start
             assert not any(t == s and a < start < b for (_, t), (a, b) in spans.items())
     makespans = [[found.makespan for _, found in forms.values()] for forms in drawn]

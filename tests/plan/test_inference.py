@@ -74,11 +74,11 @@ def test_a_planned_pass_equals_the_compiled_one(mesh, model_of, phase):
     times = 8 // n * 2 if rows else 1  # two chunks per prompt
     assert sum(row.flops for row in planned) == pytest.approx(times * counted.flops, rel=0.02)
     exchanges = [one for row in planned if row.part != "drawing" for one in row.exchanges]
-    for axes, total in counted.by("axes").items():
+    for axes, total in counted.totals_by("axes").items():
         these = [one for one in exchanges if "*".join(one.axes) == axes]
         sent = inference.sent_bytes(inference.Row("", exchanges=these), cfg)
         assert sent == pytest.approx(times * total.wire_bytes, rel=0.05), axes
-    assert {"*".join(one.axes) for one in exchanges} == counted.by("axes").keys()
+    assert {"*".join(one.axes) for one in exchanges} == counted.totals_by("axes").keys()
 
 
 def test_the_default_chunk_size_is_the_engines():

@@ -79,7 +79,7 @@ def test_the_plot_and_the_json_contain_the_two_longest_computations(tmp_path):
 
     event = replay.Event(0.0, 1e-3, "core", "products", "dot")
     wire = replay.Event(0.0, 5e-4, "fsdp", "all-gather", "gather")
-    one = lambda seconds: replay.Played(seconds, replay.collections.Counter(products=seconds), [event, wire])
+    one = lambda seconds: replay.Timeline(seconds, replay.collections.Counter(products=seconds), [event, wire])
     found = replay.Replay(7.0, {"products": 7.0}, {"a": one(1.0), "b": one(2.0), "c": one(3.0)}, dict(a=1, b=1, c=2))
     assert found.longest() == ["c", "b"]
     assert [x["computation"] for x in json.loads(json.dumps(replayed.to_json(found)))["timelines"]] == ["c", "b"]

@@ -206,7 +206,7 @@ def test_tables_equal_the_output_of_the_command():
         shape = Shape(name, S, M)
         assert len(forms) == len(shape.forms)
         for shown, (form, sched) in zip(forms, shape.forms.items(), strict=True):
-            wanted = draw.text(sched).splitlines()
+            wanted = draw.format_table(sched).splitlines()
             words = [f"stage {s}  " + "  ".join(cell or "." for cell in row) for s, row in enumerate(shown["text"])]
             assert [line.split() for line in words] == [line.split() for line in wanted], (name, S, M, form)
             costs = Costs(form, sched, *shape.times)

@@ -266,7 +266,7 @@ STREAM = [TOKENS * WIDTH]  # activations of all tokens
 
 # mesh -> settings, and for each (function, kind) the number of elements of each gathered or sent array
 BY_HAND = {
-    "fsdp=2": ({}, there_and_back("gathered", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS),
+    "fsdp=2": ({}, there_and_back("gather_weights", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS),
     # Between blocks positions are sharded. A branch gathers them and scatters its partial sums; the embedding only
     # scatters and the logits only gather; the backward pass does the reverse. The logits' maximum and both sums are one
     # number per token. There is one chunk of tokens, so the backward pass need not recompute them.
@@ -278,14 +278,14 @@ BY_HAND = {
     # backward. The last stage's activations are spread over both stages for the loss. Parameters that one stage uses
     # (both embeddings and the last norm) have gradients there only, which are summed together with the nats.
     "stage=2": ({"model.n_layers": 2, "work.microbatches": 3},
-                {("passed", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
+                {("store_forward", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("run_ticks", "collective-permute"): [TOKENS // 3 * WIDTH] * (3 + 1),
                  ("loss", "all-reduce"): [2 * TABLE + WIDTH + 1]}
                 | there_and_back("spread_loss", [TOKENS // 3 * WIDTH] * 3)),
     # Dense weights are sharded over this axis too. The batch's five arrays arrive in order, are gathered and cut again.
     # Keys, values and document ids of all positions are gathered.
     "context=2": ({},
-                  there_and_back("gathered", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS
+                  there_and_back("gather_weights", DENSE) | UNEMBEDDING | EMBEDDING | NORMS | LOSS
                   | {("on_mesh", "all-gather"): [TOKENS] * 5,
                      ("grouped_attention", "all-gather"): [TOKENS * KV_HEADS * HEAD] * 2 + [TOKENS],
                      ("grouped_attention", "reduce-scatter"): [TOKENS * KV_HEADS * HEAD] * 2}),
@@ -294,7 +294,7 @@ BY_HAND = {
     # expert, the entropy, and the numbers of dropped assignments and of tokens.
     "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
                   "model.balance_rate": 0.0},
-                 there_and_back("gathered", ATTENTION + [WIDTH * EXPERTS]) | UNEMBEDDING | EMBEDDING | NORMS
+                 there_and_back("gather_weights", ATTENTION + [WIDTH * EXPERTS]) | UNEMBEDDING | EMBEDDING | NORMS
                  | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
                     ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
                     ("loss", "all-reduce"): [2 + 2 * EXPERTS + 3]}),
@@ -439,7 +439,7 @@ def test_tpu_text_is_read():
     }
     batched = 2 * (4 * 8) * 256 * 256 * 256  # one 256 x 256 x 256 matmul for each of 4 * 8 batch indices
     assert found.flops == 6 * 2 * 8192 * 2048 * 2048 + 68719476736 + batched
-    assert found.by("axes")["fsdp"] == ledger.Total(12, 12 * matrix * 3 / 4, 6 * matrix * 3 / 4)
+    assert found.totals_by("axes")["fsdp"] == ledger.Total(12, 12 * matrix * 3 / 4, 6 * matrix * 3 / 4)
 
 
 @pytest.mark.parametrize("window, pairs", [

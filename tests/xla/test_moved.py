@@ -58,4 +58,4 @@ def test_only_the_layer_of_a_stack_counts(name, size):
     """Catches a whole stack counted for each layer, arrays in on-chip memory, and buffers that are only allocated."""
     program = Program(TEXT)
     computation = program.computations[program.entry]
-    assert Memory(program).moved(computation, computation[name]) == size
+    assert Memory(program).bytes_moved(computation, computation[name]) == size

@@ -23,14 +23,14 @@ def mesh_of(platform, kind="", devices=2, **shape):
 
 def test_the_users_options_come_last():
     """Catches an option that cannot be changed or removed, and one that goes to another platform's compiler."""
-    ours = options.of(mesh_of("tpu"))
+    ours = options.compiler_options(mesh_of("tpu"))
     assert ours["xla_enable_async_all_gather"] is True
     name = "xla_tpu_relayout_group_size_threshold_for_reduce_scatter"
-    changed = options.of(mesh_of("tpu"), f"xla_enable_async_all_gather=, {name}=4,xla_new=false")
+    changed = options.compiler_options(mesh_of("tpu"), f"xla_enable_async_all_gather=, {name}=4,xla_new=false")
     assert changed == {k: v for k, v in ours.items() if k != "xla_enable_async_all_gather"} | {
         name: "4", "xla_new": False}  # fmt: skip
     for other in "cpu", "another":
-        assert options.of(mesh_of(other)) == options.of(mesh_of(other, tensor=2)) == {}
+        assert options.compiler_options(mesh_of(other)) == options.compiler_options(mesh_of(other, tensor=2)) == {}
 
 
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
@@ -39,20 +39,25 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 def test_each_chip_has_its_own_options():
     """Catches v4's options on every TPU, because on v5p and v6e they overlap no gather or scatter; options that fuse
     a collective with matmuls, which libtpu warns may give wrong results; and overlap options for a single GPU."""
-    told = {kind: options.of(mesh_of("tpu", kind, tensor=2)) for kind in (
+    told = {kind: options.compiler_options(mesh_of("tpu", kind, tensor=2)) for kind in (
         "TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")}  # fmt: skip
     assert [kind for kind in told if OFFLOAD in told[kind]] == ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"]
-    assert told["TPU v4"] == told["TPU v5 lite"] == told["TPU7x"] == options.of(mesh_of("tpu", "TPU v9", tensor=2))
+    assert (
+        told["TPU v4"]
+        == told["TPU v5 lite"]
+        == told["TPU7x"]
+        == options.compiler_options(mesh_of("tpu", "TPU v9", tensor=2))
+    )
     assert not any("async_collective_fusion" in name for ours in told.values() for name in ours)
-    assert OFFLOAD not in options.of(mesh_of("tpu", "TPU v5"), f"{OFFLOAD}=")
-    assert options.of(mesh_of("gpu")) == {"xla_gpu_enable_latency_hiding_scheduler": True}
-    assert options.of(mesh_of("gpu", devices=1)) == {}
+    assert OFFLOAD not in options.compiler_options(mesh_of("tpu", "TPU v5"), f"{OFFLOAD}=")
+    assert options.compiler_options(mesh_of("gpu")) == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert options.compiler_options(mesh_of("gpu", devices=1)) == {}
 
 
 def test_options_for_gpus_are_known_to_jaxlib():
     """Catches a misspelled GPU option on a machine without one: jaxlib has one list of options for CPUs and GPUs."""
     double = lambda told: jax.jit(lambda x: x + x, compiler_options=told).lower(1.0).compile()
-    double(options.of(mesh_of("gpu")))
+    double(options.compiler_options(mesh_of("gpu")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         double({"xla_gpu_enable_latency_hiding_schedule": True})
 
@@ -60,7 +65,7 @@ def test_options_for_gpus_are_known_to_jaxlib():
 def test_an_option_unknown_to_the_compiler_gives_a_one_line_error():
     """Catches an older libtpu's error about one of our options that blames the user's flags."""
     message = rf"^this machine's compiler does not know the option {OFFLOAD} .* make extra-tpu\), or .* {OFFLOAD}=$"
-    with pytest.raises(UserError, match=message), options.refused():  # the CPU's compiler has no TPU options
+    with pytest.raises(UserError, match=message), options.option_errors():  # the CPU's compiler has no TPU options
         jax.jit(lambda x: x + x, compiler_options={OFFLOAD: True}).lower(1.0).compile()
 
 
@@ -68,7 +73,7 @@ def test_an_option_unknown_to_the_compiler_gives_a_one_line_error():
 def test_malformed_options_are_refused(text, part):
     """Catches a misspelled option that is ignored."""
     with pytest.raises(UserError, match=rf"run.compiler_options='{text}': '{part}' must be NAME=VALUE, or NAME= to"):
-        options.of(mesh_of("cpu"), text)
+        options.compiler_options(mesh_of("cpu"), text)
 
 
 @pytest.mark.parametrize("option, words", [
@@ -84,7 +89,7 @@ def test_trainer_and_planner_refuse_alike(option, words):
     ):
         compiled.compile_step(cfg, mesh)
     state, batch = compiled.shapes(cfg, mesh)
-    with pytest.raises(UserError, match=words), options.refused():
+    with pytest.raises(UserError, match=words), options.option_errors():
         optimizer.train_step(cfg, mesh).lower(state, batch).compile()
 
 
@@ -101,4 +106,4 @@ def test_every_tpu_generation_accepts_our_options(topology):
             jax.jit(lambda x: x @ x.T, compiler_options=told).lower(x).compile()
         return set(re.findall(r"\b(\w+\.cc:\d+)\] (?!No hardware is found)", "".join(text)))  # there is none
 
-    assert warnings(options.of(mesh)) <= warnings({})
+    assert warnings(options.compiler_options(mesh)) <= warnings({})

@@ -66,7 +66,7 @@ ENTRY %main (p: pred[], x: f32[4]) -> (f32[4], f32[4]) {{
 ], ids=["no order", "by data", "by control", "alone"])  # fmt: skip
 def test_an_unordered_pair_is_found(operand, more, inner, pairs):
     """Catches a check that knows only one kind of order, or does not look into branches."""
-    found = ledger.unordered(TEXT.format(operand=operand, more=more, inner=inner))
+    found = ledger.unordered_pairs(TEXT.format(operand=operand, more=more, inner=inner))
     assert found == ["all-reduce (?) and all-reduce in %branch (?)"][:pairs]
 
 
@@ -92,9 +92,9 @@ TOY_ARRAYS = np.linspace(-1, 1, 80, dtype=np.float32).reshape(8, 10), 1, np.floa
 def test_ordering_changes_no_value():
     """Catches an unordered collective in a loop, in a branch or outside of both, and a value that ordering changes."""
     plain = toy_program(lambda function, mesh: jax.jit(function)).lower(*TOY_ARRAYS)
-    assert len(ledger.unordered(plain.compile().as_text())) >= 3
+    assert len(ledger.unordered_pairs(plain.compile().as_text())) >= 3
     in_order = toy_program(ordered.jit)
-    assert ledger.unordered(in_order.lower(*TOY_ARRAYS).compile().as_text()) == []
+    assert ledger.unordered_pairs(in_order.lower(*TOY_ARRAYS).compile().as_text()) == []
     # The same sums on numbers for which float32 is exact.
     exact = np.arange(80, dtype=np.float32).reshape(8, 10), 0, np.float32([1, 2, 4])
     got, x, mesh = in_order(*exact), exact[0], sharding.make_mesh(MESH)
@@ -144,7 +144,7 @@ def test_nothing_is_left_unordered(number):
     """Catches a program that could hang or compute wrong results on another machine, even if it works here."""
     cfg = preset("tiny", **fuzz.draw(number))
     for name, program, arrays in programs(cfg):
-        assert ledger.unordered(program.lower(*arrays).compile().as_text()) == [], name
+        assert ledger.unordered_pairs(program.lower(*arrays).compile().as_text()) == [], name
 
 
 def test_programs_before_the_first_step_are_ordered():
@@ -162,7 +162,7 @@ def test_ordering_adds_no_communication_or_compute(monkeypatch):
     cfg = preset("tiny", **{"mesh": "expert=2,context=2,tensor=2", "data.seq_len": 24})
     found = {}
     for form in (True, False):
-        monkeypatch.setattr(ordered, "simulated", lambda mesh, form=form: form)
+        monkeypatch.setattr(ordered, "is_simulated", lambda mesh, form=form: form)
         mesh = sharding.make_mesh(cfg.mesh)
         text = optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh)).compile().as_text()
         found[form] = ledger.read(text, mesh, compiled.shares(cfg, text))
@@ -174,7 +174,7 @@ def test_ordering_adds_no_communication_or_compute(monkeypatch):
 
 def test_an_unordered_program_is_refused(monkeypatch):
     """Catches a run that hangs or continues with wrong results instead of stopping before its first step."""
-    monkeypatch.setattr(ordered, "in_order", lambda function, mesh: function)
+    monkeypatch.setattr(ordered, "order_collectives", lambda function, mesh: function)
     cfg = preset("tiny", **{"mesh": "stage=2,expert=2", "model.n_layers": 5, "data.batch_size": 8})
     mesh = sharding.make_mesh(cfg.mesh)
     traced = optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh))

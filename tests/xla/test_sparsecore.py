@@ -185,8 +185,8 @@ def test_all_sparsecore_communication_is_counted(topology, devices):
     shapes = (layers, wide, wide), (1024 * devices, wide)
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
               for shape, spec in zip(shapes, specs, strict=True)]  # fmt: skip
-    lowered = jax.jit(step, compiler_options=options.of(mesh)).lower(*arrays)
-    found = ledger.read(compiled.compile_lowered(lowered)[0].as_text(), mesh).by("kind")
+    lowered = jax.jit(step, compiler_options=options.compiler_options(mesh)).lower(*arrays)
+    found = ledger.read(compiled.compile_lowered(lowered)[0].as_text(), mesh).totals_by("kind")
     sent = 2 * layers * wide * wide * (devices - 1) // devices
     assert {kind: (total.count, total.wire_bytes) for kind, total in found.items()} == {
         "all-gather": (layers, sent), "reduce-scatter": (layers, sent)}  # fmt: skip
