@@ -1,4 +1,4 @@
-"""A batch is a pure function of settings and step, and no token is lost, doubled or mislabelled on the way to it."""
+"""Tests that a batch is a pure function of settings and step, with no token lost, duplicated or mislabeled."""
 
 import json
 import re
@@ -23,7 +23,7 @@ NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Forty documents of 0 to 22 letters, so that a window may see none, one or several of them begin."""
+    """Make forty documents of 0 to 22 letters, so that none, one or several of them begin in a window."""
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for n in range(40):
@@ -95,7 +95,7 @@ def same(one, other):
 
 
 def test_a_batch_is_a_pure_function_of_settings_and_step(path):
-    """Catches a hidden position, a shared buffer, a generator that is advanced: resuming would see other data."""
+    """Catches a hidden position, a shared buffer, or a stateful generator: a resumed run would see other data."""
     cfg = config(path)
     forwards = [dataset.batch(cfg, step) for step in range(20)]
     dataset._open.cache_clear()
@@ -107,8 +107,8 @@ def test_a_batch_is_a_pure_function_of_settings_and_step(path):
         assert values.shape == (B, T) and values.dtype == (np.float32 if name == "weights_BT" else np.int32), name
 
 
-def test_a_batch_is_what_it_is_said_to_be(path):
-    """Catches an array that whoever makes batches of his own cannot find described, or finds with another type."""
+def test_a_batch_matches_its_documentation(path):
+    """Catches an array that is missing in the docstring, for users who make their own batches, or has another dtype."""
     said = dict(re.findall(r"(?m)^ +(\w+_BT) +(int32|float32) ", dataset.batch.__doc__))
     batches = dataset.batch(config(path), 0), *dataset.evaluation_batches(config(path))
     assert {(name, str(x.dtype)) for batch in batches for name, x in batch.items()} == set(said.items())
@@ -138,8 +138,8 @@ def test_epochs_and_seeds_differ_in_order(texts, path):
     assert len(set(map(tuple, orders))) == len(orders)
 
 
-def test_the_cut_into_shards_does_not_show(texts, path, tmp_path):
-    """Catches windows that end with a shard: another --shard-tokens would be another training run."""
+def test_the_shard_size_does_not_change_batches(texts, path, tmp_path):
+    """Catches windows that end at a shard: another --shard-tokens would change the training run."""
     others = [config(prepared(texts, tmp_path / str(size), size)) for size in (9, 10_000)]
     assert len(dataset.load(path).splits["train"].shards) > 1
     for step in range(30):
@@ -147,7 +147,7 @@ def test_the_cut_into_shards_does_not_show(texts, path, tmp_path):
 
 
 def test_evaluation_counts_every_target_once(texts, path):
-    """Catches a dropped last batch, padding that counts, an order that changes: exact losses would not compare."""
+    """Catches a dropped last batch, padding that counts, or a changing order: losses would not be comparable."""
     cfg = config(path)
     batches = list(dataset.evaluation_batches(cfg))
     wanted = windows(stream(texts, "val"), True)
@@ -163,7 +163,7 @@ def test_evaluation_counts_every_target_once(texts, path):
 
 
 def test_a_short_evaluation_is_a_fixed_fair_sample(path):
-    """Catches the first N batches taken for a sample, and a sample that changes with the training seed."""
+    """Catches the first N batches instead of a sample, and a sample that changes with the training seed."""
     everything = [row for batch in dataset.evaluation_batches(config(path)) for row in rows(batch) if any(row[4])]
     some = [row for batch in dataset.evaluation_batches(config(path), 2) for row in rows(batch)]
     again = [row for batch in dataset.evaluation_batches(config(path, **{"run.seed": 5}), 2) for row in rows(batch)]
@@ -175,7 +175,7 @@ def test_a_short_evaluation_is_a_fixed_fair_sample(path):
 
 
 def test_a_late_step_is_as_cheap_as_the_first(path):
-    """Catches seeking by replaying: work at step 1,000,000, in calls made, is that of step 0."""
+    """Catches a seek that reads all earlier batches: step 1,000,000 must make as many calls as step 0."""
 
     def calls(step):
         counted = 0
@@ -196,7 +196,7 @@ def test_a_late_step_is_as_cheap_as_the_first(path):
 
 
 def test_prefetched_batches_are_the_batches(path, monkeypatch):
-    """Catches a step label off by one, a lost or doubled batch, and a thread left behind."""
+    """Catches a step number off by one, a lost or duplicated batch, and a thread that does not end."""
     for depth in (0, 1, 4):
         threads = threading.active_count()
         cfg = config(path)
@@ -210,8 +210,8 @@ def test_prefetched_batches_are_the_batches(path, monkeypatch):
         assert threading.active_count() == threads
 
 
-def test_prefetch_works_ahead_but_no_further_than_told(path, monkeypatch):
-    """Catches batches made only when asked for, and a queue that grows without bound."""
+def test_prefetch_works_a_fixed_number_of_batches_ahead(path, monkeypatch):
+    """Catches batches that are made only on demand, and a queue that grows without bound."""
     made, third = [], threading.Event()
 
     def batch(cfg, step, rows):
@@ -230,7 +230,7 @@ def test_prefetch_works_ahead_but_no_further_than_told(path, monkeypatch):
 
 
 def test_an_error_in_the_background_reaches_the_loop(path, monkeypatch):
-    """Catches a training loop that waits for ever for a batch whose thread has died."""
+    """Catches a training loop that waits forever for a batch of a dead thread."""
     threads = threading.active_count()
     real = dataset.batch
 
@@ -305,7 +305,7 @@ def break_file(file: Path, how: str):
 
 @pytest.mark.parametrize("how", ["missing", "empty", "truncated", "longer", "other dtype", "fewer tokens"])
 def test_a_shard_unlike_its_manifest_is_refused_by_name(own_path, how):
-    """Catches training on what a broken copy left behind."""
+    """Catches training on a broken copy of the shards."""
     break_file(Path(own_path, "train-00001.npy"), how)
     with pytest.raises(UserError, match=r"shard .*train-00001\.npy (cannot be opened|has uint|has \d+ bytes)"):
         dataset.load(own_path)
@@ -336,7 +336,7 @@ def test_a_manifest_of_another_kind_is_refused(own_path):
 
 
 def test_other_tokens_than_the_checkpoints_are_refused_by_name(texts, path, tmp_path):
-    """Catches a run that goes on with another tokenizer or another text than it was started with."""
+    """Catches a run that resumes with another tokenizer or text."""
     ours = dataset.fingerprint(config(path))
     assert first_difference(ours, json.loads(json.dumps(ours))) is None
     retokenized = ours | {"tokenizer": ours["tokenizer"] | {"fingerprint": "x"}}

@@ -1,4 +1,4 @@
-"""Claims about the repository itself: who imports whom, what the locks hold, what the files never say."""
+"""Tests of the repository: import order, lock files, and strings that must not appear in any file."""
 
 import ast
 import graphlib
@@ -75,7 +75,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups
 
 
 def files(*patterns):
-    """Our files whose path matches one of the patterns; what git ignores at the top is not ours."""
+    """Return the project's files that match a pattern, without top-level paths that git ignores."""
     found = {path for pattern in patterns for path in ROOT.rglob(pattern) if path.is_file()}
     tops = lambda path: {path.relative_to(ROOT).parts[0], "/".join(path.relative_to(ROOT).parts[:2])}
     return sorted(path for path in found if not tops(path) & NOT_OURS)
@@ -104,7 +104,7 @@ def row(name):
 
 
 def imported(path):
-    """What a file imports, inside functions too: `from a.b import c` gives a.b.c."""
+    """Return the imports of a file, including those in functions: `from a.b import c` gives a.b.c."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -135,7 +135,7 @@ LOCKS = files("requirements.txt", "requirements/*.txt")
 
 
 def test_tests_see_eight_devices_and_no_network():
-    """Catches tests that pass because every mesh is one device, or because some host answered."""
+    """Catches tests that pass because every mesh has one device, or because a host on the network answered."""
     assert jax.device_count() == 8
     with pytest.raises(OSError, match=r"tests may not use the network, but something connects to 192\.0\.2\.1:80"):
         socket.create_connection(("192.0.2.1", 80), timeout=1)  # an address reserved for documentation
@@ -148,7 +148,7 @@ def test_shapes_are_never_stretched_silently():
 
 
 def test_every_module_has_a_row():
-    """Catches a new file or room that nobody placed in the order, and a row for one that is gone."""
+    """Catches a new file or package without a place in the import order, and a row for a removed one."""
     assert set(modules()) - AROUND == set(MAY_IMPORT)
     for room, order in ROOMS.items():
         assert {path.stem for path in (ROOT / room).glob("*.py")} == {"__init__", *order.split()}, room
@@ -157,7 +157,7 @@ def test_every_module_has_a_row():
 
 @pytest.mark.parametrize("module", MAY_IMPORT)
 def test_imports_go_one_way(module):
-    """Catches a lower module that begins to lean on a higher one."""
+    """Catches a lower module that imports a higher one."""
     ours = set(modules()) - {module}
     names = {row(name) for path in modules()[module] for name in imported(path)} & ours
     allowed = ours if MAY_IMPORT[module] is None else set(MAY_IMPORT[module].split())
@@ -166,21 +166,21 @@ def test_imports_go_one_way(module):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_in_a_room_go_one_way(room):
-    """Catches two files of a room that lean on each other."""
+    """Catches two files of a package that import each other."""
     order = ROOMS[room].split()
     for place, file in enumerate(order):
         names = {name.split(".")[1] for name in imported(ROOT / room / f"{file}.py") if name.startswith(f"{room}.")}
         assert names & set(order) <= set(order[:place]), f"{room}/{file}.py imports {names - set(order[:place])}"
 
 
-def test_the_order_has_no_circle():
+def test_the_import_order_has_no_cycle():
     """Catches an edit of the table that allows two modules to import each other."""
     graphlib.TopologicalSorter({name: (allowed or "").split() for name, allowed in MAY_IMPORT.items()}).prepare()
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_says_what_it_is_for(room):
-    """Catches a room without a way in: what it is for, the file to open first, what may be imported from outside."""
+    """Catches a package docstring without its purpose, the file to open first, or its public names."""
     text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
     first = re.search(r"\n\nOpen `(\w+)\.py`", text)
     assert first, f"{room}/__init__.py does not say which file to open first"
@@ -192,7 +192,7 @@ def test_a_room_says_what_it_is_for(room):
 
 
 def test_entering_a_room_loads_nothing():
-    """Catches a room whose `__init__.py` begins to import JAX, or its own files: `--help` and plain readers wait."""
+    """Catches an `__init__.py` that imports JAX or its own files, which would slow down `--help`."""
     rooms = set(ROOMS) - {"config"}  # whose names are imported from the room itself; it loads no JAX
     code = f"import sys; before = set(sys.modules); import {', '.join(rooms)}; print(*(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -203,7 +203,7 @@ def test_entering_a_room_loads_nothing():
 
 
 def test_errors_and_devices_are_imported_quickly():
-    """Catches a command whose `--help`, and whose first error, wait for JAX or NumPy."""
+    """Catches a slow `--help` or first error, because of an import of JAX or NumPy."""
     code = "import sys, devices, pictures; print(*{'jax', 'numpy', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
@@ -212,9 +212,9 @@ def test_errors_and_devices_are_imported_quickly():
 MOST_LINES = {"model.py": 800, "main.py": 250, "README.md": 120}  # of a file; of any other Python file 600
 
 
-def test_files_fit_in_the_head_and_functions_on_a_screen():
-    """Catches a file that has become two nouns, and a function that has become two verbs. Of a chapter, the code that a
-    reader sees counts: how long its prose may be, tests/chapters says."""
+def test_files_and_functions_are_short():
+    """Catches files and functions that have grown too long. In a chapter, only the visible code counts; tests/chapters
+    limits its prose."""
     long = {}
     for path in files("*.py", "README.md"):
         name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
@@ -234,8 +234,8 @@ def test_files_fit_in_the_head_and_functions_on_a_screen():
     "target, there",
     [("train", []), ("extra-ray", ["installed"]), ("extra-browser", ["installed", "extra-site"])],
 )
-def test_what_lies_behind_a_link_stays(target, there, tmp_path):
-    """Catches an install through a .venv that is a link: it would empty, or change, that of another checkout."""
+def test_make_does_not_follow_a_linked_venv(target, there, tmp_path):
+    """Catches an install through a .venv that is a link: it would empty or change the one of another checkout."""
     kept = tmp_path / "other/.venv"
     kept.mkdir(parents=True)
     checkout = shutil.copytree(ROOT / "requirements", tmp_path / "here/requirements").parent
@@ -256,15 +256,15 @@ def test_what_lies_behind_a_link_stays(target, there, tmp_path):
     assert {path.name for path in kept.iterdir()} == {*there, "precious"}
 
 
-def test_the_model_says_what_and_never_asks_how():
-    """Catches a way of working that comes into model.py, and lines of it that are too dense to read."""
+def test_the_model_does_not_read_execution_settings():
+    """Catches model.py code that depends on execution settings, and lines that are too long."""
     text = (ROOT / "model.py").read_text()
     assert not re.search(r"\bwork\.|\b(remat|gather|tensor_exchange|context_attention|loss_chunk)\s*[!=]=", text)
     assert max(map(len, text.splitlines())) <= 110
 
 
 def test_every_extra_has_a_lock():
-    """Catches an extra that is listed but was never locked, and a lock whose extra is gone."""
+    """Catches an extra without a lock, and a lock whose extra was removed."""
     assert {path.stem for path in LOCKS} == {"requirements", *EXTRAS}
 
 
@@ -284,7 +284,7 @@ def test_the_locks_hold_what_pyproject_lists():
         assert {package(name) for name in names} <= set(pins(ROOT / f"requirements/{extra}.txt"))
 
 
-def test_the_harness_can_ask_a_server():
+def test_the_harness_can_query_a_server():
     """Catches an extra without a package that `lm_eval --model local-completions` on docs/evaluate.md looks for: the
     harness then refuses to start. It does not depend on them itself (lm_eval/models/api_models.py, `TemplateAPI`)."""
     assert {"aiohttp", "requests", "tenacity", "tqdm"} <= set(pins(ROOT / "requirements/evaluate.txt"))
@@ -328,8 +328,8 @@ def test_no_private_or_deprecated_jax():
     assert {path.name for path in files("*.py") if gone.search(path.read_text())} == PRIVATE_JAX
 
 
-def test_the_first_command_stands_by_line_15():
-    """Catches a README that talks before it shows how to start."""
+def test_readme_shows_a_command_by_line_15():
+    """Catches a README without an early command to start."""
     readme = ROOT / "README.md"
     assert readme.exists(), "there is no README.md"
     lines = readme.read_text().splitlines()
@@ -339,13 +339,13 @@ def test_the_first_command_stands_by_line_15():
 
 
 def test_there_are_shell_files():
-    """Catches a search that finds nothing, and so checks nothing."""
+    """Catches a search that finds no files, so that nothing is checked."""
     assert ROOT / ".ci" / "run" in shell_files()
 
 
 @pytest.mark.parametrize("path", shell_files(), ids=lambda path: path.name)
 def test_a_shell_file_is_clean(path):
-    """Catches unquoted words, unset variables, and a failure that a script walks past."""
+    """Catches unquoted words, unset variables, and failures that a script ignores."""
     shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     assert shellcheck, "shellcheck is missing beside Python: run make test"
     done = subprocess.run([shellcheck, "--external-sources", path], capture_output=True, text=True, check=False)

@@ -128,18 +128,18 @@ stage=2,fsdp=2,expert=2,context=2,tensor=2 mixed  microbatches=2 remat=full
 
 
 def lines(table: str) -> list[str]:
-    """The cases, one a line; blanks are squeezed, so that a case is its own name."""
+    """Return the cases, one per line, with single spaces, so that the text is the test id."""
     return [" ".join(line.split()) for line in table.split("\n") if line]
 
 
 def meetings(case: str) -> set:
-    """The pairs of axis and feature that a case tests; of passes and microbatches only that there are some."""
+    """Return the pairs of axis and feature that a case tests; numbers of passes and microbatches do not matter."""
     mesh, name, *words = case.split()
     return helpers.meetings(mesh, name, *(word.rstrip("=0123456789") for word in words))
 
 
 def settings(case: str) -> dict:
-    """Dotted settings of a case, over the preset `tiny`."""
+    """Return the dotted settings of a case, on top of the preset `tiny`."""
     mesh, name, *words = case.split()
     work = {word: int(value) if value.isdecimal() else value for word, value in (w.split("=") for w in words)}
     parts = MeshConfig.parse(mesh).batch_shards * work.get("microbatches", 1) * (passes := work.pop("accumulation", 1))
@@ -158,7 +158,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Each is run once, and all of them would hold several GB."""
+    """Run without the cache, because each case runs once and all results together need several GB."""
     yield
     jax.clear_caches()
 
@@ -179,7 +179,7 @@ def test_a_mesh_equals_one_device(case, record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", helpers.with_repeats(lines(COMMAND_CASES), lines(COMMAND_CASES)[-1:]))
-def test_the_command_says_that_a_mesh_equals_one_device(case, record_property):
+def test_the_command_reports_that_a_mesh_equals_one_device(case, record_property):
     """Catches what needs four axes, or five, to go wrong, a ring and a pipeline that wait for each other, and a command
     whose verdict or keys changed."""
     done = command("tiny", *fuzz.flags(settings(case)), "--json")
@@ -194,7 +194,7 @@ def test_the_command_says_that_a_mesh_equals_one_device(case, record_property):
 
 @pytest.mark.parametrize("number", helpers.with_repeats(range(8), (0,)))
 def test_any_mesh_equals_one_device(number):
-    """Catches what goes wrong only where settings meet that no case above brings together: `python -m tests.fuzz`."""
+    """Catches bugs in combinations of settings that no case above has: `python -m tests.fuzz`."""
     settings = fuzz.draw(number)
     comparison = parity.compare(preset("tiny", **settings))
     assert comparison.worst().ok, f"{shlex.join(fuzz.flags(settings))}: {comparison.worst()}"
@@ -208,7 +208,7 @@ def fuzzed(*arguments: str) -> subprocess.CompletedProcess:
 # Two that are equal are on a page, `docs/meshes.md`.
 @pytest.mark.parametrize("limit, verdict", [("0.2", "hangs"), pytest.param("600", "equal", marks=pytest.mark.repeat)])
 def test_drawn_cases_run_in_processes_of_their_own(limit, verdict):
-    """Catches a command that draws the same case twice, or whose verdict nobody can read."""
+    """Catches a command that draws the same case twice, or prints an unclear verdict."""
     done = fuzzed("--seed", "5", "--count", "2", "--timeout", limit, "--json")
     assert done.returncode == (verdict != "equal"), done.stdout + done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
@@ -216,8 +216,8 @@ def test_drawn_cases_run_in_processes_of_their_own(limit, verdict):
     assert [first["case"], second["case"]] == [0, 1]
 
 
-def test_a_case_that_does_not_end_is_one_line():
-    """Catches a hanging case that stops the others, that is taken for equal, or that cannot be run again."""
+def test_a_hanging_case_is_reported_in_one_line():
+    """Catches a hanging case that stops the others, counts as equal, or cannot be repeated."""
     done = fuzzed("--count", "1", "--timeout", "0.2")
     assert done.returncode == 1
     assert "hangs" in done.stdout and "0 of 1 cases are equal to one device" in done.stdout
@@ -228,7 +228,7 @@ def test_a_case_that_does_not_end_is_one_line():
 
 
 def test_the_cases_cover():
-    """Catches a case taken out that was the only one of its kind."""
+    """Catches the removal of a case that was the only one of its kind."""
     meshes = [MeshConfig.parse(case.split()[0]).sizes for case in lines(CASES)]
     split = [{axis: size for axis, size in mesh.items() if size > 1} for mesh in meshes]
     for axis, size in itertools.product(AXES, (2, 4, 8)):
@@ -250,7 +250,7 @@ def test_the_cases_cover():
         assert others <= met, f"{word} never meets {others - met}"
 
 
-def test_the_quick_cases_meet_every_pair():
+def test_the_quick_cases_cover_every_pair():
     """Catches a `make test` that leaves out a feature on an axis, or more cases than the page of the tests says."""
     cases = {case: meetings(case) for case in lines(CASES)}
     quick = helpers.covering(cases)
@@ -260,8 +260,8 @@ def test_the_quick_cases_meet_every_pair():
 
 
 @pytest.mark.parametrize("case", lines(CASES) + lines(COMMAND_CASES))
-def test_a_case_does_what_it_says(case):
-    """Catches a batch so small that passes or microbatches are fewer than a case says, and so are not tested."""
+def test_a_case_has_its_passes_and_microbatches(case):
+    """Catches a batch so small that a case has fewer passes or microbatches than its name states."""
     said = {word: int(n) for word, n in re.findall(r"(accumulation|microbatches)=(\d+)", case)}
     split = fit.split_batch(config(case))
     assert said == {word: getattr(split, word) for word in said}
@@ -270,7 +270,7 @@ def test_a_case_does_what_it_says(case):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_dim_has_a_different_size(name):
-    """Catches a model in which two dims could be confused and nobody would see it."""
+    """Catches a model in which a test would not notice two swapped dims."""
     cfg = config(f"data=1 {name}")
     sizes = {("B", cfg.data.batch_size), ("T", cfg.data.seq_len), ("k", cfg.model.top_k)}
     for d in sharding.named(model.declare(cfg.model)).values():
@@ -307,7 +307,7 @@ def right_results():
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_comparison_sees_and_names(mistake):
-    """Catches a comparison that averages, forgives, looks elsewhere, or takes NaN for equal."""
+    """Catches a comparison that averages, is too tolerant, compares other values, or accepts NaN."""
     kind, name, spoil, how_far = WRONG[mistake]
     right = right_results()
     wrong = right | {kind: right[kind] | {name: spoil(right[kind][name])}}
@@ -326,8 +326,8 @@ def test_the_comparison_sees_and_names(mistake):
 
 
 @pytest.mark.parametrize("wrong_until, tries, ok", [(0, 1, True), (1, 2, True), (9, 3, False)])
-def test_other_batches_are_tried_where_experts_are_chosen(monkeypatch, wrong_until, tries, ok):
-    """Catches a comparison that takes two equal scores for a fault, and one that forgives a fault of every batch."""
+def test_experts_are_compared_on_other_batches_after_a_difference(monkeypatch, wrong_until, tries, ok):
+    """Catches a comparison that reports a tie of two scores as a bug, and one that misses a bug in every batch."""
     right = right_results()
     monkeypatch.setattr(parity, "run_on_one_device", lambda cfg, first_batch: right)
 
@@ -345,14 +345,14 @@ def test_other_batches_are_tried_where_experts_are_chosen(monkeypatch, wrong_unt
 
 
 def test_equal_results_are_equal():
-    """Catches a comparison that is always red."""
+    """Catches a comparison that always fails."""
     comparison = parity.differences(right_results(), right_results())
     assert comparison.worst().ok and comparison.worst().off == 0
     assert "equal to one device" in parity.table(RIGHT, comparison)
 
 
 def test_replicas_are_compared_device_by_device():
-    """Catches a check that looks at one device's copy, or that takes different slices for different copies."""
+    """Catches a check of only one device's copy, or one that compares different shards as copies."""
     mesh = sharding.make_mesh("fsdp=2,tensor=2")
     held = [np.full(6, value, np.float32) for value in (1, 1, 2, 2)]  # devices 0 and 1 hold one slice, 2 and 3 another
 
@@ -374,15 +374,15 @@ def test_replicas_are_compared_device_by_device():
     ("--mesh data=5", "cannot split data.batch_size=16 sequences over data*fsdp*expert = 5 batch shards "
      "(16 % 5 = 1); nearest that do: 15 or 20"),
 ])  # fmt: skip
-def test_what_cannot_be_run_is_refused_with_the_arithmetic(words, message):
-    """Catches a traceback, a status that means `different`, and a JSON line nobody can trust."""
+def test_an_impossible_mesh_is_refused_with_the_arithmetic(words, message):
+    """Catches a traceback, the status for a difference, and an invalid JSON line."""
     done = command("tiny", *words.split(), "--json")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_difference_is_status_1():
-    """Catches a command that is always content: bfloat16 rounds partial sums, so meshes differ in the third digit."""
+    """Catches a command that always succeeds: bfloat16 rounds partial sums, so meshes differ in the third digit."""
     words = "--mesh tensor=2 --model.n_experts 0 --model.dense_prefix 0 --model.n_layers 1 --model.attention gqa"
     done = command("tiny", *words.split(), "--model.precision", "mixed")
     assert done.returncode == 1, done.stderr
@@ -391,7 +391,7 @@ def test_a_difference_is_status_1():
 
 
 def test_help_shows_the_flags():
-    """Catches settings that the comparison cannot be given."""
+    """Catches settings without a flag."""
     done = command("--help")
     assert done.returncode == 0
     assert all(f"--{name} " in done.stdout for name in ("mesh", "json,", "model.n_heads", "work.device_batch"))
