@@ -1,14 +1,15 @@
 # %% [markdown]
-# # 03 · From copies to slices
+# # 03 · Data parallelism, ZeRO and FSDP
 #
-# **Question.** Eight devices train one model on different sequences. What must they tell each other in a
-# step, and what must each of them keep?
+# **Question.** Eight devices train one model on different sequences. What must they exchange in each step,
+# and what must each of them store?
 #
-# **Why it hurts not to know.** The usual mistake does not crash, and the loss it prints is *lower* than the
-# right one. And where everyone keeps everything, a thousand chips train no larger model than one chip does.
+# **Why it hurts not to know.** The most common mistake does not crash, and the loss it prints is *lower*
+# than the right one. And if every device stores everything, a thousand chips can train no larger model than
+# one chip can.
 #
-# *Before this:* 01 (`shard_map`, the collectives), 02 (who adds gradients). *Mesh:* `fsdp=8`, then
-# `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores; reading takes 30 minutes, and the exercises an hour.
+# *Before this:* 01 (`shard_map`, the collectives), 02 (where gradients are added). *Mesh:* `fsdp=8`, then
+# `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 30 minutes, 90 with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -28,11 +29,11 @@ from chapters import lesson
 from sharding import DATA, FSDP, P
 
 # %% [markdown]
-# ## Eight copies, and nobody adds
+# ## Data parallelism without the sum
 #
-# A stack of L square layers of width D, `x + tanh(x @ w)`, and a mean squared error. The batch has B = 32
-# rows (one row stands for one sequence); each of n = 8 devices gets b = B/n = 4 of them. (A name ends with
-# its array's letters, a small one for a slice: `x_bD`.)
+# The model is a stack of L square layers of width D, `x + tanh(x @ w)`, with a mean squared error. The batch
+# has B = 32 rows (think of one row as one sequence). Each of n = 8 devices gets b = B/n = 4 of them. (A name
+# ends with its array's letters; a lower-case letter is a device's shard: `x_bD`.)
 
 # %%
 n, B = 8, 32
@@ -47,17 +48,18 @@ def problem(D, L):
 
 
 def share_of_loss(w, x_bD, y_bD):
-    """What these rows add to the batch's mean: their sum / entries of all B rows."""
+    """These rows' share of the batch's mean: their sum / number of all entries."""
     for w_DD in w:
         x_bD = x_bD + jnp.tanh(x_bD @ w_DD)
     return jnp.sum((x_bD - y_bD) ** 2) / (B * x_bD.shape[1])
 
 
 # %% [markdown]
-# The naive way: every device trains a copy of the weights on its own four rows, and the trainer prints the
-# mean of the eight losses. (`vmap` stands for eight devices that never talk.) Beside it the right way: `w` is
-# one value on all devices, and `grad` inside `shard_map` adds the eight shares of its gradient by itself
-# (chapter 02).
+# In **data parallelism**, every device stores the whole model and computes on its own rows. The naive
+# version stops there: every device trains its own copy of the weights on its four rows, and the trainer
+# prints the mean of the eight losses. (`vmap` stands for eight devices that never communicate.) In the right
+# version, `w` is one value that all devices share, so `grad` inside `shard_map` adds the eight shares of its
+# gradient (chapter 02).
 
 # %%
 w, x_BD, y_BD = problem(D=16, L=1)
@@ -72,10 +74,10 @@ added_gradient = jax.shard_map(jax.grad(share_of_loss), **added)
 def step_of_both(copies, shared):
     own_rows = [a_BD.reshape(n, B // n, -1) for a_BD in (x_BD, y_BD)]
     losses, d_copies = jax.vmap(jax.value_and_grad(share_of_loss))(copies, *own_rows)
-    said = losses.sum(), on_all_rows([w[0] for w in copies]), on_all_rows(shared)
-    # Alone, a device takes its own mean for the loss: that is n shares.
+    values = losses.sum(), on_all_rows([w[0] for w in copies]), on_all_rows(shared)
+    # A device alone minimizes the mean over its own rows: n times its share.
     copies = stepped(copies, d_copies, n * 1.0)
-    return copies, stepped(shared, added_gradient(shared, x_BD, y_BD), 1.0), said
+    return copies, stepped(shared, added_gradient(shared, x_BD, y_BD), 1.0), values
 
 
 copies, shared, curves = [jnp.stack([w[0]] * n)], w, []
@@ -83,17 +85,17 @@ for _ in range(100):
     copies, shared, losses = step_of_both(copies, shared)
     curves.append([float(x) for x in losses])
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Three loss curves over 100 steps: what eight copies print lies lowest, the run that adds above it, copy 0 on all rows highest and flat."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Three loss curves over 100 steps. The loss printed without a sum is lowest, the run that sums gradients is above it, and copy 0 on all rows is highest and flat."}}
 figure, axes = plt.subplots(figsize=(6, 3.2))
 printed, first, right = np.transpose(curves)
 blue = lesson.COLOURS[FSDP]
-axes.plot(first, "--", color=blue, label="nobody adds: copy 0 on all rows")
-axes.plot(right, color=lesson.NEUTRAL, label="gradients are added")
-axes.plot(printed, color=blue, label="nobody adds: the loss it prints")
+axes.plot(first, "--", color=blue, label="no sum: copy 0 on all rows")
+axes.plot(right, color=lesson.NEUTRAL, label="gradients are summed")
+axes.plot(printed, color=blue, label="no sum: the loss it prints")
 axes.set(title="The broken run prints the lower loss", xlabel="step", ylim=0)
 axes.set_ylabel("mean squared error")
 axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
-last = f"added {right[-1]:.2f}, printed {printed[-1]:.2f}, copy 0 {first[-1]:.2f}"
+last = f"summed {right[-1]:.2f}, printed {printed[-1]:.2f}, copy 0 {first[-1]:.2f}"
 print("step 100:", last)
 assert printed[-1] < right[-1] < first[-1]
 
@@ -102,19 +104,19 @@ d_one = jax.grad(on_all_rows)(w)
 assert lesson.same(added_gradient(w, x_BD, y_BD), d_one)
 
 # %% [markdown]
-# Every copy has learned its four rows by heart, and the printed loss, taken on those same rows, rewards it.
-# Only comparing the copies, or trying one of them on all rows, shows the fault.
+# Each copy has memorized its four rows. The printed loss rewards that, because it is measured on those same
+# rows. To find the fault, compare the copies, or evaluate one of them on all rows.
 #
-# The cure is a sum, and `grad` writes it. What remains yours is that the eight things added are shares of
-# *one* mean. `share_of_loss` divides by the entries of all B rows, which it knows beforehand. Often one does
-# not:
+# The fix is a sum, and `grad` inserts it. Your part is to make the eight addends shares of *one* mean.
+# `share_of_loss` divides by the number of entries in all B rows, which it knows in advance. Often you don't
+# know it:
 #
-# ## Exercise 1: whose mean?
+# ## Exercise 1: which mean?
 #
-# Sequences are padded, so devices hold unequal numbers of real ones. `error_b` has an error for each of this
-# device's rows, `real_b` is 1.0 where a row is real and 0.0 where it is padding. Return this device's share
-# of the mean error of all real rows in the batch; `grad` adds the shares. (`sharding.psum(x, FSDP)` is the
-# sum of all devices' `x`.)
+# Sequences are padded, so devices have different numbers of real rows. `error_b` holds an error for each row
+# of this device; `real_b` is 1.0 for a real row and 0.0 for padding. Return this device's share of the mean
+# error over all real rows of the batch; `grad` adds the shares. (`sharding.psum(x, FSDP)` is the sum of `x`
+# over all devices.)
 
 # %% tags=["hide-input"]
 REAL_B = np.float32(np.arange(B) % 4 < np.repeat([4, 4, 4, 3, 1, 1, 1, 2], 4))
@@ -146,7 +148,7 @@ def check_share(answer):
     right = lambda name: padded_gradient(one_device, "fsdp=1")
     hints = [(run(wrong), hint) for wrong, hint in SHARE_HINTS]
     cases = [("fsdp=2",), ("fsdp=8",)]
-    done = "Right on 2 and 8 devices: the number of devices no longer enters."
+    done = "Right on 2 and 8 devices: the result does not depend on their number."
     line = lesson.diagnose(run(answer), cases, right, hints, done)
     return line.replace("Your answer there is", "The gradient of your share there is")
 
@@ -154,24 +156,24 @@ def check_share(answer):
 # %% tags=["hide-input"]
 total = lambda x: sharding.psum(jnp.sum(x), FSDP)
 devices = lambda: sharding.axis_size(FSDP)
-ALONE = "A mean of means. Does a row alone on its device count like one of four?"
+ALONE = "A mean of means. Does a row count more on a device with fewer real rows?"
 SHARE_HINTS = [
     (lambda e, r: jnp.sum(e * r) / jnp.sum(r),
-     "Each device divides by its own rows, then all is added. How many means is that?"),
+     "Each device divides by its own rows, and you add. How many means is that?"),
     (lambda e, r: jnp.sum(e * r) / jnp.sum(r) / devices(), ALONE),
     (lambda e, r: jnp.sum(e * r) / jnp.sum(r) / n, ALONE + " (Is n always 8?)"),
     (lambda e, r: jnp.sum(e * r) / B, "You divide by all rows. Are all of them real?"),
-    (lambda e, r: jnp.sum(e) / B, "Padding has errors too. Do they count?"),
-    (lambda e, r: jnp.sum(e) / total(r), "The right count. But padding is added, too."),
-    (lambda e, r: jnp.mean(e * r), "You divide by this device's rows, and by padding."),
+    (lambda e, r: jnp.sum(e) / B, "Padding rows have errors too. Should they count?"),
+    (lambda e, r: jnp.sum(e) / total(r), "The right count. But you add padding, too."),
+    (lambda e, r: jnp.mean(e * r), "You divide by one device's rows and padding."),
     (lambda e, r: jnp.mean(e),
-     "Eight means of one device's rows are added, and padding counts in each."),
-    (lambda e, r: jnp.sum(e * r) / n, "Divided by 8. How many rows are real?"),
-    (lambda e, r: jnp.sum(e * r), "A sum. What is it a share of?"),
+     "You add eight means, one per device, and each includes padding."),
+    (lambda e, r: jnp.sum(e * r) / n, "You divide by 8. How many rows are real?"),
+    (lambda e, r: jnp.sum(e * r), "This is a sum. By what must you divide for a mean?"),
     (lambda e, r: jnp.sum(e * r) / total(r) / devices(),
-     "One division too many: adding shares is no averaging."),
+     "One division too many: the shares are added, not averaged."),
     (lambda e, r: jnp.sum(e * r) / jax.lax.pmean(jnp.sum(r), FSDP),
-     "You divide by the rows of an average device, not by those of all.")]  # fmt: skip
+     "You divide by the rows of an average device, not by all rows.")]  # fmt: skip
 
 
 # %%
@@ -184,10 +186,10 @@ print(check_share(share_of_mean))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return jnp.sum(error_b * real_b) / sharding.psum(jnp.sum(real_b), FSDP)`. The count, too, is a sum over
-# devices. `model.loss` divides by it in the same way. The mean of means is the classic: with passes of
-# gradient accumulation in place of devices it stood in Hugging Face's trainer
-# [until October 2024](https://huggingface.co/blog/gradient_accumulation).
+# `return jnp.sum(error_b * real_b) / sharding.psum(jnp.sum(real_b), FSDP)`. The count is a sum over devices,
+# too. `model.loss` divides by it in the same way. The mean of means is a classic bug: Hugging Face's trainer
+# had it [until October 2024](https://huggingface.co/blog/gradient_accumulation), with microbatches of
+# gradient accumulation in place of devices.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -202,10 +204,10 @@ for nothing in (share_of_mean, lambda e, r: None, ...):
     assert check_share(nothing) == lesson.NOTHING
 
 # %% [markdown]
-# ## What the copies cost
+# ## What full copies cost
 #
-# With Adam, a parameter is four float32 numbers: itself, its gradient, two moments. That is 16 bytes, on
-# every device.
+# With Adam, a parameter takes four float32 numbers: the weight, its gradient, and two moments. That is 16
+# bytes on every device.
 
 # %%
 import config
@@ -218,27 +220,28 @@ for key in ("v4", "v5p", "h100"):
     print(f"{chip.name}: {chip.memory_bytes / 2**30:.2f} GiB for a program")
 
 # %% [markdown]
-# It fits on none of them, and a thousand chips that hold copies are no help. But who needs all of it, and
-# when? Adam works entry by entry: one device is enough to update an entry, and needs its moments and its
-# gradient for that. The entry itself is needed by everyone, but only while its layer is at work. So each of
-# the three kinds may be whole on every device, or lie in slices, or in slices of which several devices hold
-# the same one:
+# It fits on none of them, and a thousand chips with full copies don't change that. But which device needs
+# what, and when? Adam works entry by entry: one device is enough to update an entry, and it needs that
+# entry's moments and gradient. All devices need the weight itself, but only while its layer runs. So
+# weights, gradients and moments can each be replicated, sharded over all devices, or sharded so that several
+# devices hold the same shard:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "A matrix three times: one box held by devices 0 to 7; eight strips, one a device; four strips, each held by two devices."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One matrix, three times: one box held by devices 0 to 7; eight strips, one per device; four strips, each held by two devices."}}
 cases = {"P()\non fsdp=8": ("fsdp=8", P()), "P(FSDP)\non fsdp=8": ("fsdp=8", P(FSDP)),
          "P(FSDP) on\ndata=2,fsdp=4": ("data=2,fsdp=4", P(FSDP))}  # fmt: skip
 figure, panels = plt.subplots(1, 3, figsize=(6.4, 2.6))
 for axes, (name, (on, spec)) in zip(panels, cases.items(), strict=True):
     lesson.slices(axes, sharding.make_mesh(on), spec, "DD", name)
-title = "A box is a piece; the numbers are the devices that hold it"
+title = "A box is a shard; its numbers are the devices that hold it"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# Cutting the moments, then the gradients, then the parameters is called ZeRO 1, 2 and 3
-# ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 5). Here it is three specs: how parameters
-# lie between steps, how gradients lie while they are collected, how moments lie. `summed` makes of partial
-# sums what a spec asks for, and `moved` turns an array from one spec into another. (`own_slice` keeps this
-# device's slice, and `to="invarying"` says that all devices now have one value.)
+# Sharding the moments, then also the gradients, then also the parameters is called ZeRO (zero redundancy
+# optimizer) 1, 2 and 3 ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 5). Here it takes
+# three specs: for the parameters between steps, for the gradients while they accumulate, and for the
+# moments. `summed` adds partial sums into the layout of a spec, and `moved` changes an array from one spec
+# to another. (`own_slice` returns this device's shard, and `to="invarying"` declares that all devices now
+# have one value.)
 
 # %%
 WHOLE, SLICES = P(), P(FSDP)
@@ -264,15 +267,15 @@ def adam(w, m, v, d):
 
 
 # %% [markdown]
-# A step joins the parameters and works through this device's rows in Z *passes*, one after the other, because
-# the activations of all rows may not fit at once (gradient accumulation). It sums the gradients over passes
-# and over devices, updates what this device has the moments of, and lays the parameters out as they were. The
-# two sums can be taken in either order. That is where the stages differ.
+# A step first gathers the parameters. It then processes this device's rows in Z *microbatches*, one after
+# another, because the activations of all rows may not fit into memory at once (gradient accumulation). It
+# sums the gradients over microbatches and devices, updates the entries whose moments it stores, and restores
+# the layout of the parameters. The two sums can be taken in either order. This is where the stages differ.
 
 
 # %%
 def updated(w, m, v, d, params, moments):
-    """Adam on what this device has moments of; the parameters as they lay before."""
+    """Adam on the entries whose moments this device stores; restores the layout."""
     w = [moved(one, params, moments) for one in w]
     after = [adam(*one) for one in zip(w, m, v, d, strict=True)]
     w, m, v = map(list, zip(*after, strict=True))
@@ -290,21 +293,21 @@ def on_slices(step, params, moments):
 # %%
 @cache
 def train_step(params, grads, moments, Z=1, added=None):
-    """A step of Adam, for the specs of three kinds of array; `added`: of their sum."""
+    """A step of Adam for three specs; `added` is the layout of the summed gradients."""
     added = moments if added is None else added
 
     def step(w, m, v, x_bD, y_bD):
         mine = sharding.vary([moved(one, params, WHOLE) for one in w], FSDP)
 
-        def one_pass(kept, rows):  # `mine` varies, so grad adds nothing: `summed` does
+        def microbatch(total, rows):  # `mine` varies: `summed` adds, not `grad`
             d = jax.grad(share_of_loss)(mine, *rows)
             d = [summed(one, SLICES) for one in d] if grads == SLICES else d
-            return jax.tree.map(jnp.add, kept, d), None
+            return jax.tree.map(jnp.add, total, d), None
 
         parts = n if grads == SLICES else 1
         rows = [a_bD.reshape(Z, -1, a_bD.shape[1]) for a_bD in (x_bD, y_bD)]
-        kept = [jnp.zeros_like(one[: len(one) // parts]) for one in mine]
-        d, _ = jax.lax.scan(one_pass, sharding.vary(kept, FSDP), tuple(rows))
+        zeros = [jnp.zeros_like(one[: len(one) // parts]) for one in mine]
+        d, _ = jax.lax.scan(microbatch, sharding.vary(zeros, FSDP), tuple(rows))
         if grads == WHOLE:
             d = [moved(summed(one, added), added, moments) for one in d]
         return updated(w, m, v, d, params, moments)
@@ -313,7 +316,8 @@ def train_step(params, grads, moments, Z=1, added=None):
 
 
 # %% [markdown]
-# Six layers of 128 x 128, 393,216 bytes of weights. First the copies:
+# Six layers of 128 x 128 have 393,216 bytes of weights. First the full copies, which PyTorch calls DDP
+# (distributed data parallel):
 
 # %%
 w, x_BD, y_BD = problem(D=128, L=6)
@@ -322,11 +326,11 @@ args = w, zeros, zeros, x_BD, y_BD
 lesson.listed(lesson.compiled(train_step(WHOLE, WHOLE, WHOLE), mesh, *args))
 
 # %% [markdown]
-# One all-reduce of all six gradients: on a ring a device sends 2 · 7/8 of it (chapter 01). An all-gather or a
-# reduce-scatter sends 7/8.
+# It is one all-reduce of all six gradients. On a ring, a device sends 2 · 7/8 of the payload (chapter 01).
+# An all-gather or a reduce-scatter sends 7/8.
 #
-# > **Predict.** ZeRO 1 cuts the moments. Of every matrix, a device updates its eighth, and then has to learn
-# > the other seven from its neighbours. How many bytes does a device send in a step of one pass now?
+# > **Predict.** ZeRO 1 shards the moments. A device updates its eighth of every matrix, and then needs the
+# > other seven from the other devices. How many bytes does a device now send in a step with one microbatch?
 
 # %%
 my_prediction = None  # bytes
@@ -335,24 +339,24 @@ whole_bytes = sum(one.nbytes for one in w)
 assert {one.kind for one in found.collectives} == {"reduce-scatter", "all-gather"}
 lesson.predicted("ZeRO 1 sends", my_prediction, found.total.wire_bytes, "bytes")
 naive = lesson.compiled(train_step(WHOLE, WHOLE, SLICES, added=WHOLE), mesh, *args)
-print(f"all-reduce first, then cut: {naive.total.wire_bytes:,}")
+print(f"all-reduce first, then take a shard: {naive.total.wire_bytes:,} bytes")
 assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 
 # %% [markdown]
-# As many as the copies. An all-reduce *is* a reduce-scatter and then an all-gather, 344,064 bytes each.
-# Between the two halves a device holds its eighth of the summed gradient, and that is all that Adam needs. So
-# it stops there, updates, and gathers parameters in place of gradients (ZeRO paper, section 7).
+# It sends as much as DDP. An all-reduce *is* a reduce-scatter followed by an all-gather, 344,064 bytes each.
+# Between the two halves, a device holds its eighth of the summed gradient, and Adam needs no more. So ZeRO 1
+# stops there, updates, and gathers parameters instead of gradients (ZeRO paper, section 7).
 #
-# The second line is what people write first: keep the all-reduce, and cut what it returns. The numbers are
-# right, so only a count of bytes shows the gather too many. DeepSpeed's first ZeRO had it ([issue
-# 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020), and a user found it again in 2024 ([issue
-# 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)).
+# The second line is what people write first: keep the all-reduce, and take a shard of its result. The
+# numbers are right, so only a count of bytes reveals the extra gather. DeepSpeed's first ZeRO had this bug
+# ([issue 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020), and a user found it again in 2024
+# ([issue 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)).
 #
-# Stages 1 and 2 differ when there are several passes. Four passes of one row each:
+# Stages 1 and 2 differ when there are several microbatches. Here are four of one row each:
 
 # %%
 LAYOUTS = {
-    "copies": (WHOLE, WHOLE, WHOLE), "ZeRO 1": (WHOLE, WHOLE, SLICES),
+    "DDP": (WHOLE, WHOLE, WHOLE), "ZeRO 1": (WHOLE, WHOLE, SLICES),
     "ZeRO 2": (WHOLE, SLICES, SLICES), "ZeRO 3": (SLICES, SLICES, SLICES),
 }  # fmt: skip
 d = jax.grad(share_of_loss)(w, x_BD, y_BD)
@@ -364,7 +368,7 @@ sent, rest, temporary = {}, {}, {}
 
 
 def measured(name, step, *args, on=mesh):
-    """Note what a device sends in a step, and holds; returns the state after it."""
+    """Record what a device sends in a step and stores; return the state after it."""
     found, program = lesson.compiled(step, on, *args), step.lower(*args).compile()
     sent[name], results = found.total.wire_bytes, step(*args)
     temporary[name] = program.memory_analysis().temp_size_in_bytes
@@ -382,43 +386,46 @@ print(HEAD)
 for name, layout in LAYOUTS.items():
     results = measured(name, train_step(*layout, Z=4), *args)
     assert lesson.same(list(zip(*results, strict=True)), want)
-assert sent["ZeRO 1"] == sent["copies"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
+assert sent["ZeRO 1"] == sent["DDP"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
 
 # %% [markdown]
-# All four take the step of one device (asserted). Left is what a device sends: kinds and payloads are the
-# compiler's word, the ring's 7/8 is arithmetic, and no wire was measured. Right is what it holds: weights and
-# moments between steps, and what the compiled program needs besides, for gradients, activations and gathered
-# weights (`memory_analysis`).
+# All four compute the step of one device (asserted). The left columns count the bytes that a device sends.
+# The compiler reports kinds and payloads, the ring's 7/8 is arithmetic, and no link was measured. The right
+# columns count the bytes that it stores: weights and moments between steps, and the compiled program's
+# temporary memory for gradients, activations and gathered weights (`memory_analysis`).
 #
-# - **ZeRO 1** keeps whole gradients over the passes and scatters once. It sends what the copies send.
-# - **ZeRO 2** scatters in every pass, so that a whole gradient exists for one matrix at a time. The price is
-#   Z scatters in place of one. With Z = 1 the two are the same program.
-# - **ZeRO 3** gathers at the step's beginning what the others gather at its end. **Slices at rest cost not
-#   one byte more than copies.** But look at its last column.
+# - **ZeRO 1** accumulates unsharded gradients over the microbatches, and reduce-scatters once. It sends as
+#   much as DDP.
+# - **ZeRO 2** reduce-scatters in every microbatch, so only one matrix at a time has an unsharded gradient.
+#   The price is Z reduce-scatters instead of one. With Z = 1 the two are the same program.
+# - **ZeRO 3** gathers at the start of the step what the others gather at its end. **Sharding the weights
+#   between steps costs no extra bytes.** But look at its last column.
 
 # %% [markdown]
-# > **Predict.** ZeRO 3 holds 49,152 bytes of weights at rest in place of 393,216. With one pass in place of
-# > four, how much temporary memory does its step need? (Which arrays are whole at once?)
+# > **Predict.** Between steps, ZeRO 3 stores 49,152 bytes of weights instead of 393,216. How much temporary
+# > memory does its step need with one microbatch instead of four? (Which arrays are unsharded at the same
+# > time?)
 
 # %%
 my_prediction = None  # bytes
 results = measured("ZeRO 3", train_step(*LAYOUTS["ZeRO 3"]), *args)
 counted = temporary["ZeRO 3"]
 lesson.predicted("ZeRO 3, temporary", my_prediction, counted, "bytes", within=0.05)
-print(f"all weights, and {counted - whole_bytes:,} bytes")
+print(f"that is all weights and {counted - whole_bytes:,} bytes more")
 
 # %% tags=["remove-cell"]
 assert whole_bytes < counted < 1.02 * whole_bytes, "activations are no longer small"
 
 # %% [markdown]
-# The step gathers all weights before the first layer, and the backward pass needs them, so every layer's copy
-# stays until its turn has come. What ZeRO 3 saves at rest it needs at work.
+# The step gathers all weights before the first layer. Every gathered weight stays until the backward pass of
+# its layer, which needs it too. ZeRO 3 saves memory between steps, and needs it again during the step.
 #
-# To be slices at work as well, a layer's weights must be gathered right before their use, dropped after it,
-# and gathered again for the backward pass. That is what people mean by **FSDP**, and by the ZeRO 3 of the
-# paper, which gathers twice (section 7). Six layers, G a gather, S a scatter of the gradient:
+# To save memory during the step as well, gather a layer's weights right before their use, free them
+# afterwards, and gather them again for the backward pass. This is **FSDP** (fully sharded data parallelism),
+# and also the paper's ZeRO 3, which gathers twice (section 7). A bar marks when a layer's weights are
+# unsharded, G an all-gather, and S a reduce-scatter of the gradient:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Six layers against twelve turns of a step. Gathered once, all layers are whole from the start until their backward turn; gathered twice, each is whole in its own two turns."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Six layers over the time of a step. Gathered once, all layers are unsharded from the start until their backward pass; gathered twice, each is unsharded only during its own forward and backward pass."}}
 L = len(w)
 figure, panels = plt.subplots(2, 1, figsize=(5, 4.6), sharex=True)
 for axes, twice in zip(panels, (False, True), strict=True):
@@ -434,18 +441,18 @@ for axes, twice in zip(panels, (False, True), strict=True):
     axes.set_xticklabels(["forward", "backward"])
     axes.axvline(L, color="black", lw=0.8, ls=":")
 panels[0].set(title="gathered once: ZeRO 3 as above")
-panels[1].set(title="gathered twice: FSDP", xlabel="turns of a step")
-title = "A bar is a layer whose weights are whole"
+panels[1].set(title="gathered twice: FSDP", xlabel="time in a step")
+title = "FSDP gathers a layer's weights only while it uses them"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # ## FSDP by hand
 #
-# The program below can be pasted into an empty file. The layers are stacked (L first) and looped over. The
-# gather stands in the layer, and `jax.checkpoint` makes the backward pass compute the layer again from its
-# input, gather included. The loop is part of it: where layers are written out one after the other, the CPU's
-# compiler finds the two gathers of a layer alike, and keeps the first (asserted below). Nobody writes the
-# scatter: it is the gather's backward pass (chapter 02).
+# You can paste the program below into an empty file. The layers are stacked (L first) and looped over. The
+# all-gather is inside the layer, and `jax.checkpoint` makes the backward pass recompute the layer from its
+# input, including the gather. The loop matters. If you write the layers one after another, the CPU compiler
+# recognizes the two gathers of a layer as equal, and keeps only the first (asserted below). No line asks for
+# the reduce-scatter: it is the gather's backward pass (chapter 02).
 
 # %% tags=["by-hand"]
 import os
@@ -463,10 +470,10 @@ w_LDD = np.float32(rng.normal(size=(L, D, D)) / D**0.5)
 x_BD, y_BD = np.float32(rng.normal(size=(2, B, D)))
 
 
-@jax.checkpoint  # keeps a layer's input alone
+@jax.checkpoint  # saves only the layer's input
 def layer(x_bD, w_dD):
-    w_DD = jax.lax.all_gather(w_dD, "fsdp", axis=0, tiled=True)  # whole, for this layer
-    return x_bD + jnp.tanh(x_bD @ w_DD), None  # `scan` wants a pair
+    w_DD = jax.lax.all_gather(w_dD, "fsdp", axis=0, tiled=True)  # for this layer only
+    return x_bD + jnp.tanh(x_bD @ w_DD), None  # `scan` expects a pair
 
 
 # %% tags=["by-hand"]
@@ -500,7 +507,7 @@ after = step(w_LDD, 0 * w_LDD, 0 * w_LDD, x_BD, y_BD)
 one_device = adam(w_LDD, 0.0, 0.0, jax.grad(on_one_device)(w_LDD))
 for mine, right in zip(after, one_device, strict=True):
     np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
-print("weights and both moments are those of one device")
+print("weights and both moments equal one device's")
 
 # %%
 shape = jax.ShapeDtypeStruct
@@ -514,12 +521,12 @@ measured("FSDP", donated, *state(6), x_BD, y_BD, on=eight)
 assert sent["FSDP"] == 1.5 * sent["ZeRO 3"]
 memory = donated.lower(*state(12), x_BD, y_BD).compile().memory_analysis()
 more = (memory.temp_size_in_bytes - temporary["FSDP"]) / 6
-print(f"a layer more: {more:,.0f} bytes, temporary; its matrix has {4 * D * D:,}")
+print(f"one more layer: {more:,.0f} temporary bytes; its matrix has {4 * D * D:,}")
 
 
 # %% tags=["remove-cell"]
 def gathers(through):
-    """Gathers of the compiled gradient, for two layers."""
+    """Count the all-gathers in the compiled gradient of two layers."""
     share = lambda w_LdD, x_bD: jnp.sum(through(x_bD, w_LdD) ** 2)
     specs = dict(in_specs=(slices, rows), out_specs=slices)
     run = jax.shard_map(jax.grad(share), mesh=eight, **specs)
@@ -532,16 +539,16 @@ looped = lambda x, w: jax.lax.scan(layer, x, w)[0]
 assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop is part of it"
 
 # %% [markdown]
-# The same step, half as many bytes again on the wire, a third of the temporary memory. And a layer more now
-# adds a slice of a gradient and one activation, in place of a matrix.
+# FSDP takes the same step with 1.5 times the bytes sent and a third of the temporary memory. One more layer
+# now adds a shard of a gradient and one activation, instead of a matrix.
 
 # %% [markdown]
 # ## In the model
 #
-# `model.py` does this for every matrix: its declaration says along which dim `FSDP` cuts it, and it is
-# gathered where it is used, in bfloat16, so that half the bytes travel. The smallest preset without experts,
-# on `data=2,fsdp=4`, the third picture above: each of two groups of four devices holds one model in four
-# slices.
+# `model.py` does this for every matrix. Each declaration names the dim that is sharded over `FSDP`. The
+# matrix is gathered where it is used, in bfloat16, which halves the bytes. Here is the smallest preset
+# without experts on `data=2,fsdp=4`, the third picture above: each of two groups of four devices stores one
+# model in four shards.
 
 # %% tags=["hide-input"]
 import model
@@ -558,7 +565,7 @@ def tiny(mesh, gather):
 
 
 def random_batch(B, T, V):
-    """Random tokens, in rows of unequal length."""
+    """Random tokens in rows of different lengths."""
     rng = np.random.default_rng(0)
     tokens_BT = rng.integers(0, V, (B, T + 1), dtype=np.int32)
     real_BT = np.arange(T) < rng.integers(T // 2, T + 1, (B, 1))
@@ -574,7 +581,7 @@ weights = parameters.init(declared, sharding.make_mesh("data=1"), seed=0)
 
 
 def train_on(name, gather="layer"):
-    """Loss, gradients, collectives and temporary bytes of a step."""
+    """Return loss, gradients, collectives and temporary bytes of a step."""
     on = sharding.make_mesh(name)
     placed = jax.tree.map(lambda s: s.sharding, sharding.shapes(declared, on))
     batch = sharding.put(random_batch(B=128, T=18, V=280), on)
@@ -595,17 +602,16 @@ for axes, moves in found.totals_by("axes").items():
     print(f"  over {axes}: {moves.wire_bytes:,} bytes")
 
 # %% [markdown]
-# On two axes this is called hybrid sharding, HSDP. Weights are joined over `fsdp` alone. A gradient has to be
-# added over both, since all eight devices had other rows: over `fsdp` by the reduce-scatters, in every layer,
-# and over `data` by an all-reduce of the slices, a quarter of the model. (Over both at once goes what is not
-# cut: the norms' gains, and the loss.)
+# With two axes this is called hybrid sharding, HSDP. Weights are gathered over `fsdp` alone. A gradient must
+# be summed over both axes, since all eight devices had different rows. Reduce-scatters in every layer sum
+# over `fsdp`; an all-reduce of the shards, a quarter of the model, sums over `data`. (What is not sharded,
+# the norms' gains and the loss, is summed over both at once.)
 #
 # ## Exercise 2: which axis first?
 #
-# `partial_DD` is this device's share of a matrix's gradient, one of the shares of all devices of a mesh
-# `data=2,fsdp=4`. Return this device's slice of the sum: 1/4 of the rows, the same for the two devices along
-# `DATA` that hold it. `DATA` is the slow axis, between two buildings, say: send as little as possible over
-# it.
+# On a mesh `data=2,fsdp=4`, every device has a share of a matrix's gradient; `partial_DD` is this device's.
+# Return this device's shard of the sum: 1/4 of the rows, the same for the two devices along `DATA` that hold
+# it. `DATA` is the slow axis, say between two buildings, so send as few bytes as possible over it.
 
 # %% tags=["hide-input"]
 PARTIAL = np.random.default_rng(1).normal(size=(8, 128, 128)).astype(np.float32)
@@ -613,15 +619,15 @@ PARTIAL = np.random.default_rng(1).normal(size=(8, 128, 128)).astype(np.float32)
 
 @cache
 def two_axes(answer, name):
-    """The slices that an answer returns, and what a device sends over DATA."""
+    """Return the shards of an answer, and the bytes a device sends over DATA."""
     on = sharding.make_mesh(name)
 
     def local(partial_DD):
         result = jnp.asarray(lesson.answered(answer)(partial_DD[0]))
         rows = 128 // on.shape[FSDP]
         if result.shape not in ((rows, 128), (128, 128)):
-            raise ValueError(f"{result.shape} here, and a slice is ({rows}, 128)")
-        return result[None]  # of each device, as it is
+            raise ValueError(f"your shape is {result.shape}, a shard's ({rows}, 128)")
+        return result[None]  # each device's result
 
     specs = dict(in_specs=P((DATA, FSDP)), out_specs=P((DATA, FSDP)))
     function = jax.jit(jax.shard_map(local, mesh=on, **specs))
@@ -635,22 +641,22 @@ scatter = lambda x: sharding.reduce_scatter(x, FSDP, dim=0)
 own = lambda x: sharding.own_slice(x, FSDP, dim=0)
 TWO_AXES_HINTS = [
     (lambda x: sharding.psum(own(x), DATA),
-     "You cut before adding: along one axis nobody was asked for a share."),
+     "You dropped rows before the sum, so shares along one axis are missing."),
     (lambda x: sharding.psum(x, (DATA, FSDP)),
-     "The right sum, whole. Which rows are yours?"),
-    (scatter, "Added over fsdp alone. Whose shares are missing?"),
-    (lambda x: sharding.psum(x, DATA), "Added over data alone, and whole."),
-    (lambda x: sharding.psum(x, FSDP), "Added over fsdp alone, and whole."),
-    (own, "Your rows, and of this device's share alone. Nothing is added."),
-    (lambda x: x, "This is one device's share. Nothing is added."),
+     "The right sum, but all rows. Which are this device's?"),
+    (scatter, "Summed over fsdp only. Which devices' shares are missing?"),
+    (lambda x: sharding.psum(x, DATA), "Summed over data only, and all rows."),
+    (lambda x: sharding.psum(x, FSDP), "Summed over fsdp only, and all rows."),
+    (own, "The right rows, but only of this device's share. Nothing is summed."),
+    (lambda x: x, "This is one device's share. Nothing is summed."),
     (lambda x: sharding.psum(scatter(x), DATA) / n,
-     "An eighth of the sum. What was added are shares already."),
-    (lambda x: jax.lax.pmean(scatter(x), DATA), "A mean over data: shares are added."),
+     "An eighth of the sum. Shares are added, not averaged."),
+    (lambda x: jax.lax.pmean(scatter(x), DATA), "A mean over data: add the shares."),
 ]  # fmt: skip
 
 
 # %% tags=["hide-input"]
-# What a device has to send over DATA, in bytes.
+# The fewest bytes that a device can send over DATA.
 LEAST = {"data=2,fsdp=4": 16_384, "data=4,fsdp=2": 49_152}
 
 
@@ -658,7 +664,7 @@ def check_two_axes(answer):
     run = lambda f: lambda name: two_axes(f, name)[0]
     hints = [(run(wrong), hint) for wrong, hint in TWO_AXES_HINTS]
 
-    def right(name):  # every device's rows, device by device
+    def right(name):  # the rows of every device, in order
         data, fsdp = (sharding.make_mesh(name).shape[axis] for axis in (DATA, FSDP))
         return np.tile(PARTIAL.sum(0).reshape(fsdp, -1, 128), (data, 1, 1))
 
@@ -666,8 +672,8 @@ def check_two_axes(answer):
     line = lesson.diagnose(run(answer), cases, right, hints, "Right")
     for name, least in LEAST.items() if line == "Right" else ():
         if (slow := two_axes(answer, name)[1]) > least:
-            return (f"The right sum. On {name} it sends {slow:,} bytes over data, and "
-                    f"{least:,} would do. How large is what crosses?")  # fmt: skip
+            return (f"The right sum. On {name} it sends {slow:,} bytes over data; "
+                    f"{least:,} are enough. How large is what it sends?")  # fmt: skip
     return line.replace("Right", "Right on two meshes, with the least bytes over data.")
 
 
@@ -681,10 +687,11 @@ print(check_two_axes(slice_of_sum))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)`. Cut first: 16,384 bytes
-# cross the slow axis. In the other order it is 65,536, for equal sums, so that no test of numbers sees it. In
-# the model nobody chooses the order: the scatter is the backward pass of the gather, in the layer, and the sum
-# over `data` that of a `vary` in front of all loops (`ready_for_autodiff`), once a step.
+# `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)`. Reduce-scatter first, and
+# 16,384 bytes cross the slow axis. The other order sends 65,536 for equal sums, so no test of the values can
+# see it. In `model.py` nobody chooses the order. The reduce-scatter is the backward pass of the gather
+# inside the layer. The sum over `data` is the backward pass of a `vary` in front of all loops
+# (`ready_for_autodiff`), once per step.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -693,8 +700,8 @@ assert check_two_axes(answer_2).startswith("Right on two")
 for wrong, hint in TWO_AXES_HINTS:
     assert check_two_axes(wrong) == hint, hint
 thin = lambda x, axes: sharding.reduce_scatter(x, axes, dim=0)
-assert "(16, 128) here, and" in check_two_axes(lambda x: thin(x, (DATA, FSDP)))
-assert "here, and" in check_two_axes(lambda x: sharding.psum(thin(x, DATA), FSDP))
+assert "your shape is (16, 128)" in check_two_axes(lambda x: thin(x, (DATA, FSDP)))
+assert "your shape is" in check_two_axes(lambda x: sharding.psum(thin(x, DATA), FSDP))
 slow_first = lambda x: scatter(sharding.psum(x, DATA))
 assert "65,536 bytes" in check_two_axes(slow_first)
 at_once = lambda x: own(sharding.psum(x, (DATA, FSDP)))
@@ -710,7 +717,7 @@ for nothing in (slice_of_sum, lambda x: None, ...):
 # %% [markdown]
 # ## Left to the compiler
 #
-# All this can be had without a collective: `jax.jit`, one device's code, and where things lie. The compiler
+# `jax.jit` can do all this from one device's code and the shardings of its inputs and outputs. The compiler
 # then has to find the collectives.
 
 
@@ -723,7 +730,7 @@ def plain_step(w, m, v, x_BD, y_BD):
 
 at = lambda spec: jax.NamedSharding(mesh, spec)
 print(f"{'sent':6} {'by jit':>10} {'by hand':>10}")
-for name in ("copies", "ZeRO 1", "ZeRO 3"):
+for name in ("DDP", "ZeRO 1", "ZeRO 3"):
     params, _, moments = map(at, LAYOUTS[name])
     state, rows = (params, moments, moments), (at(SLICES), at(SLICES))
     specs = dict(in_shardings=(*state, *rows), out_shardings=state)
@@ -733,51 +740,53 @@ for name in ("copies", "ZeRO 1", "ZeRO 3"):
 print("ZeRO 3:", {kind: int(one.count) for kind, one in found.totals_by("kind").items()})
 
 # %% [markdown]
-# In ZeRO 1 and 3 it pays for the useless gather: gradients are made whole on every device and cut afterwards.
-# That is XLA's compiler for CPU. For GPUs it has a pass that looks for an all-reduce which is then cut
+# For ZeRO 1 and 3 the compiler pays for the useless gather: every device gets the whole gradient, and then
+# takes its shard. This is XLA's compiler for CPUs. Its GPU compiler looks for an all-reduce followed by a
+# slice
 # ([ReduceScatterCreator](https://github.com/openxla/xla/blob/0e1ce76841700c606101e4c6b04ec081a446e96f/xla/service/gpu/transforms/reduce_scatter_creator.cc)).
-# Leave to the compiler what is small or entry by entry, such as the optimizer; write by hand where you owe an
-# answer for bytes and memory.
+# Leave small or entry-by-entry work, such as the optimizer, to the compiler. Write collectives by hand where
+# you must guarantee bytes and memory.
 #
-# ## When the wires are too slow
+# ## When FSDP is limited by communication
 #
-# FSDP sends weights, and weights do not shrink with the batch. So there is a batch below which the products
-# no longer cover the gathers. Take `llama3_8b`, bfloat16 on the wire, nothing recomputed, gathered twice.
-# `planner.plan` adds up every product and exchange of a step, from the shapes that the model declares, and
-# divides by what a chip and its wires can do. It touches no device:
+# FSDP sends weights, and weights do not shrink with the batch. So there is a batch size below which the
+# matmuls take less time than the communication. Take `llama3_8b`, sent in bfloat16, with nothing recomputed,
+# gathered twice. `planner.plan` adds up all matmuls and collectives of a step, from the declared shapes, and
+# divides by the speeds of a chip and its links. It needs no device:
 
 
 # %%
 def seconds(name, topology, T):
-    """Products and wires of a step in which every chip has one sequence of T tokens."""
+    """Seconds of compute and communication, with a sequence of T tokens per chip."""
     chips = hardware.Topology.parse(topology).chips
     cfg = config.preset(name, **{
         "mesh": f"fsdp={chips}", "data.batch_size": chips, "data.seq_len": T,
         "work.remat": "none", "work.gather": "layer"})  # fmt: skip
-    found = planner.plan(cfg, topology).seconds(alone=True)  # nothing beside products
+    found = planner.plan(cfg, topology).seconds(alone=True)  # no overlap
     return found["compute"], found["fsdp"]
 
 
 @cache
 def threshold(name, topology):
-    """Fewest tokens, of multiples of 32, whose products take longer than the wires."""
+    """Fewest tokens (a multiple of 32) for which compute takes longer."""
     enough = lambda T: np.greater(*seconds(name, topology, T))
     return next(T for T in range(32, 2**14, 32) if enough(T))
 
 
 for key in ("v4", "v5p", "h100"):
     chip = hardware.CHIPS[key]
-    text = f"{key}: {chip.peak_flops_per_s / 1e12:.0f} TFLOP/s, a link"
+    text = f"{key}: {chip.peak_flops_per_s / 1e12:.0f} TFLOP/s, per link"
     print(f"{text} {chip.link_bytes_per_s / 1e9:.0f} GB/s")
 
 # %% [markdown]
-# A TPU chip has two links along each axis of its torus. On 64 chips, `4x4x4`, three axes are closed to rings,
-# and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. A GPU has one figure for all its
-# NVLinks.
+# A TPU chip has two links along each axis of its torus. On 64 chips, `4x4x4`, all three axes are closed
+# rings, and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. A GPU has one figure for
+# all its NVLinks.
 #
-# > **Predict.** How many tokens must a v5p chip have, in one forward and backward pass, for its products to
-# > take as long as its wires? A parameter costs 2 FLOPs a token forward and 4 backward. Weights are gathered
-# > twice, in bfloat16; over a whole slice the TPU's compiler makes an all-reduce of the gradient's scatter.
+# > **Predict.** How many tokens must a v5p chip have, in one forward and backward pass, for compute to take
+# > as long as communication? A parameter costs 2 FLOPs per token forward and 4 backward. Weights are
+# > gathered twice, in bfloat16. Over a whole TPU slice, the compiler turns the gradient's reduce-scatter
+# > into an all-reduce.
 
 # %%
 my_prediction = None  # tokens
@@ -788,15 +797,15 @@ lesson.predicted("a v5p chip needs", my_prediction, counted, "tokens", within=0.
 assert counted == 1056
 
 # %% [markdown]
-# By hand, for a layer of W weights and N tokens on the chip:
+# By hand, for a layer of W weights and N tokens per chip:
 #
-# | | on the wire | products |
+# | | communication | compute |
 # |---|---|---|
-# | forward | gather, 2W bytes | 2WN FLOPs |
-# | backward | gather and scatter, 4W bytes | 4WN FLOPs |
+# | forward | all-gather, 2W bytes | 2WN FLOPs |
+# | backward | all-gather and reduce-scatter, 4W bytes | 4WN FLOPs |
 #
-# N FLOPs a byte, both ways. So products take longer if **N > peak FLOP/s / wire bytes/s**. W has dropped out,
-# and so has the number of chips. The chip has not:
+# Both passes need N FLOPs per byte. So compute takes longer if **N > peak FLOP/s / link bytes/s**, with all
+# links that the axis uses. W cancels, and so does the number of chips. The kind of chip does not:
 
 # %%
 MODELS = "dense_124m", "llama3_8b", "mixtral_8x7b"
@@ -809,18 +818,18 @@ for topology in (*TPUS, "h100:8", "h100:16", "b200:16"):
     row = (by_hand, *(threshold(name, topology) for name in MODELS))
     print(f"{topology:10}", *(f"{T:8,.0f}" for T in row))
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens a chip, both axes logarithmic: wires are flat lines, products rise and cross them at about a thousand tokens."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens per chip, both axes logarithmic: communication is a flat line, compute rises and crosses it at about a thousand tokens."}}
 figure, axes = plt.subplots(figsize=(6, 3.6))
 lengths = [2**k for k in range(7, 14)]
 for topology, style in (("v4:4x4x4", "--"), ("v5p:4x4x4", "-")):
     both = np.transpose([seconds("llama3_8b", topology, T) for T in lengths])
-    labels = f"products, {topology}", f"wires, {topology}"
+    labels = f"compute, {topology}", f"communication, {topology}"
     for curve, colour, label in zip(both, (lesson.NEUTRAL, blue), labels, strict=True):
         axes.loglog(lengths, curve, style, color=colour, label=label)
     cross = threshold("llama3_8b", topology)
     axes.plot(cross, seconds("llama3_8b", topology, cross)[1], "o", color="black", ms=5)
-axes.set(title="Below a thousand tokens a chip, the wires decide", ylabel="seconds")
-axes.set_xlabel("tokens a chip and pass")
+axes.set(title="Below about 1,000 tokens per chip, communication dominates")
+axes.set(xlabel="tokens per chip and microbatch", ylabel="seconds")
 axes.set_xticks(lengths, [f"{T:,}" for T in lengths])
 ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1]
 axes.set_yticks(ticks, map(str, ticks))
@@ -828,76 +837,78 @@ axes.minorticks_off()
 axes.legend()
 
 # %% [markdown]
-# Planner and rule differ by known factors. Over all chips of a slice the TPU's compiler makes an all-reduce
-# of a scatter: 8W bytes for 6W, so 4/3 of the rule's 850 tokens on v5p, 1,133. On 8 GPUs a gather sends 7/8
-# of W. Attention multiplies without weights, which lowers the threshold, here to 1,056, and most in small
-# models. And Mixtral gathers eight experts of which a token meets
-# two: **the threshold grows by total over active parameters**, 3.6 there.
+# The planner and the rule differ by known factors. Over all chips of a slice, the TPU compiler makes an
+# all-reduce of a reduce-scatter: 8W bytes instead of 6W. That is 4/3 of the rule's 850 tokens on v5p, 1,133.
+# On 8 GPUs a gather sends 7/8 of W. Attention has matmuls without weights. They lower the threshold, here to
+# 1,056, and most in small models. And Mixtral gathers eight experts, while a token uses two: **the threshold
+# grows by total over active parameters**, 3.6 there.
 #
-# Tokens a chip bound the number of chips: a batch of 4 million feeds 4e6 / 1,056 = 3,800 chips of v5p by FSDP
-# alone. Beyond that, an axis is due that splits the products of a token (chapter 04). And the tokens are
-# those of one *pass*, as each pass gathers again, unless gathered weights are kept for the whole step (`step`
-# below; it takes 2 bytes a parameter, and 4 for gradients). 512 sequences of 1,024 tokens on `v5p:4x4x4`:
+# Tokens per chip limit the number of chips: with FSDP alone, a batch of 4 million feeds 4e6 / 1,056 = 3,800
+# v5p chips. Beyond that, you need an axis that splits the matmuls of a token (chapter 04). The tokens are
+# those of one *microbatch*, because each gathers again. To avoid that, keep the gathered weights for the
+# whole step (`step` below; 2 bytes per parameter, and 4 for gradients). Take 512 sequences of 1,024 tokens
+# on `v5p:4x4x4`:
 
 
 # %% tags=["hide-input"]
-def planned(mesh, gather, passes):
+def planned(mesh, gather, microbatches):
     changes = {"mesh": mesh, "work.gather": gather, "work.remat": "full"}
-    changes |= {"work.device_batch": 8 // passes}
+    changes |= {"work.device_batch": 8 // microbatches}
     changes |= {"data.batch_size": 512, "data.seq_len": 1024}
     return planner.plan(config.preset("llama3_8b", **changes), "v5p:4x4x4")
 
 
 plan = planned("fsdp=64", "layer", 1)
-print(f"products: {plan.seconds()['compute']:.3f} s. And wires:")
-row = "{:8} {:6} {:6} {:>7} {:>5}".format
-print(row("mesh", "gather", "passes", "wires s", "GiB"))
+print(f"compute: {plan.seconds()['compute']:.3f} s; communication (comm.):")
+row = "{:8} {:6} {:12} {:>7} {:>5}".format
+print(row("mesh", "gather", "microbatches", "comm. s", "GiB"))
 for case in (("data=64", "-", 1), ("fsdp=64", "layer", 1), ("fsdp=64", "step", 1),
              ("fsdp=64", "layer", 8), ("fsdp=64", "step", 8)):  # fmt: skip
     plan = planned(case[0], case[1].replace("-", "layer"), case[2])
     took = plan.seconds(alone=True)
-    wires = took.get(FSDP, 0) + took.get(DATA, 0)
-    print(row(*case, f"{wires:.3f}", f"{plan.peak_bytes / 2**30:.0f}"))
+    comm = took.get(FSDP, 0) + took.get(DATA, 0)
+    print(row(*case, f"{comm:.3f}", f"{plan.peak_bytes / 2**30:.0f}"))
 [note] = hardware.check(plan.cfg.mesh, plan.topology)
 print(note)
 
 # %% [markdown]
-# (96 GiB are there, so the copies do not fit.) Over `data` goes one all-reduce of slices a step, however many
-# passes there are. Take two slices of 64 v5p chips, joined by the network of the data centre. A chip sends
-# its slice of the gradient, 4W/64 bytes in float32 (an all-reduce of two sends 2 · 1/2 of it), for 6WN FLOPs:
+# (A chip has 96 GiB, so full copies do not fit.) Over `data` there is one all-reduce of shards per step,
+# however many microbatches there are. Take two slices of 64 v5p chips, connected by the data-center network.
+# A chip sends its shard of the gradient, 4W/64 bytes in float32 (an all-reduce of two sends 2 · 1/2 of it),
+# for 6WN FLOPs:
 
 # %%
 chip, fsdp = hardware.CHIPS["v5p"], 64
 tokens = 4 / fsdp / 6 * chip.peak_flops_per_s / chip.dcn_bytes_per_s
-print(f"network: {chip.dcn_bytes_per_s / 1e9} GB/s a chip")
-print(f"N > {tokens:.0f} tokens a chip")
+print(f"network: {chip.dcn_bytes_per_s / 1e9} GB/s per chip")
+print(f"N > {tokens:.0f} tokens per chip")
 
 # %% [markdown]
-# A wire 86 times slower asks for fewer tokens than the fast one: it carries 1/64 of the model.
+# A network 86 times slower needs fewer tokens than the fast links, because it carries 1/64 of the model.
 #
-# These seconds are a roofline: chip and wires at full speed, one after the other. If gathers run beside
-# products, the longer of the two counts. Simulated devices share one processor, and cannot show that; the TPU
-# compiler's schedule can be played against time (the pages "Seconds" and "The timeline of a layer", which
-# draws it with gathers ahead and without). Latency is left out: at
-# about 1 µs a hop, and two hops along each of three axes, a gather of less than 6 µs, 3 MB at 540 GB/s, waits
-# for hops and not for bytes.
+# These seconds are a roofline: compute and communication at full speed, one after the other. If gathers
+# overlap with matmuls, the longer of the two counts. Simulated devices share one processor and cannot show
+# that. Two pages simulate the TPU compiler's schedule against time: "How the planner estimates seconds" and
+# "The timeline of a layer", which draws it with and without prefetched gathers. Latency is left out. At
+# about 1 µs per hop, with two hops along each of three axes, latency dominates a gather of less than 6 µs: 3
+# MB at 540 GB/s.
 #
 # ## Exercise 3: choose
 #
-# `llama3_8b` on `v5p:4x4x4`, 95.74 GiB a chip; a step is 4,096 sequences of 512 tokens. Return settings for
-# which the plan fits and the step takes at most 3.55 s, with nothing hidden behind anything. To choose
-# (what is not said is the first value):
+# Train `llama3_8b` on `v5p:4x4x4`, with 95.74 GiB per chip; a step has 4,096 sequences of 512 tokens. Return
+# settings for which the plan fits and the step takes at most 3.55 s without any overlap. You choose these
+# (what you leave out gets its first value):
 #
-# - `mesh`, of `data` and `fsdp`, which has to be said;
-# - `work.gather`: `"layer"`, again in every pass; `"step"`, once;
-# - `work.remat`, what the backward pass computes again: `"full"` (whole layers), `"dots"` (all but products),
+# - `mesh`, of `data` and `fsdp`, which is required;
+# - `work.gather`: `"layer"`, again in every microbatch; `"step"`, once;
+# - `work.remat`, what the backward pass recomputes: `"full"` (whole layers), `"dots"` (all but matmuls),
 #   `"none"`;
-# - `work.device_batch`, sequences a chip works on in one pass: 64 (all it has), 1, 2, 4, ..
+# - `work.device_batch`, sequences per chip in one microbatch: 64 (all it has), 1, 2, 4, ..
 
 # %% tags=["hide-input"]
 FREE = {"mesh": (), "work.device_batch": (), "work.gather": ("layer", "step"),
         "work.remat": ("none", "dots", "full")}  # fmt: skip
-ONCE = 3.32  # seconds of products, if none is done twice
+ONCE = 3.32  # seconds of compute, if nothing is recomputed
 BATCH = {"data.batch_size": 4096, "data.seq_len": 512}
 FIRST = {"work.gather": "layer", "work.remat": "full", "work.device_batch": 64}
 preset = lambda found: config.preset("llama3_8b", **BATCH | FIRST | found)
@@ -907,39 +918,39 @@ def check_settings(answer):
     if (found := answer() if callable(answer) else answer) in (..., None):
         return lesson.NOTHING
     if not isinstance(found, dict) or {*found} - {*FREE} or "mesh" not in found:
-        return f"A dict with a mesh is asked for; its names: {', '.join(FREE)}."
+        return f"Return a dict with a mesh; its keys: {', '.join(FREE)}."
     for name, values in FREE.items():
         if values and found.get(name, values[0]) not in values:
-            return f"{name} is one of {', '.join(values)}, not {found[name]!r}."
+            return f"{name} must be one of {', '.join(values)}, not {found[name]!r}."
     try:
         return judged(planner.plan(preset(found), "v5p:4x4x4"))
     except (ValueError, TypeError) as error:
-        return f"The planner refuses: {error}"
+        return f"The planner rejects this: {error}"
 
 
 # %% tags=["hide-input"]
 TOO_LARGE = {
-    ("parameters", "optimizer"): "Mostly state. Which axis cuts it?",
-    ("weights", "gradients"): "Mostly whole weights and gradients. What keeps them?",
-    ("saved", "at work"): "Mostly activations. How many tokens are there at once?",
+    ("parameters", "optimizer"): "Mostly weights and moments. Which axis shards them?",
+    ("weights", "gradients"): "Mostly gathered weights and gradients. What keeps them?",
+    ("saved", "at work"): "Mostly activations. How many tokens are in memory at once?",
 }
 
 
 def judged(plan):
     mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.seconds(alone=True)
     if mesh.data * mesh.fsdp < 64:
-        return "Those are later chapters' axes. It can be done with data and fsdp."
+        return "Later chapters explain those axes. You need only data and fsdp."
     if not plan.fits:
         size = lambda names: sum(plan.memory_bytes[name] for name in names)
         return f"{gib:,.0f} GiB: too large. {TOO_LARGE[max(TOO_LARGE, key=size)]}"
     step_s, work = sum(took.values()), took["compute"]
-    wires = step_s - work - took["optimizer"]
-    said = f"{step_s:.2f} s: products {work:.2f}, wires {wires:.2f}; {gib:.0f} GiB."
+    comm = step_s - work - took["optimizer"]
+    text = f"{step_s:.2f} s: compute {work:.2f}, network {comm:.2f}; {gib:.0f} GiB"
     if step_s <= 3.55:
-        return f"Right: {said}"
-    if wires > work - ONCE:
-        return f"{said} Wires: how often does a weight travel in a step?"
-    return f"{said} Products: {ONCE:.2f} s would do. What could the other GiB buy?"
+        return f"Right: {text}."
+    if comm > work - ONCE:
+        return f"{text}. Network: how often is a weight sent in a step?"
+    return f"{text}. Compute: {ONCE:.2f} s is possible. What could you save in memory?"
 
 
 # %%
@@ -952,11 +963,12 @@ print(check_settings(settings))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "fsdp=64", "work.gather": "step", "work.remat": "none", "work.device_batch": 4}`: 3.47 s, in
-# 81 GiB. Alone, `fsdp=64` fits in 15 GiB and takes 4.20 s, as it computes every layer twice. Keeping the
-# products (`"dots"`) needs several passes for the memory, four of 16 sequences, and each pass gathers: 3.79 s.
-# Keeping the weights too makes the number of passes nearly free, so that they can be small (also `"dots"`, with
-# 1 to 8 sequences). It takes 45 GiB of weights and gradients: on v4 no plan with `gather=step` fits.
+# `{"mesh": "fsdp=64", "work.gather": "step", "work.remat": "none", "work.device_batch": 4}` takes 3.47 s, in
+# 81 GiB. `fsdp=64` alone fits in 15 GiB and takes 4.20 s, as it computes every layer twice. Saving the
+# results of matmuls (`"dots"`) fits only with several microbatches, four of 16 sequences, and each gathers
+# again: 3.79 s. If you keep the gathered weights too, the number of microbatches is nearly free, so they can
+# be small (also `"dots"`, with 1 to 8 sequences). This takes 45 GiB of weights and gradients: on v4 no plan
+# with `gather=step` fits.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -968,12 +980,12 @@ assert "81 GiB" in check_settings(NONE | STEP | {EACH: 4})
 for size in (1, 2, 4, 8):
     assert check_settings(DOTS | STEP | {EACH: size}).startswith("Right: 3.")
 assert check_settings(lambda: SLICED).startswith("4.20 s")
-assert "15 GiB. Products" in check_settings(SLICED)
-assert "Products" in check_settings(SLICED | STEP | {EACH: 8})
+assert "15 GiB. Compute" in check_settings(SLICED)
+assert "Compute:" in check_settings(SLICED | STEP | {EACH: 8})
 assert check_settings(DOTS | {EACH: 16}).startswith("3.79 s")
 for each in (DOTS | {EACH: 16}, DOTS | {EACH: 1}, NONE | {EACH: 8}):
     assert "how often" in check_settings(each)
-assert "Mostly state" in check_settings({"mesh": "data=64"})
+assert "Mostly weights and moments" in check_settings({"mesh": "data=64"})
 assert "Mostly activations" in check_settings(NONE)
 assert "Mostly activations" in check_settings(DOTS | STEP)
 whole = planner.plan(preset(NONE | STEP | {EACH: 4}), "v5p:4x4x4")
@@ -982,17 +994,17 @@ size = whole.memory_bytes
 assert round((size["weights"] + size["gradients"]) / 2**30) == 45
 smallest = preset(SLICED | STEP | {"work.remat": "full", EACH: 1})
 assert not planner.plan(smallest, "v4:4x4x4").fits
-assert "refuses" in check_settings({"mesh": "fsdp=32"})
-assert "later chapters" in check_settings({"mesh": "fsdp=32,tensor=2"})
-assert "A dict" in check_settings(64) and "A dict" in check_settings({"mash": 1})
+assert "rejects" in check_settings({"mesh": "fsdp=32"})
+assert "Later chapters" in check_settings({"mesh": "fsdp=32,tensor=2"})
+assert "a dict" in check_settings(64) and "a dict" in check_settings({"mash": 1})
 assert "one of none, dots, full" in check_settings(SLICED | {"work.remat": "all"})
 assert check_settings(settings) == check_settings(None) == lesson.NOTHING
 
 # %% [markdown]
 # ## A bug to find
 #
-# FSDP for one layer, with plain gradient steps, and gradients scaled down where their norm is above
-# `LARGEST`. `check_vma` is on, as always, and says nothing. A colleague reports that the model learns faster
+# This is FSDP for one layer with plain gradient steps. A gradient whose norm is above `LARGEST` is scaled
+# down. `check_vma` is on, as always, and raises no error. A colleague reports that the model learns faster
 # on more devices.
 
 # %%
@@ -1005,8 +1017,8 @@ def train(name):
 
     def step(w, x_bD, y_bD):
         def loss(w):
-            whole = [sharding.all_gather(one, FSDP, dim=0) for one in w]
-            return share_of_loss(whole, x_bD, y_bD)
+            gathered = [sharding.all_gather(one, FSDP, dim=0) for one in w]
+            return share_of_loss(gathered, x_bD, y_bD)
 
         d = jax.grad(loss)(w)
         norm = jnp.sqrt(sum(jnp.sum(one**2) for one in d))
@@ -1027,14 +1039,14 @@ for name in ("fsdp=1", "fsdp=2", "fsdp=4", "fsdp=8"):
     print(f"{name}: loss {share_of_loss(train(name), X_BD, Y_BD):.3f}")
 
 # %% [markdown]
-# Same rows, same start, no randomness, and the loss falls on all four. Mend `train`, so that the mesh changes
-# where and not what.
+# Same rows, same start, no randomness, and the loss falls on all four. Fix `train`, so that the result does
+# not depend on the mesh.
 
 
 # %% tags=["hide-input"]
 @cache
 def alone(scale, parts):
-    """The same on one device; `scale` sees the squares of a gradient's n parts."""
+    """The same on one device; `scale` gets the sums of squares of n shards."""
 
     @jax.jit
     def step(w):
@@ -1057,20 +1069,20 @@ right_scale = by(lambda s_n: jnp.sqrt(jnp.sum(s_n)))
 # %% tags=["hide-input"]
 NORM_HINTS = [
     (by(jnp.sqrt),
-     "The weights come out as before your change. What in `step` knows the mesh?"),
+     "The weights are the same as before your change. What in `step` depends on n?"),
     (by(lambda s_n: jnp.sum(jnp.sqrt(s_n))),
-     "Smaller steps on more devices now: norms do not add up."),
+     "Now more devices take smaller steps: norms cannot be added."),
     (by(lambda s_n: jnp.sqrt(jnp.mean(s_n))),
      "The steps are still longer than one device's."),
     (by(lambda s_n: jnp.mean(jnp.sqrt(s_n))),
-     "A mean of norms is not the norm of the whole."),
+     "A mean of norms is not the norm of all entries."),
     (by(lambda s_n: jnp.sqrt(jnp.max(s_n))),
-     "One scale for all, by the longest slice's norm."),
+     "One scale for all, but from the largest norm of a shard."),
     (by(lambda s_n: jnp.sqrt(s_n) * len(s_n)),
-     "Each slice still has a scale of its own."),
+     "Each shard still has its own scale."),
     (lambda s_n: jnp.minimum(1 / len(s_n), LARGEST / jnp.sqrt(s_n)),
-     "`d` is that of the whole batch already. Nothing is to be divided."),
-    (by(lambda s_n: LARGEST), "Now nothing is scaled down."),
+     "`d` is already the gradient of the whole batch. Divide nothing."),
+    (by(lambda s_n: LARGEST), "Now no gradient is scaled down."),
 ]  # fmt: skip
 
 
@@ -1079,7 +1091,7 @@ def check_mend(train):
     parts = {"fsdp=4": 4, "data=4,fsdp=2": 2}
     of = lambda scale: lambda name: alone(scale, parts[name])
     hints = [(of(scale), hint) for scale, hint in NORM_HINTS]
-    done = "Mended: on fsdp=4 and on data=4,fsdp=2 the weights are those of one device."
+    done = "Fixed: on fsdp=4 and on data=4,fsdp=2 the weights equal one device's."
     yours = lambda name: np.asarray(lesson.answered(train)(name)[0])
     right = lambda name: alone(right_scale, 1)
     return lesson.diagnose(yours, [(name,) for name in parts], right, hints, done)
@@ -1091,18 +1103,20 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `norm` is that of this device's slices. A slice is shorter than the whole, so more devices clip less, and
-# each slice is scaled by another number: not even the direction is right. The squares have to be added:
+# `norm` is the norm of this device's shards. It is smaller than the norm of the whole gradient, so more
+# devices clip less. And each shard is scaled by a different number, so not even the direction is right. The
+# squares have to be added:
 #
 # ```python
 # norm = jnp.sqrt(sharding.psum(sum(jnp.sum(one**2) for one in d), FSDP))
 # ```
 #
-# Not over `DATA`, along which the slices are the same (JAX refuses it here). `check_vma` had nothing to say,
-# since a result in slices may differ on every device. The loss falls, and only the same training on another
-# mesh shows the fault: [AReaL](https://github.com/areal-project/AReaL/issues/312) had it in 2025, and
-# [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) the opposite, squares added over both axes of
-# HSDP. Here clipping runs outside the `shard_map`, on whole arrays (`optimizer.clip`), where a norm is a norm.
+# Do not add over `DATA`, along which the shards are equal (JAX raises an error here). `check_vma` found
+# nothing, since a sharded result may differ on every device. The loss falls, and only the same training on
+# another mesh shows the fault. [AReaL](https://github.com/areal-project/AReaL/issues/312) had it in 2025.
+# [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) had the opposite: it added squares over both
+# axes of HSDP. This project clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded and
+# a norm is the norm of all entries.
 # </details>
 
 
@@ -1110,8 +1124,8 @@ print(check_mend(train))
 def with_norm(norm_of, divided=lambda: 1):
     def train(name):
         def step(w, x_bD, y_bD):
-            join = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
-            d = jax.grad(lambda w: share_of_loss(join(w), x_bD, y_bD))(w)
+            gather = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
+            d = jax.grad(lambda w: share_of_loss(gather(w), x_bD, y_bD))(w)
             d = [one / divided() for one in d]
             norm = norm_of(sum(jnp.sum(one**2) for one in d))
             return stepped(w, d, jnp.minimum(1.0, LARGEST / norm))
@@ -1128,7 +1142,7 @@ def with_norm(norm_of, divided=lambda: 1):
 
 
 whole_norm = lambda s: jnp.sqrt(sharding.psum(s, FSDP))
-assert check_mend(with_norm(whole_norm)).startswith("Mended")
+assert check_mend(with_norm(whole_norm)).startswith("Fixed")
 WRONG = [
     with_norm(jnp.sqrt), with_norm(lambda s: sharding.psum(jnp.sqrt(s), FSDP)),
     with_norm(lambda s: jnp.sqrt(jax.lax.pmean(s, FSDP))),
@@ -1140,7 +1154,7 @@ WRONG = [
 for wrong, (_, hint) in zip(WRONG, NORM_HINTS, strict=True):
     assert check_mend(wrong) == hint, hint
 assert check_mend(train) == NORM_HINTS[0][1]
-# A gradient that is too big is not hidden by clipping: the last steps are not clipped.
+# Clipping does not mask a gradient that is too big: the last steps are unclipped.
 too_big = with_norm(lambda s: whole_norm(s), divided=lambda: 1 / 4)
 assert check_mend(too_big).startswith("Not yet")
 over_both = lambda s: jnp.sqrt(sharding.psum(s, (DATA, FSDP)))
@@ -1151,39 +1165,40 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 # %% [markdown]
 # ## In one table
 #
-# x_bD @ w_DF, where w_DF is gathered from slices w_dF: b = B/n rows and d = D/n rows of the matrix on each of
-# n devices. W is all weights, dW all gradients, in numbers; a step has Z passes. All times (n - 1)/n, n
-# being the size of the axis that they go along, and times the bytes of a number.
+# FSDP computes x_bD @ w_DF, where w_DF is gathered from shards w_dF. Each of n devices has b = B/n rows of x
+# and d = D/n rows of the matrix. W counts all weights, dW all gradients, Z the microbatches. Multiply by (n
+# - 1)/n, where n is the size of the axis, and by the bytes per number.
 #
-# | | whole, at rest | forward | backward | once a step | who waits |
+# | | unsharded between steps | forward | backward | once per step | exposed |
 # |---|---|---|---|---|---|
-# | copies | all | | | all-reduce, 2 dW | the step's end |
-# | ZeRO 1 | weights, gradients | | | dW + W | the step's end |
-# | ZeRO 2 | weights | | scatter, Z dW | W | layers can scatter beside products |
-# | ZeRO 3, joined once | nothing | gather, W | scatter, Z dW | | the first layer |
-# | FSDP | nothing | gather, Z W | Z W + Z dW | | each layer, if not gathered ahead |
-# | HSDP | nothing, in a group | Z W | Z W + Z dW | over `data`: 2 x a slice of dW | also the slow wire, once |
+# | DDP | all | | | all-reduce, 2 dW | at the end of the step |
+# | ZeRO 1 | weights, gradients | | | reduce-scatter and all-gather, dW + W | at the end of the step |
+# | ZeRO 2 | weights | | reduce-scatter, Z dW | all-gather, W | reduce-scatters can overlap with compute |
+# | ZeRO 3, gathered once | nothing | all-gather, W | reduce-scatter, Z dW | | at the first layer |
+# | FSDP | nothing | all-gather, Z W | both, Z W + Z dW | | at each layer, unless prefetched |
+# | HSDP | nothing, in a group | all-gather, Z W | both, Z W + Z dW | over `data`: all-reduce, 2 x a shard of dW | also on the slow network, once |
 #
-# **Copies** where 16 bytes a parameter fit. **Slices** otherwise, if a pass has the tokens of the table above
-# (one v5p slice, one H100 node, two). **Both** where a wire is slow. In PyTorch: copies are
-# `DistributedDataParallel`, which *averages* gradients of local means, where here shares of one mean are
-# added; slices are [fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html), whose
-# `reshard_after_forward` says once or twice; `reduce_dtype` is the scatter's; HSDP takes a 2-D `DeviceMesh`.
+# Use **DDP** where 16 bytes per parameter fit. Use **FSDP** otherwise, if a microbatch has the tokens of the
+# table above (one v5p slice, one H100 node, two). Use **HSDP** where a network is slow. PyTorch's
+# `DistributedDataParallel` *averages* gradients of local means, while here shares of one mean are added.
+# FSDP is [fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html). Its
+# `reshard_after_forward` chooses one gather or two; `reduce_dtype` is the reduce-scatter's. HSDP takes a 2-D
+# `DeviceMesh`.
 #
 # ## Three lines to keep
 #
-# 1. An all-reduce is a scatter and a gather; between the two everything may lie in slices, gradients, moments
-#    and parameters, and not one byte more travels.
-# 2. Slices at rest are not slices at work: a weight that is dropped after its layer is gathered again, in
-#    every backward pass, and this third transfer is the price of FSDP.
-# 3. A chip needs peak FLOP/s / wire bytes/s tokens a pass, whatever the size of the model and the number of
-#    chips: by the rule 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
+# 1. An all-reduce is a reduce-scatter and an all-gather. Between the two, gradients, moments and parameters
+#    can all be sharded, and not one more byte is sent.
+# 2. Sharded between steps is not sharded during a step. If you free a weight after its layer, you gather it
+#    again in every backward pass, and this third transfer is the price of FSDP.
+# 3. A chip needs peak FLOP/s / link bytes/s tokens per microbatch, whatever the size of the model and the
+#    number of chips: by the rule 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
 #
-# **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Slices of the
-# optimizer in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,
+# **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Sharding the
+# optimizer state in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,
 # [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), section 3. Hybrid sharding: MiCS,
 # [arXiv:2205.00119](https://arxiv.org/abs/2205.00119). The compiler: GSPMD,
 # [arXiv:2105.04663](https://arxiv.org/abs/2105.04663). Flax, [Scale up on multiple
-# devices](https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html). The threshold, and gathers in
-# advance: scaling book, [Training](https://jax-ml.github.io/scaling-book/training), which has 2,550 tokens
+# devices](https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html). The threshold, and prefetched
+# gathers: scaling book, [Training](https://jax-ml.github.io/scaling-book/training), which has 2,550 tokens
 # for one axis of v5p and 850 for three.
