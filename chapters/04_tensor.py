@@ -1,15 +1,15 @@
 # %% [markdown]
-# # 04 · Tensor and sequence parallelism
+# # 04 · Tensor parallelism
 #
-# **Question.** A matrix product is too big for one chip, or one sequence's step is too slow. How do several
-# chips share *one* product, and what must they tell each other?
+# **Question.** One matmul is too big for one chip, or a step on one sequence is too slow. How do several
+# chips share *one* matmul, and what must they exchange?
 #
-# **Why it hurts not to know.** Cut a weight along the wrong dim, and nothing fails. The shapes fit, JAX's
-# checks pass, the loss falls, on this page once even *below* the correct run's. What has been trained is
+# **Why it hurts not to know.** Shard a weight along the wrong dim, and nothing fails. The shapes fit, JAX's
+# checks pass, and the loss falls, on this page once even *below* the correct run's. But you have trained
 # another network, which exists only on that number of devices.
 #
 # *Before this:* 01 (`shard_map`, the collectives), 03 (FSDP). *Mesh:* `tensor=4`, simulated. *Runs in* 35 s
-# on 2 cores; 60 minutes with the exercises.
+# on 2 cores. *Reading takes* 60 minutes with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -26,12 +26,12 @@ from jax.sharding import PartitionSpec as P
 from chapters import lesson
 
 # %% [markdown]
-# ## One product, cut two ways
+# ## One matmul, sharded two ways
 #
-# `y = x @ w`, with N = 64 tokens of width D = 12, and F = 48 columns. Along a mesh axis called `tensor` lie
-# n = 4 devices. Each is to keep a quarter of `w` and do a quarter of the work. A matrix can be cut by
-# columns or by rows. (Names end with an array's letters, small ones for one device's slice: f = F/n, d =
-# D/n.)
+# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns. A mesh axis called `tensor` has n
+# = 4 devices. In **tensor parallelism**, each of them stores a quarter of `w` and does a quarter of the
+# work. You can shard a matrix by columns or by rows. (Names end with an array's letters; a lower-case letter
+# is one device's shard: f = F/n, d = D/n.)
 
 # %%
 n, N, D, F, TENSOR = 4, 64, 12, 48, "tensor"
@@ -43,7 +43,7 @@ def devices(n):
 
 
 def on_devices(function, ins, outs=everywhere, n=n):
-    """Compile a function of one device's slices, cut by the specs `ins`."""
+    """Compile a function of one device's shards; `ins` are the arguments' specs."""
     split = jax.shard_map(function, mesh=devices(n), in_specs=ins, out_specs=outs)
     return jax.jit(split)
 
@@ -59,12 +59,12 @@ error = lambda a, b: f"{abs(np.asarray(a) - np.asarray(b)).max():.1e}"
 y_NF = x_ND @ w_up_DF  # on one device
 product = on_devices(lambda x, w: x @ w, (everywhere, columns), columns)
 alone = on_devices(lambda x, w: (x @ w)[None], (columns, rows), P(TENSOR))
-partial_nNF = alone(x_ND, w_up_DF)  # each device's own result, on top of each other
-print("by columns, side by side: off by", error(product(x_ND, w_up_DF), y_NF))
+partial_nNF = alone(x_ND, w_up_DF)  # each device's own result, stacked
+print("by columns, concatenated: off by", error(product(x_ND, w_up_DF), y_NF))
 print("by rows, device 0 alone:  off by", error(partial_nNF[0], y_NF))
-print("by rows, all four added:  off by", error(partial_nNF.sum(0), y_NF))
+print("by rows, sum of all four: off by", error(partial_nNF.sum(0), y_NF))
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Cut by columns, x is whole and y is cut; by rows, x is cut and each device has a y."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With w sharded by columns, x is replicated and y is sharded; by rows, x is sharded and each device has a full-size partial sum of y."}}
 mesh, red = devices(n), lesson.COLOURS[TENSOR]
 figure, panels = plt.subplots(2, 3, figsize=(6, 3.9))
 lesson.slices(panels[0, 0], mesh, everywhere, "ND", "x")
@@ -79,20 +79,20 @@ for i in range(n):  # each of full size
     look = {"facecolor": red, "edgecolor": "black", "alpha": 0.3 + i / 6}
     axes.add_patch(plt.Rectangle((0.12 * i, 0.45 - 0.15 * i), 0.64, 0.55, **look))
     axes.text(0.06 + 0.12 * i, 0.92 - 0.15 * i, i, size=9, ha="center", va="center")
-title = "A cut of columns needs no exchange; a cut of rows owes a sum"
+title = "Sharding columns needs no exchange; sharding rows needs a sum"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# By columns, a device sees all D terms of its sums, so it has finished columns of `y`, and nothing is
-# exchanged. By rows, it sees d of the D terms, so its `y` has the full shape and in every entry a share.
-# The names say it: in `x_ND @ w_Df` no small letter is summed over, in `x_Nd @ w_dF` one is. Whoever sums
-# over a small letter owes a `psum`, the sum over devices.
+# By columns, each device has all D terms of its sums. So it computes finished columns of `y`, and nothing is
+# exchanged. By rows, it has d of the D terms, so its `y` has the full shape, but every entry is only a
+# partial sum. You can read this from the names: `x_ND @ w_Df` sums over no lower-case letter, and `x_Nd @
+# w_dF` sums over one. A sum over a lower-case letter needs a `psum`, the sum over devices.
 #
-# ## Pay before what is not linear
+# ## Sum before a nonlinear function
 #
-# A feed-forward is two products with a GELU between them. FSDP keeps the first matrix in slices of rows,
-# and gathers it for every use. Why gather? Let each device multiply by the rows it has, go on, and add at
-# the end:
+# A feed-forward layer is two matmuls with a GELU between them. FSDP stores the first matrix in shards of
+# rows, and gathers it for every use. Why gather it? Let each device multiply by the rows it has, continue,
+# and sum at the end:
 
 
 # %%
@@ -116,11 +116,12 @@ for size in (1, 4):
     print(f"tensor={size}: off by", error(network(*start, x_ND), dense(*start, x_ND)))
 
 # %% [markdown]
-# A test on one device passes. So does JAX's check of varying values, because after the `psum` the result
-# *is* the same on all devices. At tensor=4 it is wrong: the GELU of a sum is not the sum of the GELUs, so a
-# debt must be paid before the first thing that is not linear.
+# A test on one device passes. So does JAX's check of varying values, because after the `psum` all devices
+# *do* have the same result. At tensor=4 it is wrong. The GELU of a sum is not the sum of the GELUs, so you
+# must add the partial sums before the first nonlinear function.
 #
-# Would one notice in training? Two tasks: cos(3x) of each coordinate of x, and of a mix of all.
+# Would you notice in training? Here are two tasks: predict cos(3x) of each coordinate of x, or of a mix of
+# all coordinates.
 
 # %% tags=["hide-input"]
 
@@ -154,37 +155,38 @@ for task, seen in {"each coordinate": x, "a mix of all": x @ turn}.items():
     _, correct, _ = train(on_right, start, x, y)
     _, broken, moved = train(on_wrong, start, x, y, on_one)
     curves[task] = correct, broken, moved
-    ends = {"correct": correct, "added at the end": broken, "on one device": moved}
+    ends = {"correct": correct, "summed at the end": broken, "on one device": moved}
     print(f"{task}:", {name: f"{loss[-1]:.2f}" for name, loss in ends.items()})
 print(f"predicting 0: {jnp.mean(y**2):.2f}")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "On both tasks all losses fall, on the first the wrong network's further than the correct one's; on one device its weights get ever worse."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "On both tasks all training losses fall. On the first, the wrong network's loss falls further than the correct one's; on one device its weights get worse and worse."}}
 figure, panels = plt.subplots(1, 2, figsize=(6, 3.4), sharey=True)
 for axes, (task, (correct, broken, moved)) in zip(panels, curves.items(), strict=True):
     axes.plot(correct, color=lesson.NEUTRAL, label="correct, tensor=4")
-    axes.plot(broken, color=red, label="added at the end, tensor=4")
+    axes.plot(broken, color=red, label="summed at the end, tensor=4")
     axes.plot(moved, "--", color=red, label="the same weights on one device")
     axes.set(xlabel="step", ylim=(0, 1.5), title=f"cos(3x) of {task}")
     assert broken[-1] < broken[0] / 2 and moved[-1] > 1.5 * broken[-1]
 panels[0].set_ylabel("mean squared error")
-figure.suptitle("Both learn; the wrong network may even lead", x=0.02, ha="left")
+figure.suptitle("Both learn, and the wrong network may even lead", x=0.02, ha="left")
 figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left")
 assert curves["each coordinate"][1][-1] < curves["each coordinate"][0][-1]
 assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
 
 # %% [markdown]
-# The wrong network has 48 hidden units on *each* device, and each set sees 3 of the 12 coordinates. That
-# suits the first task, so it leads there; on the second it lags, and falls all the same. On one device its
-# weights are worse than predicting 0. Comparing with one device beforehand would have found it.
+# The wrong network has 48 hidden units on *each* device, and each device's units see 3 of the 12
+# coordinates. That suits the first task, where it leads. On the second task it is behind, but its loss falls
+# too. On one device its weights are worse than predicting 0. A comparison with one device before training
+# would have revealed the bug.
 #
 # ## Which order?
 #
 # Two orders are correct.
 #
-# - **Columns, then rows.** The first product leaves finished columns, and this device's rows of the second
-#   matrix want those very columns. One `psum` of [N, D], at the end.
-# - **Rows, then columns.** One `psum` of [N, F], before the GELU. Of x and of the result a device has d
-#   columns.
+# - **Columns, then rows.** The first matmul computes finished columns, and this device's rows of the second
+#   matrix need exactly those columns. There is one `psum` of [N, D], at the end.
+# - **Rows, then columns.** There is one `psum` of [N, F], before the GELU. A device has d columns of x and
+#   of the result.
 #
 # > **Predict.** F = 4D. How many times as many bytes does a device send in rows-then-columns as in
 # > columns-then-rows?
@@ -206,26 +208,27 @@ for function, (*ins, out) in cut.items():
     sends.append(found.total.wire_bytes)
     lesson.listed(found)
 times = sends[1] / sends[0]
-lesson.predicted("rows, columns over columns, rows", my_prediction, times, "times")
+lesson.predicted("rows, columns against columns, rows", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == F / D
 
 # %% [markdown]
-# The bytes sent are the ring's arithmetic (01). Columns, then rows is the core of Megatron-LM.
+# The bytes sent follow from the ring (01). Columns, then rows is the core of Megatron-LM.
 #
-# **Attention is such a pair, too.** Queries, keys and values are its columns, the output matrix its rows.
-# What stands between is not linear, and stays within a head, so each device takes *whole heads*. Were the
-# width K of a head cut, each score would be a partial sum in front of a softmax. The limit is the number of
-# key and value heads, often 8. Past that a library refuses, or [copies
-# them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html).
+# **Attention is the same kind of pair.** The matrices for queries, keys and values are sharded by columns,
+# the output matrix by rows. Between them is a softmax. It is not linear, but it stays within a head, so each
+# device gets *whole heads*. If you sharded the width K of a head, each score would be a partial sum in front
+# of a softmax. The limit is the number of key and value heads, often 8. Beyond it, a library raises an error
+# or [replicates them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html).
 #
-# ## Slices between blocks
+# ## Sequence parallelism between blocks
 #
-# After the `psum` every device holds the same stream of activations, [B, T, D]: B sequences of T positions.
-# All n norm it, add to it, and keep it for the backward pass. But an all-reduce is a reduce-scatter and
-# then an all-gather. **Sequence parallelism** stops between the two: a device keeps t = T/n of the
-# positions, does norms and residual sums on those, and gathers when the next product wants all.
+# After the `psum`, every device holds the same activations, [B, T, D]: B sequences of T positions. This
+# array is the *residual stream*. All n devices normalize it, add to it, and save it for the backward pass.
+# But an all-reduce is a reduce-scatter followed by an all-gather. **Sequence parallelism** stops between the
+# two. A device stores t = T/n of the positions, does norms and residual additions on those, and gathers when
+# the next matmul needs all positions.
 
 # %% tags=["hide-input"]
 STEPS = [("x_BtD", "norm, residual sum", 1), ("x_BTD", "all_gather", 4),
@@ -234,7 +237,7 @@ STEPS = [("x_BtD", "norm, residual sum", 1), ("x_BTD", "all_gather", 4),
 
 
 def holdings(axes, left, y, i, look):
-    """Of a square of positions and width, what device i of n holds."""
+    """Draw what device i of n holds of an array of positions and width."""
     box = {"fc": "none", "ec": lesson.NEUTRAL, "ls": ":"}
     axes.add_patch(plt.Rectangle((left, y), 1, 0.9, **box))
     part = (left, y, 1, 0.9)
@@ -247,7 +250,7 @@ def holdings(axes, left, y, i, look):
     axes.add_patch(plt.Rectangle(part[:2], *part[2:], **fill))
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices in columns: a quarter of positions; after the gather all positions; a quarter of the heads or hidden units; a full-size partial sum; after the scatter a quarter of positions again."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices, one per column: each holds a quarter of the positions; after the gather all positions; then a quarter of the heads or hidden units; a full-size partial sum; after the reduce-scatter a quarter of the positions again."}}
 figure, axes = plt.subplots(figsize=(6, 5))
 for row, (array, made_by, look) in enumerate(STEPS):
     y, colour = -1.2 * row, red if "_" in made_by else "k"
@@ -259,17 +262,18 @@ for i in range(n):
     axes.text(3.4 + 1.15 * i, 1.05, f"device {i}", ha="center", size=9)
 note = "down: positions T; across: width D, heads or units"
 axes.text(2.9, -4.95, note, size=9, va="top")
-title = "A block cuts positions outside, and heads or units inside"
+title = "Positions are sharded between blocks, heads or units inside"
 axes.set(xlim=(0, 7.5), ylim=(-4.9, 1.3), title=title)
 axes.axis("off")
 
 # %% [markdown]
-# This is half a block, attention or feed-forward; hatched is a partial sum.
+# The figure shows half a block, attention or feed-forward; hatching marks a partial sum.
 #
 # ## The program by hand
 #
-# A block with its attention, to paste into an empty file. Two functions hold what differs from one device:
-# `join` brings all positions, `add` pays the debt and keeps our own.
+# This is a block with its attention, which you can paste into an empty file. Two functions contain all that
+# differs from one device: `join` gathers all positions, and `add` adds the partial sums and returns this
+# device's positions.
 
 # %% tags=["by-hand"]
 import os
@@ -310,7 +314,7 @@ loss_alone = lambda w, x, y: jnp.mean((block(w, x, lambda x: x, lambda x: x) - y
 
 def loss_of_slices(w, x_BtD, y_BtD):
     errors = jnp.sum((block(w, x_BtD, join, add) - y_BtD) ** 2)
-    return jax.lax.psum(errors, "tensor") / (4 * x_BtD.size)  # 4 devices: of the whole
+    return jax.lax.psum(errors, "tensor") / (4 * x_BtD.size)  # over 4 devices
 
 
 cuts = {"gains_2D": P(), "qkv_3DhK": P(None, None, "tensor"), "out_hKD": P("tensor"),
@@ -329,17 +333,18 @@ on_mesh = jax.shard_map(loss_of_slices, mesh=mesh, **specs)
 gradients = lambda loss: jax.jit(jax.value_and_grad(loss))(w, x_BTD, y_BTD)
 wanted, found = gradients(loss_alone), gradients(on_mesh)
 for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-    assert jnp.allclose(a, b, rtol=1e-4, atol=1e-5), "not what one device computes"
-print(f"loss {found[0]:.5f}, and {len(found[1])} gradients: as on one device")
+    assert jnp.allclose(a, b, rtol=1e-4, atol=1e-5), "differs from one device"
+print(f"loss {found[0]:.5f}, and {len(found[1])} gradients equal one device's")
 
 # %% [markdown]
-# No line says how gradients travel. JAX derives it: backward, a gather is a reduce-scatter, and the other
-# way round. The norms' gains are whole on each device, which norms other positions than its neighbours, so
-# their gradients are shares, and JAX adds those. (Megatron-LM [does that in its
-# optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).)
+# No line says how gradients are exchanged. JAX derives it: the backward pass of a gather is a
+# reduce-scatter, and vice versa. The norms' gains are replicated, but each device normalizes different
+# positions. So the gradients of the gains are partial sums, and JAX adds those. (Megatron-LM [does that in
+# its optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).)
 #
-# > **Predict.** Forward, the block has two gathers and two scatters. How many, together, has a training
-# > step that keeps the block's input alone, and runs the block again in the backward pass?
+# > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many of them,
+# > together, does a training step have, if it saves only the block's input and recomputes the block in the
+# > backward pass?
 
 # %%
 my_prediction = None  # gathers and reduce-scatters
@@ -353,25 +358,26 @@ def collectives_of_a_step(again):
     return {k: int(x.count) for k, x in found.totals_by("kind").items() if k != "all-reduce"}
 
 
-recomputed, kept = (collectives_of_a_step(f) for f in (jax.checkpoint, lambda f: f))
+recomputed, saved = (collectives_of_a_step(f) for f in (jax.checkpoint, lambda f: f))
 count = sum(recomputed.values())
-lesson.predicted("gathers and scatters, recomputed", my_prediction, count)
-print("recomputed:", recomputed, " all kept:", kept)
+lesson.predicted("gathers and reduce-scatters, recomputed", my_prediction, count)
+print("recomputed:", recomputed, " all saved:", saved)
 
 # %% tags=["remove-cell"]
-assert (count, sum(kept.values())) == (11, 8)
+assert (count, sum(saved.values())) == (11, 8)
 
 # %% [markdown]
-# Kept, it is 4 forward and 4 back. Recomputed, both gathers are made again, and *one* scatter, because the
-# feed-forward starts from what attention added, while nothing wants the block's own result.
+# If all activations are saved, there are 4 forward and 4 backward. With recomputation, both gathers run
+# again, but only *one* reduce-scatter. The feed-forward starts from attention's sum, while nothing needs the
+# block's own result.
 #
-# What do slices buy? Sixteen such blocks, recomputed, compiled and not run: whole streams (no `join`, and
-# `add` is a `psum`) against slices.
+# What does sequence parallelism save? Here are sixteen such blocks with recomputation, compiled but not run.
+# The stream is either replicated (no `join`, and `add` is a `psum`) or sharded.
 
 
 # %%
 def stacked(n, sliced, L=16, B=2, T=256, D=64, F=128):
-    """What a training step of L blocks sends, and its temporary memory in MiB."""
+    """Bytes that a training step of L blocks sends, and its temporary memory in MiB."""
     ways = (join, add) if sliced else (lambda x: x, lambda y: psum(y, TENSOR))
     layer = jax.checkpoint(lambda x, w: (block(w, x, *ways), None))
     total = lambda x: psum(jnp.sum(x**2), TENSOR) if sliced else jnp.sum(x**2)
@@ -388,18 +394,19 @@ def stacked(n, sliced, L=16, B=2, T=256, D=64, F=128):
 
 for size in (2, 8):
     (whole, m_whole), (slices, m_slices) = stacked(size, False), stacked(size, True)
-    print(f"tensor={size}: whole streams {m_whole:.1f} MiB, slices {m_slices:.1f} MiB;",
-          f"slices send {slices / whole:.2f} times the bytes")  # fmt: skip
+    print(f"tensor={size}: replicated {m_whole:.1f} MiB, sharded {m_slices:.1f} MiB;",
+          f"sharded sends {slices / whole:.2f} times the bytes")  # fmt: skip
 
 # %% [markdown]
-# The 16 kept inputs, 2 MiB together, are cut by slices alone, and at 8 devices that parts the two. The
-# bytes are nearly the same, because an all-reduce *is* a gather and a scatter: five against 11 halves.
+# The 16 saved inputs, 2 MiB together, are sharded only with sequence parallelism. At 8 devices that makes
+# the difference. The bytes sent are nearly the same, because an all-reduce *is* a gather and a
+# reduce-scatter: five all-reduces are 10 halves, against 11.
 #
 # ## The vocabulary is a dim, too
 #
-# The unembedding is cut by columns, so a device has v = V/n of every token's logits (V: the vocabulary).
-# The loss wants the logarithm of a sum over all V. That is the sum of the slices' sums, so three numbers a
-# token are enough: the largest logit, the sum, the target's logit.
+# The unembedding is sharded by columns, so each device has v = V/n of every token's logits (V is the size of
+# the vocabulary). The loss needs the logarithm of a sum over all V. That sum is the sum of the shards' sums,
+# so three numbers per token are enough: the largest logit, the sum, and the target's logit.
 
 
 # %%
@@ -422,7 +429,7 @@ def nats(w_Dv, x_ND, targets_N):
 
 # %% [markdown]
 # > **Predict.** `llama3_8b` has V = 128,256 and D = 4,096. At tensor=4, in float32: how many times as many
-# > bytes does a device send, forward, if it gathers logits?
+# > bytes does a device send, forward, if it gathers the logits?
 
 # %%
 my_prediction = None  # times
@@ -437,27 +444,27 @@ for function in (nats_gathered, nats):
 assert lesson.same(*both)
 print(f"for 1,024 tokens {sent[0]:,} bytes, and {sent[1]:,}")
 times = sent[0] / sent[1]
-lesson.predicted("gathered over three numbers", my_prediction, times, "times")
+lesson.predicted("gathered logits against three numbers", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == 128_256 / 6
 
 # %% [markdown]
-# V numbers a token that count once, against 3 that count twice: V/6.
+# An all-gather sends V numbers per token once, and all-reduces send 3 numbers twice: V/6.
 #
 # ## What it costs, in seconds
 #
-# FSDP moves weights; `tensor` moves activations. Take one layer, recomputed, in bfloat16 (2 bytes). Each chip
-# has N tokens, does *peak* FLOP/s, and sends *wire* bytes/s along an axis; the n chips along `tensor` share nN
-# tokens. A training step takes, in seconds,
+# FSDP sends weights; `tensor` sends activations. Take one layer with recomputation, in bfloat16 (2 bytes).
+# Each chip has N tokens, does *peak* FLOP/s, and sends *link* bytes/s along an axis; the n chips along
+# `tensor` share nN tokens. A training step takes, in seconds,
 #
-# - for products, 8 FLOPs a parameter and token (2 forward, 2 again, 4 back): **8 · parameters · N /
-#   peak**;
-# - for `fsdp`, two gathers of weights and a scatter of gradients, all n times smaller: **6 · parameters /
-#   (n wire)**;
-# - for `tensor`, 11 exchanges of the stream, 11 · (n - 1)/n · 2 nN D / wire: **22 (n - 1) N D / wire**.
+# - for compute, 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward): **8 · parameters · N
+#   / peak**;
+# - for `fsdp`, two gathers of weights and a reduce-scatter of gradients, all n times smaller: **6 ·
+#   parameters / (n link)**;
+# - for `tensor`, 11 exchanges of the stream, 11 · (n - 1)/n · 2 nN D / link: **22 (n - 1) N D / link**.
 #
-# *wire* is from `plan/hardware.py`, which knows on which links JAX lays an axis.
+# *link* comes from `plan/hardware.py`, which knows the links that JAX assigns to an axis.
 
 # %%
 from config import preset
@@ -465,28 +472,28 @@ from plan import costs, hardware, planner
 
 
 def layer(c):
-    """Parameters and width of one of a dense model's layers."""
+    """Parameters of one layer of a dense model, and the model's width."""
     tables = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2)
     return (costs.parameters(c)[0] - tables) / c.n_layers, c.d_model
 
 
 def rule(chips, chips_count, n, tokens, name="llama3_8b"):
-    """Seconds of a layer: products, fsdp's wires (ring, on nodes too), tensor's."""
+    """Seconds of a layer: compute, fsdp (a ring, on nodes too), tensor."""
     place, m = hardware.Topology.parse(chips), chips_count // n
     cfg = preset(name, mesh=f"fsdp={m},tensor={n}")
     links = hardware.layout(cfg.mesh, place)
     parameters, D = layer(cfg.model)
-    products = 8 * parameters * tokens / place.chip.peak_flops_per_s
+    compute = 8 * parameters * tokens / place.chip.peak_flops_per_s
     fsdp = 6 * parameters / n * (m - 1) / m / links["fsdp"].bytes_per_s if m > 1 else 0
     stream = 22 * (n - 1) * tokens * D
-    return products, fsdp, stream / links["tensor"].bytes_per_s if n > 1 else 0
+    return compute, fsdp, stream / links["tensor"].bytes_per_s if n > 1 else 0
 
 
 # %%
 PLACES, thresholds = [("v5p:4x4x4", 64, 4), ("v6e:16x16", 256, 16), ("h100:8", 8, 8),
                       ("h100:16", 16, 8), ("h100:64", 64, 8)], {}  # fmt: skip
-print("tokens a chip from which fsdp hides (first, below), below which tensor pays")
-print("(second); n at which tensor's wires take as long as products (third)")
+print("tokens per chip above which fsdp can overlap (first), below which tensor pays")
+print("(second); n at which tensor's communication takes as long as compute (third)")
 for chips, count, n_ in PLACES:
     products, fsdp, _ = rule(chips, count, 1, tokens=1)
     _, less, tensor = rule(chips, count, n_, tokens=1)
@@ -494,7 +501,7 @@ for chips, count, n_ in PLACES:
     thresholds[chips] = fsdp / products, pays, 1 + (n_ - 1) * products / tensor
     print(f"{chips:10} tensor={n_:<2}", *(f"{x:8,.1f}" for x in thresholds[chips]))
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds of a layer over those of its products against tokens a chip, on v5p and on eight H100 nodes: FSDP alone falls to 1; with tensor it begins lower and ends higher."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds of a layer, divided by the seconds of its compute, against tokens per chip, on v5p and on eight H100 nodes: FSDP alone falls to 1; with tensor it starts lower and ends higher."}}
 figure, panels = plt.subplots(1, 2, figsize=(6, 3.3), sharey=True)
 blue, tokens = lesson.COLOURS["fsdp"], np.geomspace(64, 8192, 200)
 for axes, (chips, n_) in zip(panels, (("v5p:4x4x4", 4), ("h100:64", 8)), strict=True):
@@ -504,12 +511,12 @@ for axes, (chips, n_) in zip(panels, (("v5p:4x4x4", 4), ("h100:64", 8)), strict=
         seconds = np.maximum(products, fsdp) + tensor
         axes.loglog(tokens, seconds / products, color=colour, label=label)
     axes.axvline(thresholds[chips][1], color=lesson.NEUTRAL, lw=1)
-    axes.set(title=chips, xlabel="tokens a chip", yticks=[1, 2, 5, 10, 20])
+    axes.set(title=chips, xlabel="tokens per chip", yticks=[1, 2, 5, 10, 20])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.legend(fontsize=9)
-panels[0].set_ylabel("seconds of a layer / products")
-title = "Left of the line tensor saves seconds, right of it costs some"
+panels[0].set_ylabel("seconds of a layer / compute")
+title = "tensor is faster left of the line, and slower right of it"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% tags=["remove-cell"]
@@ -518,30 +525,32 @@ said = {"v5p:4x4x4": (628, 450, 8.6), "v6e:16x16": (1905, 385, 4.8),
         "h100:64": (1825, 255, 9.8)}  # fmt: skip
 rounded = lambda a, b, c: (round(a), round(b), round(c, 1))
 found = {chips: rounded(*three) for chips, three in thresholds.items()}
-assert found == said, f"the table at the end says otherwise: {found}"
+assert found == said, f"the table at the end differs: {found}"
 
 # %% [markdown]
-# **First:** at N = (3/4) peak / wire FSDP's wires take as long as products. Above it they can travel
-# beside products, and cost nothing. (In a sparse model, times all parameters over active ones.) **Second:**
-# below it a layer is faster with `tensor`, even if its wires are waited for: max(products, fsdp(n)) +
-# tensor(n) < fsdp(1). If a ring hides those too (below), the sum of both wires counts, with equal links least
-# at n² = (3/11) · parameters / (D N), the scaling book's X_opt. **Third:** tensor's wires equal products at n
-# = 1 + (4/11) (parameters / D) (wire / peak). No batch changes that. A wider model does, because its
+# **First:** at N = (3/4) peak / link, FSDP's communication takes as long as compute. Above it, the
+# communication can overlap with compute and costs nothing. (In a sparse model, multiply by all parameters
+# over active ones.) **Second:** below this number of tokens, a layer is faster with `tensor`, even if
+# tensor's communication is exposed: max(compute, fsdp(n)) + tensor(n) < fsdp(1). If a ring overlaps that too
+# (below), the sum of both communication times counts. With equal links, the sum is least at n² = (3/11) ·
+# parameters / (D N), the scaling book's X_opt. **Third:** tensor's communication takes as long as compute at
+# n = 1 + (4/11) (parameters / D) (link / peak). No batch size changes that. A wider model does, because its
 # parameters grow with D², and so does a faster link.
 #
 # Across many nodes `tensor` saves little, because a group of `fsdp` now has one network card in each node,
-# where it had eight. And `tensor` itself costs more over two nodes than bytes tell: the [Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured 10,889 tokens/s a GPU at
+# where it had eight. And over two nodes `tensor` itself costs more than its bytes suggest: the [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured 10,889 tokens/s per GPU at
 # tensor=8, and 6,159 at 16.
 #
-# A switch that adds sends less: with NVLink SHARP an all-reduce, not a gather, sends its payload once in
-# place of twice. In practice that gives [some 30%](https://jax-ml.github.io/scaling-book/gpus).
+# A network switch that adds arrays lowers the bytes. With NVLink SHARP an all-reduce, but not a gather, sends
+# its payload once instead of twice. In practice that gives [some
+# 30%](https://jax-ml.github.io/scaling-book/gpus).
 #
-# Two other reasons are commoner. With **more chips than sequences** `fsdp` has nothing left to split, while
-# `tensor` splits the work of *one*. And in **memory**, gathered weights and what a block keeps inside are n
-# times smaller.
+# Two other reasons to use `tensor` are more common. With **more chips than sequences**, `fsdp` has nothing
+# left to split, while `tensor` splits the work of *one* sequence. And in **memory**, gathered weights and
+# the activations inside a block are n times smaller.
 #
-# Does the planner, which counts every product, agree?
+# Does the planner, which counts every matmul, agree?
 
 # %%
 sizing = {"data.batch_size": 64, "data.seq_len": 1024, "work.remat": "full"}
@@ -549,26 +558,26 @@ sizing |= {"work.gather": "layer", "work.tensor_exchange": "gather"}
 for name in ("llama3_8b", "dense_124m"):
     cfg = preset(name, mesh="fsdp=16,tensor=4", **sizing)
     one, L = planner.plan(cfg, "v5p:4x4x4"), cfg.model.n_layers
-    wires = one.seconds(alone=True)["tensor"]  # as if nothing ran beside anything
+    wires = one.seconds(alone=True)["tensor"]  # no overlap
     ruled, _, ruled_wires = (L * s for s in rule("v5p:4x4x4", 64, 4, 1024, name))
     by_part = {part: flops / 459e12 for part, flops in one.flops.items()}
     logits = by_part.pop("logits")
     layers = sum(by_part.values())
-    print(f"{name}, milliseconds by planner (and rule): wires {1e3 * wires:.2f}",
+    print(f"{name}, milliseconds by planner (and rule): network {1e3 * wires:.2f}",
           f"({1e3 * ruled_wires:.2f}), layers {1e3 * layers:.2f} ({1e3 * ruled:.2f}),",
           f"logits {1e3 * logits:.2f}")  # fmt: skip
     assert abs(wires / ruled_wires - 1) < 0.05 and abs(layers / ruled - 1) < 0.08
     share = {"llama3_8b": 0.08, "dense_124m": 0.41}[name]
-    assert abs(logits / layers - share) < 0.005, "the page says how much logits are"
+    assert abs(logits / layers - share) < 0.005, "the text has another share"
 
 # %% [markdown]
-# Wires agree within 5%, layers within 8%: the planner adds attention's scores, and leaves out the
-# feed-forward's last product, which is not made again. The rule has no logits: 8% of the layers' products
-# in the wide model, 41% in the narrow one, whose true break-even lies that much higher. And where `fsdp`
-# covers a whole v4, v5 or v6 slice, libtpu turns reduce-scatters into all-reduces: three exchanges cost
-# four.
+# Communication agrees within 5%, layers within 8%. The planner adds attention's scores, and leaves out the
+# feed-forward's last matmul, which is not recomputed. The rule has no logits. They take 8% of the layers'
+# compute in the wide model and 41% in the narrow one, whose true break-even is that much higher. And where
+# `fsdp` covers a whole v4, v5 or v6 slice, libtpu turns reduce-scatters into all-reduces: three exchanges
+# cost as much as four.
 #
-# How long is one exchange, and when does latency decide?
+# How long does one exchange take, and when does latency dominate?
 
 # %% tags=["hide-input"]
 groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
@@ -577,18 +586,19 @@ for where, n_, link in groups:
     print(f"{where}, 4,096 gathered tokens of llama3_8b: a device sends",
           f"{sent / 1e6:.1f} MB in {1e6 * sent / link:.0f} us")  # fmt: skip
 hop_tokens = 2e-6 * 180e9 / (3 / 4 * 4096 * 2)
-print(f"v5p: two hops of 1 us are as long as the bytes of {hop_tokens:.0f} tokens")
+print(f"v5p: two hops of 1 us take as long as the bytes of {hop_tokens:.0f} tokens")
 assert round(hop_tokens) == 59
 
 # %% [markdown]
-# A hop takes [about 1 µs](https://jax-ml.github.io/scaling-book/sharding) on a TPU. So bytes bound
-# training, and latency bounds decoding, with one token a sequence. On one H100 node even 537 MB took 1.5
-# ms, where bytes take 1.04 ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
+# A hop takes [about 1 µs](https://jax-ml.github.io/scaling-book/sharding) on a TPU. So bytes limit training,
+# and latency limits decoding, with one token per sequence. On one H100 node even 537 MB took 1.5 ms, where
+# the bytes alone take 1.04 ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
 #
-# ## Products while the wires work
+# ## Overlap the gather with the matmul
 #
-# A product behind a gather waits for the last byte, yet that of our own positions needs nobody. So let
-# positions come in turn, around a ring (the page "The timeline of a layer" draws both against time):
+# A matmul after a gather waits for the last byte, but the matmul of a device's own positions needs no
+# communication. So send the positions around a ring in chunks, and multiply each chunk when it arrives. This
+# is called a collective matmul (the page "The timeline of a layer" draws both versions against time):
 
 
 # %%
@@ -599,9 +609,9 @@ def gathered(x_mD, w_Df):  # m = N/n of the rows
 def in_turn(x_mD, w_Df):
     here, parts = axis_index(TENSOR), []
     for _ in range(n):
-        parts.append(x_mD @ w_Df)  # meanwhile the next part is on its way
+        parts.append(x_mD @ w_Df)  # while the next chunk is in flight
         x_mD = ppermute(x_mD, TENSOR, [(i, (i + 1) % n) for i in range(n)])
-    from_nmf = jnp.stack(parts)[(here - jnp.arange(n)) % n]  # in order of positions
+    from_nmf = jnp.stack(parts)[(here - jnp.arange(n)) % n]  # sorted by position
     return from_nmf.reshape(-1, w_Df.shape[1])
 
 
@@ -611,29 +621,30 @@ for function in (gathered, in_turn):
     lesson.listed(lesson.compiled(run, mesh, x_ND, w_up_DF))
 
 # %% [markdown]
-# The same bytes, in n - 1 messages, each beside a product. With c columns on this device, the product of m
-# rows takes 2 m D c / peak seconds and their message 2 m D / wire, so wires can hide if **c > peak / wire**:
-# 2,550 columns on v5p (459e12 / 180e9), 2,198 on H100 (989e12 / 450e9). At tensor=2 `llama3_8b` has 14,336 in
-# its feed-forward, gate and up together, and 3,072 in queries, keys and values.
+# The ring sends the same bytes, in n - 1 messages, and each overlaps with a matmul. With c columns per
+# device, the matmul of m rows takes 2 m D c / peak seconds and their message 2 m D / link. So the
+# communication can overlap fully if **c > peak / link**: 2,550 columns on v5p (459e12 / 180e9), 2,198 on
+# H100 (989e12 / 450e9). At tensor=2 `llama3_8b` has 14,336 in its feed-forward, gate and up together, and
+# 3,072 in queries, keys and values.
 #
-# *In seconds* less is left, because n small products take longer than a large one. Steps played from the
-# TPU compiler's schedule, none seen on a chip (the page "Seconds" has the command), ring
-# against gather:
+# *In seconds* you save less, because n small matmuls take longer than a large one. These steps are simulated
+# from the TPU compiler's schedule; none was measured on a chip (the page "How the planner estimates seconds"
+# has the command). They compare the ring with the gather:
 #
 # - `llama3_8b`, v5p, `fsdp=16,tensor=2`: 0.739 s against 0.754, 2% less;
 # - `moe1b`, v4, `stage=2,fsdp=8,tensor=2`: 0.418 s against 0.470, 11% less;
 # - `llama3_8b`, v5e, `fsdp=16,tensor=4`: 2.576 s against 2.452, 5% more.
 #
-# So a ring pays where wires are a large share and the compiler starts a permute before the product beside it;
-# v5e's puts permutes one behind the other. On GPUs PyTorch
+# So a ring pays if communication is a large share of the step, and if the compiler starts a permute before
+# the matmul that it overlaps with. The compiler for v5e runs the permutes one after another. On GPUs PyTorch
 # [reports](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
 # up to 8% of a step ("async TP"). Simulated devices show no seconds.
 
 # %% [markdown]
 # ## Exercise 1: where does the bias go?
 #
-# A feed-forward with a bias at its end, `bias_D`, the same on all devices. Each device has its partial sum,
-# [B, T, D]. Return its slice of the result, [B, t, D].
+# A feed-forward ends with a bias, `bias_D`, which is the same on all devices. Each device has its partial
+# sum, [B, T, D]. Return this device's shard of the result, [B, t, D].
 
 # %% tags=["hide-input"]
 stream_BTD, bias_D = draw(5, 4, 24, D), draw(7, D)
@@ -641,35 +652,35 @@ slice_of = lambda i, n, size: slice(i * size // n, (i + 1) * size // n)
 
 
 def partial_sums(n):
-    """What each of n devices has before the exchange. Shape: [n, B, T, D]."""
+    """What each of n devices has before the exchange, of shape [n, B, T, D]."""
     parts = [slice_of(i, n, F) for i in range(n)]
     up_DF, down_FD = start
     return jnp.stack([dense(up_DF[:, f], down_FD[f], stream_BTD) for f in parts])
 
 
 def settled(settle, n):
-    """Compiled: what each of n devices returns, [n, B, T/n, D]."""
+    """Compile what each of n devices returns, of shape [n, B, T/n, D]."""
     branch = lambda partials, bias_D: lesson.answered(settle)(partials[0], bias_D)[None]
     return on_devices(branch, (P(TENSOR), everywhere), P(TENSOR), n)
 
 
 # %% tags=["hide-input"]
 def mistaken(b):
-    """Wrong answers, each a function of n, and what they mean."""
+    """The right answer, and wrong ones with their hints; each is a function of n."""
     ways = lambda n: [slice_of(i, n, stream_BTD.shape[1]) for i in range(n)]
-    cut = lambda y, n: jnp.stack([y[:, t] for t in ways(n)])  # what is asked for
+    cut = lambda y, n: jnp.stack([y[:, t] for t in ways(n)])  # the right shards
     own = lambda y_nBTD, n: jnp.stack([y_nBTD[i, :, t] for i, t in enumerate(ways(n))])
     y_BTD = partial_sums(1)[0]
-    grows = "The sum is right, and an offset grows with the axis. Who adds, and when?"
-    whole = "All positions are right, on every device. Only its own are asked for."
-    first = "Device 0's positions have their bias. And those of the others?"
+    grows = "The sum is right, but an offset grows with n. How often is the bias added?"
+    whole = "All positions are right. Return only this device's own positions."
+    first = "Device 0's positions have the bias. What about the other devices?"
     return lambda n: cut(y_BTD + b, n), [
         (lambda n: cut(y_BTD + n * b, n), grows),
         (lambda n: cut(y_BTD, n), "The bias is missing."),
-        (lambda n: cut(y_BTD / n + b, n), "A mean of partial sums is only a share."),
+        (lambda n: cut(y_BTD / n + b, n), "A mean of partial sums is 1/n of the sum."),
         (lambda n: jnp.stack([y_BTD + b] * n), whole),
-        (lambda n: partial_sums(n) + b, "Every device has kept its share of the sum."),
-        (lambda n: own(partial_sums(n), n) + b, "The right shape, of a share only."),
+        (lambda n: partial_sums(n) + b, "Every device returns its own partial sum."),
+        (lambda n: own(partial_sums(n), n) + b, "The right shape, but nothing added."),
         (lambda n: cut(y_BTD, n).at[0].add(b), first),
     ]
 
@@ -678,17 +689,17 @@ def mistaken(b):
 def check_settle(settle):
     run = lambda n: settled(settle, n)(partial_sums(n), bias_D)
     right, mistakes = mistaken(bias_D)
-    said = lesson.diagnose(run, [(2,), (4,)], right, mistakes, "Right")
-    if said.startswith("Not yet: it is wrong"):
-        return f"{said} On 4 devices it is {lesson.ratio(run(4), right(4))}."
-    if said != "Right":
-        return said
+    line = lesson.diagnose(run, [(2,), (4,)], right, mistakes, "Right")
+    if line.startswith("Not yet: it is wrong"):
+        return f"{line} On 4 devices it is {lesson.ratio(run(4), right(4))}."
+    if line != "Right":
+        return line
     found = lesson.compiled(settled(settle, 4), devices(4), partial_sums(4), bias_D)
     times = found.total.wire_bytes / (3 / 4 * stream_BTD.nbytes)
     if times > 1.1:
         many = f"{times:.3g} times the bytes"
-        return f"The right numbers, for {many}. What do you throw away?"
-    return "Right on 2 and 4 devices. And the gradient of the bias: who adds that up?"
+        return f"The right numbers, for {many}. What do you send but not use?"
+    return "Right on 2 and 4 devices. What adds up the gradient of the bias?"
 
 
 # %%
@@ -701,12 +712,12 @@ print(check_settle(settle))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return psum_scatter(partial_BTD, TENSOR, scatter_dimension=1, tiled=True) + bias_D`: once, after the sum.
-# Each device's positions give the bias a share of its gradient, and JAX adds those.
+# `return psum_scatter(partial_BTD, TENSOR, scatter_dimension=1, tiled=True) + bias_D`: add it once, after
+# the sum. Each device's positions give a partial sum of the bias's gradient, and JAX adds those.
 #
-# [slapo](https://github.com/awslabs/slapo/issues/10) had the n-fold bias; one that starts at zero hides it.
-# On slices, [its mend](https://github.com/awslabs/slapo/pull/23) had 1/n of the bias's gradient, as nobody
-# added the shares.
+# [slapo](https://github.com/awslabs/slapo/issues/10) added the bias n times; a bias that starts at zero
+# hides this. With sharded positions, [its fix](https://github.com/awslabs/slapo/pull/23) had 1/n of the
+# bias's gradient, as nothing added the partial sums.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -731,9 +742,9 @@ for answer, hint in [
     (lambda y, b: scatter(y), "missing"),
     (lambda y, b: scatter(y) / parts() + b, "A mean"),
     (lambda y, b: own_slice(y) + b, "The right shape"),
-    (lambda y, b: psum(y, TENSOR) + b, "Only its own"),
-    (lambda y, b: y + b, "kept its share"),
-    (lambda y, b: scatter(y) + on_first(b), "And those of the others"),
+    (lambda y, b: psum(y, TENSOR) + b, "Return only"),
+    (lambda y, b: y + b, "its own partial sum"),
+    (lambda y, b: scatter(y) + on_first(b), "What about the other"),
     (lambda y, b: 3 * (scatter(y) + b), "3 times too big"),
     (lambda y, b: (scatter(y) + b) / parts(), "1/4 of it"),
     (lambda y, b: ..., "Nothing there"),
@@ -746,9 +757,9 @@ for answer, hint in [
 # %% [markdown]
 # ## Exercise 2: two matrices in one
 #
-# A gated feed-forward has two first matrices, gate and up, here stored as one of 2F columns, [gate | up].
-# Cut over n devices, each gets 2F/n neighbouring columns, and `fused` takes the first half of those for
-# gate. In which order must the 2F columns be stored?
+# A gated feed-forward has two first matrices, gate and up. Here they are stored as one matrix of 2F columns,
+# [gate | up]. Sharded over n devices, each device gets 2F/n neighboring columns, and `fused` takes the first
+# half of those as gate. In which order must the 2F columns be stored?
 
 
 # %%
@@ -765,14 +776,14 @@ both_D2F, back_FD, rows_ND = draw(8, 6, 24), draw(9, 12, 6), draw(10, 10, 6)
 def run_fused(order, F, n):
     places = jnp.ravel(jnp.asarray(lesson.answered(order)(F, n)))
     if sorted(places.tolist()) != list(range(2 * F)):
-        raise ValueError(f"wanted are the numbers 0 to {2 * F - 1}, each once")
+        raise ValueError(f"return the numbers 0 to {2 * F - 1}, each once")
     return networks[n](both_D2F[:, places], back_FD, rows_ND)
 
 
 def diagnosed(order, hints):
     run = lambda order: lambda F, n: run_fused(order, F, n)
     right = lambda F, n: networks[1](both_D2F, back_FD, rows_ND)
-    done = "Right on 2 and 4 devices. What must someone who reads this checkpoint know?"
+    done = "Right on 2 and 4 devices. What must a reader of this checkpoint know?"
     mistakes = [(run(order), hint) for order, hint in hints]
     return lesson.diagnose(run(order), [(12, 2), (12, 4)], right, mistakes, done)
 
@@ -780,18 +791,18 @@ def diagnosed(order, hints):
 # %% tags=["hide-input"]
 def check_order(order):
     pieces = lambda F, n: jnp.arange(2 * F).reshape(2, n, F // n)  # matrix, device, ..
-    way_back = lambda F, n: jnp.arange(2 * F).reshape(n, 2, F // n)
+    inverse = lambda F, n: jnp.arange(2 * F).reshape(n, 2, F // n)
     strided = lambda F, n: jnp.arange(2 * F).reshape(2, F // n, n).transpose(0, 2, 1)
     by_device = lambda pieces: pieces.transpose(1, 0, 2)
-    back = "Right on 2 devices, wrong on 4. Is this the way there, or the way back?"
-    pairs = "Every gate beside its up. Where does `fused` look for them?"
-    other = "Each gate meets its up, on another device than its row of `w_down_fD`."
+    back = "Right on 2 devices, wrong on 4. Is this the order, or its inverse?"
+    pairs = "Every gate is next to its up. Where does `fused` expect them?"
+    other = "Each gate meets its up, but not on the device of its row of `w_down_fD`."
     hints = [
-        (pieces, "The order they are in already. With n = 2, what does device 0 get?"),
-        (lambda F, n: pieces(F, n)[::-1], "Up before gate, and still apart."),
+        (pieces, "This is the original order. With n = 2, what does device 0 get?"),
+        (lambda F, n: pieces(F, n)[::-1], "Up before gate, still on two devices."),
         (lambda F, n: pieces(F, n).reshape(2, F).T, pairs),
-        (lambda F, n: by_device(way_back(F, n)), back),
-        (lambda F, n: by_device(pieces(F, n)[::-1]), "Pairs, the wrong one first."),
+        (lambda F, n: by_device(inverse(F, n)), back),
+        (lambda F, n: by_device(pieces(F, n)[::-1]), "Pairs: the wrong one is first."),
         (lambda F, n: by_device(pieces(F, n)[:, ::-1]), other),
         (lambda F, n: by_device(strided(F, n)), other),
     ]
@@ -800,7 +811,7 @@ def check_order(order):
 
 # %%
 def order(F, n):
-    """Which column of [gate | up] stands at each place: 2F numbers."""
+    """Return the column of [gate | up] to store at each place: 2F numbers."""
     return ...
 
 
@@ -809,13 +820,14 @@ print(check_order(order))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return jnp.arange(2 * F).reshape(2, n, F // n).transpose(1, 0, 2).ravel()`: for each device its gates, then
-# its ups. The stored order now depends on n. An array [D, 2, F], cut along F, needs no order.
+# `return jnp.arange(2 * F).reshape(2, n, F // n).transpose(1, 0, 2).ravel()`: for each device its gate
+# columns, then its up columns. The stored order now depends on n. An array [D, 2, F], sharded along F, needs
+# no special order.
 #
-# Left as it is, gates meet other gates: one more network that learns well. In 2022 someone trained with
-# SwiGLU at tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
-# answer](https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/338): to be expected,
-# floating-point sums depend on their order.
+# In the original order, gates meet other gates: one more network that learns well. In 2022 someone trained
+# with SwiGLU at tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
+# answer](https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/338) was that this is expected,
+# since floating-point sums depend on their order.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -825,24 +837,24 @@ for answer, hint in [
     (lambda F, n: blocks(F, n).transpose(1, 0, 2), "Right on 2 and 4"),
     (lambda F, n: ..., "Nothing"),
     (lambda F, n: [...], "Nothing"),
-    (lambda F, n: list(range(2 * F)), "in already"),
+    (lambda F, n: list(range(2 * F)), "original order"),
     (lambda F, n: [*range(F, 2 * F), *range(F)], "Up before gate"),
     (lambda F, n: blocks(F, n).reshape(2, F).T.ravel(), "Every gate"),
-    (lambda F, n: blocks(F, n).reshape(n, 2, -1).swapaxes(0, 1).ravel(), "way back"),
-    (lambda F, n: blocks(F, n)[::-1].transpose(1, 0, 2).ravel(), "wrong one first"),
-    (lambda F, n: blocks(F, n)[:, ::-1].transpose(1, 0, 2).ravel(), "another device"),
-    (lambda F, n: blocks(F, F // n).transpose(2, 0, 1), "another device"),
+    (lambda F, n: blocks(F, n).reshape(n, 2, -1).swapaxes(0, 1).ravel(), "its inverse"),
+    (lambda F, n: blocks(F, n)[::-1].transpose(1, 0, 2).ravel(), "wrong one is first"),
+    (lambda F, n: blocks(F, n)[:, ::-1].transpose(1, 0, 2).ravel(), "not on the"),
+    (lambda F, n: blocks(F, F // n).transpose(2, 0, 1), "not on the"),
     (lambda F, n: blocks(F, 2).transpose(1, 0, 2), "though not in every case"),
     (lambda F, n: jnp.arange(F), "each once"),
 ]:
     assert hint in check_order(answer), (hint, check_order(answer))
 
 # %% [markdown]
-# ## Exercise 3: the likeliest word
+# ## Exercise 3: the most likely token
 #
-# Greedy sampling wants the word with the largest logit, and each device has v of the V. Return the same N
-# ids everywhere, for at most 16 bytes a token on 4 devices. Of equal logits the smallest id counts, as in
-# `jnp.argmax`. `pmax` and `pmin` are called like `psum`; `axis_index(TENSOR)` is a device's number.
+# Greedy sampling needs the id with the largest logit, and each device has v of the V logits. Return the same
+# N ids on every device, and send at most 16 bytes per token on 4 devices. Among equal logits the smallest id
+# counts, as in `jnp.argmax`. Call `pmax` and `pmin` like `psum`; `axis_index(TENSOR)` is a device's index.
 
 # %% tags=["hide-input"]
 logits_NV = jnp.round(4 * draw(11, 24, 32)) / 4  # coarse, so that some are equal
@@ -850,32 +862,32 @@ ids_N, (tokens, words) = jnp.argmax(logits_NV, axis=1), logits_NV.shape
 
 
 def sampler(likeliest, n):
-    """What each of n devices returns. Shape: [n, N]."""
+    """What each of n devices returns, of shape [n, N]."""
     answer = lambda logits_Nv: lesson.answered(likeliest)(logits_Nv)[None]
     return on_devices(answer, (columns,), P(TENSOR), n)
 
 
 split = lambda n: logits_NV.reshape(tokens, n, words // n)
-local = lambda n: jnp.argmax(split(n), axis=2)  # counted from the device's first word
+local = lambda n: jnp.argmax(split(n), axis=2)  # counted from the device's first id
 ids = lambda n: local(n) + jnp.arange(n) * (words // n)
 top = lambda n: split(n).max(2) == logits_NV.max(1, keepdims=True)
-won = lambda x, n, otherwise: jnp.where(top(n), x(n), otherwise)  # the others say this
+won = lambda x, n, otherwise: jnp.where(top(n), x(n), otherwise)
 
 
 # %% tags=["hide-input"]
-from_0 = "All count their words from 0, and so do you."
+from_0 = "Every device counts its ids from 0, and you return that count."
 MISTAKES = [
-    (lambda n: local(n).max(1), "The largest of the ids. But whose logit was it?"),
-    (lambda n: ids(n).max(1), "Always the last device's word: ids are no logits."),
-    (lambda n: ids(n).min(1), "Always the first device's word: ids are no logits."),
-    (lambda n: ids(n).sum(1), "A sum of ids is no id."),
+    (lambda n: local(n).max(1), "The largest of the ids. Whose logit is largest?"),
+    (lambda n: ids(n).max(1), "Always the last device's id: ids are not logits."),
+    (lambda n: ids(n).min(1), "Always the first device's id: ids are not logits."),
+    (lambda n: ids(n).sum(1), "A sum of ids is not an id."),
     (lambda n: ids_N % (words // n), from_0),
     (lambda n: won(local, n, 999).min(1), from_0),
-    (lambda n: won(ids, n, 0).sum(1), "Fine until two devices share the top."),
-    (lambda n: won(ids, n, 0).max(1), "Right, but for equal logits."),
-    (lambda n: won(ids, n, 0).min(1), "0 is an id, too. What should a loser say?"),
-    (lambda n: won(ids, n, words // n).min(1), "A loser's number is some word's id."),
-    (lambda n: logits_NV.max(1), "These are logits. Which words have them?"),
+    (lambda n: won(ids, n, 0).sum(1), "Fine until two devices share the maximum."),
+    (lambda n: won(ids, n, 0).max(1), "Right, except for equal logits."),
+    (lambda n: won(ids, n, 0).min(1), "0 is an id, too. What should others send?"),
+    (lambda n: won(ids, n, words // n).min(1), "What others send is a valid id."),
+    (lambda n: logits_NV.max(1), "These are logits. Which ids have them?"),
 ]
 
 
@@ -883,16 +895,16 @@ MISTAKES = [
 def check_likeliest(likeliest):
     run = lambda n: sampler(likeliest, n)(logits_NV)
     same = lambda ids: lambda n: jnp.stack([ids(n)] * n)
-    own = "Each device says its own best word. Which device has the best of all?"
+    own = "Each device returns its own best id. Which has the largest logit?"
     mistakes = [(lambda n: local(n).T, own), (lambda n: ids(n).T, own)]
     mistakes += [(same(ids), hint) for ids, hint in MISTAKES]
-    said = lesson.diagnose(run, [(2,), (4,)], same(lambda n: ids_N), mistakes, "Right")
-    if said != "Right":
-        return said
+    line = lesson.diagnose(run, [(2,), (4,)], same(lambda n: ids_N), mistakes, "Right")
+    if line != "Right":
+        return line
     found = lesson.compiled(sampler(likeliest, 4), devices(4), logits_NV)
     sent = found.total.wire_bytes / tokens
-    verdict = "well within 16." if sent <= 16 else "that is over 16. What must travel?"
-    return f"The right words, for {sent:.0f} bytes a token on 4 devices: {verdict}"
+    verdict = "within 16." if sent <= 16 else "that is over 16. What must you send?"
+    return f"The right ids, for {sent:.0f} bytes per token on 4 devices: {verdict}"
 
 
 # %%
@@ -911,7 +923,7 @@ print(check_likeliest(likeliest))
 # return pmin(jnp.where(top_N == pmax(top_N, TENSOR), word_N, 2**30), TENSOR)
 # ```
 #
-# Two all-reduces of one number: 12 bytes a token, whatever V is.
+# These are two all-reduces of one number: 12 bytes per token, whatever V is.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -932,8 +944,8 @@ def solution(reduce=smallest, offset=1):
 
 for answer, hint in [
     (solution(), "for 12 bytes"),
-    (lambda x: best(whole(x, to="invarying")), "What must travel"),
-    (lambda x: best(whole(x)), "What must travel"),
+    (lambda x: best(whole(x, to="invarying")), "What must you send"),
+    (lambda x: best(whole(x)), "What must you send"),
     (lambda x: ..., "Nothing"),
     (best, "its own best"),
     (lambda x: best(x) + axis_index(TENSOR) * x.shape[1], "its own best"),
@@ -945,8 +957,8 @@ for answer, hint in [
     (solution(offset=0), "from 0"),
     (solution(lambda word, mine: psum(word * mine, TENSOR)), "Fine until"),
     (solution(lambda word, mine: pmax(word * mine, TENSOR)), "equal logits"),
-    (solution(lambda word, mine: pmin(word * mine, TENSOR)), "What should a loser say"),
-    (lambda x: solution(lowest(x.shape[1]))(x), "loser's number"),
+    (solution(lambda word, mine: pmin(word * mine, TENSOR)), "What should others"),
+    (lambda x: solution(lowest(x.shape[1]))(x), "a valid id"),
     (lambda x: pmax(jnp.max(x, axis=1), TENSOR), "These are logits"),
     (lambda x: pmax(x), "It stops"),
 ]:
@@ -955,15 +967,15 @@ for answer, hint in [
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague's attention: H = 4 heads of width K = 8, so 32 columns (of the output matrix: rows), of which
-# a device has i. Its task: repeat the vector one position back.
+# This is a colleague's attention. It has H = 4 heads of width K = 8, so 32 columns (rows, in the output
+# matrix). A device has i of them. Its task is to repeat the vector from one position back.
 
 # %%
 H, K = 4, 8
 
 
 def turned(x_BThK):
-    """Rotary: pairs of entries turn with their position."""
+    """Rotary embedding: rotates pairs of entries by an angle for each position."""
     T, half = x_BThK.shape[1], x_BThK.shape[-1] // 2
     angles = jnp.arange(T)[:, None] / 100.0 ** (jnp.arange(half) / half)
     cos, sin = (f(angles)[None, :, None] for f in (jnp.cos, jnp.sin))
@@ -972,7 +984,7 @@ def turned(x_BThK):
 
 
 def attending(w, x_BTD):
-    """Causal attention, H heads of width K. Returns [B, T, D], the same everywhere."""
+    """Causal attention, H heads of width K. Returns [B, T, D], equal on all devices."""
     w_query_Di, w_key_Di, w_value_Di, w_out_iD = w
     B, T = x_BTD.shape[:2]
     heads = lambda y_BTi: y_BTi.reshape(B, T, H, -1)
@@ -990,28 +1002,28 @@ def attention_on(n, attending):
 
 
 drawn = [draw(seed, 16, 32) / 4 for seed in (12, 13, 14)]
-begin, said_BTD = (*drawn, draw(15, 32, 16) / 32**0.5), draw(16, 16, 12, 16)
-echo_BTD = jnp.pad(said_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+begin, input_BTD = (*drawn, draw(15, 32, 16) / 32**0.5), draw(16, 16, 12, 16)
+echo_BTD = jnp.pad(input_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 network_on = {n: attention_on(n, attending) for n in (1, 2, 4)}
-as_found = {n: jax.device_get(f(begin, said_BTD)) for n, f in network_on.items()}
-off = lambda n, w: float(jnp.mean((network_on[n](w, said_BTD) - echo_BTD) ** 2))
+as_found = {n: jax.device_get(f(begin, input_BTD)) for n, f in network_on.items()}
+off = lambda n, w: float(jnp.mean((network_on[n](w, input_BTD) - echo_BTD) ** 2))
 for size in (1, 2):
-    trained, losses, _ = train(network_on[size], begin, said_BTD, echo_BTD, steps=200)
+    trained, losses, _ = train(network_on[size], begin, input_BTD, echo_BTD, steps=200)
     trained = jax.device_get(trained)
     print(f"trained on tensor={size}: loss {losses[0]:.2f} to {losses[-1]:.3f}")
     print(f"    on tensor=1: {off(1, trained):.2f}, on tensor=2: {off(2, trained):.2f}")
 
 # %% [markdown]
-# Both runs learn, and each checkpoint is good for nothing on the other's mesh. On tensor=1 the function is
-# what its first line says. Mend it in place, and run this:
+# Both runs learn, and each checkpoint is useless on the other's mesh. On tensor=1 the function does what its
+# docstring says. Fix it in place, and run this:
 
 # %% tags=["hide-input"]
 
 
 def check_attention(attending):
-    run = lambda n: attention_on(n, lesson.answered(attending))(begin, said_BTD)
-    hint = "On tensor=1 the right function, on 2 and 4 another. "
-    hint += "Which sizes in it change with n, and which should?"
+    run = lambda n: attention_on(n, lesson.answered(attending))(begin, input_BTD)
+    hint = "Right on tensor=1, but another function on 2 and 4. "
+    hint += "Which sizes in it change with n, and which of them should?"
     done = "The same function on 1, 2 and 4 devices."
     right = lambda n: as_found[1]
     return lesson.diagnose(run, [(1,), (2,), (4,)], right, [(as_found.get, hint)], done)
@@ -1024,19 +1036,19 @@ print(check_attention(attending))
 # <details><summary>Solution</summary>
 #
 # `heads = lambda y_BTi: y_BTi.reshape(B, T, -1, K)`. A device's i = 32/n columns are H/n whole heads. The
-# `-1` stood on the wrong dim, so they were taken for H heads of 1/n the width: other scores, other rotary
-# frequencies. Every shape fits.
+# `-1` was on the wrong dim, so they were read as H heads of 1/n the width. That gives other scores and other
+# rotary frequencies. Every shape fits.
 #
-# A model merged into vLLM gave its attention the number of all heads where a device had its own: no error,
-# wrong numbers, found by comparing with tensor=1 ([PR
-# 39707](https://github.com/vllm-project/vllm/pull/39707)). Arrays [D, H, K], cut along H, leave nothing to
-# guess.
+# A model merged into vLLM passed the number of all heads to its attention, where a device had only its own
+# heads. There was no error, but the numbers were wrong. A comparison with tensor=1 revealed it ([PR
+# 39707](https://github.com/vllm-project/vllm/pull/39707)). Arrays [D, H, K], sharded along H, leave nothing
+# to guess.
 # </details>
 
 
 # %% tags=["remove-cell"]
 def mended(w, x_BTD):
-    h = 4 // jax.lax.axis_size(TENSOR)  # the code above, with H/n in place of H
+    h = 4 // jax.lax.axis_size(TENSOR)  # the code above, with H/n instead of H
     return type(attending)(attending.__code__, {**globals(), "H": h})(w, x_BTD)
 
 
@@ -1047,29 +1059,30 @@ assert "Nothing there" in check_attention(lambda w, x: ...)
 # %% [markdown]
 # ## In the project
 #
-# `model.feed_forward_branch` is the pair; `sharding.all_gather` and `sharding.reduce_scatter` are `join`
-# and `add`. `python -m tests.parity tiny --mesh fsdp=2,tensor=4` compares a run with one device.
+# `model.feed_forward_branch` is the pair of matmuls; `sharding.all_gather` and `sharding.reduce_scatter` are
+# `join` and `add`. `python -m tests.parity tiny --mesh fsdp=2,tensor=4` compares a run with one device.
 #
 # ## In one table
 #
-# | | `tensor`, with positions cut |
+# | | `tensor`, with sequence parallelism |
 # |---|---|
 # | in letters | `x_btD -> x_bTD @ w_Df -> h_bTf @ w_fD -> partial_bTD -> x_btD` |
-# | who holds | 1/n of columns or rows; between blocks 1/n of the positions |
+# | each device stores | 1/n of columns or rows; between blocks 1/n of the positions |
 # | forward | a gather and a reduce-scatter in each half of a block |
-# | backward | a scatter and a gather; recomputed, 3 of the 4 forward ones again |
-# | bytes | (n - 1)/n of the stream [b, T, D] each; 8 or 11 a layer |
-# | critical path | yes; a ring may hide them if c > peak / wire, c columns a device |
-# | pays, for `llama3_8b` | below 450 tokens a chip on v5p:4x4x4, 385 on v6e:16x16; 804 in one H100 node, 969 in two, 255 in eight |
+# | backward | a reduce-scatter and a gather; with recomputation, 3 of the 4 forward ones again |
+# | bytes | (n - 1)/n of the stream [b, T, D] each; 8 or 11 per layer |
+# | critical path | yes; a ring may overlap them if c > peak / link, with c columns per device |
+# | pays, for `llama3_8b` | below 450 tokens per chip on v5p:4x4x4, 385 on v6e:16x16; 804 in one H100 node, 969 in two, 255 in eight |
 # | PyTorch | a TP plan: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` |
 #
 # ## Three lines to keep
 #
-# - Cut the first matrix by columns (or heads) and the second by rows: one sum a pair, paid before anything
+# - Shard the first matrix by columns (or heads) and the second by rows: one sum per pair, before anything
 #   that is not linear.
-# - A wrong cut is another network, and it learns; only the comparison with one device finds it.
-# - `tensor` is for more chips than sequences, few tokens a chip and fast links, because no batch changes
-#   its ratio of wires to products.
+# - A weight sharded the wrong way is another network, and it learns; only a comparison with one device
+#   reveals it.
+# - `tensor` is for more chips than sequences, few tokens per chip and fast links, because no batch size
+#   changes its ratio of communication to compute.
 #
 # **Sources**: Megatron-LM, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053), section 3; sequence
 # parallelism, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), 4.2.2; the scaling book,
