@@ -50,12 +50,12 @@ class Split:
         return int(self.starts[-1])
 
     @property
-    def far(self) -> bool:
+    def in_bucket(self) -> bool:
         """Whether the shards are in a bucket."""
         return isinstance(self.shards[0], bucket.Shard)
 
     @property
-    def marked(self) -> bool:
+    def has_document_starts(self) -> bool:
         """Whether files list where documents begin."""
         return all(one is not None for one in self.begins)
 
@@ -72,33 +72,33 @@ class Split:
         start = window * seq_len
         return self, start, min(start + seq_len, self.targets)
 
-    def edges(self) -> np.ndarray:
+    def document_edges(self) -> np.ndarray:
         """Return the position in the stream where each document begins, and where the inputs of the last one end.
 
         Raises: UserError if this would have to read all tokens from a bucket.
         """
-        if self.far and not self.marked:
+        if self.in_bucket and not self.has_document_starts:
             raise UserError(
                 f"{self.shards[0].bucket.path}: an earlier version wrote these tokens without files that list where "
                 "documents begin, so data.packing='documents' would have to read all of them; remake them with "
                 "data.prepare --overwrite, copy them to a disk, or use --data.packing windows")  # fmt: skip
         scanned = lambda shard, known: np.flatnonzero(shard == self.eot) if known is None else known[:]
-        parts = (bucket.pool().map if self.far else map)(scanned, self.shards, self.begins)
+        parts = (bucket.pool().map if self.in_bucket else map)(scanned, self.shards, self.begins)
         found = np.concatenate([start + part for start, part in zip(self.starts[:-1], parts, strict=True)])
         return np.concatenate([[0], found[(found > 0) & (found < self.targets)], [self.targets]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens start .. stop-1 of the stream, or fewer at its end."""
-        return np.concatenate([self.shards[shard][a:b] for shard, a, b in self._across(start, stop)])
+        return np.concatenate([self.shards[shard][a:b] for shard, a, b in self._shard_ranges(start, stop)])
 
     def read_weights(self, start: int, stop: int) -> np.ndarray | int:
         """Return the weights of tokens start .. stop-1 as targets: 0 or 1."""
         if not any(one is not None for one in self.weights):
             return 1
-        parts = ((self.weights[shard], a, b) for shard, a, b in self._across(start, stop))
+        parts = ((self.weights[shard], a, b) for shard, a, b in self._shard_ranges(start, stop))
         return np.concatenate([np.ones(b - a, np.uint8) if one is None else one[a:b] for one, a, b in parts])
 
-    def _across(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _shard_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (shard, first token, end) for each shard that a range of the stream covers."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         while start < min(stop, self.tokens):
@@ -125,37 +125,39 @@ class Corpus:
         return self.manifest["tokenizer"]["eot"]
 
 
-def opened(cfg: Config) -> Corpus:
+def open_corpus(cfg: Config) -> Corpus:
     """Open the tokens of a run, which may be a mixture. Raises: UserError as `load` does."""
     limits, d = (cfg.model.vocab_size, cfg.data.seq_len), cfg.data
     if not d.mixture:
         return load(d.path, *limits)
     shares = parse_mixture(d.mixture)[0].shares
-    return _joined(d.path, tuple(shares.items()), *(load(f"{d.path.rstrip('/')}/{name}", *limits) for name in shares))
+    return _open_mixture(
+        d.path, tuple(shares.items()), *(load(f"{d.path.rstrip('/')}/{name}", *limits) for name in shares)
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def _joined(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corpus) -> Corpus:
+def _open_mixture(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corpus) -> Corpus:
     """Combine several directories. Unigram and bigram entropies are means, weighted by the mixture's first shares."""
     first, *others = corpora
     for other in others:
         if other.manifest["tokenizer"] != first.manifest["tokenizer"]:
             raise UserError(f"data.mixture: {first.path} and {other.path} have ids of different tokenizers "
-                            f"({_words(first)}, {_words(other)}); prepare both with the same one")  # fmt: skip
+                            f"({_describe_tokenizer(first)}, {_describe_tokenizer(other)}); prepare both with the same one")  # fmt: skip
     names, weights = zip(*shares, strict=True)
     entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
                  for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
-    splits = {name: _join([c.splits[name] for c in corpora], first.eot) for name in first.splits}
+    splits = {name: _concatenate_splits([c.splits[name] for c in corpora], first.eot) for name in first.splits}
     return Corpus(path, {"tokenizer": first.manifest["tokenizer"]} | entropies, splits,
                   dict(zip(names, corpora, strict=True)))  # fmt: skip
 
 
-def _words(corpus: Corpus) -> str:
+def _describe_tokenizer(corpus: Corpus) -> str:
     tokenizer = corpus.manifest["tokenizer"]
     return f"{tokenizer['name']}, vocabulary {tokenizer['vocabulary']}, end of text {tokenizer['eot']}"
 
 
-def _join(splits: list[Split], eot: int) -> Split:
+def _concatenate_splits(splits: list[Split], eot: int) -> Split:
     shards, weights, begins = (
         tuple(one for split in splits for one in getattr(split, what)) for what in ("shards", "weights", "begins")
     )
@@ -174,7 +176,9 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
         state = () if is_remote(path) else os.stat(os.path.join(path, MANIFEST))
         corpus = _open(path, state.st_mtime_ns, state.st_size) if state else _open(path)
     except (FileNotFoundError, NotADirectoryError, bucket.MissingFile):
-        raise UserError(f"no tokens at {path!r} (it has no {MANIFEST}); make them with\n  {_command(path)}") from None
+        raise UserError(
+            f"no tokens at {path!r} (it has no {MANIFEST}); make them with\n  {_prepare_command(path)}"
+        ) from None
     vocabulary = corpus.manifest["tokenizer"]["vocabulary"]
     if vocab_size is not None and vocabulary > vocab_size:
         raise UserError(
@@ -191,7 +195,7 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
     return corpus
 
 
-def _command(path: str) -> str:
+def _prepare_command(path: str) -> str:
     """Return a data.prepare command that makes the tokens at `path`, guessed from its name or the text files there."""
     name, ending = os.path.splitext(os.path.basename(os.path.normpath(path)))
     source, _, tokenizer = (name + ending).partition("-")
@@ -220,7 +224,7 @@ def _open(path: str, *_state) -> Corpus:
     splits = {}
     for name, split in manifest["splits"].items():
         one = lambda row, count, dtype: row and (
-            bucket.Shard(remote, row["file"], count, dtype, _damaged) if remote
+            bucket.Shard(remote, row["file"], count, dtype, _damaged_shard_error) if remote
             else _open_shard(path, row["file"], count, dtype))  # fmt: skip
         rows = split["shards"]
         shards = tuple(one(row, row["tokens"], manifest["dtype"]) for row in rows)
@@ -243,16 +247,16 @@ def _open_shard(path: str, name: str, count: int, dtype: str) -> np.ndarray:
     try:
         tokens = np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
-        raise _damaged(file, f"cannot be opened: {error}") from error
+        raise _damaged_shard_error(file, f"cannot be opened: {error}") from error
     if (tokens.dtype, tokens.shape) != (np.dtype(dtype), (count,)):
-        raise _damaged(file, f"has {tokens.dtype} {tokens.shape}, but the manifest says {dtype} ({count},)")
+        raise _damaged_shard_error(file, f"has {tokens.dtype} {tokens.shape}, but the manifest says {dtype} ({count},)")
     size, expected_bytes = os.path.getsize(file), tokens.offset + tokens.nbytes
     if size != expected_bytes:
-        raise _damaged(file, f"has {size} bytes, but header and tokens need {expected_bytes}")
+        raise _damaged_shard_error(file, f"has {size} bytes, but header and tokens need {expected_bytes}")
     return tokens
 
 
-def _damaged(file: str, what: str) -> UserError:
+def _damaged_shard_error(file: str, what: str) -> UserError:
     return UserError(f"shard {file} {what}; restore it, or remake all shards with data.prepare --overwrite")
 
 
@@ -264,7 +268,7 @@ def verify(path: str) -> None:
         with remote.open(shard["file"]) if remote else open(file, "rb") as opened_file:
             found = hashlib.file_digest(opened_file, "sha256").hexdigest()
         if found != shard["sha256"]:
-            raise _damaged(file, f"has sha256 {found}, but the manifest says {shard['sha256']}")
+            raise _damaged_shard_error(file, f"has sha256 {found}, but the manifest says {shard['sha256']}")
 
 
 def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | None = None) -> dict[str, np.ndarray]:
@@ -284,31 +288,31 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
     through the row, and a token also attends to the documents before its own. `rows` selects rows of the B by index,
     and only these are read: each host makes its `sharding.own_rows`.
     """
-    corpus, d = opened(cfg), cfg.data
-    sequence, first = functools.partial(_sequence, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
+    corpus, d = open_corpus(cfg), cfg.data
+    sequence, first = functools.partial(_row_pieces, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
     if split == "train":
         first = order.batch_number(d.skip, step) * d.batch_size
-        sequence = functools.partial(_of_mixture, corpus, d, cfg.run.seed) if d.mixture else sequence
-    return _cut([sequence(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
+        sequence = functools.partial(_mixture_row_pieces, corpus, d, cfg.run.seed) if d.mixture else sequence
+    return _make_batch([sequence(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
 
 
-def _sequence(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
+def _row_pieces(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
     """Return the documents, or the window, of row `number` in the endless order."""
     count = rows_of(split, d)
     row = _shuffled(count, seed)[number] if d.shuffle else number % count
     if d.packing == "documents":
-        return [(split, *piece) for piece in packed(split, d.seq_len).pieces(row)]
+        return [(split, *piece) for piece in packed_rows(split, d.seq_len).pieces(row)]
     return [split.piece(row, d.seq_len)]
 
 
 def rows_of(split: Split, d: DataConfig) -> int:
     """Count the rows in an epoch."""
-    return len(packed(split, d.seq_len)) if d.packing == "documents" else split.windows(d.seq_len)
+    return len(packed_rows(split, d.seq_len)) if d.packing == "documents" else split.windows(d.seq_len)
 
 
 def epoch_steps(cfg: Config) -> dict[str, int]:
     """Count the steps of an epoch. In a mixture, count them for each source by name, with the first shares."""
-    d, corpus = cfg.data, opened(cfg)
+    d, corpus = cfg.data, open_corpus(cfg)
     shares = parse_mixture(d.mixture)[0].shares if d.mixture else {"": PERIOD}
     rows = {name: rows_of(one.splits["train"], d) for name, one in (corpus.sources or {"": corpus}).items()}
     read = {name: rows[name] * order.PERIOD / share for name, share in shares.items() if share}
@@ -316,29 +320,29 @@ def epoch_steps(cfg: Config) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=64)  # enough for all directories of a mixture
-def packed(split: Split, seq_len: int) -> packing.Packed:
-    """Pack the documents of a split into rows, the same in each epoch and on each host. Raises: as `Split.edges`."""
-    return packing.pack(split.edges(), seq_len)
+def packed_rows(split: Split, seq_len: int) -> packing.Packed:
+    """Pack the documents of a split into rows, the same in each epoch and on each host. Raises: as `Split.document_edges`."""
+    return packing.pack(split.document_edges(), seq_len)
 
 
-def in_words(split: Split, d: DataConfig) -> str:
+def describe_epoch(split: Split, d: DataConfig) -> str:
     """Describe an epoch: rows, padding and the fraction of documents that are cut (unless it is slow to compute)."""
     T, count, windows = d.seq_len, rows_of(split, d), d.packing != "documents"
     rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
-    if windows and (split.far or not split.marked):
+    if windows and (split.in_bucket or not split.has_document_starts):
         return f"documents {rows}"
-    edges = split.edges()
+    edges = split.document_edges()
     first, last = edges[:-1], edges[1:] - 1
     cut = first // T != last // T if windows else last - first >= T
     padding = "" if windows else f", {1 - split.targets / (count * T):.2%} padding"
     return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
 
 
-def _of_mixture(corpus: Corpus, d: DataConfig, seed: int, number: int) -> list[Piece]:
+def _mixture_row_pieces(corpus: Corpus, d: DataConfig, seed: int, number: int) -> list[Piece]:
     phases = parse_mixture(d.mixture)
     starts = tuple(order.batch_number(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
     name, own = order.source_and_index(phases, starts, number)
-    return _sequence(corpus.sources[name].splits["train"], d, order.seed_of(name, seed), own)
+    return _row_pieces(corpus.sources[name].splits["train"], d, order.seed_of(name, seed), own)
 
 
 def _rows(cfg: Config, rows: Sequence[int] | None) -> list[int]:
@@ -352,7 +356,7 @@ def evaluation_batches(
 
     With `batches` > 0, yield at most that many, from a shuffle that is the same in every run. `rows` as for `batch`.
     """
-    corpus, T = opened(cfg), cfg.data.seq_len
+    corpus, T = open_corpus(cfg), cfg.data.seq_len
     split = corpus.splits["val"]
     windows = range(count := split.windows(T))
     if batches:
@@ -360,7 +364,7 @@ def evaluation_batches(
         windows = [shuffled[i] for i in range(min(count, batches * cfg.data.batch_size))]
     for first in range(0, len(windows), cfg.data.batch_size):
         numbers = [first + row for row in _rows(cfg, rows)]
-        yield _cut([[split.piece(windows[n], T)] if n < len(windows) else [] for n in numbers], corpus.eot, cfg)
+        yield _make_batch([[split.piece(windows[n], T)] if n < len(windows) else [] for n in numbers], corpus.eot, cfg)
 
 
 @functools.lru_cache(maxsize=8)
@@ -371,7 +375,7 @@ def _shuffled(count: int, seed: int):
     return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
 
 
-def _cut(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
+def _make_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
     """Read ranges of streams into the rows of a batch, and pad the rows."""
     B, T = len(sequences), cfg.data.seq_len
     tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
@@ -404,7 +408,7 @@ def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
     """Read each piece's tokens (one more than inputs, for the last target) and target weights. Reads from a bucket run
     in parallel."""
     read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
-    return (bucket.pool().map if any(split.far for split, _, _ in pieces) else map)(read, pieces)
+    return (bucket.pool().map if any(split.in_bucket for split, _, _ in pieces) else map)(read, pieces)
 
 
 def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -433,7 +437,7 @@ def fingerprint(cfg: Config) -> dict:
     """Return the source, tokenizer and hashes of the tokens, for config.json and checkpoints."""
     if not cfg.data.mixture:
         return _fingerprint(load(cfg.data.path))
-    of = {name: _fingerprint(source) for name, source in opened(cfg).sources.items()}
+    of = {name: _fingerprint(source) for name, source in open_corpus(cfg).sources.items()}
     parts = {part: {name: one[part] for name, one in of.items()} for part in ("source", "shards_sha256")}
     return parts | {"tokenizer": next(iter(of.values()))["tokenizer"]}
 

@@ -72,7 +72,7 @@ def skip_absent_tpu() -> None:
 skip_absent_tpu()
 
 
-def devices_of_each(count: int, processes: int) -> int:
+def devices_per_process(count: int, processes: int) -> int:
     """Return count / processes. Raises: UserError if that is not a whole number."""
     if count % processes:
         fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -91,7 +91,7 @@ def use_devices(count: int, processes: int = 1) -> None:
 
     if not count:
         return
-    of_each = devices_of_each(count, processes)
+    of_each = devices_per_process(count, processes)
     prepare_collectives(count)
     with contextlib.suppress(RuntimeError):  # JAX is already initialized; the number of devices is checked below
         jax.config.update("jax_num_cpu_devices", of_each)
@@ -127,7 +127,7 @@ def compile_cache(directory: str, enabled: bool = True):
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    if directory and (why := unreachable(directory)):
+    if directory and (why := why_not_writable(directory)):
         log(f"note: compiled programs are not cached: {directory} {why}; set JAX_COMPILATION_CACHE_DIR to another one")
         directory = ""
     settings = {"jax_enable_compilation_cache": enabled and bool(directory),
@@ -145,7 +145,7 @@ def compile_cache(directory: str, enabled: bool = True):
 
 
 @functools.cache  # called for every program that is compiled
-def unreachable(directory: str, longest_s: float = 10.0) -> str:
+def why_not_writable(directory: str, longest_s: float = 10.0) -> str:
     """Return why a directory is not writable, or "". A disk that does not answer within `longest_s` counts as such."""
     found = []
 
@@ -191,7 +191,7 @@ def log_to_file(*words) -> None:
         print(time.strftime("%F %T "), *words, file=_log_file, flush=True)
 
 
-class Patient(io.FileIO):
+class LossyFile(io.FileIO):
     """A text file that ignores write errors, such as a full disk: the text is lost, but the run continues."""
 
     def write(self, data) -> int:
@@ -203,9 +203,9 @@ class Patient(io.FileIO):
             return len(data)
 
 
-def patient(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
+def open_lossy(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
     """Open a path or descriptor as a line-buffered `Patient` text file. Raises: OSError if it cannot be opened."""
-    return io.TextIOWrapper(io.BufferedWriter(Patient(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(io.BufferedWriter(LossyFile(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
 
 
 def open_log(path: Path) -> None:
@@ -213,7 +213,7 @@ def open_log(path: Path) -> None:
     global _log_file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _log_file, errors.log_error = patient(path, "a"), log_to_file
+        _log_file, errors.log_error = open_lossy(path, "a"), log_to_file
     except OSError as error:
         log(f"note: cannot write the log file {path}: {error.strerror}")
 

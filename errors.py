@@ -66,7 +66,7 @@ def exit_status(main):
     return wrapped
 
 
-def end_quietly() -> None:
+def exit_quietly_on_ctrl_c() -> None:
     """Make Ctrl-C end this process with one line from now on, because a command's imports take seconds."""
 
     def end(*_):
@@ -77,7 +77,7 @@ def end_quietly() -> None:
         signal.signal(signal.SIGINT, end)
 
 
-def nearest(word: str, known) -> str:
+def suggest(word: str, known) -> str:
     """Return "did you mean .." with the closest known word, and up to 12 known words (else the 5 nearest)."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)

@@ -11,10 +11,10 @@ from devices import log
 
 START = time.perf_counter()  # before the imports below, because the run reports how long they take
 
-from errors import UserError, end_quietly, exit_status
+from errors import UserError, exit_quietly_on_ctrl_c, exit_status
 
 if __name__ == "__main__":
-    end_quietly()
+    exit_quietly_on_ctrl_c()
 
 import json
 import os
@@ -84,7 +84,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     log(f"start-up   import {IMPORT_S:.1f} s, {action} {restore_s:.1f} s, compile {compile_s:.1f} s")
 
     metrics = Metrics(directory, first, cfg.run.steps)
-    manifest = dataset.opened(cfg).manifest
+    manifest = dataset.open_corpus(cfg).manifest
     metrics.write("start", first, time=time.time(), params_total=plan.params_total, params_active=plan.params_active,
                   tokens_per_step=plan.tokens_per_step, unigram_nats=manifest["unigram_nats"],
                   bigram_nats=manifest["bigram_nats"],
@@ -163,7 +163,7 @@ def loop(
 
 def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, together: Processes) -> None:
     """Evaluate on the whole validation split, print a sample and draw the report."""
-    step, manifest = int(state.step), dataset.opened(cfg).manifest
+    step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
     log("evaluating on the whole validation split ..")
     result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.touch)
     metrics.write("eval", step, **result)

@@ -64,12 +64,12 @@ from sharding import (
     axis_index,
     axis_size,
     declare as declare_block,
-    in_order,
     own_chunks,
     own_slice,
     param,
     psum,
     reduce_scatter,
+    to_sequence_order,
     vary,
 )
 
@@ -79,14 +79,14 @@ float32 = jnp.float32
 # Norm and rotary --------------------------------------------------------------------------------------------
 
 
-def along(x, gain):
+def broadcast_gain(x, gain):
     """Broadcast a gain or bias to x. It then varies over x's mesh axes, so a psum sums its gradient [D]."""
     return jnp.broadcast_to(vary(gain, tuple(jax.typeof(x).mat.varying)), x.shape)
 
 
-def plus(x, bias, share=1.0):
+def add_bias(x, bias, share=1.0):
     """Add share * bias to x, if there is a bias."""
-    return x if bias is None else x + (share * along(x, bias)).astype(x.dtype)
+    return x if bias is None else x + (share * broadcast_gain(x, bias)).astype(x.dtype)
 
 
 def norm(x, gain, eps, bias=None):
@@ -96,7 +96,7 @@ def norm(x, gain, eps, bias=None):
     if bias is not None:
         x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return plus(x32 * scale * along(x, gain), bias).astype(x.dtype)
+    return add_bias(x32 * scale * broadcast_gain(x, gain), bias).astype(x.dtype)
 
 
 def rotary_angles(positions_bS, width: int, theta: float, on):
@@ -267,14 +267,14 @@ class FeedForward:
 
 def hidden(w: FeedForward, x_bsD):
     """Compute the hidden activations of a feed-forward. Shapes: [.., D] -> [.., f]."""
-    up_bsf = plus(x_bsD @ w.w_up_DF, w.bias_up_F)
+    up_bsf = add_bias(x_bsD @ w.w_up_DF, w.bias_up_F)
     gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
     return activate(up_bsf, gate_bsf)
 
 
 def down(w: FeedForward, up_bsf):
     """Project to the model width: a partial sum over TENSOR, with 1/n of the bias. [.., f] -> [.., D]."""
-    return plus(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
+    return add_bias(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
 
 
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
@@ -347,18 +347,19 @@ def experts_feed_forward(w: MoE, matmul, rows, gates):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def permuted(x_ND, order_A, inverse_A, copies=1):
+def permute_rows(x_ND, order_A, inverse_A, copies=1):
     """Copy each row `copies` times and reorder the copies. The backward pass gathers with the inverse order,
     because scatters are slow. Shapes: [N, D] -> [N * copies, D]."""
     return x_ND[order_A // copies]
 
 
-def _permuted_back(copies, inverse_A, dx_AD):
+def _permute_rows_backward(copies, inverse_A, dx_AD):
     return jnp.sum(dx_AD[inverse_A].reshape(-1, copies, dx_AD.shape[-1]), axis=1), None, None
 
 
-permuted.defvjp(
-    lambda x, order, inverse, copies: (permuted(x, order, inverse, copies), inverse), _permuted_back
+permute_rows.defvjp(
+    lambda x, order, inverse, copies: (permute_rows(x, order, inverse, copies), inverse),
+    _permute_rows_backward,
 )
 
 
@@ -380,10 +381,10 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     inverse_A = jnp.argsort(order_A)
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
 
-    rows_AD = permuted(x_ND, order_A, inverse_A, c.top_k)
-    gates_A = permuted(gates_A[:, None], order_A, inverse_A)[:, 0]
+    rows_AD = permute_rows(x_ND, order_A, inverse_A, c.top_k)
+    gates_A = permute_rows(gates_A[:, None], order_A, inverse_A)[:, 0]
     out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD, gates_A)
-    partial_ND = jnp.sum(permuted(out_AD, inverse_A, order_A).reshape(-1, c.top_k, D), axis=1)
+    partial_ND = jnp.sum(permute_rows(out_AD, inverse_A, order_A).reshape(-1, c.top_k, D), axis=1)
     return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
 
 
@@ -447,7 +448,7 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk))
     kept_btk = jnp.ones_like(gates_btk)
     if c.capacity_factor:
-        experts_bSk = in_order(all_gather(experts_btk, (CONTEXT, TENSOR), dim=1), dim=1)
+        experts_bSk = to_sequence_order(all_gather(experts_btk, (CONTEXT, TENSOR), dim=1), dim=1)
         slots = slots_per_expert(c, experts_bSk.shape[1])
         rank_btk = own_slice(own_chunks(ranks(c, experts_bSk)), TENSOR, dim=1)
         kept_btk = (rank_btk < slots).astype(float32)
@@ -576,7 +577,7 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=o
     attend  `over_context` in training; `generate.cache.Attend`, with a KV cache, in prefill and decode
     Returns [b, t, D] and router statistics, if any.
     """
-    key_attention, key_feed_forward = keys(key if key is None else jax.random.fold_in(key, number))
+    key_attention, key_feed_forward = dropout_keys(key if key is None else jax.random.fold_in(key, number))
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number, attend), tokens, key_attention)
     if c.parallel_residual:
         return x_btD, {}
@@ -652,7 +653,7 @@ def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
 
     form  as in `unembedding`
     """
-    return plus((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
+    return add_bias((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
 
 
 def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
@@ -660,7 +661,7 @@ def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
 
     Shapes: [D, u], [n, D], [n], [u], [u] -> three arrays [n]. A negative id in words_u is padding.
     """
-    logits_nu, words_1u = plus((x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), bias_u), words_u[None]
+    logits_nu, words_1u = add_bias((x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), bias_u), words_u[None]
     logits_nu = jnp.where(words_1u < 0, -jnp.inf, logits_nu)
     top_n = jax.lax.stop_gradient(jnp.max(logits_nu, axis=-1))
     log_sum_n = top_n + jnp.log(jnp.sum(jnp.exp(logits_nu - top_n[:, None]), axis=-1))
@@ -692,7 +693,7 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
 # The whole model --------------------------------------------------------------------------------------------
 
 
-def keys(key):
+def dropout_keys(key):
     """Split a dropout key into one for the embedding and one for the layers."""
     return (None, None) if key is None else jax.random.split(key)
 
@@ -706,20 +707,20 @@ def tokens_of(batch) -> Tokens:
     )
 
 
-def enter(w: Transformer, c: ModelConfig, batch, key, form=at_use):
+def embed_batch(w: Transformer, c: ModelConfig, batch, key, form=at_use):
     """Embed the tokens of a batch. Shapes: [b, s] -> [b, t, D]. form: as in `unembedding`"""
     tokens_bs = batch["tokens_BT"]
     if tokens_go_to_table(c, tokens_bs.size, c.vocab_size // axis_size(TENSOR)):
         x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
     else:
         x_btD = embed(*form(w, c, "embedding_VD"), tokens_bs)
-    return dropout(c, x_btD, tokens_of(batch), keys(key)[0])
+    return dropout(c, x_btD, tokens_of(batch), dropout_keys(key)[0])
 
 
 def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
     """Apply the layers of this pipeline stage, or one chunk of them.
     Returns [b, t, D] and router statistics with a leading dim for the blocks."""
-    tokens, key = tokens_of(batch), keys(key)[1]
+    tokens, key = tokens_of(batch), dropout_keys(key)[1]
     one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
     if w.prefix is not None:
         prefix = lambda x_btD: block(Block(dense=w.prefix), c, x_btD, one, 0)[0]
@@ -729,7 +730,7 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
     return x_btD, statistics.moe or {}
 
 
-def leave(w: Transformer, c: ModelConfig, x, *, dim):
+def final_norm(w: Transformer, c: ModelConfig, x, *, dim):
     """Apply the final norm, then all-gather over TENSOR, where each device has a slice of the vocabulary."""
     return all_gather(norm(x, w.norm_D, c.norm_eps, w.norm_bias_D), TENSOR, dim=dim)
 
@@ -746,14 +747,16 @@ class Sums:
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
     """Return the loss sums of N tokens, of which this device and its TENSOR neighbors each hold n."""
-    return loss_sums(c, unembedding(w, c, cast), leave(w, c, x_nD, dim=0), targets_N, weights_N, w.bias_V)
+    return loss_sums(
+        c, unembedding(w, c, cast), final_norm(w, c, x_nD, dim=0), targets_N, weights_N, w.bias_V
+    )
 
 
 def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
     """Run the whole model on this device's tokens, without microbatches or pipeline stages."""
-    x_btD = enter(w, c, batch, key)
+    x_btD = embed_batch(w, c, batch, key)
     x_btD, router = stage(w, c, x_btD, batch, key)
-    x_bsD = leave(w, c, x_btD, dim=1)
+    x_bsD = final_norm(w, c, x_btD, dim=1)
     flat = lambda x_bsX: x_bsX.reshape(-1, *x_bsX.shape[2:])
     of_tokens = map(flat, (x_bsD, batch["targets_BT"], batch["weights_BT"]))
     losses = loss_sums(c, unembedding(w, c, cast), *of_tokens, w.bias_V)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from config import AXES
 from errors import UserError, require_multiple
-from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, Declaration, as_tuple, in_chunks, in_order
+from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, Declaration, as_tuple, to_sequence_order, to_zigzag_order
 from xla import ordered
 
 # Lower-case letter of model.py's legend -> the whole dim that it is a slice of, and the mesh axes that shard it.
@@ -18,7 +18,7 @@ SLICES = {"b": ("B", BATCH), "s": ("T", (CONTEXT,)), "t": ("T", (CONTEXT, TENSOR
           "l": ("L", (STAGE,))} | {letter: (letter.upper(), (TENSOR,)) for letter in "fghmv"}  # fmt: skip
 
 
-def unstacked(declarations):
+def unstack(declarations):
     """Return the declarations of a single layer, without the leading dims P, L, J of stacked layers."""
 
     def one(d: Declaration):
@@ -56,7 +56,7 @@ def on_mesh(function, mesh: Mesh, *inputs, out):
 
     def whole(*args):
         sizes = {}
-        prepare = lambda given, x: x if isinstance(given, Declaration) else _cut(given, x, sizes, mesh)
+        prepare = lambda given, x: x if isinstance(given, Declaration) else _check_and_reorder(given, x, sizes, mesh)
         args = jax.tree.map(prepare, inputs, args)
 
         def local(*args):
@@ -65,7 +65,7 @@ def on_mesh(function, mesh: Mesh, *inputs, out):
             return result
 
         result = jax.shard_map(local, mesh=mesh, in_specs=specs_in, out_specs=specs_out)(*args)
-        return jax.tree.map(lambda letters, x: _positions(in_order, letters, x, mesh), out, result)
+        return jax.tree.map(lambda letters, x: _reorder_positions(to_sequence_order, letters, x, mesh), out, result)
 
     return ordered.jit(whole, mesh)
 
@@ -78,11 +78,11 @@ def _spec_of(letters: "str | Declaration") -> P:
     return P(*(SLICES[letter][1] if letter in SLICES else None for letter in letters))
 
 
-def _parts(letter: str, mesh: Mesh) -> int:
+def _shard_count(letter: str, mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in SLICES[letter][1]) if letter in SLICES else 1
 
 
-def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
+def _check_and_reorder(letters: str, x, sizes: dict[str, int], mesh: Mesh):
     """Check a whole array against its letters, and reorder its positions for `shard_map`. Adds its dims to `sizes`."""
     if jnp.ndim(x) != len(letters):
         raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}; use one per dim")
@@ -91,12 +91,12 @@ def _cut(letters: str, x, sizes: dict[str, int], mesh: Mesh):
         if sizes.setdefault(name, size) != size:
             raise UserError(f"letters {letters!r}: {name}={size} here, but {name}={sizes[name]} in another array")
         chunks = 2 * mesh.shape[CONTEXT] if letter in "st" and mesh.shape[CONTEXT] > 1 else 1
-        parts = math.lcm(_parts(letter, mesh), chunks)
+        parts = math.lcm(_shard_count(letter, mesh), chunks)
         require_multiple(name, size, parts, f"of letters {letters!r} into {parts} parts")
-    return _positions(in_chunks, letters, x, mesh)
+    return _reorder_positions(to_zigzag_order, letters, x, mesh)
 
 
-def _positions(how, letters: str, x, mesh: Mesh):
+def _reorder_positions(how, letters: str, x, mesh: Mesh):
     """Reorder the positions of x with `how` (`in_chunks` or `in_order`), if they are sharded over CONTEXT."""
     n = mesh.shape[CONTEXT]
     dims = [dim for dim, letter in enumerate(letters) if letter in "st"] if n > 1 else []
@@ -111,7 +111,7 @@ def _check_slice(letters: str, x, sizes: dict[str, int], mesh: Mesh) -> None:
             f"out={letters!r}: the result varies along {', '.join(extra)}, which no letter declares; if it is a "
             "partial sum, psum or reduce_scatter it; if it is a slice, give its dim the lower-case letter")  # fmt: skip
     whole = tuple(sizes.get(SLICES.get(letter, (letter,))[0]) for letter in letters)
-    want = tuple(size and size // _parts(letter, mesh) for letter, size in zip(letters, whole, strict=False))
+    want = tuple(size and size // _shard_count(letter, mesh) for letter, size in zip(letters, whole, strict=False))
     if jnp.ndim(x) != len(letters) or any(size not in (None, there) for size, there in zip(want, x.shape, strict=True)):
         raise UserError(
             f"out={letters!r}: a device's slice of {whole} is {want}, but the result is {x.shape}; if it is a partial "

@@ -81,7 +81,7 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
     )
 
 
-def chain_of(cfg: Config) -> optax.GradientTransformation:
+def make_optimizer(cfg: Config) -> optax.GradientTransformation:
     """Build the optimizer of a run: `adamw`, with the weight decay that the parameters declare."""
     return adamw(cfg.optim, cfg.run.steps, decay_mask(model.declare(cfg.model)))
 
@@ -103,19 +103,23 @@ def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     params = parameters.init(model.declare(cfg.model), mesh, cfg.run.seed) if params is None else params
     # Three separate arrays, because the training step donates each.
     return TrainState(
-        params, moments(cfg, mesh)(params), *(jax.device_put(jnp.int32(0), NamedSharding(mesh, P())) for _ in range(3))
+        params,
+        compile_moments(cfg, mesh)(params),
+        *(jax.device_put(jnp.int32(0), NamedSharding(mesh, P())) for _ in range(3)),
     )
 
 
-def moments(cfg: Config, mesh: Mesh):
+def compile_moments(cfg: Config, mesh: Mesh):
     """Compile fn(params) -> the initial optax state."""
-    return ordered.jit(chain_of(cfg).init, mesh, out_shardings=state_shardings(cfg, mesh).optimizer)
+    return ordered.jit(make_optimizer(cfg).init, mesh, out_shardings=state_shardings(cfg, mesh).optimizer)
 
 
 def state_shapes(cfg: Config) -> TrainState:
     """Return the ShapeDtypeStruct of every array in the state, without touching a device."""
     params = sharding.shapes(model.declare(cfg.model))
-    return TrainState(params, jax.eval_shape(chain_of(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3)
+    return TrainState(
+        params, jax.eval_shape(make_optimizer(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3
+    )
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -124,14 +128,18 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     everywhere = NamedSharding(mesh, P())
     shapes = state_shapes(cfg)
     moments = optax.tree_map_params(
-        chain_of(cfg), lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: everywhere
+        make_optimizer(cfg),
+        lambda _, sharding: sharding,
+        shapes.optimizer,
+        params,
+        transform_non_params=lambda _: everywhere,
     )
     return TrainState(params, moments, everywhere, everywhere, everywhere)
 
 
-def updates(cfg: Config, mesh: Mesh):
+def compute_updates_fn(cfg: Config, mesh: Mesh):
     """Return fn(state, batch) -> (metrics, grads, updates, moments): a step without applying the updates."""
-    chain, rate = chain_of(cfg), learning_rate(cfg.optim, cfg.run.steps)
+    chain, rate = make_optimizer(cfg), learning_rate(cfg.optim, cfg.run.steps)
     loss_and_grads = pipeline.loss_and_grads(cfg, mesh)
 
     def compute_updates(state: TrainState, batch):
@@ -153,7 +161,7 @@ def train_step(cfg: Config, mesh: Mesh):
     Metrics are those of `model.loss`, and loss, grad_norm (before clipping), lr, skipped_steps, skipped_in_a_row and
     not_finite: for each parameter and layer, in the order of `places`, whether its gradient caused the skip.
     """
-    updates_of = updates(cfg, mesh)
+    updates_of = compute_updates_fn(cfg, mesh)
 
     def step(state: TrainState, batch):
         metrics, grads, changes, moments = updates_of(state, batch)
@@ -166,7 +174,7 @@ def train_step(cfg: Config, mesh: Mesh):
             "skipped_steps": state.skipped_steps + jnp.where(finite, 0, 1),
             "skipped_in_a_row": jnp.where(finite, 0, state.skipped_in_a_row + 1),
         }
-        none = lambda grads: jnp.zeros(len(places(cfg)), bool)
+        none = lambda grads: jnp.zeros(len(layer_parameters(cfg)), bool)
         with jax.named_scope("not_finite"):
             blame = jax.lax.cond(finite, none, lambda grads: not_finite(cfg, grads), grads)
         metrics |= skipped | {"not_finite": blame}
@@ -192,12 +200,12 @@ def layer_squares(cfg: Config, tree):
     return jax.tree.map(square, model.declare(cfg.model), tree)
 
 
-def places(cfg: Config) -> dict[str, int]:
+def layer_parameters(cfg: Config) -> dict[str, int]:
     """List every parameter of every layer in forward order, with names like 'blocks.moe.attention.w_out_HUD, block 1'.
 
     The value is its index in the concatenated arrays of `layer_squares`.
     """
-    declared = sharding.named(model.declare(cfg.model))
+    declared = sharding.flatten_named(model.declare(cfg.model))
     parts = {".".join(name.split(".")[:n]): None for name in declared for n in (1, 2)}
     rank = {part: number for number, part in enumerate(parts)}
     found = []
@@ -213,7 +221,7 @@ def places(cfg: Config) -> dict[str, int]:
 def not_finite(cfg: Config, grads):
     """For each of `places`: whether its gradient, or the gradient's squared norm, is NaN or infinite."""
     squares = [x.reshape(-1) for x in jax.tree.leaves(layer_squares(cfg, grads))]
-    return ~jnp.isfinite(jnp.concatenate(squares)[np.array(list(places(cfg).values()))])
+    return ~jnp.isfinite(jnp.concatenate(squares)[np.array(list(layer_parameters(cfg).values()))])
 
 
 def layer_norms(cfg: Config, mesh: Mesh):
@@ -221,7 +229,7 @@ def layer_norms(cfg: Config, mesh: Mesh):
 
     This is a separate program. It does not change the training step, and costs a forward and a backward pass.
     """
-    updates_of = updates(cfg, mesh)
+    updates_of = compute_updates_fn(cfg, mesh)
 
     def norms(state: TrainState, batch):
         _, grads, changes, _ = updates_of(state, batch)
@@ -232,7 +240,7 @@ def layer_norms(cfg: Config, mesh: Mesh):
 
     def named(state: TrainState, batch) -> dict[str, dict]:
         trees = compiled(state, batch)  # `jit` sorts the keys of a dict
-        return {kind: sharding.named(trees[kind]) for kind in ("gradient", "update", "parameter")}
+        return {kind: sharding.flatten_named(trees[kind]) for kind in ("gradient", "update", "parameter")}
 
     return named
 

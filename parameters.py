@@ -29,14 +29,14 @@ def initializer(declarations, mesh: Mesh):
 
     def make(key):  # key is an argument because XLA would constant-fold small parameters, slowly
         folded = lambda name: jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return map_named(lambda name, d: own_draw(folded(name), d), declarations)
+        return map_named(lambda name, d: draw_local_shard(folded(name), d), declarations)
 
     mapped = jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs(declarations))
     # Set the shardings explicitly: `shard_map` returns equivalent but different specs, and a step would recompile.
     return ordered.jit(mapped, mesh, out_shardings=jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declarations))
 
 
-def own_draw(key, d: Declaration):
+def draw_local_shard(key, d: Declaration):
     """Draw this device's shard of mean + std * jax.random.normal(key, d.shape), bit for bit."""
     shape = [size // axis_size(as_tuple(axes)) for size, axes in zip(d.shape, d.spec, strict=True)]
     if not d.std:
@@ -45,7 +45,7 @@ def own_draw(key, d: Declaration):
     size = min(n, max(2**14, n // 64))  # entries per chunk
 
     def chunk(start):
-        normal = normal_at(key, *places(d, shape, start + jnp.arange(size, dtype=jnp.uint32)))
+        normal = normal_at(key, *global_indices(d, shape, start + jnp.arange(size, dtype=jnp.uint32)))
         normal = jax.lax.optimization_barrier(normal)  # with fusion, the last bit would depend on the mesh
         return (d.mean + d.std * normal).astype(d.dtype)
 
@@ -63,7 +63,7 @@ def split_axes(d: Declaration) -> tuple[str, ...]:
     return tuple(axis for axes in d.spec for axis in as_tuple(axes))
 
 
-def places(d: Declaration, shape, local_n):
+def global_indices(d: Declaration, shape, local_n):
     """Convert flat indices into this device's shard, uint32, to flat indices into the global array.
 
     Returns the upper and the lower 32 bits, because the stacked layers of experts can exceed 2^32 entries.

@@ -139,14 +139,14 @@ def map_named(function, tree):
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
 
 
-def named(tree) -> dict[str, Any]:
+def flatten_named(tree) -> dict[str, Any]:
     """Flatten a tree of parameters or declarations to {name: leaf}, with the names that checkpoints use."""
     flat = {}
     map_named(flat.__setitem__, tree)
     return flat
 
 
-def map_sliced(function, w, *names):
+def map_fsdp_sharded(function, w, *names):
     """Replace each parameter that is sharded over FSDP with function(array, dim, axes, exact).
 
     w      a `flax.struct` of declared parameters, of one layer or stacked
@@ -156,7 +156,7 @@ def map_sliced(function, w, *names):
     def one(field):
         array, metadata = getattr(w, field.name), field.metadata
         if array is None or not metadata:
-            return array if array is None else map_sliced(function, array)
+            return array if array is None else map_fsdp_sharded(function, array)
         sliced = [(letter, axes) for letter, axes in metadata["axis_of"].items() if FSDP in axes]
         if not sliced:
             return array
@@ -192,7 +192,7 @@ class DoesNotSplit(UserError):
 
 def check_divides(declarations, mesh: Mesh) -> None:
     """Raises: DoesNotSplit for the first dim whose size is not divisible by its mesh axes."""
-    for name, d in named(declarations).items():
+    for name, d in flatten_named(declarations).items():
         for letter, size, axes in zip(d.dims, d.shape, d.spec, strict=True):
             axes = as_tuple(axes)
             parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -247,7 +247,7 @@ def own_chunks(x_bT):
     return jnp.concatenate([chunk(i), chunk(2 * n - 1 - i)], axis=1)
 
 
-def in_order(x, *, dim, n: int | None = None):
+def to_sequence_order(x, *, dim, n: int | None = None):
     """Reorder positions, gathered over the n devices of CONTEXT, from device order into sequence order."""
     n = axis_size(CONTEXT) if n is None else n
     if n == 1:
@@ -257,7 +257,7 @@ def in_order(x, *, dim, n: int | None = None):
     return jnp.take(chunks, np.array(place), axis=dim).reshape(x.shape)
 
 
-def in_chunks(x, *, dim, n: int):
+def to_zigzag_order(x, *, dim, n: int):
     """Reorder positions from sequence order so that an even split into n shards gives each device its two chunks."""
     chunks = x.reshape(*x.shape[:dim], 2 * n, -1, *x.shape[dim + 1 :])
     held = [chunk for i in range(n) for chunk in (i, 2 * n - 1 - i)]
@@ -367,7 +367,7 @@ def by_platform(*args, tpu, gpu, default):
     return {"tpu": tpu, "gpu": gpu}.get(device.platform, default)(*args)
 
 
-def branches() -> bool:
+def layers_in_branch() -> bool:
     """Whether layers run inside a `cond`: with several pipeline stages, a stage skips its idle ticks."""
     return axis_size(STAGE) > 1
 

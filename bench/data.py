@@ -113,7 +113,7 @@ def seconds(work, count: int) -> float:
 
 def slices(cfg: Config):
     """Return fn(step) -> inputs and targets from plain slices of as many windows; None if no shard is memory-mapped."""
-    split, T, B = dataset.opened(cfg).splits["train"], cfg.data.seq_len, cfg.data.batch_size
+    split, T, B = dataset.open_corpus(cfg).splits["train"], cfg.data.seq_len, cfg.data.batch_size
     flat = max(split.shards, key=len)
     if not isinstance(flat, np.ndarray):
         return None

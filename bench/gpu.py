@@ -25,7 +25,7 @@ import tyro
 from bench.step import random_batch, say
 from config import Config, NotNegative, Size, check, preset
 from devices import compile_cache
-from errors import UserError, exit_status, nearest
+from errors import UserError, exit_status, suggest
 from plan.hardware import PEAK_FLOPS_PER_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +86,7 @@ def settings(args: Arguments) -> dict[str, Config]:
     found = {}
     for name in args.models:
         if name not in MODELS:
-            raise UserError(f"--models {name}: no such model; {nearest(name, MODELS)}")
+            raise UserError(f"--models {name}: no such model; {suggest(name, MODELS)}")
         small = SMALL if args.device == "cpu" else {}
         size = {"data.batch_size": args.batch_size, "run.steps": 1 + WARMUP + args.steps}
         found[name] = preset("dense_124m", **ALIKE | MODELS[name] | small | size | given)

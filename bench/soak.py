@@ -103,7 +103,8 @@ def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
     mesh = sharding.make_mesh(cfg.mesh)
     target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     return {
-        name: np.asarray(x) for name, x in sharding.named(checkpoint.restore(directory / "checkpoints", target)).items()
+        name: np.asarray(x)
+        for name, x in sharding.flatten_named(checkpoint.restore(directory / "checkpoints", target)).items()
     }
 
 

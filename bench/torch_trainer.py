@@ -166,7 +166,7 @@ class Transformer(nn.Module):
 
 
 def from_ours(c, ours: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Convert the parameters of model.py, with the names of `sharding.named`, to a Transformer's state_dict."""
+    """Convert the parameters of model.py, with the names of `sharding.flatten_named`, to a Transformer's state_dict."""
     found = {"embedding": ours["embedding_VD"], "norm.gain": ours["norm_D"]}
     for number in range(c.n_layers):
         kind, place = ("moe", number) if c.n_experts else ("dense", (number, 0))  # a block has one layer

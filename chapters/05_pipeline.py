@@ -102,13 +102,13 @@ def on_stages(f, out_specs):
 my_prediction = None  # ticks
 batch = x_ZND, y_ZND
 forward = on_stages(gpipe, P())
-found = lesson.compiled(forward, four, w_LDD, *batch)
+found = lesson.compile_and_read(forward, four, w_LDD, *batch)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
-lesson.predicted("messages, one per tick", my_prediction, int(message.count))
+lesson.check_prediction("messages, one per tick", my_prediction, int(message.count))
 through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 one_device = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))
 pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
-assert lesson.same(pipelined, one_device(w_LDD))
+assert lesson.all_close(pipelined, one_device(w_LDD))
 print("loss and gradient are those of one device")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
@@ -204,7 +204,7 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # %%
 my_prediction = None  # units
 in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items()}
-lesson.predicted("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
+lesson.check_prediction("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
 print(draw.format_table(published["1f1b"]), "\n")
 print("in lock-step:", in_step)
 
@@ -348,9 +348,9 @@ def compile_step(cfg):
 def compare(cfg):
     program, args = compile_step(cfg)
     loss, _, grads = jax.block_until_ready(program(*args))
-    ratio = lesson.ratio(grads, GRADS)
+    ratio = lesson.describe_ratio(grads, GRADS)
     print(f"{cfg.mesh}, {cfg.work.schedule}: loss {loss:.5f}, gradient {ratio}")
-    assert lesson.same((loss, grads), (LOSS, GRADS))
+    assert lesson.all_close((loss, grads), (LOSS, GRADS))
     return program
 
 
@@ -435,7 +435,7 @@ millions, seconds = sizes * 8192 / 1e6, {}
 for axis in ("data", "stage"):
     plans = [planned(f"{axis}=2,fsdp=8", int(batch)) for batch in sizes]
     seconds[axis] = np.array([one.step_s for one in plans])
-    colour = lesson.COLOURS[axis]
+    colour = lesson.COLORS[axis]
     axes.plot(millions, seconds[axis] / millions, color=colour, label=f"{axis}=2")
 gap = seconds["stage"] - seconds["data"]
 equal = np.interp(0, gap, millions)
@@ -829,13 +829,13 @@ def check_pipeline(function):
     found = []
 
     def gradient():
-        found[:] = on_four(lesson.answered(function))(w_LDD, *batch)
+        found[:] = on_four(lesson.require_answer(function))(w_LDD, *batch)
         return found[1]
 
     said = lesson.diagnose(gradient, [()], lambda: right, MISTAKES, "")
     if said.startswith("Not yet"):
-        return f"{said} It is {lesson.ratio(found[1], right)}."
-    if said or not lesson.same(found[0], loss):
+        return f"{said} It is {lesson.describe_ratio(found[1], right)}."
+    if said or not lesson.all_close(found[0], loss):
         return said or "The gradient is right, but now the loss it reports is not."
     return "Right: loss and gradient equal one device's."
 

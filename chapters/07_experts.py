@@ -127,7 +127,7 @@ def dropped(factor, t, popular=0.0):
     return np.maximum(load - slots, 0).sum() / load.sum()
 
 
-lesson.predicted("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.15)
+lesson.check_prediction("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.15)
 
 # %%
 print("factor         1   1.25    1.5      2")
@@ -277,7 +277,7 @@ def compiled_on(n, device):
     split = jax.P("expert")
     specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split
     layer = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=split))
-    return layer, lesson.compiled(layer, mesh, w, x_ND)
+    return layer, lesson.compile_and_read(layer, mesh, w, x_ND)
 
 
 my_prediction = None  # times
@@ -287,22 +287,22 @@ for m in (2, 4, 8):
     found = [compiled_on(m, how)[1] for how in (by_slots(m), gathered)]
     sent[m] = [one.total.wire_bytes for one in found]
 ratio = sent[8][1] / sent[8][0]
-lesson.predicted("bytes, gathered / all-to-all", my_prediction, ratio, "times")
+lesson.check_prediction("bytes, gathered / all-to-all", my_prediction, ratio, "times")
 
 # %%
 for one in found:
-    lesson.listed(one)
+    lesson.print_collectives(one)
 for how in (by_slots(8), gathered):  # forward and backward
     layer, _ = compiled_on(8, how)
     error = lambda w, x_ND, f=layer: (f(w, x_ND) ** 2).mean()
     squares = jax.value_and_grad(error, (0, 1))
-    kinds = lesson.compiled(squares, mesh, w, x_ND).totals_by("kind")
+    kinds = lesson.compile_and_read(squares, mesh, w, x_ND).totals_by("kind")
     print("forward and backward:", {kind: one.count for kind, one in kinds.items()})
 for m, (slots_bytes, gather_bytes) in sent.items():
     print(f"n = {m}: all-to-all {slots_bytes:,.0f}, gathered {gather_bytes:,.0f} bytes")
     assert gather_bytes / slots_bytes == m / k, "the ratio should be n/k"
 dropless = compiled_on(8, gathered)[0](w, x_ND)
-assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
+assert lesson.all_close(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
 # Each device has t = N/n tokens. The all-to-all sends k copies of each token, and the all-gather sends
@@ -340,7 +340,7 @@ def nodes_of(scores):
 
 
 free = nodes_of(scores).sum(axis=1)
-lesson.predicted("nodes reached", my_prediction, free.mean(), within=0.03)
+lesson.check_prediction("nodes reached", my_prediction, free.mean(), within=0.03)
 
 # %% [markdown]
 # So send a token only once to each node, and copy it there over NVLink. This saves a third of the transfers
@@ -375,7 +375,7 @@ assert transfers["one per node"] < 0.67 * transfers["one per expert"]
 figure, axes = plt.subplots(figsize=(5, 2.8))
 for one, label, shift, colour in (
     (free, "free choice", -0.2, lesson.NEUTRAL),
-    (few, "at most 4 nodes", 0.2, lesson.COLOURS["expert"]),
+    (few, "at most 4 nodes", 0.2, lesson.COLORS["expert"]),
 ):
     share = 100 * np.bincount(one, minlength=nodes + 1) / drawn
     axes.bar(np.arange(nodes + 1) + shift, share, width=0.4, color=colour, label=label)
@@ -471,7 +471,7 @@ for ax, names in zip(axes, drawn_in, strict=True):
         if not number:
             ax.plot(many, slower, color=lesson.NEUTRAL, label="compute")
         label = "communication" + number * ", at most 4 nodes"
-        purple, dots = lesson.COLOURS["expert"], "-:"[number]
+        purple, dots = lesson.COLORS["expert"], "-:"[number]
         ax.plot(many, comm, color=purple, ls=dots, label=label)
     ax.set(xscale="log", yscale="log", ylabel="microseconds")
     ax.axvspan(1, 50e3 / (k_ * D_ / 64), color=lesson.NEUTRAL, alpha=0.15, lw=0)
@@ -591,7 +591,7 @@ assert idle[0] >= 6 and idle[1] == 0 and idle[2] <= 2, "as the text says"
 figure, axes = plt.subplots(3, figsize=(5, 4.6), sharex=True, sharey=True)
 for ax, (name, run) in zip(axes, RUNS.items(), strict=True):
     error, load_E = end(run)
-    ax.bar(np.arange(E), np.sort(load_E)[::-1], color=lesson.COLOURS["expert"])
+    ax.bar(np.arange(E), np.sort(load_E)[::-1], color=lesson.COLORS["expert"])
     ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
     ax.set(title=f"{name}: error {error:.3f}", ylabel="load")
 axes[2].set_xlabel("experts, sorted by load; a load of 1 is the mean")
@@ -697,7 +697,7 @@ def after_step(answer):
     """fn(bias_E, load_nE) -> the new bias on each of 8 devices, [n, E]."""
 
     def device(bias_E, load_1E):
-        return lesson.answered(answer)(bias_E, load_1E[0])[None]
+        return lesson.require_answer(answer)(bias_E, load_1E[0])[None]
 
     specs = jax.P(), jax.P("expert")
     return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=jax.P("expert"))
@@ -881,7 +881,7 @@ eight = train(loss_on(device_loss))
 figure, axes = plt.subplots(figsize=(5, 3))
 for name, errors, colour in (
     ("one device", RUNS["balance loss"][0], lesson.NEUTRAL),
-    ("eight devices", eight[0], lesson.COLOURS["expert"]),
+    ("eight devices", eight[0], lesson.COLORS["expert"]),
 ):
     axes.plot(errors, color=colour, label=name)
 axes.set(xlabel="step", ylabel="error", ylim=(0, 2), title="Same batches, same start")
@@ -949,7 +949,7 @@ MISTAKES = [(parts_loss(balance_of), hint) for hint, balance_of in HINTS.items()
 
 
 def check_loss(device_loss):
-    tried = measured(loss_on(lesson.answered(device_loss)))
+    tried = measured(loss_on(lesson.require_answer(device_loss)))
     done = "Right: loss and gradient are those of one device."
     return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
 

@@ -56,7 +56,7 @@ for n in (512, 2048, 6787, 16384):
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per step against devices, both logarithmic: compute falls as a line, communication stays at 6.1 seconds and crosses it near 6,787 devices; from 2,048 devices on there is less than one sequence per device."}}
 figure, axes = plt.subplots(figsize=(6, 3.2))
 ns = np.array([256, 512, 1024, 2048, 4096, 8192, 16384])
-blue = lesson.COLOURS["fsdp"]
+blue = lesson.COLORS["fsdp"]
 axes.loglog(ns, 6 * P * TOKENS / ns / H100, color=lesson.NEUTRAL, label="compute")
 axes.loglog(ns, np.full(7, 6 * P / ACROSS), color=blue, label="communication of fsdp")
 axes.axvspan(2048, 16384, color=lesson.NEUTRAL, alpha=0.15)
@@ -84,7 +84,7 @@ my_prediction = None  # tokens
 on = hardware.Topology.parse("b200:16")  # two nodes of eight
 bandwidth = hardware.layout(config.MeshConfig(fsdp=16), on)["fsdp"].bytes_per_s
 edge = on.chip.peak_flops_per_s / bandwidth
-lesson.predicted("a B200 needs", my_prediction, int(edge), "tokens")
+lesson.check_prediction("a B200 needs", my_prediction, int(edge), "tokens")
 
 # %% tags=["remove-cell"]
 assert edge == 5625, "the chips of plan/hardware.py have changed"
@@ -244,7 +244,7 @@ my_prediction = None  # percent
 one = llama("stage=16,fsdp=128,tensor=8")
 counted = 100 * one.model_flops / one.hardware_flops
 ceiling = round(counted, 1)
-lesson.predicted("the highest possible MFU", my_prediction, ceiling, "%", within=0.02)
+lesson.check_prediction("the highest possible MFU", my_prediction, ceiling, "%", within=0.02)
 
 # %% tags=["remove-cell"]
 assert 79 < counted < 81
@@ -266,7 +266,7 @@ assert best == (16, 8), "the planner no longer chooses Meta's mesh"
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of seconds by cause for six meshes: stage=16 with tensor=8 is the shortest and near the measured line; meshes with few stages are long because of fsdp; crosses of the twelve lines are below the planner's totals."}}
 figure, axes = plt.subplots(figsize=(6.2, 3.8))
-shown = {"compute": lesson.NEUTRAL, **lesson.COLOURS, "bubble": "#cccccc"}
+shown = {"compute": lesson.NEUTRAL, **lesson.COLORS, "bubble": "#cccccc"}
 for row, mesh in enumerate(meshes):
     left, causes = 0, plans[mesh].seconds()
     for name, colour in shown.items():
@@ -412,7 +412,7 @@ for size in (6, 12):
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds of communication against the size of tensor, both logarithmic: fsdp falls, tensor rises, their sum has its minimum at 7; the planner's crosses are far above it except at 12, PaLM's size."}}
 figure, axes = plt.subplots(figsize=(6, 3.8))
 for name, curve in valley.items():
-    axes.loglog(n_t, curve, color=lesson.COLOURS[name], label=f"{name}, by the rule")
+    axes.loglog(n_t, curve, color=lesson.COLORS[name], label=f"{name}, by the rule")
 axes.loglog(n_t, both, color=lesson.NEUTRAL, label="both, by the rule")
 axes.plot(lowest, both.min(), "ko", ms=6, label="minimum")
 alone = {size: one.seconds(alone=True) for size, one in pod.items()}
@@ -513,7 +513,7 @@ assert 1.1 < took["data=2,stage=16,expert=64"] / took["data=4,stage=8,expert=64"
 # %%
 my_prediction = None  # percent
 long = llama("stage=16,fsdp=128,tensor=8", T=131_072)
-lesson.predicted("stages are idle", my_prediction, 100 * long.bubble, "%", within=0.01)
+lesson.check_prediction("stages are idle", my_prediction, 100 * long.bubble, "%", within=0.01)
 
 # %% tags=["remove-cell"]
 assert long.sched.microbatches == 1

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from errors import UserError, exit_status, nearest
+from errors import UserError, exit_status, suggest
 
 HELP = """e.g. python -m chapters
      python -m chapters 03 04
@@ -33,7 +33,7 @@ class Arguments:
     longest_s: float = LONGEST_S  # limit per chapter, in CPU seconds
 
 
-def chosen(numbers: tuple[str, ...]) -> list[str]:
+def select_chapters(numbers: tuple[str, ...]) -> list[str]:
     """Return the sorted chapters whose names begin with one of the numbers; without numbers, all.
 
     Raises: UserError if no chapter begins with a number.
@@ -41,7 +41,7 @@ def chosen(numbers: tuple[str, ...]) -> list[str]:
     names = sorted(path.stem for path in FOLDER.glob("[0-9][0-9]_*.py"))
     for number in numbers:
         if not any(name.startswith(number) for name in names):
-            raise UserError(f"no chapter begins with {number!r}; {nearest(number, names)}")
+            raise UserError(f"no chapter begins with {number!r}; {suggest(number, names)}")
     return [name for name in names if not numbers or name.startswith(numbers)]
 
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python -m chapters", description=HELP, use_underscores=True)
     bad, total = 0, 0.0
     print(f"{'chapter':24} {'seconds':>8} {'CPU seconds':>13}")
-    for name in chosen(args.numbers):
+    for name in select_chapters(args.numbers):
         state, seconds, used, last = run(name, args.show, args.longest_s)
         print(f"{name:24} {seconds:8.1f} {used:13.1f}  {state}", flush=True)
         if last:

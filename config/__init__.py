@@ -5,7 +5,7 @@ presets, `fields.py` the types of settings and their checks, `flags.py` the comm
 settings that earlier versions wrote.
 
 From outside: use `config.preset(..)`, the classes and functions below, `flags.command_line`, the types of `fields.py`
-for other dataclasses, and `migrations.moved` for files of a run.
+for other dataclasses, and `migrations.migrate` for files of a run.
 """
 
 from config.fields import AUTO, Affects, Count, NotNegative, Positive, Size, SizeOrAuto, check

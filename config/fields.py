@@ -43,7 +43,7 @@ class Affects(enum.Enum):
     START = enum.auto()  # a single start of a run; not written to its config.json
 
 
-class Way(NamedTuple):
+class Baseline(NamedTuple):
     """Two values of a setting of `work`: the plainest, which is the baseline, and the one that needs the least memory
     (or about the least)."""
 
@@ -51,7 +51,7 @@ class Way(NamedTuple):
     least: str | None = None
 
 
-def declared(hint, kind: type):
+def metadata_of(hint, kind: type):
     """Return the metadata of type `kind` in the annotation of a setting, or None."""
     return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, kind)), None)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import tyro
 
-from config.migrations import CHOICES, dropped, instead_of
+from config.migrations import CHOICES, dropped_notes, replacement
 from config.presets import PRESETS, preset
-from config.settings import Affects, Config, ModelConfig, affecting, following, replace
+from config.settings import Affects, Config, ModelConfig, affecting, derived_settings, replace
 from devices import log
 from errors import UserError
 
@@ -33,20 +33,20 @@ def command_line(
     defaults = f"Defaults are {name}; --help-verbose explains them."
     arguments = tyro.cli(
         arguments, prog=f"{prog} [PRESET | --config FILE]", description=f"{description.strip()}\n\n{defaults}",
-        default=arguments(**vars(change(start, flags))), args=flags + follow(start.model, flags), use_underscores=True,
-        compact_help=True,
+        default=arguments(**vars(change(start, flags))), args=flags + derived_flags(start.model, flags),
+        use_underscores=True, compact_help=True,
     )  # fmt: skip
     return Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)}), arguments
 
 
-def follow(before: ModelConfig, flags: list[str]) -> list[str]:
+def derived_flags(before: ModelConfig, flags: list[str]) -> list[str]:
     """Return flags for the settings that follow other flags; see `following`."""
     matches = re.findall(r"--model\.(n.heads|d.model|n.kv.heads|d.head)[= ](\d+)", " ".join(flags))
     given = {name.replace("-", "_"): int(n) for name, n in matches}
-    return [f"--model.{name}={n}" for name, n in following(before, given).items()]
+    return [f"--model.{name}={n}" for name, n in derived_settings(before, given).items()]
 
 
-OR_FILE = ", or with --config FILE a run's settings"
+OR_CONFIG_FILE = ", or with --config FILE a run's settings"
 
 
 def starting_point(argv: list[str], default: str | Config | None) -> tuple[Config, str, list[str]]:
@@ -58,7 +58,7 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
-        if word.startswith("--") and (instead := instead_of(name[2:].replace("-", "_"))):
+        if word.startswith("--") and (instead := replacement(name[2:].replace("-", "_"))):
             raise UserError(f"{name} {instead}")
         if name == "--config":
             files.append(value if equals else next(words, ""))
@@ -77,9 +77,9 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
             raise UserError(f"start with a preset ({', '.join(PRESETS)}) or with the settings of a run: --config FILE")
         default = next(iter(PRESETS))
     if isinstance(default, Config) and not named:
-        return default, f"this command's own{OR_FILE}", flags
+        return default, f"this command's own{OR_CONFIG_FILE}", flags
     name = (named or [default])[0]
-    return preset(name), f"the preset's, here {name!r}{OR_FILE}", flags
+    return preset(name), f"the preset's, here {name!r}{OR_CONFIG_FILE}", flags
 
 
 def read_config(file: str) -> Config:
@@ -100,6 +100,6 @@ def read_config(file: str) -> Config:
         cfg = Config.from_dict(values)
     except UserError as error:
         raise UserError(f"--config {file}: {error}") from None
-    for line in dropped(values):
+    for line in dropped_notes(values):
         log(line)
     return replace(cfg, **affecting(Affects.START))

@@ -7,12 +7,12 @@ explains an old flag.
 from config.fields import AUTO
 
 # Renamed settings.
-MOVED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
+RENAMED = {f"model.{name}": f"work.{name}" for name in ("remat", "gather", "tensor_exchange", "context_attention",
                                                       "loss_chunk")}  # fmt: skip
-MOVED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
-MOVED |= {"optim.max_device_batch": "work.device_batch"}
+RENAMED |= {f"pipeline.{name}": f"work.{name}" for name in ("schedule", "microbatches", "chunks")}
+RENAMED |= {"optim.max_device_batch": "work.device_batch"}
 # Renamed values. They affect only speed.
-GONE = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
+RENAMED_VALUES = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
         "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
 
 # Settings that `merge` makes part of another one: what to use instead.
@@ -49,31 +49,31 @@ DROPPED = {
 }
 
 
-def instead_of(name: str) -> str | None:
+def replacement(name: str) -> str | None:
     """Return what replaces a setting of an earlier version, or None if no version had it."""
-    if name in MOVED:
-        return f"is called {MOVED[name]} now"
+    if name in RENAMED:
+        return f"is called {RENAMED[name]} now"
     gone = MERGED.get(name) or DROPPED.get(name, (None, None))[1]
     return gone and f"no longer exists: {gone}"
 
 
-def dropped(values: dict) -> list[str]:
+def dropped_notes(values: dict) -> list[str]:
     """Return a note for each setting in `values`, from an earlier version, whose value is lost."""
     flat = flatten(values) if isinstance(values, dict) else {}
     return [f"note: {name}={flat[name]!r} no longer exists: {instead}"
             for name, (default, instead) in DROPPED.items() if flat.get(name, default) != default]  # fmt: skip
 
 
-def moved(values: dict) -> dict:
+def migrate(values: dict) -> dict:
     """Convert settings that an earlier version wrote to the form that `Config.to_dict` writes."""
     if not isinstance(values, dict):
         return values
     values = {group: dict(x) if isinstance(x, dict) else x for group, x in values.items()}
-    for old, new in MOVED.items():
+    for old, new in RENAMED.items():
         (group, name), (_, now) = old.split("."), new.split(".")
         if isinstance(values.get(group), dict) and name in values[group]:
             value = values[group].pop(name)
-            values.setdefault("work", {})[now] = GONE.get(new, {}).get(value, value)
+            values.setdefault("work", {})[now] = RENAMED_VALUES.get(new, {}).get(value, value)
     for group, settings in values.items():
         if isinstance(settings, dict):
             merge(group, settings)

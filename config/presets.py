@@ -3,7 +3,7 @@
 from typing import Any
 
 from config.settings import Config, MeshConfig, ModelConfig, replace
-from errors import UserError, nearest
+from errors import UserError, suggest
 
 # name -> (purpose, {dotted setting: value})
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,5 +93,5 @@ def preset(name: str, **dotted_overrides: Any) -> Config:
     Raises: UserError for an unknown preset or setting, with the nearest known one.
     """
     if name not in PRESETS:
-        raise UserError(f"no preset is called {name!r}; {nearest(name, PRESETS)}")
+        raise UserError(f"no preset is called {name!r}; {suggest(name, PRESETS)}")
     return replace(replace(Config(), **PRESETS[name][1]), **dotted_overrides)

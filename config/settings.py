@@ -15,6 +15,7 @@ import tyro
 from config.fields import (
     AUTO,
     Affects,
+    Baseline,
     Betas,
     Count,
     NotNegative,
@@ -23,16 +24,15 @@ from config.fields import (
     ShareBelow1,
     Size,
     SizeOrAuto,
-    Way,
     check,
-    declared,
     hints,
     is_remote,
+    metadata_of,
     parse_mixture,
     parse_skips,
 )
-from config.migrations import flatten, instead_of, moved
-from errors import UserError, nearest
+from config.migrations import flatten, migrate, replacement
+from errors import UserError, suggest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}
@@ -63,7 +63,7 @@ class MeshConfig:
             name, equals, size = part.partition("=")
             axis = SHORT_AXES.get(name, name)
             if axis not in AXES:
-                raise UserError(f"mesh {text!r}: no axis is called {name!r}; {nearest(name, AXES)}")
+                raise UserError(f"mesh {text!r}: no axis is called {name!r}; {suggest(name, AXES)}")
             if not (equals and size.isdecimal() and int(size) > 0):
                 raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE, SIZE at least 1, such as {axis}=2")
             if axis in sizes:
@@ -117,15 +117,15 @@ class WorkConfig:
 
     # activations saved for the backward pass, which recomputes the rest. none: all are saved (no remat); dots: outputs
     # of matmuls; branches: inputs of attention and feed-forward; full: the input of each layer
-    remat: Annotated[Literal["auto", "none", "dots", "branches", "full"], Way("none", "full")] = AUTO
+    remat: Annotated[Literal["auto", "none", "dots", "branches", "full"], Baseline("none", "full")] = AUTO
     # all-gather weights for each use of a layer, or once per step and keep them
-    gather: Annotated[Literal["auto", "layer", "step"], Way("layer", "layer")] = AUTO
+    gather: Annotated[Literal["auto", "layer", "step"], Baseline("layer", "layer")] = AUTO
     # exchange of positions over tensor. gather: one all-gather; ring: chunks in flight overlap with matmuls
-    tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Way("gather", "ring")] = AUTO
+    tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Baseline("gather", "ring")] = AUTO
     # over context. gather: all-gather keys; ring: ring attention; all_to_all: split heads instead (auto never picks it)
-    context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Way("gather", "gather")] = AUTO
+    context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
     # compute the loss in slices: a device never holds more logits than this many tokens have
-    loss_chunk: Annotated[SizeOrAuto, Way(512)] = AUTO
+    loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # of the pipeline: see `python -m pipeline`
     chunks: SizeOrAuto = AUTO  # interleaved: chunks of layers on each stage
     microbatches: SizeOrAuto = AUTO  # pipeline microbatches per forward and backward pass
@@ -137,26 +137,26 @@ class WorkConfig:
             raise UserError(f"work.chunks={self.chunks}: only work.schedule='interleaved' has chunks; use it, or 1")
 
     @classmethod
-    def ways(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
+    def baselines(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
         """Return the plainest (or least-memory) value of each setting that declares one."""
-        found = {name: declared(hint, Way) for name, hint in hints(cls).items()}
+        found = {name: metadata_of(hint, Baseline) for name, hint in hints(cls).items()}
         return {name: getattr(way, which) for name, way in found.items() if way and getattr(way, which) is not None}
 
     @property
-    def autos(self) -> list[str]:
+    def auto_settings(self) -> list[str]:
         """Names of the settings that are still `auto`."""
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == AUTO]
 
     @property
-    def settled(self) -> "WorkConfig":
+    def resolved(self) -> "WorkConfig":
         """Replace each `auto` with the plainest value, the baseline for comparisons.
 
         microbatches and device_batch stay `auto`: `pipeline/fit.py` derives them from the batch and the mesh.
         """
         schedule = "gpipe" if self.chunks in (AUTO, 1) else "interleaved"
         chunks = 2 if self.schedule == "interleaved" else 1
-        plain = self.ways("plain") | {"schedule": schedule, "chunks": chunks}
-        chosen = {name: value for name, value in plain.items() if name in self.autos}
+        plain = self.baselines("plain") | {"schedule": schedule, "chunks": chunks}
+        chosen = {name: value for name, value in plain.items() if name in self.auto_settings}
         return dataclasses.replace(self, **chosen)
 
     def __str__(self) -> str:
@@ -213,7 +213,7 @@ class ModelConfig:
     # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32, bfloat16: one
     # dtype for all of these. Sums, softmax, norms, router and loss always use float32
     precision: Annotated[Literal["float32", "mixed", "bfloat16"], Affects.NUMBERS] = "mixed"
-    work = WorkConfig().settled  # not a field; see `ModelAtWork`
+    work = WorkConfig().resolved  # not a field; see `ModelAtWork`
 
     def __post_init__(self):
         check(self, "model.")
@@ -395,7 +395,7 @@ class Config:
     @classmethod
     def from_dict(cls, values: dict) -> "Config":
         """Rebuild a Config from `to_dict`, also of an older version. Raises: UserError for an unknown field."""
-        return _build(cls, moved(values), "")
+        return _build(cls, migrate(values), "")
 
 
 def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
@@ -403,7 +403,7 @@ def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
     found = {}
     for part, hint in hints(Config).items():
         for f in dataclasses.fields(cls := get_args(hint)[0]):
-            kind = declared(hints(cls)[f.name], Affects) or declared(hint, Affects)
+            kind = metadata_of(hints(cls)[f.name], Affects) or metadata_of(hint, Affects)
             if kind in kinds and group in ("", part):
                 found[f.name if group else f"{part}.{f.name}"] = f.default
     return found
@@ -411,7 +411,7 @@ def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
 
 @functools.cache
 def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
-    return ModelAtWork(**vars(c), work=work.settled)
+    return ModelAtWork(**vars(c), work=work.resolved)
 
 
 def _build(cls, values: dict, prefix: str):
@@ -421,10 +421,10 @@ def _build(cls, values: dict, prefix: str):
     parts = {}
     for name, value in values.items():
         if name not in types:
-            instead = instead_of(f"{prefix}{name}")
+            instead = replacement(f"{prefix}{name}")
             raise UserError(
                 f"{prefix}{name}={value!r} {instead}" if instead
-                else f"no setting is called {prefix}{name}; {nearest(name, types)}")  # fmt: skip
+                else f"no setting is called {prefix}{name}; {suggest(name, types)}")  # fmt: skip
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -439,15 +439,15 @@ def replace(cfg: Config, **dotted: Any) -> Config:
     """
     values = cfg.to_dict()
     given = {name.removeprefix("model."): x for name, x in dotted.items() if name.startswith("model.")}
-    for name, value in (dotted | {f"model.{n}": x for n, x in following(cfg.model, given).items()}).items():
+    for name, value in (dotted | {f"model.{n}": x for n, x in derived_settings(cfg.model, given).items()}).items():
         *path, last = name.split(".")
         here = values
         for part in path:
             here = here.get(part) if isinstance(here, dict) else None
-        if instead := instead_of(name):
+        if instead := replacement(name):
             raise UserError(f"the setting {name} {instead}")
         if not isinstance(here, dict) or last not in here:
-            raise UserError(f"no setting is called {name!r}; {nearest(name, list(flatten(values)))}")
+            raise UserError(f"no setting is called {name!r}; {suggest(name, list(flatten(values)))}")
         if dataclasses.is_dataclass(value):
             value = dataclasses.asdict(value)
         elif name == "mesh" and isinstance(value, str):
@@ -456,7 +456,7 @@ def replace(cfg: Config, **dotted: Any) -> Config:
     return _build(Config, values, "")
 
 
-def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
+def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
     """Return n_kv_heads and d_head for `given` new values of n_heads or d_model.
 
     n_kv_heads follows n_heads, and d_head follows d_model / n_heads, if they were equal before and are not given.
@@ -482,7 +482,7 @@ def following(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
     """List (name, ours, theirs) for settings that differ. A missing, newer setting counts as its default."""
     default = flatten(Config().to_dict())
-    ours, theirs = default | flatten(moved(ours)), default | flatten(moved(theirs))
+    ours, theirs = default | flatten(migrate(ours)), default | flatten(migrate(theirs))
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
     return [(name, x, y) for name, x, y in pairs if x != y]
 
@@ -490,5 +490,5 @@ def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
 def first_difference(ours: dict, theirs: dict) -> str | None:
     """Describe the first setting that differs, with both values; None if all are equal."""
     for name, x, y in differences(ours, theirs):
-        instead = instead_of(name)
+        instead = replacement(name)
         return f"{name}={y!r} there {instead}" if instead else f"{name} is {x!r} here and {y!r} there"

@@ -192,7 +192,13 @@ class Shard:
     """A shard in a bucket. Slice it like an array: only the blocks that the slice needs are downloaded."""
 
     def __init__(self, bucket: Bucket, name: str, tokens: int, dtype: str, damaged: Callable[[str, str], UserError]):
-        self.bucket, self.name, self.tokens, self.dtype, self.damaged = bucket, name, tokens, np.dtype(dtype), damaged
+        self.bucket, self.name, self.tokens, self.dtype, self.damage_error = (
+            bucket,
+            name,
+            tokens,
+            np.dtype(dtype),
+            damaged,
+        )
 
     def __len__(self) -> int:
         return self.tokens
@@ -207,9 +213,9 @@ class Shard:
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = header(file)
         except ValueError as error:
-            raise self.damaged(where, f"cannot be opened: {error}") from error
+            raise self.damage_error(where, f"cannot be opened: {error}") from error
         if (shape, dtype) != ((self.tokens,), self.dtype):
-            raise self.damaged(where, f"holds {dtype} {shape}, the manifest says {self.dtype} ({self.tokens},)")
+            raise self.damage_error(where, f"holds {dtype} {shape}, the manifest says {self.dtype} ({self.tokens},)")
         return file.tell()
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -217,5 +223,5 @@ class Shard:
         size = self.dtype.itemsize
         contents = self.bucket.read(self.name, self.data_start + start * size, self.data_start + stop * size)
         if len(contents) != (stop - start) * size:
-            raise self.damaged(f"{self.bucket.path}/{self.name}", f"ends before its token {stop - 1}")
+            raise self.damage_error(f"{self.bucket.path}/{self.name}", f"ends before its token {stop - 1}")
         return np.frombuffer(contents, self.dtype)

@@ -73,7 +73,7 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
             f"{seen.sum():,} of {vocabulary:,} ids{text}")  # fmt: skip
         _show_histogram(counts)
         for packing in ("windows", "documents") if args.seq_len else ():
-            log(f"  {dataset.in_words(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
+            log(f"  {dataset.describe_epoch(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
         _show_documents(split, corpus, args.documents)
     if args.plot:
         _plot(histograms, args.plot)
@@ -87,7 +87,7 @@ def _count_lengths(split: dataset.Split, where: str, seen: np.ndarray):
     Raises: UserError if the documents begin at other positions than the files next to the shards record.
     """
     last = None  # start of the current document
-    recorded = split.edges()[1:-1] if split.marked else None
+    recorded = split.document_edges()[1:-1] if split.has_document_starts else None
     for start in range(0, split.tokens, CHUNK_TOKENS):
         tokens = split.read(start, min(start + CHUNK_TOKENS, split.tokens))
         seen[tokens] = True

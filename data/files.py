@@ -67,7 +67,7 @@ def call_with_timeout(what: str, seconds: float, work: Callable):
         raise UserError(f"{what}: {type(error).__name__}: {error}; check the network and your permissions") from error
 
 
-def call_patiently(what: str, remote: bool, work: Callable):
+def retry_if_remote(what: str, remote: bool, work: Callable):
     """Return work(). If it is remote, retry after longer and longer waits, and print each reason.
 
     Raises: UserError with the last reason; without a retry for local files, and for errors that a retry cannot help.

@@ -40,7 +40,7 @@ def parse_tokenizer(name: str, contents: dict, end_name: str, gpt2_pattern: str)
                         "decode to the same text")  # fmt: skip
     special = {one["content"]: one["id"] for one in contents.get("added_tokens") or []}
     ranks = ranks_of(contents["model"], special)
-    pattern = _pattern(contents.get("pre_tokenizer") or {}, gpt2_pattern)
+    pattern = _split_pattern(contents.get("pre_tokenizer") or {}, gpt2_pattern)
     end = next((special.pop(end) for end in ENDS if end in special), max([*ranks.values(), *special.values()]) + 1)
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special | {end_name: end})
 
@@ -72,7 +72,7 @@ def byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in seen} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def _pattern(pre_tokenizer: dict, gpt2_pattern: str) -> str:
+def _split_pattern(pre_tokenizer: dict, gpt2_pattern: str) -> str:
     """Return the regular expression that splits text before merging."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step.get("type") for step in steps]

@@ -17,14 +17,14 @@ class Packed:
 
     edges: np.ndarray  # start of each piece in the stream, and the end of the last one
     by_row: np.ndarray  # indices of pieces, in the order of rows
-    first: np.ndarray  # index in by_row of each row's first piece, and finally the number of pieces
+    row_starts: np.ndarray  # index in by_row of each row's first piece, and finally the number of pieces
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.row_starts) - 1
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """Return (start, stop) in the stream for each piece of a row, in the order of the stream."""
-        own = self.by_row[self.first[row] : self.first[row + 1]]
+        own = self.by_row[self.row_starts[row] : self.row_starts[row + 1]]
         return [*zip(self.edges[own].tolist(), self.edges[own + 1].tolist(), strict=True)]
 
 

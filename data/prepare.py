@@ -192,7 +192,7 @@ def _split_file_once(work: Folder, kind: str, file: files.File, unit_bytes: int)
     name = "parts-" + hashlib.sha256(json.dumps([kind, file, unit_bytes]).encode()).hexdigest()[:20]
     if work.size(name) is None:
         split = lambda: sources.split_file(kind, file, unit_bytes)
-        parts = [part[2:] for part in files.call_patiently(file.path, is_remote(file.path), split)]
+        parts = [part[2:] for part in files.retry_if_remote(file.path, is_remote(file.path), split)]
         work.write(name, lambda out: out.write(json.dumps(parts).encode()))
     return [Part(kind, file, *rest) for rest in json.loads(work.read(name))]
 
@@ -352,7 +352,7 @@ def from_ids(
                     as in a prompt; the end-of-text id never counts. None: all count. validation_weights is alike
     Raises: UserError if the ids are not of this form, or if `out` exists and `overwrite` is False.
     """
-    encoding, vocabulary, limit, end = _vocabulary(tokenizer, vocab_size, eot)
+    encoding, vocabulary, limit, end = _resolve_vocabulary(tokenizer, vocab_size, eot)
     args = Arguments(out, "ids", tokenizer or tokenizers.UNKNOWN, "", val_share, shard_tokens)  # checks the last two
     splits = {"train": _split_documents("train_ids", train_ids, end, limit)}
     if validation_ids is not None:
@@ -378,7 +378,9 @@ def from_ids(
     return manifest
 
 
-def _vocabulary(tokenizer: str, vocab_size: int, eot: int | None) -> tuple[tiktoken.Encoding | None, int, int, int]:
+def _resolve_vocabulary(
+    tokenizer: str, vocab_size: int, eot: int | None
+) -> tuple[tiktoken.Encoding | None, int, int, int]:
     """Return the encoding, the vocabulary of a model, the upper limit of the given ids, and the end-of-text id."""
     if bool(tokenizer) == bool(vocab_size):
         raise UserError(f"from_ids: tokenizer={tokenizer!r} and vocab_size={vocab_size}; pass exactly one of them: a "

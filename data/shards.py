@@ -36,7 +36,7 @@ class Folder:
         return Folder(f"{self.path.rstrip('/')}/{name}")
 
     def _call(self, work: Callable):
-        return files.call_patiently(self.path, not self.is_local, work)
+        return files.retry_if_remote(self.path, not self.is_local, work)
 
     def _path_of(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
@@ -268,10 +268,10 @@ def write_shard(folder: Folder, shard: Shard, tokens: np.ndarray, eot: int, **be
 
     row = {"file": shard.file, "tokens": shard.tokens, "documents": shard.documents} | write(shard.file, tokens)
     beside |= {"begins": np.flatnonzero(tokens == eot).astype(np.uint32)}
-    return row | {what: write(name_beside(shard.file, what), array) for what, array in beside.items()}
+    return row | {what: write(companion_name(shard.file, what), array) for what, array in beside.items()}
 
 
-def name_beside(file: str, what: str) -> str:
+def companion_name(file: str, what: str) -> str:
     return file.replace(".npy", f".{what}.npy")
 
 

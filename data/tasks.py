@@ -22,7 +22,7 @@ import tyro
 
 from data import prepare, sources, tokenizers, units
 from data.shards import SPLITS
-from errors import UserError, exit_status, nearest
+from errors import UserError, exit_status, suggest
 
 Document = dict[str, str]
 Preprocessor = Callable[[Document], Iterator[Document]]
@@ -45,7 +45,7 @@ class Task:
 
     def __post_init__(self):
         if unknown := [name for name in self.metrics if name not in METRICS]:
-            raise UserError(f"task {self.name!r}: no metric is called {unknown[0]!r}; {nearest(unknown[0], METRICS)}")
+            raise UserError(f"task {self.name!r}: no metric is called {unknown[0]!r}; {suggest(unknown[0], METRICS)}")
         if not 0 < self.val_share < 1:
             raise UserError(f"task {self.name!r}: val_share={self.val_share} must be between 0 and 1")
 
@@ -73,7 +73,7 @@ def add(task: Task) -> Task:
 def get(name: str) -> Task:
     """Return a task by name. Raises: UserError for an unknown name, with the nearest known one."""
     if name not in TASKS:
-        raise UserError(f"no task is called {name!r}; {nearest(name, TASKS)}")
+        raise UserError(f"no task is called {name!r}; {suggest(name, TASKS)}")
     return TASKS[name]
 
 

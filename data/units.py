@@ -56,7 +56,7 @@ def tokenize(job: Job, task: tuple[str, Unit]) -> UnitHead:
     """Write the tokens of a unit, with an end-of-text token before each document."""
     name, unit = task
     remote = not job.folder.is_local or any(is_remote(part.file.path) for part in unit)
-    return files.call_patiently(unit[0].file.path, remote, lambda: _tokenize(job, name, unit))
+    return files.retry_if_remote(unit[0].file.path, remote, lambda: _tokenize(job, name, unit))
 
 
 def _tokenize(job: Job, name: str, unit: Unit) -> UnitHead:
@@ -130,7 +130,7 @@ def used_ids(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
 
 def assemble(job: Job, shard: Shard) -> FinishedShard:
     """Write a shard, and its FinishedShard to a JSON file next to it."""
-    return files.call_patiently(
+    return files.retry_if_remote(
         f"{job.folder.path}/{shard.file}", not job.folder.is_local, lambda: _assemble(job, shard)
     )
 
@@ -149,7 +149,7 @@ def _assemble(job: Job, shard: Shard) -> FinishedShard:
 
 def read_finished_shard(job: Job, shard: Shard) -> FinishedShard | None:
     """Return the record of a shard that an earlier run wrote, or None."""
-    begins, record = shards.name_beside(shard.file, "begins"), f"{shard.file}.json"
+    begins, record = shards.companion_name(shard.file, "begins"), f"{shard.file}.json"
     least = {shard.file: shard.tokens * job.dtype.itemsize, begins: shard.documents * 4, record: 0}  # plus a header
     if any((job.folder.size(name) or 0) <= size for name, size in least.items()):
         return None

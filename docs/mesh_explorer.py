@@ -54,7 +54,7 @@ def meshes() -> list[MeshConfig]:
 def settings(which: str, mesh: MeshConfig):
     """Return the settings whose bytes are counted: the simplest value of every execution setting."""
     cfg = preset(which)
-    plain = {"work": cfg.work.settled, "data.batch_size": BATCH_SIZE, "data.seq_len": SEQ_LEN}
+    plain = {"work": cfg.work.resolved, "data.batch_size": BATCH_SIZE, "data.seq_len": SEQ_LEN}
     return replace(cfg, mesh=mesh, **plain)
 
 

@@ -39,7 +39,7 @@ class LetterConfig:
 
     def __init__(self, cfg: Config):
         sizes = {axis: letter(axis) for axis in AXES}
-        work = copy.copy(cfg.work.settled)
+        work = copy.copy(cfg.work.resolved)
         for name, options in SETTINGS.items():
             object.__setattr__(work, name, Choice(name, options))
         self.model, self.at_work = cfg.model, replace(cfg.at_work, work=work)

@@ -76,13 +76,13 @@ def model_of(which: str) -> dict:
 
     cfg, dims = preset(which), {}
     c = cfg.model
-    for label, d in sharding.named(model.declare(c)).items():
+    for label, d in sharding.flatten_named(model.declare(c)).items():
         for letter, size, entry in zip(d.dims, d.shape, d.spec, strict=True):
             if axes := sharding.as_tuple(entry):
                 dims.setdefault((size, axes), (label, letter, size, axes))
     return {
         "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes,
-        "start": WorkConfig.ways("least"), "n_blocks": c.n_blocks, "dims": [*dims.values()],
+        "start": WorkConfig.baselines("least"), "n_blocks": c.n_blocks, "dims": [*dims.values()],
         "heads": ("n_heads", c.n_heads) if c.attention == "mla" else ("n_kv_heads", c.n_kv_heads),
     }  # fmt: skip
 

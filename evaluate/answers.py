@@ -39,7 +39,7 @@ class Answers(dict):
             raise UserError(f"--cache {path} has answers of another model ({difference}); use another file, or "
                             "delete this one")  # fmt: skip
         self.update({row["key"]: row["answer"] for row in rows[1:]})
-        check_same(path, list(self))
+        check_same_on_all_hosts(path, list(self))
         if not rows:
             self.write({"of": model})
 
@@ -69,7 +69,7 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def check_same(path: str, keys: list[str]) -> None:
+def check_same_on_all_hosts(path: str, keys: list[str]) -> None:
     """Raises: UserError if processes have read different answers: then their batches differ, and they would hang."""
     if jax.process_count() == 1:
         return

@@ -22,7 +22,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from errors import UserError, nearest
+from errors import UserError, suggest
 from evaluate.answering import Answerer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +90,7 @@ def open_tasks(names: list[str], include_path: str) -> TaskManager:
     tasks = TaskManager(include_path=include_path or None)
     for name in names:
         if name not in tasks.all_tasks and not (name.endswith(".yaml") and Path(name).is_file()):
-            raise UserError(f"--tasks {name}: no such task; {nearest(name, tasks.all_tasks)}")
+            raise UserError(f"--tasks {name}: no such task; {suggest(name, tasks.all_tasks)}")
     return tasks
 
 

@@ -22,7 +22,7 @@ def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> 
     size = batch_size or -(-run.cfg.data.batch_size // shards) * shards
     mixture = run.cfg.data.mixture if folder.rstrip("/") == run.cfg.data.path.rstrip("/") else ""
     cfg = replace(run.cfg, **{"data.path": folder, "data.mixture": mixture, "data.batch_size": size})
-    corpus = dataset.opened(cfg)
+    corpus = dataset.open_corpus(cfg)
     check_tokenizer(run, folder, corpus.manifest["tokenizer"])
     compiled = pipeline.evaluate(cfg, run.mesh)
     total = -(-corpus.splits["val"].windows(cfg.data.seq_len) // size)

@@ -20,7 +20,7 @@ from overlap.weights import ready_for_autodiff
 from pipeline import fit
 from pipeline.step import on_mesh, run_stages
 from pipeline.ticks import keep_last_stage
-from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, in_order, psum
+from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, psum, to_sequence_order
 from xla import ordered
 
 READS = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT")
@@ -67,18 +67,18 @@ def compile_scores(cfg: Config, mesh: Mesh):
     def local_scores(params, batch, step):
         w = ready_for_autodiff(params, c)
         x_btD, _ = run_stages(w, c, batch, None, 1)
-        x_bsD = model.leave(w, c, x_btD, dim=1)
+        x_bsD = model.final_norm(w, c, x_btD, dim=1)
         b, s, D = x_bsD.shape
         n = max(n for n in range(1, min(b * s, c.work.loss_chunk) + 1) if b * s % n == 0)
         table_Dv, cut = model.unembedding(w, c), lambda x, *dims: x.reshape(-1, n, *dims)
-        logits = lambda x_nD: model.plus((x_nD @ table_Dv).astype(jnp.float32), w.bias_V)
+        logits = lambda x_nD: model.add_bias((x_nD @ table_Dv).astype(jnp.float32), w.bias_V)
         of_some = lambda some: local_logit_stats(logits(some[0]), some[1])
         known = jax.lax.map(of_some, (cut(x_bsD, D), cut(batch["targets_BT"])))
         found = combine_logit_stats(*(x.reshape(b, s) for x in known), batch["targets_BT"])
         return jax.tree.map(whole, found)
 
     def whole(x_bs):
-        x_bS = in_order(all_gather(psum(keep_last_stage(x_bs), STAGE), CONTEXT, dim=1, to="invarying"), dim=1)
+        x_bS = to_sequence_order(all_gather(psum(keep_last_stage(x_bs), STAGE), CONTEXT, dim=1, to="invarying"), dim=1)
         return all_gather(x_bS, BATCH, dim=0, to="invarying")
 
     return ordered.jit(on_mesh(cfg, mesh, local_scores, (P(), P()), READS), mesh)

@@ -13,7 +13,7 @@ import tyro
 import generate
 from config import Count, MeshConfig, MeshFlag, Size, check
 from devices import use_devices
-from errors import UserError, exit_status, nearest
+from errors import UserError, exit_status, suggest
 from generate.sampling import Request, Settings
 from generate.texts import Sampler, TextJob, token_text
 
@@ -40,7 +40,7 @@ class Arguments(Settings):
     devices: Count = 0  # simulate this many CPU devices; 0: use the real devices
 
 
-def requests_of(args: Arguments) -> list[Request]:
+def parse_requests(args: Arguments) -> list[Request]:
     """Return a request per prompt. Settings of a JSON line override the flags. Without prompts: one empty prompt."""
     prompts = [{"prompt": text} for text in args.prompt] + (read_prompts(args.prompts) if args.prompts else [])
     shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
@@ -70,7 +70,7 @@ def _settings(line: bytes, place: str) -> dict:
     fields = [field.name for field in dataclasses.fields(Request)]
     for setting in values:
         if setting not in fields:
-            raise UserError(f"{place}: {setting!r} is not a setting; {nearest(setting, fields)}")
+            raise UserError(f"{place}: {setting!r} is not a setting; {suggest(setting, fields)}")
     if isinstance(values.get("stop"), list):
         values["stop"] = tuple(values["stop"])
     try:
@@ -80,7 +80,7 @@ def _settings(line: bytes, place: str) -> dict:
     return values
 
 
-def tokens_of(sampler: Sampler, one: TextJob) -> list[dict]:
+def token_fields(sampler: Sampler, one: TextJob) -> list[dict]:
     """Return each token of a text with its log-probability and the most likely alternatives."""
     text = functools.partial(token_text, sampler.encoding)
     likeliest = lambda token: [(text(id), logprob) for id, logprob in token.alternatives]
@@ -90,29 +90,29 @@ def tokens_of(sampler: Sampler, one: TextJob) -> list[dict]:
 
 def result_fields(sampler: Sampler, request: Request, one: TextJob) -> dict:
     """Return the settings and the result of a text, for JSON."""
-    more = {"drawn": tokens_of(sampler, one)} if request.logprobs else {}
+    more = {"drawn": token_fields(sampler, one)} if request.logprobs else {}
     return dataclasses.asdict(request) | {"text": request.prompt + one.text, "ended": one.ended} | more
 
 
-def show(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
+def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
     """Print every text. A single text is printed while it is generated."""
     for n, request in enumerate(requests):
         if (room := sampler.make_job(request).max_new_tokens) < request.tokens:
             why = f"its prompt leaves no room for {request.tokens} in data.seq_len={sampler.cfg.data.seq_len}"
             print(f"note: text {n} gets at most {room} new tokens: {why}", file=sys.stderr)
     if as_json:
-        for request, one in zip(requests, sampler.write(requests), strict=True):
+        for request, one in zip(requests, sampler.run_requests(requests), strict=True):
             print(json.dumps(result_fields(sampler, request, one)))
     elif len(requests) == 1:
         print(requests[0].prompt, end="", flush=True)
-        sampler.texts(requests, stream=lambda _, text: print(text, end="", flush=True))
+        sampler.generate_texts(requests, stream=lambda _, text: print(text, end="", flush=True))
         print()
     else:
-        for n, text in enumerate(sampler.texts(requests)):
+        for n, text in enumerate(sampler.generate_texts(requests)):
             print(f"--- {n}\n{text}")
 
 
-def show_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
+def print_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
     """Print the best text that beam search finds; with --json, those of all beams."""
     results = sampler.search(request, args.beams, args.length_penalty)
     if not args.json:
@@ -124,7 +124,7 @@ def show_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
     print(json.dumps(settings | {"beams": beams}))
 
 
-def show_speculative(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
+def print_speculative(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
     """Print a text while it is generated, or as JSON, and how many tokens a step of the model yielded."""
     stream = None if args.json else lambda text: print(text, end="", flush=True)
     if stream:
@@ -163,7 +163,7 @@ Continue texts with a trained model."""
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m generate", description=HELP, use_underscores=True)
     check(args)
-    requests = requests_of(args)
+    requests = parse_requests(args)
     if not args.json and any(request.logprobs for request in requests):
         raise UserError("--logprobs needs --json, because log-probabilities are only printed as JSON")
     check_beam_settings(args, requests)
@@ -171,11 +171,11 @@ def main(argv: list[str] | None = None) -> None:
     load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,
                              tokenizer=args.tokenizer)  # fmt: skip
     sampler = load(args.run, step=args.step)
-    one_by_one = functools.partial(show_beams, sampler)
+    one_by_one = functools.partial(print_beams, sampler)
     if args.draft:
-        one_by_one = functools.partial(show_speculative, sampler, draft=load(args.draft))
+        one_by_one = functools.partial(print_speculative, sampler, draft=load(args.draft))
     elif not args.beams:
-        return show(sampler, requests, args.json)
+        return print_texts(sampler, requests, args.json)
     for n, request in enumerate(requests):
         if len(requests) > 1 and not args.json:
             print(f"--- {n}")

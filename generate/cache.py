@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import model
 import sharding
 from config import ModelAtWork, ModelConfig
-from generate.quantised import Quantised, dequantize, gather_weights, quantize_like, specs
+from generate.quantised import Quantized, dequantize, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
 from overlap.layers import scan_layers
 from overlap.positions import concatenate_features
@@ -89,7 +89,7 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
     def array(*shape):
         of = lambda dtype, *shape: jax.ShapeDtypeStruct((stages * copies, b, *shape), dtype, sharding=place)
         if form == "int8":
-            return Quantised(of("int8", *shape), of("float32", *shape[:-1], 1))
+            return Quantized(of("int8", *shape), of("float32", *shape[:-1], 1))
         return of(c.compute_dtype if form == "compute" else form, *shape)
 
     def layer():
@@ -244,12 +244,14 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
         x_1tD, caches = if_ours(stage == at_work, apply_blocks, *carry)
         return (shift(x_1tD, STAGE), caches), None
 
-    x_1tD = vary(model.enter(w, c, batch, None, gather_weights), AXES)
+    x_1tD = vary(model.embed_batch(w, c, batch, None, gather_weights), AXES)
     x_1tD, cache["prefix"] = if_ours(stage == 0, apply_prefix, x_1tD, cache["prefix"])
     (x_1tD, cache["blocks"]), _ = jax.lax.scan(tick, (x_1tD, cache["blocks"]), jnp.arange(stages))
 
     def logits(x_1tD):
-        x_nD = model.leave(w, c, x_1tD, dim=1)[0]  # only the CONTEXT device with the wanted token computes its logits
+        x_nD = model.final_norm(w, c, x_1tD, dim=1)[
+            0
+        ]  # only the CONTEXT device with the wanted token computes its logits
         at_bm = jnp.arange(b)[:, None] * tokens_bs.shape[1] + wanted_bm - axis_index(CONTEXT) * len(x_nD)
         mine_bm = (at_bm >= 0) & (at_bm < len(x_nD))
         x_bmD = x_nD[jnp.clip(at_bm, 0, len(x_nD) - 1)]

@@ -93,7 +93,7 @@ class Engine:
         self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
         self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
-        self.piece, self.pieces = min(piece, self.context), max(1, prefill_tokens // (piece * self.groups))
+        self.piece, self.chunks_per_step = min(piece, self.context), max(1, prefill_tokens // (piece * self.groups))
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
@@ -143,7 +143,7 @@ class Engine:
         self.admit_jobs()
         decoding = [job is not None and job.tokens_read == len(job.prompt) for job in self.slots]
         drawn = self.run_decode(decoding) if any(decoding) else []
-        for _ in range(self.pieces):
+        for _ in range(self.chunks_per_step):
             reading = self.next_prefills()
             if not any(job is not None for job in reading):
                 break

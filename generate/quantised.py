@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import model
 from config import ModelConfig
 from parameters import split_axes
-from sharding import FSDP, Declaration, all_gather, as_tuple, axis_size, map_sliced
+from sharding import FSDP, Declaration, all_gather, as_tuple, axis_size, map_fsdp_sharded
 from xla import ordered
 
 
 @struct.dataclass
-class Quantised:
+class Quantized:
     """An int8 array and its scales, which have the same dims, of size 1 where values share a scale."""
 
     values: jax.Array
@@ -57,10 +57,10 @@ def specs(c: ModelConfig, params):
     """Return the PartitionSpecs of parameters with or without `quantize`. Scales are not sharded over FSDP."""
 
     def one(d, w):
-        if not isinstance(w, Quantised):
+        if not isinstance(w, Quantized):
             return d.spec
         whole = lambda dim, axes: dim in shared_dims(d) or FSDP in as_tuple(axes)
-        return Quantised(d.spec, P(*(None if whole(dim, axes) else axes for dim, axes in enumerate(d.spec))))
+        return Quantized(d.spec, P(*(None if whole(dim, axes) else axes for dim, axes in enumerate(d.spec))))
 
     return jax.tree.map(one, model.declare(c), params)
 
@@ -80,10 +80,10 @@ def quantize(params, c: ModelConfig, mesh: Mesh):
         for dim, axes in enumerate(d.spec):
             if dim not in dims and FSDP in as_tuple(axes):
                 scale = all_gather(scale, axes, dim=dim, to="invarying")
-        return Quantised(values, scale)
+        return Quantized(values, scale)
 
     declarations = model.declare(c)
-    shapes = jax.tree.map(lambda d: Quantised(d, d) if is_matrix(d) else d, declarations)
+    shapes = jax.tree.map(lambda d: Quantized(d, d) if is_matrix(d) else d, declarations)
     out = specs(c, shapes)
     local = jax.shard_map(lambda w: jax.tree.map(one, declarations, w), mesh=mesh,
                           in_specs=(specs(c, params),), out_specs=out)  # fmt: skip
@@ -97,11 +97,11 @@ def gather_weights(w, c: ModelConfig, *names):
     def join(x, dim, axes, exact):
         # With one shard there is nothing to gather, but XLA's CPU backend would copy every weight for each token.
         whole = lambda x: x if axis_size(axes) == 1 else all_gather(x, axes, dim=dim)
-        if isinstance(x, Quantised):
+        if isinstance(x, Quantized):
             return (whole(x.values) * x.scale).astype(c.compute_dtype)
         return whole(x if exact else x.astype(c.compute_dtype))
 
-    return map_sliced(join, w, *names)
+    return map_fsdp_sharded(join, w, *names)
 
 
 # Cache ----------------------------------------------------------------------------------------------------------------
@@ -109,12 +109,12 @@ def gather_weights(w, c: ModelConfig, *names):
 
 def quantize_like(x, like):
     """Convert values to the format of a cache array. For int8, the values along the last dim share a scale."""
-    if not isinstance(like, Quantised):
+    if not isinstance(like, Quantized):
         return x.astype(like.dtype)
     scale = scale_of(x, -1)
-    return Quantised(round_to_int8(x, scale), scale)
+    return Quantized(round_to_int8(x, scale), scale)
 
 
 def dequantize(x, dtype):
     """Convert back from `quantize_like`, up to rounding."""
-    return (x.values * x.scale if isinstance(x, Quantised) else x).astype(dtype)
+    return (x.values * x.scale if isinstance(x, Quantized) else x).astype(dtype)

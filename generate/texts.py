@@ -119,7 +119,7 @@ class Sampler:
         context = self.cfg.data.seq_len
         return TextJob(self.encoding, request, prompt_ids(self.encoding, request.prompt, context), context)
 
-    def write(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[TextJob]:
+    def run_requests(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[TextJob]:
         """Continue each prompt. `stream(row, text)` is called as text appears."""
         writings = [self.make_job(request) for request in requests]
         engine = self.engine_for(writings, round_up_to_power_of_two(len(requests), MAX_SLOTS))
@@ -157,15 +157,15 @@ class Sampler:
         send_piece = lambda: stream(one.piece) if stream and one.piece else None
         return one, speculate(engine, draft.engine(1, engine.context, engine.piece), one, k, send_piece)
 
-    def texts(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[str]:
+    def generate_texts(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[str]:
         """Continue each prompt. Returns prompts with their continuations."""
-        written = self.write(requests, stream)
+        written = self.run_requests(requests, stream)
         return [request.prompt + one.text for request, one in zip(requests, written, strict=True)]
 
 
 def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt: str, tokens: int, **settings) -> str:
     """Continue one prompt."""
-    return Sampler(cfg, params, encoding, mesh).texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
+    return Sampler(cfg, params, encoding, mesh).generate_texts([Request(prompt=prompt, tokens=tokens, **settings)])[0]
 
 
 def load(directory: str, mesh: MeshConfig | str = "", cache: str = "compute", form: Form = "compute", **how) -> Sampler:

@@ -15,10 +15,10 @@ from sharding import (
     all_to_all,
     axis_index,
     axis_size,
-    branches,
-    in_chunks,
-    in_order,
+    layers_in_branch,
     shift,
+    to_sequence_order,
+    to_zigzag_order,
     vary,
 )
 
@@ -57,7 +57,7 @@ def ring_attention(q_bshK, parts, keys_values, segments_bs):
 
     def step(carry, round):
         so_far, travelling = carry
-        travelling = shift(travelling, CONTEXT, in_branch=branches())
+        travelling = shift(travelling, CONTEXT, in_branch=layers_in_branch())
         return (meet_other(so_far, travelling, (here - round) % n < here), travelling), None
 
     travelling = (*parts, segments_bs)
@@ -76,10 +76,10 @@ def over_heads(q_bshK, parts, keys_values, segments_bs):
     n = axis_size(CONTEXT)
     qkv_bsh = q_bshK, *keys_values(*parts)
     # From here on h is this device's share of the heads, and S is all positions.
-    qkv_bSh = [in_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in qkv_bsh]
-    segments_bS = in_order(all_gather(segments_bs, CONTEXT, dim=1), dim=1)
+    qkv_bSh = [to_sequence_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in qkv_bsh]
+    segments_bS = to_sequence_order(all_gather(segments_bs, CONTEXT, dim=1), dim=1)
     mixed_bShU, _ = partial_attention(*qkv_bSh, segments_bS, segments_bS)
-    return all_to_all(in_chunks(mixed_bShU, dim=1, n=n), CONTEXT, split_dim=1, join_dim=2)
+    return all_to_all(to_zigzag_order(mixed_bShU, dim=1, n=n), CONTEXT, split_dim=1, join_dim=2)
 
 
 def chunk_starts(s: int, n: int):
@@ -102,6 +102,6 @@ def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorb
         return ring_attention(q_bshK, parts, keys_values, segments_bs)
     if c.work.context_attention == "all_to_all" and n > 1:
         return over_heads(q_bshK, parts, keys_values, segments_bs)
-    *parts, segments_bS = (in_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
+    *parts, segments_bS = (to_sequence_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
     operands = q_bshK, *keys_values(*parts), segments_bs, segments_bS
     return partial_attention(*operands, chunk_starts(s, n), axis_index(CONTEXT))[0]

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sharding import axis_index, axis_size, branches, shift, vary
+from sharding import axis_index, axis_size, layers_in_branch, shift, vary
 
 
 def ring_all_gather(x, axis) -> list:
@@ -18,9 +18,9 @@ def ring_all_gather(x, axis) -> list:
     n = axis_size(axis)
     chunks = [vary(x, axis)] * n
     for k in range(1, n // 2 + 1):
-        chunks[-k] = shift(chunks[1 - k], axis, in_branch=branches())
+        chunks[-k] = shift(chunks[1 - k], axis, in_branch=layers_in_branch())
     for k in range(1, (n - 1) // 2 + 1):
-        chunks[k] = shift(chunks[k - 1], axis, by=-1, in_branch=branches())
+        chunks[k] = shift(chunks[k - 1], axis, by=-1, in_branch=layers_in_branch())
     return chunks
 
 
@@ -39,7 +39,9 @@ def ring_reduce_scatter(partials: list, axis):
         travelling = None
         for k in range(far, 0, -1):
             here = partials[k * by]
-            travelling = shift(here if travelling is None else travelling + here, axis, by, in_branch=branches())
+            travelling = shift(
+                here if travelling is None else travelling + here, axis, by, in_branch=layers_in_branch()
+            )
         total = total if travelling is None else total + travelling
     return total
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from config import ModelAtWork
-from sharding import AXES, SLICED, all_gather, map_sliced, vary
+from sharding import AXES, SLICED, all_gather, map_fsdp_sharded, vary
 
 
 def cast(w, c: ModelAtWork, *names):
@@ -16,7 +16,7 @@ def cast(w, c: ModelAtWork, *names):
 
     names  return only these parameters, as a tuple; without names, the whole class and the classes in it
     """
-    return map_sliced(lambda x, dim, axes, exact: x if exact else x.astype(c.compute_dtype), w, *names)
+    return map_fsdp_sharded(lambda x, dim, axes, exact: x if exact else x.astype(c.compute_dtype), w, *names)
 
 
 def gather_weights(w, c: ModelAtWork, *names):
@@ -25,7 +25,7 @@ def gather_weights(w, c: ModelAtWork, *names):
     def join(x, dim, axes, exact):
         return all_gather(x if exact else x.astype(c.compute_dtype), axes, dim=dim)
 
-    return map_sliced(join, w, *names)
+    return map_fsdp_sharded(join, w, *names)
 
 
 # work.gather -> what is done to the weights once per step, and at each use

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from errors import UserError, nearest
+from errors import UserError, suggest
 
 KINDS = "FBW"
 IDLE = -1
@@ -156,7 +156,7 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
     """Build a schedule by name. Raises: UserError if no schedule has that name, size or number of chunks."""
     if name not in SCHEDULES:
-        raise UserError(f"no schedule is called {name!r}; {nearest(name, SCHEDULES)}")
+        raise UserError(f"no schedule is called {name!r}; {suggest(name, SCHEDULES)}")
     if min(S, M, v) < 1:
         raise UserError(f"a schedule of stages={S}, microbatches={M}, chunks={v}: each must be at least 1")
     if v > 1 and name != "interleaved":

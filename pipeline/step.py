@@ -27,10 +27,10 @@ from sharding import (
     all_gather,
     axis_index,
     axis_size,
-    in_order,
     own_chunks,
     psum,
     shift,
+    to_sequence_order,
     vary,
 )
 from xla import ordered
@@ -54,7 +54,7 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
     batch_mbs = jax.tree.map(split, batch)
 
     def enter():
-        return split(vary(model.enter(w, c, batch, key), AXES))
+        return split(vary(model.embed_batch(w, c, batch, key), AXES))
 
     x_mbtD = enter() if stages == 1 else jax.lax.cond(stage == 0, enter, lambda: zeros_like_result(enter))
 
@@ -97,7 +97,7 @@ def schedule(cfg: Config) -> schedules.Schedule:
 
     Raises: UserError if the schedule does not exist for this mesh, or the layers do not split into its chunks.
     """
-    split, work, S, n = fit.split_batch(cfg), cfg.work.settled, cfg.mesh.stage, cfg.model.n_blocks
+    split, work, S, n = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage, cfg.model.n_blocks
     v = work.chunks
     if n % (S * v):
         raise UserError(
@@ -188,7 +188,7 @@ def logits(cfg: Config, mesh: Mesh):
     def local_logits(params, batch, step):
         w = ready_for_autodiff(params, cfg.at_work)
         x_btD, _ = run_stages(w, cfg.at_work, batch, None, 1)
-        x_bsD = model.leave(w, cfg.at_work, x_btD, dim=1)
+        x_bsD = model.final_norm(w, cfg.at_work, x_btD, dim=1)
         return psum(keep_last_stage(model.logits(w, cfg.at_work, x_bsD)), STAGE)
 
     reads = ("tokens_BT", "positions_BT", "segments_BT")
@@ -197,6 +197,6 @@ def logits(cfg: Config, mesh: Mesh):
     def of_tokens(params, batch):
         B, T = batch["tokens_BT"].shape
         defaults = {"positions_BT": jnp.tile(jnp.arange(T), (B, 1)), "segments_BT": jnp.ones((B, T), jnp.int32)}
-        return in_order(by_device(params, defaults | batch), dim=1, n=mesh.shape[CONTEXT])
+        return to_sequence_order(by_device(params, defaults | batch), dim=1, n=mesh.shape[CONTEXT])
 
     return ordered.jit(of_tokens, mesh)

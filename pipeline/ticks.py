@@ -148,7 +148,9 @@ def unsaved_inputs(job: Job, m, chunk):
 
 def enter(job: Job, table_VD, m):
     """Embed microbatch m, the input of the first stage, [b, t, D]."""
-    return vary(model.enter(job.w.replace(embedding_VD=table_VD), job.c, read_at(job.microbatches, m), job.key), AXES)
+    return vary(
+        model.embed_batch(job.w.replace(embedding_VD=table_VD), job.c, read_at(job.microbatches, m), job.key), AXES
+    )
 
 
 def forward(job: Job, m, chunk, x_btD):

@@ -31,7 +31,7 @@ def options(cfg: Config) -> dict[str, tuple]:
     }
     idle = without_effect(cfg.mesh)
     return {name: values for name, values in found.items()
-            if len(values) > 1 and name in cfg.work.autos and name not in idle}  # fmt: skip
+            if len(values) > 1 and name in cfg.work.auto_settings and name not in idle}  # fmt: skip
 
 
 def without_effect(mesh: MeshConfig) -> set[str]:
@@ -61,7 +61,7 @@ def choose(cfg: Config, plan: Callable):
             way = dict(zip(choice, values, strict=True))
             fewer = {} if size == sizes[0] else {"device_batch": size}
             try:
-                one = plan(replace(cfg, work=replace(cfg.work, **way, **fewer).settled))
+                one = plan(replace(cfg, work=replace(cfg.work, **way, **fewer).resolved))
             except UserError as error:  # layers that do not split into chunks, for one
                 refused = refused or error
                 continue

@@ -113,7 +113,7 @@ def _bytes(text: str) -> int:
 
 def advice(cfg: Config) -> str:
     """List settings that would reduce memory and are not yet in use, joined by "or"."""
-    split, work, stages = fit.split_batch(cfg), cfg.work.settled, cfg.mesh.stage > 1
+    split, work, stages = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage > 1
     remedies = {
         "work.remat=full": work.remat != "full",
         "work.gather=layer": work.gather != "layer",
@@ -293,7 +293,7 @@ def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[st
 
 def reported_bytes(cfg: Config) -> int:
     """Return the largest size of a step's metrics: one number per parameter of a layer, and one per expert."""
-    return 4 * (len(optimizer.places(cfg)) + cfg.model.n_layers * max(cfg.model.n_experts, 1))
+    return 4 * (len(optimizer.layer_parameters(cfg)) + cfg.model.n_layers * max(cfg.model.n_experts, 1))
 
 
 def shares(cfg: Config, text: str) -> dict:

@@ -399,7 +399,7 @@ class Weights:
 
 @functools.cache
 def declared(c: ModelAtWork) -> dict[str, sharding.Declaration]:
-    return sharding.named(model.declare(c))
+    return sharding.flatten_named(model.declare(c))
 
 
 def weights(cfg: Config) -> list[Weights]:

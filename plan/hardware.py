@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import MeshConfig
-from errors import UserError, nearest
+from errors import UserError, suggest
 from xla import links
 
 MiB, GiB = 2**20, 2**30
@@ -123,7 +123,7 @@ class Topology:
         if re.fullmatch(r"(v5e|v5litepod|v6e)-\d+", key):
             raise refuse("give the shape in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
         if key not in CHIPS:
-            near = "Ironwood is tpu7x" if key in ("ironwood", "v7", "v7x", "tpu7") else nearest(key, CHIPS)
+            near = "Ironwood is tpu7x" if key in ("ironwood", "v7", "v7x", "tpu7") else suggest(key, CHIPS)
             raise refuse(f"no chip is called {key!r}; {near}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
         if rest.endswith("_twisted"):
             raise refuse(f"twisted tori are not supported; use {key}:{rest.removesuffix('_twisted')}, without a twist")

@@ -222,7 +222,7 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
     if one.likely_s is None or one.limit_bytes is None:
         return None
     work = one.cfg.work
-    free = dataclasses.replace(work, **dict.fromkeys(work.ways("least"), AUTO))
+    free = dataclasses.replace(work, **dict.fromkeys(work.baselines("least"), AUTO))
     other = plan(dataclasses.replace(one.cfg, work=free), one.topology, one.limit_bytes)
     if not other.fits or (one.fits and other.likely_s > (1 - WORTH) * one.likely_s):
         return None
@@ -313,14 +313,17 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     Returns the plans that fit, fastest first; those that do not, smallest first; and {reason: number of refused plans}.
     """
     fit, large, refused = [], [], {}
-    autos, dense = cfg.work.autos, not cfg.model.n_experts  # in a dense model, an expert axis equals an fsdp axis
-    least = {name: value for name, value in cfg.work.ways("least").items() if name in autos}
+    autos, dense = (
+        cfg.work.auto_settings,
+        not cfg.model.n_experts,
+    )  # in a dense model, an expert axis equals an fsdp axis
+    least = {name: value for name, value in cfg.work.baselines("least").items() if name in autos}
     candidates = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
     for number, mesh in enumerate(candidates):
         if number % 50 == 0:
             say(f"{number} of {len(candidates)} meshes planned ..")
         for schedule in [*schedules.SCHEDULES] if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
-            work = dataclasses.replace(cfg.work, **least, schedule=schedule).settled
+            work = dataclasses.replace(cfg.work, **least, schedule=schedule).resolved
             try:
                 one = plan(dataclasses.replace(cfg, mesh=mesh, work=work), topology, limit_bytes)
             except UserError as error:

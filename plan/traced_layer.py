@@ -105,7 +105,7 @@ def in_letters(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
         dropout=0.0, norm_eps=1e-6,
         capacity_factor=bool(c.capacity_factor and is_moe) * n["X"] * n["e"] * n["expert"] / (n["k"] * positions),
     )  # fmt: skip
-    work = replace(type(c.work)().settled, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,
+    work = replace(type(c.work)().resolved, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,
                    context_attention=c.work.context_attention)  # fmt: skip
     return replace(c, work=work, **sizes)
 

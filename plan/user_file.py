@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from errors import UserError, nearest
+from errors import UserError, suggest
 from plan.program import error_place
 from plan.rows import ROOT
 
@@ -63,7 +63,7 @@ def load(text: str, arguments: str):
         spec.loader.exec_module(module)
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} has no function {name!r}; {nearest(name, known)}")
+        raise UserError(f"{path} has no function {name!r}; {suggest(name, known)}")
     if not hasattr(module, arguments):
         hint = "a tuple of jax.ShapeDtypeStruct, or a function that returns one"
         raise UserError(f"{path} does not define {arguments!r}: define {hint}, or name another variable in --arguments")

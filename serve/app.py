@@ -43,8 +43,8 @@ class Server:
                 get("/", lambda _: HTMLResponse(PAGE.read_text().replace("MODEL", served.model))),
                 get("/health", self.health),
                 get("/metrics", self.prometheus),
-                get("/v1/models", lambda _: JSONResponse({"object": "list", "data": [self.model()]})),
-                get("/v1/models/{name}", self.one_model),
+                get("/v1/models", lambda _: JSONResponse({"object": "list", "data": [self.model_json()]})),
+                get("/v1/models/{name}", self.get_model),
                 post("/v1/completions", self.completions),
                 post("/v1/chat/completions", self.completions),
             ],
@@ -64,12 +64,12 @@ class Server:
         self.metrics.waiting.set(self.worker.waiting)
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    def model(self) -> dict:
+    def model_json(self) -> dict:
         return {"id": self.served.model, "object": "model", "created": self.created, "owned_by": "axis-by-axis"}
 
-    async def one_model(self, request: Request) -> Response:
+    async def get_model(self, request: Request) -> Response:
         self.served.check_model(request.path_params["name"])
-        return JSONResponse(self.model())
+        return JSONResponse(self.model_json())
 
     # Texts
 
@@ -88,7 +88,7 @@ class Server:
         async with self.cancel_on_disconnect(request, answer):
             async for news in answer:
                 answers.add(news)
-                self.check(news.ended)
+                self.check_ended(news.ended)
         return JSONResponse(answers.full_response())
 
     def begin_texts(self, texts) -> TextStream:
@@ -111,7 +111,7 @@ class Server:
         try:
             async with self.cancel_on_disconnect(request, answer):
                 async for news in answer:
-                    self.check(news.ended)
+                    self.check_ended(news.ended)
                     if sent := answers.add(news):
                         yield sent
         except RequestError as refused:  # the status line has already been sent
@@ -120,7 +120,7 @@ class Server:
             for sent in answers.final_events():
                 yield sent
 
-    def check(self, ended: str) -> None:
+    def check_ended(self, ended: str) -> None:
         """Raises: RequestError if a text was cut short by a timeout, a disconnect or an engine failure."""
         if ended == "timeout":
             raise RequestError(504, f"not done within {self.timeout_s:g} s; request fewer tokens or raise --timeout_s")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jinja2
 import tiktoken
 
-from errors import UserError, nearest
+from errors import UserError, suggest
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
 from generate.texts import token_text
@@ -110,7 +110,7 @@ class ServedModel:
                 if values.pop(name) not in nothing:
                     raise bad_request(name, f"{name} is not supported; {instead}")
             elif name not in known:
-                raise bad_request(name, f"{name!r} is not a parameter; {nearest(name, known)}")
+                raise bad_request(name, f"{name!r} is not a parameter; {suggest(name, known)}")
         self.check_model(_typed_value(values, "model", str, None))
         stream, n = _typed_value(values, "stream", bool, False), _typed_value(values, "n", int, 1)
         options = _typed_value(values, "stream_options", dict, {})
@@ -309,30 +309,30 @@ class Choice:
     """
 
     def __init__(self, asked: ParsedRequest, index: int, encoding: tiktoken.Encoding):
-        self.asked, self.index, self.text, self.encoding = asked, index, asked.texts[index], encoding
+        self.parsed_request, self.index, self.text, self.encoding = asked, index, asked.texts[index], encoding
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending: list[Token] = []
         self.sent, self.offset = 0, 0  # characters sent, and characters before the first pending token
-        self.begun, self.echoed = False, ""
+        self.role_sent, self.echoed_prompt = False, ""
 
     def begin_with_prompt(self) -> None:
         """Put the prompt and its tokens before the text, without an end-of-text token that was added here. A
         generated end-of-text token becomes the last one, because clients that echo count tokens from the end."""
-        ours, ids = self.asked.echo[self.index], self.text.prompt
-        self.echoed = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
+        ours, ids = self.parsed_request.echo[self.index], self.text.prompt
+        self.echoed_prompt = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
         self.pending = [Token(ids[0], None, []), *(self.text.prompt_tokens or [])][ours:] + self.pending
         self.pending += [self.text.end_token] if self.text.end_token else []
 
     def to_json(self, piece: str, ended: str, delta: bool) -> dict:
         """Return a piece of the text as JSON, with the tokens that begin in it. delta: in the form of a stream"""
         self.sent += len(piece)
-        logprobs = self.logprobs(ended) if self.asked.logprobs else None
+        logprobs = self.logprobs(ended) if self.parsed_request.logprobs else None
         finish = {"logprobs": logprobs, "finish_reason": ended or None}
-        if not self.asked.chat:
+        if not self.parsed_request.chat:
             return {"index": self.index, "text": piece} | finish
-        role = {} if delta and self.begun else {"role": "assistant"}
-        content = {} if delta and self.begun and not piece else {"content": piece}
-        self.begun = True
+        role = {} if delta and self.role_sent else {"role": "assistant"}
+        content = {} if delta and self.role_sent and not piece else {"content": piece}
+        self.role_sent = True
         return {"index": self.index, "delta" if delta else "message": role | content} | finish
 
     def logprobs(self, ended: str) -> dict:
@@ -341,7 +341,7 @@ class Choice:
         while self.pending and (self.offset < self.sent or ended == "length" or self.pending[0] is self.text.end_token):
             shown.append((self.pending.pop(0), self.offset))
             self.offset += len(self.decoder.decode(self.encoding.decode_single_token_bytes(shown[-1][0].id)))
-        return self.chat_logprobs(shown) if self.asked.chat else self.completion_logprobs(shown)
+        return self.chat_logprobs(shown) if self.parsed_request.chat else self.completion_logprobs(shown)
 
     def completion_logprobs(self, shown: list[tuple[Token, int]]) -> dict:
         asks = bool(self.text.settings.logprobs)
@@ -374,40 +374,40 @@ class ResponseBuilder:
     """Build the JSON of one response, as a single object or as the events of a stream."""
 
     def __init__(self, asked: ParsedRequest, encoding: tiktoken.Encoding):
-        self.asked = asked
+        self.parsed_request = asked
         self.choices = [Choice(asked, index, encoding) for index in range(len(asked.texts))]
         kind = "chat.completion" if asked.chat else "text_completion"
         self.kind = kind + (".chunk" if asked.stream and asked.chat else "")
         prefix = "chatcmpl" if asked.chat else "cmpl"
-        self.about = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": self.kind, "created": int(time.time()),
+        self.header = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": self.kind, "created": int(time.time()),
                       "model": asked.model}  # fmt: skip
 
     def usage(self) -> dict:
         """Count tokens. A prompt counts once, whatever n is, including its end-of-text token."""
-        prompt = sum(len(text.prompt) for text in self.asked.texts[:: self.asked.n])
-        drawn = sum(len(text.tokens) for text in self.asked.texts)
+        prompt = sum(len(text.prompt) for text in self.parsed_request.texts[:: self.parsed_request.n])
+        drawn = sum(len(text.tokens) for text in self.parsed_request.texts)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def full_response(self) -> dict:
-        for choice in self.choices if self.asked.echo else ():
+        for choice in self.choices if self.parsed_request.echo else ():
             choice.begin_with_prompt()
         choices = [
-            choice.to_json(choice.echoed + choice.text.text, choice.text.ended, False) for choice in self.choices
+            choice.to_json(choice.echoed_prompt + choice.text.text, choice.text.ended, False) for choice in self.choices
         ]
-        return self.about | {"choices": choices, "usage": self.usage()}
+        return self.header | {"choices": choices, "usage": self.usage()}
 
     def add(self, news: TextUpdate) -> bytes:
         """Return the event to send now; b"" while a character or a possible stop is incomplete, or without a stream."""
         choice = self.choices[news.index]
         choice.pending += news.tokens
-        if not self.asked.stream or not (news.piece or news.ended):
+        if not self.parsed_request.stream or not (news.piece or news.ended):
             return b""
         part = choice.to_json(news.piece, news.ended, delta=True)
-        return event(self.about | {"choices": [part]} | ({"usage": None} if self.asked.usage else {}))
+        return event(self.header | {"choices": [part]} | ({"usage": None} if self.parsed_request.usage else {}))
 
     def final_events(self) -> Iterator[bytes]:
-        if self.asked.usage:
-            yield event(self.about | {"choices": [], "usage": self.usage()})
+        if self.parsed_request.usage:
+            yield event(self.header | {"choices": [], "usage": self.usage()})
         yield b"data: [DONE]\n\n"
 
 

@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 def pytest_itemcollected(item):
     """Skip a test whose extras are not installed, and mark tests that CI runs once a week with `rotation`."""
-    needed = extras.of(item)
+    needed = extras.extras_of(item)
     if item.get_closest_marker("repeat") or {*needed} - extras.LIGHT - {"tpu"}:
         item.add_marker(pytest.mark.rotation(day=rotation.day_of(item.nodeid, needed)))
     if why := extras.reason(needed):
@@ -61,10 +61,10 @@ def pytest_collection_modifyitems(config, items):
     that skips a test would not check it."""
     items.sort(key=lambda item: "README" not in item.nodeid)  # 14 minutes: started last, it would run alone at the end
     if day := config.option.day:
-        selected = rotation.of_day(items, day)
+        selected = rotation.tests_of_day(items, day)
         config.hook.pytest_deselected(items=[item for item in items if item not in selected])
         items[:] = selected
-        if needs := {needs for item in items if (needs := extras.reason(extras.of(item)))}:
+        if needs := {needs for item in items if (needs := extras.reason(extras.extras_of(item)))}:
             raise pytest.UsageError(f"--day {day} {'; '.join(sorted(needs))}")
 
 

@@ -41,7 +41,7 @@ def require(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.extra(*names)
 
 
-def of(item: pytest.Item) -> tuple[str, ...]:
+def extras_of(item: pytest.Item) -> tuple[str, ...]:
     """Return the extras that a test's marks name, each once, in alphabetical order. `tpu` implies the extra `tpu`."""
     names = {name for mark in item.iter_markers("extra") for name in mark.args}
     if unknown := names - {*PACKAGES}:

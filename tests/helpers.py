@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import sharding
 from config import Config, MeshConfig, ModelConfig
-from on_mesh import unstacked
+from on_mesh import unstack
 from plan import show
 from sharding import AXES, TOKENS
 from xla import ordered
@@ -70,12 +70,12 @@ def draw(declarations, seed: int = 0):
 
 @functools.cache
 def moe_declarations(c: ModelConfig):
-    return unstacked(model.declare(c).blocks.moe.feed_forward)
+    return unstack(model.declare(c).blocks.moe.feed_forward)
 
 
 @functools.cache
 def attention_declarations(c: ModelConfig):
-    return unstacked(model.declare(c).blocks.moe.attention)
+    return unstack(model.declare(c).blocks.moe.attention)
 
 
 def compiled(function, declarations, n_arrays: int, mesh="data=1"):
@@ -105,7 +105,7 @@ def equations(jaxpr):
 
 def assert_gradients_close(got, want, share, what):
     """Check that each gradient equals `want` up to a share of its largest entry; an error names the worst."""
-    got, want = sharding.named(got), sharding.named(want)
+    got, want = sharding.flatten_named(got), sharding.flatten_named(want)
     assert set(got) == set(want)
     worst = {name: np.abs(got[name] - want[name]).max() / max(np.abs(want[name]).max(), 1e-20) for name in want}
     name = max(worst, key=worst.get)
@@ -126,15 +126,15 @@ def np_norm(x, gain, bias, eps):
     return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * gain + bias
 
 
-def np_turn(x_R, position, theta):
+def np_rotate(x_R, position, theta):
     """Rotate coordinates i and i + R/2, as one complex number, by position * theta^(-2i/R)."""
     half = len(x_R) // 2
     turned = (x_R[:half] + 1j * x_R[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
     return np.concatenate([turned.real, turned.imag])
 
 
-def np_turn_all(x_THR, positions_T, theta):
-    return np.stack([[np_turn(x_R, p, theta) for x_R in x_HR] for x_HR, p in zip(x_THR, positions_T, strict=True)])
+def np_rotate_all(x_THR, positions_T, theta):
+    return np.stack([[np_rotate(x_R, p, theta) for x_R in x_HR] for x_HR, p in zip(x_THR, positions_T, strict=True)])
 
 
 def np_softmax(x):
@@ -157,7 +157,7 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
     if c.d_query_latent:
         latent_TQ = np_rms_norm(x_TD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
     latent_TC = np_rms_norm(x_TD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
-    turn = lambda x: np_turn_all(x, positions_T * rotary, c.rope_theta)
+    turn = lambda x: np_rotate_all(x, positions_T * rotary, c.rope_theta)
     q_rotary_THR = turn(np.einsum("tq,qhr->thr", latent_TQ, w.w_query_rotary_QHR))
     k_rotary_THR = np.repeat(turn((x_TD @ w.w_key_rotary_DR)[:, None, :]), c.n_heads, axis=1)
     q = np.concatenate([np.einsum("tq,qhk->thk", latent_TQ, w.w_query_QHK), q_rotary_THR], axis=-1)
@@ -169,7 +169,7 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
 def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
     def turn(x_THK):
         turned, rest = np.split(x_THK, [c.rope_dims or c.d_head], axis=-1)
-        return np.concatenate([np_turn_all(turned, positions_T * rotary, c.rope_theta), rest], axis=-1)
+        return np.concatenate([np_rotate_all(turned, positions_T * rotary, c.rope_theta), rest], axis=-1)
 
     q_THK = turn(np.einsum("td,dhk->thk", x_TD, w.w_query_DHK))
     k_TGK = turn(np.einsum("td,dgk->tgk", x_TD, w.w_key_DGK))
@@ -274,7 +274,7 @@ def np_cross_entropy(w, c: ModelConfig, batch, slots=None):
 # Designs of cases -----------------------------------------------------------------------------------------------------
 
 
-def meetings(mesh: str, *features: str) -> set[frozenset]:
+def tested_pairs(mesh: str, *features: str) -> set[frozenset]:
     """Return the pairs that a case tests: each mesh axis larger than 1 with each other such axis and each feature."""
     axes = [axis for axis, size in MeshConfig.parse(mesh).sizes.items() if size > 1]
     return {frozenset((axis, other)) for axis in axes for other in (*axes, *features) if other != axis}

@@ -62,7 +62,7 @@ def random_batch(cfg: Config, seed: int):
 
 def compiled_step(cfg: Config, mesh):
     """Compile fn(state, batch) -> (state, metrics, grads), which is `optimizer.train_step` plus its gradients."""
-    updates = optimizer.updates(cfg, mesh)
+    updates = optimizer.compute_updates_fn(cfg, mesh)
 
     def step(state, batch):
         metrics, grads, changes, moments = updates(state, batch)
@@ -73,16 +73,16 @@ def compiled_step(cfg: Config, mesh):
     return ordered.jit(step, mesh, out_shardings=(state, NamedSharding(mesh, P()), state.params))
 
 
-def host(tree) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in sharding.named(tree).items()}
+def to_host(tree) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in sharding.flatten_named(tree).items()}
 
 
-def differing(got, want) -> float:
+def differing_share(got, want) -> float:
     """Return the share of the entries that are not equal."""
     return float(np.mean(got != want))
 
 
-def off(got, want) -> float:
+def relative_error(got, want) -> float:
     """Return the largest difference, relative to the largest entry of `want`."""
     share = np.abs(got - want).max() / max(np.abs(want).max(), 1e-20)
     return float(share) if np.isfinite(share) else np.inf
@@ -92,7 +92,7 @@ def differing_replicas(array: jax.Array) -> float:
     """Return the largest share of entries in which two replicas of a shard differ."""
     first = {}
     return max(
-        differing(np.asarray(shard.data), first.setdefault(str(shard.index), np.asarray(shard.data)))
+        differing_share(np.asarray(shard.data), first.setdefault(str(shard.index), np.asarray(shard.data)))
         for shard in array.addressable_shards
     )
 
@@ -110,19 +110,19 @@ def run(cfg: Config, first_batch: int = 0) -> dict[str, dict]:
     state, results = initial, []
     for seed in range(first_batch, first_batch + STEPS):
         state, metrics, grads = step(state, sharding.put(random_batch(cfg, seed), mesh))
-        results.append((host(metrics), grads))
+        results.append((to_host(metrics), grads))
     norms = [float(metrics["grad_norm"]) for metrics, _ in results]
     assert not min(norms) <= cfg.optim.clip_norm, f"clipping was not active: {norms}"
 
     metrics, grads = results[0]
-    before, after = host(initial.params), host(state.params)
-    replicas = sharding.named({"initial": initial, "gradient": grads, "final": state})
+    before, after = to_host(initial.params), to_host(state.params)
+    replicas = sharding.flatten_named({"initial": initial, "gradient": grads, "final": state})
     return {
         "initial": before,
         "loss": {f"step {n}": metrics["loss"] for n, (metrics, _) in enumerate(results)},
         "count": {name: value for name, value in metrics.items() if name in COUNTS},
         "metric": {name: value for name, value in metrics.items() if name not in COUNTS},
-        "gradient": host(grads),
+        "gradient": to_host(grads),
         "update": {name: after[name] - before[name] for name in before},
         "replica": {name: differing_replicas(x) for name, x in replicas.items()},
     }
@@ -149,9 +149,9 @@ class Difference(NamedTuple):
         return f"{self.kind} of {self.name} is off by {self.off:.1e}, allowed {ALLOWED[self.kind]:.0e}"
 
 
-MEASURES = dict.fromkeys(ALLOWED, off) | {
-    "initial": differing,
-    "count": differing,
+MEASURES = dict.fromkeys(ALLOWED, relative_error) | {
+    "initial": differing_share,
+    "count": differing_share,
     "replica": lambda got, want: max(got, want),
 }
 

@@ -40,7 +40,7 @@ def day_of(test_id: str, extras: tuple[str, ...] = ()) -> int:
     return int.from_bytes(hashlib.sha256(test_id.encode()).digest()[:8], "big") % 7 + 1
 
 
-def of_day(items, day: int) -> list:
+def tests_of_day(items, day: int) -> list:
     """Return the tests that `tests/conftest.py` marked for a day."""
     return [item for item in items for mark in item.iter_markers("rotation") if mark.kwargs["day"] == day]
 

@@ -40,10 +40,10 @@ def test_each_device_draws_its_shard_of_jax_random_normal(mesh):
     if "context" in mesh:
         declared = declared.replace(w_YXZ=None, w_UZ=None)
     made = parameters.init(declared, sharding.make_mesh(mesh), seed=11)
-    for name, d in sharding.named(declared).items():
+    for name, d in sharding.flatten_named(declared).items():
         key = jax.random.fold_in(jax.random.key(11), zlib.crc32(name.encode()))
         want = d.mean + d.std * np.asarray(jax.random.normal(key, d.shape)) if d.std else np.ones(d.shape)
-        np.testing.assert_array_equal(np.asarray(sharding.named(made)[name]), np.float32(want), err_msg=name)
+        np.testing.assert_array_equal(np.asarray(sharding.flatten_named(made)[name]), np.float32(want), err_msg=name)
 
 
 @pytest.mark.parametrize("shape", [(7, 64, 60_000, 70_000), (1, 1, 400_000, 80_000)])
@@ -55,7 +55,7 @@ def test_indices_beyond_32_bits(shape):
     numbers = [0, 1, local[3] - 1, local[3], local[2] * local[3] - 1, most // 3, most]
 
     def ask(numbers_n):
-        places_n = parameters.places(d, local, numbers_n)
+        places_n = parameters.global_indices(d, local, numbers_n)
         return [sharding.all_gather(x[None, None], (FSDP, TENSOR), dim=0) for x in places_n]
 
     found = jax.jit(jax.shard_map(ask, mesh=mesh, in_specs=P(), out_specs=P((FSDP, TENSOR)), check_vma=True))
@@ -89,5 +89,5 @@ def test_a_large_model_can_be_initialized_on_its_chips():
     largest = largest_slice_bytes(declared, mesh)
     made = parameters.initializer(declared, mesh).lower(jax.eval_shape(lambda: jax.random.key(0))).compile()
     assert made.memory_analysis().temp_size_in_bytes < 2 * largest
-    moments = optimizer.moments(cfg, mesh).lower(sharding.shapes(declared, mesh)).compile()
+    moments = optimizer.compile_moments(cfg, mesh).lower(sharding.shapes(declared, mesh)).compile()
     assert moments.memory_analysis().temp_size_in_bytes < largest

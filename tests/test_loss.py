@@ -15,7 +15,7 @@ import pipeline
 import sharding
 from config import preset
 from errors import UserError
-from on_mesh import unstacked
+from on_mesh import unstack
 from overlap import weights as overlap_weights
 from overlap.remat import REMAT
 from pipeline import fit
@@ -112,9 +112,9 @@ def test_the_loss_and_its_metrics_by_hand():
 def test_every_parameter_receives_gradient(name):
     """Catches a block whose result is not used, a head, expert or layer without input, a misplaced stop_gradient, and a
     selection bias that is trained."""
-    grads = sharding.named(base(name)[1][2])
+    grads = sharding.flatten_named(base(name)[1][2])
     without = []
-    for path, d in sharding.named(model.declare(config(name).model)).items():
+    for path, d in sharding.flatten_named(model.declare(config(name).model)).items():
         # One number for each layer, head and expert: the largest entry of its gradient.
         dims = tuple(i for i, letter in enumerate(d.dims) if letter not in "PLJHGE" or len(d.dims) == 1)
         largest = np.abs(grads[path]).max(axis=dims)
@@ -242,7 +242,7 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean():
 def test_dropout_differs_by_layer_and_branch(monkeypatch):
     """Catches one key for all layers, or for both branches of a layer, which would always drop the same coordinates."""
     c = config("mla").model
-    declarations = unstacked(model.declare(c).prefix)
+    declarations = unstack(model.declare(c).prefix)
     monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
     ten = lambda w, c, x, *_: (sharding.vary(jnp.full_like(x, 10.0), x_axes), {})
     monkeypatch.setattr(model, "feed_forward_branch", ten)

@@ -14,7 +14,7 @@ import model
 import pipeline
 import sharding
 from config import PRESETS, preset
-from on_mesh import unstacked
+from on_mesh import unstack
 from parameters import init
 from plan import planner
 from tests import helpers
@@ -63,7 +63,7 @@ def test_rotate_rotates_pairs_by_position_times_frequency():
     positions_BT, _ = three_rows()
     x_BTHR = np.random.default_rng(0).normal(size=(B, T, 4, 6)).astype(float32)
     turn = jax.jit(lambda x, p, on: model.rotate(x, model.rotary_angles(p, 6, 50.0, on)))
-    want = [helpers.np_turn_all(x, p, 50.0) for x, p in zip(x_BTHR, positions_BT, strict=True)]
+    want = [helpers.np_rotate_all(x, p, 50.0) for x, p in zip(x_BTHR, positions_BT, strict=True)]
     np.testing.assert_allclose(turn(x_BTHR, positions_BT, 1.0), want, atol=1e-5)  # float32 angles up to 17 radians
     np.testing.assert_array_equal(turn(x_BTHR, positions_BT, 0.0), x_BTHR)
     wider = np.concatenate([x_BTHR, x_BTHR[..., :5]], axis=-1)  # coordinates past the pairs stay
@@ -75,7 +75,7 @@ def test_rotate_rotates_pairs_by_position_times_frequency():
 def test_feed_forward_equals_numpy(activation):
     """Catches swapped gate and up matrices, the wrong nonlinearity, and a missing matrix."""
     c = config(activation=activation)
-    declarations = unstacked(model.declare(c).prefix.feed_forward)
+    declarations = unstack(model.declare(c).prefix.feed_forward)
     w = helpers.draw(declarations)
     got = helpers.run(lambda w, x: model.feed_forward(w, c, x), declarations, w, activations())
     assert (w.w_gate_DF is None) == (activation == "gelu")
@@ -143,7 +143,7 @@ def test_without_rotary_only_the_order_counts(kind):
 def test_every_third_layer_has_no_rotary():
     """Catches layer numbers from 0 in the choice of layers without RoPE; the whole model is compared below."""
     c = config(n_experts=0, balance_loss=0.0)
-    declarations = unstacked(model.declare(c).prefix)
+    declarations = unstack(model.declare(c).prefix)
     positions_BT, segments_BT = three_rows()
 
     def local(w, x, positions, segments, number):
@@ -299,7 +299,7 @@ def test_documents_see_each_other_only_if_allowed(name):
 def test_a_name_ends_with_its_letters(name):
     """Catches a field whose suffix and declared letters differ, a letter with two sizes, and a wrong rank."""
     sizes = {}
-    for path, d in sharding.named(model.declare(preset(name).model)).items():
+    for path, d in sharding.flatten_named(model.declare(preset(name).model)).items():
         suffix = path.rsplit("_", 1)[1]
         stacked = {"prefix": "P", "blocks.dense": "LJ", "blocks.moe": "L"}
         stacked = next((letters for part, letters in stacked.items() if path.startswith(part)), "")
@@ -314,13 +314,13 @@ def test_a_name_ends_with_its_letters(name):
 def initial():
     cfg = preset("tiny")
     params = init(model.declare(cfg.model), sharding.make_mesh("data=1"), seed=0)
-    return sharding.named(jax.tree.map(np.asarray, params))
+    return sharding.flatten_named(jax.tree.map(np.asarray, params))
 
 
 def test_parameters_start_as_declared(initial):
     """Catches a standard deviation that is not the declared one, random gains, and two parameters or layers with equal
     initial values."""
-    for name, d in sharding.named(model.declare(preset("tiny").model)).items():
+    for name, d in sharding.flatten_named(model.declare(preset("tiny").model)).items():
         x = initial[name]
         assert x.shape == d.shape and x.dtype == float32, name
         if not d.std:
@@ -337,7 +337,7 @@ def test_parameters_start_as_declared(initial):
 
 def test_declared_deviations_by_hand():
     """Catches a changed declaration: the expected 1/sqrt(fan-in), and GPT-2's factor for depth, are written by hand."""
-    d = sharding.named(model.declare(preset("tiny").model))
+    d = sharding.flatten_named(model.declare(preset("tiny").model))
     depth = math.sqrt(2 * 5)  # residual branches of 5 layers
     by_hand = {
         "embedding_VD": 1.0,
@@ -358,7 +358,7 @@ def test_declared_deviations_by_hand():
         "norm_D": 0.0,
     }
     assert {name: d[name].std for name in by_hand} == pytest.approx(by_hand)
-    tied = sharding.named(model.declare(config(tie_embeddings=True)))
+    tied = sharding.flatten_named(model.declare(config(tie_embeddings=True)))
     assert tied["embedding_VD"].std == pytest.approx(24**-0.5) and "unembedding_DV" not in tied
     assert {name: x.mean for name, x in d.items() if x.mean} == {
         name: 1.0 for name in d if "norm" in name.rsplit(".")[-1]
@@ -373,7 +373,7 @@ def test_the_mesh_does_not_change_initial_values(initial):
     mesh = sharding.make_mesh("fsdp=2,tensor=2,expert=2")
     split = init(model.declare(preset("tiny").model), mesh, seed=0)
     assert len(split.embedding_VD.sharding.device_set) == 8
-    for name, x in sharding.named(split).items():
+    for name, x in sharding.flatten_named(split).items():
         np.testing.assert_array_equal(np.asarray(x), initial[name], err_msg=name)
 
 

@@ -115,7 +115,7 @@ def positions_that_begin_anew_on_each_device(true):
     return lambda positions_bs, *rest: true(anew(positions_bs), *rest)
 
 
-@mutation(ATTENTION, context.in_order, in_module=context, mesh="context=2")
+@mutation(ATTENTION, context.to_sequence_order, in_module=context, mesh="context=2")
 def keys_in_the_order_of_devices(true):
     return lambda x, *, dim: x
 
@@ -166,7 +166,7 @@ def a_partial_sum_that_is_never_added(true):
     return sharding.own_slice
 
 
-@mutation(r"^gradient of blocks\.", positions.around, in_module=positions, mesh="tensor=2", **RING)
+@mutation(r"^gradient of blocks\.", positions.ring_all_gather, in_module=positions, mesh="tensor=2", **RING)
 def neighbours_in_the_other_order(true):
     return lambda x, axis: true(x, axis)[::-1]
 
@@ -232,7 +232,7 @@ def only_the_last_microbatch_counts(true):
     return on_weights_only
 
 
-@mutation(r"^no gradient of embedding_VD", model.enter, in_module=model, mesh="stage=2")
+@mutation(r"^no gradient of embedding_VD", model.embed_batch, in_module=model, mesh="stage=2")
 def an_embedding_that_learns_nothing(true):
     return lambda w, c, batch, key: jax.lax.stop_gradient(true(w, c, batch, key))
 
@@ -251,11 +251,11 @@ def result(**settings):
 def blame(got, want) -> list[str]:
     """What differs: parameters without a gradient, the loss, counts, and gradients, the worst first."""
     (loss, metrics, grads), (want_loss, want_metrics, want_grads) = got, want
-    grads, want_grads = sharding.named(grads), sharding.named(want_grads)
+    grads, want_grads = sharding.flatten_named(grads), sharding.flatten_named(want_grads)
     found = [f"no gradient of {name}" for name in grads if not np.any(grads[name]) and np.any(want_grads[name])]
     found += [] if abs(loss - want_loss) <= 1e-5 * abs(want_loss) else ["loss"]
-    found += [name for name in parity.COUNTS if parity.differing(metrics[name], want_metrics[name])]
-    shares = {name: parity.off(grads[name], want_grads[name]) for name in want_grads}
+    found += [name for name in parity.COUNTS if parity.differing_share(metrics[name], want_metrics[name])]
+    shares = {name: parity.relative_error(grads[name], want_grads[name]) for name in want_grads}
     worst = sorted((name for name in shares if shares[name] > 1e-4), key=lambda name: -shares[name])
     return found + [f"gradient of {name}" for name in worst]
 

@@ -17,7 +17,7 @@ import pipeline
 import sharding
 from config import OptimConfig, preset
 from errors import UserError
-from on_mesh import on_mesh, unstacked
+from on_mesh import on_mesh, unstack
 from overlap.weights import at_use
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
 from tests import helpers
@@ -25,7 +25,7 @@ from tests.test_house import NOT_OURS, ROOT
 from weights import families
 
 C = preset("tiny").model
-FEED_FORWARD = unstacked(model.declare(C).prefix.feed_forward)
+FEED_FORWARD = unstack(model.declare(C).prefix.feed_forward)
 B, T, D = 4, 16, C.d_model
 
 
@@ -83,7 +83,7 @@ def test_on_mesh_equals_one_device(mesh, w, x_BTD):
 def test_positions_are_sharded_like_the_models(kind):
     """Catches chunks in another order than ring attention expects, which is right only on one device."""
     c = preset("tiny", **{"work.context_attention": kind}).at_work
-    declared = unstacked(model.declare(c).prefix.attention)
+    declared = unstack(model.declare(c).prefix.attention)
     w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
     x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)
 

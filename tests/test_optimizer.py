@@ -31,7 +31,7 @@ def random_tree(seed, shapes, scale=1.0):
 
 def updated(cfg, params, gradients):
     """Return the parameters after each of these gradients, by `optimizer.adamw`."""
-    chain = optimizer.chain_of(cfg)
+    chain = optimizer.make_optimizer(cfg)
 
     @jax.jit
     def step(params, moments, gradient):
@@ -41,7 +41,7 @@ def updated(cfg, params, gradients):
     moments = chain.init(params)
     for gradient in gradients:
         params, moments = step(params, moments, gradient)
-        yield {name: np.asarray(x) for name, x in sharding.named(params).items()}
+        yield {name: np.asarray(x) for name, x in sharding.flatten_named(params).items()}
 
 
 # Updates --------------------------------------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ def test_three_steps_equal_numpy():
         random_tree(3, shapes),
     ]  # the second is not clipped
 
-    w = {name: x.astype(np.float64) for name, x in sharding.named(params).items()}
+    w = {name: x.astype(np.float64) for name, x in sharding.flatten_named(params).items()}
     m, v = ({name: np.zeros_like(x) for name, x in w.items()} for _ in range(2))
     for t, (gradient, got) in enumerate(zip(gradients, updated(cfg, params, gradients), strict=True), start=1):
-        g = {name: x.astype(np.float64) for name, x in sharding.named(gradient).items()}
+        g = {name: x.astype(np.float64) for name, x in sharding.flatten_named(gradient).items()}
         norm = np.sqrt(sum(np.sum(x**2) for x in g.values()))
         assert (norm > 2.0) == (t != 2), "the test needs clipped and unclipped steps"
         rate = [0.005, 0.01, 0.01 * (0.1 + 0.9 * (1 + np.cos(np.pi / 8)) / 2)][t - 1]  # 10 steps, 2 of them warm-up
@@ -81,14 +81,14 @@ def test_three_steps_equal_numpy():
 def test_norms_biases_and_embeddings_do_not_decay():
     """Catches decay chosen by rank or size, which would reach stacked norms, and a declaration that is ignored."""
     cfg = preset("tiny", **{"optim.warmup_steps": 1, "optim.weight_decay": 0.5, "optim.lr": 0.1})
-    declared = sharding.named(model.declare(cfg.model))
+    declared = sharding.flatten_named(model.declare(cfg.model))
     kept = {name for name in declared if not is_decayed(name)}
     assert {name for name, d in declared.items() if not d.decay} == kept
     assert {"embedding_VD", "norm_D", BIAS, "prefix.norm_attention_D", "prefix.attention.norm_kv_C"} <= kept
 
     params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
     (after,) = updated(cfg, params, [jax.tree.map(np.zeros_like, params)])
-    for name, before in sharding.named(params).items():
+    for name, before in sharding.flatten_named(params).items():
         if name in kept:
             np.testing.assert_array_equal(after[name], before, err_msg=name)
         else:  # the only thing that acts without a gradient: 1 - 0.1 * 0.5; one rounding
@@ -149,11 +149,11 @@ def steps(tokens):
     first = state = optimizer.init(cfg, mesh)
     batch = sharding.put(dataset.batch(cfg, 0), mesh)
     step = optimizer.train_step(cfg, mesh).lower(state, batch).compile()
-    biases, loads, lr = [np.asarray(sharding.named(state.params)[BIAS]).copy()], [], []
+    biases, loads, lr = [np.asarray(sharding.flatten_named(state.params)[BIAS]).copy()], [], []
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     for n in range(3):
         state, metrics = step(state, sharding.put(dataset.batch(cfg, n), mesh))
-        biases.append(np.asarray(sharding.named(state.params)[BIAS]).copy())
+        biases.append(np.asarray(sharding.flatten_named(state.params)[BIAS]).copy())
         loads.append(np.asarray(metrics["tokens_per_expert"]))
         lr.append(float(metrics["lr"]))
     return dict(cfg=cfg, first=first, last=state, biases=biases, loads=loads, lr=lr, step=step, state_bytes=state_bytes)
@@ -174,8 +174,8 @@ def test_an_expert_exactly_at_the_mean_keeps_its_bias():
     cfg = preset("tiny", **{"model.balance_rate": 0.25})
     params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
     load_LE = np.array([[5, 0, 10, 5, 7, 3, 4, 6], [30, 30, 30, 30, 30, 30, 30, 30]], np.float32)
-    moved = sharding.named(optimizer.update_selection_bias(cfg, params, load_LE))
-    for name, before in sharding.named(params).items():
+    moved = sharding.flatten_named(optimizer.update_selection_bias(cfg, params, load_LE))
+    for name, before in sharding.flatten_named(params).items():
         step = [[0, 0.25, -0.25, 0, -0.25, 0.25, 0.25, -0.25], [0] * 8] if name == BIAS else 0
         np.testing.assert_array_equal(moved[name], before + np.asarray(step, np.float32), err_msg=name)
 
@@ -183,7 +183,7 @@ def test_an_expert_exactly_at_the_mean_keeps_its_bias():
 def test_without_a_rate_there_is_no_bias():
     """Catches a bias that is stored although it never changes, and an update that fails without the bias."""
     cfg = preset("tiny", **SMALL, **{"model.balance_rate": 0.0})
-    assert not [name for name in sharding.named(optimizer.state_shapes(cfg)) if "bias" in name]
+    assert not [name for name in sharding.flatten_named(optimizer.state_shapes(cfg)) if "bias" in name]
     params = random_tree(0, sharding.shapes(model.declare(cfg.model)))
     assert optimizer.update_selection_bias(cfg, params, np.ones((3, 8), np.float32)) is params
 
@@ -205,7 +205,7 @@ def test_moments_are_sharded_like_their_parameters(tokens):
     """Catches replicated moments, which would undo what fsdp saves, and counters that are sharded."""
     cfg = preset("tiny", **SMALL, **{"data.path": tokens, "mesh": "fsdp=2,tensor=2"})
     state = optimizer.init(cfg, sharding.make_mesh(cfg.mesh))
-    params, moments = sharding.named(state.params), sharding.named(state.optimizer)
+    params, moments = sharding.flatten_named(state.params), sharding.flatten_named(state.optimizer)
     of_a_parameter = {}
     for name, p in params.items():
         same = [x for moment, x in moments.items() if moment.endswith("." + name)]

@@ -135,7 +135,7 @@ def lines(table: str) -> list[str]:
 def meetings(case: str) -> set:
     """Return the pairs of axis and feature that a case tests; numbers of passes and microbatches do not matter."""
     mesh, name, *words = case.split()
-    return helpers.meetings(mesh, name, *(word.rstrip("=0123456789") for word in words))
+    return helpers.tested_pairs(mesh, name, *(word.rstrip("=0123456789") for word in words))
 
 
 def settings(case: str) -> dict:
@@ -273,7 +273,7 @@ def test_every_dim_has_a_different_size(name):
     """Catches a model in which a test would not notice two swapped dims."""
     cfg = config(f"data=1 {name}")
     sizes = {("B", cfg.data.batch_size), ("T", cfg.data.seq_len), ("k", cfg.model.top_k)}
-    for d in sharding.named(model.declare(cfg.model)).values():
+    for d in sharding.flatten_named(model.declare(cfg.model)).values():
         sizes |= set(zip(d.dims, d.shape, strict=True)) - {("P", 1), ("J", 1)}  # one layer deep
     if not cfg.model.d_query_latent:
         sizes -= {("Q", cfg.model.d_model)}  # queries come from the stream

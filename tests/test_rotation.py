@@ -21,7 +21,7 @@ class Collected:
 
 collected = Collected()
 pytest.main(["-n", "0", "-q", "--collect-only", "-m", ""], plugins=[collected])
-days = {day: {item.nodeid for item in rotation.of_day(collected.items, day)} for day in rotation.NAMES}
+days = {day: {item.nodeid for item in rotation.tests_of_day(collected.items, day)} for day in rotation.NAMES}
 tests = [{"id": item.nodeid, "marks": sorted({mark.name for mark in item.iter_markers()}),
           "days": [day for day in days if item.nodeid in days[day]]} for item in collected.items]
 with open(sys.argv[1], "w") as file:

@@ -30,7 +30,7 @@ def test_settings_of_the_version_with_104_are_converted():
     assert len(migrations.flatten(old())) == 104
     assert Config.from_dict(old()) == preset("tiny")
     assert config.first_difference(old(), preset("tiny").to_dict()) is None
-    assert migrations.dropped(old(**{"run.sample_tokens": 200})) == []
+    assert migrations.dropped_notes(old(**{"run.sample_tokens": 200})) == []
 
 
 DROPPED = {  # a setting that is gone, a value it had -> what is said of it
@@ -96,7 +96,7 @@ def test_a_lost_value_that_affects_results_is_refused(before, name, why, tmp_pat
 @pytest.mark.parametrize("name", [*migrations.MERGED, *migrations.DROPPED])
 def test_an_old_flag_names_what_replaces_it(name):
     """Catches an error for an old flag that only calls it unknown."""
-    instead = migrations.instead_of(name)
+    instead = migrations.replacement(name)
     for flag in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=1"]):
         with pytest.raises(UserError, match=re.escape(f" {instead}")):
             main.parse(["tiny", *flag])

@@ -147,15 +147,15 @@ def test_a_run_with_a_removed_value_of_a_setting_resumes(then, now):
 
 def test_auto_settings_resolve_to_the_plain_values():
     """Catches an execution setting that stays `auto` when it is read, and chunks that the schedule does not have."""
-    settled = WorkConfig().settled
+    settled = WorkConfig().resolved
     assert settled == WorkConfig("none", "layer", "gather", "gather", 512, "gpipe", 1)
-    assert settled.autos == ["microbatches", "device_batch"] and settled.settled == settled
-    assert (WorkConfig(chunks=3).settled.schedule, WorkConfig(schedule="interleaved").settled.chunks) == (
+    assert settled.auto_settings == ["microbatches", "device_batch"] and settled.resolved == settled
+    assert (WorkConfig(chunks=3).resolved.schedule, WorkConfig(schedule="interleaved").resolved.chunks) == (
         "interleaved",
         2,
     )
     cfg = preset("tiny", **{"work.tensor_exchange": "ring"})
-    assert cfg.at_work.work == WorkConfig(tensor_exchange="ring", loss_chunk=36).settled
+    assert cfg.at_work.work == WorkConfig(tensor_exchange="ring", loss_chunk=36).resolved
     assert {name: getattr(cfg.at_work, name) for name in vars(cfg.model)} == vars(cfg.model)
 
 
@@ -290,7 +290,10 @@ def test_a_declaration_is_read_once_and_stacked():
     assert (d.w_XY.size, d.gain_Y.mean, d.gain_Y.std) == (180, 2.0, 0.0)
     assert d.w_XY.std == pytest.approx(6**-0.5)
     assert (d.w_XY.decay, d.gain_Y.decay) == (True, False)
-    assert list(sharding.named(pair(inner=pair()))) == "w_XY gain_Y bias_X inner.w_XY inner.gain_Y inner.bias_X".split()
+    assert (
+        list(sharding.flatten_named(pair(inner=pair())))
+        == "w_XY gain_Y bias_X inner.w_XY inner.gain_Y inner.bias_X".split()
+    )
     shape = sharding.shapes(d, sharding.make_mesh("tensor=2")).w_XY
     assert (shape.shape, shape.dtype, shape.sharding.spec) == ((3, 6, 10), jnp.float32, d.w_XY.spec)
 

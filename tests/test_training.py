@@ -132,13 +132,13 @@ def test_a_run_starts_from_another(home, tmp_path):
         which = "converted" if start == converted else "step 1"
         assert f"parameters from {start}, {which}, and its model's settings\n" in out
         got = restored(["tiny", *dense.split()], tmp_path / name)
-        for key, value in sharding.named(want.params).items():
-            np.testing.assert_array_equal(sharding.named(got.params)[key], value, err_msg=f"{name}: {key}")
+        for key, value in sharding.flatten_named(want.params).items():
+            np.testing.assert_array_equal(sharding.flatten_named(got.params)[key], value, err_msg=f"{name}: {key}")
         assert int(got.step) == 1
 
 
 def assert_same_arrays(got, want):
-    got, want = sharding.named(got), sharding.named(want)
+    got, want = sharding.flatten_named(got), sharding.flatten_named(want)
     assert list(got) == list(want)
     for name, x in want.items():
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(x), err_msg=name)

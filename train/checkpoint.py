@@ -1,6 +1,6 @@
 """Save and restore training state as arrays with logical names, independent of the mesh that they are sharded over.
 
-    checkpoints/40/  state/params/  arrays {name: array}, names as in `sharding.named`, written by Orbax
+    checkpoints/40/  state/params/  arrays {name: array}, names as in `sharding.flatten_named`, written by Orbax
                      state/rest/    the other arrays: optimizer state and counters
                      about.json     the settings of the run, which are compared before it resumes
                      manifest.json  bytes and sha256 of every other file
@@ -37,10 +37,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference
 from config.fields import is_remote
-from config.migrations import moved
+from config.migrations import migrate
 from devices import is_main_process
 from errors import DiskLost, UserError, exit_status
-from sharding import map_named, named
+from sharding import flatten_named, map_named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
 from train.storage import replace_file
@@ -203,7 +203,7 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
             else:
                 os.mkdir(path)  # without parents: if the disk is unmounted, nothing may be written to its mount point
             epath.Path(path, "about.json").write_text(json.dumps(about))
-        arrays = named(state) if saver.shared else {name: gather(x) for name, x in named(state).items()}
+        arrays = flatten_named(state) if saver.shared else {name: gather(x) for name, x in flatten_named(state).items()}
         params = {name: x for name, x in arrays.items() if name.startswith("params.")}
         parts = {"params": params, "rest": {name: x for name, x in arrays.items() if name not in params}}
         chunked = lambda some: dict.fromkeys(some, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
@@ -314,7 +314,7 @@ def about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
     """Compare a checkpoint's settings with `ours`. Raises: UserError naming the first difference."""
-    theirs = moved(about(directory, step, read))
+    theirs = migrate(about(directory, step, read))
     theirs.pop("work", None)  # earlier versions stored execution settings as part of the model's
     if difference := first_difference(ours, theirs):
         raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
@@ -328,12 +328,14 @@ def restore(directory: str | os.PathLike, target, step: int | None = None, share
     Raises: UserError naming the missing or damaged checkpoint.
     """
     if shared:
-        arrays = _read(_choose(directory, step)[1], named(target))
+        arrays = _read(_choose(directory, step)[1], flatten_named(target))
     else:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        some = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in named(target).items()}
+        some = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in flatten_named(target).items()
+        }
         read = _read(_choose(directory, step)[1], some) if is_main_process() else {}
-        arrays = {name: scatter(read.pop(name, None), x) for name, x in named(target).items()}
+        arrays = {name: scatter(read.pop(name, None), x) for name, x in flatten_named(target).items()}
     return map_named(lambda name, _: arrays[name], target)
 
 
@@ -342,7 +344,7 @@ def restore_params(directory: str | os.PathLike, shapes, step: int | None = None
 
     Raises: UserError like `open_params`.
     """
-    arrays = open_params(directory, named(shapes), step)(*named(shapes))
+    arrays = open_params(directory, flatten_named(shapes), step)(*flatten_named(shapes))
     return map_named(lambda name, _: arrays[name], shapes)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import dataset
 from config import Affects, Config, affecting, first_difference
-from config.migrations import dropped, moved
+from config.migrations import dropped_notes, migrate
 from data import order
 from devices import is_main_process, log, log_to_file, open_log
 from errors import UserError
@@ -47,7 +47,7 @@ def describe(cfg: Config) -> dict:
 
 def decisive(about: dict) -> dict:
     """Return the part of `describe` that decides results; a run resumes only if this part is unchanged."""
-    config = moved(json.loads(json.dumps(about["config"])))
+    config = migrate(json.loads(json.dumps(about["config"])))
     may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
     for name in may_change:
         group, _, setting = name.partition(".")
@@ -87,7 +87,7 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "
             "start another run with --run.name, or delete this one with --run.restart scratch")  # fmt: skip
-    for line in dropped(written["config"]):
+    for line in dropped_notes(written["config"]):
         log(line)
     if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
         checkpoint.check_about(checkpoints, step, ours, read)

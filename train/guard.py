@@ -48,7 +48,7 @@ class SkipWatch:
                 self._report(taken, values, in_a_row)
 
     def _report(self, taken: int, values: dict, in_a_row: int) -> None:
-        bad = np.array(list(optimizer.places(self.cfg)))[np.asarray(values["not_finite"])].tolist()
+        bad = np.array(list(optimizer.layer_parameters(self.cfg)))[np.asarray(values["not_finite"])].tolist()
         loss, norm, total = float(values["loss"]), float(values["grad_norm"]), int(values["skipped_steps"])
         why = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         if bad:
@@ -130,7 +130,7 @@ def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> 
 def _print_norms(cfg: Config, norms: dict) -> None:
     """Print one line for each parameter of each layer, in the order of the forward pass."""
     columns = {kind: np.concatenate([np.ravel(x) for x in of.values()]) for kind, of in norms.items()}
-    places = optimizer.places(cfg)
+    places = optimizer.layer_parameters(cfg)
     width = max(map(len, places))
     log(f"{'norm of':{width}}" + "".join(f"{kind:>13}" for kind in columns))
     for name, place in places.items():

@@ -14,7 +14,7 @@ import sharding
 from config import Config
 from config.fields import parse_skips
 from data import tokenizers
-from devices import devices_of_each, log, memory_bytes, only_cpu, share_of_memory
+from devices import devices_per_process, log, memory_bytes, only_cpu, share_of_memory
 from errors import UserError
 from pipeline import fit
 from plan import hardware, planner
@@ -27,7 +27,7 @@ LATE_S = 15  # after run.peer_timeout_s, the time until processes that have lost
 
 def tokens(cfg: Config):
     """Return the tokenizer of a run's tokens, None if unknown. Raises: UserError if tokens or prompt don't fit."""
-    corpus = dataset.opened(cfg)
+    corpus = dataset.open_corpus(cfg)
     encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # fail now, not after the last step
         generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
@@ -54,11 +54,11 @@ def announce(cfg: Config, mesh) -> planner.Plan:
     kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
     log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f"; idle devices: {idle}" * bool(idle))
     log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
-    corpus = dataset.opened(cfg)
+    corpus = dataset.open_corpus(cfg)
     steps = dataset.epoch_steps(cfg)
     for name, one in (corpus.sources or {"": corpus}).items():
         epoch = f"; an epoch is {steps[name]:,} steps" if name in steps else ""
-        log(f"rows       {dataset.in_words(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
+        log(f"rows       {dataset.describe_epoch(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
     log(f"settings   {plan.settings()}")
     for first, count in parse_skips(cfg.data.skip):
         log(f"skip       from step {first + 1} on, each step uses the batch of {count} steps later")
@@ -120,7 +120,7 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
     """
     on_cpu, of_each = cfg.run.devices or only_cpu(), 1
     if cfg.run.devices:
-        of_each = devices_of_each(cfg.run.devices, processes)
+        of_each = devices_per_process(cfg.run.devices, processes)
     elif on_cpu:
         of_each = jax.config.jax_num_cpu_devices if jax.config.jax_num_cpu_devices > 0 else 1
     if on_cpu:

@@ -21,7 +21,7 @@ from jax._src import compiler
 from jax._src.distributed import global_state  # it holds the key-value store, which has no public name
 
 from config import RunConfig
-from devices import has_tpu_files, log_to_file, patient
+from devices import has_tpu_files, log_to_file, open_lossy
 from errors import UserError
 from train.agreement import Agreement
 from train.board import Board, LocalStore
@@ -67,7 +67,7 @@ def redirect_output() -> None:
         sys.stdout.flush()
         kept = os.dup(sys.stdout.fileno())
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stdout, sys.stderr = patient(kept), patient(os.dup(sys.stderr.fileno()))
+        sys.stdout, sys.stderr = open_lossy(kept), open_lossy(os.dup(sys.stderr.fileno()))
 
 
 def rank_and_count() -> tuple[int, int]:

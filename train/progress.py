@@ -29,7 +29,7 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[
         sums = compiled(params, sharding.put(batch, mesh, size))
         nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
         moves()
-    bytes_per_token = dataset.bytes_per_token(dataset.opened(cfg))
+    bytes_per_token = dataset.bytes_per_token(dataset.open_corpus(cfg))
     return {
         "loss": nats / tokens,
         "bits_per_byte": nats / tokens / math.log(2) / bytes_per_token,

@@ -22,7 +22,7 @@ import sharding
 from config import Config, ModelConfig, replace
 from config.fields import is_remote
 from devices import log
-from errors import UserError, nearest
+from errors import UserError, suggest
 from train import checkpoint
 from weights import card
 from weights.families import (
@@ -77,7 +77,7 @@ def from_hf(
     source = Folder(directory)
     hf = source.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
-    all_pieces, parts, declared = pieces(c, kind), {}, sharding.named(declare(c))
+    all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
     tensors = Tensors(source)
     tensors.check({piece.hf_name: piece.shape for piece in all_pieces})
     c = dataclasses.replace(c, precision=stored_precision(tensors, all_pieces))
@@ -171,7 +171,7 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     """
     sharding.check_divides(declarations, mesh)
     stored = open_weights(run)
-    check_fit(stored, sharding.named(declarations), run)
+    check_fit(stored, sharding.flatten_named(declarations), run)
 
     def place(name: str, d: sharding.Declaration) -> jax.Array:
         array = stored[name][()] if is_remote(str(run)) else stored[name]  # read a bucket once, not per device
@@ -312,14 +312,14 @@ def to_hf(
     kind = family or about.get("family") or family_of(c)
     if kind not in FAMILIES:
         origin = "--family" if family else f"{run}/config.json"
-        raise UserError(f"{origin}: unknown table {kind!r}; {nearest(kind, FAMILIES)}; --table FILE.py adds one")
+        raise UserError(f"{origin}: unknown table {kind!r}; {suggest(kind, FAMILIES)}; --table FILE.py adds one")
     try:
         config_to_hf(c, kind=kind)  # fail before reading a checkpoint
     except UserError as error:
         raise UserError(
             f"{error}; train with other settings, or share the run's weights with python -m weights slim"
         ) from None
-    declared = sharding.named(declare(c))
+    declared = sharding.flatten_named(declare(c))
     weights, at_step = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
     with fresh_folder(out) as folder:

@@ -23,7 +23,7 @@ import numpy as np
 
 import sharding
 from config import Affects, ModelConfig, affecting
-from errors import UserError, nearest
+from errors import UserError, suggest
 from model import declare
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     """
     kind = hf.get("model_type")
     if kind not in FAMILIES:
-        known = nearest(str(kind), FAMILIES)
+        known = suggest(str(kind), FAMILIES)
         raise UserError(f"config.json: model_type={kind!r} has no table; {known}; --table FILE.py adds your own")
     family, hf = FAMILIES[kind], _without_rope_parameters(hf)
     known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
@@ -364,7 +364,7 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
     letters of a row are not those of its parameters.
     """
     kind = kind or family_of(c)
-    family, declared = FAMILIES[kind], sharding.named(declare(c))
+    family, declared = FAMILIES[kind], sharding.flatten_named(declare(c))
     rows = [(r, "", "", np.zeros((), int)) for r in family.outside]
     rows += [(r, f"{stack}.", family.layer_name, n) for r in family.layer for stack, n in layer_numbers(c).items()]
     tensors = []

@@ -20,7 +20,7 @@ import ml_dtypes  # names bfloat16 to NumPy
 import numpy as np
 
 from config.fields import is_remote
-from data.files import call_patiently, file_system_of
+from data.files import file_system_of, retry_if_remote
 from devices import log
 from errors import UserError
 
@@ -29,7 +29,7 @@ NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16
 FILE_BYTES = 2**31  # largest file that we write, unless a single tensor is larger
 ONE_FILE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
 PARTIAL = ".partial"  # suffix of an unfinished folder
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Folder:
@@ -39,7 +39,7 @@ class Folder:
         self.path = str(path).rstrip("/")
         self.is_remote = is_remote(self.path)
         self.files, self.root = file_system_of(self.path)
-        self.written = []
+        self.written_files = []
 
     def __str__(self) -> str:
         return self.path
@@ -47,7 +47,7 @@ class Folder:
     def _call(self, name: str, work: Callable):
         """Return work(), with retries. Raises: UserError if the file does not exist, or the network fails."""
         try:
-            return call_patiently(f"{self}/{name}", self.is_remote, work)
+            return retry_if_remote(f"{self}/{name}", self.is_remote, work)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self}/{name} does not exist") from None
 
@@ -69,7 +69,7 @@ class Folder:
 
     def open(self, name: str):
         """Open a new file for sequential writing."""
-        self.written.append(name)
+        self.written_files.append(name)
         return self.files.open(f"{self.root}/{name}", "wb")
 
     def write(self, name: str, text: str) -> None:
@@ -86,7 +86,7 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
     Raises: UserError if `path` exists or the disk is full; then the partial folder is deleted.
     """
     whole = Folder(path)
-    if call_patiently(str(whole), whole.is_remote, lambda: whole.files.exists(whole.root)):
+    if retry_if_remote(str(whole), whole.is_remote, lambda: whole.files.exists(whole.root)):
         raise UserError(f"{whole} exists; choose another folder, or delete it")
     folder = whole if whole.is_remote else Folder(f"{whole}{PARTIAL}")
     if not whole.is_remote:
@@ -99,7 +99,7 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
             Path(folder.root).rename(whole.root)
         done = True
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         raise UserError(f"cannot write {whole}: {error.strerror}; the partial folder was deleted") from error
     finally:
@@ -110,7 +110,7 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
 
 
 def _remove(folder: Folder) -> None:
-    for name in folder.written:
+    for name in folder.written_files:
         with contextlib.suppress(Exception):  # keep the original error
             folder.files.rm_file(f"{folder.root}/{name}")
 
@@ -134,11 +134,11 @@ class StoredArray:
 
     def __init__(self, folder: Folder, file: str, dtype: str, shape: tuple[int, ...], start: int):
         self.folder, self.file, self.start, self.shape = folder, file, start, shape
-        self.known_dtype = dtype
+        self.dtype_name = dtype
 
     @property
     def dtype(self) -> np.dtype:
-        return NUMPY[self.known_dtype]
+        return NUMPY[self.dtype_name]
 
     @functools.cached_property
     def memory_map(self) -> np.memmap:

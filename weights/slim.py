@@ -9,27 +9,27 @@ import tyro
 import sharding
 from config import Config
 from devices import log
-from errors import UserError, nearest
+from errors import UserError, suggest
 from weights import card
 from weights.convert import Step, open_run, read_about, read_in_parts
 from weights.families import declare
 from weights.folders import NUMPY, Tensor, fresh_folder, write_tensors
 
-WRITTEN = ("float32", "bfloat16")
+EXPORT_DTYPES = ("float32", "bfloat16")
 
 
 def slim(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="run directory, e.g. runs/x")],
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to write, or a bucket")],
-    dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(WRITTEN)}; empty: as stored")] = "",
+    dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(EXPORT_DTYPES)}; empty: as stored")] = "",
     step: Step = "",
     scores: card.Scores = "",
 ) -> None:
     """Write only the weights of a run: sharded safetensors, and the config.json that other commands read."""
-    if dtype and dtype not in WRITTEN:
-        raise UserError(f"--dtype {dtype} is not supported; {nearest(dtype, WRITTEN)}")
+    if dtype and dtype not in EXPORT_DTYPES:
+        raise UserError(f"--dtype {dtype} is not supported; {suggest(dtype, EXPORT_DTYPES)}")
     score_values, about = card.read_scores(scores), read_about(run)
-    declared = sharding.named(declare(Config.from_dict(about["config"]).model))
+    declared = sharding.flatten_named(declare(Config.from_dict(about["config"]).model))
     weights, at_step = open_run(run, declared, step)
     tensors = [_tensor(name, weights[name], dtype) for name in declared]
     parameters, numbers = sum(d.size for d in declared.values()), sum(tensor.bytes for tensor in tensors)

@@ -214,7 +214,7 @@ def their_losses(cfg, params, batch):
 
     c, o = torch_trainer.settings(cfg.to_dict())
     theirs = torch_trainer.Transformer(c)
-    theirs.load_state_dict(torch_trainer.from_ours(c, jax.tree.map(np.asarray, sharding.named(params))))
+    theirs.load_state_dict(torch_trainer.from_ours(c, jax.tree.map(np.asarray, sharding.flatten_named(params))))
     assert sum(p.numel() for p in theirs.parameters()) == costs.parameters(cfg.model)[0]
     step = torch_trainer.trainer(theirs, o, compile=False)
     tokens = [torch.tensor(batch[name], dtype=torch.int64) for name in ("tokens_BT", "targets_BT")]
@@ -250,7 +250,7 @@ def test_both_start_alike(name):
     cfg = small(name)
     c, _ = torch_trainer.settings(cfg.to_dict())
     filled = lambda d: np.full(d.shape, d.mean + d.std, np.float32)
-    wanted = torch_trainer.from_ours(c, sharding.named(jax.tree.map(filled, model.declare(cfg.model))))
+    wanted = torch_trainer.from_ours(c, sharding.flatten_named(jax.tree.map(filled, model.declare(cfg.model))))
     found = torch_trainer.Transformer(c).state_dict()
     assert found.keys() == wanted.keys()
     for place, value in found.items():

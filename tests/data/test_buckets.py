@@ -295,10 +295,10 @@ def test_a_run_in_a_bucket_equals_a_run_on_disk(home, tmp_path, monkeypatch, cap
     files = {Path(name).name for name in bucket.file_system(address)[0].ls(address, detail=False)}
     assert {"config.json", "metrics.jsonl", "saved", "samples.txt", "report.png", "checkpoints"} <= files
     for mesh in ("data=1", "fsdp=2,tensor=2"):
-        ours, theirs = (sharding.named(restored(home, place, mesh)) for place in (disk, Address(address)))
+        ours, theirs = (sharding.flatten_named(restored(home, place, mesh)) for place in (disk, Address(address)))
         for name, x in ours.items():
             np.testing.assert_array_equal(theirs[name], x, err_msg=name)
-    ours, theirs = (sharding.named(load(str(place)).params) for place in (disk, address))
+    ours, theirs = (sharding.flatten_named(load(str(place)).params) for place in (disk, address))
     for name, x in ours.items():
         np.testing.assert_array_equal(theirs[name], x, err_msg=name)
     folders = [tmp_path / "slim-disk", tmp_path / "slim-bucket"]

@@ -82,7 +82,7 @@ def test_rows_are_printed_for_both_packings(tokens, capsys):
     for name, split in dataset.load(str(tokens)).splits.items():
         of_split = said.partition(f"\n{name}: ")[2].partition("\n\n")[0]
         for packing in ("windows", "documents"):
-            words = dataset.in_words(split, DataConfig(seq_len=60, packing=packing))
+            words = dataset.describe_epoch(split, DataConfig(seq_len=60, packing=packing))
             assert f"  {words}\n" in of_split and (" windows of " in words) == (packing == "windows")
 
 

@@ -93,7 +93,7 @@ def test_a_sorted_text_comes_out_unsorted(tmp_path):
 def test_every_target_occurs_once_per_epoch(path):
     """Catches windows that omit tokens, or read them twice, at the end of the stream."""
     cfg = config(f"{path}/code", **{"data.seq_len": 7})
-    count = dataset.opened(cfg).splits["train"].windows(7)
+    count = dataset.open_corpus(cfg).splits["train"].windows(7)
     assert count % B and 300 % 7, "an epoch here must end inside a batch, and the last window be short"
     read = sequences(cfg, range(6 * count // B + 1))
     for epoch in range(6):
@@ -156,7 +156,7 @@ def test_a_mixture_is_evaluated_on_all_its_sources(path):
     cfg = config(path, TWO)
     counted = np.concatenate([b["targets_BT"][b["weights_BT"] > 0] for b in dataset.evaluation_batches(cfg)])
     assert {source_of([t]) for t in counted if t < 3000} == set(SIZES) and len(counted) == 3 * 21 - 1
-    manifest = dataset.opened(cfg).manifest
+    manifest = dataset.open_corpus(cfg).manifest
     of = {name: dataset.load(f"{path}/{name}").manifest["unigram_nats"] for name in SIZES}
     assert manifest["unigram_nats"] == pytest.approx(0.7 * of["code"] + 0.3 * of["prose"])
     assert set(dataset.fingerprint(cfg)["source"]) == set(SIZES)

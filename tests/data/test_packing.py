@@ -126,7 +126,7 @@ def test_the_number_of_numpy_calls_does_not_grow_with_the_text():
 def test_every_token_occurs_once_per_epoch_and_no_short_document_is_cut(path):
     """Catches documents lost, doubled or cut, targets from another document, and padding that has an effect."""
     cfg, wanted = config(path), Counter(pieces_of(DOCUMENTS))
-    count = dataset.rows_of(dataset.opened(cfg).splits["train"], cfg.data)
+    count = dataset.rows_of(dataset.open_corpus(cfg).splits["train"], cfg.data)
     assert count % B, "an epoch here must end inside a batch"
     rows = [*rows_of(cfg, range(3 * count // B + 1))]
     epochs = [rows[n * count : (n + 1) * count] for n in range(3)]
@@ -171,7 +171,7 @@ def test_any_number_of_hosts_makes_the_same_rows_from_any_step_on(path, hosts):
     """Catches a packing that depends on the host or on earlier steps."""
     cfg, never_stopped = config(path), [dataset.batch(config(path), step) for step in range(25)]
     for step in np.random.default_rng(hosts).permutation(25):
-        dataset.packed.cache_clear()
+        dataset.packed_rows.cache_clear()
         for devices in test_hosts.hosts_of(sharding.make_mesh("data=8"), hosts):
             rows = sharding.own_rows(sharding.make_mesh("data=8"), B, devices)
             made = dataset.batch(cfg, int(step), rows=rows)
@@ -247,7 +247,7 @@ def test_a_bucket_gives_the_same_rows_from_its_position_files(path, monkeypatch)
     read, honest = [], dataset.bucket.Shard.__getitem__
     monkeypatch.setattr(dataset.bucket.Shard, "__getitem__", lambda s, part: read.append(s.name) or honest(s, part))
     split = dataset.load(f"file://{path}").splits["train"]
-    assert np.array_equal(split.edges(), dataset.load(path).splits["train"].edges())
+    assert np.array_equal(split.document_edges(), dataset.load(path).splits["train"].document_edges())
     assert sorted(read) == [f"train-{n:05}.begins.npy" for n in range(len(split.shards))]
     same = [dataset.batch(config(where), 5) for where in (path, f"file://{path}")]
     assert all(np.array_equal(x, same[1][name]) for name, x in same[0].items())
@@ -260,7 +260,7 @@ def test_the_line_about_rows_is_right(path):
     """Catches a wrong share of cut documents or of padding."""
     split, lengths = dataset.load(path).splits["train"], [1 + len(one) for one in DOCUMENTS]
     lengths[-1] -= 1  # the last token has no target
-    stream, rows = sum(lengths), len(packing.pack(split.edges(), T))
+    stream, rows = sum(lengths), len(packing.pack(split.document_edges(), T))
     ends = np.cumsum(lengths)
     longer, over_an_edge = np.greater(lengths, T).sum(), np.sum((ends - lengths) // T != (ends - 1) // T)
     padding = f", {1 - stream / rows / T:.2%} padding"
@@ -270,10 +270,12 @@ def test_the_line_about_rows_is_right(path):
     ):
         cfg, noun = config(path, **{"data.packing": kind}), "rows" if more else "windows"
         said = f"120 documents in {count} {noun} of 14 tokens, {cut / 120:.1%} of them cut{more}"
-        assert dataset.in_words(split, cfg.data) == said
+        assert dataset.describe_epoch(split, cfg.data) == said
         assert dataset.epoch_steps(cfg) == {"": -(-count // B)}
     far = dataset.load(f"file://{path}").splits["train"]
-    assert dataset.in_words(far, cfg.data) == f"documents in {count} windows of 14 tokens", "no file is read for it"
+    assert dataset.describe_epoch(far, cfg.data) == f"documents in {count} windows of 14 tokens", (
+        "no file is read for it"
+    )
 
 
 def test_contradicting_settings_are_refused(path):

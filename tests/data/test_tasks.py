@@ -76,7 +76,10 @@ def test_only_answers_count_in_a_run(own, tmp_path, kind):
     where = {"disk": f"{tmp_path}/home/own", "bucket": f"file://{tmp_path}/home/own", "mixture": f"{tmp_path}/home"}
     cfg = preset("tiny", **{"data.path": where[kind], "data.seq_len": 37, "data.batch_size": 5, "data.shuffle": False,
                             "data.mixture": "own=0.5,plain=0.5" if kind == "mixture" else ""})  # fmt: skip
-    found, windows = b"", dataset.opened(cfg).sources.get("own", dataset.opened(cfg)).splits["train"].windows(37)
+    found, windows = (
+        b"",
+        dataset.open_corpus(cfg).sources.get("own", dataset.open_corpus(cfg)).splits["train"].windows(37),
+    )
     made = [dataset.batch(cfg, step) for step in range(-(-2 * windows // 5))]
     for tokens_T, targets_T, weights_T in (row for b in made for row in zip(
         *(b[f"{name}_BT"] for name in ("tokens", "targets", "weights")), strict=True)):  # fmt: skip

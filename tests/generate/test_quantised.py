@@ -12,8 +12,8 @@ import pytest
 
 import model
 from generate.cache import cached_forward, empty_cache
-from generate.quantised import Quantised, quantize
-from sharding import make_mesh, named
+from generate.quantised import Quantized, quantize
+from sharding import flatten_named, make_mesh
 from tests.generate.models import CONFIGS, placed, rule_text
 from tests.generate.test_command import run
 
@@ -57,9 +57,9 @@ def relative_error(got, want):
 def test_a_weight_is_off_by_at_most_half_its_channels_scale(cfg):
     """Catches one scale for a whole matrix, or for inputs instead of outputs; rounding toward 0; a matrix that is not
     quantized, or a norm or router that is; and memory that is not saved."""
-    before, after = (jax.device_get(named(parameters(cfg, weights=weights))) for weights in ("compute", "int8"))
+    before, after = (jax.device_get(flatten_named(parameters(cfg, weights=weights))) for weights in ("compute", "int8"))
     total = 0
-    for name, d in named(model.declare(cfg.model)).items():
+    for name, d in flatten_named(model.declare(cfg.model)).items():
         if "norm" in name or "bias" in name or "router" in name:
             np.testing.assert_array_equal(after[name], before[name])
             total += 4 * d.size
@@ -81,7 +81,7 @@ def test_logits_of_int8_weights_are_close():
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "stage=2,expert=2"])
 def test_int8_weights_are_the_same_on_every_mesh(mesh):
     """Catches scales computed from the local shard only, and scales of another shard."""
-    want, got = (jax.device_get(named(parameters(MOE, where, "int8"))) for where in ("data=1", mesh))
+    want, got = (jax.device_get(flatten_named(parameters(MOE, where, "int8"))) for where in ("data=1", mesh))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     if mesh == "fsdp=2,tensor=2":
         got, want = logits(MOE, mesh, weights="int8"), logits(MOE, weights="int8")
@@ -95,8 +95,8 @@ def test_weights_are_gathered_as_int8():
         read, first, _ = run_forward(MLA, "fsdp=2", weights, "compute")
         found = re.findall(r"all_gather.*-> tensor<[\dx]+x(\w+)>", read.lower(*first).as_text())
         gathers[weights] = collections.Counter(found)
-    matrices = sum(isinstance(w, Quantised) for w in jax.tree.leaves(
-        parameters(MLA, "fsdp=2", "int8"), is_leaf=lambda w: isinstance(w, Quantised)))  # fmt: skip
+    matrices = sum(isinstance(w, Quantized) for w in jax.tree.leaves(
+        parameters(MLA, "fsdp=2", "int8"), is_leaf=lambda w: isinstance(w, Quantized)))  # fmt: skip
     joined = MLA.model.n_layers * (matrices - 1) + 2  # the embedding is used twice
     assert gathers["int8"]["i8"] == joined
     assert gathers["int8"]["f32"] == gathers["compute"]["f32"] - joined

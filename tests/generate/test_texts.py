@@ -59,7 +59,7 @@ def test_unused_ids_are_never_generated():
     sampler = Sampler(TINY, jax.device_put(params), gaps)
     for settings in (dict(temperature=0), dict(temperature=3.0, top_k=0, top_p=1.0, repetition_penalty=1.5)):
         asked = Request("ab", tokens=9, logprobs=20, **settings)
-        (one,), (drafted, _) = sampler.write([asked]), sampler.speculate(asked, sampler, 3)
+        (one,), (drafted, _) = sampler.run_requests([asked]), sampler.speculate(asked, sampler, 3)
         tokens = [*one.tokens, *drafted.tokens]
         assert max(id for token in tokens for id in (token.id, *dict(token.alternatives))) <= 255
         assert len(tokens) == 18 and all(np.isfinite(token.logprob) for token in tokens)
@@ -84,7 +84,7 @@ def test_prompt_lengths_share_few_engines(rule):
     """Catches an engine for every prompt length, each of which takes seconds to compile."""
     sampler = Sampler(replace(RULE, **{"data.seq_len": 256}), rule.params, BYTES)
     for length in (5, 6, 7, 200, 190):
-        sampler.texts([Request("x" * length, tokens=3, seed=length)])
+        sampler.generate_texts([Request("x" * length, tokens=3, seed=length)])
     assert [*sampler.engines] == [(1, 16, 8), (1, 256, 64)]
     assert len({id(engine.params) for engine in sampler.engines.values()}) == 1, "each engine has separate weights"
     engines = sampler.engines.values()
@@ -123,19 +123,19 @@ def test_a_text_ends_at_end_of_text_or_at_its_maximum_length():
     """Catches a text that continues after end of text, includes it, or ends early; a step too many; a row that ends
     because another does; and padding rows that are drawn."""
     sampler = Scripted(lambda token: EOT if token == ord("d") else token + 1)
-    assert sampler.texts([Request("a", tokens=50)]) == ["abcd"]
+    assert sampler.generate_texts([Request("a", tokens=50)]) == ["abcd"]
     assert len(sampler.calls) == 4  # a, b, c, d: the end token is not run through the model
     sampler.calls.clear()
-    assert sampler.texts([Request("A", tokens=5), Request("a", tokens=7), Request("xyz", tokens=1)]) == [
+    assert sampler.generate_texts([Request("A", tokens=5), Request("a", tokens=7), Request("xyz", tokens=1)]) == [
         "ABCDEF", "abcd", "xyz{"]  # fmt: skip
     # End of text, prompt and new tokens fill 18 positions: 1 + 1 + 16, and 1 + 16 + 1.
     sampler.calls.clear()
-    assert sampler.texts([Request("A", tokens=99), Request("0" * 16, tokens=99)]) == [
+    assert sampler.generate_texts([Request("A", tokens=99), Request("0" * 16, tokens=99)]) == [
         "ABCDEFGHIJKLMNOPQ", "0" * 16 + "1"]  # fmt: skip
     looked_up = np.concatenate([positions.ravel() for positions in sampler.calls])
     assert looked_up.max(where=looked_up < NOWHERE, initial=0) == 16  # of 0 to 17; the last new token is not run
     with pytest.raises(UserError) as error:
-        sampler.texts([Request("0" * 17)])
+        sampler.generate_texts([Request("0" * 17)])
     assert str(error.value) == (
         "a prompt of 17 tokens and the end-of-text token before it leave no room in data.seq_len=18; "
         "shorten the prompt to at most 16 tokens"
@@ -145,7 +145,7 @@ def test_a_text_ends_at_end_of_text_or_at_its_maximum_length():
 def test_positions_follow_the_prompt():
     """Catches a decoded token at the position after the padding, or at that of another row."""
     sampler = Scripted(lambda token: token + 1)
-    sampler.texts([Request("a", tokens=3), Request("abcde", tokens=3)])
+    sampler.generate_texts([Request("a", tokens=3), Request("abcde", tokens=3)])
     decoded = [positions.ravel().tolist() for positions in sampler.calls if positions.shape == (2, 1)]
     assert decoded == [[2, 6], [3, 7]]
     read = [positions.ravel().tolist() for positions in sampler.calls if positions.shape == (1, 8)]
@@ -154,7 +154,9 @@ def test_positions_follow_the_prompt():
 
 def test_an_empty_prompt_is_continued():
     """Catches a missing end-of-text token before the prompt, without which there is no token to continue."""
-    assert Scripted(lambda token: ord("d") if token == EOT else token + 1).texts([Request("", tokens=3)]) == ["def"]
+    assert Scripted(lambda token: ord("d") if token == EOT else token + 1).generate_texts([Request("", tokens=3)]) == [
+        "def"
+    ]
 
 
 def test_streamed_pieces_add_up_to_the_text():
@@ -164,7 +166,7 @@ def test_streamed_pieces_add_up_to_the_text():
     after = dict(zip(text.encode(), text.encode()[1:], strict=False))
     sampler, streamed = Scripted(lambda token: after.get(token, 0xE2)), []
     requests = [Request("n", tokens=9), Request("n", tokens=3)]
-    texts = sampler.texts(requests, stream=lambda row, piece: streamed.append((row, piece)))
+    texts = sampler.generate_texts(requests, stream=lambda row, piece: streamed.append((row, piece)))
     assert len(set(text.encode())) == len(text.encode()) == 10
     assert texts == ["né→😀", "né\ufffd"]  # the second ends within a character
     for row, want in enumerate(("é→😀", "é\ufffd")):
@@ -186,7 +188,7 @@ def test_a_text_ends_before_a_stop(stop, text, drawn):
     """Catches a stop in the text, or found only within a token; the beginning of a stop that is streamed, or lost if
     the stop is not completed; and tokens after it."""
     sampler, streamed = Scripted(lambda token: token + 1), []
-    (one,) = sampler.write([Request("a", tokens=8, stop=stop)], stream=lambda _, piece: streamed.append(piece))
+    (one,) = sampler.run_requests([Request("a", tokens=8, stop=stop)], stream=lambda _, piece: streamed.append(piece))
     assert one.text == "".join(streamed) == text
     assert one.ended == ("length" if len(text) == 8 else "stop")
     assert len(one.tokens) == drawn
@@ -196,4 +198,4 @@ def test_seeds_may_have_any_size():
     """Catches an overflow, and different seeds that become equal."""
     asked = lambda seed: BatchSettings.from_rows([(Request(seed=seed), 0)], 60).seed.tolist()
     assert asked(-1) == [2**32 - 1] != asked(2**31)
-    assert Scripted(lambda token: token + 1).texts([Request("a", tokens=1, seed=-(2**70))]) == ["ab"]
+    assert Scripted(lambda token: token + 1).generate_texts([Request("a", tokens=1, seed=-(2**70))]) == ["ab"]

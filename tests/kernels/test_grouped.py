@@ -233,7 +233,7 @@ def test_residuals_are_only_the_operands():
 def test_the_backward_pass_of_a_permutation(copies):
     """Catches a gradient permuted in the forward direction, and one that loses all copies of a row but one."""
     order, x = jnp.array([2, 0, 3, 1]), jnp.arange(8.0 / copies).reshape(-1, 2)
-    permute = lambda x: model.permuted(x, order, jnp.argsort(order), copies)
+    permute = lambda x: model.permute_rows(x, order, jnp.argsort(order), copies)
     out, pull = jax.vjp(permute, x)
     want, want_pull = jax.vjp(lambda x: x[order // copies], x)
     np.testing.assert_array_equal(out, want)

@@ -33,7 +33,7 @@ def test_an_error_names_the_setting_that_does_not_split(name, mesh, what, flag):
     setting, *values = re.search(r"--(\S+) ([\d or]+)", text).group(0)[2:].replace(" or ", " ").split()
     for value in values:  # another parameter may still fail to split
         changed = replace(cfg, **{"model.d_head": cfg.model.d_head, setting: int(value)}).model
-        d = sharding.named(model.declare(changed))[what.split(" of ")[1]]
+        d = sharding.flatten_named(model.declare(changed))[what.split(" of ")[1]]
         size, axes = d.shape[d.dims.index(what[0])], sharding.as_tuple(d.spec[d.dims.index(what[0])])
         assert size % math.prod(mesh.sizes[axis] for axis in axes) == 0
     presets = text.split(f"presets that split over {mesh}: ")[1]

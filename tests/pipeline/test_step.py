@@ -56,7 +56,7 @@ prefix   tensor=2                      schedule=1f1b         microbatches=8
 def cases() -> dict[str, set]:
     """Return each case with the pairs of axis and feature that it tests."""
     rows = [line.split() for line in CASES.strip().splitlines()]
-    return {" ".join(row): helpers.meetings(row[1], row[0], row[2], *row[4:]) for row in rows}
+    return {" ".join(row): helpers.tested_pairs(row[1], row[0], row[2], *row[4:]) for row in rows}
 
 
 def config(case: str, **more):
@@ -134,7 +134,7 @@ def test_only_gradients_travel_over_data():
     found = [one for one in ledger.read(program.compile().as_text(), mesh).collectives if "data" in one.axes]
     assert {one.kind for one in found} == {"all-reduce"}
     slices = sum(
-        d.size // (2 if "fsdp" in str(d.spec) else 1) for d in sharding.named(model.declare(cfg.model)).values()
+        d.size // (2 if "fsdp" in str(d.spec) else 1) for d in sharding.flatten_named(model.declare(cfg.model)).values()
     )
     sent = sum(one.count * one.wire_bytes for one in found)
     # An all-reduce over 2 devices sends the array once; sums of the loss and the router come on top.
@@ -154,7 +154,7 @@ def test_weights_are_gathered_per_layer_or_per_step():
     gradient that is scattered more often than its weight is gathered."""
     for gather, gathers, scatters in (("layer", 8, 4), ("step", 1, 1)):
         cfg, found = collectives(gather)
-        layers = [d for name, d in sharding.named(model.declare(cfg.model)).items()
+        layers = [d for name, d in sharding.flatten_named(model.declare(cfg.model)).items()
                   if "fsdp" in str(d.spec) and not name.startswith("embedding")]  # fmt: skip
         gathered = 4 * sum(d.size for d in layers) / 2  # (n - 1)/n of the gathered array, n = 2
         for kind, times in (("all-gather", gathers), ("reduce-scatter", scatters)):

@@ -64,8 +64,8 @@ for which, text in json.load(sys.stdin):
     mesh = sharding.make_mesh(MeshConfig.parse(text), jax.devices())
     c, here = mesh_explorer.preset(which).model, {}
     blocks = model.declare(c).blocks
-    asked = {n.split(".")[-1]: (d.shape, s) for (n, d), s in zip(sharding.named(blocks).items(),
-             sharding.named(sharding.specs(blocks)).values(), strict=True)}
+    asked = {n.split(".")[-1]: (d.shape, s) for (n, d), s in zip(sharding.flatten_named(blocks).items(),
+             sharding.flatten_named(sharding.specs(blocks)).values(), strict=True)}
     asked["key_bgSK"] = (c.n_blocks, 32, c.n_kv_heads, 4096, c.d_head), cache_spec(c)
     for name, (shape, spec) in asked.items():
         map = NamedSharding(mesh, spec).devices_indices_map(shape)

@@ -166,7 +166,7 @@ def test_a_step_of_an_earlier_version_is_read(tmp_path):
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "about.json").write_text("{}")
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "5" / "state", sharding.named(state))
+        checkpointer.save(tmp_path / "5" / "state", sharding.flatten_named(state))
     checkpoint.write_manifest(str(tmp_path / "5"), 5, None)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore(tmp_path, state), state)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.restore_params(tmp_path, target), state["params"])
@@ -323,8 +323,8 @@ def test_a_state_moves_from_any_mesh_to_any_other(saved_on_each_mesh, random_sta
     """Catches a shard that is written twice, not at all, or read into another's position; and an array whose sharding
     is not the one that the training step needs."""
     wanted = target(preset("tiny"), there)
-    got = sharding.named(checkpoint.restore(saved_on_each_mesh, wanted, MESHES.index(here)))
-    wanted, want = sharding.named(wanted), sharding.named(random_state)
+    got = sharding.flatten_named(checkpoint.restore(saved_on_each_mesh, wanted, MESHES.index(here)))
+    wanted, want = sharding.flatten_named(wanted), sharding.flatten_named(random_state)
     assert list(got) == list(want)
     for name, x in want.items():
         np.testing.assert_array_equal(np.asarray(got[name]), x, err_msg=name)
@@ -403,7 +403,7 @@ def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_p
     with checkpoint.open_directory(tmp_path) as saver:
         checkpoint.save(saver, 2, state, {})
     moved = checkpoint.restore(tmp_path, target(plain, "fsdp=2"))
-    got, trained = sharding.named(moved), sharding.named(state)
+    got, trained = sharding.flatten_named(moved), sharding.flatten_named(state)
     assert list(got) == list(trained)
     for name, x in trained.items():
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(x), err_msg=name)

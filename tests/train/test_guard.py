@@ -107,7 +107,7 @@ def test_a_skipped_step_changes_only_the_counters(taken):
     counts the step, and a data position that does not advance, so that the same batch would return forever."""
     _, states, _ = taken
     for n, same in enumerate([False, True, True, False]):
-        before, after = sharding.named(states[n]), sharding.named(states[n + 1])
+        before, after = sharding.flatten_named(states[n]), sharding.flatten_named(states[n + 1])
         changed = {name for name in before if not np.array_equal(before[name], after[name])}
         counters = {"step", "skipped_steps", "skipped_in_a_row"}
         if same:
@@ -128,7 +128,7 @@ def test_metrics_report_skipped_steps(taken):
     assert [int(m["skipped_in_a_row"]) for m in metrics] == [0, 1, 2, 0]
     rate = optimizer.learning_rate(cfg.optim, cfg.run.steps)
     assert [float(m["lr"]) for m in metrics] == pytest.approx([float(rate(n)) for n in (0, 1, 1, 1)])
-    names = np.array(list(optimizer.places(cfg)))
+    names = np.array(list(optimizer.layer_parameters(cfg)))
     bad = [f"{BAD}, block 1"]
     assert [names[m["not_finite"]].tolist() for m in metrics] == [[], bad, bad, []]
     assert [math.isfinite(m["grad_norm"]) for m in metrics] == [True, False, False, True]
@@ -137,7 +137,7 @@ def test_metrics_report_skipped_steps(taken):
 def test_places_follow_the_forward_pass():
     """Catches an order by parameter, with block 1 before the feed-forward layer of block 0, and a wrong index."""
     cfg = preset("tiny", **{"model.n_layers": 8, "model.dense_prefix": 2, "model.moe_every": 3})
-    places = optimizer.places(cfg)
+    places = optimizer.layer_parameters(cfg)
     names = list(places)
     assert len(names) == len(set(names)) and sorted(places.values()) == list(range(len(names)))
     assert names[0] == "embedding_VD" and names[-2:] == ["norm_D", "unembedding_DV"]
@@ -150,8 +150,8 @@ def test_places_follow_the_forward_pass():
                        (f"dense, block {n}, layer 0", f"dense, block {n}, layer 1", f"moe, block {n}"))]  # fmt: skip
     assert layers == sorted(layers, key=order.index), "a layer is left and entered again"
     ends = np.cumsum([0] + [math.prod(d.shape[: optimizer.stacked_dims(d)])
-                            for d in sharding.named(model.declare(cfg.model)).values()])  # fmt: skip
-    number = list(sharding.named(model.declare(cfg.model))).index("blocks.dense.attention.w_out_HUD")
+                            for d in sharding.flatten_named(model.declare(cfg.model)).values()])  # fmt: skip
+    number = list(sharding.flatten_named(model.declare(cfg.model))).index("blocks.dense.attention.w_out_HUD")
     assert places["blocks.dense.attention.w_out_HUD, block 1, layer 0"] == ends[number] + 2
 
 
@@ -216,7 +216,7 @@ def values_of(in_a_row):
 
 
 CFG = preset("tiny", **SMALL)
-WATCHED = list(optimizer.places(CFG))
+WATCHED = list(optimizer.layer_parameters(CFG))
 
 
 def test_the_watch_looks_back_ten_steps_and_names_both_ends():
@@ -258,7 +258,7 @@ def test_gradient_statistics_change_no_result(finished):
     """Catches a step that compiles to another program, with other rounding, when statistics are written."""
     asked, plain, runs = finished
     assert untimed(rows(runs / "asked", "train")) == untimed(rows(runs / "small", "train"))
-    a, b = (sharding.named(restored(argv, runs / name)) for argv, name in ((asked, "asked"), (plain, "small")))
+    a, b = (sharding.flatten_named(restored(argv, runs / name)) for argv, name in ((asked, "asked"), (plain, "small")))
     for name in a:
         np.testing.assert_array_equal(np.asarray(a[name]), np.asarray(b[name]), err_msg=name)
 
@@ -272,14 +272,14 @@ def test_norms_are_those_of_the_step(finished):
     cfg = main.parse(asked)
     mesh = sharding.make_mesh(cfg.mesh)
     state, step = optimizer.init(cfg, mesh), optimizer.train_step(cfg, mesh)
-    host = lambda tree: {n: np.asarray(x, np.float64) for n, x in sharding.named(tree).items()}
+    host = lambda tree: {n: np.asarray(x, np.float64) for n, x in sharding.flatten_named(tree).items()}
     for n in range(5):
         before = host(state.params)
         state, values = step(state, sharding.put(dataset.batch(cfg, n), mesh))
     after, row = host(state.params), norms[0]
     assert list(row["gradient"]) == list(row["update"]) == list(row["parameter"]) == list(before)
     for name, x in before.items():
-        d = sharding.named(model.declare(cfg.model))[name]
+        d = sharding.flatten_named(model.declare(cfg.model))[name]
         over = tuple(range(len(d.dims) - len(d.dims.strip("LJP")), x.ndim))
         # float32 sums of a few thousand squares; a difference of parameters near 1 keeps 1e-7 of them, updates are 1e-3
         norm = lambda x, over=over: np.sqrt(np.sum(x**2, axis=over))
@@ -302,7 +302,7 @@ def test_a_replayed_step_is_bit_identical(finished, step, logged):
     assert f"logged: the {logged} is {row['loss']!r}, bit-identical\n" in out
     assert re.search(rf"^step {step}: loss [\d.]+, norm of the gradient [\d.]+$", out, re.MULTILINE)
     table = re.findall(r"^(\w[\w.]+_[A-Z]+(?:, \w+ \d)*) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", out, re.MULTILINE)
-    assert [name for name, *_ in table] == list(optimizer.places(main.parse(plain)))
+    assert [name for name, *_ in table] == list(optimizer.layer_parameters(main.parse(plain)))
     if step == 16:  # a row of one step: its norm is in the record
         total = math.sqrt(sum(float(gradient) ** 2 for _, gradient, *_ in table))
         assert total == pytest.approx(row["grad_norm"], rel=1e-4)  # six digits are printed

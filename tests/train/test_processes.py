@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from config import RunConfig
-from devices import unreachable
+from devices import why_not_writable
 from errors import UserError, exit_status
 from tests.train.several import SHORT, Ended, pair, together
 from tests.train.small_run import ROOT, flags
@@ -344,13 +344,13 @@ def test_incomplete_environments_are_refused(monkeypatch, told, message):
 
 def test_an_unresponsive_cache_disk_is_skipped(tmp_path, monkeypatch):
     """Catches a start that waits for a dead file server, and a run refused because its programs cannot be cached."""
-    assert unreachable(str(tmp_path / "new" / "cache")) == ""
+    assert why_not_writable(str(tmp_path / "new" / "cache")) == ""
     (tmp_path / "file").touch()
-    assert "cannot be written: " in unreachable(str(tmp_path / "file" / "cache"))
+    assert "cannot be written: " in why_not_writable(str(tmp_path / "file" / "cache"))
     stuck = threading.Event()
     monkeypatch.setattr("pathlib.Path.mkdir", lambda *_, **__: stuck.wait(20))
     begin = time.monotonic()
-    assert unreachable(str(tmp_path), longest_s=0.3) == "does not answer within 0.3 s"
+    assert why_not_writable(str(tmp_path), longest_s=0.3) == "does not answer within 0.3 s"
     assert time.monotonic() - begin < 5
     stuck.set()
 

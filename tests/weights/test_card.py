@@ -28,7 +28,7 @@ def run(tmp_path):
 
 def render(run, about=ABOUT, step=8, scores=None, hf=None):
     """Return the parsed YAML header and the rest of a card."""
-    text = card.render_card(run, about, sharding.named(model.declare(CFG.model)), step, scores or {}, hf)
+    text = card.render_card(run, about, sharding.flatten_named(model.declare(CFG.model)), step, scores or {}, hf)
     _, header, rest = text.split("---\n", 2)
     return yaml.safe_load(header), rest
 

@@ -116,7 +116,7 @@ def change_tensors(folder, change):
 
 def write_run(cfg, run, dtype="float32"):
     """A run directory as `from-hf` wrote it in .npy files, with random weights. Returns them by name."""
-    weights = {name: x.astype(dtype) for name, x in sharding.named(draw(declare(cfg.model))).items()}
+    weights = {name: x.astype(dtype) for name, x in sharding.flatten_named(draw(declare(cfg.model))).items()}
     (run / "weights").mkdir(parents=True)
     for name, x in weights.items():
         np.save(run / "weights" / f"{name}.npy", x.view(np.uint16) if dtype == "bfloat16" else x)
@@ -250,7 +250,7 @@ def test_a_training_run_is_converted_from_its_newest_checkpoint(tmp_path, capsys
     status, said, _ = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf", capsys=capsys)
     assert status == 0 and f"parameters of step 12 of {tmp_path}/run\n" in said
     convert.from_hf(tmp_path / "hf", tmp_path / "back")
-    got, want = convert.open_weights(tmp_path / "back"), sharding.named(new)
+    got, want = convert.open_weights(tmp_path / "back"), sharding.flatten_named(new)
     assert not [name for name in want if not np.array_equal(got[name][()], want[name])]
 
     wider = replace(cfg, **{"model.d_ff": 44}).to_dict()
@@ -268,7 +268,7 @@ def test_a_training_run_is_converted_from_its_newest_checkpoint(tmp_path, capsys
 def test_every_parameter_appears_exactly_once(c):
     """Catches a parameter without a row, two rows for one, a missing layer or expert, a tensor named twice."""
     want = {(name, index)
-            for name, d in sharding.named(declare(c)).items()
+            for name, d in sharding.flatten_named(declare(c)).items()
             for index in np.ndindex(d.shape[: d.dims.index(name.rsplit("_", 1)[1])])}  # fmt: skip
     found = families.pieces(c)
     parts = [(p.name, p.index) for piece in found for p in piece.parts]
@@ -284,7 +284,7 @@ def test_a_missing_row_is_named(name, monkeypatch):
     """Catches a parameter that no tensor contains: each row of a table is removed in turn."""
     c = OTHERS[name].model if name in OTHERS else config_from_hf(folders.Folder(FIXTURES / name).json("config.json"))
     kind = families.family_of(c)
-    family, there, found = FAMILIES[kind], " ".join(sharding.named(declare(c))) + " ", 0
+    family, there, found = FAMILIES[kind], " ".join(sharding.flatten_named(declare(c))) + " ", 0
     for part in ("outside", "layer"):
         for gone in getattr(family, part):
             if f"{gone.parameters[0]} " not in there or (gone.needs and not gone.needs(c)):
@@ -303,7 +303,7 @@ def test_a_missing_row_is_named(name, monkeypatch):
 def test_every_number_on_disk_is_one_of_our_parameters(family):
     """Catches a layout that omits a column or uses one twice, by counting on an array of zeros."""
     c = config_from_hf(folders.Folder(FIXTURES / family).json("config.json"))
-    declared = sharding.named(declare(c))
+    declared = sharding.flatten_named(declare(c))
     for piece in families.pieces(c):
         count, sizes = np.zeros(piece.shape, int), families._sizes(piece.parts, declared)
         for part in piece.parts:
@@ -326,7 +326,7 @@ def test_settings_round_trip(name):
 
 def test_gptj_6b_has_the_published_number_of_parameters():
     """6,050,882,784, from shapes only. Catches a bias too many or too few."""
-    assert sum(d.size for d in sharding.named(declare(preset("gptj_6b").model)).values()) == 6_050_882_784
+    assert sum(d.size for d in sharding.flatten_named(declare(preset("gptj_6b").model)).values()) == 6_050_882_784
 
 
 @every_family
@@ -545,8 +545,8 @@ def test_the_command_line_end_to_end(tmp_path):
 def test_weights_are_sharded_as_declared(family, runs):
     """Catches a parameter replicated on every device, which only memory would reveal."""
     c, mesh = convert.read_config(runs[family]), sharding.make_mesh(MESHES[family])
-    declared = sharding.named(declare(c))
-    for name, x in sharding.named(convert.load_weights(runs[family], declare(c), mesh)).items():
+    declared = sharding.flatten_named(declare(c))
+    for name, x in sharding.flatten_named(convert.load_weights(runs[family], declare(c), mesh)).items():
         assert x.sharding.spec == declared[name].spec and x.dtype == declared[name].dtype, name
 
 
@@ -555,7 +555,7 @@ def test_bfloat16_weights_are_loaded_as_declared(tmp_path):
     cfg = OTHERS["tiny"]
     want = write_run(cfg, tmp_path / "run", "bfloat16")
     got = convert.load_weights(tmp_path / "run", declare(cfg.model), sharding.make_mesh("fsdp=2,tensor=2"))
-    for name, x in sharding.named(got).items():
+    for name, x in sharding.flatten_named(got).items():
         assert x.dtype == np.float32 and np.array_equal(x, want[name].astype(np.float32)), name
 
 

@@ -36,13 +36,13 @@ def command(*argv) -> int:
 
 
 def params(seed):
-    return sharding.named(draw(model.declare(CFG.model), seed))
+    return sharding.flatten_named(draw(model.declare(CFG.model), seed))
 
 
 def served(directory) -> bool:
     """Return whether `generate` opens the parameters of step 12."""
     want = cache.unstack(draw(model.declare(CFG.model), 12), CFG.model, sharding.make_mesh("", jax.devices()[:1]))
-    return equal(sharding.named(generate.load(str(directory)).params), sharding.named(want))
+    return equal(sharding.flatten_named(generate.load(str(directory)).params), sharding.flatten_named(want))
 
 
 def rows():
@@ -109,7 +109,7 @@ def test_other_commands_read_an_exported_folder(run, tmp_path):
     want = params(12)
     assert served(slim)
     cfg = replace(CFG, **{"run.init_from": str(slim)})
-    assert equal(sharding.named(init_from.load_init_params(cfg, sharding.make_mesh("fsdp=2,tensor=2"))), want)
+    assert equal(sharding.flatten_named(init_from.load_init_params(cfg, sharding.make_mesh("fsdp=2,tensor=2"))), want)
     for source, out in ((run, "from_run"), (slim, "from_slim")):
         assert command("to-hf", source, "--out", tmp_path / out) == 0
     assert equal(tensors_of(tmp_path / "from_slim"), tensors_of(tmp_path / "from_run"))
@@ -138,7 +138,7 @@ def test_a_step_is_selected_by_number_or_as_the_best(measured, tmp_path, capsys)
     existing steps."""
     opened = lambda step: open_run(str(measured), step=step)
     assert [opened(step).step for step in ("3", "best", "")] == [3, 12, 15]
-    assert equal(sharding.named(opened("3").params), params(3)) and opened("3").digest != opened("best").digest
+    assert equal(sharding.flatten_named(opened("3").params), params(3)) and opened("3").digest != opened("best").digest
     for words in (["slim", measured, tmp_path / "slim"], ["to-hf", measured, "--out", tmp_path / "hf"]):
         assert command(*words, "--step", "best") == 0
     assert equal(tensors_of(tmp_path / "slim"), params(12))
@@ -166,7 +166,7 @@ def test_a_bucket_works_like_a_folder(run, bucket, tmp_path):
         assert command("slim", source, out) == 0
     mesh = sharding.make_mesh("fsdp=2,tensor=2")
     far = convert.load_params(f"{bucket}/again", model.declare(CFG.model), mesh)
-    assert equal(sharding.named(far), params(12))
+    assert equal(sharding.flatten_named(far), params(12))
     assert convert.read_config(f"{bucket}/slim") == CFG.model
     assert served(f"{bucket}/slim")
 

@@ -272,7 +272,7 @@ BY_HAND = {
     # number per token. There is one chunk of tokens, so the backward pass need not recompute them.
     "tensor=2": ({},
                  there_and_back("grouped_attention", STREAM * 2) | there_and_back("feed_forward_branch", STREAM * 2)
-                 | there_and_back("embed", STREAM) | there_and_back("leave", STREAM) | NORMS
+                 | there_and_back("embed", STREAM) | there_and_back("final_norm", STREAM) | NORMS
                  | {("loss_sums", "all-reduce"): [3 * TOKENS]}),
     # Two layers, one per stage. Three microbatches take three ticks and one more for the last stage, forward and then
     # backward. The last stage's activations are spread over both stages for the loss. Parameters that one stage uses
