@@ -143,7 +143,7 @@ def _open_mixture(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corp
     for other in others:
         if other.manifest["tokenizer"] != first.manifest["tokenizer"]:
             raise UserError(f"data.mixture: {first.path} and {other.path} have ids of different tokenizers "
-                            f"({_describe_tokenizer(first)}, {_describe_tokenizer(other)}); prepare both with the same one")  # fmt: skip
+                            f"({_describe_tokenizer(first)}, {_describe_tokenizer(other)}); prepare both with one")  # fmt: skip
     names, weights = zip(*shares, strict=True)
     entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
                  for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
