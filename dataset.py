@@ -142,8 +142,9 @@ def _open_mixture(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corp
     first, *others = corpora
     for other in others:
         if other.manifest["tokenizer"] != first.manifest["tokenizer"]:
-            raise UserError(f"data.mixture: {first.path} and {other.path} have ids of different tokenizers "
-                            f"({_describe_tokenizer(first)}, {_describe_tokenizer(other)}); prepare both with one")  # fmt: skip
+            both = f"{_describe_tokenizer(first)}, {_describe_tokenizer(other)}"
+            raise UserError(f"data.mixture: {first.path} and {other.path} have ids of different tokenizers ({both}); "
+                            "prepare both with the same one")  # fmt: skip
     names, weights = zip(*shares, strict=True)
     entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
                  for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
@@ -321,7 +322,7 @@ def epoch_steps(cfg: Config) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)  # enough for all directories of a mixture
 def packed_rows(split: Split, seq_len: int) -> packing.Packed:
-    """Pack the documents of a split into rows, the same in each epoch and on each host. Raises: as `Split.document_edges`."""
+    """Pack the documents of a split into rows, the same on each host. Raises: as `Split.document_edges`."""
     return packing.pack(split.document_edges(), seq_len)
 
 

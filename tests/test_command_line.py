@@ -99,7 +99,7 @@ WRONG = {
     "nearest that do: 16 or 20",
     "tiny --mesh tensor=8 --data.seq_len 16": "cannot split H=4 of ",
     "tiny --mesh stage=4": "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 4",
-    "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end of text before it leave no room",
+    "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end-of-text token before it",
     "tiny --model.capacity_factor 0.01": "capacity is 0",
     "tiny --model.vocab_size 200": "has token ids 0..256, but model.vocab_size=200 allows 0..199; use --model.vocab",
     "tiny --data.seq_len 5000": "a window needs data.seq_len + 1 = 5001; use --data.seq_len ",
@@ -406,7 +406,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m pipeline": ["show 1f1b --stages 4 --microbatches 8", "draw zb --out zb.png",
                     "compare --stages 4 --microbatches 8"],
     "-m plan": ["moe1b --topology v4:4x4x2",
-                "moe1b --topology v4:4x4x2 --compile     # and by the TPU compiler, beside it; no TPU needed",
+                "moe1b --topology v4:4x4x2 --compile     # compare with the TPU compiler; needs no TPU",
                 "moe1b --topology v4:4x4x2 --why         # the traced step line by line, beside it",
                 "moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first",
                 "moe1b --topology v4:4x4x2 --max_batch   # the most sequences that fit, by compiling",
@@ -464,7 +464,7 @@ def test_help_verbose_explains_each_setting():
         text = said[start.end() : said.index("(default:", start.end())]
         words = re.findall(r"\b[a-z]{2,}\b", re.sub(r"--\S+|{\S+}", "", text))
         assert len(words) >= 2, f"{name}: {text}"
-    assert "learning rate when it has fallen, as a share of lr (default: 0.1)" in said
+    assert "final learning rate, as a fraction of lr (default: 0.1)" in said
 
 
 def test_help_is_quick_in_a_process():

@@ -1,6 +1,6 @@
 """Everything around the training step: a run's directory, checkpoints, interruptions, several hosts, monitoring.
 
-Read `directory.py` first: it lists the files of a run and controls who may write them; `storage.py` also stores them in
+Open `directory.py` first: it lists the files of a run and controls who may write them; `storage.py` also stores them in
 a bucket. `preflight.py` checks a run before it starts, and `start.py` builds or restores its state. `checkpoint.py`
 saves and restores, and `steps.py` verifies what was saved. `progress.py` evaluates and shows progress, and
 `interruptions.py` stops a run early without losing work. `processes.py` joins the processes of several hosts:
@@ -9,5 +9,5 @@ is lost or hangs, and `pace.py` finds a slow one. `guard.py` reports steps that 
 metrics to wandb, `report.py` plots them, and `selfcheck.py` tests the hosts. Three modules are also commands:
 `python -m train.checkpoint`, `train.report` and `train.selfcheck`.
 
-`main.py` uses all of them; `generate/`, `weights/` and other readers of a run use `checkpoint`.
+From outside: `main.py` uses all of them; `generate/`, `weights/` and other readers of a run use `checkpoint`.
 """

@@ -195,7 +195,7 @@ def test_a_failed_request_is_retried_and_printed(loop, capsys):
 @pytest.mark.parametrize("errors, message", [
     ([ConnectionResetError("cut")] * 99, r"serial/manifest\.json: ConnectionResetError: cut; gave up after 4 attempts"),
     ([PermissionError("no key")], r"serial/manifest\.json: PermissionError: no key$"),
-    ([FileNotFoundError("serial")], r"no tokens at 'loop://serial' \(no manifest\.json there\); make them with\n"),
+    ([FileNotFoundError("serial")], r"no tokens at 'loop://serial' \(it has no manifest\.json\); make them with\n"),
 ])  # fmt: skip
 def test_a_permanent_failure_ends_with_its_reason(loop, errors, message):
     """Catches a library's traceback, and minutes of retries that cannot succeed."""

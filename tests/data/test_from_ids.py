@@ -73,7 +73,7 @@ def test_without_an_end_of_text_a_new_id_is_added(tmp_path):
     manifest = from_ids([np.arange(65_536)], str(tmp_path / "a"), vocab_size=65_536, validation_ids=[3])
     assert manifest["tokenizer"] == {"name": "unknown", "fingerprint": None, "vocabulary": 65_537, "eot": 65_536}
     assert manifest["dtype"] == "uint32" and streams(tmp_path / "a")["val"] == [65_536, 3]
-    with pytest.raises(UserError, match=r"model\.vocab_size=65536 has 0\.\.65535; use --model.vocab_size 65544"):
+    with pytest.raises(UserError, match=r"model\.vocab_size=65536 allows 0\.\.65535; use --model.vocab_size 65544"):
         dataset.load(str(tmp_path / "a"), vocab_size=65_536)
 
 

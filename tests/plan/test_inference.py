@@ -248,7 +248,8 @@ def test_the_table_the_plot_and_the_json_agree(capsys, tmp_path, monkeypatch):
     found = json.loads(path.read_text())
     assert status == 0 and picture.read_bytes().startswith(b"\x89PNG")
     assert f"{found['most']} sequences, next to {found['weights_bytes'] / 2**30:.3f} GiB of weights" in out
-    assert "from 121 sequences on, than reading weights and cache at no batch; memory is full before, at 37" in out
+    assert "from 121 sequences on, and longer than reading weights and cache at no batch size" in out
+    assert "; memory is already full at 37" in out
     last = found["batches"][-1]
     assert last["batch"] == found["most"] and last["fits"]
     shown = re.search(rf"│ +{last['batch']} │(.*)│", out)[1].split("│")
