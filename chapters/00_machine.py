@@ -84,7 +84,7 @@ for B in 6 * sizes:  # six rounds, because other programs may disturb some
     seconds[B] = min(seconds[B], timed(jnp.ones((B, D))))
 my_prediction = None  # times the seconds of one row
 measured = seconds[8] / seconds[1]
-lesson.check_prediction("8 rows over 1 row", my_prediction, measured, "times", within=0.3)
+lesson.predicted("8 rows over 1 row", my_prediction, measured, "times", within=0.3)
 
 # %% [markdown]
 # ## Two roofs
@@ -232,7 +232,7 @@ for panel, spec in zip(axes.flat, specs, strict=True):
     held = jax.device_put(w_DF, NamedSharding(mesh, spec)).addressable_shards[0].data
     words = ", ".join(str(axis) for axis in spec)
     size = f"{held.nbytes / 2**20:.3g} MiB each"
-    lesson.draw_shards(panel, mesh, spec, "DF", f"P({words}): {size}")
+    lesson.slices(panel, mesh, spec, "DF", f"P({words}): {size}")
 
 # %% [markdown]
 # ## What a simulated device is
@@ -248,7 +248,7 @@ copies_FD = jax.device_put(ws[0], NamedSharding(eight, P()))
 on_one, on_eight = timed(x_BD, ws[:1]), timed(cut_BD, [copies_FD])
 print(f"processor time of one device: {on_one * 1e3:.0f} ms")
 print(f"of eight devices together:    {on_eight * 1e3:.0f} ms")
-assert lesson.all_close(product(x_BD, ws[0]), product(cut_BD, copies_FD))
+assert lesson.same(product(x_BD, ws[0]), product(cut_BD, copies_FD))
 assert on_eight > 0.7 * on_one
 del copies_FD
 
@@ -273,8 +273,8 @@ def run(x_spec, w_spec, y_spec):
     put = lambda array, spec: jax.device_put(array, NamedSharding(row, spec))
     args = put(x_BD, x_spec), put(w_DF, w_spec)
     laid_out = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(row, y_spec))
-    assert lesson.all_close(laid_out(*args), x_BD @ w_DF)  # one device's result
-    return lesson.compile_and_read(laid_out, row, *args)
+    assert lesson.same(laid_out(*args), x_BD @ w_DF)  # one device's result
+    return lesson.compiled(laid_out, row, *args)
 
 
 layouts = {"rows of x": (P(TENSOR), P(), P(TENSOR))}  # of x, of w, of the result
@@ -299,7 +299,7 @@ for cut, specs in layouts.items():
 found = run(P(None, TENSOR), P(TENSOR), P())
 my_prediction = None  # bytes
 (only,) = found.collectives
-lesson.check_prediction("all-reduce payload", my_prediction, only.payload_bytes, "bytes")
+lesson.predicted("all-reduce payload", my_prediction, only.payload_bytes, "bytes")
 print(f"{only.kind} over {only.axes[0]}, {found.flops:,} FLOPs per device")
 
 # %% [markdown]
@@ -309,8 +309,8 @@ print(f"{only.kind} over {only.axes[0]}, {found.flops:,} FLOPs per device")
 # %% tags=["hide-input"] mystnb={"image": {"alt": "x cut into eight columns, w into eight rows, each with the number of its device; beside them eight full-size arrays, one behind the other."}}
 figure, axes = plt.subplots(1, 3, figsize=(6.4, 2.4))
 figure.suptitle("Sharding the contracting dim leaves partial sums", size=11)
-lesson.draw_shards(axes[0], row, P(None, TENSOR), "BD", "x")
-lesson.draw_shards(axes[1], row, P(TENSOR), "DF", "w")
+lesson.slices(axes[0], row, P(None, TENSOR), "BD", "x")
+lesson.slices(axes[1], row, P(TENSOR), "DF", "w")
 for n in reversed(range(8)):  # columns n times rows n, on device n
     corner, colour = (0.04 * n, 0.04 * n), lesson.COLORS[TENSOR]
     shade = 0.25 + 0.5 * n / 7
@@ -331,7 +331,7 @@ axes[2].spines[:].set_visible(False)
 # covers the other collectives):
 
 # %%
-lesson.print_source(hardware.wire_bytes)
+lesson.source(hardware.wire_bytes)
 sent = hardware.wire_bytes("all-reduce", only.payload_bytes, 8)
 print(f"a device sends {sent:,.0f} bytes")
 assert (only.kind, only.payload_bytes) == ("all-reduce", 32 * F * 4)
@@ -459,7 +459,7 @@ my_prediction = None  # times the seconds of 64 sequences
 four = step(256)
 assert four.model_flops == 4 * one.model_flops
 more = alone(four) / alone(one)
-lesson.check_prediction("256 sequences over 64", my_prediction, more, "times", within=0.05)
+lesson.predicted("256 sequences over 64", my_prediction, more, "times", within=0.05)
 print(f"MFU {four.mfu(alone(four)):.0%} to {four.mfu(four.step_s):.0%}")
 
 # %% tags=["remove-cell"]
@@ -582,7 +582,7 @@ def check_rows(rows_needed):
         (lambda c, w: w / ridge_of(c) / 2, "Less than a row. Turn the ridge over?"),
         (lambda c, w: 2 / ridge_of(c) / w, "Less than a row. Which side is larger?"),
     ]
-    answer = lambda key, width: lesson.require_answer(rows_needed)(hardware.CHIPS[key], width)
+    answer = lambda key, width: lesson.answered(rows_needed)(hardware.CHIPS[key], width)
     cases = [("v4", 1), ("h100", 2), ("v5p", 4)]
     right = lambda c, w: w * ridge_of(c) / 2
     done = "Right on three chips. Half the width, half the rows: why servers use int8."
@@ -662,7 +662,7 @@ def check_held(held_bytes):
         (lambda s, p, m: whole(s) * cuts(p, m), "More than all. Do shards grow?"),
         (lambda s, p, m: whole(s), "That is the whole array. How much is a shard?"),
     ]
-    answer = lambda s, p, m: lesson.require_answer(held_bytes)(s, p, make_mesh(m))
+    answer = lambda s, p, m: lesson.answered(held_bytes)(s, p, make_mesh(m))
     flat, box = "fsdp=4,tensor=2", "stage=2,fsdp=2,tensor=2"
     cases = [((64, 48), (FSDP, None), flat), ((24, 64), (None, (FSDP, TENSOR)), flat)]
     cases += [((40, 12), (TENSOR, FSDP), box), ((40, 12), (STAGE,), box)]
@@ -769,7 +769,7 @@ def check_mesh(mesh_for):
         (lambda T: meshes[2], "One mesh for all T, and best for none. Try the others."),
     ]
     mistakes = [(takes(choose), hint) for choose, hint in mistakes]
-    answer = lambda T: takes(lesson.require_answer(mesh_for))(T)
+    answer = lambda T: takes(lesson.answered(mesh_for))(T)
     done = "Right for 512, 2,048 and 8,192 tokens: no mesh of these two axes is faster."
     cases, right = [(512,), (2048,), (8192,)], takes(fastest)
     said = lesson.diagnose(answer, cases, right, mistakes, done, share=0.01)
@@ -837,7 +837,7 @@ def run_of(mesh, topology, each=1):
 
 
 plan = run_of("data=1", "h100:1")
-assert lesson.all_close(mfu(plan.cfg, plan.topology, 12.2), plan.mfu(12.2))  # the test
+assert lesson.same(mfu(plan.cfg, plan.topology, 12.2), plan.mfu(12.2))  # the test
 for mesh, topology in {"fsdp=16": "v4:4x4x1", "fsdp=64": "v4:4x4x4"}.items():
     plan = run_of(mesh, topology)
     print(f"{plan.topology.chips} chips: MFU {mfu(plan.cfg, plan.topology, 12.2):.1%}")
@@ -847,7 +847,7 @@ for mesh, topology in {"fsdp=16": "v4:4x4x1", "fsdp=64": "v4:4x4x4"}.items():
 def check_mfu(mfu):
     def answer(*case):
         plan = run_of(*case)
-        return lesson.require_answer(mfu)(plan.cfg, plan.topology, 12.2)
+        return lesson.answered(mfu)(plan.cfg, plan.topology, 12.2)
 
     chips = lambda p: p.topology.chips
     over = lambda n: lambda *case: run_of(*case).mfu(12.2) * n(run_of(*case))

@@ -190,7 +190,7 @@ def picture(title, stored, used, computed, result):
 
 def counted(case):
     *in_specs, out_spec = CASES[case]
-    return lesson.compile_and_read(on_mesh(case, tuple(in_specs), out_spec), mesh, x_BD, w_DF)
+    return lesson.compiled(on_mesh(case, tuple(in_specs), out_spec), mesh, x_BD, w_DF)
 
 
 # %% [markdown]
@@ -201,7 +201,7 @@ title = "Rows of x are rows of the result"
 picture(title, (rows, whole), (rows, whole), (rows, OWN), None)
 
 # %%
-lesson.print_collectives(counted(case_1))
+lesson.listed(counted(case_1))
 
 # %% [markdown]
 # A row of the result needs one row of `x` and all of `w`. Data parallelism is this case: the batch is
@@ -224,14 +224,14 @@ picture(title, (rows, rows), (rows, whole), (rows, OWN), None)
 my_prediction = None  # bytes
 found = counted(case_2)
 [gather_of_w] = found.collectives
-lesson.check_prediction("bytes a device sends", my_prediction, gather_of_w.wire_bytes, "bytes")
-lesson.print_collectives(found)
+lesson.predicted("bytes a device sends", my_prediction, gather_of_w.wire_bytes, "bytes")
+lesson.listed(found)
 
 # %% tags=["remove-cell"]
 assert gather_of_w.kind == "all-gather" and gather_of_w.payload_bytes == 6144
 
 # %% [markdown]
-# `lesson.compile_and_read` reads the kind of the collective and its payload, the 6,144 bytes of the gathered `w`,
+# `lesson.compiled` reads the kind of the collective and its payload, the 6,144 bytes of the gathered `w`,
 # from the compiled program. The bytes that a device *sends* are arithmetic, 7/8 of the payload: between
 # simulated devices there is no link to measure.
 #
@@ -246,7 +246,7 @@ picture(title, (columns, rows), (columns, rows), (whole, PARTIAL), (rows, OWN))
 
 # %%
 for case in case_3_all, case_3_own:
-    lesson.print_collectives(counted(case))
+    lesson.listed(counted(case))
 
 # %% [markdown]
 # `psum`, the *all-reduce* of chapter 00, gives every device the whole sum. `psum_scatter`, the
@@ -266,7 +266,7 @@ for case in case_3_all, case_3_own:
 my_prediction = None  # numbers
 alone = on_mesh(lambda x_bD, w_Df: (x_bD @ w_Df)[None], (rows, columns), P("fsdp"))
 blocks = np.asarray(alone(x_BD, w_DF))  # [device, b, f]
-lesson.check_prediction("numbers of the result", my_prediction, blocks.size)
+lesson.predicted("numbers of the result", my_prediction, blocks.size)
 
 # %% tags=["remove-cell"]
 assert blocks.size == B * F // n
@@ -295,7 +295,7 @@ title = "w is gathered: device 2 receives all columns"
 picture(title, (rows, columns), (rows, whole), (rows, OWN), None)
 
 # %%
-lesson.print_collectives(counted(case_4))
+lesson.listed(counted(case_4))
 
 # %% [markdown]
 # ## What it costs, and when it pays
@@ -320,7 +320,7 @@ for name in LATENCY:
     speed[name] = links["fsdp"].bytes_per_s
 print("us, 8 devices    sent  v4:2x2x2     h100:8")
 for case, specs in CASES.items():
-    found = lesson.compile_and_read(on_mesh(case, specs[:2], specs[2]), mesh, *LLAMA)
+    found = lesson.compiled(on_mesh(case, specs[:2], specs[2]), mesh, *LLAMA)
     sent = found.total.wire_bytes / 2  # bfloat16
     times = [1e6 * sent / speed[name] for name in ("v4:2x2x2", "h100:8")]
     print(f"{case.__name__:10} {sent / 1e6:7.1f} MB {times[0]:9.0f} {times[1]:10.0f}")
@@ -339,7 +339,7 @@ print(f"matmul                {work[0]:9.0f} {work[1]:10.0f}")
 # %%
 my_prediction = None  # rows
 ridge = {name: chip[name].peak_flops_per_s / speed[name] for name in LATENCY}
-lesson.check_prediction("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
+lesson.predicted("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
 
 # %% [markdown]
 # b rows need `2 b D F` FLOPs, and the gathered weight has `2 D F` bytes. D and F cancel, so **b must be at
@@ -507,10 +507,10 @@ def ring_gather(x_bD):
 normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
 a_BD = normal(128, 4)
 ring = on_mesh(ring_gather, rows, rows)
-assert lesson.all_close(ring(a_BD), np.tile(a_BD, (n, 1)))  # eight copies
-found = lesson.compile_and_read(ring, mesh, a_BD)
+assert lesson.same(ring(a_BD), np.tile(a_BD, (n, 1)))  # eight copies
+found = lesson.compiled(ring, mesh, a_BD)
 
-lesson.print_collectives(found)
+lesson.listed(found)
 assert sum(int(one.count) * one.payload_bytes for one in found.collectives) == 1792
 
 # %% [markdown]
@@ -533,7 +533,7 @@ PRICE = {"all_gather": 1792, "psum_scatter": 224, "psum": 448, "all_to_all": 224
 PRICE |= {"ppermute": 256, "pcast": 0}
 for name, (function, before, after) in SIX.items():
     held = a_BD[:16] if before == P() else a_BD  # 256 bytes on each device
-    spent = lesson.compile_and_read(on_mesh(function, before, after), mesh, held).total
+    spent = lesson.compiled(on_mesh(function, before, after), mesh, held).total
     assert spent.wire_bytes == PRICE[name], (name, spent)
 
 # %% [markdown]
@@ -579,7 +579,7 @@ _ = in_branch("fsdp").lower(np.arange(8.0)).compile()  # compiled, and never run
 # %% tags=["hide-input"]
 def program_of(answer, devices, in_specs):
     """The answer on a mesh, which stacks what the devices return; and the mesh."""
-    stacked = lambda *slices: jnp.asarray(lesson.require_answer(answer)(*slices))[None]
+    stacked = lambda *slices: jnp.asarray(lesson.answered(answer)(*slices))[None]
     small = sharding.make_mesh(f"fsdp={devices}")
     return on_mesh(stacked, in_specs, rows, small), small
 
@@ -590,7 +590,7 @@ def run_answer(answer, devices, in_specs, *args):
 
 def ledger_of(answer, devices, in_specs, *args):
     program, small = program_of(answer, devices, in_specs)
-    return lesson.compile_and_read(program, small, *args)
+    return lesson.compiled(program, small, *args)
 
 
 # %% tags=["hide-input"]
@@ -932,7 +932,7 @@ MEND_HINTS = [
 
 def check_mend(train):
     def weights(shape):
-        found = lesson.require_answer(train)(shape)
+        found = lesson.answered(train)(shape)
         return found[0] if isinstance(found, tuple) else found
 
     done = "Fixed: on 2x4, 4x2 and 1x8 devices the weights equal one device's."

@@ -71,7 +71,7 @@ got_DF = on_mesh(colleague, SPECS, whole)(w_DF, x_BD, y_BF)
 right_DF = jax.grad(share)(w_DF, x_BD, y_BF)  # one device, all rows
 my_prediction = None  # times the right gradient
 times = float(np.vdot(got_DF, right_DF) / np.vdot(right_DF, right_DF))
-lesson.check_prediction("times the right gradient", my_prediction, round(times, 3))
+lesson.predicted("times the right gradient", my_prediction, round(times, 3))
 
 # %% tags=["remove-cell"]
 assert abs(times - n) < 1e-3
@@ -163,7 +163,7 @@ for name, (gradient, spec) in GRADIENTS.items():
 for name, (gradient, spec) in GRADIENTS.items():
     print(name)
     program = on_mesh(gradient, (spec, rows, rows), spec)
-    lesson.print_collectives(lesson.compile_and_read(program, mesh, w_DF, x_BD, y_BF))
+    lesson.listed(lesson.compiled(program, mesh, w_DF, x_BD, y_BF))
 
 # %% [markdown]
 # `jax.grad` has inserted both collectives by itself. They have the same kind and the same bytes as those
@@ -280,13 +280,13 @@ for name, (function, before, after) in SIX.items():
     back = on_mesh(backward(function), (before, after), before)
     dy = draw(*there(x).shape)
     assert abs(np.vdot(there(x), dy) - np.vdot(x, back(x, dy))) < 1e-3
-    found = lesson.compile_and_read(there, mesh, x), lesson.compile_and_read(back, mesh, x, dy)
+    found = lesson.compiled(there, mesh, x), lesson.compiled(back, mesh, x, dy)
     kinds = ", ".join(one.kind for one in found[1].collectives) or "none"
     SENDS[name] = *(int(one.total.wire_bytes) for one in found), kinds
 
 # %%
 my_prediction = None  # bytes
-lesson.check_prediction("bytes of its backward pass", my_prediction, SENDS["psum"][1], "bytes")
+lesson.predicted("bytes of its backward pass", my_prediction, SENDS["psum"][1], "bytes")
 print("               forward  backward  by")
 for name, (sends, back, kinds) in SENDS.items():
     print(f"{name:14} {sends:7} {back:9}  {kinds}")
@@ -314,8 +314,8 @@ for to in ("varying", "invarying"):
         return share(w_DF, x_bD, y_bF)
 
     program = on_mesh(jax.grad(loss), (rows, rows, rows), rows)
-    print(f"{to}: {lesson.describe_ratio(program(w_DF, x_BD, y_BF), right_DF)}")
-    lesson.print_collectives(lesson.compile_and_read(program, mesh, w_DF, x_BD, y_BF))
+    print(f"{to}: {lesson.ratio(program(w_DF, x_BD, y_BF), right_DF)}")
+    lesson.listed(lesson.compiled(program, mesh, w_DF, x_BD, y_BF))
 
 # %% [markdown]
 # Both give the right gradient. If the gathered weight is varying, it gets eight gradients, which one
@@ -352,13 +352,13 @@ for check in (True, False):
         if refused(program, w_DF, x_BD, y_BF):
             print(f"  {name:25} refused")
             continue
-        print(f"  {name:25} {lesson.describe_ratio(program(w_DF, x_BD, y_BF), right_DF)}")
+        print(f"  {name:25} {lesson.ratio(program(w_DF, x_BD, y_BF), right_DF)}")
 
 # %% tags=["remove-cell"]
 of_device_0 = grad(share)(w_DF, x_BD[: B // n], y_BF[: B // n])
 for name, times in {"grad(share)": "equal", "grad(total)": "8 times too big"}.items():
     unchecked = on_mesh(WAYS[name], SPECS, whole, check=False)(w_DF, x_BD, y_BF)
-    assert lesson.describe_ratio(unchecked, of_device_0) == times
+    assert lesson.ratio(unchecked, of_device_0) == times
 
 # %% [markdown]
 # ("Another direction" is one device's own gradient, or eight times it, presented as everyone's.)
@@ -460,14 +460,14 @@ def check_loss(answer):
 
         return gradient
 
-    answer_of = lambda *args: lesson.require_answer(answer)(*args)
+    answer_of = lambda *args: lesson.answered(answer)(*args)
     hints = [(run(loss), hint) for loss, hint in MASK_HINTS]
     right = lambda devices: grad(one_loss)(w_DF, MASKS[devices])
     done = "Right on 4 and 8 devices: each row counts once, on any device."
     line = lesson.diagnose(run(answer_of), [(4,), (8,)], right, hints, done)
     if line.startswith("Not yet: it"):
         got = run(answer_of)(8)
-        line = f"Not yet. On 8 devices the gradient is {lesson.describe_ratio(got, right(8))}."
+        line = f"Not yet. On 8 devices the gradient is {lesson.ratio(got, right(8))}."
     return line
 
 
@@ -554,7 +554,7 @@ def check_pair(answer):
         return parts
 
     def given(d_y, *args):
-        parts = lesson.require_answer(answer)(d_y, *args)
+        parts = lesson.answered(answer)(d_y, *args)
         for name, got, like in zip("xwv", parts, args, strict=True):
             if jnp.shape(got) != like.shape:
                 shapes = f"{jnp.shape(got)}, and {name} {like.shape}"
@@ -578,7 +578,7 @@ def verdict_on_pair(run, given):
     line = lesson.diagnose(run(given), [(2,), (4,)], right_pair, hints, done)
     if line.startswith("Not yet"):
         got, want = run(given)(4), right_pair(4)
-        off = [f"{name}: {lesson.describe_ratio(got[name], want[name])}" for name in want]
+        off = [f"{name}: {lesson.ratio(got[name], want[name])}" for name in want]
         line = "Not yet. On 4 devices, " + "; ".join(off) + "."
     return line
 
@@ -661,12 +661,12 @@ def check_once(answer):
     rows_of_all = [a.reshape(B, -1) for a in MICRO]
     right = lambda devices: np.stack([grad(share)(w_DF, *rows_of_all)] * devices)
     hints = [(run(function), hint) for function, hint in MICRO_HINTS]
-    given = lambda *args: lesson.require_answer(answer)(*args)
+    given = lambda *args: lesson.answered(answer)(*args)
     line = lesson.diagnose(run(given), [(4,), (8,)], right, hints, "Right")
     if line != "Right":
         return line
     small = sharding.make_mesh("fsdp=8")
-    found = lesson.compile_and_read(on(given, 8), small, w_DF, *MICRO)
+    found = lesson.compiled(on(given, 8), small, w_DF, *MICRO)
     sent = found.total.wire_bytes
     if sent > 672:
         line = f"The right gradient, for {sent:,.0f} bytes per device; 672 do."

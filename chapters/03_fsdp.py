@@ -101,7 +101,7 @@ assert printed[-1] < right[-1] < first[-1]
 
 # %% tags=["remove-cell"]
 d_one = jax.grad(on_all_rows)(w)
-assert lesson.all_close(added_gradient(w, x_BD, y_BD), d_one)
+assert lesson.same(added_gradient(w, x_BD, y_BD), d_one)
 
 # %% [markdown]
 # Each copy has memorized its four rows. The printed loss rewards that, because it is measured on those same
@@ -128,7 +128,7 @@ def padded_gradient(answer, name):
         def loss(w_DD):
             layer_bD = x_bD + jnp.tanh(x_bD @ w_DD)
             errors_b = jnp.mean((layer_bD - y_bD) ** 2, axis=1)
-            return lesson.require_answer(answer)(errors_b, real_b)
+            return lesson.answered(answer)(errors_b, real_b)
 
         return jax.grad(loss)(w_DD)
 
@@ -231,7 +231,7 @@ cases = {"P()\non fsdp=8": ("fsdp=8", P()), "P(FSDP)\non fsdp=8": ("fsdp=8", P(F
          "P(FSDP) on\ndata=2,fsdp=4": ("data=2,fsdp=4", P(FSDP))}  # fmt: skip
 figure, panels = plt.subplots(1, 3, figsize=(6.4, 2.6))
 for axes, (name, (on, spec)) in zip(panels, cases.items(), strict=True):
-    lesson.draw_shards(axes, sharding.make_mesh(on), spec, "DD", name)
+    lesson.slices(axes, sharding.make_mesh(on), spec, "DD", name)
 title = "A box is a shard; its numbers are the devices that hold it"
 figure.suptitle(title, x=0.02, ha="left")
 
@@ -323,7 +323,7 @@ def train_step(params, grads, moments, Z=1, added=None):
 w, x_BD, y_BD = problem(D=128, L=6)
 zeros = [np.zeros_like(one) for one in w]
 args = w, zeros, zeros, x_BD, y_BD
-lesson.print_collectives(lesson.compile_and_read(train_step(WHOLE, WHOLE, WHOLE), mesh, *args))
+lesson.listed(lesson.compiled(train_step(WHOLE, WHOLE, WHOLE), mesh, *args))
 
 # %% [markdown]
 # It is one all-reduce of all six gradients. On a ring, a device sends 2 · 7/8 of the payload (chapter 01).
@@ -334,11 +334,11 @@ lesson.print_collectives(lesson.compile_and_read(train_step(WHOLE, WHOLE, WHOLE)
 
 # %%
 my_prediction = None  # bytes
-found = lesson.compile_and_read(train_step(WHOLE, WHOLE, SLICES), mesh, *args)
+found = lesson.compiled(train_step(WHOLE, WHOLE, SLICES), mesh, *args)
 whole_bytes = sum(one.nbytes for one in w)
 assert {one.kind for one in found.collectives} == {"reduce-scatter", "all-gather"}
-lesson.check_prediction("ZeRO 1 sends", my_prediction, found.total.wire_bytes, "bytes")
-naive = lesson.compile_and_read(train_step(WHOLE, WHOLE, SLICES, added=WHOLE), mesh, *args)
+lesson.predicted("ZeRO 1 sends", my_prediction, found.total.wire_bytes, "bytes")
+naive = lesson.compiled(train_step(WHOLE, WHOLE, SLICES, added=WHOLE), mesh, *args)
 print(f"all-reduce first, then take a shard: {naive.total.wire_bytes:,} bytes")
 assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 
@@ -369,7 +369,7 @@ sent, rest, temporary = {}, {}, {}
 
 def measured(name, step, *args, on=mesh):
     """Record what a device sends in a step and stores; return the state after it."""
-    found, program = lesson.compile_and_read(step, on, *args), step.lower(*args).compile()
+    found, program = lesson.compiled(step, on, *args), step.lower(*args).compile()
     sent[name], results = found.total.wire_bytes, step(*args)
     temporary[name] = program.memory_analysis().temp_size_in_bytes
     rest[name] = held(results[0]), held(results[1:])
@@ -385,7 +385,7 @@ HEAD = line("bytes", "reduce", "scatter", "gather", "weights", "moments", "tempo
 print(HEAD)
 for name, layout in LAYOUTS.items():
     results = measured(name, train_step(*layout, Z=4), *args)
-    assert lesson.all_close(list(zip(*results, strict=True)), want)
+    assert lesson.same(list(zip(*results, strict=True)), want)
 assert sent["ZeRO 1"] == sent["DDP"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
 
 # %% [markdown]
@@ -410,7 +410,7 @@ assert sent["ZeRO 1"] == sent["DDP"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
 my_prediction = None  # bytes
 results = measured("ZeRO 3", train_step(*LAYOUTS["ZeRO 3"]), *args)
 counted = temporary["ZeRO 3"]
-lesson.check_prediction("ZeRO 3, temporary", my_prediction, counted, "bytes", within=0.05)
+lesson.predicted("ZeRO 3, temporary", my_prediction, counted, "bytes", within=0.05)
 print(f"that is all weights and {counted - whole_bytes:,} bytes more")
 
 # %% tags=["remove-cell"]
@@ -530,7 +530,7 @@ def gathers(through):
     share = lambda w_LdD, x_bD: jnp.sum(through(x_bD, w_LdD) ** 2)
     specs = dict(in_specs=(slices, rows), out_specs=slices)
     run = jax.shard_map(jax.grad(share), mesh=eight, **specs)
-    found = lesson.compile_and_read(run, eight, w_LDD[:2], x_BD).totals_by("kind")
+    found = lesson.compiled(run, eight, w_LDD[:2], x_BD).totals_by("kind")
     return int(found["all-gather"].count)
 
 
@@ -589,15 +589,15 @@ def train_on(name, gather="layer"):
     step = pipeline.loss_and_grads(tiny(name, gather), on)
     loss, _, grads = step(*args)
     memory = step.lower(*args).compile().memory_analysis().temp_size_in_bytes
-    return float(loss), grads, lesson.compile_and_read(step, on, *args), memory
+    return float(loss), grads, lesson.compiled(step, on, *args), memory
 
 
 # %%
 alone_loss, alone_grads, *_ = train_on("data=1")
 loss, grads, found, _ = train_on("data=2,fsdp=4")
-assert lesson.all_close((loss, grads), (alone_loss, alone_grads))
+assert lesson.same((loss, grads), (alone_loss, alone_grads))
 print(f"loss {alone_loss:.6f} and {loss:.6f}", end="; ")
-print("gradient", lesson.describe_ratio(grads, alone_grads))
+print("gradient", lesson.ratio(grads, alone_grads))
 for axes, moves in found.totals_by("axes").items():
     print(f"  over {axes}: {moves.wire_bytes:,} bytes")
 
@@ -623,7 +623,7 @@ def two_axes(answer, name):
     on = sharding.make_mesh(name)
 
     def local(partial_DD):
-        result = jnp.asarray(lesson.require_answer(answer)(partial_DD[0]))
+        result = jnp.asarray(lesson.answered(answer)(partial_DD[0]))
         rows = 128 // on.shape[FSDP]
         if result.shape not in ((rows, 128), (128, 128)):
             raise ValueError(f"your shape is {result.shape}, a shard's ({rows}, 128)")
@@ -631,7 +631,7 @@ def two_axes(answer, name):
 
     specs = dict(in_specs=P((DATA, FSDP)), out_specs=P((DATA, FSDP)))
     function = jax.jit(jax.shard_map(local, mesh=on, **specs))
-    found = lesson.compile_and_read(function, on, PARTIAL).collectives
+    found = lesson.compiled(function, on, PARTIAL).collectives
     slow = sum(one.wire_bytes for one in found if DATA in one.axes)
     return np.asarray(function(PARTIAL)), slow
 
@@ -735,9 +735,10 @@ for name in ("DDP", "ZeRO 1", "ZeRO 3"):
     state, rows = (params, moments, moments), (at(SLICES), at(SLICES))
     specs = dict(in_shardings=(*state, *rows), out_shardings=state)
     left = jax.jit(plain_step, donate_argnums=(0, 1, 2), **specs)
-    found = lesson.compile_and_read(left, mesh, *args)
+    found = lesson.compiled(left, mesh, *args)
     print(f"{name:6} {found.total.wire_bytes:>10,} {sent[name]:>10,}")
-print("ZeRO 3:", {kind: int(one.count) for kind, one in found.totals_by("kind").items()})
+kinds = found.totals_by("kind")
+print("ZeRO 3:", {kind: int(one.count) for kind, one in kinds.items()})
 
 # %% [markdown]
 # For ZeRO 1 and 3 the compiler pays for the useless gather: every device gets the whole gradient, and then
@@ -791,7 +792,7 @@ for key in ("v4", "v5p", "h100"):
 # %%
 my_prediction = None  # tokens
 counted = threshold("llama3_8b", "v5p:4x4x4")
-lesson.check_prediction("a v5p chip needs", my_prediction, counted, "tokens", within=0.1)
+lesson.predicted("a v5p chip needs", my_prediction, counted, "tokens", within=0.1)
 
 # %% tags=["remove-cell"]
 assert counted == 1056
@@ -1092,7 +1093,7 @@ def check_mend(train):
     of = lambda scale: lambda name: alone(scale, parts[name])
     hints = [(of(scale), hint) for scale, hint in NORM_HINTS]
     done = "Fixed: on fsdp=4 and on data=4,fsdp=2 the weights equal one device's."
-    yours = lambda name: np.asarray(lesson.require_answer(train)(name)[0])
+    yours = lambda name: np.asarray(lesson.answered(train)(name)[0])
     right = lambda name: alone(right_scale, 1)
     return lesson.diagnose(yours, [(name,) for name in parts], right, hints, done)
 

@@ -67,11 +67,11 @@ print("by rows, sum of all four: off by", error(partial_nNF.sum(0), y_NF))
 # %% tags=["hide-input"] mystnb={"image": {"alt": "With w sharded by columns, x is replicated and y is sharded; by rows, x is sharded and each device has a full-size partial sum of y."}}
 mesh, red = devices(n), lesson.COLORS[TENSOR]
 figure, panels = plt.subplots(2, 3, figsize=(6, 3.9))
-lesson.draw_shards(panels[0, 0], mesh, everywhere, "ND", "x")
-lesson.draw_shards(panels[0, 1], mesh, columns, "DF", "w by columns")
-lesson.draw_shards(panels[0, 2], mesh, columns, "NF", "y")
-lesson.draw_shards(panels[1, 0], mesh, columns, "ND", "x")
-lesson.draw_shards(panels[1, 1], mesh, rows, "DF", "w by rows")
+lesson.slices(panels[0, 0], mesh, everywhere, "ND", "x")
+lesson.slices(panels[0, 1], mesh, columns, "DF", "w by columns")
+lesson.slices(panels[0, 2], mesh, columns, "NF", "y")
+lesson.slices(panels[1, 0], mesh, columns, "ND", "x")
+lesson.slices(panels[1, 1], mesh, rows, "DF", "w by rows")
 axes = panels[1, 2]
 axes.set(xticks=[], yticks=[], xlabel="F", title="y: four partial sums")
 axes.spines[:].set_visible(False)
@@ -203,12 +203,12 @@ cut = {columns_then_rows: (columns, rows, everywhere, everywhere),
 sends = []
 for function, (*ins, out) in cut.items():
     network = on_devices(function, tuple(ins), out)
-    assert lesson.all_close(network(*start, x_ND), dense(*start, x_ND))
-    found = lesson.compile_and_read(network, mesh, *start, x_ND)
+    assert lesson.same(network(*start, x_ND), dense(*start, x_ND))
+    found = lesson.compiled(network, mesh, *start, x_ND)
     sends.append(found.total.wire_bytes)
-    lesson.print_collectives(found)
+    lesson.listed(found)
 times = sends[1] / sends[0]
-lesson.check_prediction("rows, columns against columns, rows", my_prediction, times, "times")
+lesson.predicted("rows, columns against columns, rows", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == F / D
@@ -354,13 +354,14 @@ def collectives_of_a_step(again):
     layer = again(lambda w, x_BtD: block(w, x_BtD, join, add))
     loss = lambda w, x_BtD: psum(jnp.sum(layer(w, x_BtD) ** 2), TENSOR)
     loss = jax.shard_map(loss, mesh=mesh, in_specs=(cuts, sliced), out_specs=P())
-    found = lesson.compile_and_read(jax.grad(loss, argnums=(0, 1)), mesh, w, x_BTD)
-    return {k: int(x.count) for k, x in found.totals_by("kind").items() if k != "all-reduce"}
+    found = lesson.compiled(jax.grad(loss, argnums=(0, 1)), mesh, w, x_BTD)
+    kinds = found.totals_by("kind").items()
+    return {k: int(x.count) for k, x in kinds if k != "all-reduce"}
 
 
 recomputed, saved = (collectives_of_a_step(f) for f in (jax.checkpoint, lambda f: f))
 count = sum(recomputed.values())
-lesson.check_prediction("gathers and reduce-scatters, recomputed", my_prediction, count)
+lesson.predicted("gathers and reduce-scatters, recomputed", my_prediction, count)
 print("recomputed:", recomputed, " all saved:", saved)
 
 # %% tags=["remove-cell"]
@@ -440,11 +441,11 @@ sent, both = [], []
 for function in (nats_gathered, nats):
     program = on_devices(function, cut)
     both.append(program(w_up_DF, x_ND, tokens_N))
-    sent.append(lesson.compile_and_read(program, mesh, *llama).total.wire_bytes)
-assert lesson.all_close(*both)
+    sent.append(lesson.compiled(program, mesh, *llama).total.wire_bytes)
+assert lesson.same(*both)
 print(f"for 1,024 tokens {sent[0]:,} bytes, and {sent[1]:,}")
 times = sent[0] / sent[1]
-lesson.check_prediction("gathered logits against three numbers", my_prediction, times, "times")
+lesson.predicted("gathered logits against three numbers", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == 128_256 / 6
@@ -617,8 +618,8 @@ def in_turn(x_mD, w_Df):
 
 for function in (gathered, in_turn):
     run = on_devices(function, (rows, columns), columns)
-    assert lesson.all_close(run(x_ND, w_up_DF), y_NF)
-    lesson.print_collectives(lesson.compile_and_read(run, mesh, x_ND, w_up_DF))
+    assert lesson.same(run(x_ND, w_up_DF), y_NF)
+    lesson.listed(lesson.compiled(run, mesh, x_ND, w_up_DF))
 
 # %% [markdown]
 # The ring sends the same bytes, in n - 1 messages, and each overlaps with a matmul. With c columns per
@@ -660,7 +661,7 @@ def partial_sums(n):
 
 def settled(settle, n):
     """Compile what each of n devices returns, of shape [n, B, T/n, D]."""
-    branch = lambda partials, bias_D: lesson.require_answer(settle)(partials[0], bias_D)[None]
+    branch = lambda partials, bias_D: lesson.answered(settle)(partials[0], bias_D)[None]
     return on_devices(branch, (P(TENSOR), everywhere), P(TENSOR), n)
 
 
@@ -691,10 +692,10 @@ def check_settle(settle):
     right, mistakes = mistaken(bias_D)
     line = lesson.diagnose(run, [(2,), (4,)], right, mistakes, "Right")
     if line.startswith("Not yet: it is wrong"):
-        return f"{line} On 4 devices it is {lesson.describe_ratio(run(4), right(4))}."
+        return f"{line} On 4 devices it is {lesson.ratio(run(4), right(4))}."
     if line != "Right":
         return line
-    found = lesson.compile_and_read(settled(settle, 4), devices(4), partial_sums(4), bias_D)
+    found = lesson.compiled(settled(settle, 4), devices(4), partial_sums(4), bias_D)
     times = found.total.wire_bytes / (3 / 4 * stream_BTD.nbytes)
     if times > 1.1:
         many = f"{times:.3g} times the bytes"
@@ -774,7 +775,7 @@ both_D2F, back_FD, rows_ND = draw(8, 6, 24), draw(9, 12, 6), draw(10, 10, 6)
 
 
 def run_fused(order, F, n):
-    places = jnp.ravel(jnp.asarray(lesson.require_answer(order)(F, n)))
+    places = jnp.ravel(jnp.asarray(lesson.answered(order)(F, n)))
     if sorted(places.tolist()) != list(range(2 * F)):
         raise ValueError(f"return the numbers 0 to {2 * F - 1}, each once")
     return networks[n](both_D2F[:, places], back_FD, rows_ND)
@@ -863,7 +864,7 @@ ids_N, (tokens, words) = jnp.argmax(logits_NV, axis=1), logits_NV.shape
 
 def sampler(likeliest, n):
     """What each of n devices returns, of shape [n, N]."""
-    answer = lambda logits_Nv: lesson.require_answer(likeliest)(logits_Nv)[None]
+    answer = lambda logits_Nv: lesson.answered(likeliest)(logits_Nv)[None]
     return on_devices(answer, (columns,), P(TENSOR), n)
 
 
@@ -901,7 +902,7 @@ def check_likeliest(likeliest):
     line = lesson.diagnose(run, [(2,), (4,)], same(lambda n: ids_N), mistakes, "Right")
     if line != "Right":
         return line
-    found = lesson.compile_and_read(sampler(likeliest, 4), devices(4), logits_NV)
+    found = lesson.compiled(sampler(likeliest, 4), devices(4), logits_NV)
     sent = found.total.wire_bytes / tokens
     verdict = "within 16." if sent <= 16 else "that is over 16. What must you send?"
     return f"The right ids, for {sent:.0f} bytes per token on 4 devices: {verdict}"
@@ -1021,7 +1022,7 @@ for size in (1, 2):
 
 
 def check_attention(attending):
-    run = lambda n: attention_on(n, lesson.require_answer(attending))(begin, input_BTD)
+    run = lambda n: attention_on(n, lesson.answered(attending))(begin, input_BTD)
     hint = "Right on tensor=1, but another function on 2 and 4. "
     hint += "Which sizes in it change with n, and which of them should?"
     done = "The same function on 1, 2 and 4 devices."

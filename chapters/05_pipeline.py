@@ -102,13 +102,13 @@ def on_stages(f, out_specs):
 my_prediction = None  # ticks
 batch = x_ZND, y_ZND
 forward = on_stages(gpipe, P())
-found = lesson.compile_and_read(forward, four, w_LDD, *batch)
+found = lesson.compiled(forward, four, w_LDD, *batch)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
-lesson.check_prediction("messages, one per tick", my_prediction, int(message.count))
+lesson.predicted("messages, one per tick", my_prediction, int(message.count))
 through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 one_device = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))
 pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
-assert lesson.all_close(pipelined, one_device(w_LDD))
+assert lesson.same(pipelined, one_device(w_LDD))
 print("loss and gradient are those of one device")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
@@ -204,7 +204,7 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # %%
 my_prediction = None  # units
 in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items()}
-lesson.check_prediction("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
+lesson.predicted("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
 print(draw.format_table(published["1f1b"]), "\n")
 print("in lock-step:", in_step)
 
@@ -225,7 +225,8 @@ assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
 print(draw.format_table(ahead["1f1b"]), "\n")
 for name, sched in ahead.items():
-    units, keeps = schedules.lock_step(sched, 1, 1, 1), schedules.live_activations(sched)
+    units = schedules.lock_step(sched, 1, 1, 1)
+    keeps = schedules.live_activations(sched)
     print(f"{name:11} {units:4g} units, saves {[kept / names[name] for kept in keeps]}")
 assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
@@ -348,9 +349,9 @@ def compile_step(cfg):
 def compare(cfg):
     program, args = compile_step(cfg)
     loss, _, grads = jax.block_until_ready(program(*args))
-    ratio = lesson.describe_ratio(grads, GRADS)
+    ratio = lesson.ratio(grads, GRADS)
     print(f"{cfg.mesh}, {cfg.work.schedule}: loss {loss:.5f}, gradient {ratio}")
-    assert lesson.all_close((loss, grads), (LOSS, GRADS))
+    assert lesson.same((loss, grads), (LOSS, GRADS))
     return program
 
 
@@ -495,7 +496,8 @@ def outcome(order, n=4, Z=6):
     orders = (published.orders[0], ops, *published.orders[2:])
     sched = dataclasses.replace(published, orders=orders)
     check.check(sched)
-    return schedules.simulate(sched, 1, 1, 1).makespan, schedules.live_activations(sched)[1]
+    simulated = schedules.simulate(sched, 1, 1, 1)
+    return simulated.makespan, schedules.live_activations(sched)[1]
 
 
 order_of = lambda s: " ".join(map(str, schedules.one_f_one_b(4, 6).orders[s]))
@@ -574,7 +576,8 @@ for nothing in (..., None, "", ["F0"]):
 # %% tags=["hide-input"]
 def check_kept(answer):
     cases = [(4, 8, 0), (4, 8, 2), (8, 3, 1), (2, 16, 0), (8, 64, 3), (4, 8, 3)]
-    right = lambda n, Z, s: schedules.live_activations(schedules.one_f_one_b(n, Z, lead=2))[s]
+    sched = lambda n, Z: schedules.one_f_one_b(n, Z, lead=2)
+    right = lambda n, Z, s: schedules.live_activations(sched(n, Z))[s]
     hints = {
         lambda n, s: n - s: "As published. In lock-step, how far away is a gradient?",
         lambda n, s: 2 * (n - 1 - s): "Too few. And the last stage?",
@@ -829,13 +832,13 @@ def check_pipeline(function):
     found = []
 
     def gradient():
-        found[:] = on_four(lesson.require_answer(function))(w_LDD, *batch)
+        found[:] = on_four(lesson.answered(function))(w_LDD, *batch)
         return found[1]
 
     said = lesson.diagnose(gradient, [()], lambda: right, MISTAKES, "")
     if said.startswith("Not yet"):
-        return f"{said} It is {lesson.describe_ratio(found[1], right)}."
-    if said or not lesson.all_close(found[0], loss):
+        return f"{said} It is {lesson.ratio(found[1], right)}."
+    if said or not lesson.same(found[0], loss):
         return said or "The gradient is right, but now the loss it reports is not."
     return "Right: loss and gradient equal one device's."
 

@@ -141,7 +141,7 @@ def over_heads(q_sHK, k_sGK, v_sGK, at_s):
 
 arrays = q_SHK, k_SGK, v_SGK, at_S
 for way in (gathered, over_heads):
-    assert lesson.all_close(on_mesh(way)(*arrays), right_SHK), f"{way.__name__} is wrong"
+    assert lesson.same(on_mesh(way)(*arrays), right_SHK), f"{way.__name__} is wrong"
 print("both equal one device")
 
 # %% [markdown]
@@ -157,13 +157,13 @@ my_prediction_gathered, my_prediction_over_heads = None, None  # bytes
 
 
 def sent(way):
-    found = lesson.compile_and_read(on_mesh(way), mesh, *arrays).collectives
+    found = lesson.compiled(on_mesh(way), mesh, *arrays).collectives
     large = [one for one in found if one.payload_bytes > 256]  # not the positions
     return round(sum(one.count * one.wire_bytes for one in large))
 
 
-lesson.check_prediction("gathered", my_prediction_gathered, sent(gathered), "bytes")
-lesson.check_prediction("over heads", my_prediction_over_heads, sent(over_heads), "bytes")
+lesson.predicted("gathered", my_prediction_gathered, sent(gathered), "bytes")
+lesson.predicted("over heads", my_prediction_over_heads, sent(over_heads), "bytes")
 
 # %% tags=["remove-cell"]
 assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "the sizes have changed"
@@ -274,7 +274,7 @@ print("result and three gradients equal one device's")
 # %%
 my_prediction = None  # pairs
 by_device = np.asarray(pairs).sum(axis=1)
-lesson.check_prediction("device 3", my_prediction, int(by_device[3]), "pairs")
+lesson.predicted("device 3", my_prediction, int(by_device[3]), "pairs")
 print("pairs: a row per device, a column per step of the ring:")
 print(pairs)
 busiest = np.asarray(pairs).max(axis=0)
@@ -311,7 +311,7 @@ def zigzag(n, S):
 
 at_S = zigzag(n, S)
 out_SHK, pairs_zz = run(q_SHK[at_S], k_SHK[at_S], v_SHK[at_S], at_S)
-assert lesson.all_close(out_SHK, want[at_S]), "zig-zag changes the result"
+assert lesson.same(out_SHK, want[at_S]), "zig-zag changes the result"
 print("device 0 holds positions", *at_S[:16])
 print(pairs_zz)
 assert np.ptp(np.asarray(pairs_zz), axis=0).max() == 0, "unequal work in a step"
@@ -396,7 +396,7 @@ def owners(order_S):
 my_prediction = None  # times the fair share
 plain, zz = owners(np.arange(LONG)), owners(zigzag(MANY, LONG))
 times = float(costs(zz)[0])
-lesson.check_prediction("the busiest of 8", my_prediction, times, "x", within=0.15)
+lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 
 # %% [markdown]
 # Two layouts take documents into account.
@@ -534,15 +534,15 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 # `work.context_attention` is `gather`, `ring` or `all_to_all`. `model.py` calls
 # `overlap.context.over_context` and does not depend on the choice. It passes queries, the data of its own
 # positions (`parts`), and a function that computes keys and values from them. Below, `to_sequence_order` puts
-# gathered zig-zag chunks into the order of the text, `to_zigzag_order` is its inverse, and `partial_attention` is
-# `attend` in blocks and within documents (`segments`).
+# gathered zig-zag chunks into the order of the text, `to_zigzag_order` is its inverse, and
+# `partial_attention` is `attend` in blocks and within documents (`segments`).
 
 # %% tags=["hide-output"]
 from config import preset
 from overlap import context
 from sharding import make_mesh
 
-lesson.print_source(context.over_heads)
+lesson.source(context.over_heads)
 
 # %% tags=["hide-input"]
 six_axes, along = make_mesh("context=4"), P(None, "context")
@@ -557,8 +557,8 @@ for way in ("gather", "ring", "all_to_all"):
         return context.over_context(c, q, (k, v), lambda *same: same, segments)
 
     project = jax.jit(jax.shard_map(device, **specs))
-    assert lesson.all_close(project(*args)[0], want[order]), way
-    found = lesson.compile_and_read(project, six_axes, *args).collectives
+    assert lesson.same(project(*args)[0], want[order]), way
+    found = lesson.compiled(project, six_axes, *args).collectives
     kinds = ", ".join(sorted({one.kind for one in found}))
     wire = sum(one.count * one.wire_bytes for one in found)
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
@@ -629,12 +629,12 @@ made_by = functools.cache(lambda hint, times: ring_with(BAD_MERGES[hint], times)
 def check_merged(answer):
     if answer is None or answer is ...:
         return lesson.NOTHING
-    run = functools.cache(lambda times: ring_with(lesson.require_answer(answer), times))
+    run = functools.cache(lambda times: ring_with(lesson.answered(answer), times))
     mistakes = [(functools.partial(made_by, hint), hint) for hint in BAD_MERGES]
     right = lambda times: one_device(times * q_SHK, k_SHK, v_SHK)
     done = "Right, on four devices, also with scores in the hundreds."
     said = lesson.diagnose(run, [(1.0,), (60.0,)], right, mistakes, done, share=1e-3)
-    if said.startswith("Not yet") and lesson.all_close(run(1.0), right(1.0)):
+    if said.startswith("Not yet") and lesson.same(run(1.0), right(1.0)):
         return "Right for small scores. For large ones exp overflows: subtract first."
     return said
 
@@ -685,7 +685,7 @@ def counted_trade(n, s, H, G, K):
     specs = dict(mesh=devices, in_specs=(cut,) * 4, out_specs=cut)
     shapes = [jax.ShapeDtypeStruct((n * s, h, K), jnp.float32) for h in (H, G, G)]
     shapes.append(jax.ShapeDtypeStruct((n * s,), jnp.int32))
-    found = lesson.compile_and_read(jax.shard_map(device, **specs), devices, *shapes)
+    found = lesson.compiled(jax.shard_map(device, **specs), devices, *shapes)
     traded = [one for one in found.collectives if one.kind == "all-to-all"]
     return sum(one.count * one.wire_bytes for one in traded)
 
@@ -952,7 +952,7 @@ BAD_TARGETS = {
 
 def check_loss(answer):
     def run(n):
-        return jax.jit(jax.value_and_grad(lesson.require_answer(answer)(n)))(start, TEXTS[0])
+        return jax.jit(jax.value_and_grad(lesson.answered(answer)(n)))(start, TEXTS[0])
 
     right = lambda n: judged(start, np.roll(TEXTS[0], -1), np.arange(S) < S - 1)
     made = lambda kind: lambda n: judged(start, *wrong_targets(n, kind))

@@ -127,7 +127,7 @@ def dropped(factor, t, popular=0.0):
     return np.maximum(load - slots, 0).sum() / load.sum()
 
 
-lesson.check_prediction("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.15)
+lesson.predicted("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.15)
 
 # %%
 print("factor         1   1.25    1.5      2")
@@ -277,7 +277,7 @@ def compiled_on(n, device):
     split = jax.P("expert")
     specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split
     layer = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=split))
-    return layer, lesson.compile_and_read(layer, mesh, w, x_ND)
+    return layer, lesson.compiled(layer, mesh, w, x_ND)
 
 
 my_prediction = None  # times
@@ -287,22 +287,22 @@ for m in (2, 4, 8):
     found = [compiled_on(m, how)[1] for how in (by_slots(m), gathered)]
     sent[m] = [one.total.wire_bytes for one in found]
 ratio = sent[8][1] / sent[8][0]
-lesson.check_prediction("bytes, gathered / all-to-all", my_prediction, ratio, "times")
+lesson.predicted("bytes, gathered / all-to-all", my_prediction, ratio, "times")
 
 # %%
 for one in found:
-    lesson.print_collectives(one)
+    lesson.listed(one)
 for how in (by_slots(8), gathered):  # forward and backward
     layer, _ = compiled_on(8, how)
     error = lambda w, x_ND, f=layer: (f(w, x_ND) ** 2).mean()
     squares = jax.value_and_grad(error, (0, 1))
-    kinds = lesson.compile_and_read(squares, mesh, w, x_ND).totals_by("kind")
+    kinds = lesson.compiled(squares, mesh, w, x_ND).totals_by("kind")
     print("forward and backward:", {kind: one.count for kind, one in kinds.items()})
 for m, (slots_bytes, gather_bytes) in sent.items():
     print(f"n = {m}: all-to-all {slots_bytes:,.0f}, gathered {gather_bytes:,.0f} bytes")
     assert gather_bytes / slots_bytes == m / k, "the ratio should be n/k"
 dropless = compiled_on(8, gathered)[0](w, x_ND)
-assert lesson.all_close(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
+assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
 # Each device has t = N/n tokens. The all-to-all sends k copies of each token, and the all-gather sends
@@ -340,7 +340,7 @@ def nodes_of(scores):
 
 
 free = nodes_of(scores).sum(axis=1)
-lesson.check_prediction("nodes reached", my_prediction, free.mean(), within=0.03)
+lesson.predicted("nodes reached", my_prediction, free.mean(), within=0.03)
 
 # %% [markdown]
 # So send a token only once to each node, and copy it there over NVLink. This saves a third of the transfers
@@ -697,7 +697,7 @@ def after_step(answer):
     """fn(bias_E, load_nE) -> the new bias on each of 8 devices, [n, E]."""
 
     def device(bias_E, load_1E):
-        return lesson.require_answer(answer)(bias_E, load_1E[0])[None]
+        return lesson.answered(answer)(bias_E, load_1E[0])[None]
 
     specs = jax.P(), jax.P("expert")
     return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=jax.P("expert"))
@@ -949,7 +949,7 @@ MISTAKES = [(parts_loss(balance_of), hint) for hint, balance_of in HINTS.items()
 
 
 def check_loss(device_loss):
-    tried = measured(loss_on(lesson.require_answer(device_loss)))
+    tried = measured(loss_on(lesson.answered(device_loss)))
     done = "Right: loss and gradient are those of one device."
     return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
 

@@ -68,7 +68,7 @@ mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) *
 shard_of = lambda shape, spec: jax.NamedSharding(mesh, spec).shard_shape(shape)
 shards = {name: shard_of(*layout) for name, layout in layout_of.items()}
 stored = sum(4 * int(np.prod(shape)) for shape in shards.values())
-lesson.check_prediction("a device stores", my_prediction, stored, "bytes")
+lesson.predicted("a device stores", my_prediction, stored, "bytes")
 print(shards)
 
 # %% tags=["remove-cell"]
@@ -88,7 +88,7 @@ drawn = (
     (P("stage"), "LD", "gain_LD: two shards, each on four devices", "stage"),
 )
 for ax, (spec, dims, title, colour_by) in zip(panels, drawn, strict=True):
-    lesson.draw_shards(ax, mesh, spec, dims, title, colour_by)
+    lesson.slices(ax, mesh, spec, dims, title, colour_by)
 panels[0].set(xlabel="D over fsdp and F over tensor")
 
 # %% [markdown]
@@ -215,11 +215,11 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "not one devi
 
 # %%
 my_prediction, my_ratio = None, None  # messages; bytes of tensor / bytes of stage
-found = lesson.compile_and_read(jax.value_and_grad(loss_on(2, 2, 2)), mesh, w, *batch)
+found = lesson.compiled(jax.value_and_grad(loss_on(2, 2, 2)), mesh, w, *batch)
 sent = found.totals_by("axes")
-lesson.check_prediction("along stage", my_prediction, sent["stage"].count, "messages")
+lesson.predicted("along stage", my_prediction, sent["stage"].count, "messages")
 ratio = sent["tensor"].wire_bytes / sent["stage"].wire_bytes
-lesson.check_prediction("tensor sends", my_ratio, ratio, "times the bytes of stage")
+lesson.predicted("tensor sends", my_ratio, ratio, "times the bytes of stage")
 for axes, one in sent.items():
     sends = f"{one.wire_bytes:5.0f} bytes sent per device"
     print(f"{axes:17} {one.count:3.0f} collectives, {sends}")
@@ -400,7 +400,8 @@ def hsdp(early):
     specs = P("fsdp"), P(None, both)
     loss = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P())
     args = np.ones((16, 24), np.float32), np.ones((Z, 8, 16), np.float32)
-    return lesson.compile_and_read(jax.value_and_grad(loss), mesh, *args).totals_by("axes")["data"]
+    found = lesson.compiled(jax.value_and_grad(loss), mesh, *args)
+    return found.totals_by("axes")["data"]
 
 
 # %% [markdown]
@@ -412,7 +413,7 @@ def hsdp(early):
 my_prediction = None  # times
 late, early = hsdp(False), hsdp(True)
 times = late.wire_bytes / early.wire_bytes
-lesson.check_prediction("late over early", my_prediction, times, "times the bytes")
+lesson.predicted("late over early", my_prediction, times, "times the bytes")
 for name, one in {"late": late, "early": early}.items():
     print(f"{name:5} {one.count:.0f} sums, {one.wire_bytes:5,.0f} bytes per device")
 
@@ -863,7 +864,7 @@ def check_clipped(clip):
     tried = lambda clip: partial(clipped_on, clip)
     right = lambda *_: scaled(GRADS, sum(np.sum(g**2) for g in GRADS.values()))
     mistakes = [(tried(wrong), hint) for wrong, hint in WRONG_CLIPS]
-    answer = clip if clip is None or clip is ... else tried(lesson.require_answer(clip))
+    answer = clip if clip is None or clip is ... else tried(lesson.answered(clip))
     done = "Clipped as on one device, on all three meshes."
     return lesson.diagnose(answer, cases, right, mistakes, done)
 
@@ -894,8 +895,8 @@ print(check_clipped(clipped))
 # %% tags=["remove-cell"]
 assert check_clipped(norm_with(AXES)).startswith("Clipped as on one device")
 shared = clipped_on(norm_with(AXES), 1, 1, 1)
-assert lesson.all_close(clipped_on(clipped, 1, 2, 4), shared), "right without stages"
-assert not lesson.all_close(clipped_on(clipped, 2, 1, 1), shared), "wrong with two stages"
+assert lesson.same(clipped_on(clipped, 1, 2, 4), shared), "right without stages"
+assert not lesson.same(clipped_on(clipped, 2, 1, 1), shared), "wrong with two stages"
 assert "Unchanged" in check_clipped(clipped)
 for wrong, hint in WRONG_CLIPS:
     assert check_clipped(wrong) == hint
@@ -905,7 +906,7 @@ assert "Not yet" in check_clipped(third)
 first = [curve[0] for curve in curves.values()]
 assert abs(first[0] - first[1]) < 1e-4, "the first losses should agree"
 mended = losses((2, 2, 2), norm_with(AXES))
-assert lesson.all_close(mended, curves["one device"], 1e-3)
+assert lesson.same(mended, curves["one device"], 1e-3)
 
 # %% [markdown]
 # ## In one table

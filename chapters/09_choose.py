@@ -84,7 +84,7 @@ my_prediction = None  # tokens
 on = hardware.Topology.parse("b200:16")  # two nodes of eight
 bandwidth = hardware.layout(config.MeshConfig(fsdp=16), on)["fsdp"].bytes_per_s
 edge = on.chip.peak_flops_per_s / bandwidth
-lesson.check_prediction("a B200 needs", my_prediction, int(edge), "tokens")
+lesson.predicted("a B200 needs", my_prediction, int(edge), "tokens")
 
 # %% tags=["remove-cell"]
 assert edge == 5625, "the chips of plan/hardware.py have changed"
@@ -244,7 +244,7 @@ my_prediction = None  # percent
 one = llama("stage=16,fsdp=128,tensor=8")
 counted = 100 * one.model_flops / one.hardware_flops
 ceiling = round(counted, 1)
-lesson.check_prediction("the highest possible MFU", my_prediction, ceiling, "%", within=0.02)
+lesson.predicted("the highest possible MFU", my_prediction, ceiling, "%", within=0.02)
 
 # %% tags=["remove-cell"]
 assert 79 < counted < 81
@@ -513,7 +513,7 @@ assert 1.1 < took["data=2,stage=16,expert=64"] / took["data=4,stage=8,expert=64"
 # %%
 my_prediction = None  # percent
 long = llama("stage=16,fsdp=128,tensor=8", T=131_072)
-lesson.check_prediction("stages are idle", my_prediction, 100 * long.bubble, "%", within=0.01)
+lesson.predicted("stages are idle", my_prediction, 100 * long.bubble, "%", within=0.01)
 
 # %% tags=["remove-cell"]
 assert long.sched.microbatches == 1

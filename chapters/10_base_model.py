@@ -150,7 +150,7 @@ my_prediction = None  # nats
 random_BT = np.random.default_rng(1).integers(0, V, (B, T + 1))
 untrained = float(loss(w, random_BT))
 said = "untrained, on random tokens"
-lesson.check_prediction(said, my_prediction, untrained, "nats", within=0.02)
+lesson.predicted(said, my_prediction, untrained, "nats", within=0.02)
 
 # %% tags=["remove-cell"]
 assert abs(untrained - np.log(V) - 0.5) < 0.1, "not 1/2 above ln V any more"
@@ -301,7 +301,7 @@ def attended(answer, n):
 
     def local(q_tK, k_tK, v_tK):
         t = len(q_tK)
-        position_t = jnp.asarray(lesson.require_answer(answer)(t))
+        position_t = jnp.asarray(lesson.answered(answer)(t))
         if position_t.shape != (t,):
             yours = position_t.shape
             raise ValueError(f"need {t} of the {T} positions; your shape is {yours}")
@@ -363,7 +363,7 @@ print(check_positions(positions))
 whole = drawn[0], drawn[1], drawn[2]
 score_TS = turned(whole[0], np.arange(T)) @ turned(whole[1], np.arange(T)).T
 by_one = jax.nn.softmax(jnp.where(np.tri(T) > 0, score_TS, -jnp.inf)) @ whole[2]
-assert lesson.all_close(attended(RIGHT, 8), by_one, 1e-3)
+assert lesson.same(attended(RIGHT, 8), by_one, 1e-3)
 assert "Right" in check_positions(RIGHT)
 assert "Right" in check_positions(lambda t: 1 + here() * t + jnp.arange(t))
 for wrong, hint in PLACES:
@@ -487,7 +487,7 @@ length = lambda T: config.replace(published, **{"data.seq_len": T})
 gains = (2 * L_ + 1) * D_
 pairs = lambda T: costs.model_flops_per_token(length(T)) - 6 * (P_ + gains)
 crossing = next(T for T in range(1024, 10**6, 1024) if pairs(T) > 6 * P_)
-lesson.check_prediction("attention costs more from", my_prediction, crossing, within=0.05)
+lesson.predicted("attention costs more from", my_prediction, crossing, within=0.05)
 for name, count in matrices.items():
     print(f"{name:13} {count / P_:6.1%} of 6P")
 for T_ in (8192, 65_536, 524_288):
@@ -528,7 +528,7 @@ def counted(case):
         ws["layers"] = [{name: like(name) for name in fan_in}] * L
         step = jax.value_and_grad(partial(loss, sees_TS=np.tri(T) > 0))
         row = jax.ShapeDtypeStruct((2, T + 1), "int32")
-        return lesson.compile_and_read(step, eight, ws, row).flops / (2 * T)
+        return lesson.compiled(step, eight, ws, row).flops / (2 * T)
     finally:
         globals().update(kept)
 
@@ -570,7 +570,7 @@ def flops_a_token(V, D, L, H, G, K, F, T):
 
 
 def check_flops(answer):
-    run = lambda f: lambda case: float(lesson.require_answer(f)(**SIZES[case]))
+    run = lambda f: lambda case: float(lesson.answered(f)(**SIZES[case]))
     hints = [(run(wrong), hint) for wrong, hint in COUNTS]
     done = "Right at both sizes, exactly."
     return lesson.diagnose(run(answer), [(0,), (1,)], counted, hints, done, 1e-6)
@@ -636,11 +636,11 @@ rng, tokens, words = np.random.default_rng(4), 512, 65_536
 x_ND, w_DV = rng.normal(size=(tokens, D)), rng.normal(size=(D, words)) / D**0.5
 given = np.float32(w_DV), np.float32(x_ND), rng.integers(0, words, tokens)
 ways = [jax.jit(jax.value_and_grad(f, argnums=(0, 1))) for f in (at_once, in_chunks)]
-once, sliced = (lesson.compile_and_read(way, eight, *given) for way in ways)
+once, sliced = (lesson.compiled(way, eight, *given) for way in ways)
 said = "FLOPs in chunks"
-lesson.check_prediction(said, my_prediction, sliced.flops / once.flops, "times", within=0.02)
+lesson.predicted(said, my_prediction, sliced.flops / once.flops, "times", within=0.02)
 assert once.flops == 6 * tokens * D * words, "at once: three matmuls"
-assert lesson.all_close(*(way(*given) for way in ways)), "chunks change the result"
+assert lesson.same(*(way(*given) for way in ways)), "chunks change the result"
 wide = 4 * tokens * words
 print(f"logits of {tokens} tokens: {wide / 1e6:.0f} MB")
 for name, way in zip(("at once", "in 16 chunks"), ways, strict=True):
@@ -691,7 +691,7 @@ def cache_bytes(c, devices=1):
 
 deepseek = config.preset("deepseek_v3").model
 counted_bytes = cache_bytes(deepseek)
-lesson.check_prediction("DeepSeek-V3, per token", my_prediction, counted_bytes, "bytes")
+lesson.predicted("DeepSeek-V3, per token", my_prediction, counted_bytes, "bytes")
 for n in (1, 8):
     both = (cache_bytes(c, n) for c in (published.model, deepseek))
     each = f"Llama {next(both):,}, DeepSeek {next(both):,}"
@@ -803,7 +803,7 @@ FIVE = {
 def check_leaks(answer):
     kept_T = tokens_BT[0].copy()
     kept_T.flags.writeable = False
-    verdict = lambda name: bool(lesson.require_answer(answer)(FIVE[name], kept_T))
+    verdict = lambda name: bool(lesson.answered(answer)(FIVE[name], kept_T))
     says = lambda *verdicts: dict(zip(FIVE, map(bool, verdicts), strict=True)).get
     mistakes = [
         (says(1, 1, 1, 1, 1), "You reject the right one too. Which logits may change?"),
@@ -939,7 +939,7 @@ legend = axes.legend(loc="upper right")
 # %% tags=["hide-input"]
 def shards_of(start, data, tensor):
     """For each weight: the share of distinct shards, and its scale for its fan-in."""
-    layers = lesson.require_answer(start)(tensor_mesh(data, tensor))["layers"]
+    layers = lesson.answered(start)(tensor_mesh(data, tensor))["layers"]
     found = [[len({np.asarray(one[name]).tobytes() for one in layers}) / L,
               float(not np.array_equal(one["gate_DF"], one["up_DF"]))]
              for one in layers for name in fan_in]  # fmt: skip

@@ -246,7 +246,7 @@ print("other text: this encoder and tiktoken (OpenAI's encoder) give the same id
 # %%
 my_prediction = None  # bytes per token
 counted = len(held_out) / len(ours)
-lesson.check_prediction("bytes per token", my_prediction, counted, "bytes", within=0.1)
+lesson.predicted("bytes per token", my_prediction, counted, "bytes", within=0.1)
 
 # %% tags=["remove-cell"]
 assert 1.8 < counted < 3.5
@@ -481,7 +481,7 @@ def drawn(N, T, epochs):
 one, two, three = (drawn(2_000_000, 200, epochs) for epochs in (1, 2, 3))
 my_prediction = None  # between 0 and 1
 never = np.mean(one == 0)
-lesson.check_prediction("share never a target", my_prediction, never, within=0.05)
+lesson.predicted("share never a target", my_prediction, never, within=0.05)
 print(f"{np.mean(one > 1):.1%} of the tokens were a target more than once")
 print(f"never a target after 2 epochs: {np.mean(two == 0):.1%}", end="")
 print(f", after 3: {np.mean(three == 0):.1%}")
@@ -597,7 +597,7 @@ for second in (8, 4):
         print("30 steps on 8 hosts: each window is read once")
 my_prediction = None  # between 0 and 1
 never = np.mean(times == 0)
-lesson.check_prediction("8 hosts, then 4: share never read", my_prediction, never, within=0.1)
+lesson.predicted("8 hosts, then 4: share never read", my_prediction, never, within=0.1)
 print(f"read twice: {np.mean(times == 2):.0%}")
 
 # %% tags=["remove-cell"]
@@ -885,7 +885,7 @@ class Counted:
 
 
 def concatenated(answer, step, hosts, order=ORDER):
-    answer = lesson.require_answer(answer)
+    answer = lesson.answered(answer)
     rows = [[*answer(order, step, host, hosts, B_all)] for host in range(hosts)]
     return np.concatenate(rows)
 

@@ -124,7 +124,7 @@ print("8, 8: equal bits; 8, 4: differ by", np.abs(moved / straight[20:] - 1).max
 figure, panels = plt.subplots(1, 3, figsize=(6.2, 2.4))
 for n, axes in ((8, panels[0]), (4, panels[2])):
     on = jax.make_mesh((n,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:n])
-    lesson.draw_shards(axes, on, cut, "DD", f"w, m, v on fsdp={n}")
+    lesson.slices(axes, on, cut, "DD", f"w, m, v on fsdp={n}")
 panels[1].add_patch(plt.Rectangle((0.15, 0.1), 0.7, 0.8, fc=GREY, alpha=0.35))
 panels[1].text(0.5, 0.5, "w  m  v\nstep 20\nsha256", ha="center", va="center")
 panels[1].set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], title="the checkpoint")
@@ -533,7 +533,7 @@ batches = [jax.device_put(batch(0, t)) for t in range(100)]
 equal, _, _ = hundred_steps(flipped(None))
 bits = [hundred_steps(flipped(bit)) for bit in range(32)]
 seen = [b for b in range(32) if np.abs(bits[b][0] / equal - 1).max() > 0.01]
-lesson.check_prediction("runs with a visible change", my_prediction, len(seen))
+lesson.predicted("runs with a visible change", my_prediction, len(seen))
 
 # %% tags=["remove-cell"]
 assert seen == [25, 30], "with another weight, other bits are visible"
@@ -557,7 +557,7 @@ right.plot(apart, color=lesson.COLORS["data"])
 right.set(title="The difference stays", xlabel="step", ylim=(0, 2 * apart[0]))
 right.set_ylabel("difference of replica 5")
 grown = round(float(apart[-1] / apart[0]), 3)
-lesson.check_prediction("after 100 steps", my_prediction, grown, "times", within=0.02)
+lesson.predicted("after 100 steps", my_prediction, grown, "times", within=0.02)
 
 # %% tags=["remove-cell"]
 assert grown == 1, "the replicas get different updates"
@@ -613,7 +613,7 @@ def found_by(answer):
     def local(w_DD):
         w_DD = jax.lax.pcast(w_DD, "data", to="varying")
         bits_DD = jax.lax.bitcast_convert_type(w_DD, jnp.uint32)
-        said = lesson.require_answer(answer)(jnp.sum(bits_DD, dtype=jnp.uint32))
+        said = lesson.answered(answer)(jnp.sum(bits_DD, dtype=jnp.uint32))
         said = jnp.asarray(said, jnp.int32) + 0 * jax.lax.axis_index("data")
         return jnp.reshape(said, (1,))
 
@@ -712,7 +712,7 @@ mtbf = host_mtbf_s / 1024
 minutes = np.arange(2, 121)
 simulated = [goodput(60 * m, mtbf, c, r) for m in minutes]
 best = int(minutes[np.argmax(simulated)])
-lesson.check_prediction("best interval, simulated", my_prediction, best, "minutes", 0.2)
+lesson.predicted("best interval, simulated", my_prediction, best, "minutes", 0.2)
 
 # %% [markdown]
 # Let t be the training time between two saves. Saving takes a fraction c/t of the time. A failure can come
@@ -868,7 +868,7 @@ axes.legend()
 # %% tags=["hide-input"]
 def what_is_read(rows_of):
     """Does a step read the same on any hosts? Each document once? Equal batch sizes?"""
-    answer = lesson.require_answer(rows_of)
+    answer = lesson.answered(rows_of)
 
     def step_on(n, step):
         return sorted(int(r) for host in range(n) for r in answer(0, step, host, n))

@@ -343,7 +343,7 @@ if hosts:
     killed_at = hosts.latest(2, "restarts").stat().st_mtime  # seen by its supervisor
     ended = sum(hosts.latest(n, "restarts").exists() for n in (0, 1, 3))
     rows = status()
-    lesson.check_prediction("ended, of the other three", my_prediction, ended)
+    lesson.predicted("ended, of the other three", my_prediction, ended)
 
 # %% tags=["remove-cell"]
 if hosts:
@@ -404,7 +404,7 @@ if hosts:
     steps = [hosts.last(n)[0] for n in range(4)]
     entered = [hosts.marks(n, "enter")[-1][0] for n in range(4)]
     rows = status()
-    lesson.check_prediction("silent", my_prediction, sum(a > 4 for a in ages), "of four")
+    lesson.predicted("silent", my_prediction, sum(a > 4 for a in ages), "of four")
     print("seconds without output:", *[f"{a:.2f}" for a in ages])
 
 # %% tags=["remove-cell"]
@@ -558,7 +558,7 @@ if hosts:
     rows = status()
     ends = np.array([hosts.marks(n, "end")[0] for n in range(4)])
     factor = float((ends[2, 1:] / ends[0, 1:]).mean())
-    lesson.check_prediction("weights of 2 / of 0", my_prediction, factor, "times", within=0.01)
+    lesson.predicted("weights of 2 / of 0", my_prediction, factor, "times", within=0.01)
     hosts.wait_for_end(folder="checked")
     checked = status(HOST_FOLDER="checked")
 
@@ -690,7 +690,7 @@ def check_differ(answer):
     cases = [(hosts_with({}),), (hosts_with({(1, "lr"): 0.2}),)]
     cases += [(hosts_with({(3, "lr"): 0.2, (3, "seed"): 7}),)]
     cases += [(hosts_with({(3, "clip"): 1.0}),), (hosts_with({}, [(1, "seed")]),)]
-    words = lambda f: lambda hosts: say(lesson.require_answer(f)(hosts))
+    words = lambda f: lambda hosts: say(lesson.answered(f)(hosts))
     right = words(lambda hosts: by_keys(hosts, every(hosts)))
     hints = [(words(wrong), hint) for wrong, hint in DIFFER_HINTS]
     done = "Right: a name tells the user what to fix."

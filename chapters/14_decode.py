@@ -53,7 +53,7 @@ def products_s(chip, rows, weights=P8):
 v5e, v5p, h100 = (CHIPS[key] for key in ("v5e", "v5p", "h100"))
 per_read = products_s(h100, 8192) / 8192
 ratio = products_s(h100, 1) / per_read
-lesson.check_prediction("generated / prompt", my_prediction, ratio, "times", 0.03)
+lesson.predicted("generated / prompt", my_prediction, ratio, "times", 0.03)
 print("us per token:    prompt tokens     generated tokens")
 for chip in (v5e, v5p, h100):
     read, written = products_s(chip, 8192) / 8192, products_s(chip, 1)
@@ -102,7 +102,7 @@ my_prediction = None  # sequences
 sequence_bytes = 8192 * kept["Llama 3 8B"]
 equal = 2 * P8 / sequence_bytes
 print(f"a sequence: {sequence_bytes / 1e9:.2f} GB, the weights: {2 * P8 / 1e9:.2f} GB")
-lesson.check_prediction("equal bytes at", my_prediction, round(equal), "sequences", 0.05)
+lesson.predicted("equal bytes at", my_prediction, round(equal), "sequences", 0.05)
 
 # %% tags=["remove-cell"]
 assert round(equal) == 15, "the page says 15"
@@ -172,7 +172,7 @@ labels = ax.set_xticklabels(["5", "10", "20", "40"])
 # %%
 my_prediction = None  # GB
 G70, n_v5e, all_GB = 8, 16, 32 * 8192 * kept["Llama 3 70B"] / 1e9
-lesson.check_prediction("per device", my_prediction, all_GB / min(G70, n_v5e), "GB", 0.02)
+lesson.predicted("per device", my_prediction, all_GB / min(G70, n_v5e), "GB", 0.02)
 
 # %% [markdown]
 # A head cannot be split, because its queries need its whole key. So with more devices than key-value heads,
@@ -187,10 +187,10 @@ figure, axes = plt.subplots(2, 1, figsize=(4.6, 3.8))
 grid = jax.make_mesh((4, 2), ("tensor", "context"), axis_types=eight)
 P = jax.sharding.PartitionSpec
 title = "tensor=8: two devices store each head"
-lesson.draw_shards(axes[0], grid, P(None, "tensor"), "SG", title)
+lesson.slices(axes[0], grid, P(None, "tensor"), "SG", title)
 both_axes = P("context", "tensor")
 title = "tensor=4,context=2: each stores half of the positions"
-lesson.draw_shards(axes[1], grid, both_axes, "SG", title, colour_by="context")
+lesson.slices(axes[1], grid, both_axes, "SG", title, colour_by="context")
 title = figure.suptitle("Cache of 4 key-value heads (numbers: devices)", size=11)
 
 # %% [markdown]
@@ -353,11 +353,11 @@ print("tokens and logits agree with one device; the first text:", text_BT[0, T:]
 # by its position before it is stored.) What does one decode step send?
 
 # %%
-one_step = lesson.compile_and_read(step, mesh, w, cache, text_BT[:, -1:], S - 1)
-lesson.print_collectives(one_step)
+one_step = lesson.compiled(step, mesh, w, cache, text_BT[:, -1:], S - 1)
+lesson.listed(one_step)
 print("prefill of", T, "tokens:")
-prefill = lesson.compile_and_read(step, mesh, w, cache, text_BT[:, :T], 0)
-lesson.print_collectives(prefill)
+prefill = lesson.compiled(step, mesh, w, cache, text_BT[:, :T], 0)
+lesson.listed(prefill)
 
 # %% tags=["remove-cell"]
 for compiled, t in ((one_step, 1), (prefill, T)):
@@ -485,7 +485,7 @@ empty = lambda: empty_cache(c, six_axes, 2, 8)
 whole, _ = run(params, empty(), ids, at, last(6))
 _, six = run(params, empty(), ids[:, :6], at[:, :6], last(5))
 seventh, _ = run(params, six, ids[:, 6:], at[:, 6:], last(0))
-assert lesson.all_close(seventh, whole, 1e-4), "decode differs from prefill"
+assert lesson.same(seventh, whole, 1e-4), "decode differs from prefill"
 off = np.abs(seventh - whole).max()
 print(f"logits of up to {np.abs(whole).max():.2f}, which differ by {off:.0e} at most")
 
@@ -665,7 +665,7 @@ BAD_RULES = [
 
 # %% tags=["hide-input"]
 def check_accept(answer):
-    given = lesson.require_answer(answer) if answer not in (None, ...) else answer
+    given = lesson.answered(answer) if answer not in (None, ...) else answer
     cases = [(np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5]))]
     cases += [(np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.25, 0.25, 0.1]))]
     mistakes = [(came_out(wrong), hint) for wrong, hint in BAD_RULES]
@@ -786,7 +786,7 @@ def source_of(function):
 def check_texts(answer):
     for shape in ((2, 4), (4, 2), (8, 1)):
         try:
-            texts = np.asarray(lesson.require_answer(answer)(*shape))
+            texts = np.asarray(lesson.answered(answer)(*shape))
         except lesson.Unanswered:
             return lesson.NOTHING
         except Exception as error:

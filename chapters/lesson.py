@@ -40,9 +40,7 @@ else:
 # Predictions ----------------------------------------------------------------------------------------------------------
 
 
-def check_prediction(
-    what: str, prediction: float | None, counted: float, unit: str = "", within: float = 0.005
-) -> None:
+def predicted(what: str, prediction: float | None, counted: float, unit: str = "", within: float = 0.005) -> None:
     """Print a counted value, and compare the reader's prediction with it.
 
     within  largest relative error of a right prediction
@@ -63,7 +61,7 @@ def check_prediction(
 # Checkers -------------------------------------------------------------------------------------------------------------
 
 
-def all_close(a, b, share: float = 1e-4) -> bool:
+def same(a, b, share: float = 1e-4) -> bool:
     """Return whether two numbers, arrays or trees agree, up to `share` times the largest entry of each array."""
     a, b = ([np.asarray(x, dtype=object if x is None else None) for x in jax.tree.leaves(t)] for t in (a, b))
     if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
@@ -81,7 +79,7 @@ class Unanswered(Exception):
     """The reader's function still returns the dots."""
 
 
-def require_answer(function):
+def answered(function):
     """Wrap a reader's function for use in other programs: it raises Unanswered instead of returning None or dots.
 
     `diagnose` reports that as NOTHING, so a checker may run an answer in a `shard_map`, or add to its result, without
@@ -90,7 +88,7 @@ def require_answer(function):
     if function is None or function is ...:
         raise Unanswered
     if not callable(function):
-        raise TypeError(f"expected a function, but this is {format_value(function)}")
+        raise TypeError(f"expected a function, but this is {brief(function)}")
 
     @functools.wraps(function)
     def call(*args, **more):
@@ -121,44 +119,42 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
             found.append(...)
         except Exception as error:  # show any error of the reader's code in one line
             line = (str(error).strip().splitlines() or [""])[0]
-            return f"It stops{describe_case(function, case)}: {type(error).__name__}" + f": {line[:200]}" * bool(line)
+            return f"It stops{at(function, case)}: {type(error).__name__}" + f": {line[:200]}" * bool(line)
     if all(x is None or x is ... for x in found):
         return NOTHING
     wanted = [right(*case) for case in cases]
-    wrong = [n for n in range(len(cases)) if not all_close(found[n], wanted[n], share)]
+    wrong = [n for n in range(len(cases)) if not same(found[n], wanted[n], share)]
     if not wrong:
         return done
     for mistake, hint in mistakes:
         made = [mistake(*case) for case in cases]
-        assert not all(all_close(x, y, share) for x, y in zip(made, wanted, strict=True)), f"no mistake: {hint}"
-        if all(all_close(x, y, share) for x, y in zip(found, made, strict=True)):
+        assert not all(same(x, y, share) for x, y in zip(made, wanted, strict=True)), f"no mistake: {hint}"
+        if all(same(x, y, share) for x, y in zip(found, made, strict=True)):
             return hint
-    first, where = wrong[0], describe_case(function, cases[wrong[0]])
+    first, where = wrong[0], at(function, cases[wrong[0]])
     got, want = np.shape(found[first]), np.shape(wanted[first])
     if got != want:
         return f"Not yet{where}: your result has shape {got}, and should have {want}."
     often = "as in every case" if len(wrong) == len(cases) > 1 else "though not in every case" if len(cases) > 1 else ""
-    return f"Not yet: it is wrong{where}{often and ', '}{often}. Your answer there is {format_value(found[first])}."
+    return f"Not yet: it is wrong{where}{often and ', '}{often}. Your answer there is {brief(found[first])}."
 
 
-def describe_case(function, case: tuple) -> str:
+def at(function, case: tuple) -> str:
     """Describe the arguments of a case: " at n=4, Z=8", or "" if there are none."""
     try:
         names = [name for name, one in inspect.signature(function).parameters.items() if one.kind < one.VAR_POSITIONAL]
     except (TypeError, ValueError):
         names = []
-    named = (
-        [f"{name}={format_value(x)}" for name, x in zip(names, case, strict=False)] if len(names) == len(case) else []
-    )
-    return f" at {', '.join(named or map(format_value, case))}" if case else ""
+    named = [f"{name}={brief(x)}" for name, x in zip(names, case, strict=False)] if len(names) == len(case) else []
+    return f" at {', '.join(named or map(brief, case))}" if case else ""
 
 
-def format_value(x) -> str:
+def brief(x) -> str:
     """Format a value briefly: rounded numbers, short text, and arrays by their shape."""
     if isinstance(x, float):
         return f"{x:.6g}"
     if isinstance(x, tuple):
-        return f"({', '.join(map(format_value, x))}{',' if len(x) == 1 else ''})"
+        return f"({', '.join(map(brief, x))}{',' if len(x) == 1 else ''})"
     if isinstance(x, int | str):
         return repr(x)
     if isinstance(x, jax.sharding.Mesh):
@@ -168,7 +164,7 @@ def format_value(x) -> str:
     return f"an array {np.shape(x)}" if hasattr(x, "shape") and np.ndim(x) else str(x)[:60]
 
 
-def describe_ratio(got, want) -> str:
+def ratio(got, want) -> str:
     """Describe how a gradient differs from the right one: "equal", "2 times too big", "another direction"."""
     got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
     times = got @ want / (want @ want)
@@ -187,13 +183,13 @@ def describe_ratio(got, want) -> str:
 # The compiled program -------------------------------------------------------------------------------------------------
 
 
-def compile_and_read(function, mesh, *args) -> ledger.Ledger:
+def compiled(function, mesh, *args) -> ledger.Ledger:
     """Compile a function of arrays, and return the program's collectives and the FLOPs of its matmuls."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     return ledger.read(jitted.lower(*args).compile().as_text(), mesh)
 
 
-def print_collectives(found: ledger.Ledger) -> None:
+def listed(found: ledger.Ledger) -> None:
     """Print the collectives of a program, one per line."""
     for one in found.collectives:
         times = f"{one.count:g} x " if one.count != 1 else ""
@@ -204,7 +200,7 @@ def print_collectives(found: ledger.Ledger) -> None:
         print("no collectives")
 
 
-def print_source(*functions) -> None:
+def source(*functions) -> None:
     """Print the source of functions of the project, without docstrings."""
     for function in functions:
         function = inspect.unwrap(function)
@@ -224,7 +220,7 @@ PACKAGES = ("pipeline", "kernels", "plan", "train", "weights", "data", "xla", "c
 # Pictures -------------------------------------------------------------------------------------------------------------
 
 
-def draw_shards(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None = None) -> None:
+def slices(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None = None) -> None:
     """Draw an array of one or two dims, sharded by `spec`. Each shard shows the numbers of the devices that hold it.
 
     dims       one letter per dim, e.g. "BD"

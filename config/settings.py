@@ -126,7 +126,7 @@ class WorkConfig:
     context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
     # compute the loss in slices: a device never holds more logits than this many tokens have
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # of the pipeline: `python -m pipeline`
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # see `python -m pipeline`
     chunks: SizeOrAuto = AUTO  # interleaved: chunks of layers on each stage
     microbatches: SizeOrAuto = AUTO  # pipeline microbatches per forward and backward pass
     device_batch: SizeOrAuto = AUTO  # maximum sequences per device and pass; larger batches accumulate gradients

@@ -147,9 +147,9 @@ def predictions(found: list[Cell]) -> list[str]:
     questions = [n for n, cell in enumerate(found) if cell.is_prose and re.search(r"(?m)^> \*\*Predict", cell.text)]
     faults = [] if len(questions) >= 2 else [f"{len(questions)} predictions (`> **Predict.** ..`), fewer than 2"]
     for n, until in zip(questions, [*questions[1:], len(found)], strict=True):
-        answers = [cell for cell in found[n:until] if not cell.is_prose and "lesson.check_prediction(" in cell.text]
+        answers = [cell for cell in found[n:until] if not cell.is_prose and "lesson.predicted(" in cell.text]
         if not answers:
-            faults.append(f"line {found[n].line}: no cell with lesson.check_prediction(..) follows the prediction")
+            faults.append(f"line {found[n].line}: no cell with lesson.predicted(..) follows the prediction")
         elif not any("None" in cell.text for cell in answers):
             faults.append(f"line {answers[0].line}: no `None` for the reader's number")
     return faults
@@ -385,13 +385,13 @@ figure, axes = plt.subplots()
 
 # %%
 mine = None
-lesson.check_prediction("it", mine, 3)
+lesson.predicted("it", mine, 3)
 
 # %% [markdown]
 # > **Predict.** And now?
 
 # %%
-lesson.check_prediction("it", None, 3)
+lesson.predicted("it", None, 3)
 
 {"".join(EXERCISE.format(title=f"Exercise {n}: one") for n in (1, 2, 3))}{EXERCISE.format(title="A bug to find")}\
 # %% [markdown]
@@ -434,7 +434,7 @@ lesson.check_prediction("it", None, 3)
         (in_one_table, "# | a | 1 |\n# | b | 2 |\n", ""),
         (in_one_table, "## In one table", "## Much"),
         (predictions, "> **Predict.** And now?", "And now?"),
-        (predictions, 'lesson.check_prediction("it", None, 3)', "pass"),
+        (predictions, 'lesson.predicted("it", None, 3)', "pass"),
         (predictions, "mine = None", "mine = 3"),
         (figures, "Four boxes, of which one is red", "red"),
         (figures, "mine = None", "mine = None\nplt.subplots()"),

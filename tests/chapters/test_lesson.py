@@ -20,9 +20,9 @@ def fails(x, n):
     (SQUARES, "right"),
     (lambda x, n: np.float32(x * x + n), "right"),
     (..., lesson.NOTHING), (None, lesson.NOTHING), (lambda x, n: ..., lesson.NOTHING),
-    (lambda x, n: lesson.require_answer(lambda x: ...)(x) + n, lesson.NOTHING),
-    (lambda x, n: lesson.require_answer(...)(x), lesson.NOTHING),
-    (lambda x, n: lesson.require_answer(lambda x: (1, None))(x), lesson.NOTHING),
+    (lambda x, n: lesson.answered(lambda x: ...)(x) + n, lesson.NOTHING),
+    (lambda x, n: lesson.answered(...)(x), lesson.NOTHING),
+    (lambda x, n: lesson.answered(lambda x: (1, None))(x), lesson.NOTHING),
     (lambda x, n: 2 * x + n, "doubled"),  # right at x=2
     (lambda x, n: x * x, "the rest is lost"),
     (lambda x, n: 7 if x == 2 else 0,
@@ -31,7 +31,7 @@ def fails(x, n):
     (lambda x, n: jnp.ones((2, 3)), "Not yet at x=2, n=3: your result has shape (2, 3), and should have ()."),
     (lambda *_: [][1], "It stops at 2, 3: IndexError: list index out of range"),
     (fails, "It stops at x=2, n=3: StopIteration"),
-    (lambda x, n: lesson.require_answer(7)(x), "It stops at x=2, n=3: TypeError: expected a function, but this is 7"),
+    (lambda x, n: lesson.answered(7)(x), "It stops at x=2, n=3: TypeError: expected a function, but this is 7"),
 ])  # fmt: skip
 def test_an_answer_gets_one_line(answer, message):
     """Catches a traceback, a wrong answer that passes, a mistake without its hint, and an unreadable case."""
@@ -56,8 +56,8 @@ def test_messages_without_arguments_name_no_case():
 ])  # fmt: skip
 def test_values_are_formatted_briefly(value, words):
     """Catches memory addresses, and numbers of 17 digits."""
-    assert lesson.format_value(value) == words
-    assert lesson.format_value(sharding.make_mesh("fsdp=2,tensor=3")) == "fsdp=2,tensor=3"
+    assert lesson.brief(value) == words
+    assert lesson.brief(sharding.make_mesh("fsdp=2,tensor=3")) == "fsdp=2,tensor=3"
 
 
 @pytest.mark.parametrize("prediction, message", [
@@ -68,7 +68,7 @@ def test_values_are_formatted_briefly(value, words):
 ])  # fmt: skip
 def test_a_prediction_is_compared(prediction, message, capsys):
     """Catches a missing prediction that counts as right, and one far off that passes."""
-    lesson.check_prediction("bytes", prediction, 1344, "B")
+    lesson.predicted("bytes", prediction, 1344, "B")
     assert capsys.readouterr().out == message + "\n"
 
 
@@ -79,5 +79,5 @@ def test_a_prediction_is_compared(prediction, message, capsys):
 def test_a_gradient_is_compared(times, message):
     """Catches a wrong factor in the message."""
     right = {"a": np.arange(1.0, 4), "b": np.ones(2)}
-    assert lesson.describe_ratio({"a": times * right["a"], "b": times * right["b"]}, right) == message
-    assert lesson.describe_ratio({"a": right["a"], "b": -right["b"]}, right) == "another direction"
+    assert lesson.ratio({"a": times * right["a"], "b": times * right["b"]}, right) == message
+    assert lesson.ratio({"a": right["a"], "b": -right["b"]}, right) == "another direction"

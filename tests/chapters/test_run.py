@@ -43,4 +43,4 @@ def test_failed_and_slow_chapters_are_reported(words, status, shown, capfd):
 def test_a_number_without_a_chapter_is_refused():
     """Catches a typo that runs nothing and succeeds."""
     with pytest.raises(UserError, match="no chapter begins with '07'"):
-        runner.chosen(("07",))
+        runner.select_chapters(("07",))
