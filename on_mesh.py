@@ -44,7 +44,7 @@ def on_mesh(function, mesh: Mesh, *inputs, out):
     >>> from overlap.weights import at_use
     >>> from sharding import all_gather, make_mesh, reduce_scatter
     >>> c, mesh = config.preset("tiny").model, make_mesh("fsdp=2,tensor=4")
-    >>> declared = unstacked(model.declare(c).prefix.feed_forward)
+    >>> declared = unstack(model.declare(c).prefix.feed_forward)
     >>> def branch(w, x_btD):
     ...     x_bsD = all_gather(x_btD, TENSOR, dim=1)
     ...     return reduce_scatter(model.feed_forward(at_use(w, c), c, x_bsD), TENSOR, dim=1)

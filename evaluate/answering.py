@@ -99,7 +99,7 @@ class Answerer:
             order = sorted(range(len(numbers)), key=lambda place: -len(asked[numbers[place]].prompt))
             for begin in range(0, len(order), self.rows):
                 places = order[begin : begin + self.rows]
-                written = self.sampler.write([asked[numbers[place]] for place in places])
+                written = self.sampler.run_requests([asked[numbers[place]] for place in places])
                 yield from ((place, one.text) for place, one in zip(places, written, strict=True))
 
         return self.answer_all("texts", keys, work)

@@ -153,7 +153,7 @@ def test_texts_end_at_stops_and_at_their_length(answerer):
     context that leaves no room."""
     how = dict(tokens=7, temperature=0.0)
     fitted = ["a cat", "b", "at" * (30 - 7 - 1)]
-    whole = [one.text for one in answerer.sampler.write([Request(prompt=prompt, **how) for prompt in fitted])]
+    whole = [one.text for one in answerer.sampler.run_requests([Request(prompt=prompt, **how) for prompt in fitted])]
     asked = lambda **more: [(context, how | more) for context in CONTEXTS]
     assert answerer.generate_texts(asked()) == whole and len(set(whole)) == 3
     first = whole[0][2]

@@ -32,7 +32,7 @@ def tiny():
 
 
 def draw_all(sampler, *requests):
-    return [[token.id for token in one.tokens] for one in sampler.write([*requests])]
+    return [[token.id for token in one.tokens] for one in sampler.run_requests([*requests])]
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(tiny):
@@ -76,7 +76,7 @@ def test_unused_ids_are_never_generated():
 def test_a_trained_model_follows_its_rule(rule, temperature):
     """Catches tokens, positions or parameters that are used differently in generation than in training."""
     prompts = ["!", "Nx", "abcy"]  # these prompts break the rule, and only the last byte counts
-    texts = rule.texts([Request(prompt, tokens=18, temperature=temperature) for prompt in prompts])
+    texts = rule.generate_texts([Request(prompt, tokens=18, temperature=temperature) for prompt in prompts])
     assert texts == [rule_text(prompt, 18) for prompt in prompts]
 
 
