@@ -194,7 +194,7 @@ class Tensors:
         return arrays
 
     def dtype(self, name: str) -> str:
-        dtype = self.arrays[name].known_dtype
+        dtype = self.arrays[name].dtype_name
         if dtype not in NUMPY:
             raise UserError(f"{self.folder}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
         return dtype
