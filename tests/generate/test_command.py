@@ -35,7 +35,7 @@ def requests_of(*argv, stdin=b"", monkeypatch):
     """Return the requests that a command line makes."""
     made = []
     monkeypatch.setattr(command.generate, "load", lambda directory, **how: directory)
-    monkeypatch.setattr(command, "show", lambda sampler, requests, as_json: made.extend(requests))
+    monkeypatch.setattr(command, "print_texts", lambda sampler, requests, as_json: made.extend(requests))
     assert run("runs/none", *argv, stdin=stdin) == (0, "", "")
     return made
 
