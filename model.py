@@ -4,8 +4,7 @@ Every function here runs inside one `shard_map`: its arrays are this device's sh
 an explicit call. A collective over a mesh axis of size 1 is the identity, so the same code runs on a laptop
 and on a pod.
 
-A tensor's name ends with its shape, one letter per dim. A capital letter is a whole dim; a lower-case letter
-is this device's slice of it.
+A tensor's name ends with its shape, one letter per dim. Capital: whole dim; lower case: this device's part.
 
     B  sequences                     K  head: query and key        E  routed experts
     T  positions; t: this device's   R  head: rotary part          M  hidden width of an expert
@@ -353,14 +352,12 @@ def permute_rows(x_ND, order_A, inverse_A, copies=1):
     return x_ND[order_A // copies]
 
 
-def _permute_rows_backward(copies, inverse_A, dx_AD):
+def _permute_backward(copies, inverse_A, dx_AD):
     return jnp.sum(dx_AD[inverse_A].reshape(-1, copies, dx_AD.shape[-1]), axis=1), None, None
 
 
-permute_rows.defvjp(
-    lambda x, order, inverse, copies: (permute_rows(x, order, inverse, copies), inverse),
-    _permute_rows_backward,
-)
+_permute_forward = lambda x, order, inverse, copies: (permute_rows(x, order, inverse, copies), inverse)
+permute_rows.defvjp(_permute_forward, _permute_backward)
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
@@ -747,9 +744,8 @@ class Sums:
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
     """Return the loss sums of N tokens, of which this device and its TENSOR neighbors each hold n."""
-    return loss_sums(
-        c, unembedding(w, c, cast), final_norm(w, c, x_nD, dim=0), targets_N, weights_N, w.bias_V
-    )
+    x_ND = final_norm(w, c, x_nD, dim=0)
+    return loss_sums(c, unembedding(w, c, cast), x_ND, targets_N, weights_N, w.bias_V)
 
 
 def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
