@@ -22,8 +22,7 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
-Predict before you rent chips whether a configuration fits, what it sends, what is exposed, and how long it takes: a
-training step, or with --inference text generation.
+Predict what a training step needs, sends and takes before you rent chips; with --inference, text generation.
 
 A plan is arithmetic; --compile compares it with the compiler's counts. Exit status 1: it does not fit. Presets:"""
 
