@@ -87,7 +87,7 @@ def play(cfg: Config, args: Arguments, mesh, text: str) -> dict:
 
 def read(found) -> dict:
     """The totals of a ledger, and its bytes by mesh axes, kind and source line."""
-    rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
+    rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.totals_by(field).items()}
     return {
         "wire_bytes": found.total.wire_bytes,
         "exposed_bytes": found.total.exposed_bytes,

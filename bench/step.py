@@ -110,7 +110,7 @@ def read(cfg: Config, found) -> dict:
     """The bytes that one device sends in a step, and the ratio of executed FLOPs to model FLOPs."""
     from plan import planner
 
-    rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.by(field).items()}
+    rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.totals_by(field).items()}
     return {
         "wire_bytes": round(found.total.wire_bytes),
         "flops_ratio": found.flops / planner.plan(cfg).model_flops,
