@@ -81,7 +81,7 @@ notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks i
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
 # Each test is in only one of these: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
-test: .venv/installed ## run the tests, each kind of case once (13 minutes on 2 cores); ARGS="-k report -x" goes to pytest
+test: .venv/installed ## run the tests, each kind of case once (17 minutes on 2 cores); ARGS="-k report -x" goes to pytest
 	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
 
 test-more: .venv/installed .venv/extra-serve .venv/extra-buckets ## run the tests that make test skips: slow tests, the server, buckets
