@@ -395,7 +395,8 @@ def test_the_last_process_to_start_owns_the_run(servers, tmp_path):
 def test_a_refusal_of_a_bucket_is_reported(home, tmp_path, monkeypatch):
     """Catches a typo that creates a bucket, a traceback for a missing permission, and a step that counts afterwards."""
     status, _, complaint = run([*home, "--run.dir", "s3://own/runs"])
-    assert status == 2 and "run.dir='s3://own/runs': use a directory on disk or gs://" in complaint
+    message = "run.dir='s3://own/runs': use a directory on disk or gs://BUCKET/DIR, because Orbax"
+    assert status == 2 and message in " ".join(complaint.split())
     for more in ([], ["--run.check", "only"]):
         status, _, complaint = run([*home, "--run.dir", "gs://gone/runs", *more])
         assert status == 2 and "error: gs://gone/runs/small: there is no bucket gs://gone; create it" in complaint

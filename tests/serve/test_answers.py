@@ -53,10 +53,10 @@ def test_settings_reach_the_engine(rule, server):
     asked = dict(temperature=3.0, seed=3, top_p=0.9)
     extras = dict(top_k=7, min_p=0.01, repetition_penalty=1.5)
     got = completion(server, prompt="ab", max_tokens=9, **asked, extra_body=extras).choices[0].text
-    assert got == rule.write([Request("ab", tokens=9, **asked, **extras)])[0].text
+    assert got == rule.run_requests([Request("ab", tokens=9, **asked, **extras)])[0].text
     for name in (*asked, *extras):
         neutral = {"temperature": 0, "seed": 4, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}[name]
-        other = rule.write([Request("ab", tokens=20, **asked | extras | {name: neutral})])[0].text
+        other = rule.run_requests([Request("ab", tokens=20, **asked | extras | {name: neutral})])[0].text
         mine = completion(server, prompt="ab", max_tokens=20, extra_body=asked | extras | {name: neutral})
         assert mine.choices[0].text == other, name
 
@@ -92,7 +92,7 @@ def test_a_text_ends_before_a_stop(server):
 
 def test_log_probabilities(rule, server):
     """Catches log-probabilities of other tokens, and offsets that do not point into the text."""
-    want = rule.write([Request("→a", tokens=6, temperature=4, top_k=0, top_p=1, seed=2, logprobs=3)])[0]
+    want = rule.run_requests([Request("→a", tokens=6, temperature=4, top_k=0, top_p=1, seed=2, logprobs=3)])[0]
     got = completion(server, prompt="→a", max_tokens=6, temperature=4, seed=2, logprobs=3).choices[0].logprobs
     assert got.token_logprobs == pytest.approx([token.logprob for token in want.tokens], abs=1e-5)
     assert [len(likeliest) for likeliest in got.top_logprobs] == [3] * 6
@@ -116,7 +116,7 @@ def test_log_probabilities(rule, server):
 def test_a_prompt_is_echoed_with_its_log_probabilities(rule, server):
     """lm-evaluation-harness sends such requests. Catches scores that are off by one token or belong to another
     chunk of the prompt, a score for the first token, and a generated token although max_tokens is 0."""
-    [want] = rule.write([Request("ab", tokens=15, temperature=9, top_k=0, top_p=1, seed=2, logprobs=2)])
+    [want] = rule.run_requests([Request("ab", tokens=15, temperature=9, top_k=0, top_p=1, seed=2, logprobs=2)])
     ids = [EOT, *b"ab", *(token.id for token in want.tokens)]
     assert len(want.tokens) == 15 and len({*ids}) > 12
     asked = dict(prompt=[ids, "!$'"], echo=True, logprobs=2)

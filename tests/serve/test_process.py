@@ -121,7 +121,7 @@ def test_many_clients_at_once(run_directory, rule):
                   temperature=draw.choice([0.0, 5.0]), seed=n) for n in range(20)]  # fmt: skip
     fit = lambda one: Request(one["prompt"], tokens=one["max_tokens"], temperature=one["temperature"], seed=one["seed"],
                               top_k=0, top_p=1.0)  # fmt: skip
-    want = [rule.write([fit(one)])[0].text for one in asked]
+    want = [rule.run_requests([fit(one)])[0].text for one in asked]
     with process(run_directory, "--queue", "40") as (server, client):
 
         def ask(n):

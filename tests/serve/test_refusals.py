@@ -42,7 +42,7 @@ COMPLETIONS = [  # parameters to change (None: to remove), the status, the param
     ({"max_tokens": -1}, 400, "max_tokens", "max_tokens=-1: must be at least 1"),
     ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: should be of type int"),
     ({"seed": 1.5}, 400, "seed", "seed=1.5: should be a whole number"),
-    ({"stop": [""]}, 400, "stop", "stop=('',): should be texts, none of them empty"),
+    ({"stop": [""]}, 400, "stop", "stop=('',): must be texts, and none may be empty"),
     ({"stop": 3}, 400, "stop", "stop=3: should be a text, or a list of texts"),
     ({"n": 0}, 400, "n", "n=0 for 1 prompts: a request can have 1 to 128 texts in total"),
     ({"n": 100}, 400, "n", "the request has 100 texts; this server runs and queues at most 67 in total"),
