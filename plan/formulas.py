@@ -91,8 +91,6 @@ class Formula:
             return not self.args[0]
         if self.op == "letter":  # at least 1
             return True
-        if self.op == "letter":  # at least 1
-            return True
         if self.op not in CONDITIONS:
             raise TypeError(f"a symbolic quantity ({self.op}) is neither true nor false; compare it with a number")
         return decide(self)
