@@ -657,7 +657,7 @@ assert "10,752 bytes" in check_to_columns(too_expensive)
 assert "(4, 24, 32), and should have (4, 128, 6)" in check_to_columns(lambda x: x.T)
 for nothing in (to_columns, lambda x: None, None, ...):
     assert check_to_columns(nothing) == lesson.NOTHING
-assert "a function is wanted" in check_to_columns(3)
+assert "expected a function" in check_to_columns(3)
 
 # %% [markdown]
 # ## Exercise 2: a ring reduce-scatter
