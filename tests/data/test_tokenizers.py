@@ -156,11 +156,11 @@ def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path, trained):
         (dict(normalizer={"type": "NFC"}), "it normalizes the text (NFC), so its tokens would not decode to the same"),
         (dict(model=good["model"] | {"type": "WordPiece"}), "it is a WordPiece, not a byte-level BPE"),
         (dict(model=good["model"] | {"byte_fallback": True}), "it is a BPE with byte fallback, as in SentencePiece"),
-        (dict(model=good["model"] | {"merges": merges[::-1]}), "its merges are not in the order of their ids, and"),
+        (dict(model=good["model"] | {"merges": merges[::-1]}), "its merges are not in the order of their ids, which"),
         (dict(model=good["model"] | {"vocab": {"é五": 0}}), "its token 'é五' is not in GPT-2's letters for bytes"),
         (dict(model=good["model"] | {"vocab": {"a": 0}}), "255 of the 256 single bytes have no id, first 0"),
         (dict(pre_tokenizer=byte_level), "it adds a space before each text, so its tokens would not decode to"),
-        (dict(pre_tokenizer={"type": "Whitespace"}), "it cuts text by Whitespace, in a way that one pattern"),
+        (dict(pre_tokenizer={"type": "Whitespace"}), "it splits text by Whitespace, which one regular expression"),
         (dict(model={}), "it is a None, not a byte-level BPE"),
         (dict(model=[]), "not a tokenizer.json (AttributeError: "),
     ]:  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_text_too_small_for_its_vocabulary_is_refused(tmp_path, capsys):
     assert not (tmp_path / "a.bpe").exists()
     assert train_tokenizer.main([*words, "--vocabulary", "260"]) == 0
     assert tokenizers.load(f"bpe:{tmp_path}/a.bpe").n_vocab == 260
-    with pytest.raises(UserError, match="vocabulary=256: must be at least 257, the bytes and the end of a text"):
+    with pytest.raises(UserError, match="vocabulary=256: must be at least 257, the bytes and the end of text"):
         train_tokenizer.Arguments("x", vocabulary=256)
 
 
