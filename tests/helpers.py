@@ -280,7 +280,7 @@ def tested_pairs(mesh: str, *features: str) -> set[frozenset]:
     return {frozenset((axis, other)) for axis in axes for other in (*axes, *features) if other != axis}
 
 
-def covering(cases: dict[str, set]) -> list[str]:
+def covering_cases(cases: dict[str, set]) -> list[str]:
     """Choose a few cases that cover all pairs, greedily: next the case with the most uncovered pairs."""
     chosen, wanted = [], set().union(*cases.values())
     while wanted:
@@ -291,7 +291,7 @@ def covering(cases: dict[str, set]) -> list[str]:
 
 def with_repeats(cases, chosen=None) -> list:
     """Return test parameters for all cases; mark a case as a repeat if it is not chosen (default: `covering`)."""
-    chosen = covering(cases) if chosen is None else chosen
+    chosen = covering_cases(cases) if chosen is None else chosen
     return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.repeat) for case in cases]
 
 
@@ -301,7 +301,7 @@ def with_repeats(cases, chosen=None) -> list:
 def check_prediction(plan, found: dict, state=0.01):
     """Check a plan: state within 1%, peak memory 20%, FLOPs 5%, bytes 5% in total and over each set of axes with at
     least 1% of them, exposed bytes within 10% of all bytes."""
-    rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in show.compared(plan, found)}
+    rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in show.compare(plan, found)}
     off = {what: predicted / counted - 1 for what, (predicted, counted) in rows.items() if counted}
     assert abs(off["parameters, optimizer, batch"]) <= state, off
     assert abs(off["peak memory"]) <= 0.20, off
@@ -315,7 +315,7 @@ def check_prediction(plan, found: dict, state=0.01):
             assert abs(value) <= 0.05, off
 
 
-BEFORE_WORK = {  # execution settings as an older version saved them, in other groups
+OLD_WORK_SETTINGS = {  # execution settings as an older version saved them, in other groups
     "model": {"remat": "full", "gather": "ahead", "tensor_exchange": "ring", "loss_chunk": 36},
     "pipeline": {"schedule": "gpipe", "microbatches": 0, "chunks": 1}, "optim": {"max_device_batch": 0},
 }  # fmt: skip

@@ -139,14 +139,14 @@ def run_on_one_device(cfg: Config, first_batch: int = 0) -> dict[str, dict]:
 class Difference(NamedTuple):
     kind: str  # as in ALLOWED
     name: str
-    off: float
+    error: float
 
     @property
     def ok(self) -> bool:
-        return self.off <= ALLOWED[self.kind]
+        return self.error <= ALLOWED[self.kind]
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.name} is off by {self.off:.1e}, allowed {ALLOWED[self.kind]:.0e}"
+        return f"{self.kind} of {self.name} is off by {self.error:.1e}, allowed {ALLOWED[self.kind]:.0e}"
 
 
 MEASURES = dict.fromkeys(ALLOWED, relative_error) | {
@@ -166,7 +166,7 @@ class Comparison(NamedTuple):
         """Return the largest difference of some kinds, or of all; differences beyond tolerance come first."""
         kinds = kinds or tuple(ALLOWED)
         among = [d for d in self.differences if d.kind in kinds]
-        return max(among, key=lambda d: (not d.ok, d.off), default=Difference(kinds[0], "nothing", 0.0))
+        return max(among, key=lambda d: (not d.ok, d.error), default=Difference(kinds[0], "nothing", 0.0))
 
     def to_dict(self) -> dict:
         gradient, update = self.worst("gradient"), self.worst("update")
@@ -174,13 +174,13 @@ class Comparison(NamedTuple):
             "ok": self.worst().ok,
             "loss": self.loss,
             "loss_on_one_device": self.loss_on_one_device,
-            "loss_rel": self.worst("loss").off,
-            "grad_rel": gradient.off,
+            "loss_rel": self.worst("loss").error,
+            "grad_rel": gradient.error,
             "worst_param": gradient.name,
             "metrics_equal": self.worst("metric", "count").ok,
             "initial_equal": self.worst("initial").ok,
             "replicas_equal": self.worst("replica").ok,
-            "update_rel": update.off,
+            "update_rel": update.error,
             "worst_update": update.name,
             "params_equal": self.worst("initial", "replica", "update").ok,
             "tries": self.tries,
@@ -223,7 +223,7 @@ def table(cfg: Config, comparison: Comparison) -> str:
     ]
     row = lambda d, kind: f"{kind:9} {d.name:56} {d.off:8.1e} {ALLOWED[d.kind]:8.0e} {'' if d.ok else ' <- differs'}"
     for kind in ALLOWED:
-        worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.off)
+        worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.error)
         lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
     verdict = "equal to" if comparison.worst().ok else "DIFFERENT from"
     tries = f" (after {comparison.tries} attempts with other batches; see `compare`)" if comparison.tries > 1 else ""

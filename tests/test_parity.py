@@ -173,7 +173,7 @@ def test_a_mesh_equals_one_device(case, record_property):
     between stages, passes or microbatches, and a weight gathered along the wrong dim."""
     comparison = parity.compare(config(case))
     gradient = comparison.worst("gradient")
-    record_property("worst gradient", (gradient.off, case, gradient.name))
+    record_property("worst gradient", (gradient.error, case, gradient.name))
     assert comparison.worst().ok, f"{case}: {comparison.worst()}"
 
 
@@ -253,7 +253,7 @@ def test_the_cases_cover():
 def test_the_quick_cases_cover_every_pair():
     """Catches a `make test` that leaves out a feature on an axis, or more cases than the page of the tests says."""
     cases = {case: meetings(case) for case in lines(CASES)}
-    quick = helpers.covering(cases)
+    quick = helpers.covering_cases(cases)
     assert set().union(*(cases[case] for case in quick)) == set().union(*cases.values())
     text = " ".join((ROOT / "docs/tests.md").read_text().split())
     assert f"it takes {len(quick)} of the {len(cases)} meshes and models" in text
@@ -315,7 +315,7 @@ def test_the_comparison_sees_and_names(mistake):
     (found,) = [d for d in comparison.differences if not d.ok]
     assert (found.kind, found.name) == (kind, name) and found == comparison.worst()
     if how_far is not None and np.isfinite(how_far):
-        assert found.off == pytest.approx(how_far, rel=0.01)  # float32
+        assert found.error == pytest.approx(how_far, rel=0.01)  # float32
     said = comparison.to_dict()
     assert said["ok"] is False
     assert said["params_equal"] is (kind not in ("initial", "update", "replica"))
@@ -347,7 +347,7 @@ def test_experts_are_compared_on_other_batches_after_a_difference(monkeypatch, w
 def test_equal_results_are_equal():
     """Catches a comparison that always fails."""
     comparison = parity.differences(right_results(), right_results())
-    assert comparison.worst().ok and comparison.worst().off == 0
+    assert comparison.worst().ok and comparison.worst().error == 0
     assert "equal to one device" in parity.table(RIGHT, comparison)
 
 

@@ -25,7 +25,7 @@ import sharding
 from config import preset
 from data import prepare
 from plan import hardware
-from tests.helpers import BEFORE_WORK
+from tests.helpers import OLD_WORK_SETTINGS
 from train import checkpoint, progress, report
 from train.directory import OWN_FILES, SET_ASIDE, Metrics, decisive
 from weights import __main__ as weights_command
@@ -536,7 +536,7 @@ def test_a_run_of_an_older_version_resumes(copied):
     for group, setting in younger.items():
         del about["config"][group][setting]
     del about["config"]["work"]
-    for group, values in BEFORE_WORK.items():
+    for group, values in OLD_WORK_SETTINGS.items():
         about["config"].setdefault(group, {}).update(values)
     decides = decisive(about)
     decides["model"]["tensor_exchange"] = "ring"

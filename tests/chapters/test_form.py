@@ -186,7 +186,7 @@ def sections(found: list[Cell]) -> dict[str, list[Cell]]:
     return parts
 
 
-def says(cell: Cell) -> bool:
+def prints_check(cell: Cell) -> bool:
     """Whether a cell prints the result of a check function."""
     return bool(re.search(r"print\(\s*check_\w+\(", cell.text))
 
@@ -204,9 +204,11 @@ def exercises(found: list[Cell]) -> list[str]:
             faults.append(f"{start}: no folded solution")
         elif not any(cell.is_hidden and "assert" in cell.text for cell in section[order[0] :]):
             faults.append(f"{start}: no remove-cell with asserts after the solution")
-        if not any(says(cell) for cell in section):
+        if not any(prints_check(cell) for cell in section):
             faults.append(f"{start}: no `print(check_..(..))`")
-        if start == "A bug to find" and not any(says(cell) and "hide-output" in cell.marker for cell in section):
+        if start == "A bug to find" and not any(
+            prints_check(cell) and "hide-output" in cell.marker for cell in section
+        ):
             faults.append("the check's message about the bug is not folded, so readers see the hint before the bug")
         if start != "A bug to find" and not re.search(r"\breturn \.\.\.|= \.\.\.|\breturn \(?\.\.\.", text):
             faults.append(f"{start}: no `return ...` to fill in")

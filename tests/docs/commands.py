@@ -155,7 +155,7 @@ def uncommented(line: str) -> tuple[str, int]:
     return re.sub(r"\s+# .*$", "", line).strip(), int(status[1]) if status else 0
 
 
-def parts(text: str) -> list[tuple[int, str, list[str]]]:
+def page_parts(text: str) -> list[tuple[int, str, list[str]]]:
     """List (line, kind, lines) of a page: kind is `block`, `program`, `change`, `table` or `text` (a paragraph)."""
     found, inside = [], False
     for number, line in enumerate(text.splitlines(), start=1):
@@ -175,7 +175,7 @@ def parts(text: str) -> list[tuple[int, str, list[str]]]:
     return [(number, kind, lines) for number, kind, lines in found if lines]
 
 
-def quoted(lines: list[str]) -> list[str]:
+def quoted_commands(lines: list[str]) -> list[str]:
     """List the commands in backquotes in a paragraph, which may continue on the next line."""
     return [words for words in re.findall(r"`([^`]+)`", " ".join(lines)) if re.match(r"(python|make) ", words)]
 
@@ -201,9 +201,12 @@ def commands(page: str, text: str) -> list[Command]:
 
     last: list[Command] = []
     before: list[str] = []
-    for number, kind, lines in parts(text):
+    for number, kind, lines in page_parts(text):
         if kind == "text" or (kind == "table" and not prints_table(before)):
-            last = [command(number, words, NAMED if names_only(words) else RUN, again=False) for words in quoted(lines)]
+            last = [
+                command(number, words, NAMED if names_only(words) else RUN, again=False)
+                for words in quoted_commands(lines)
+            ]
         elif kind == "block" and lines[0].startswith(("$ ", *STARTS)):
             session = lines[0].startswith("$ ")
             for offset, line in enumerate(lines):
@@ -234,12 +237,12 @@ def _and_status(line: str) -> tuple[str, str, int]:
     return words, RUN, status
 
 
-def of_page(page: str) -> list[Command]:
+def page_commands(page: str) -> list[Command]:
     return commands(page, (ROOT / page).read_text(encoding="utf-8"))
 
 
 SERVED = "docs/serve.md"
-NOT_RUN |= {one.text: "needs a server: tests/serve/test_page.py" for one in of_page(SERVED) if one.how == RUN}
+NOT_RUN |= {one.text: "needs a server: tests/serve/test_page.py" for one in page_commands(SERVED) if one.how == RUN}
 
 # Compare printed output with the page ---------------------------------------------------------------------------------
 
@@ -286,7 +289,7 @@ def compare(shown: str, printed: str) -> str | None:
     return None
 
 
-def missing(shown: list[str], printed: str) -> str | None:
+def first_difference(shown: list[str], printed: str) -> str | None:
     """Return why the printed output does not contain a block, or None.
 
     Lines must be consecutive, ignoring blank lines; `...` matches any number of lines.
@@ -357,11 +360,11 @@ def run(one: Command, site: Path) -> str | None:
     tail = "\n".join(printed.splitlines()[-40:])
     if process.returncode != one.status:
         return f"{one}\nexit status {process.returncode}, expected {one.status}:\n{tail}"
-    wrong = [why for block in one.shown if (why := missing(block, printed))]
+    wrong = [why for block in one.shown if (why := first_difference(block, printed))]
     return f"{one}\n" + "\n".join(wrong) + f"\nwas not printed; the output ended with:\n{tail}" if wrong else None
 
 
-def named(found: list[Command]) -> list[Command]:
+def commands_only_named(found: list[Command]) -> list[Command]:
     """List commands that pages name but no page runs, without duplicates."""
     run_somewhere = {one.text for one in found if one.how == RUN} | set(NOT_RUN)
     return list({one.text: one for one in found if one.how == NAMED and one.text not in run_somewhere}.values())
@@ -369,5 +372,5 @@ def named(found: list[Command]) -> list[Command]:
 
 def to_run(page: str, tpu: bool = False, hosts: bool = False) -> list[Command]:
     """List the commands of a page that a test runs, in order."""
-    return [dataclasses.replace(one) for one in of_page(page)
+    return [dataclasses.replace(one) for one in page_commands(page)
             if one.how == RUN and one.text not in NOT_RUN and (one.tpu, one.hosts) == (tpu, hosts)]  # fmt: skip

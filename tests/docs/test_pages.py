@@ -28,7 +28,7 @@ def chains():
 
 
 def everything() -> list[Command]:
-    return [one for page in commands.pages() for one in commands.of_page(page)]
+    return [one for page in commands.pages() for one in commands.page_commands(page)]
 
 
 # The commands ---------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_command_for_the_tpu_compiler_prints_what_the_page_shows(one, tmp_path
 
 def test_every_command_named_in_the_text_exists(tmp_path):
     """Catches a sentence about a command that no longer exists."""
-    run_all(commands.named(everything()), tmp_path)
+    run_all(commands.commands_only_named(everything()), tmp_path)
 
 
 def test_every_command_is_tested_or_excused():
@@ -91,7 +91,7 @@ def test_every_command_is_tested_or_excused():
     looks_like_one = re.compile(r"\s*(\$ |python3? |make |\.venv|pip |\./|cd |export |git )")
     for page in commands.pages():
         known = [one.text for one in found if one.page == page]
-        for _, kind, lines in commands.parts((ROOT / page).read_text(encoding="utf-8")):
+        for _, kind, lines in commands.page_parts((ROOT / page).read_text(encoding="utf-8")):
             for line in filter(looks_like_one.match, lines if kind == "block" else ()):
                 assert commands.uncommented(line.removeprefix("$ "))[0] in known, f"{page}: {line}"
 
@@ -141,7 +141,9 @@ def test_redirects_of_chapters_lead_to_existing_chapters():
 
 def test_a_custom_training_loop_takes_25_lines():
     """Catches a training step that needs more and more setup from main.py."""
-    [program] = [lines for _, kind, lines in commands.parts((ROOT / "docs/loop.md").read_text()) if kind == "program"]
+    [program] = [
+        lines for _, kind, lines in commands.page_parts((ROOT / "docs/loop.md").read_text()) if kind == "program"
+    ]
     assert len(program) <= 25
 
 
@@ -228,7 +230,7 @@ def test_the_parser_refuses_unknown_lines_and_blocks():
 )  # fmt: skip
 def test_printed_output_is_compared(shown, printed, why):
     """Catches a comparison that accepts a wrong number, or refuses a correct one."""
-    found = commands.missing(shown, printed)
+    found = commands.first_difference(shown, printed)
     assert (found is None) if why is None else (found and found.startswith(why)), found
 
 

@@ -55,7 +55,7 @@ def recipes() -> dict[str, list[Step]]:
     found = {}
     for title, text in re.findall(r"(?ms)^## (.*?)$(.*?)(?=^## |\Z)", (ROOT / PAGE).read_text(encoding="utf-8")):
         steps = found[title] = []
-        for _, kind, lines in commands.parts(text):
+        for _, kind, lines in commands.page_parts(text):
             if kind in ("change", "block"):
                 steps.append(Step(len(steps) + 1, kind, tuple(lines), ()))
             elif lines[0].startswith("Without this step, "):

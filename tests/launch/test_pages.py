@@ -45,7 +45,7 @@ def test_every_command_for_hosts_does_what_is_shown(fleet):
         assert done.returncode == one.status, f"{one}\n{done.stdout}{done.stderr}"
         for block in one.shown:
             shown = [line if line.strip() == "..." else wiped(line) for line in block]
-            assert commands.missing(shown, wiped(done.stdout)) is None, f"{one}\n{done.stdout}"
+            assert commands.first_difference(shown, wiped(done.stdout)) is None, f"{one}\n{done.stdout}"
         if "-- python main.py" in one.text:  # what comes next is asked of a run that has taken steps
             wait_until(lambda: "step    10/" in log(fleet.hosts[0]) or ended(fleet.hosts[0]), 300)
         elif " -- " in one.text and " exec " not in one.text:
