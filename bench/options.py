@@ -76,7 +76,7 @@ def measure(topology: str, mesh):
     """Yield a row for each set of options: the overlapped share of each kind's bytes, and whether libtpu warns."""
     lowered = layers(mesh)
     for name, told in SETS.items():
-        with compiled.heard() as heard:
+        with compiled.captured_stderr() as heard:
             text = lowered.compile(compiler_options=told).as_text()
         found = ledger.read(text, mesh).totals_by("kind")
         share = {kind: found[kind].hidden_bytes / found[kind].wire_bytes if kind in found else None for kind in KINDS}

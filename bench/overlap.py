@@ -78,7 +78,7 @@ def measure(cfg: Config, args: Arguments) -> dict:
 def play(cfg: Config, args: Arguments, mesh, text: str) -> dict:
     """Simulate the compiled step, and draw it if --plot is given."""
     topology = hardware.Topology.parse(args.topology)
-    found = replayed.played(cfg, topology, mesh, text, args.at_peak, args.latency_us / 1e6)
+    found = replayed.simulate(cfg, topology, mesh, text, args.at_peak, args.latency_us / 1e6)
     if args.plot:
         replayed.plot(found, f"simulated step, {found.seconds:.3f} s: {asked(cfg, args.topology)[:-1]}", args.plot)
         say(f"drew {args.plot}")

@@ -78,7 +78,7 @@ def measure(what: str, one: planner.Plan) -> dict | None:
     except compiled.OutOfMemory as error:
         say(f"{what} on {one.topology}: {error}")
         return None
-    found = replayed.played(one.cfg, one.topology, mesh, step.step.as_text())
+    found = replayed.simulate(one.cfg, one.topology, mesh, step.step.as_text())
     return {"what": what, "topology": str(one.topology), "expected_s": one.likely_s, "replayed_s": found.seconds,
             "roofline_s": one.step_s, "peak_bytes": step.peak_bytes, "planned_peak_bytes": one.peak_bytes,
             "expected": one.expected, "replayed": found.causes}  # fmt: skip

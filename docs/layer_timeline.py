@@ -106,7 +106,7 @@ def export(case: Case, text: str) -> dict:
     cfg, args = overlap.parse(case.flags)
     cfg = planner.plan(cfg, args.topology).cfg
     mesh = compiled.topology_mesh(cfg.mesh, args.topology)
-    found = replayed.played(cfg, hardware.Topology.parse(args.topology), mesh, text)
+    found = replayed.simulate(cfg, hardware.Topology.parse(args.topology), mesh, text)
     layers = {}
     for way, back in WAYS.items():
         name = longest(found, back)

@@ -119,7 +119,7 @@ def lines(cfg, which: str) -> list[dict]:
     from plan import costs
     from sharding import STAGE, TOKENS
 
-    c, z, split = cfg.at_work, costs.Sizes.of(cfg), fit.split_batch(cfg)
+    c, z, split = cfg.at_work, costs.Sizes.from_config(cfg), fit.split_batch(cfg)
     M, found = split.microbatches * split.accumulation, {}
     turned = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
 
@@ -136,7 +136,7 @@ def lines(cfg, which: str) -> list[dict]:
     short = lambda w: w.name.split(".")[-1]
     for w in declared:
         if w.gathered_over:
-            one = M * sent("all-gather", w.gathered_over, w.joined // w.layers * w.width)
+            one = M * sent("all-gather", w.gathered_over, w.gathered_size // w.layers * w.width)
             experts = "E" in w.d.dims and w.d.dims[-1] != "E"
             name = "weights of experts" if experts else "weights"
             back = one * (1 + w.d.trainable)  # gathered again, and the gradient
@@ -152,7 +152,7 @@ def lines(cfg, which: str) -> list[dict]:
     add("stages", "collective-permute", (STAGE,), message, message, "collective-permute")
     for w in declared:
         if w.d.trainable:
-            one = sent("all-reduce", w.replicas, w.held // w.layers * w.d.dtype.itemsize)
+            one = sent("all-reduce", w.replicas, w.local_size // w.layers * w.d.dtype.itemsize)
             add("gradients over " + "*".join(w.replicas), "all-reduce", w.replicas, 0, one, "all-reduce", [short(w)])
     return list(found.values())
 

@@ -91,7 +91,7 @@ class LetterPlan(planner.Plan):
 
 
 def plan_in_letters(which: str) -> dict:
-    """Return the plan of a preset as formulas, like `plan.planner.of_settled` with letters."""
+    """Return the plan of a preset as formulas, like `plan.planner.plan_settled` with letters."""
     cfg, sched = LetterConfig(preset(which)), LetterSchedule()
     platform, chip = Choice("platform", ("tpu", "cpu")), Choice("chip", (*hiding.HIDES, ""))
     speeds = {name: letter(name) for name in ("peak_flops_per_s", "hbm_bytes_per_s")}

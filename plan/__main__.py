@@ -60,7 +60,7 @@ def presets() -> None:
         print(f"| `{name}` | {what.removeprefix('planner only: ')} | {total:,} | {active:,} |")
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -78,21 +78,21 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         raise UserError(f"--plot with --search draws seconds, but the speed of {topology.chip.name} is unknown")
 
 
-ANSWERING = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
+INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
 
 
-def check_said(argv: list[str], answers: bool) -> None:
+def check_effect(argv: list[str], answers: bool) -> None:
     """Raises: UserError for a flag that has no effect: a training flag with --inference, or the reverse."""
     flags = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     training = {"search", "max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
     for name in flags:
         if answers and (name in training or name.startswith("work.")):
             raise UserError(f"--{name} has no effect with --inference; drop one of them")
-        if not answers and name in ANSWERING:
+        if not answers and name in INFERENCE_FLAGS:
             raise UserError(f"--{name} has an effect only with --inference; add --inference or drop --{name}")
 
 
-def answering(cfg: Config, args: Arguments, topology: hardware.Topology | None, console) -> tuple[dict, int]:
+def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | None, console) -> tuple[dict, int]:
     """Plan inference. Returns the numbers for JSON and the exit status: 1 if a batch does not fit."""
     T = cfg.data.seq_len
     request = inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
@@ -104,14 +104,14 @@ def answering(cfg: Config, args: Arguments, topology: hardware.Topology | None, 
     show.inference_tables(one, args.batch, console)
     if args.plot:
         show.plot_inference(one, args.batch, args.plot)
-        say(f"drew {args.plot}")
-    if one.most == 0:
-        say(f"error: {one.refusal()}")
+        log(f"drew {args.plot}")
+    if one.largest_batch == 0:
+        log(f"error: {one.refusal()}")
     numbers = one.to_json(args.batch)
     return numbers, 1 if any(row["fits"] is False for row in numbers["batches"]) else 0
 
 
-def told(better) -> dict:
+def better_json(better) -> dict:
     """Return the result of `planner.faster` for JSON."""
     if not better:
         return {}
@@ -127,7 +127,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     check(args, topology)
     if args.inference:
-        return answering(cfg, args, topology, console)
+        return run_inference(cfg, args, topology, console)
     limit = round(args.memory * 2**30) or None
     if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
         use_devices(cfg.mesh.devices)
@@ -135,40 +135,40 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         if not topology or args.search != topology.devices:
             has = f"{topology} has {topology.devices} devices" if topology else "there is no --topology"
             raise UserError(f"--search {args.search}: {has}; pass a --topology with {args.search}")
-        fit, large, refused = planner.search(cfg, topology, limit, say)
+        fit, large, refused = planner.search(cfg, topology, limit, log)
         better = planner.faster_layout((fit or large)[0]) if fit or large else None
         show.search_table(fit, large, refused, better, console)
         names = ("mesh", "step_s", "likely_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
         if args.plot and fit:
             show.plot_search(fit, args.plot)
-            say(f"drew {args.plot}")
+            log(f"drew {args.plot}")
         short = lambda one: {name: value for name, value in one.to_json().items() if name in names} | {
             "schedule": one.sched.name, "microbatches": one.sched.microbatches}  # fmt: skip
         numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
-        return numbers | told(better), 0 if fit else 1
+        return numbers | better_json(better), 0 if fit else 1
     if args.max_batch:
-        most, too_many = planner.largest_batch(cfg, topology, limit, say)
+        most, too_many = planner.largest_batch(cfg, topology, limit, log)
         console.print(f"{most} sequences fit ({most * cfg.data.seq_len:,} tokens), {too_many} do not")
         return {"max_batch": most, "too_large": too_many}, 0
 
     one = planner.plan(cfg, topology, limit)
-    found, step = planner.compile_plan(one, say) if args.compile else (None, None)
+    found, step = planner.compile_plan(one, log) if args.compile else (None, None)
     better = planner.faster(one)
     show.tables(one, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
-    rows = why.compared(one) if args.why else None
+    rows = why.compare(one) if args.why else None
     if rows:
         why.print_why(one, rows, console)
     if args.plot:
         show.plot(one, found, args.plot)
-        say(f"drew {args.plot}")
+        log(f"drew {args.plot}")
     for problem in (found or {}).get("unexpected", []):
-        say(f"error: {problem}")
+        log(f"error: {problem}")
     if found and "error" in found:
-        say(f"error: {found['error']}")
+        log(f"error: {found['error']}")
     fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
-    return one.to_json() | ({"compiled": found} if found else {}) | told(better) | (
+    return one.to_json() | ({"compiled": found} if found else {}) | better_json(better) | (
         {"why": why.to_json(rows)} if rows else {}
     ), 1 if fits is False else 0
 
@@ -180,14 +180,14 @@ def main(argv: list[str] | None = None) -> int:
         presets()
         return 0
     cfg, args = parse(argv)
-    check_said(argv, args.inference)
+    check_effect(argv, args.inference)
     numbers, status = run(cfg, args)
     if args.json == "-":
         print(json.dumps(numbers))
     elif args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(numbers, file, indent=1)
-        say(f"wrote {args.json}")
+        log(f"wrote {args.json}")
     return status
 
 

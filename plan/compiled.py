@@ -155,7 +155,7 @@ def topology_devices(topology: Topology) -> list:
     """
     check_compiles_for(topology)
     # Without these, libtpu queries the network for this machine's slice, and writes log files. Level 1 makes it print
-    # its warnings, which `complaints` parses.
+    # its warnings, which `layout_warnings` parses.
     quiet = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
                  TPU_ACCELERATOR_TYPE="v4-8", TPU_LOG_DIR="disabled", TPU_STDERR_LOG_LEVEL="1")  # fmt: skip
     for name, value in quiet.items():
@@ -216,13 +216,13 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
 
 
 def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.stages.Compiled, list[str]]:
-    """Compile, and return the program and the compiler's layout warnings; see `complaints`.
+    """Compile, and return the program and the compiler's layout warnings; see `layout_warnings`.
 
     Raises: OutOfMemory. Other errors of the compiler propagate unchanged.
     """
     try:
         # The compilation cache is off because a cached program would have no compile time and no warnings.
-        with options.option_errors(), compile_cache(""), heard() as log:
+        with options.option_errors(), compile_cache(""), captured_stderr() as log:
             step = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = out_of_memory("\n".join([str(error), *log]), advice)
@@ -230,13 +230,13 @@ def compile_lowered(lowered, advice: str = "a smaller program") -> tuple[jax.sta
             raise refusal from error
         sys.stderr.write("".join(log))
         raise
-    warnings, rest = complaints("".join(log))
+    warnings, rest = layout_warnings("".join(log))
     sys.stderr.write(rest)
     return step, warnings
 
 
 @contextlib.contextmanager
-def heard():
+def captured_stderr():
     """Capture in a list everything that is written to file descriptor 2, including C++ output."""
     text = []
     sys.stderr.flush()
@@ -259,7 +259,7 @@ ALARM = r"(\[spmd\] involuntary full rematerialization.*?|\[sharding_fusion\].*?
 CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|lowering_emitter|shardy_xla_pass|barrier_assignment)\S*\] "
 
 
-def complaints(text: str) -> tuple[list[str], str]:
+def layout_warnings(text: str) -> tuple[list[str], str]:
     """Split the compiler's log into warnings about layout changes that need copies, and the rest without CHATTER."""
     warnings, rest = [], []
     for line in text.splitlines(keepends=True):

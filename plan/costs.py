@@ -72,7 +72,7 @@ class Sizes:
     platform: str  # cpu, gpu or tpu, which have different grouped matmuls
 
     @classmethod
-    def of(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
+    def from_config(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
         mesh, c = cfg.mesh.sizes, cfg.at_work
         s = cfg.data.seq_len // mesh[CONTEXT]
         width = 2 if c.compute_dtype == "bfloat16" else 4
@@ -88,7 +88,7 @@ vocabulary_slices = formulas.table(2)(slicing.vocabulary_slices)
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matmul of one layer's forward pass. `again`: it is recomputed for the backward pass."""
 
     part: str
@@ -125,7 +125,7 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
-def over_context(c: ModelAtWork, z: Sizes) -> str:
+def context_exchange(c: ModelAtWork, z: Sizes) -> str:
     """Return how queries reach the keys of other devices: gather, ring or all_to_all."""
     return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
 
@@ -139,12 +139,12 @@ def letters(c: ModelAtWork, z: Sizes) -> dict:
         "K": c.d_head, "R": c.d_rope, "U": c.d_value, "r": c.n_heads // heads, "f": c.d_ff // tensor,
         "m": c.d_expert // tensor, "x": c.n_shared, "e": c.n_experts // z.mesh[EXPERT], "k": c.top_k,
         "(K + R)": c.d_head + c.d_rope, "(Q + C + R)": c.d_query_latent + c.d_kv_latent + c.d_rope,
-        "g": heads // tensor // (context if over_context(c, z) == "all_to_all" else 1),
+        "g": heads // tensor // (context if context_exchange(c, z) == "all_to_all" else 1),
     }  # fmt: skip
     return found | ({"X": model.slots_per_expert(c, z.T)} if c.capacity_factor else {})
 
 
-def whole(x):
+def as_int(x):
     """Convert a number of positions or heads back to int, after halves in a formula made it a float."""
     return int(x) if isinstance(x, float) else x
 
@@ -161,44 +161,44 @@ def head_costs(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int,
     return *attending.flops(s, S, starts, 1, K, U, width, platform), *of_head, of_keys[1]
 
 
-def attention(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
+def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
     """FLOPs and HBM bytes of attention, forward and backward, as `kernels.attention` declares them."""
     queries, keys = row.dims[0][1], row.dims[1][1]
-    (b, s, h, K), (_, S, g, _), (*_, U) = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
+    (b, s, h, K), (_, S, g, _), (*_, U) = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
     gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
     # In a ring: either the local keys, or those of another device, which all precede the queries.
     n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
     flops, flops_back, moved, moved_back, of_keys = head_costs(s, S, n, earlier, K, U, z.width, z.platform)
     ahead, back = (h * flops, h * moved), (h * flops_back, h * moved_back + g * of_keys)
-    if z.platform != "tpu" and row.again and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
+    if z.platform != "tpu" and row.recomputed and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
         back = back[0] - 2 * h * K * s * S, back[1]  # in a single block, XLA merges recomputed scores with backward's
     return [b * x for x in ahead], [b * x for x in back]
 
 
-def experts(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
+def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
     """FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats."""
-    (A, _), (e, D, M), *_ = ([whole(dim.at(sizes)) for dim in dims] for dims in row.dims)
+    (A, _), (e, D, M), *_ = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims)
     rows = grouped_rows(A, e, z.platform)
     return 2 * rows * D * M, (rows * D + e * D * M + rows * M) * z.width
 
 
-def product(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Product:
+def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Matmul:
     """Return the cost of a matmul or kernel of a layer on one device."""
     count, back = row.count.at(sizes), None
     if traced_layer.KERNELS.get(row.kind) == "attention":
-        ahead, back = ([count * x for x in one] for one in attention(row, sizes, c, z))
+        ahead, back = ([count * x for x in one] for one in attention_cost(row, sizes, c, z))
     elif traced_layer.KERNELS.get(row.kind) == "experts":
-        ahead = [count * x for x in experts(row, sizes, z)]
+        ahead = [count * x for x in expert_matmul_cost(row, sizes, z)]
     else:
         ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
-    once_more = max(row.again - 1, 0)  # a step of a ring is recomputed, whatever the layer saves
-    if back is None and (once_more or row.back not in (1, 2)):
-        back = [row.back * x for x in ahead]
+    once_more = max(row.recomputed - 1, 0)  # a step of a ring is recomputed, whatever the layer saves
+    if back is None and (once_more or row.backward not in (1, 2)):
+        back = [row.backward * x for x in ahead]
     back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
-    return Product(traced_layer.part_of(row), *ahead, bool(row.again), back, row.function)
+    return Matmul(traced_layer.part_of(row), *ahead, bool(row.recomputed), back, row.function)
 
 
-def exchange(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
+def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     """Return the cost of a collective of a layer."""
     small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "ring_all_gather" in row.callers
     if row.axes == (CONTEXT,):
@@ -212,7 +212,9 @@ def exchange(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
         of = "feed-forward"
     elif part == "activations" and not arrives and "attention_branch" in row.callers:
         of = "attention's sums"
-    return Exchange(part, row.kind, row.axes, row.payload.at(sizes), bool(row.again), row.back, row.count.at(sizes), of)
+    return Exchange(
+        part, row.kind, row.axes, row.payload.at(sizes), bool(row.recomputed), row.backward, row.count.at(sizes), of
+    )
 
 
 @functools.cache
@@ -220,36 +222,39 @@ def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
     return replace(c, work=replace(c.work, context_attention=way))
 
 
-def layer(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Product | Exchange]:
+def layer_costs(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Matmul | Exchange]:
     """List every matmul, kernel and collective of one layer, read from its trace; see `traced_layer`."""
-    way, sizes = with_attention(c, over_context(c, z)), letters(c, z)
+    way, sizes = with_attention(c, context_exchange(c, z)), letters(c, z)
     return [
-        exchange(row, sizes) if row.axes else product(row, sizes, c, z) for row in traced_layer.layer_rows(way, is_moe)
+        collective_cost(row, sizes) if row.axes else matmul_cost(row, sizes, c, z)
+        for row in traced_layer.layer_rows(way, is_moe)
     ]
 
 
-def by_form(*settings: str):
+def for_each_setting(*settings: str):
     """Decorate a function that lists rows, so that with symbolic arguments it covers each value of these settings."""
 
     def decorate(rows):
         @functools.wraps(rows)
         def of(c: ModelAtWork, z: Sizes) -> list:
-            return list(rows(formulas.settled(c, settings), formulas.settled(z, ("platform",))))
+            return list(
+                rows(formulas.with_decided_choices(c, settings), formulas.with_decided_choices(z, ("platform",)))
+            )
 
         return formulas.by_cases(of)
 
     return decorate
 
 
-def tokens_go(c: ModelAtWork, z: Sizes) -> bool:
+def sends_tokens_to_table(c: ModelAtWork, z: Sizes) -> bool:
     return tokens_go_to_table(c, z.b * z.s, c.vocab_size // z.mesh[TENSOR])
 
 
-@by_form("gather")
-def enter(c: ModelAtWork, z: Sizes):
+@for_each_setting("gather")
+def embedding_rows(c: ModelAtWork, z: Sizes):
     """List the collectives of the embedding, which sums the partial results of TENSOR neighbors."""
     yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=False)
-    if tokens_go(c, z):
+    if sends_tokens_to_table(c, z):
         yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=False, back=False)
         yield Exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, again=False)
 
@@ -259,13 +264,13 @@ def logits_tokens(z: Sizes) -> int:
     return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
 
 
-@by_form()
-def logits(c: ModelAtWork, z: Sizes):
+@for_each_setting()
+def logits_rows(c: ModelAtWork, z: Sizes):
     """List the matmuls and collectives of logits and loss; each stage has a share of the tokens."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
     slices, words = vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // n)
     arrays = tokens * c.d_model + c.d_model * words + tokens * words
-    one = Product("logits", 2 * tokens * c.d_model * words, arrays * z.width)
+    one = Matmul("logits", 2 * tokens * c.d_model * words, arrays * z.width)
     yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes)
     yield replace(one, again=False)  # the backward pass reuses the logits of the last vocabulary chunk
     X = tokens * c.d_model * z.width
@@ -307,11 +312,11 @@ def layer_counts(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
     return n_dense, n_moe
 
 
-@by_form("remat", "tensor_exchange", "context_attention")
+@for_each_setting("remat", "tensor_exchange", "context_attention")
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
     """List (number of layers, rows of one layer) for each kind of layer on the first stage."""
     counts = enumerate(layer_counts(c, z))
-    return [(many, layer(c, z, bool(is_moe)) if present(many) else []) for is_moe, many in counts]
+    return [(many, layer_costs(c, z, bool(is_moe)) if present(many) else []) for is_moe, many in counts]
 
 
 @dataclass(frozen=True)
@@ -325,18 +330,23 @@ class Work:
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
     """List every matmul of one device in a step."""
-    c, z, once, run = cfg.at_work, Sizes.of(cfg, platform), Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
+    c, z, once, run = (
+        cfg.at_work,
+        Sizes.from_config(cfg, platform),
+        Passes(*(sched.microbatches,) * 4),
+        passes(cfg, sched),
+    )
 
-    def count(row: Product, many: int, run: Passes) -> Work:
+    def count(row: Matmul, many: int, run: Passes) -> Work:
         ahead = run.forward + run.again * row.again
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
         return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both))
 
     rows = [(row, many, run) for many, found in layers(c, z) for row in found] + [
-        (row, 1, once) for row in logits(c, z)
+        (row, 1, once) for row in logits_rows(c, z)
     ]
-    return [count(*one) for one in rows if isinstance(one[0], Product)]
+    return [count(*one) for one in rows if isinstance(one[0], Matmul)]
 
 
 @dataclass(frozen=True)
@@ -354,7 +364,7 @@ class Weights:
         return [(entry,) if isinstance(entry, str) else entry or () for entry in self.d.spec]
 
     @property
-    def held(self) -> int:
+    def local_size(self) -> int:
         """Entries of the local shard."""
         return self.d.size // math.prod(self.mesh[axis] for axes in self.axes for axis in axes)
 
@@ -363,20 +373,20 @@ class Weights:
         return next((axes for axes in self.axes if FSDP in axes), ())
 
     @property
-    def parts(self) -> int:
+    def num_shards(self) -> int:
         """Number of shards that a gather combines."""
         return math.prod(self.mesh[axis] for axis in self.gathered_over)
 
     @property
-    def slice(self) -> int:
+    def shard_width(self) -> int:
         """Width of a shard along the dim that is gathered."""
         sizes = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
-        return sizes[0] // self.parts if sizes else 0
+        return sizes[0] // self.num_shards if sizes else 0
 
     @property
-    def joined(self) -> int:
+    def gathered_size(self) -> int:
         """Entries of the gathered parameter."""
-        return self.held * self.parts
+        return self.local_size * self.num_shards
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -422,13 +432,13 @@ class Traffic:
 
 def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "") -> list[Traffic]:
     """List everything that one device sends in a step, except for a few numbers (counts, norms, metrics)."""
-    c, z, run = cfg.at_work, Sizes.of(cfg, platform), passes(cfg, sched)
+    c, z, run = cfg.at_work, Sizes.from_config(cfg, platform), passes(cfg, sched)
     once, found = Passes(*(sched.microbatches,) * 4), {}
 
     def add(part, kind, axes, size, count, when="once", of=""):
         def compiled():
             split = tuple(axis for axis in AXES if axis in axes and z.mesh[axis] > 1)
-            return split and (part, hiding.made_of(kind, split, z.mesh, platform), split)
+            return split and (part, hiding.compiled_kind(kind, split, z.mesh, platform), split)
 
         for here, key in formulas.cases(compiled) if present(count) and present(size) else ():
             if key:
@@ -450,16 +460,16 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
 
     for many, rows in layers(c, z):
         activations(rows, many, run)
-    activations(enter(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0), inside=False)
-    activations(logits(c, z), 1, once, inside=False)
+    activations(embedding_rows(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0), inside=False)
+    activations(logits_rows(c, z), 1, once, inside=False)
     add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, messages(cfg, sched))
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * z.b * sched.microbatches * z.T, 1)
     for w in weights(cfg):
-        for row in of_weights(w, cfg, sched, platform):
+        for row in weight_collectives(w, cfg, sched, platform):
             add(row.part, row.kind, row.axes, row.size, row.count, row.when, row.of)
-    return [Traffic(*key, *value, in_a_slot(c, key[0], key[2])) for key, value in found.items()]
+    return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in found.items()]
 
 
 @formulas.by_cases
@@ -472,13 +482,13 @@ def messages(cfg: Config, sched: schedules.Schedule) -> int:
 
 
 @formulas.by_cases
-def in_a_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
+def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
     rare = part in ("batch", "replicas") or (part in ("weights", "gradients") and c.work.gather == "step")
     return not rare and STAGE not in axes
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """A parameter, or chunks of it, gathered for matmuls."""
 
     ahead: int  # gathers in forward passes
@@ -492,24 +502,26 @@ class Use:
 
 def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
     """Yield each use of a parameter: in each layer, or once per step."""
-    c, z, M, run = cfg.at_work, Sizes.of(cfg), sched.microbatches, passes(cfg, sched)
+    c, z, M, run = cfg.at_work, Sizes.from_config(cfg), sched.microbatches, passes(cfg, sched)
     if c.work.gather == "step":
-        yield Use(1, 0, 1, w.d.dims, w.joined / w.layers, w.layers)
+        yield WeightUse(1, 0, 1, w.d.dims, w.gathered_size / w.layers, w.layers)
         return
     if w.name.startswith(("prefix.", "blocks.")):
         of = "experts" if "E" in w.d.dims else "weights"
-        yield Use(run.forward, run.again, run.weights, w.d.dims, w.joined / w.layers, w.layers, of)
-    if w.name == "embedding_VD" and not tokens_go(c, z):
-        yield Use(run.forward, 0, M, w.d.dims, w.joined, 1)
+        yield WeightUse(run.forward, run.again, run.weights, w.d.dims, w.gathered_size / w.layers, w.layers, of)
+    if w.name == "embedding_VD" and not sends_tokens_to_table(c, z):
+        yield WeightUse(run.forward, 0, M, w.d.dims, w.gathered_size, 1)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
         v = c.vocab_size // z.mesh[TENSOR]
         slices, words = vocabulary_slices(c.work.loss_chunk, logits_tokens(z), v)
-        yield Use(M, 0, M, "DV", w.joined / v * words, slices - 1, "vocabulary")
-        yield Use(M, 0, M, "DV", w.joined / v * words, 1)  # the first chunk and the last gradient overlap with nothing
+        yield WeightUse(M, 0, M, "DV", w.gathered_size / v * words, slices - 1, "vocabulary")
+        yield WeightUse(
+            M, 0, M, "DV", w.gathered_size / v * words, 1
+        )  # the first chunk and the last gradient overlap with nothing
 
 
 @dataclass(frozen=True)
-class Sent:
+class WeightCollective:
     """A collective of one parameter. `when` and `of` are arguments of `hiding.exposed`."""
 
     part: str
@@ -522,25 +534,27 @@ class Sent:
 
 
 @formulas.by_cases
-def of_weights(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
+def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
     """Yield the collectives of one parameter: gathers of weights and reductions of gradients."""
     once, M = cfg.at_work.work.gather == "step", sched.microbatches
     for use in uses(w, cfg, sched):
         size = use.size * w.width
-        yield Sent("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
-        yield Sent("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
+        yield WeightCollective("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
+        yield WeightCollective("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
         if not w.d.trainable:
             continue
         if once and M * sched.stages > 1:  # summed in float32 before they are sent
             size = 4 * use.size
-        kind = "reduce-scatter" if once else hiding.scatter_of(use.dims, w.slice, platform)  # only those of a layer
-        yield Sent("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
+        kind = (
+            "reduce-scatter" if once else hiding.gradient_collective(use.dims, w.shard_width, platform)
+        )  # only those of a layer
+        yield WeightCollective("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
-        yield Sent("replicas", "all-reduce", w.replicas, w.held * w.d.dtype.itemsize, 1)
+        yield WeightCollective("replicas", "all-reduce", w.replicas, w.local_size * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that compute them when interleaved, and back
-        held = (w.joined if cfg.at_work.work.gather == "step" else w.held) / sched.chunks
-        yield Sent("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
-        yield Sent("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
+        held = (w.gathered_size if cfg.at_work.work.gather == "step" else w.local_size) / sched.chunks
+        yield WeightCollective("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
+        yield WeightCollective("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
 
 
 # Waiting --------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from plan.costs import Sizes
 from plan.formulas import maximum, present, where
 from sharding import SLICED, TENSOR
 
-# Fitted to the causes of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, KEPT and ROWS by
+# Fitted to the causes of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and ROWS by
 # least squares over v4's, PRODUCT and OTHERS by eye for each chip. Chips that were not simulated use v5p's.
 PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
-STREAM, KEPT, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are moved
+STREAM, SAVED, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are moved
 ADDED = 12  # bytes moved per entry of a gradient sum: the sum is read and written, the addend read
 HELD_UP = 0.25  # exposed share of the seconds of gradients that overlap with matmuls
 
@@ -36,9 +36,9 @@ def seconds(one) -> dict[str, float] | None:
     chip = one.topology and one.topology.chip
     if not chip or not chip.torus_dims:
         return None
-    found = {"products": products(one, chip), "other ops": others(one, chip) / chip.hbm_bytes_per_s}
-    ring = hiding.rings_hide(one.cfg.mesh.sizes, chip.key)
-    scatters = hiding.hides(chip.key, hiding.SCATTERS)
+    found = {"products": matmul_seconds(one, chip), "other ops": other_bytes(one, chip) / chip.hbm_bytes_per_s}
+    ring = hiding.rings_overlap(one.cfg.mesh.sizes, chip.key)
+    scatters = hiding.overlaps(chip.key, hiding.SCATTERS)
     run, in_slots = costs.passes(one.cfg, one.sched), sum(found.values())
     use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
     for row in one.traffic:
@@ -50,7 +50,7 @@ def seconds(one) -> dict[str, float] | None:
             hidden = (row.wire_bytes - row.exposed_bytes) / speed
             waits += maximum(hidden - use_weights * found["products"], 0)
         elif row.kind == "collective-permute" and row.axes == (TENSOR,) and present(ring):
-            waits = where(ring, positions(one, speed, chip), waits)
+            waits = where(ring, ring_seconds(one, speed, chip), waits)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
     found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
@@ -58,56 +58,58 @@ def seconds(one) -> dict[str, float] | None:
 
 
 @formulas.by_cases
-def of_chip(numbers: dict[str, float], chip: hardware.Chip) -> float:
+def chip_value(numbers: dict[str, float], chip: hardware.Chip) -> float:
     return next((number for key, number in numbers.items() if chip.key == key), numbers["v5p"])
 
 
-def slower(chip: hardware.Chip) -> float:
+def matmul_slowdown(chip: hardware.Chip) -> float:
     """Return the time of a matmul's FLOPs over their time at the peak."""
-    return of_chip(PRODUCT, chip)
+    return chip_value(PRODUCT, chip)
 
 
-def products(one, chip: hardware.Chip) -> float:
+def matmul_seconds(one, chip: hardware.Chip) -> float:
     """Seconds of all matmuls and kernels."""
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
-        total += maximum(computing, moving) if row.part == "experts" else slower(chip) * computing + MOVED * moving
+        total += (
+            maximum(computing, moving) if row.part == "experts" else matmul_slowdown(chip) * computing + MOVED * moving
+        )
     return total
 
 
 @formulas.by_cases
-def others(one, chip: hardware.Chip) -> float:
+def other_bytes(one, chip: hardware.Chip) -> float:
     """Bytes moved by operations other than matmuls."""
     cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
-    z, run, step = Sizes.of(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
+    z, run, step = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
     layers = c.n_layers / cfg.mesh.stage
     stream = z.b * z.s * c.d_model * z.width * layers
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
     kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1)
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
-    activations = STREAM * stream * passes + KEPT * kept + ROWS * rows
+    activations = STREAM * stream * passes + SAVED * kept + ROWS * rows
     # Gradient sums in float32, one microbatch after the other.
-    sums = sum(w.joined if step else w.held for w in costs.weights(cfg))
+    sums = sum(w.gathered_size if step else w.local_size for w in costs.weights(cfg))
     added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or step)
     state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
-    return of_chip(OTHERS, chip) * activations + added + STATE * state
+    return chip_value(OTHERS, chip) * activations + added + STATE * state
 
 
-def positions(one, speed: float, chip: hardware.Chip) -> float:
+def ring_seconds(one, speed: float, chip: hardware.Chip) -> float:
     """Exposed seconds of rings over TENSOR: the permute of each chunk against the matmul of another chunk."""
-    return waits_of_rings(one, speed, chip.peak_flops_per_s / slower(chip))
+    return exposed_ring_seconds(one, speed, chip.peak_flops_per_s / matmul_slowdown(chip))
 
 
 @formulas.by_cases
-def waits_of_rings(one, speed: float, peak: float) -> float:
+def exposed_ring_seconds(one, speed: float, peak: float) -> float:
     cfg, c = one.cfg, one.cfg.at_work
-    z, run, n = Sizes.of(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
+    z, run, n = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
     waits = 0.0
     for many, rows in filter(lambda layer: present(layer[0]), costs.layers(c, z)):
         exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)
                      and row.kind == "collective-permute"]  # fmt: skip
-        for exchange, product in zip(exchanges, beside(rows)[: len(exchanges)], strict=True):
+        for exchange, product in zip(exchanges, overlapped_flops(rows)[: len(exchanges)], strict=True):
             part = product * (n - 1) / n
             wait = lambda times, row=exchange, part=part: maximum(0.0, row.times * row.size / speed - times * part)
             ahead = run.forward + run.again * exchange.again
@@ -115,13 +117,13 @@ def waits_of_rings(one, speed: float, peak: float) -> float:
     return waits
 
 
-BESIDE = (  # functions of the model whose matmuls each ring of a layer overlaps with: arriving and leaving, twice
+OVERLAPPED_FUNCTIONS = (  # the functions whose matmuls each ring of a layer overlaps with: arriving, leaving, twice
     ("latent_queries", "queries_keys_values"), ("latent_attention.<lambda>", "grouped_attention.out"), ("hidden",),
     ("down",),
 )  # fmt: skip
 
 
-def beside(rows: list) -> list[float]:
+def overlapped_flops(rows: list) -> list[float]:
     """FLOPs of the matmuls that each ring of a layer overlaps with: arriving and leaving, attention's first."""
-    of = lambda names: sum(x.flops for x in rows if isinstance(x, costs.Product) and x.function in names)
-    return [of(names) for names in BESIDE]
+    of = lambda names: sum(x.flops for x in rows if isinstance(x, costs.Matmul) and x.function in names)
+    return [of(names) for names in OVERLAPPED_FUNCTIONS]

@@ -201,7 +201,7 @@ def table(outputs: int) -> Callable:
 # Branches -------------------------------------------------------------------------------------------------------------
 
 tracing = False
-known: dict[int, bool] | None = None  # decided conditions, while `ways` runs a function
+known: dict[int, bool] | None = None  # decided conditions, while `run_branches` runs a function
 
 
 class Undecided(BaseException):
@@ -237,7 +237,7 @@ def decide(condition: Formula) -> bool:
     raise Undecided(condition)
 
 
-def ways(function: Callable, decided: dict[int, bool]):
+def run_branches(function: Callable, decided: dict[int, bool]):
     """Run a function for each combination of branches and return its results as a tree of forks."""
     global known
     before, known = known, decided
@@ -247,7 +247,7 @@ def ways(function: Callable, decided: dict[int, bool]):
         (condition,) = undecided.args
     finally:
         known = before
-    return Fork(condition, *(ways(function, decided | {condition.number: answer}) for answer in (True, False)))
+    return Fork(condition, *(run_branches(function, decided | {condition.number: answer}) for answer in (True, False)))
 
 
 def by_cases(function: Callable) -> Callable:
@@ -258,14 +258,14 @@ def by_cases(function: Callable) -> Callable:
     def joined(*args, **more):
         if not tracing or known is not None:  # plain numbers, or the calling function is already split into branches
             return run(*args, **more)
-        return join(ways(lambda: run(*args, **more), {}))
+        return join(run_branches(lambda: run(*args, **more), {}))
 
     return joined
 
 
 def cases(function: Callable) -> list[tuple]:
     """List (condition, result of the function under that condition), for results that are not numbers."""
-    tree = ways(function, {}) if tracing and known is None else function()
+    tree = run_branches(function, {}) if tracing and known is None else function()
     leaves = lambda x: [*leaves(x.yes), *leaves(x.no)] if isinstance(x, Fork) else [x]
     holds = lambda x, leaf: (where(x.condition, holds(x.yes, leaf), holds(x.no, leaf)) if isinstance(x, Fork)
                              else int(x == leaf))  # fmt: skip
@@ -326,18 +326,18 @@ def merge_rows(condition: Formula, x: list, y: list) -> list:
     return merged + [merge(condition, blank(row), row) for row in left]
 
 
-def settled(x, names: tuple[str, ...]):
+def with_decided_choices(x, names: tuple[str, ...]):
     """Return a hashable dataclass: the named choices get their decided value, all others their first option."""
     if not tracing:
         return x
     value = lambda choice: choice.settled if choice.name in names else OPTIONS[choice.name][0]
     fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
     changes = {name: value(x) for name, x in fields.items() if isinstance(x, Choice)}
-    changes |= {name: settled(x, names) for name, x in fields.items() if dataclasses.is_dataclass(x)}
-    return replaced(x, **changes) if changes else x
+    changes |= {name: with_decided_choices(x, names) for name, x in fields.items() if dataclasses.is_dataclass(x)}
+    return cached_replace(x, **changes) if changes else x
 
 
-def replaced(x, **changes):
+def cached_replace(x, **changes):
     """Cache `dataclasses.replace`, which validates all fields and would run for each combination of branches."""
     key = id(x), tuple((name, value if isinstance(value, str) else id(value)) for name, value in changes.items())
     if key not in REPLACED:

@@ -190,7 +190,7 @@ class Topology:
         return links.Torus(self.shape, self.wraps)
 
 
-def named(devices) -> Topology | None:
+def topology_of_devices(devices) -> Topology | None:
     """Return the topology of these JAX devices, which gives a plan their speed; None if it has no name."""
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == devices[0].device_kind), None)
     if chip is None or not chip.peak_flops_per_s:
@@ -346,7 +346,7 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     return found
 
 
-def remarks(topology: Topology) -> list[str]:
+def chip_notes(topology: Topology) -> list[str]:
     """List what the numbers of these chips assume, one line each."""
     chip, found = topology.chip, []
     if chip.devices_per_chip > 1:

@@ -17,7 +17,7 @@ HIDES = {  # chip: what it overlaps with matmuls. Where gradients overlap, a Spa
 }  # fmt: skip
 
 
-def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
+def compiled_kind(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
     """Return the compiled collective: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
     if kind != "reduce-scatter" or platform != "tpu":
         return kind
@@ -28,7 +28,7 @@ def made_of(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: st
 LANES = 128  # lanes of a TPU vector, which hold the minor dim of an array
 
 
-def scatter_of(dims: str, width: int, platform: str) -> str:
+def gradient_collective(dims: str, width: int, platform: str) -> str:
     """Return the collective of a parameter's gradient if each device has a shard this wide.
 
     The sharded dim is along lanes in per-head matrices, the embedding, and vocabulary chunks of an unembedding. There a
@@ -41,7 +41,7 @@ def scatter_of(dims: str, width: int, platform: str) -> str:
 
 
 @formulas.by_cases
-def hides(chip: str, what: str) -> bool:
+def overlaps(chip: str, what: str) -> bool:
     return any(chip == key and what in found for key, found in HIDES.items())
 
 
@@ -56,22 +56,22 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
     if not of or not any(chip == key for key in HIDES):
         return 1
     if axes == (TENSOR,):
-        waits = kind == "collective-permute" and not rings_hide(mesh, chip)
-        return 1 if waits or kind == "reduce-scatter" else of_positions(c, kind, mesh[TENSOR], when, of)
+        waits = kind == "collective-permute" and not rings_overlap(mesh, chip)
+        return 1 if waits or kind == "reduce-scatter" else exposed_activations(c, kind, mesh[TENSOR], when, of)
     if of in ("weights", "experts", "vocabulary"):
         if kind == "all-gather":
-            return of_weights(c, when, of) if hides(chip, GATHERS) else 1
-        return float(not hides(chip, SCATTERS))
+            return exposed_weights(c, when, of) if overlaps(chip, GATHERS) else 1
+        return float(not overlaps(chip, SCATTERS))
     return 1
 
 
 @formulas.by_cases
-def rings_hide(mesh: dict[str, int], chip: str) -> bool:
+def rings_overlap(mesh: dict[str, int], chip: str) -> bool:
     """Whether rings overlap. v5e's compiler runs permutes one after the other, except in the branches of a pipeline."""
-    return hides(chip, RINGS) or (chip == "v5e" and mesh[STAGE] > 1)
+    return overlaps(chip, RINGS) or (chip == "v5e" and mesh[STAGE] > 1)
 
 
-def of_positions(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:
+def exposed_activations(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:
     """Return the exposed share of activations over TENSOR.
 
     A forward all-gather is exposed: its result is needed at once. Gathers of gradients overlap with matmuls of other
@@ -82,16 +82,16 @@ def of_positions(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float
     if kind == "all-gather":
         return float(when == "forward" or (when == "again" and c.work.remat in WHOLE))
     in_a_row = {"feed-forward": n // 2 - 1} if c.work.remat != "none" else {"attention's sums": n // 2}
-    return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not wide(c) else 0
+    return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not is_wide(c) else 0
 
 
-def of_weights(c: ModelAtWork, when: str, of: str) -> float:
+def exposed_weights(c: ModelAtWork, when: str, of: str) -> float:
     """Return the exposed share of weight all-gathers, which run one after the other, each next to matmuls of others. Of
     the experts' three matrices, one is exposed in the forward pass, and two in the backward pass of a wide model.
     """
-    return {"forward": 1, "again": 2 * wide(c)}[when] / 3 if of == "experts" else 0
+    return {"forward": 1, "again": 2 * is_wide(c)}[when] / 3 if of == "experts" else 0
 
 
-def wide(c: ModelAtWork) -> bool:
+def is_wide(c: ModelAtWork) -> bool:
     """Whether matmuls are long enough to overlap with: true for llama3_8b and mixtral_8x7b, not for dense_124m."""
     return c.d_model >= 2048

@@ -93,14 +93,14 @@ class Pass:
         return self.b * self.s
 
     @property
-    def own(self) -> int:
+    def local_tokens(self) -> int:
         """Tokens per device between attention blocks: a share over CONTEXT and TENSOR, rounded up."""
         return -(-self.tokens // (self.n[CONTEXT] * self.n[TENSOR]))
 
     @property
-    def fed(self) -> int:
+    def feed_forward_tokens(self) -> int:
         """Tokens in the feed-forward block: those of all TENSOR neighbors."""
-        return self.own * self.n[TENSOR]
+        return self.local_tokens * self.n[TENSOR]
 
     @property
     def width(self) -> int:
@@ -150,15 +150,15 @@ def share_read(w: Weights, at: Pass) -> float:
     return 1 - (1 - c.top_k / c.n_experts) ** (at.tokens / at.n[CONTEXT] * at.n[EXPERT])
 
 
-def of_weights(at: Pass):
-    """Yield (part, FLOPs, bytes moved, gathers) of each weight. `of_layers` has the FLOPs of all parts but logits."""
+def weight_costs(at: Pass):
+    """Yield (part, FLOPs, bytes moved, gathers) of each weight. `layer_costs` has the FLOPs of all parts but logits."""
     c = at.cfg.model
     for w in costs.weights(at.cfg):
         stages = at.n[STAGE] if "L" in w.d.dims else 1
-        entries, layers = w.joined * stages, w.layers * stages
+        entries, layers = w.gathered_size * stages, w.layers * stages
         each = width(w, at.request.weights_dtype)
-        gather = Sent("all-gather", w.gathered_over, w.joined / w.layers * each, layers)
-        gathered = w.parts > 1
+        gather = Sent("all-gather", w.gathered_over, w.gathered_size / w.layers * each, layers)
+        gathered = w.num_shards > 1
         flops = 2 * at.b * entries if w.name == "unembedding_DV" else 0
         yield part_of(w), flops, each * entries * (share_read(w, at) + gathered), [gather] * gathered
         if w.name == "embedding_VD" and c.tie_embeddings:
@@ -171,13 +171,13 @@ def letters(at: Pass) -> dict:
     g, r = (c.n_heads, 1) if c.attention == "mla" else (c.n_kv_heads, c.n_heads // c.n_kv_heads)
     g, z = g // n[TENSOR], costs.Sizes(at.b, 0, 0, 0, at.width, 0, n, "cpu")
     return costs.letters(c, z) | {
-        "g": g, "s": at.s, "n": at.own, "S": at.slots, "(r + 2)": r + 2, "(K + 1)": c.d_head + 1,
+        "g": g, "s": at.s, "n": at.local_tokens, "S": at.slots, "(r + 2)": r + 2, "(K + 1)": c.d_head + 1,
         "(U + 1)": c.d_value + 1, "(C + R)": c.d_kv_latent + c.d_rope,
         "(g (K + R) + C + R)": g * (c.d_head + c.d_rope) + c.d_kv_latent + c.d_rope,
     }  # fmt: skip
 
 
-def of_layers(at: Pass):
+def layer_costs(at: Pass):
     """Yield (part, FLOPs, collectives) of each operation of the layers, from their trace: see `traced_layer`.
 
     The experts' matmuls have the number of rows of a balanced load.
@@ -200,7 +200,7 @@ def of_layers(at: Pass):
                 yield part, count * row.flops.at(sizes), []
 
 
-def kept(c: ModelConfig, tensor: int = 1) -> int:
+def cache_entries(c: ModelConfig, tensor: int = 1) -> int:
     """Count a layer's cache entries per position on a device: keys and values of its heads, or one MLA latent."""
     return c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.n_kv_heads // tensor * c.d_head
 
@@ -208,18 +208,18 @@ def kept(c: ModelConfig, tensor: int = 1) -> int:
 def cache_moved(at: Pass) -> float:
     """Return the bytes of the cache that a pass reads and writes. CONTEXT shards the slots."""
     c = at.cfg.model
-    each = WIDTHS[at.request.cache_dtype] * kept(c, at.n[TENSOR])
+    each = WIDTHS[at.request.cache_dtype] * cache_entries(c, at.n[TENSOR])
     return c.n_layers * at.b * (at.slots + -(-at.s // at.n[CONTEXT])) * each
 
 
 def exchanges(at: Pass):
     """Yield (part, collective) for activations outside the layers."""
     c = at.cfg.model
-    yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.fed), 1)
-    yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.fed), 1)
+    yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
+    yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
     yield "logits", Sent("all-reduce", (STAGE, CONTEXT), 4 * at.b * c.vocab_size / at.n[TENSOR], 1)
     yield "drawing", Sent("all-gather", (*BATCH, TENSOR), at.logits_bytes, 1)
-    yield "stages", Sent("collective-permute", (STAGE,), at.stream(at.own), at.n[STAGE])
+    yield "stages", Sent("collective-permute", (STAGE,), at.stream(at.local_tokens), at.n[STAGE])
 
 
 def rows(at: Pass) -> list[Row]:
@@ -228,10 +228,10 @@ def rows(at: Pass) -> list[Row]:
              "drawing")  # fmt: skip
     parts = {name: Row(name) for name in names}
     parts["cache"].cache_bytes = cache_moved(at)
-    for part, flops, sent in of_layers(at):
+    for part, flops, sent in layer_costs(at):
         parts[part].flops += flops
         parts[part].exchanges += sent
-    for part, flops, weight_bytes, gathers in of_weights(at):
+    for part, flops, weight_bytes, gathers in weight_costs(at):
         parts[part].flops += flops
         parts[part].weight_bytes += weight_bytes
         parts[part].exchanges += gathers
@@ -255,7 +255,7 @@ def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, flo
     times |= {"FLOPs": computing} if computing > sum(reading.values()) else reading
     for one in row.exchanges:
         link, n = hardware.link(cfg.mesh, topology, one.axes), math.prod(sizes[axis] for axis in one.axes)
-        kind = hiding.made_of(one.kind, one.axes, sizes, "tpu" if compiled_away else "")
+        kind = hiding.compiled_kind(one.kind, one.axes, sizes, "tpu" if compiled_away else "")
         times["wires"] += one.count * hardware.collective_seconds(kind, one.joined_bytes, n, link)
         times["hops"] += one.count * hardware.latency_seconds(kind, link)
     return times
@@ -267,11 +267,11 @@ def sent_bytes(row: Row, cfg: Config) -> float:
     return sum(one.count * hardware.wire_bytes(one.kind, one.joined_bytes, n(one.axes)) for one in row.exchanges)
 
 
-def added(parts: list[dict[str, float]]) -> dict[str, float]:
+def sum_by_cause(parts: list[dict[str, float]]) -> dict[str, float]:
     return {cause: sum(one[cause] for one in parts) for cause in CAUSES}
 
 
-def largest(times: dict[str, float]) -> str:
+def dominant_cause(times: dict[str, float]) -> str:
     """Return the cause that takes the most time."""
     return max(times, key=times.get)
 
@@ -314,9 +314,9 @@ class Plan:
         """Return the seconds by cause to prefill all prompts, or of a decode step. None if the speed is unknown."""
         if not self.speed_known:
             return None
-        return added([self.of_row(row) for row in self.rows(batch, phase)])
+        return sum_by_cause([self.row_seconds(row) for row in self.rows(batch, phase)])
 
-    def of_row(self, row: Row) -> dict[str, float]:
+    def row_seconds(self, row: Row) -> dict[str, float]:
         return seconds(row, self.cfg, self.topology)
 
     # Memory
@@ -325,24 +325,24 @@ class Plan:
     def token_bytes(self) -> int:
         """Bytes of cache per token in all layers, without replicas."""
         c = self.cfg.model
-        return c.n_layers * kept(c) * WIDTHS[self.request.cache_dtype]
+        return c.n_layers * cache_entries(c) * WIDTHS[self.request.cache_dtype]
 
     def cache_bytes(self, batch: int) -> int:
         """Return the bytes of a device's cache. Every stage has the dense_prefix layers, see `generate`."""
         c, at = self.cfg.model, Pass(self.cfg, self.request, -(-batch // self.unit), 1)
         layers = c.dense_prefix + (c.n_layers - c.dense_prefix) // self.cfg.mesh.stage
-        return layers * at.b * at.slots * kept(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
+        return layers * at.b * at.slots * cache_entries(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
 
     def weights_bytes(self, dtype: str = "") -> int:
-        return sum(w.held * width(w, dtype or self.request.weights_dtype) for w in costs.weights(self.cfg))
+        return sum(w.local_size * width(w, dtype or self.request.weights_dtype) for w in costs.weights(self.cfg))
 
     @functools.cached_property
     def gathered_bytes(self) -> float:
         """Bytes of the largest set of weights that is gathered at once: one layer, or an embedding table."""
         sizes: dict[str, float] = {}
-        for w in (w for w in costs.weights(self.cfg) if w.parts > 1):
+        for w in (w for w in costs.weights(self.cfg) if w.num_shards > 1):
             group = ".".join(w.name.split(".")[:2])  # prefix, blocks.dense, blocks.moe, or the name of a table
-            sizes[group] = sizes.get(group, 0) + w.joined / w.layers * width(w, self.request.weights_dtype)
+            sizes[group] = sizes.get(group, 0) + w.gathered_size / w.layers * width(w, self.request.weights_dtype)
         return max(sizes.values(), default=0)
 
     def memory_bytes(self, batch: int) -> dict[str, float]:
@@ -352,21 +352,21 @@ class Plan:
                 "logits": logits}  # fmt: skip
 
     @property
-    def room_bytes(self) -> float | None:
+    def usable_bytes(self) -> float | None:
         """Usable bytes: a tenth of the memory stays free."""
         return self.limit_bytes and (1 - SPARE) * self.limit_bytes
 
     @property
-    def most(self) -> int | None:
+    def largest_batch(self) -> int | None:
         """The largest batch that fits. None if the memory is unknown."""
-        if not self.room_bytes:
+        if not self.usable_bytes:
             return None
         none, one = (sum(self.memory_bytes(batch).values()) for batch in (0, self.unit))
-        return max(int((self.room_bytes - none) // (one - none)), 0) * self.unit
+        return max(int((self.usable_bytes - none) // (one - none)), 0) * self.unit
 
     def refusal(self) -> str:
         """Return an error message for a mesh that fits no batch, with sizes and remedies."""
-        request, room, held = self.request, self.room_bytes, self.memory_bytes(self.unit)
+        request, room, held = self.request, self.usable_bytes, self.memory_bytes(self.unit)
         parts = ", ".join(f"{part} {size / 2**30:.3f} GiB" for part, size in held.items() if size >= 2**20)
         fits = lambda dtype: sum(held.values()) - held["weights"] + self.weights_bytes(dtype) <= room
         now = WIDTHS[request.weights_dtype]
@@ -388,7 +388,7 @@ class Plan:
             raise UserError(f"--batch {min(asked)}: must be at least 1 sequence")
         if asked:
             return sorted(set(asked))
-        most = (256 * self.unit if self.most is None else self.most) or self.unit
+        most = (256 * self.unit if self.largest_batch is None else self.largest_batch) or self.unit
         doubled = [self.unit << n for n in range((most // self.unit).bit_length())]
         return sorted({*doubled, most})
 
@@ -421,11 +421,11 @@ class Plan:
             "step": self.flops_bound(lambda row: True),
         }
 
-    def answered(self, batch: int) -> dict:
+    def batch_summary(self, batch: int) -> dict:
         """Return the memory, times and throughput of a batch."""
         memory_bytes = sum(self.memory_bytes(batch).values())
         result = {"batch": batch, "memory_bytes": memory_bytes,
-                  "fits": None if self.room_bytes is None else memory_bytes <= self.room_bytes}  # fmt: skip
+                  "fits": None if self.usable_bytes is None else memory_bytes <= self.usable_bytes}  # fmt: skip
         if not self.speed_known:
             return result
         by_cause, first = self.seconds(batch, "decode"), self.seconds(batch, "prefill")
@@ -434,7 +434,7 @@ class Plan:
                          "prefill_seconds": first, "tokens_per_s": batch / step_s, "sequence_tokens_per_s": 1 / step_s,
                          "with_prefill_tokens_per_s": batch * self.request.answer / (
                              sum(first.values()) + (self.request.answer - 1) * step_s),
-                         "bound_by": largest(by_cause)}  # fmt: skip
+                         "bound_by": dominant_cause(by_cause)}  # fmt: skip
 
     def notes(self) -> list[str]:
         """List unexpected conditions that the numbers depend on, one line each."""
@@ -445,7 +445,7 @@ class Plan:
         if self.gathered_bytes:
             axes = "*".join(axis for axis in ("fsdp", "expert", "context") if cfg.mesh.sizes[axis] > 1)
             sent = sum(sent_bytes(Row("", exchanges=gathers), cfg)
-                       for *_, gathers in of_weights(Pass(cfg, self.request, 1, 1)))  # fmt: skip
+                       for *_, gathers in weight_costs(Pass(cfg, self.request, 1, 1)))  # fmt: skip
             lines.append(f"weights are sharded over {axes} and gathered for every token: a device sends "
                          f"{sent / 2**30:.3f} GiB per token; shards over tensor or stage need no gather")  # fmt: skip
         enough = self.bounds["products"] if self.bounds else None
@@ -463,12 +463,12 @@ class Plan:
         batches, request = self.batches(asked), self.request
         of_part = lambda row: {"part": row.part, "flops": row.flops, "weight_bytes": row.weight_bytes,
                                "cache_bytes": row.cache_bytes, "sent_bytes": sent_bytes(row, self.cfg),
-                               "seconds": self.of_row(row) if self.speed_known else None}  # fmt: skip
+                               "seconds": self.row_seconds(row) if self.speed_known else None}  # fmt: skip
         return {
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), **asdict(request),
             "cache_token_bytes": self.token_bytes, "cache_sequence_bytes": self.token_bytes * request.slots,
-            "weights_bytes": self.weights_bytes(), "limit_bytes": self.limit_bytes, "most": self.most,
-            "flops_bound": self.bounds, "batches": [self.answered(batch) for batch in batches],
+            "weights_bytes": self.weights_bytes(), "limit_bytes": self.limit_bytes, "most": self.largest_batch,
+            "flops_bound": self.bounds, "batches": [self.batch_summary(batch) for batch in batches],
             "decode": [of_part(row) for row in self.rows(batches[-1], "decode")],
             "prefill": [of_part(row) for row in self.rows(batches[-1], "prefill")], "notes": self.notes(),
         }  # fmt: skip

@@ -5,13 +5,22 @@ from config import Config, ModelAtWork
 from kernels import grouped
 from pipeline import schedules
 from plan import formulas, hiding
-from plan.costs import WHOLE, Sizes, grouped_rows, layer_counts, logits_tokens, over_context, vocabulary_slices, weights
+from plan.costs import (
+    WHOLE,
+    Sizes,
+    context_exchange,
+    grouped_rows,
+    layer_counts,
+    logits_tokens,
+    vocabulary_slices,
+    weights,
+)
 from plan.formulas import maximum, present, where
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
 @formulas.by_cases
-def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
+def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
     """Return the bytes of saved activations of one layer and microbatch. one_piece: the step has only this microbatch.
 
     "full" saves the layer's input, "branches" also the input of the second branch, "dots" the input and the outputs of
@@ -19,7 +28,7 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
     attention outputs, and intermediate values of an activation function.
     """
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
-    way = over_context(c, z)
+    way = context_exchange(c, z)
     keys = z.b * z.T if way == "gather" else N
     stream, whole = z.b * z.t * c.d_model, N * c.d_model
     h = c.n_heads // z.mesh[TENSOR]
@@ -45,7 +54,7 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
         # A TPU saves neither the normalized input of attention nor its output if there is no latent. But a narrow model
         # in one piece saves both, and MLA in one piece saves each head's copy of the rotary key.
         on_tpu, less = z.platform == "tpu", 0
-        if on_tpu and c.attention == "gqa" and not (one_piece and not hiding.wide(c)):
+        if on_tpu and c.attention == "gqa" and not (one_piece and not hiding.is_wide(c)):
             less = stream + whole
         if on_tpu and c.attention == "mla" and one_piece:
             made += keys * h * c.d_rope
@@ -71,21 +80,23 @@ def kept(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = F
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Predict one device's peak memory in bytes, by part: exact for the state, an estimate for temporary arrays."""
-    c, z = cfg.at_work, Sizes.of(cfg, platform)
+    c, z = cfg.at_work, Sizes.from_config(cfg, platform)
     one_piece, w = sched.in_one_piece, weights(cfg)
-    state = sum(x.held * x.d.dtype.itemsize for x in w)
+    state = sum(x.local_size * x.d.dtype.itemsize for x in w)
     there = [(many, bool(is_moe)) for is_moe, many in enumerate(layer_counts(c, z)) if present(many)]
-    saved = sum(many * kept(c, z, is_moe, c.work.remat, one_piece) for many, is_moe in there) / sched.chunks
+    saved = sum(many * saved_bytes(c, z, is_moe, c.work.remat, one_piece) for many, is_moe in there) / sched.chunks
     on_tpu = platform == "tpu"
-    work = maximum(*(where(on_tpu, *(kept(c, z, is_moe, remat) for remat in ("fused", "none"))) for _, is_moe in there))
-    of_layer = maximum(*(sum(x.joined * x.width // x.layers for x in w if x.name.startswith(part))
+    work = maximum(
+        *(where(on_tpu, *(saved_bytes(c, z, is_moe, remat) for remat in ("fused", "none"))) for _, is_moe in there)
+    )
+    of_layer = maximum(*(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe.")))  # fmt: skip
     buffers, stream = sched.slots, z.b * z.t * c.d_model * z.width
     step = c.work.gather == "step"
-    table = maximum(*(x.joined * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
+    table = maximum(*(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
     # With gather=step, float32 sums over microbatches. A CPU has a second copy while it sends them.
     each = where(on_tpu, 4, 8)
-    gradients = sum(where(step, x.joined * where(one_piece, x.width, each), x.held * 4) for x in w)
+    gradients = sum(where(step, x.gathered_size * where(one_piece, x.width, each), x.local_size * 4) for x in w)
     tokens = logits_tokens(z)
     logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     freed = where(one_piece, where(on_tpu, gradients, 0), 0)
@@ -94,7 +105,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "optimizer": 2 * state,
         "batch": 5 * 4 * z.b * sched.microbatches * z.s,
         "gradients": gradients,
-        "weights": where(step, sum(x.joined * x.width for x in w), 2 * of_layer),
+        "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer),
         "saved": (buffers.kept + where(one_piece, 0, 1)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # One layer, or logits. In one piece, no layer has a gradient yet during the logits (`freed`).

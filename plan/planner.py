@@ -190,11 +190,11 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     fit.split_batch(cfg)  # checked before the widths, because a batch size is easier to change
     fit.check(cfg.model, cfg.mesh, cfg.work)
-    one, why = auto.choose(cfg, lambda settled: of_settled(settled, topology, limit_bytes))
+    one, why = auto.choose(cfg, lambda settled: plan_settled(settled, topology, limit_bytes))
     return dataclasses.replace(one, why=why)
 
 
-def of_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
+def plan_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
     """Plan a step whose settings are all chosen, none `auto`."""
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     chip = topology.chip.key if topology else ""
@@ -211,7 +211,7 @@ def is_tpu(chip: hardware.Chip | None) -> bool:
     return bool(chip and chip.torus_dims)
 
 
-WORTH = 0.03  # least share of the time to save before settings are suggested
+MIN_SAVING = 0.03  # least share of the time to save before settings are suggested
 
 
 def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
@@ -224,7 +224,7 @@ def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
     work = one.cfg.work
     free = dataclasses.replace(work, **dict.fromkeys(work.baselines("least"), AUTO))
     other = plan(dataclasses.replace(one.cfg, work=free), one.topology, one.limit_bytes)
-    if not other.fits or (one.fits and other.likely_s > (1 - WORTH) * one.likely_s):
+    if not other.fits or (one.fits and other.likely_s > (1 - MIN_SAVING) * one.likely_s):
         return None
     pairs = ((f.name, getattr(other.cfg.work, f.name), getattr(work, f.name)) for f in dataclasses.fields(work))
     return {f"work.{name}": now for name, now, before in pairs if now != before}, other
@@ -260,7 +260,7 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         return same | lacks, None
     counted = step.ledger
     by_axes = {axes: total.wire_bytes for axes, total in counted.totals_by("axes").items()}
-    seconds = one.seconds(counted.flops, [sent(x) for x in counted.collectives if "?" not in x.axes])
+    seconds = one.seconds(counted.flops, [to_traffic(x) for x in counted.collectives if "?" not in x.axes])
     step_s = seconds and sum(seconds.values())
     return same | {
         "hardware_flops": counted.flops,
@@ -285,7 +285,7 @@ def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
     }, step
 
 
-def sent(one: ledger.Collective) -> costs.Traffic:
+def to_traffic(one: ledger.Collective) -> costs.Traffic:
     """Convert a compiled collective to the plan's type."""
     wire_bytes = one.count * one.wire_bytes
     return costs.Traffic(one.scope, one.kind, one.axes, one.count, wire_bytes, wire_bytes * (not one.hidden),

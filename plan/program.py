@@ -26,7 +26,7 @@ from errors import UserError
 from pipeline.step import BATCH_NAMES
 from plan import hardware
 from plan.compiled import slot_shares
-from plan.rows import ROOT, THEIRS, Place, Row, Walk, array_bytes, is_theirs
+from plan.rows import EXTERNAL, ROOT, Place, Row, Walk, array_bytes, is_external
 from sharding import as_tuple
 from xla.ledger import Share
 from xla.ordered import without_dead_code
@@ -135,8 +135,8 @@ def local_bytes(aval, spec: PartitionSpec | None, sizes: dict[str, int]) -> int:
 
 
 @contextlib.contextmanager
-def whole_tracebacks():
-    """Keep JAX's frames in tracebacks: `axis_it_lacks` searches them for the name of the missing axis."""
+def unfiltered_tracebacks():
+    """Keep JAX's frames in tracebacks: `missing_axis_message` searches them for the name of the missing axis."""
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -162,7 +162,7 @@ def trace(function, shapes: tuple, mesh: AbstractMesh):
     """Return the jaxpr of function(*shapes). A program with its own mesh is traced on that mesh."""
     own = any(map(has_own_mesh, jax.tree.leaves(shapes)))
     plain = shapes if own else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-    with whole_tracebacks():
+    with unfiltered_tracebacks():
         try:
             with contextlib.nullcontext() if own else jax.sharding.use_abstract_mesh(mesh):
                 return jax.make_jaxpr(function)(*plain).jaxpr
@@ -190,7 +190,7 @@ def read(
     try:
         jaxpr = without_dead_code(trace(function, shapes, abstract))
     except Exception as error:
-        if why := axis_it_lacks(error, sizes) or what_does_not_divide(error):
+        if why := missing_axis_message(error, sizes) or indivisible_shape_message(error):
             raise UserError(why) from error
         raise
     platform = abstract.abstract_device.platform if abstract.abstract_device else "cpu"
@@ -221,12 +221,12 @@ def error_place(error: BaseException) -> str:
     """Return the innermost traceback line in user code, as "file.py:12 in f"; empty if there is none."""
     for frame, line in frames(error):
         file = frame.f_code.co_filename
-        if not is_theirs(file) and Path(os.path.realpath(file)).parent != ROOT / "plan":
+        if not is_external(file) and Path(os.path.realpath(file)).parent != ROOT / "plan":
             return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
     return ""
 
 
-def axis_it_lacks(error: BaseException, sizes: dict[str, int]) -> str:
+def missing_axis_message(error: BaseException, sizes: dict[str, int]) -> str:
     """Return a message if a collective or a spec names an axis that the mesh lacks; empty if none does.
 
     JAX 0.10 names the axis in only some of its errors. In all its collectives the argument is called `axis_name`.
@@ -234,7 +234,7 @@ def axis_it_lacks(error: BaseException, sizes: dict[str, int]) -> str:
     matches = [re.findall(r"(in|out)_specs\S* refers to '(\w+)'", str(error))]
     lacks = [name for groups in matches for _, name in groups if name not in sizes]
     for frame, _ in frames(error):
-        if frame.f_code.co_filename.startswith(THEIRS):
+        if frame.f_code.co_filename.startswith(EXTERNAL):
             names = frame.f_locals.get("axis_name", ())
             names = (names,) if isinstance(names, str) else names if isinstance(names, tuple | list) else ()
             lacks += [name for name in names if isinstance(name, str) and name not in sizes]
@@ -251,7 +251,7 @@ DIVIDES = re.compile(
 )
 
 
-def what_does_not_divide(error: BaseException) -> str:
+def indivisible_shape_message(error: BaseException) -> str:
     """Return a message if an argument's shape does not divide by its mesh axes; empty for any other error."""
     match = DIVIDES.search(str(error)) if "evenly divisible" in str(error) else None
     if not match:

@@ -47,7 +47,7 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Ma
     )  # fmt: skip
 
 
-def waits(cfg: Config, text: str) -> dict:
+def critical_shares(cfg: Config, text: str) -> dict:
     """Return the share of ticks in which a slot's work is on the critical path, by named scope: see `ledger.read`.
 
     After every tick all stages wait for the slowest, so only the slots of the slowest stage count.
@@ -63,13 +63,13 @@ def waits(cfg: Config, text: str) -> dict:
     return {scope: share for scope, share in known.items() if scope in conditionals}
 
 
-def played(cfg: Config, topology: Topology, mesh: Mesh, text: str, at_peak=False, latency_s=0.0) -> replay.Replay:
+def simulate(cfg: Config, topology: Topology, mesh: Mesh, text: str, at_peak=False, latency_s=0.0) -> replay.Replay:
     """Simulate the compiled step of a configuration.
 
     at_peak    matmuls run at the chip's peak FLOP/s instead of the compiler's estimate
     latency_s  latency of one link: HOP_S, or 0 to ignore it
     """
-    return replay.replay(text, mesh, machine(topology, mesh, latency_s), waits(cfg, text), at_peak)
+    return replay.replay(text, mesh, machine(topology, mesh, latency_s), critical_shares(cfg, text), at_peak)
 
 
 def to_json(found: replay.Replay) -> dict:

@@ -136,20 +136,24 @@ def collective(equation, sizes: dict[str, int]) -> Row | None:
 # Places ---------------------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
-THEIRS = (str(Path(jax.__file__).parent.parent), str(Path(os.__file__).parent), "<frozen")  # packages, Python's library
+EXTERNAL = (
+    str(Path(jax.__file__).parent.parent),
+    str(Path(os.__file__).parent),
+    "<frozen",
+)  # packages, Python's library
 
 
 @functools.cache
-def is_theirs(file: str) -> bool:
+def is_external(file: str) -> bool:
     """Whether a file belongs to a package or to Python, or is one of our modules of collective wrappers."""
     ours = os.path.realpath(file).startswith(f"{ROOT}{os.sep}")  # the path to a checkout may contain symlinks
-    return file.startswith(THEIRS) or (ours and os.path.basename(file) in WRAPPERS)
+    return file.startswith(EXTERNAL) or (ours and os.path.basename(file) in WRAPPERS)
 
 
-def source(traceback) -> str:
+def source_line(traceback) -> str:
     """Return the source line of an operation, "file.py:12 in f": the innermost frame outside packages and wrappers."""
     for frame in traceback.frames if traceback else ():
-        if not is_theirs(frame.file_name):
+        if not is_external(frame.file_name):
             function = frame.function_name.replace("<locals>.", "")
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} in {function}"
     return "?"
@@ -158,7 +162,7 @@ def source(traceback) -> str:
 def callers(traceback) -> tuple[str, ...]:
     """Return the names of the functions that enclose an operation, innermost first, without those of packages."""
     frames = traceback.frames if traceback else ()
-    return tuple(x.function_name.rpartition(".")[2] for x in frames if not x.file_name.startswith(THEIRS))
+    return tuple(x.function_name.rpartition(".")[2] for x in frames if not x.file_name.startswith(EXTERNAL))
 
 
 @dataclass(frozen=True)
@@ -192,23 +196,25 @@ class Walk:
     shard_maps: int = 0
 
     def rows(self, jaxpr, at: Place) -> list[Row]:
-        return [row for equation in needed_equations(jaxpr) for row in self.step(equation, at)]
+        return [row for equation in needed_equations(jaxpr) for row in self.equation_rows(equation, at)]
 
-    def step(self, equation, at: Place) -> list[Row]:
+    def equation_rows(self, equation, at: Place) -> list[Row]:
         """Return the rows of one equation, and of the jaxprs that it runs."""
         name, params = equation.primitive.name, equation.params
         if row := computation(equation) or collective(equation, self.sizes):
             at = at.within(equation)
             left = tuple(axis for axis, n in self.sizes.items() if n > 1 and axis not in at.manual)
             trace = equation.source_info.traceback
-            place = dict(source=source(trace), callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch)
+            place = dict(
+                source=source_line(trace), callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch
+            )
             return [replace(row, count=at.times, automatic=left, arrays=arrays_of(equation), **place)]
         if name == "jit" and params["name"] in self.kernels:
             at, trace = at.within(equation), equation.source_info.traceback
             place = dict(callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch, count=at.times)
-            return [Row(params["name"], source(trace), arrays=arrays_of(equation), **place)]
+            return [Row(params["name"], source_line(trace), arrays=arrays_of(equation), **place)]
         if name == "cond":
-            return self.branch(equation, at.within(equation))
+            return self.conditional_rows(equation, at.within(equation))
         if name == "scan":
             length = params["length"]
             here = at.within(equation, times=at.times * length, loop=at.loop or "scan" * (length > 1))
@@ -225,7 +231,7 @@ class Walk:
         inside = jex.jaxprs_in_params(params)
         return [row for jaxpr in inside for row in self.rows(jaxpr, at.within(equation))]
 
-    def branch(self, equation, at: Place) -> list[Row]:
+    def conditional_rows(self, equation, at: Place) -> list[Row]:
         """Return the rows of a conditional's more expensive branch, times its share if its scope has one."""
         sides, platforms = equation.params["branches"], equation.params.get("branches_platforms")
         if platforms:  # `lax.platform_dependent`: only one branch is compiled
@@ -238,13 +244,16 @@ class Walk:
         text = f"{share:.3g} of runs ({', '.join(sorted(scopes))})" if scopes else f"larger of {len(sides)} sides"
         branch = ", ".join(filter(None, (at.branch, text)))
         here = replace(at, times=at.times * share, branch=branch, counted=at.counted | scopes)
-        return max((self.rows(side.jaxpr, here) for side in sides), key=cost)
+        return max((self.rows(side.jaxpr, here) for side in sides), key=branch_order)
 
     def check_mesh(self, equation) -> None:
         """Raises: UserError for a `shard_map` on a mesh other than the requested one."""
         own = dict(equation.params["mesh"].shape)
         if own != self.sizes:
-            place, mine, wanted = source(equation.source_info.traceback), *map(hardware.named_mesh, (own, self.sizes))
+            place, mine, wanted = (
+                source_line(equation.source_info.traceback),
+                *map(hardware.named_mesh, (own, self.sizes)),
+            )
             raise UserError(
                 f"shard_map at {place} runs on its own mesh {mine}, not on {wanted}; omit mesh= in shard_map to use "
                 "the requested mesh"
@@ -261,6 +270,6 @@ def needed_equations(jaxpr) -> list:
     return needed[::-1]
 
 
-def cost(rows: list[Row]) -> tuple[float, ...]:
+def branch_order(rows: list[Row]) -> tuple[float, ...]:
     """Return the key that orders the branches of a conditional: FLOPs, then bytes sent, then HBM bytes."""
     return tuple(sum(row.total(of) for row in rows) for of in ("flops", "wire_bytes", "hbm_bytes"))

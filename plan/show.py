@@ -8,7 +8,7 @@ from plan import compiled, costs, hardware, inference
 from plan.planner import STATE, Plan, amount
 
 
-def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
+def compare(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
     """List (quantity, unit, predicted, compiled); compiled is None if the compiler stopped because of memory."""
     state = sum(one.memory_bytes[part] for part in STATE)
     rows = [
@@ -26,7 +26,7 @@ def compared(one: Plan, found: dict) -> list[tuple[str, str, float, float | None
     return [*rows, ("step (roofline)", "s", one.step_s, found.get("step_s"))]
 
 
-def titled(title: str, *columns: str, words: int = 1, **more):
+def make_table(title: str, *columns: str, words: int = 1, **more):
     """Make a table whose first `words` columns are left-aligned text and whose other columns are numbers."""
     from rich.table import Table
 
@@ -49,13 +49,13 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     if one.topology:
         for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values()):
             console.print(f"{'' if number else 'links':10} {link.note}")
-        for line in hardware.check(cfg.mesh, one.topology) + hardware.remarks(one.topology):
+        for line in hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology):
             console.print(f"note       {line}")
     ratio = one.hardware_flops / one.model_flops
     console.print(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
                   f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
 
-    table = titled("memory per device", "part", "predicted")
+    table = make_table("memory per device", "part", "predicted")
     for part, size in one.memory_bytes.items():
         table.add_row(part, amount(size, "bytes"))
     table.add_section()
@@ -65,14 +65,14 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     console.print(table)
 
     if seconds:
-        table = titled("time of a step: roofline", "spent on", "predicted", "share")
+        table = make_table("time of a step: roofline", "spent on", "predicted", "share")
         for part, time in seconds.items():
             table.add_row(part, amount(time, "s"), f"{time / one.step_s:.1%}")
         table.add_section()
         table.add_row("step", amount(one.step_s, "s"), f"MFU {one.mfu(one.step_s):.1%}")
         console.print(table)
         if one.expected:
-            table = titled("time of a step: expected of the compiled step", "spent on", "expected", "share")
+            table = make_table("time of a step: expected of the compiled step", "spent on", "expected", "share")
             for part, time in one.expected.items():
                 name = "matmuls" if part == "products" else part
                 table.add_row(name, amount(time, "s"), f"{time / one.likely_s:.1%}")
@@ -83,8 +83,8 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
             console.print(suggestion(one, *better), soft_wrap=True)
 
     columns = ("compiled", "difference") if found else ()
-    table = titled(" and ".join(["predicted", *columns[:1]]), "per device and step", "predicted", *columns)
-    for name, unit, predicted, counted in compared(one, found or {}):
+    table = make_table(" and ".join(["predicted", *columns[:1]]), "per device and step", "predicted", *columns)
+    for name, unit, predicted, counted in compare(one, found or {}):
         row = [name, amount(predicted, unit)]
         if found:
             difference = f"{predicted / counted - 1:+.1%}" if counted and predicted is not None else "-"
@@ -102,7 +102,7 @@ def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:
 
 def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
     """Print the collectives of a compiled step, and kernels of unknown FLOPs."""
-    table = titled("the ledger: collectives of the compiled step", "kind", "mesh axes", "source", "executed",
+    table = make_table("the ledger: collectives of the compiled step", "kind", "mesh axes", "source", "executed",
                    "bytes sent", "exposed", words=3)  # fmt: skip
     groups: dict[tuple, list] = {}
     for one in step.ledger.collectives:
@@ -134,7 +134,7 @@ def unknown_kernels(unknown: dict[str, float]) -> str:
     return f"FLOPs of {len(unknown)} kernel{'s' * (len(unknown) > 1)}: {names}"
 
 
-def scheduled(one: Plan) -> str:
+def schedule_label(one: Plan) -> str:
     """Return the schedule and the number of microbatches; "" without a pipeline."""
     return f"{one.sched.name} M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
 
@@ -142,11 +142,11 @@ def scheduled(one: Plan) -> str:
 def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
     """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if any."""
     shown = f"the {most} fastest" if len(fit) > most else "the fastest"
-    table = titled(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "bytes sent", "bubble",
+    table = make_table(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "bytes sent", "bubble",
                    "step", "MFU", words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
         mfu = f"{one.mfu(one.likely_s):.1%}" if one.likely_s else "-"
-        table.add_row(str(one.cfg.mesh), scheduled(one), amount(one.peak_bytes, "bytes"),
+        table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
                       amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.likely_s, "s"), mfu)  # fmt: skip
     console.print(table)
     if large:
@@ -170,7 +170,7 @@ def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> No
         console.print(line, soft_wrap=True)
     for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values() if one.topology else ()):
         console.print(f"{'' if number else 'links':10} {link.note}")
-    of_chip = hardware.remarks(one.topology) if one.topology else []
+    of_chip = hardware.chip_notes(one.topology) if one.topology else []
     for line in one.notes() + [line for line in of_chip if "--compile" not in line]:
         console.print(f"note       {line}", soft_wrap=True)
     last = batches[-1]
@@ -178,8 +178,8 @@ def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> No
     part_table(one, last, "prefill", f"prefill, batch {last:,}: {of_prompts}", console)
     part_table(one, last, "decode", f"decode, batch {last:,}: one token per sequence; per device", console)
     columns = ("batch", "memory", "first tokens", "step", "tokens/s", "per seq.", "with prefill", "bound by")
-    table = titled("by batch size: memory per device, tokens/s of all sequences", *columns, words=0)
-    for found in map(one.answered, batches):
+    table = make_table("by batch size: memory per device, tokens/s of all sequences", *columns, words=0)
+    for found in map(one.batch_summary, batches):
         memory = amount(found["memory_bytes"], "bytes") + " too large" * (found["fits"] is False)
         names = ("tokens_per_s", "sequence_tokens_per_s", "with_prefill_tokens_per_s")
         rates = [f"{found[name]:,.1f}" if name in found else "-" for name in names]
@@ -190,7 +190,7 @@ def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> No
 
 def inference_lines(one: inference.Plan) -> list[str]:
     """Describe the request, the size of the cache, how many sequences fit, and from which batch FLOPs bound a step."""
-    request, most = one.request, one.most
+    request, most = one.request, one.largest_batch
     found = [f"request    prompts of {request.prompt:,} tokens, answers of {request.answer:,}; weights in "
              f"{request.weights_dtype}, cache in {request.cache_dtype}",
              f"cache      {one.token_bytes:,} bytes per token, {amount(one.token_bytes * request.slots, 'bytes')} per "
@@ -210,24 +210,24 @@ def inference_lines(one: inference.Plan) -> list[str]:
 def part_table(one: inference.Plan, batch: int, phase: str, title: str, console) -> None:
     """Print the cost of prefill or decode by part of the model."""
     columns = ("weights moved", "cache moved", "FLOPs", "bytes sent", "time", "bound by")
-    table, rows = titled(title, "part", *columns), one.rows(batch, phase)
+    table, rows = make_table(title, "part", *columns), one.rows(batch, phase)
     all_of = inference.Row("all", *(sum(getattr(row, name) for row in rows) for name in (
         "flops", "weight_bytes", "cache_bytes")), [sent for row in rows for sent in row.exchanges])  # fmt: skip
     for row in (*rows, all_of):
         if row is all_of:
             table.add_section()
-        time = one.seconds(batch, phase) if row is all_of else one.speed_known and one.of_row(row)
+        time = one.seconds(batch, phase) if row is all_of else one.speed_known and one.row_seconds(row)
         moved = (row.weight_bytes, row.cache_bytes, inference.sent_bytes(row, one.cfg))
         weights, cache, sent = (amount(size or None, "bytes") for size in moved)
         table.add_row(row.part, weights, cache, amount(row.flops or None, "FLOPs"), sent,
                       amount(sum(time.values()) if time else None, "s"),
-                      inference.largest(time) if time else "-")  # fmt: skip
+                      inference.dominant_cause(time) if time else "-")  # fmt: skip
     console.print(table)
 
 
 def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> None:
     """Draw tokens per second, the seconds of a step by cause, and the time to the first token, by batch size."""
-    found = [one.answered(batch) for batch in one.batches(asked)]
+    found = [one.batch_summary(batch) for batch in one.batches(asked)]
     batches = [row["batch"] for row in found]
     figure = pictures.new_picture(figsize=(12, 3.9), dpi=150)
     rate, step, first = figure.subplots(1, 3)
@@ -245,7 +245,7 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
     first.loglog(batches, [row["first_token_s"] for row in found], "o-")
     first.set_title("s until every sequence has its first token", loc="left", size=10)
     for axes in (rate, first):
-        for name, batch in (("memory is full", one.most), ("matmuls bound by FLOPs", one.bounds["products"])):
+        for name, batch in (("memory is full", one.largest_batch), ("matmuls bound by FLOPs", one.bounds["products"])):
             if batch and batch <= 2 * batches[-1]:
                 axes.axvline(batch, linewidth=1, linestyle=":" if "FLOPs" in name else "--", color="black", label=name)
     for axes in (rate, step, first):
@@ -274,7 +274,7 @@ def plot(one: Plan, found: dict | None, path: str) -> None:
     grid = figure.add_gridspec(1 + staged, 1 + wired, width_ratios=(3, 4)[: 1 + wired])
     plot_memory(figure.add_subplot(grid[0, 0]), one, found)
     if wired:
-        plot_wires(figure.add_subplot(grid[0, 1]), one, found)
+        plot_traffic(figure.add_subplot(grid[0, 1]), one, found)
     if staged:
         plot_schedule(figure.add_subplot(grid[1, :]), one)
     on = f" on {one.topology}" if one.topology else ""
@@ -308,9 +308,9 @@ def plot_memory(axes, one: Plan, found: dict | None) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot_wires(axes, one: Plan, found: dict | None) -> None:
+def plot_traffic(axes, one: Plan, found: dict | None) -> None:
     """Draw the predicted bytes, and the compiled ones, for each group of mesh axes."""
-    rows = [row for row in compared(one, found or {}) if row[0].startswith("  over ")]
+    rows = [row for row in compare(one, found or {}) if row[0].startswith("  over ")]
     rows = [row for row in rows if row[2] >= 0.002 * one.wire_bytes]
     series = {"predicted": [row[2] for row in rows]}
     if found and "wire_by_axes" in found:
@@ -351,7 +351,7 @@ def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
         bars = axes.barh(range(len(fit)), times, 0.8, left=ends, label=name)
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     axes.bar_label(bars, [f"MFU {one.mfu(one.step_s):.1%}" for one in fit], padding=3, size=8)
-    axes.set(yticks=range(len(fit)), yticklabels=[f"{one.cfg.mesh} {scheduled(one)}".strip() for one in fit],
+    axes.set(yticks=range(len(fit)), yticklabels=[f"{one.cfg.mesh} {schedule_label(one)}".strip() for one in fit],
              xlabel="milliseconds per step")  # fmt: skip
     axes.set(xlim=(0, 1.12 * max(ends)), ylim=(len(fit) - 0.5, -0.5))
     axes.spines[["top", "right"]].set_visible(False)

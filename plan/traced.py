@@ -24,8 +24,8 @@ from plan import compiled, hardware
 from plan.planner import amount, is_tpu
 from plan.program import Program, abstract_mesh, argument_specs, read
 from plan.rows import COUNTED_ONCE
-from plan.show import titled
-from plan.user_file import load, shapes_of, their_errors
+from plan.show import make_table
+from plan.user_file import load, shapes_of, user_errors
 from xla import ledger
 
 __all__ = ["read"]
@@ -92,7 +92,7 @@ def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology
     """
     mesh = device_mesh(named, topology)
     given = [getattr(getattr(x, "sharding", None), "spec", None) for x in jax.tree.leaves(shapes)]
-    with their_errors("compilation failed"), jax.set_mesh(mesh):
+    with user_errors("compilation failed"), jax.set_mesh(mesh):
         specs = [own or spec for own, spec in zip(given, argument_specs(function, shapes), strict=True)]
         leaves, tree = jax.tree.flatten(shapes)
         placed = [
@@ -182,7 +182,7 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
     if one.wire_bytes:
         print_sent([(axes, kind, size) for (axes, kind), size in one.sent("axes", "kind").items()], console)
     if seconds:
-        table = titled("seconds at full speed", "what", "time")
+        table = make_table("seconds at full speed", "what", "time")
         for name, time in seconds.items():
             table.add_row(name, amount(time, "s"))
         table.add_section()
@@ -202,7 +202,7 @@ class Line:
     seconds: float = 0
 
 
-def lines_of(one: Program, topology: hardware.Topology | None) -> dict[tuple[str, str], Line]:
+def costs_by_line(one: Program, topology: hardware.Topology | None) -> dict[tuple[str, str], Line]:
     """Sum a program's rows by (operation, source line), in decreasing order of seconds, FLOPs and bytes."""
     lines = collections.defaultdict(Line)
     for row in one.rows:
@@ -217,8 +217,8 @@ def lines_of(one: Program, topology: hardware.Topology | None) -> dict[tuple[str
 
 def print_largest(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
     """Print the cost of the largest source lines, with times if a topology is given."""
-    table = titled("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
-    for (what, place), line in list(lines_of(one, topology).items())[:most]:
+    table = make_table("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
+    for (what, place), line in list(costs_by_line(one, topology).items())[:most]:
         flops, sent = amount(line.flops or None, "FLOPs"), amount(line.wire_bytes or None, "bytes")
         time = amount(line.seconds if topology else None, "s")
         table.add_row(what, place, f"{line.count:,.6g}", flops, sent, time)
@@ -226,7 +226,7 @@ def print_largest(one: Program, topology: hardware.Topology | None, most: int, c
 
 
 def print_sent(sent: list[tuple], console) -> None:
-    table = titled("sent by a device", "axes", "collective", "bytes", words=2)
+    table = make_table("sent by a device", "axes", "collective", "bytes", words=2)
     for axes, kind, size in sent:
         table.add_row("*".join(axes), kind, amount(size, "bytes"))
     console.print(table)
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         results = compile_program(function, shapes, named, topology)
         print_compiled(results, console)
     else:
-        with their_errors("tracing failed"):
+        with user_errors("tracing failed"):
             one = read(function, *shapes, mesh=mesh)
         one.check()
         results = numbers(one, topology)

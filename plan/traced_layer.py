@@ -88,7 +88,7 @@ KERNELS = {  # kernel function in a trace, forward or backward: the part of the 
 }  # fmt: skip
 
 
-def in_letters(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
+def prime_sized_model(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
     """Return a one-layer model that executes like a layer of `c`, with sizes from PRIMES."""
     n, heads, group = PRIMES, PRIMES["g"] * PRIMES[TENSOR], 1 if c.attention == "mla" else PRIMES["r"]
     if c.work.context_attention == "all_to_all":  # then CONTEXT also shards the heads, and g is one shard
@@ -138,7 +138,7 @@ def read_rows(function, in_specs, *shapes) -> list[Row]:
 
 
 def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
-    """List all operations of one layer of a model from `in_letters`, and of its backward pass."""
+    """List all operations of one layer of a model from `prime_sized_model`, and of its backward pass."""
     w, specs = gathered_layer(c, is_moe)
     B, T = PRIMES["b"] * PRIMES["expert"], PRIMES["t"] * PRIMES["tensor"] * PRIMES["context"]
     x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.compute_dtype))
@@ -198,7 +198,7 @@ def part_of(row) -> str:
 # Rows in letters ------------------------------------------------------------------------------------------------------
 
 TOKENS = {"b", "n"}  # letters that occur in activations but not in weights
-BACK_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  # collective in the backward pass
+BACKWARD_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  # collective in the backward pass
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,11 @@ class LayerRow:
     axes: tuple[str, ...]
     count: Term
     flops: Term  # per execution; see `dims` for kernels
-    moved: tuple[Term, ...]  # bytes of operands and results, except an operand that the previous matmul read
+    moved_bytes: tuple[Term, ...]  # bytes of operands and results, except an operand that the previous matmul read
     payload: Term  # bytes of a collective's array; of the gathered array for an all-gather or reduce-scatter
     dims: tuple[tuple[Term, ...], ...]  # shapes of a kernel's operands
-    again: float  # recomputations in the backward pass
-    back: float  # matmul or kernel: backward FLOPs / forward FLOPs; collective: 1 if its gradient is sent
+    recomputed: float  # recomputations in the backward pass
+    backward: float  # matmul or kernel: backward FLOPs / forward FLOPs; collective: 1 if its gradient is sent
 
     @property
     def function(self) -> str:
@@ -224,7 +224,7 @@ class LayerRow:
     def hbm_bytes(self, sizes: dict):
         """Return the bytes that a forward pass reads and writes. All steps of a ring read the weights only once."""
         count = self.count.at(sizes)
-        return sum(x.at(sizes) * (count if TOKENS & {*x.letters} else self.count.coefficient) for x in self.moved)
+        return sum(x.at(sizes) * (count if TOKENS & {*x.letters} else self.count.coefficient) for x in self.moved_bytes)
 
     @property
     def formula(self) -> str:
@@ -235,7 +235,7 @@ class LayerRow:
         return str(self.count * (self.payload if self.axes else self.flops))
 
 
-def when(row: Row) -> str:
+def phase_of(row: Row) -> str:
     """Classify a row as forward pass ("forward"), recomputation ("again") or backward pass ("back")."""
     return "again" if "rematted_computation" in row.scope else "back" if "transpose(" in row.scope else "forward"
 
@@ -259,7 +259,7 @@ def payload(row: Row) -> float:
     return row.wire_bytes / {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(row.kind, (n - 1) / n)
 
 
-def of_row(row: Row, again: float, back: float) -> LayerRow:
+def symbolic_row(row: Row, again: float, back: float) -> LayerRow:
     """Convert a forward row to letters."""
     bytes_of = lambda shape, width: term(math.prod(shape) * width)
     return LayerRow(
@@ -269,7 +269,7 @@ def of_row(row: Row, again: float, back: float) -> LayerRow:
     )  # fmt: skip
 
 
-def take(rows: list[Row], fits, most: float = math.inf) -> float:
+def pop_executions(rows: list[Row], fits, most: float = math.inf) -> float:
     """Remove the rows that satisfy `fits` until `most` executions are reached, and count their executions."""
     total = 0.0
     for row in [row for row in rows if fits(row)]:
@@ -282,14 +282,14 @@ def take(rows: list[Row], fits, most: float = math.inf) -> float:
 @functools.cache
 def layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
     """List the operations of one layer of `c`, in the order of its forward pass."""
-    return kept_on_disk(in_letters(c, is_moe), is_moe)
+    return cached_on_disk(prime_sized_model(c, is_moe), is_moe)
 
 
 @functools.cache
 def cached_layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
     """List the operations of one layer of `c` in prefill and decode, see `cached_rows`."""
     work = replace(c.work, remat="none", tensor_exchange=c.work.tensor_exchange, context_attention="gather")
-    return kept_on_disk(in_letters(replace(c, work=work), is_moe), is_moe, cached=True)
+    return cached_on_disk(prime_sized_model(replace(c, work=work), is_moe), is_moe, cached=True)
 
 
 SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/cache.py", "plan/rows.py",
@@ -297,16 +297,16 @@ SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/
 
 
 @functools.cache
-def state() -> str:
+def code_hash() -> str:
     """Hash what the rows depend on besides their model: the traced code, the tracing code and the JAX version."""
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files) + jax.__version__.encode()).hexdigest()
 
 
 @functools.cache
-def kept_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
+def cached_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
     """Return `from_trace(..)`, which takes half a second, from a file in the user's cache directory if possible."""
-    name = hashlib.sha256(repr((state(), c, c.work, is_moe, cached)).encode()).hexdigest()
+    name = hashlib.sha256(repr((code_hash(), c, c.work, is_moe, cached)).encode()).hexdigest()
     file = Path(devices.cache_directory(), "layers", name)
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         return pickle.loads(file.read_bytes())
@@ -320,17 +320,21 @@ def kept_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[Lay
 
 
 def from_trace(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
-    """Trace one layer of a model from `in_letters` and combine each forward row with its backward rows.
+    """Trace one layer of a model from `prime_sized_model` and combine each forward row with its backward rows.
 
     Raises: ValueError if a backward operation matches no forward operation.
     """
     every = cached_rows(c, is_moe) if cached else rows(c, is_moe)
-    forward, again, back = ([row for row in every if when(row) == one] for one in ("forward", "again", "back"))
+    forward, again, back = ([row for row in every if phase_of(row) == one] for one in ("forward", "again", "back"))
     found = []
     for row in forward:
         same = lambda x, row=row: place(x) == place(row) and (x.kind, operands(x)) == (row.kind, operands(row))
         gradient = lambda x, row=row: place(x) == place(row) and is_gradient(x, row)
-        found.append(of_row(row, take(again, same) / row.count, take(back, gradient, 2 * row.count) / row.count))
+        found.append(
+            symbolic_row(
+                row, pop_executions(again, same) / row.count, pop_executions(back, gradient, 2 * row.count) / row.count
+            )
+        )
     if again or back:
         raise ValueError(f"these backward operations match no operation of the layer's forward pass: {again + back}")
     return read_once(found)
@@ -341,8 +345,8 @@ def read_once(found: list[LayerRow]) -> list[LayerRow]:
     rows, operand = [], None
     for row in found:
         if row.kind == "matmul":
-            same, operand = row.moved[0] == operand, row.moved[0]
-            row = replace(row, moved=row.moved[same:])
+            same, operand = row.moved_bytes[0] == operand, row.moved_bytes[0]
+            row = replace(row, moved=row.moved_bytes[same:])
         rows.append(row)
     return rows
 
@@ -362,5 +366,5 @@ def is_gradient(x: Row, row: Row) -> bool:
     if row.kind in KERNELS:
         return KERNELS.get(x.kind) == KERNELS[row.kind] and operands(x) == operands(row)
     if row.axes:
-        return (x.kind, x.wire_bytes) == (BACK_OF.get(row.kind, row.kind), row.wire_bytes)
+        return (x.kind, x.wire_bytes) == (BACKWARD_OF.get(row.kind, row.kind), row.wire_bytes)
     return x.kind == "matmul" and x.flops == row.flops

@@ -12,16 +12,18 @@ from plan.program import error_place
 from plan.rows import ROOT
 
 
-def is_ours(module) -> bool:
+def is_project_module(module) -> bool:
     """Whether a module is a file of this checkout and not of a package installed in it."""
     file = getattr(module, "__file__", None) or ""
     return Path(file).is_relative_to(ROOT) and "site-packages" not in file
 
 
 @contextlib.contextmanager
-def modules_beside(file: Path):
+def local_imports(file: Path):
     """Let a file import the modules in its own directory first, so that its model.py is not confused with ours."""
-    hidden = {} if file.is_relative_to(ROOT) else {name: one for name, one in sys.modules.items() if is_ours(one)}
+    hidden = (
+        {} if file.is_relative_to(ROOT) else {name: one for name, one in sys.modules.items() if is_project_module(one)}
+    )
     for name in hidden:
         del sys.modules[name]
     sys.path.insert(0, str(file.parent))
@@ -33,7 +35,7 @@ def modules_beside(file: Path):
 
 
 @contextlib.contextmanager
-def their_errors(doing: str):
+def user_errors(doing: str):
     """Convert an error in user code to a UserError of one line with its type, message and source line."""
     try:
         yield
@@ -59,7 +61,7 @@ def load(text: str, arguments: str):
         raise UserError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module here
-    with modules_beside(Path(path).resolve()), their_errors(f"cannot import {path}"):
+    with local_imports(Path(path).resolve()), user_errors(f"cannot import {path}"):
         spec.loader.exec_module(module)
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if not callable(getattr(module, name, None)):
@@ -75,7 +77,7 @@ def shapes_of(arguments, mesh) -> tuple:
 
     Raises: UserError if a leaf has no shape.
     """
-    with their_errors("cannot get the argument shapes"), jax.sharding.use_abstract_mesh(mesh):
+    with user_errors("cannot get the argument shapes"), jax.sharding.use_abstract_mesh(mesh):
         shapes = arguments() if callable(arguments) else arguments
     shapes = tuple(shapes) if isinstance(shapes, tuple | list) else (shapes,)
     for leaf in jax.tree.leaves(shapes):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from plan import costs, program, traced_layer
 from plan.planner import Plan, amount, is_tpu
 from plan.rows import Row
-from plan.show import titled
+from plan.show import make_table
 from plan.traced_layer import part_of
 
 
@@ -59,8 +59,8 @@ MEANS = {  # meaning of each letter of a formula, as sizes of one device
 
 def legend(one: Plan) -> str:
     """Explain how to read a formula, with the meaning and value of each letter in this plan's formulas."""
-    text = " ".join(formulas(one).values())
-    sizes = costs.letters(one.cfg.at_work, costs.Sizes.of(one.cfg))
+    text = " ".join(line_formulas(one).values())
+    sizes = costs.letters(one.cfg.at_work, costs.Sizes.from_config(one.cfg))
     entries = (
         f"{letter}={sizes[letter]:,} {means}" for letter, means in MEANS.items() if re.search(rf"\b{letter}\b", text)
     )
@@ -71,7 +71,7 @@ def legend(one: Plan) -> str:
     )
 
 
-def formulas(one: Plan) -> dict[tuple[str, bool], str]:
+def line_formulas(one: Plan) -> dict[tuple[str, bool], str]:
     """Map (source line of a layer, whether it is a collective) to the formula of one forward pass."""
     by_line: dict[tuple[str, bool], list[str]] = {}
     for is_moe in (False, True)[: 1 + bool(one.cfg.model.n_experts)]:
@@ -81,10 +81,10 @@ def formulas(one: Plan) -> dict[tuple[str, bool], str]:
     return {line: " + ".join(terms) for line, terms in by_line.items()}
 
 
-def compared(one: Plan) -> dict[str, list[Group]]:
+def compare(one: Plan) -> dict[str, list[Group]]:
     """Compare "FLOPs" by part of the model, and "bytes" by collective and axes, the largest group first."""
     platform = "tpu" if is_tpu(one.topology and one.topology.chip) else "cpu"
-    step, flops, sent, of_line = program.training_step(one.cfg, platform), {}, {}, formulas(one)
+    step, flops, sent, of_line = program.training_step(one.cfg, platform), {}, {}, line_formulas(one)
     for part, planned in one.flops.items():
         if planned:
             flops[part] = Group(part, part, planned)
@@ -106,7 +106,7 @@ def print_why(one: Plan, found: dict[str, list[Group]], console) -> None:
     for unit, groups in found.items():
         title = f"{unit} per device and step: planned, and traced by source line"
         columns = "part", "where", "forward pass of a layer", "count", "planned", "traced", "traced/planned"
-        table = titled(title, *columns, words=3)
+        table = make_table(title, *columns, words=3)
         for group in groups:
             ratio = "-" if group.ratio is None else f"{group.ratio:.4f}"
             parts = group.parts if group.parts != group.name else ""

@@ -36,7 +36,7 @@ def tokens(cfg: Config):
 
 def planned(cfg: Config, mesh) -> planner.Plan:
     """Return the plan on these devices, with every `auto` setting resolved."""
-    return planner.plan(cfg, hardware.named(devices := [*mesh.devices.flat]), memory_bytes(devices))
+    return planner.plan(cfg, hardware.topology_of_devices(devices := [*mesh.devices.flat]), memory_bytes(devices))
 
 
 def refuse_too_large(plan: planner.Plan) -> None:

@@ -119,7 +119,7 @@ def test_a_schedule_that_the_layers_forbid_is_not_chosen():
 def test_present_devices_have_the_topology_of_their_slice(kind, coords, name):
     """Catches a slice with the speed of another, and an error for devices that are in no table."""
     devices = [SimpleNamespace(device_kind=kind, coords=place) for place in coords]
-    found = hardware.named(devices)
+    found = hardware.topology_of_devices(devices)
     assert (found and found.cloud) == (name and hardware.Topology.parse(name).cloud)
 
 

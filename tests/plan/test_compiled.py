@@ -194,7 +194,7 @@ def test_a_collective_added_by_the_partitioner_is_reported():
 
 def test_other_compiler_logs_are_shown(capfd):
     """Catches lost C++ output, and a standard error that is not restored."""
-    with compiled.heard() as text:
+    with compiled.captured_stderr() as text:
         os.write(2, b"meanwhile\n")
     os.write(2, b"afterwards\n")
     assert (text, capfd.readouterr().err) == (["meanwhile\n"], "afterwards\n")
@@ -202,7 +202,7 @@ def test_other_compiler_logs_are_shown(capfd):
     chatter = "W1121 15:04:35.683576    3552 llo_module.h:502] The log function has NOT been set for the LloModule."
     chatter += "\nW1124 21:57:40.912625    8074 lowering_emitter.cc:6105] Successful retry compilation of fusion.371"
     other = "E1121 15:08:49.088523    4090 slow_operation_alarm.cc:73] Very slow compile?\nnext line\n"
-    found, rest = compiled.complaints(f"{alarm} As the last resort, SPMD will\n{chatter}\n{other}")
+    found, rest = compiled.layout_warnings(f"{alarm} As the last resort, SPMD will\n{chatter}\n{other}")
     assert (found, rest) == (["[SPMD] Involuntary full rematerialization. Of x."], other)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from config import preset
 from plan import expected, hardware, planner
-from plan.costs import Exchange, Product
+from plan.costs import Exchange, Matmul
 from sharding import TENSOR
 
 # Settings of all tests, unless a test changes them, so that layouts are comparable.
@@ -74,7 +74,7 @@ def test_a_search_ranks_the_fastest_simulated_layout_first():
 
 def test_a_narrow_matmul_is_far_from_the_peak():
     """Catches matmuls at the peak whatever their shape: with d_model 768 they take 1.5 times as long."""
-    share = lambda one: expected.products(one, one.topology.chip) / (one.hardware_flops / 275e12)
+    share = lambda one: expected.matmul_seconds(one, one.topology.chip) / (one.hardware_flops / 275e12)
     assert share(of("dense_124m", "v4:4x4x2", mesh="fsdp=32")) > 1.5 > 1.3 > share(llama("fsdp=64"))
 
 
@@ -82,7 +82,7 @@ def test_a_ring_overlaps_only_as_long_as_its_matmul_lasts():
     """Catches a ring that counts as free because some matmul overlaps: on a link 10 times as slow it is exposed."""
     one = llama("fsdp=32,tensor=2")
     chip = one.topology.chip
-    fast, slow = (expected.positions(one, speed, chip) for speed in (1e15, 4.5e9))
+    fast, slow = (expected.ring_seconds(one, speed, chip) for speed in (1e15, 4.5e9))
     rows = [row for row in one.traffic if row.axes == (TENSOR,) and row.kind == "collective-permute"]
     alone = sum(row.wire_bytes for row in rows) / 4.5e9
     assert fast == 0 and 0.8 * alone < slow < alone
@@ -93,11 +93,11 @@ def test_every_ring_of_a_layer_overlaps_with_its_matmul():
     one = of("moe1b", "v4:4x4x2", mesh="fsdp=16,tensor=2")
     from plan import costs
 
-    for many, rows in costs.layers(one.cfg.at_work, costs.Sizes.of(one.cfg, "tpu")):
+    for many, rows in costs.layers(one.cfg.at_work, costs.Sizes.from_config(one.cfg, "tpu")):
         rings = [row for row in rows if isinstance(row, Exchange) and row.kind == "collective-permute"]
-        flops = [row.flops for row in rows if isinstance(row, Product)]
-        assert many and len(rings) == len(expected.beside(rows)) == 4
-        assert min(expected.beside(rows)) > 0 and sum(expected.beside(rows)) < sum(flops)
+        flops = [row.flops for row in rows if isinstance(row, Matmul)]
+        assert many and len(rings) == len(expected.overlapped_flops(rows)) == 4
+        assert min(expected.overlapped_flops(rows)) > 0 and sum(expected.overlapped_flops(rows)) < sum(flops)
 
 
 def test_overlap_differs_from_chip_to_chip():

@@ -166,14 +166,14 @@ def test_devices_are_not_chips():
 
 def test_notes_explain_what_the_numbers_assume():
     """Catches GPU memory that a JAX program cannot use, and a data sheet presented as a measurement."""
-    memory, nvlink = hardware.remarks(Topology.parse("h200:8"))
+    memory, nvlink = hardware.chip_notes(Topology.parse("h200:8"))
     assert memory == "JAX reserves 75% of a GPU's 140.4 GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
     assert nvlink == "NVLink has the 450 GB/s of its data sheet; on 8 H100s, 0.82 of it was measured"
-    assert hardware.remarks(Topology.parse("tpu7x:4x4x4")) == [
+    assert hardware.chip_notes(Topology.parse("tpu7x:4x4x4")) == [
         "64 chips are 128 devices, 2 per chip with 600 GB/s between them; all numbers are per device",
         "overlap is not modeled for this chip, so all communication counts as exposed; use --compile",
     ]
-    assert hardware.remarks(Topology.parse("v4:2x4x4")) == hardware.remarks(Topology.parse("cpu:8")) == []
+    assert hardware.chip_notes(Topology.parse("v4:2x4x4")) == hardware.chip_notes(Topology.parse("cpu:8")) == []
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_steps_of_llama_2_13b(n_kv_heads):
     for batch, step_ms in zip(BATCHES, STEPS_MS[n_kv_heads], strict=True):
         found = one.seconds(batch, "decode")
         assert 1e3 * (found["weights"] + found["cache"] + found["FLOPs"]) == pytest.approx(step_ms, rel=0.02)
-    assert n_kv_heads == 8 or 8 < one.most <= 16, "without free memory, up to 16 sequences fit"
+    assert n_kv_heads == 8 or 8 < one.largest_batch <= 16, "without free memory, up to 16 sequences fit"
 
 
 def llama3_70b(weights: str, cache: str, mesh="tensor=8", topology="v5e:2x4", limit_bytes=None):
@@ -122,11 +122,13 @@ def test_llama_3_70b_as_the_book_serves_it():
     assert (narrow.token_bytes, wide.token_bytes) == (160 * 1024, 2 * 160 * 1024)
     assert 8 * narrow.weights_bytes() == pytest.approx(70e9, rel=0.02)
     assert (narrow.bounds["products"], wide.bounds["products"]) == (pytest.approx(120, 0.02), pytest.approx(240, 0.02))
-    assert wide.most == 0 and 0 < narrow.most < 43
+    assert wide.largest_batch == 0 and 0 < narrow.largest_batch < 43
     whole = llama3_70b("int8", "int8", limit_bytes=round(16e9 / 0.9))
-    assert whole.most in (42, 43)
+    assert whole.largest_batch in (42, 43)
     read = {
-        cause: time for cause, time in whole.seconds(whole.most, "decode").items() if cause not in ("wires", "hops")
+        cause: time
+        for cause, time in whole.seconds(whole.largest_batch, "decode").items()
+        if cause not in ("wires", "hops")
     }
     assert 1e3 * sum(read.values()) == pytest.approx(19, rel=0.03)
     [fed] = (row for row in wide.rows(240, "decode") if row.part == "feed-forward")
@@ -156,8 +158,8 @@ def test_a_step_by_hand():
     sent = 7 / 8 * (2 * b * D * (4 * L + 2) + 4 * b * V)
     assert found["wires"] == pytest.approx(sent / 9e10)
     assert found["hops"] == pytest.approx((4 * L + 3) * 4e-6)  # from a corner of 2x4 to the other: 1 + 3
-    assert one.answered(16)["tokens_per_s"] == pytest.approx(16 / sum(found.values()))
-    assert one.answered(16)["first_token_s"] == pytest.approx(sum(one.seconds(16, "prefill").values()))
+    assert one.batch_summary(16)["tokens_per_s"] == pytest.approx(16 / sum(found.values()))
+    assert one.batch_summary(16)["first_token_s"] == pytest.approx(sum(one.seconds(16, "prefill").values()))
 
 
 @pytest.mark.parametrize("mesh, topology, seconds", [
@@ -193,7 +195,7 @@ def test_weights_sharded_over_fsdp_are_gathered_for_every_token():
     written, read = 8_030_261_248, 8_030_261_248 - 128_256 * 4096  # without the embedding
     moved = sum(row.weight_bytes for row in sliced.rows(8, "decode"))
     assert moved == pytest.approx(2 * (written + read), rel=1e-3)
-    assert sliced.answered(8)["bound_by"] == "wires" and split.answered(8)["bound_by"] == "weights"
+    assert sliced.batch_summary(8)["bound_by"] == "wires" and split.batch_summary(8)["bound_by"] == "weights"
     assert any("gathered for every token" in note for note in sliced.notes())
     assert [note.split(" tokens")[0] for note in split.notes()] == ["prefill in chunks of 64"]
 
@@ -208,10 +210,13 @@ def test_the_largest_batch_uses_at_most_90_percent_of_memory(name):
     cfg = preset(name, mesh=ROOMS[name])
     one = inference.plan(cfg, "v5p:2x2x2", request(1000, 24))
     held = lambda batch: sum(one.memory_bytes(batch).values())
-    assert held(one.most) <= 0.9 * one.limit_bytes < held(one.most + one.unit)
+    assert held(one.largest_batch) <= 0.9 * one.limit_bytes < held(one.largest_batch + one.unit)
     batches = one.batches()
-    assert batches[0] == one.unit and batches[-1] == one.most and batches == sorted(set(batches))
-    assert [one.answered(batch)["fits"] for batch in (one.most, one.most + one.unit)] == [True, False]
+    assert batches[0] == one.unit and batches[-1] == one.largest_batch and batches == sorted(set(batches))
+    assert [one.batch_summary(batch)["fits"] for batch in (one.largest_batch, one.largest_batch + one.unit)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("answer, bound", [(1, True), (8000, False)], ids=["short", "long"])

@@ -25,7 +25,7 @@ SLOTS = "\n".join(f'%c = f32[] conditional(%p), metadata={{op_name="{name}/cond"
 def test_all_stages_wait_for_the_slowest_one():
     """Catches a free bubble: with 2 stages and M + 1 ticks per direction, some stage is busy in every tick."""
     cfg = preset("moe1b", mesh="stage=2,fsdp=8,tensor=2", **{"work.schedule": "gpipe", "work.microbatches": 8})
-    shares = replayed.waits(cfg, SLOTS)
+    shares = replayed.critical_shares(cfg, SLOTS)
     assert set(shares) == {"forward_slot", "backward_slot", "loss_slot"}
     assert shares["forward_slot"](9) == shares["backward_slot"](9) == 1
     assert shares["forward_slot"](18) == 0.5
@@ -34,7 +34,7 @@ def test_all_stages_wait_for_the_slowest_one():
 
 def test_a_program_without_conditionals_has_no_shares():
     """Catches a share for a conditional that the program lacks, which `ledger.read` refuses."""
-    assert replayed.waits(preset("dense_124m", mesh="fsdp=4"), "no conditional( here".replace("(", "")) == {}
+    assert replayed.critical_shares(preset("dense_124m", mesh="fsdp=4"), "no conditional( here".replace("(", "")) == {}
 
 
 def test_the_torus_has_the_axis_order_of_libtpu():

@@ -365,7 +365,7 @@ def test_the_headline_step_meets_its_limits_and_its_plan():
     assert found["peak_bytes"] < 2.1 * GIB
     assert found["wire_bytes"] < 7.8e9 and found["exposed_bytes"] < 4.3e9
     assert found["hardware_flops"] < 1.34 * plan.model_flops
-    played = replayed.played(
+    played = replayed.simulate(
         plan.cfg, plan.topology, compiled.topology_mesh(plan.cfg.mesh, "v4:4x4x2"), step.step.as_text()
     )
     assert played.seconds < 0.28 and plan.likely_s == pytest.approx(played.seconds, rel=0.1)

@@ -82,7 +82,7 @@ def test_operands_are_read_once_if_possible():
     read = {}
     for row in rows:
         if row.kind == "matmul":
-            read.setdefault(row.function, []).append([str(x) for x in row.moved])
+            read.setdefault(row.function, []).append([str(x) for x in row.moved_bytes])
     assert read["hidden"] == [["2 b t D", "2 D f", "2 b t f"], ["2 D f", "2 b t f"]]
     assert [len(moved) for moved in read["queries_keys_values"]] == [3, 2, 2]
     [up, _] = [row for row in rows if row.function == "hidden"]
@@ -104,7 +104,7 @@ def test_every_number_has_one_factorization():
 def test_the_remat_policy_decides_what_is_recomputed(remat, again):
     """Catches a policy that is ignored. Every policy but none recomputes attention scores and collectives."""
     rows = traced_layer.layer_rows(preset("llama3_8b", **{"work.remat": remat}).at_work, False)
-    runs = {row.function: row.again for row in rows if not row.axes}
+    runs = {row.function: row.recomputed for row in rows if not row.axes}
     assert runs["hidden"] == runs["queries_keys_values"] == again and runs["down"] == 0
     assert runs["partial_attention"] == (remat != "none")
     assert runs["grouped_attention.out"] == (remat == "full")
@@ -115,7 +115,7 @@ def test_an_unmatched_backward_operation_raises(monkeypatch):
     stray = Row("matmul", "model.py:1 in nowhere", scope="transpose(jvp())", flops=2.0)
     every = traced_layer.rows
     monkeypatch.setattr(traced_layer, "rows", lambda *args: [*every(*args), stray])
-    c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
+    c = traced_layer.prime_sized_model(preset("llama3_8b").at_work, False)
     with pytest.raises(ValueError, match="these backward operations match no operation of the layer's forward pass"):
         traced_layer.from_trace(c, False)
 
@@ -123,14 +123,14 @@ def test_an_unmatched_backward_operation_raises(monkeypatch):
 def test_rows_are_cached_on_disk_until_the_code_changes(monkeypatch, tmp_path):
     """Catches stale rows of an older model, and a damaged cache file that stops the command."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load = traced_layer.kept_on_disk.__wrapped__
+    load = traced_layer.cached_on_disk.__wrapped__
     traced = []
     monkeypatch.setattr(traced_layer, "from_trace", lambda c, *which: traced.append(c) or [Term(len(traced))])
-    c = traced_layer.in_letters(preset("llama3_8b").at_work, False)
+    c = traced_layer.prime_sized_model(preset("llama3_8b").at_work, False)
     assert load(c, False) == load(c, False) == [Term(1)]
     load(replace(c, work=replace(c.work, remat="dots")), False)
     assert len(traced) == 2  # each policy has its own file
-    monkeypatch.setattr(traced_layer, "state", lambda: "model.py has changed")
+    monkeypatch.setattr(traced_layer, "code_hash", lambda: "model.py has changed")
     assert load(c, False) == [Term(3)]
     for file in (tmp_path / "axis-by-axis" / "layers").iterdir():
         file.write_bytes(b"half a pick")
@@ -140,8 +140,10 @@ def test_rows_are_cached_on_disk_until_the_code_changes(monkeypatch, tmp_path):
 def test_a_plan_evaluates_letters_for_local_shards():
     """Catches global sizes instead of the sizes of local shards."""
     cfg = preset("mixtral_8x7b", mesh="fsdp=2,expert=2,context=2,tensor=4", **FULL, **{"data.batch_size": 32})
-    z = costs.Sizes.of(cfg)
+    z = costs.Sizes.from_config(cfg)
     sizes = costs.letters(cfg.at_work, z)
     assert (sizes["b"], sizes["t"], sizes["g"], sizes["r"], sizes["e"], sizes["m"]) == (8, 512, 2, 4, 4, 3584)
-    [out] = [x for x in costs.layer(cfg.at_work, z, True) if getattr(x, "function", "") == "grouped_attention.out"]
+    [out] = [
+        x for x in costs.layer_costs(cfg.at_work, z, True) if getattr(x, "function", "") == "grouped_attention.out"
+    ]
     assert out.flops == 2 * 8 * 2048 * 8 * 128 * 4096

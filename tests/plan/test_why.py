@@ -23,7 +23,7 @@ def test_the_lines_of_each_row_add_up_to_the_plan(name):
     """Catches matmuls assigned to another part, a missing row of the plan, and lines that do not add up to the row."""
     model, topology, settings = PLANS[name]
     one = planner.plan(preset(model, **settings), topology or None)
-    found = why.compared(one)
+    found = why.compare(one)
     assert {group.name: group.planned for group in found["FLOPs"]} == {k: v for k, v in one.flops.items() if v}
     for group in found["FLOPs"]:
         assert group.ratio == pytest.approx(1, rel=1e-3), group.name
@@ -37,7 +37,7 @@ def test_the_lines_of_each_row_add_up_to_the_plan(name):
 
 def test_the_lines_are_lines_of_the_model():
     """Catches a wrong source line, such as a line number from before a change of the file."""
-    found = why.compared(planner.plan(preset("laptop", mesh="fsdp=2")))["FLOPs"]
+    found = why.compare(planner.plan(preset("laptop", mesh="fsdp=2")))["FLOPs"]
     text = (ROOT / "model.py").read_text().splitlines()
     at = lambda line: text[int(re.search(r"model\.py:(\d+)", line.source)[1]) - 1]
     [router] = next(group for group in found if group.name == "router").lines

@@ -23,7 +23,7 @@ def test_the_commands_of_the_page_work(run_directory, tmp_path):
     page = (commands.ROOT / commands.SERVED).read_text()
     assert "```text\n" + chat_text([("system", "Be brief."), ("user", "Hi")]) + "\n```" in page
     assert all(f"`{name}`" in page for name in SHARED if name != "model") and ROLES
-    start, *asked = [one.text for one in commands.of_page(commands.SERVED) if one.how == commands.RUN]
+    start, *asked = [one.text for one in commands.page_commands(commands.SERVED) if one.how == commands.RUN]
     assert start == "python -m serve runs/laptop" and len(asked) == 7
     shutil.copytree(run_directory, tmp_path / "laptop")
     bin = os.path.dirname(sys.executable)

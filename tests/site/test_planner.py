@@ -86,7 +86,7 @@ def draw(rng: random.Random) -> dict:
 
 def slices(one: planner.Plan) -> str:
     """Return how a device's loss splits the vocabulary: "one" chunk, "equal" chunks or "unequal" chunks."""
-    c, z = one.cfg.model, costs.Sizes.of(one.cfg)
+    c, z = one.cfg.model, costs.Sizes.from_config(one.cfg)
     v = c.vocab_size // z.mesh[TENSOR]
     number, words = vocabulary_slices(one.cfg.at_work.work.loss_chunk, costs.logits_tokens(z), v)
     return "one" if number == 1 else "unequal" if v % words else "equal"

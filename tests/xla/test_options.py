@@ -102,7 +102,7 @@ def test_every_tpu_generation_accepts_our_options(topology):
     x = jax.ShapeDtypeStruct((256, 384), np.float32, sharding=NamedSharding(mesh, P("fsdp")))
 
     def warnings(told):
-        with compiled.heard() as text:
+        with compiled.captured_stderr() as text:
             jax.jit(lambda x: x @ x.T, compiler_options=told).lower(x).compile()
         return set(re.findall(r"\b(\w+\.cc:\d+)\] (?!No hardware is found)", "".join(text)))  # there is none
 
