@@ -346,7 +346,7 @@ def read_once(found: list[LayerRow]) -> list[LayerRow]:
     for row in found:
         if row.kind == "matmul":
             same, operand = row.moved_bytes[0] == operand, row.moved_bytes[0]
-            row = replace(row, moved=row.moved_bytes[same:])
+            row = replace(row, moved_bytes=row.moved_bytes[same:])
         rows.append(row)
     return rows
 
