@@ -848,7 +848,7 @@ print(check_place(place))
 # `return min(step, change) * before + max(step - change, 0) * after`. So "a function of the step" really
 # means "a function of the number of sequences before it". `dataset.batch` multiplies the step by the
 # *current* batch size, which is correct only if the batch size never changes. This project therefore
-# refuses to resume with another `data.batch_size` (`train.directory.decisive` lists what may change). OLMo
+# refuses to resume with another `data.batch_size` (`train.directory.result_settings` lists what may change). OLMo
 # stores the number of sequences in the checkpoint for this reason ([OLMo
 # 182](https://github.com/allenai/OLMo/pull/182)).
 # </details>

@@ -221,7 +221,7 @@ def table(cfg: Config, comparison: Comparison) -> str:
         "",
         f"{'worst of its kind':66} {'off by':>8} {'allowed':>8}",
     ]
-    row = lambda d, kind: f"{kind:9} {d.name:56} {d.off:8.1e} {ALLOWED[d.kind]:8.0e} {'' if d.ok else ' <- differs'}"
+    row = lambda d, kind: f"{kind:9} {d.name:56} {d.error:8.1e} {ALLOWED[d.kind]:8.0e} {'' if d.ok else ' <- differs'}"
     for kind in ALLOWED:
         worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.error)
         lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
