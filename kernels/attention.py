@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.attention_gpu import mixed_by_programs, pulled_by_programs
-from kernels.blocks import HIDDEN, Starts, dot, order, padded, visits
+from kernels.attention_gpu import gpu_attention, gpu_attention_grads
+from kernels.blocks import HIDDEN, Starts, dot, pad_to_multiple, query_positions, visits
 from sharding import by_platform, vary
 
 float32 = jnp.float32
@@ -40,7 +40,7 @@ def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: 
 # The custom gradient wraps the choice of implementation, so all implementations have the same residuals.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):
-    forms = dict(tpu=mixed_by_visits, gpu=mixed_by_programs, default=mixed_in_blocks)
+    forms = dict(tpu=tpu_attention, gpu=gpu_attention, default=mixed_in_blocks)
     return by_platform(*operands, **{name: functools.partial(form, starts) for name, form in forms.items()})
 
 
@@ -57,7 +57,7 @@ def _backward(starts, residuals, d_results):
     slope_bsh = jnp.sum(d_mixed_bshU.astype(float32) * mixed_bshU.astype(float32), axis=-1) - d_log_sum_bsh
     top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # if all scores are hidden, the weights are 0
     with jax.named_scope("attend"):
-        forms = dict(tpu=pulled_by_visits, gpu=pulled_by_programs, default=pulled_in_blocks)
+        forms = dict(tpu=tpu_attention_grads, gpu=gpu_attention_grads, default=pulled_in_blocks)
         forms = {name: functools.partial(form, starts) for name, form in forms.items()}
         gradients = by_platform(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
     return *gradients, None, None, None
@@ -66,10 +66,12 @@ def _backward(starts, residuals, d_results):
 _attention.defvjp(_forward, _backward)
 
 
-def blocks_met(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> tuple[int, int, int, int]:
+def count_visits(
+    s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str
+) -> tuple[int, int, int, int]:
     """Count a head's visits, forward and backward, the queries or keys per block, and the spans of keys."""
-    block = tpu_block(s, S, starts) if platform == "tpu" else equal_block(s, starts)
-    span = span_of(S, K, U, block, width) if platform == "tpu" else -(-S // block)
+    block = tpu_block(s, S, starts) if platform == "tpu" else cpu_block_rows(s, starts)
+    span = blocks_per_span(S, K, U, block, width) if platform == "tpu" else -(-S // block)
     ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
     return ahead, back, block, -(-S // (span * block))
 
@@ -81,7 +83,7 @@ def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, pl
 
     width  bytes per number
     """
-    ahead, back, block, _ = blocks_met(s, S, starts, K, U, width, platform)
+    ahead, back, block, _ = count_visits(s, S, starts, K, U, width, platform)
     return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
 
 
@@ -91,7 +93,7 @@ def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, wi
     Each visit reads its keys and values. Queries stay on chip for all their visits; backward, for their visits to one
     span of keys, whose gradients stay on chip too. A query has one float32 logsumexp forward, two numbers backward.
     """
-    ahead, back, block, spans = blocks_met(s, S, starts, K, U, width, platform)
+    ahead, back, block, spans = count_visits(s, S, starts, K, U, width, platform)
     forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
     return forward, h * (width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * width * S * (
         K + U
@@ -104,13 +106,13 @@ def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, wi
 BLOCK = 256  # maximum number of queries, and of keys, per block
 
 
-def equal_block(s: int, starts: Starts) -> int:
+def cpu_block_rows(s: int, starts: Starts) -> int:
     """The number of queries, and of keys, per block: a chunk is split into equal blocks of at most BLOCK."""
     chunk = s // len(starts[0])
     return -(-chunk // -(-chunk // BLOCK))
 
 
-def cut(x_bshK, g: int, block: int):
+def split_into_blocks(x_bshK, g: int, block: int):
     """Split a sequence into n blocks and stack the heads of a group. Shapes: [b, s, h, K] -> [n, b, g, h/g * x, K]."""
     (b, s, h, K), n = x_bshK.shape, -(-x_bshK.shape[1] // block)
     x_bshK = jnp.pad(x_bshK, ((0, 0), (0, n * block - s), (0, 0), (0, 0)))
@@ -118,20 +120,20 @@ def cut(x_bshK, g: int, block: int):
     return x_nbgrxK.reshape(n, b, g, h // g * block, K)
 
 
-def joined(x_nbgyK, s: int, block: int):
-    """The inverse of `cut`."""
+def merge_blocks(x_nbgyK, s: int, block: int):
+    """The inverse of `split_into_blocks`."""
     n, b, g, _, K = x_nbgyK.shape
     x_nbgrxK = x_nbgyK.reshape(n, b, g, -1, block, K)
     return x_nbgrxK.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * block, -1, K)[:, :s]
 
 
-def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
+def split_operands(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
     """Split the operands into blocks. Returns q, k and v, the visits, fn(query block, key block) -> mask, the block."""
     (_, s, h, _), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
-    block = equal_block(s, starts)
-    order_nbg = jnp.broadcast_to(jnp.asarray(order(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
+    block = cpu_block_rows(s, starts)
+    order_nbg = jnp.broadcast_to(jnp.asarray(query_positions(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
     segments_bsr = jnp.broadcast_to(segments_bs[:, :, None, None], (*segments_bs.shape, h // g, 1))
-    order_nzyo, segments_nbgyo = cut(order_nbg, 1, block), cut(segments_bsr, 1, block)
+    order_nzyo, segments_nbgyo = split_into_blocks(order_nbg, 1, block), split_into_blocks(segments_bsr, 1, block)
     # No query belongs to document -1, the padding's.
     segments_nbX = jnp.moveaxis(jnp.pad(segments_bS, ((0, 0), (0, -S % block)), constant_values=-1)
                                 .reshape(len(segments_bS), -1, block), 1, 0)  # fmt: skip
@@ -140,26 +142,26 @@ def in_blocks(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
         earlier = order_nzyo[i] >= (j * block + jnp.arange(block))[None, None, None, :]
         return earlier & (segments_nbgyo[i] == segments_nbX[j][:, None, None, :])
 
-    cut_all = (cut(x, g, block) for x in (q_bshK, k_bSgK, v_bSgU))
+    cut_all = (split_into_blocks(x, g, block) for x in (q_bshK, k_bSgK, v_bSgU))
     return *cut_all, jnp.asarray(visits(s, S, starts, block))[here, 1:].T, seen, block
 
 
-def product(equation, x, y):
+def einsum_f32(equation, x, y):
     return jnp.einsum(equation, x, y, preferred_element_type=float32)
 
 
 def mixed_in_blocks(starts, *operands):
     """Attention in plain JAX: a loop over visits that carries each query's weighted values, maximum score and sum."""
-    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
+    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(starts, *operands)
     s = operands[0].shape[1]
 
     def visit(carry, ij):
         i, j = ij
         mixed_bgyU, top_bgy, sum_bgy = (x[i] for x in carry)
-        scores_bgyX = jnp.where(seen(i, j), product("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
+        scores_bgyX = jnp.where(seen(i, j), einsum_f32("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
         higher_bgy = jnp.maximum(top_bgy, jnp.max(scores_bgyX, axis=-1))
         weight_bgyX, rescale_bgy = jnp.exp(scores_bgyX - higher_bgy[..., None]), jnp.exp(top_bgy - higher_bgy)
-        new_bgyU = product("bgyX,bgXU->bgyU", weight_bgyX.astype(v_nbgXU.dtype), v_nbgXU[j])
+        new_bgyU = einsum_f32("bgyX,bgXU->bgyU", weight_bgyX.astype(v_nbgXU.dtype), v_nbgXU[j])
         new = (mixed_bgyU * rescale_bgy[..., None] + new_bgyU, higher_bgy,
                sum_bgy * rescale_bgy + jnp.sum(weight_bgyX, axis=-1))  # fmt: skip
         return tuple(x.at[i].set(part) for x, part in zip(carry, new, strict=True)), None
@@ -171,31 +173,33 @@ def mixed_in_blocks(starts, *operands):
     is_seen = top_nbgy > HIDDEN
     mixed_nbgyU = jnp.where(is_seen[..., None], mixed_nbgyU / sum_nbgy[..., None], 0).astype(v_nbgXU.dtype)
     log_sum_nbgy = jnp.where(is_seen, top_nbgy + jnp.log(sum_nbgy), HIDDEN)
-    return joined(mixed_nbgyU, s, block), joined(log_sum_nbgy[..., None], s, block)[..., 0]
+    return merge_blocks(mixed_nbgyU, s, block), merge_blocks(log_sum_nbgy[..., None], s, block)[..., 0]
 
 
 def pulled_in_blocks(starts, *args):
     """The gradients of queries, keys and values in plain JAX: the same loop with recomputed scores."""
     *operands, d_mixed_bshU, top_bsh, slope_bsh = args
-    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = in_blocks(starts, *operands)
+    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(starts, *operands)
     g = k_nbgXK.shape[2]
-    d_mixed_nbgyU = cut(d_mixed_bshU, g, block)
-    top_nbgy1, slope_nbgy1 = (cut(x[..., None], g, block) for x in (top_bsh, slope_bsh))
+    d_mixed_nbgyU = split_into_blocks(d_mixed_bshU, g, block)
+    top_nbgy1, slope_nbgy1 = (split_into_blocks(x[..., None], g, block) for x in (top_bsh, slope_bsh))
 
     def visit(carry, ij):
         (i, j), (dq, dk, dv) = ij, carry
-        scores_bgyX = jnp.where(seen(i, j), product("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
+        scores_bgyX = jnp.where(seen(i, j), einsum_f32("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
         weight_bgyX = jnp.exp(scores_bgyX - top_nbgy1[i])
-        d_weight_bgyX = product("bgyU,bgXU->bgyX", d_mixed_nbgyU[i], v_nbgXU[j])
+        d_weight_bgyX = einsum_f32("bgyU,bgXU->bgyX", d_mixed_nbgyU[i], v_nbgXU[j])
         d_scores_bgyX = (weight_bgyX * (d_weight_bgyX - slope_nbgy1[i])).astype(q_nbgyK.dtype)
-        dq = dq.at[i].add(product("bgyX,bgXK->bgyK", d_scores_bgyX, k_nbgXK[j]))
-        dk = dk.at[j].add(product("bgyX,bgyK->bgXK", d_scores_bgyX, q_nbgyK[i]))
-        dv = dv.at[j].add(product("bgyX,bgyU->bgXU", weight_bgyX.astype(v_nbgXU.dtype), d_mixed_nbgyU[i]))
+        dq = dq.at[i].add(einsum_f32("bgyX,bgXK->bgyK", d_scores_bgyX, k_nbgXK[j]))
+        dk = dk.at[j].add(einsum_f32("bgyX,bgyK->bgXK", d_scores_bgyX, q_nbgyK[i]))
+        dv = dv.at[j].add(einsum_f32("bgyX,bgyU->bgXU", weight_bgyX.astype(v_nbgXU.dtype), d_mixed_nbgyU[i]))
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros(x.shape, float32) for x in (q_nbgyK, k_nbgXK, v_nbgXU))
     gradients, _ = jax.lax.scan(visit, vary(start, tuple(jax.typeof(q_nbgyK).mat.varying)), visits_v2)
-    return tuple(joined(dx, x.shape[1], block).astype(x.dtype) for dx, x in zip(gradients, operands, strict=False))
+    return tuple(
+        merge_blocks(dx, x.shape[1], block).astype(x.dtype) for dx, x in zip(gradients, operands, strict=False)
+    )
 
 
 # TPU: kernels that keep blocks of scores in VMEM ----------------------------------------------------------------------
@@ -211,15 +215,17 @@ def tpu_block(s: int, S: int, starts: Starts) -> int:
     return next((block for block in (512, 256) if block <= most), 128)
 
 
-def by_head(x_bshK, block: int):
+def heads_first(x_bshK, block: int):
     """Move heads before positions, and pad to whole blocks. Shapes: [b, s, h, K] -> [b, h, s, K]."""
-    return padded(x_bshK.swapaxes(1, 2), block, 2)
+    return pad_to_multiple(x_bshK.swapaxes(1, 2), block, 2)
 
 
-def rows_of(starts, segments_bs, here, block: int):
+def query_rows(starts, segments_bs, here, block: int):
     """The position and the document of each query, [b, 2, s]."""
-    order_bs = jnp.broadcast_to(jnp.asarray(order(starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape)
-    return padded(jnp.stack([order_bs, segments_bs], axis=1), block, 2)
+    order_bs = jnp.broadcast_to(
+        jnp.asarray(query_positions(starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape
+    )
+    return pad_to_multiple(jnp.stack([order_bs, segments_bs], axis=1), block, 2)
 
 
 def scores(q_xK, k_XK, queries_2x, keys_1X, j):
@@ -231,16 +237,16 @@ def scores(q_xK, k_XK, queries_2x, keys_1X, j):
     return jnp.where((queries_2x[:1] >= place_Xx) & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
 
 
-def neighbours_differ(v, n: int, entry):
+def is_first_and_last(v, n: int, entry):
     """Whether visit v is the first, and whether it is the last, of adjacent visits with the same entry."""
     is_first = (v == 0) | (entry(jnp.maximum(v - 1, 0)) != entry(v))
     return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
 
 
-def mixing(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
+def forward_kernel(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
     """The TPU kernel of the forward pass, for one of n visits."""
     visit = pl.program_id(2)
-    is_first, is_last = neighbours_differ(visit, n, lambda v: head_v[v] * blocks + query_v[v])
+    is_first, is_last = is_first_and_last(visit, n, lambda v: head_v[v] * blocks + query_v[v])
 
     @pl.when(is_first)
     def _():
@@ -261,12 +267,12 @@ def mixing(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log
         log_sum[...] = jnp.where(is_seen, top_1x[...] + jnp.log(sum_1x[...]), HIDDEN)
 
 
-def pulling(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv, dq_xK, dk_wK,
-            dv_wU):  # fmt: skip
+def backward_kernel(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv,
+                    dq_xK, dk_wK, dv_wU):  # fmt: skip
     """The TPU kernel of the backward pass, for one of n visits."""
     visit, number = pl.program_id(2), lambda v: jax.lax.div(key_v[v], span)
-    is_first, is_last = neighbours_differ(visit, n, lambda v: number(v) * n + head_v[v] * blocks + query_v[v])
-    begins_span, ends_span = neighbours_differ(visit, n, number)
+    is_first, is_last = is_first_and_last(visit, n, lambda v: number(v) * n + head_v[v] * blocks + query_v[v])
+    begins_span, ends_span = is_first_and_last(visit, n, number)
 
     @pl.when(begins_span)
     def _():
@@ -294,14 +300,14 @@ def pulling(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_m
         dk[...], dv[...] = dk_wK[...].astype(dk.dtype), dv_wU[...].astype(dv.dtype)
 
 
-def span_of(S: int, K: int, U: int, block: int, width: int) -> int:
+def blocks_per_span(S: int, K: int, U: int, block: int, width: int) -> int:
     """Key blocks per equal span, so that its gradients fit in VMEM_BYTES. width: bytes per number of the output."""
     lanes = sum(-(-size // 128) * 128 for size in (K, U))
     spans = -(-S // max(VMEM_BYTES // ((4 + width) * lanes * block), 1) // block)
     return -(-S // (spans * block))
 
 
-class Blocks(NamedTuple):
+class BlockSpecs(NamedTuple):
     """Functions that return the BlockSpec of a visit's block, for arrays [b, h, s, width], [b, h, rows, s], .."""
 
     query: Callable
@@ -309,35 +315,36 @@ class Blocks(NamedTuple):
     key: Callable
 
 
-def blocks_of(block: int, heads: int) -> Blocks:
+def block_specs(block: int, heads: int) -> BlockSpecs:
     head_at = lambda b, g, v, head, query, key: (b, g * heads + head[v])
-    return Blocks(
+    return BlockSpecs(
         lambda width: pl.BlockSpec((None, None, block, width), lambda *at: (*head_at(*at), at[4][at[2]], 0)),
         lambda rows: pl.BlockSpec((None, None, rows, block), lambda *at: (*head_at(*at), 0, at[4][at[2]])),
         lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0)),
     )
 
 
-def asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block: int, span: int):
+def kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block: int, span: int):
     """The inputs of both kernels, padded to whole blocks and spans of keys, and their BlockSpecs."""
     heads, (K, U) = q_bshK.shape[2] // k_bSgK.shape[2], (k_bSgK.shape[3], v_bSgU.shape[3])
-    at = blocks_of(block, heads)
-    arrays = (by_head(q_bshK, block), by_head(k_bSgK, span * block), by_head(v_bSgU, span * block),
-              rows_of(starts, segments_bs, here, block), padded(segments_bS, span * block, 1, -1)[:, None])  # fmt: skip
+    at = block_specs(block, heads)
+    arrays = (heads_first(q_bshK, block), heads_first(k_bSgK, span * block), heads_first(v_bSgU, span * block),
+              query_rows(starts, segments_bs, here, block),
+              pad_to_multiple(segments_bS, span * block, 1, -1)[:, None])  # fmt: skip
     queries = pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v]))
     keys = pl.BlockSpec((None, 1, block), lambda b, g, v, head, query, key: (b, 0, key[v]))
     return arrays, [at.query(K), at.key(K), at.key(U), queries, keys]
 
 
-def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+def tpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Attention and its logsumexp on a TPU, with the arguments of `_attention`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
     tables = jnp.asarray(visits(s, S, starts, block, heads=heads))[here]
-    n, blocks, at = tables.shape[1], -(-s // block), blocks_of(block, heads)
-    arrays, specs = asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, 1)
+    n, blocks, at = tables.shape[1], -(-s // block), block_specs(block, heads)
+    arrays, specs = kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, 1)
     mixed_bhsU, log_sum_bh1s = _call(
-        functools.partial(mixing, n, blocks), (b, g, n), tables, arrays, specs,
+        functools.partial(forward_kernel, n, blocks), (b, g, n), tables, arrays, specs,
         [((b, h, blocks * block, U), v_bSgU.dtype), ((b, h, 1, blocks * block), float32)], [at.query(U), at.row(1)],
         [(U, block), (1, block), (1, block)], interpret,
         flops=b * flops(s, S, starts, h, K, U, k_bSgK.dtype.itemsize, "tpu")[0], exponentials=b * g * n * block**2,
@@ -345,26 +352,26 @@ def mixed_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, he
     return mixed_bhsU[:, :, :s].swapaxes(1, 2), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
 
 
-def pulled_by_visits(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
-                     interpret=False):  # fmt: skip
+def tpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
+                        slope_bsh, interpret=False):  # fmt: skip
     """The gradients of queries, keys and values on a TPU.
 
     Gradients of a span of keys stay in VMEM until all queries of all heads visited it; a query's are summed over spans.
     """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
-    span = span_of(S, K, U, block, k_bSgK.dtype.itemsize)
+    span = blocks_per_span(S, K, U, block, k_bSgK.dtype.itemsize)
     tables = jnp.asarray(visits(s, S, starts, block, span, heads))[here]
-    n, blocks, at = tables.shape[1], -(-s // block), blocks_of(block, heads)
-    arrays, specs = asked(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, span)
-    stats_bh2s = padded(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
+    n, blocks, at = tables.shape[1], -(-s // block), block_specs(block, heads)
+    arrays, specs = kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, span)
+    stats_bh2s = pad_to_multiple(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
     spans = -(-S // (span * block))
     of_span = lambda b, g, v, head, query, key: (b, g, jax.lax.div(key[v], span), 0)
     whole = lambda width: pl.BlockSpec((None, None, span * block, width), of_span, pipeline_mode=pl.Buffered(1))
     by_span = lambda *of: (jax.lax.div(of[5][of[2]], span), *at.query(K).index_map(*of))
     dq_nbhsK, dk_bgSK, dv_bgSU = _call(
-        functools.partial(pulling, n, blocks, span), (b, g, n), tables,
-        (*arrays, by_head(d_mixed_bshU, block), stats_bh2s), [*specs, at.query(U), at.row(2)],
+        functools.partial(backward_kernel, n, blocks, span), (b, g, n), tables,
+        (*arrays, heads_first(d_mixed_bshU, block), stats_bh2s), [*specs, at.query(U), at.row(2)],
         [((spans, *arrays[0].shape), q_bshK.dtype if spans == 1 else float32), (arrays[1].shape, k_bSgK.dtype),
          (arrays[2].shape, v_bSgU.dtype)],
         [pl.BlockSpec((None, None, None, block, K), by_span), whole(K), whole(U)],

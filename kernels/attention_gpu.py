@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.blocks import HIDDEN, Starts, dot, order, padded, power_of_two
+from kernels.blocks import HIDDEN, Starts, dot, pad_to_multiple, power_of_two, query_positions
 
 float32 = jnp.float32
 TILE_BYTES = 32 * 2**10  # for one block of keys and values, out of at least 99 KiB of shared memory per SM
@@ -28,7 +28,7 @@ def gpu_block(s: int, S: int, K: int, U: int, width: int) -> int:
     return max([*fits, 16])
 
 
-def seen_scores(q_xK, k_XK, queries_2x, documents_X, j):
+def masked_scores(q_xK, k_XK, queries_2x, documents_X, j):
     """The masked scores of a query block and key block j, [x, X]."""
     place_X = j * len(k_XK) + jax.lax.broadcasted_iota(jnp.int32, (len(k_XK),), 0)
     place_x, documents_x = queries_2x
@@ -36,7 +36,7 @@ def seen_scores(q_xK, k_XK, queries_2x, documents_X, j):
     return jnp.where(seen, dot(q_xK, k_XK, 1, 1), HIDDEN)
 
 
-def mixing_one(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_sum):
+def forward_program(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_sum):
     """The forward pass for one block of queries."""
     q_xK, queries_2x = q[...], (places[...], documents_s[...])
     block, U = len(q_xK), v.shape[-1]
@@ -45,7 +45,7 @@ def mixing_one(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_s
         mixed_xU, top_x, sum_x = carry
         keys = pl.ds(j * block, block)
         v_XU = v[keys, :]
-        scores_xX = seen_scores(q_xK, k[keys, :], queries_2x, documents_S[keys], j)
+        scores_xX = masked_scores(q_xK, k[keys, :], queries_2x, documents_S[keys], j)
         higher_x = jnp.maximum(top_x, jnp.max(scores_xX, axis=1))
         weight_xX, rescale_x = jnp.exp(scores_xX - higher_x[:, None]), jnp.exp(top_x - higher_x)
         mixed_xU = mixed_xU * rescale_x[:, None] + dot(weight_xX.astype(v_XU.dtype), v_XU, 1, 0)
@@ -58,13 +58,13 @@ def mixing_one(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_s
     log_sum[...] = jnp.where(is_seen, top_x + jnp.log(sum_x), HIDDEN)
 
 
-def d_scores(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
+def score_grads(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
     """The softmax weights, and the gradient of the scores."""
     weight_xX = jnp.exp(scores_xX - top_x[:, None])
     return weight_xX, weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None])
 
 
-def pulling_queries(q, k, v, places, documents_s, documents_S, visits_i, d_mixed, top, slope, dq):
+def query_grads_program(q, k, v, places, documents_s, documents_S, visits_i, d_mixed, top, slope, dq):
     """The backward pass for one block of queries: their gradient."""
     q_xK, queries_2x, stats = q[...], (places[...], documents_s[...]), (top[...], slope[...])
     block, d_mixed_xU = len(q_xK), d_mixed[...]
@@ -72,15 +72,15 @@ def pulling_queries(q, k, v, places, documents_s, documents_S, visits_i, d_mixed
     def visit(j, dq_xK):
         keys = pl.ds(j * block, block)
         k_XK = k[keys, :]
-        scores_xX = seen_scores(q_xK, k_XK, queries_2x, documents_S[keys], j)
-        _, d_scores_xX = d_scores(scores_xX, d_mixed_xU, v[keys, :], *stats)
+        scores_xX = masked_scores(q_xK, k_XK, queries_2x, documents_S[keys], j)
+        _, d_scores_xX = score_grads(scores_xX, d_mixed_xU, v[keys, :], *stats)
         return dq_xK + dot(d_scores_xX.astype(q_xK.dtype), k_XK, 1, 0)
 
     start = jnp.zeros(q_xK.shape, float32)
     dq[...] = jax.lax.fori_loop(0, visits_i[pl.program_id(2)], visit, start).astype(dq.dtype)
 
 
-def pulling_keys(heads, q, k, v, places, documents_s, documents_S, first_j, d_mixed, top, slope, dk, dv):
+def key_grads_program(heads, q, k, v, places, documents_s, documents_S, first_j, d_mixed, top, slope, dk, dv):
     """The backward pass for one block of keys and values: their gradients, from all query heads of the group."""
     j, k_XK, v_XU, documents_X = pl.program_id(2), k[...], v[...], documents_S[...]
     block = len(k_XK)
@@ -90,8 +90,8 @@ def pulling_keys(heads, q, k, v, places, documents_s, documents_S, first_j, d_mi
         head, i = jax.lax.rem(number, heads), first_j[j] + jax.lax.div(number, heads)
         queries = pl.ds(i * block, block)
         q_xK, d_mixed_xU = q[queries, head, :], d_mixed[queries, head, :]
-        scores_xX = seen_scores(q_xK, k_XK, (places[queries], documents_s[queries]), documents_X, j)
-        weight_xX, d_scores_xX = d_scores(scores_xX, d_mixed_xU, v_XU, top[head, queries], slope[head, queries])
+        scores_xX = masked_scores(q_xK, k_XK, (places[queries], documents_s[queries]), documents_X, j)
+        weight_xX, d_scores_xX = score_grads(scores_xX, d_mixed_xU, v_XU, top[head, queries], slope[head, queries])
         dk_XK += dot(d_scores_xX.astype(q_xK.dtype), q_xK, 0, 0)
         return dk_XK, dv_XU + dot(weight_xX.astype(v_XU.dtype), d_mixed_xU, 0, 0)
 
@@ -101,15 +101,15 @@ def pulling_keys(heads, q, k, v, places, documents_s, documents_S, first_j, d_mi
     dk[...], dv[...] = dk_XK.astype(dk.dtype), dv_XU.astype(dv.dtype)
 
 
-def meetings_of(starts: Starts, s: int, S: int, here, block: int):
+def program_tables(starts: Starts, s: int, S: int, here, block: int):
     """Positions of the queries; the number of key blocks per query block; the first query block per key block."""
-    place_s, blocks = jnp.asarray(order(starts, s))[here], -(-S // block)
+    place_s, blocks = jnp.asarray(query_positions(starts, s))[here], -(-S // block)
     last_i = place_s[np.minimum(np.arange(block, s + block, block), s) - 1]
     first_j = jnp.sum(last_i[None, :] < block * np.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
-    return padded(place_s, block, 0), jnp.minimum(last_i // block + 1, blocks), first_j
+    return pad_to_multiple(place_s, block, 0), jnp.minimum(last_i // block + 1, blocks), first_j
 
 
-class Reads(NamedTuple):
+class InputSpecs(NamedTuple):
     """The BlockSpecs of a program's inputs: for each dim, its own block or all of it."""
 
     query: Callable  # width -> BlockSpec; so is key
@@ -124,9 +124,9 @@ class Reads(NamedTuple):
         return [self.query(K), self.key(K), self.key(U), self.place, self.documents_s, self.documents_S, visits]
 
 
-def own_queries(block: int, heads: int, N: int) -> Reads:
+def specs_per_query_block(block: int, heads: int, N: int) -> InputSpecs:
     """Program (b, h, i) reads query block i of one head, and all N keys."""
-    return Reads(
+    return InputSpecs(
         lambda width: pl.BlockSpec((None, block, None, width), lambda b, h, i: (b, i, h, 0)),
         lambda width: pl.BlockSpec((None, N, None, width), lambda b, h, i: (b, 0, jax.lax.div(h, heads), 0)),
         pl.BlockSpec((block,), lambda b, h, i: (i,)),
@@ -136,9 +136,9 @@ def own_queries(block: int, heads: int, N: int) -> Reads:
     )
 
 
-def own_keys(block: int, heads: int, n: int) -> Reads:
+def specs_per_key_block(block: int, heads: int, n: int) -> InputSpecs:
     """Program (b, g, j) reads key block j, and all n queries of the group's heads."""
-    return Reads(
+    return InputSpecs(
         lambda width: pl.BlockSpec((None, n, heads, width), lambda b, g, j: (b, 0, g, 0)),
         lambda width: pl.BlockSpec((None, block, None, width), lambda b, g, j: (b, j, g, 0)),
         pl.BlockSpec((n,), lambda b, g, j: (0,)),
@@ -148,48 +148,50 @@ def own_keys(block: int, heads: int, n: int) -> Reads:
     )
 
 
-def in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block: int):
+def pad_inputs(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block: int):
     """Pad the inputs to whole blocks and power-of-two widths. Padding has document -1 in queries, and -2 in keys."""
-    wide = [padded(padded(x, power_of_two(x.shape[3]), 3), block, 1) for x in (q_bshK, k_bSgK, v_bSgU)]
-    return *wide, padded(segments_bs, block, 1, -1), padded(segments_bS, block, 1, -2)
+    wide = [
+        pad_to_multiple(pad_to_multiple(x, power_of_two(x.shape[3]), 3), block, 1) for x in (q_bshK, k_bSgK, v_bSgU)
+    ]
+    return *wide, pad_to_multiple(segments_bs, block, 1, -1), pad_to_multiple(segments_bS, block, 1, -2)
 
 
-def mixed_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+def gpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Attention and its logsumexp on a GPU, with the arguments of `attention._attention`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
-    places, visits_i, _ = meetings_of(starts, s, S, here, block)
-    q, k, v, *documents = in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
+    places, visits_i, _ = program_tables(starts, s, S, here, block)
+    q, k, v, *documents = pad_inputs(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
     (n, N, K_wide, U_wide), blocks = (q.shape[1], k.shape[1], q.shape[3], v.shape[3]), len(visits_i)
-    reads = own_queries(block, h // g, N)
+    reads = specs_per_query_block(block, h // g, N)
     mixed_bnhU, log_sum_bhn = _run(
-        mixing_one, (b, h, blocks), (q, k, v, places, *documents, visits_i), reads.all(K_wide, U_wide, blocks),
+        forward_program, (b, h, blocks), (q, k, v, places, *documents, visits_i), reads.all(K_wide, U_wide, blocks),
         [((b, n, h, U_wide), v.dtype), ((b, h, n), float32)], [reads.query(U_wide), reads.row], interpret,
     )  # fmt: skip
     return mixed_bnhU[:, :s, :, :U], log_sum_bhn[:, :, :s].swapaxes(1, 2)
 
 
-def pulled_by_programs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
-                       interpret=False):  # fmt: skip
+def gpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
+                        slope_bsh, interpret=False):  # fmt: skip
     """The gradients of queries, keys and values on a GPU. Scores are computed twice, so no programs share an output."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
-    places, visits_i, first_j = meetings_of(starts, s, S, here, block)
-    q, k, v, *documents = in_whole_blocks(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
+    places, visits_i, first_j = program_tables(starts, s, S, here, block)
+    q, k, v, *documents = pad_inputs(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
     K_wide, U_wide = q.shape[3], v.shape[3]
-    d_mixed = padded(padded(d_mixed_bshU, U_wide, 3), block, 1)
-    stats = [padded(x.swapaxes(1, 2), block, 2) for x in (top_bsh, slope_bsh)]
+    d_mixed = pad_to_multiple(pad_to_multiple(d_mixed_bshU, U_wide, 3), block, 1)
+    stats = [pad_to_multiple(x.swapaxes(1, 2), block, 2) for x in (top_bsh, slope_bsh)]
 
-    def pull(kernel, heads: int, reads: Reads, table, out, out_specs):
+    def pull(kernel, heads: int, reads: InputSpecs, table, out, out_specs):
         inputs = q, k, v, places, *documents, table, d_mixed, *stats
         specs = [*reads.all(K_wide, U_wide, len(table)), reads.query(U_wide), reads.row, reads.row]
         return _run(
             kernel, (b, heads, len(table)), inputs, specs, [(x.shape, x.dtype) for x in out], out_specs, interpret
         )
 
-    of_query, of_key = own_queries(block, h // g, k.shape[1]), own_keys(block, h // g, q.shape[1])
-    (dq,) = pull(pulling_queries, h, of_query, visits_i, [q], [of_query.query(K_wide)])
-    keys = functools.partial(pulling_keys, h // g)
+    of_query, of_key = specs_per_query_block(block, h // g, k.shape[1]), specs_per_key_block(block, h // g, q.shape[1])
+    (dq,) = pull(query_grads_program, h, of_query, visits_i, [q], [of_query.query(K_wide)])
+    keys = functools.partial(key_grads_program, h // g)
     dk, dv = pull(keys, g, of_key, first_j, [k, v], [of_key.key(K_wide), of_key.key(U_wide)])
     return dq[:, :s, :, :K], dk[:, :S, :, :K], dv[:, :S, :, :U]
 

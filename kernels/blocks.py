@@ -16,20 +16,20 @@ HIDDEN = -1e30  # score of a masked key, so that its softmax weight is 0
 Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at which its chunks of queries begin
 
 
-def order(starts: Starts, s: int):
+def query_positions(starts: Starts, s: int):
     """The position of each query in the key sequence, [devices, s]."""
     starts_nc = np.array(starts, np.int32)
     return (starts_nc[:, :, None] + np.arange(s // starts_nc.shape[1], dtype=np.int32)).reshape(len(starts), s)
 
 
 @functools.cache
-def meetings(s: int, S: int, starts: Starts, block: int):
+def visible_blocks(s: int, S: int, starts: Starts, block: int):
     """Which key blocks each query block must visit. Shape: boolean [devices, query blocks, key blocks]."""
-    last_ni = np.maximum.reduceat(order(starts, s), np.arange(0, s, block), axis=1)
+    last_ni = np.maximum.reduceat(query_positions(starts, s), np.arange(0, s, block), axis=1)
     return last_ni[:, :, None] >= np.arange(0, S, block)
 
 
-def visits_of(meets):
+def list_visits(meets):
     """The sorted indices of the True entries. Devices with fewer visits get extra ones, which are fully masked.
 
     Shapes: boolean [devices, ..] -> [devices, dims, visits].
@@ -47,13 +47,13 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
     span  key blocks per span; None: all. All queries of all heads visit one span before the next span begins, and each
           query block visits every span at least once
     """
-    meets_nij = meetings(s, S, starts, block)
+    meets_nij = visible_blocks(s, S, starts, block)
     n, nq, nk = meets_nij.shape
     span = span or nk
     meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
     meets[..., 0] |= ~meets.any(axis=-1)
     meets = np.repeat(meets.transpose(0, 2, 1, 3)[:, :, None], heads, axis=2)  # device, span, head, queries, keys
-    number, head, query, key = visits_of(meets).swapaxes(0, 1)
+    number, head, query, key = list_visits(meets).swapaxes(0, 1)
     return np.stack([head, query, number * span + key], axis=1)
 
 
@@ -78,7 +78,7 @@ def expert_visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
     return Visits(start_e, end_e, expert_i, jnp.minimum(tile_i, A // tile - 1)), done_e[-1]
 
 
-def padded(x, size: int, dim: int, value=0):
+def pad_to_multiple(x, size: int, dim: int, value=0):
     """Pad a dim to a multiple of `size`."""
     return jnp.pad(x, [(0, -n % size if d == dim else 0) for d, n in enumerate(x.shape)], constant_values=value)
 

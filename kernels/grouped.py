@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.blocks import Visits, expert_visits
-from kernels.grouped_gpu import products_by_programs, pulled_by_programs
+from kernels.grouped_gpu import gpu_grouped_matmul, gpu_grouped_matmul_grads
 from sharding import by_platform, vary
 
 float32 = jnp.float32
@@ -33,7 +33,7 @@ def grouped_matmul(rows_AD, w_eDM, sizes_e):
 # the weights and can gather them again.
 @jax.custom_vjp
 def _grouped_matmul(rows_AD, w_eDM, sizes_e):
-    forms = dict(tpu=products, gpu=products_by_programs, default=grouped_matmul_in_tiles)
+    forms = dict(tpu=tpu_grouped_matmul, gpu=gpu_grouped_matmul, default=grouped_matmul_in_tiles)
     return by_platform(rows_AD, w_eDM, sizes_e, **forms)
 
 
@@ -42,7 +42,7 @@ def _forward(rows_AD, w_eDM, sizes_e):
 
 
 def _backward(residuals, d_out_AM):
-    forms = dict(tpu=pulled_by_visits, gpu=pulled_by_programs, default=pulled_in_tiles)
+    forms = dict(tpu=tpu_grouped_matmul_grads, gpu=gpu_grouped_matmul_grads, default=pulled_in_tiles)
     return *by_platform(*residuals, d_out_AM, **forms), None
 
 
@@ -83,10 +83,10 @@ def pulled_in_tiles(rows_AD, w_eDM, sizes_e, d_out_AM):
 # TPU: kernels that read each expert's weights once, based on MegaBlocks, arXiv:2211.15841 -----------------------------
 
 
-def pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
+def tpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
     """The gradients of the rows and of the weights on a TPU."""
-    d_rows_AD = products(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
-    return d_rows_AD, outer_products(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
+    d_rows_AD = tpu_grouped_matmul(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
+    return d_rows_AD, tpu_weight_grads(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
 
 VMEM_BYTES = 12 * 2**20  # for blocks, out of the 16 MiB of VMEM that a kernel may use; the compiler needs some
@@ -99,13 +99,13 @@ def rows_multiplied(A: int, e: int) -> int:
     return (-(-A // PART) + e - 1) * PART
 
 
-def own_rows(at: Visits, i, tile: int, part, shape):
+def expert_row_mask(at: Visits, i, tile: int, part, shape):
     """A mask that is True for the rows of this part of the tile that belong to the expert of visit i."""
     row = at.tile_i[i] * tile + part.start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= at.start_e[at.expert_i[i]]) & (row < at.end_e[at.expert_i[i]])
 
 
-def for_own_parts(at: Visits, i, tile: int, multiply):
+def for_each_expert_part(at: Visits, i, tile: int, multiply):
     """Call `multiply` on each part of the tile with rows of the expert of visit i; once if that is the whole tile."""
     begin, expert = at.tile_i[i] * tile, at.expert_i[i]
     first = jnp.maximum(at.start_e[expert] - begin, 0) // PART
@@ -127,21 +127,21 @@ class Blocks(NamedTuple):
     m: int  # columns of the result per block
 
 
-def cuts(width: int) -> list[int]:
+def block_widths(width: int) -> list[int]:
     """The possible block widths of a dim, widest first: all of it, or a divisor that is a multiple of 128 lanes."""
     return [width] + [n for n in range((width - 1) // 128 * 128, 0, -128) if width % n == 0]
 
 
-def cheapest(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
+def cheapest_blocks(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
     """The blocks that fit in VMEM and minimize the bytes moved by the busier core of a chip. A v4 or v5p chip has two
     cores, which share the blocks of M."""
     tiles = [min(tile, -(-A // PART) * PART) for tile in TILES]
-    every = [Blocks(*sizes) for sizes in itertools.product(tiles, cuts(D), cuts(M))]
+    every = [Blocks(*sizes) for sizes in itertools.product(tiles, block_widths(D), block_widths(M))]
     fit = [one for one in every if vmem_bytes(*one) <= VMEM_BYTES] or [min(every, key=lambda one: vmem_bytes(*one))]
     return min(fit, key=lambda one: hbm_bytes(*one) * one.m * -(-M // one.m // 2))
 
 
-def products_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d: int, m: int) -> int:
+def matmul_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d: int, m: int) -> int:
     """The maximum bytes the matmul kernel moves. If D is split, each visit reads its rows and weights again."""
     n_tiles = -(-A // tile)
     n_visits = n_tiles + e - 1
@@ -149,19 +149,19 @@ def products_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d:
     return width * (n_rows * tile * D * (M // m) + n_weights * D * M + n_tiles * tile * M)
 
 
-def outer_products_hbm_bytes(A, D, M, e, width, out_width, tile, d, m) -> int:
+def weight_grads_hbm_bytes(A, D, M, e, width, out_width, tile, d, m) -> int:
     rows = -(-A // tile) * tile
     return width * rows * (D * (M // m) + M * (D // d)) + out_width * e * D * M
 
 
-def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
+def tpu_grouped_matmul(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
     """Multiply each row by its expert's weights or, if `transposed`, their transpose. Shapes: [A, D] -> [A, M]."""
     (A, D), (e, M) = rows_AD.shape, (len(w_eDM), w_eDM.shape[1 if transposed else 2])
     width = rows_AD.dtype.itemsize
-    hbm_bytes = functools.partial(products_hbm_bytes, A, D, M, e, width)
+    hbm_bytes = functools.partial(matmul_hbm_bytes, A, D, M, e, width)
     # Operands and result are double-buffered; the sum is float32.
     vmem_bytes = lambda tile, d, m: 2 * width * (tile * d + d * m + tile * m) + 4 * tile * m
-    tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
+    tile, d, m = blocks = cheapest_blocks(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD = jnp.pad(rows_AD, ((0, -A % tile), (0, 0)))
     at, n_visits = expert_visits(len(rows_AD), sizes_e, tile)
 
@@ -175,10 +175,10 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
 
             @pl.when(k == D // d - 1)
             def _():
-                mine = own_rows(at, i, tile, part, (part.size, m))
+                mine = expert_row_mask(at, i, tile, part, (part.size, m))
                 out[part] = jnp.where(mine, total[part], out[part].astype(float32)).astype(out.dtype)
 
-        for_own_parts(at, i, tile, multiply)
+        for_each_expert_part(at, i, tile, multiply)
 
     if transposed:
         w_block = pl.BlockSpec((None, m, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (expert_i[i], j, k))
@@ -195,14 +195,14 @@ def products(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A], 0)
 
 
-def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
+def tpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
     """The gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
     width, out_width = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize
-    hbm_bytes = functools.partial(outer_products_hbm_bytes, A, D, M, e, width, out_width)
+    hbm_bytes = functools.partial(weight_grads_hbm_bytes, A, D, M, e, width, out_width)
     # Besides double buffers and sum, the compiler spills the masked operand in float32.
     vmem_bytes = lambda tile, d, m: (2 * width * (d + m) + 4 * min(d, m)) * tile + (2 * out_width + 4) * d * m
-    tile, d, m = blocks = cheapest(A, D, M, vmem_bytes, hbm_bytes)
+    tile, d, m = blocks = cheapest_blocks(A, D, M, vmem_bytes, hbm_bytes)
     rows_AD, d_out_AM = (jnp.pad(x, ((0, -A % tile), (0, 0))) for x in (rows_AD, d_out_AM))
     at, n_visits = expert_visits(len(rows_AD), sizes_e, tile)
 
@@ -215,14 +215,14 @@ def outer_products(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
 
         def multiply(part):
             def own(x):
-                mine = own_rows(at, i, tile, part, (part.size, x.shape[1]))
+                mine = expert_row_mask(at, i, tile, part, (part.size, x.shape[1]))
                 return jnp.where(mine, x[part].astype(float32), 0).astype(x.dtype)
 
             operands = (own(rows), d_out[part]) if d < m else (rows[part], own(d_out))  # mask the narrower operand
             contracted = (((0,), (0,)), ((), ()))
             total[...] += jax.lax.dot_general(*operands, contracted, preferred_element_type=float32)
 
-        for_own_parts(at, i, tile, multiply)
+        for_each_expert_part(at, i, tile, multiply)
         is_last = i == pl.num_programs(2) - 1
 
         @pl.when(is_last | (expert_i[jnp.where(is_last, i, i + 1)] != expert_i[i]))

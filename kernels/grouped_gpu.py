@@ -11,25 +11,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.blocks import dot, expert_visits, padded, power_of_two
+from kernels.blocks import dot, expert_visits, pad_to_multiple, power_of_two
 
 float32 = jnp.float32
 
 
-def blocks_of(D: int, M: int, width: int) -> tuple[int, int, int]:
+def block_sizes(D: int, M: int, width: int) -> tuple[int, int, int]:
     """Rows, and columns of D and M, per block. With 2 bytes per number, (128 + 128) * 64 numbers are 32 KiB;
     double-buffered, they fit in an SM's 99 KiB or more of shared memory."""
     x, d, m = (128, 64, 128) if width <= 2 else (64, 32, 64)
     return x, min(d, power_of_two(D)), min(m, power_of_two(M))
 
 
-def own_rows(start_e, end_e, expert, tile, x: int):
+def expert_row_mask(start_e, end_e, expert, tile, x: int):
     """A mask of the rows of a tile that belong to the expert."""
     row_x = tile * x + jax.lax.broadcasted_iota(jnp.int32, (x,), 0)
     return (row_x >= start_e[expert]) & (row_x < end_e[expert])
 
 
-def multiplying(x: int, d: int, transposed: bool, start_e, end_e, expert_i, tile_i, visits_1, rows, w, out):
+def matmul_program(x: int, d: int, transposed: bool, start_e, end_e, expert_i, tile_i, visits_1, rows, w, out):
     """The matmul for one visit and one block of the result's columns."""
     visit = pl.program_id(0)
     expert, tile = expert_i[visit], tile_i[visit]
@@ -45,38 +45,40 @@ def multiplying(x: int, d: int, transposed: bool, start_e, end_e, expert_i, tile
 
         zeros = jnp.zeros((x, out.shape[1]), float32)
         total_xm = jax.lax.fori_loop(0, rows.shape[1] // d, part, zeros).astype(out.dtype)
-        mine_x1 = own_rows(start_e, end_e, expert, tile, x)[:, None]
+        mine_x1 = expert_row_mask(start_e, end_e, expert, tile, x)[:, None]
         triton.store(out.at[own, :], total_xm, mask=jnp.broadcast_to(mine_x1, total_xm.shape))
 
 
-def products_by_programs(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
+def gpu_grouped_matmul(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
     """Multiply each row by its expert's weights or, if `transposed`, their transpose. Shapes: [A, D] -> [A, M]."""
     (A, D), M = rows_AD.shape, w_eDM.shape[1 if transposed else 2]
-    x, d, m = blocks_of(D, M, rows_AD.dtype.itemsize)
-    rows = padded(padded(rows_AD, x, 0), d, 1)
-    w = padded(padded(w_eDM, *((m, 1) if transposed else (d, 1))), *((d, 2) if transposed else (m, 2)))
+    x, d, m = block_sizes(D, M, rows_AD.dtype.itemsize)
+    rows = pad_to_multiple(pad_to_multiple(rows_AD, x, 0), d, 1)
+    w = pad_to_multiple(
+        pad_to_multiple(w_eDM, *((m, 1) if transposed else (d, 1))), *((d, 2) if transposed else (m, 2))
+    )
     (at, visits), wide = expert_visits(len(rows), sizes_e, x), w.shape[1 if transposed else 2]
     tables = *at, visits[None]
     of_m = pl.BlockSpec((len(w), m, w.shape[2]), lambda i, j: (0, j, 0))
     if not transposed:
         of_m = pl.BlockSpec((len(w), w.shape[1], m), lambda i, j: (0, 0, j))
     out_AM = _run(
-        functools.partial(multiplying, x, d, transposed), (len(at.tile_i), wide // m), (*tables, rows, w),
-        [*map(whole, tables), whole(rows), of_m], pl.BlockSpec((len(rows), m), lambda i, j: (0, j)),
-        (len(rows), wide), rows.dtype, interpret,
+        functools.partial(matmul_program, x, d, transposed), (len(at.tile_i), wide // m), (*tables, rows, w),
+        [*map(whole_array_spec, tables), whole_array_spec(rows), of_m],
+        pl.BlockSpec((len(rows), m), lambda i, j: (0, j)), (len(rows), wide), rows.dtype, interpret,
     )  # fmt: skip
     # The programs do not write rows without an expert.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A, :M], 0)
 
 
-def adding_up(x: int, start_e, end_e, rows, d_out, out):
+def weight_grads_program(x: int, start_e, end_e, rows, d_out, out):
     """The gradient of one block of one expert's weights."""
     expert = pl.program_id(0)
     start, end = start_e[expert], end_e[expert]
 
     def part(tile, total_dm):
         own = pl.ds(tile * x, x)
-        mine_x1 = own_rows(start_e, end_e, expert, tile, x)[:, None]
+        mine_x1 = expert_row_mask(start_e, end_e, expert, tile, x)[:, None]
         d_out_xm = jnp.where(mine_x1, d_out[own, :].astype(float32), 0).astype(d_out.dtype)
         return total_dm + dot(rows[own, :], d_out_xm, 0, 0)
 
@@ -85,31 +87,34 @@ def adding_up(x: int, start_e, end_e, rows, d_out, out):
     out[...] = total_dm.astype(out.dtype)
 
 
-def outer_products_by_programs(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
+def gpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
     """The gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     D, M, e = rows_AD.shape[1], d_out_AM.shape[1], len(sizes_e)
-    m, x, d = blocks_of(len(rows_AD), D, rows_AD.dtype.itemsize)  # the sum runs over rows
+    m, x, d = block_sizes(len(rows_AD), D, rows_AD.dtype.itemsize)  # the sum runs over rows
     m = min(m, power_of_two(M))
-    rows, d_out = padded(padded(rows_AD, x, 0), d, 1), padded(padded(d_out_AM, x, 0), m, 1)
+    rows, d_out = (
+        pad_to_multiple(pad_to_multiple(rows_AD, x, 0), d, 1),
+        pad_to_multiple(pad_to_multiple(d_out_AM, x, 0), m, 1),
+    )
     end_e = jnp.cumsum(sizes_e)
     tables = end_e - sizes_e, end_e
     shape = e, rows.shape[1], d_out.shape[1]
     d_w_eDM = _run(
-        functools.partial(adding_up, x), (e, shape[1] // d, shape[2] // m), (*tables, rows, d_out),
-        [*map(whole, tables), pl.BlockSpec((len(rows), d), lambda e, i, j: (0, i)),
+        functools.partial(weight_grads_program, x), (e, shape[1] // d, shape[2] // m), (*tables, rows, d_out),
+        [*map(whole_array_spec, tables), pl.BlockSpec((len(rows), d), lambda e, i, j: (0, i)),
          pl.BlockSpec((len(rows), m), lambda e, i, j: (0, j))],
         pl.BlockSpec((None, d, m), lambda e, i, j: (e, i, j)), shape, dtype, interpret,
     )  # fmt: skip
     return d_w_eDM[:, :D, :M]
 
 
-def pulled_by_programs(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
+def gpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
     """The gradients of the rows and of the weights on a GPU."""
-    d_rows_AD = products_by_programs(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
-    return d_rows_AD, outer_products_by_programs(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
+    d_rows_AD = gpu_grouped_matmul(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
+    return d_rows_AD, gpu_weight_grads(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
 
-def whole(array) -> pl.BlockSpec:
+def whole_array_spec(array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
 

@@ -23,7 +23,7 @@ HIDDEN = np.float32(blocking.HIDDEN)
 
 def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
     """Attention, logsumexps and gradients, from a score matrix in float32."""
-    order_s, S = jnp.asarray(blocking.order(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
+    order_s, S = jnp.asarray(blocking.query_positions(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
     earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
     seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
@@ -62,8 +62,8 @@ def interpreted(kernel):
 
 FORMS = {
     "in blocks": by_form(attention.mixed_in_blocks, attention.pulled_in_blocks),
-    "by visits": by_form(interpreted(attention.mixed_by_visits), interpreted(attention.pulled_by_visits)),
-    "by programs": by_form(interpreted(attention.mixed_by_programs), interpreted(attention.pulled_by_programs)),
+    "by visits": by_form(interpreted(attention.tpu_attention), interpreted(attention.tpu_attention_grads)),
+    "by programs": by_form(interpreted(attention.gpu_attention), interpreted(attention.gpu_attention_grads)),
 }
 
 
@@ -168,12 +168,12 @@ def test_fully_masked_blocks_are_not_visited(n):
     """Catches matmuls of fully masked blocks, and devices with unequal numbers of visits."""
     T, block = 4096, 256
     starts = context.chunk_starts(T // n, n)
-    meets, blocks = blocking.meetings(T // n, T, starts, block), T // block
-    seen = [blocking.order(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
+    meets, blocks = blocking.visible_blocks(T // n, T, starts, block), T // block
+    seen = [blocking.query_positions(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
     assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
     for here, met in enumerate(meets):  # GPU programs visit the same blocks
-        _, visits_i, first_j = attention_gpu.meetings_of(starts, T // n, T, here, block)
+        _, visits_i, first_j = attention_gpu.program_tables(starts, T // n, T, here, block)
         assert np.array_equal(visits_i, np.count_nonzero(met, axis=1))
         assert np.array_equal(len(met) - first_j, np.count_nonzero(met, axis=0))
     forward, _ = attention.flops(T // n, T, starts, H, K, U, 4, "cpu")

@@ -23,14 +23,14 @@ from tests.helpers import every_form
 
 def by_visits(rows_AD, w_eDM, sizes_e, d_out_AM):
     """The grouped matmul and its gradients with the TPU kernels."""
-    pulled = grouped.pulled_by_visits(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
-    return grouped.products(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
+    pulled = grouped.tpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
+    return grouped.tpu_grouped_matmul(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
 
 
 def by_programs(rows_AD, w_eDM, sizes_e, d_out_AM):
     """The same with the GPU kernels."""
-    pulled = grouped_gpu.pulled_by_programs(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
-    return grouped_gpu.products_by_programs(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
+    pulled = grouped_gpu.gpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=True)
+    return grouped_gpu.gpu_grouped_matmul(rows_AD, w_eDM, sizes_e, interpret=True), *pulled
 
 
 def by_ragged_dot(rows_AD, w_eDM, sizes_e, d_out_AM):
@@ -65,7 +65,7 @@ def test_grouped_matmul_equals_ragged_dot(way, rows, sizes_e):
 @pytest.mark.parametrize("way", [by_visits, by_programs])
 def test_wide_weights_are_split_into_blocks(way, monkeypatch):
     """Catches blocks of weights paired with the wrong columns, and sums over blocks that restart in each part."""
-    monkeypatch.setattr(grouped, "cheapest", lambda *_: grouped.Blocks(256, 128, 128))
+    monkeypatch.setattr(grouped, "cheapest_blocks", lambda *_: grouped.Blocks(256, 128, 128))
     rows_AD, w_eDM, d_out_AM = operands(768, 3, D=256, M=384)
     sizes_e = jnp.array([56, 500, 212])
     results = [one(rows_AD, w_eDM, sizes_e, d_out_AM) for one in (way, by_ragged_dot)]
@@ -91,7 +91,7 @@ def rows_done(sizes_e):
             done[0] += part.size
 
         at = grouped.Visits(start_e, end_e, expert_i, tile_i)
-        grouped.for_own_parts(at, pl.program_id(0), TILE, count)
+        grouped.for_each_expert_part(at, pl.program_id(0), TILE, count)
 
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(at), grid=(n_visits,), in_specs=[], out_specs=pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -129,12 +129,12 @@ def test_estimated_bytes_equal_the_blocks_moved(d, m):
     at, n_visits = grouped.expert_visits(A, jnp.array([100, 512, 300, 624]), TILE)
     expert_i, tile_i, k, j = at.expert_i.tolist(), at.tile_i.tolist(), D // d, M // m
     there = (j, int(n_visits), k)
-    assert grouped.products_hbm_bytes(A, D, M, E, 2, TILE, d, m) == 2 * (
+    assert grouped.matmul_hbm_bytes(A, D, M, E, 2, TILE, d, m) == 2 * (
         TILE * d * blocks_moved(there, lambda j, i, k: (tile_i[i], k))
         + d * m * blocks_moved(there, lambda j, i, k: (expert_i[i], j, k))
         + TILE * m * blocks_moved(there, lambda j, i, k: (tile_i[i], j)))  # fmt: skip
     back = (j, k, int(n_visits))
-    assert grouped.outer_products_hbm_bytes(A, D, M, E, 2, 4, TILE, d, m) == (
+    assert grouped.weight_grads_hbm_bytes(A, D, M, E, 2, 4, TILE, d, m) == (
         2 * TILE * d * blocks_moved(back, lambda j, k, i: (tile_i[i], k))
         + 2 * TILE * m * blocks_moved(back, lambda j, k, i: (tile_i[i], j))
         + 4 * d * m * blocks_moved(back, lambda j, k, i: (expert_i[i], k, j)))  # fmt: skip
@@ -150,7 +150,7 @@ def test_estimated_bytes_equal_the_blocks_moved(d, m):
 def test_blocks_are_multiples_of_lanes_and_shared_by_cores(D, M, most, want):
     """Catches a block that does not divide the weights, is narrower than it could be, or leaves a core idle."""
     vmem_bytes = lambda tile, d, m: grouped.VMEM_BYTES // most * d * m + tile * (most == 1)
-    assert grouped.cheapest(2048, D, M, vmem_bytes, lambda tile, d, m: D * M) == want
+    assert grouped.cheapest_blocks(2048, D, M, vmem_bytes, lambda tile, d, m: D * M) == want
 
 
 @pytest.mark.parametrize("D, M", [(4096, 7168), (7168, 4096)])
@@ -164,8 +164,8 @@ def test_matmuls_of_a_wide_model_are_not_memory_bound(D, M, monkeypatch):
 
     monkeypatch.setattr(grouped, "_call", call)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16_384, D), (8, D, M), (16_384, M))]
-    jax.eval_shape(lambda rows, w, d_out: grouped.products(rows, w, jnp.zeros(8, int)), *shapes)
-    jax.eval_shape(lambda rows, w, d_out: grouped.outer_products(rows, d_out, jnp.zeros(8, int), w.dtype), *shapes)
+    jax.eval_shape(lambda rows, w, d_out: grouped.tpu_grouped_matmul(rows, w, jnp.zeros(8, int)), *shapes)
+    jax.eval_shape(lambda rows, w, d_out: grouped.tpu_weight_grads(rows, d_out, jnp.zeros(8, int), w.dtype), *shapes)
     assert len(costs) == 2
     for flops, hbm_bytes in costs:
         assert flops / v4.peak_flops_per_s > hbm_bytes / v4.hbm_bytes_per_s

@@ -209,7 +209,7 @@ def test_memory_traffic_of_a_scope():
 def numbers():
     start, end, _ = FORMS["all-gather"]
     found = read(start, KERNEL, end, *(line.replace("%s", "%s2").replace("%d", "%d2") for line in (start, end)), LONG)
-    return overlap.read(found) | {"peak_bytes": 3 * 2**30, "compile_cpu_s": 41.7}
+    return overlap.ledger_numbers(found) | {"peak_bytes": 3 * 2**30, "compile_cpu_s": 41.7}
 
 
 def test_the_table_shows_exposed_bytes(numbers):
@@ -236,7 +236,7 @@ def test_unlisted_lines_are_summed(numbers):
     rows = {f"model.py:{i} in f": {"count": i, "wire_bytes": 10**9 * i, "exposed_bytes": 0} for i in range(15)}
     last = overlap.table(numbers | {"by_source": rows}).splitlines()[-1].split()
     assert last[:5] == ["3", "others", "39", "39.000", "GB"]
-    line = overlap.asked(preset("tiny", mesh="fsdp=4", **{"work.gather": "step"}), "v4:2x2x1")
+    line = overlap.describe(preset("tiny", mesh="fsdp=4", **{"work.gather": "step"}), "v4:2x2x1")
     assert line == ("fsdp=4 on v4:2x2x1, 16 x 18 tokens, remat=none, gather=step, tensor_exchange=gather; "
                     "for one chip and step:")  # fmt: skip
 
