@@ -74,7 +74,7 @@ def random_tokens(cfg: Config, folder: str) -> Config:
     return replace(cfg, **{"data.path": folder})
 
 
-def tokenizing(folder: str, text_mib: int) -> dict:
+def time_tokenizing(folder: str, text_mib: int) -> dict:
     """Measure CPU seconds of tiktoken alone, and of `data.prepare` with one process per core, on the same text."""
     library = b"".join(document.text for document in sources.read_documents("stdlib"))
     words = [word for word, _ in Counter(library.split()).most_common(4000)]
@@ -102,7 +102,7 @@ def tokenizing(folder: str, text_mib: int) -> dict:
     return {"made": tokens, "alone_s": alone_s, "prepare_s": prepare_s, "prepare_wall_s": time.perf_counter() - wall}
 
 
-def seconds(work, count: int) -> float:
+def average_seconds(work, count: int) -> float:
     """The average seconds of `count` calls, after one warm-up call."""
     work(0)
     begin = time.perf_counter()
@@ -111,7 +111,7 @@ def seconds(work, count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def slices(cfg: Config):
+def plain_slices_reader(cfg: Config):
     """Return fn(step) -> inputs and targets from plain slices of as many windows; None if no shard is memory-mapped."""
     split, T, B = dataset.open_corpus(cfg).splits["train"], cfg.data.seq_len, cfg.data.batch_size
     flat = max(split.shards, key=len)
@@ -127,7 +127,7 @@ def slices(cfg: Config):
     return read
 
 
-def waited(cfg: Config, step_s: float, count: int) -> float:
+def exposed_seconds(cfg: Config, step_s: float, count: int) -> float:
     """The average seconds that a step of `step_s` seconds waits for its batch."""
     ahead, total = dataset.prefetch(cfg, 0), 0.0
     for number in range(count + 1):
@@ -143,20 +143,20 @@ def measure(cfg: Config, args: Arguments) -> dict:
     from plan import planner
 
     step_s = planner.plan(cfg, args.topology).step_s
-    batch_s = seconds(lambda step: dataset.batch(cfg, step), args.batches)
-    plain = slices(cfg)
+    batch_s = average_seconds(lambda step: dataset.batch(cfg, step), args.batches)
+    plain = plain_slices_reader(cfg)
     edges = np.append(0, np.cumsum(np.random.default_rng(2).geometric(1 / DOCUMENT_TOKENS, DOCUMENTS)))
     return {
         "tokens": cfg.data.tokens_per_step,
         "batch_s": batch_s,
-        "slices_s": seconds(plain, args.batches) if plain else None,
+        "slices_s": average_seconds(plain, args.batches) if plain else None,
         "step_s": step_s,
-        "packed_s": seconds(lambda _: packing.pack(edges, cfg.data.seq_len), 3),
-        "waited_s": waited(cfg, step_s, min(args.batches, 10)),
+        "packed_s": average_seconds(lambda _: packing.pack(edges, cfg.data.seq_len), 3),
+        "waited_s": exposed_seconds(cfg, step_s, min(args.batches, 10)),
     }
 
 
-def made(found: dict) -> str:
+def tokenizing_table(found: dict) -> str:
     rate = lambda s: f"{s:8.2f} s   {found['made'] / s / 1e6:8.2f} M tokens/s of a core"
     share, cores = found["alone_s"] / found["prepare_s"], found["prepare_s"] / found["prepare_wall_s"]
     return (
@@ -182,11 +182,11 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(cfg if cfg.data.path else random_tokens(cfg, os.path.join(folder, "random")), args)
-        found |= tokenizing(folder, args.text_mib) if args.text_mib else {}
+        found |= time_tokenizing(folder, args.text_mib) if args.text_mib else {}
     if args.json:
         print(json.dumps(found))
     else:
-        print(table(found, args), *([made(found)] if args.text_mib else []), sep="\n")
+        print(table(found, args), *([tokenizing_table(found)] if args.text_mib else []), sep="\n")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # untimed steps after the first
 
 # Overrides of the preset: fixed execution settings, and a constant learning rate, so that all steps do the same work.
-ALIKE = {"work.remat": "dots", "optim.warmup_steps": 0, "optim.final_lr": 1.0}
+COMMON_SETTINGS = {"work.remat": "dots", "optim.warmup_steps": 0, "optim.final_lr": 1.0}
 MODELS = {
     "dense_124m": {},
     # A token uses two of eight experts, each half as wide: as many active parameters as dense_124m, plus a router.
@@ -68,11 +68,11 @@ Compare this project's trainer with a torch trainer on one GPU, in turn: tokens/
 def parse(argv: list[str]) -> Arguments:
     args = tyro.cli(Arguments, args=argv, prog="python -m bench.gpu", description=HELP, use_underscores=True)
     check(args)
-    settings(args)
+    model_configs(args)
     return args
 
 
-def settings(args: Arguments) -> dict[str, Config]:
+def model_configs(args: Arguments) -> dict[str, Config]:
     """The configuration of each model. Raises: UserError for an unknown model or setting."""
     given = {}
     for word in args.set:
@@ -89,7 +89,7 @@ def settings(args: Arguments) -> dict[str, Config]:
             raise UserError(f"--models {name}: no such model; {suggest(name, MODELS)}")
         small = SMALL if args.device == "cpu" else {}
         size = {"data.batch_size": args.batch_size, "run.steps": 1 + WARMUP + args.steps}
-        found[name] = preset("dense_124m", **ALIKE | MODELS[name] | small | size | given)
+        found[name] = preset("dense_124m", **COMMON_SETTINGS | MODELS[name] | small | size | given)
         if found[name].mesh.devices > 1:
             raise UserError(f"mesh {found[name].mesh}: this benchmark uses one device; leave the mesh out")
     return found
@@ -190,7 +190,7 @@ def compare(args: Arguments) -> dict:
         check_torch(args.torch_python)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, cfg in settings(args).items():
+        for name, cfg in model_configs(args).items():
             batch = Path(folder) / f"{name}.npz"
             np.savez(batch, **random_batch(cfg))
             spec = dict(config=cfg.to_dict(), batch=str(batch), device=args.device, warmup=WARMUP, steps=args.steps)

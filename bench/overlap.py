@@ -71,21 +71,21 @@ def measure(cfg: Config, args: Arguments) -> dict:
     begin = time.process_time()
     step = compiled.compile_step(cfg, mesh, say)
     compile_cpu_s = time.process_time() - begin
-    found = read(step.ledger) | {"peak_bytes": step.peak_bytes, "compile_cpu_s": compile_cpu_s}
-    return found | ({"replay": play(cfg, args, mesh, step.step.as_text())} if args.seconds else {})
+    found = ledger_numbers(step.ledger) | {"peak_bytes": step.peak_bytes, "compile_cpu_s": compile_cpu_s}
+    return found | ({"replay": simulate(cfg, args, mesh, step.step.as_text())} if args.seconds else {})
 
 
-def play(cfg: Config, args: Arguments, mesh, text: str) -> dict:
+def simulate(cfg: Config, args: Arguments, mesh, text: str) -> dict:
     """Simulate the compiled step, and draw it if --plot is given."""
     topology = hardware.Topology.parse(args.topology)
     found = replayed.simulate(cfg, topology, mesh, text, args.at_peak, args.latency_us / 1e6)
     if args.plot:
-        replayed.plot(found, f"simulated step, {found.seconds:.3f} s: {asked(cfg, args.topology)[:-1]}", args.plot)
+        replayed.plot(found, f"simulated step, {found.seconds:.3f} s: {describe(cfg, args.topology)[:-1]}", args.plot)
         say(f"drew {args.plot}")
     return replayed.to_json(found)
 
 
-def read(found) -> dict:
+def ledger_numbers(found) -> dict:
     """The totals of a ledger, and its bytes by mesh axes, kind and source line."""
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.totals_by(field).items()}
     return {
@@ -101,7 +101,7 @@ def read(found) -> dict:
     }
 
 
-def asked(cfg: Config, topology: str) -> str:
+def describe(cfg: Config, topology: str) -> str:
     """Describe the compiled step in one line."""
     c = cfg.at_work
     return (f"{cfg.mesh} on {topology}, {cfg.data.batch_size} x {cfg.data.seq_len:,} tokens, remat={c.work.remat}, "
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = parse(sys.argv[1:] if argv is None else argv)
     cfg = planner.plan(cfg, args.topology).cfg
     found = measure(cfg, args)
-    print(json.dumps(found) if args.json else f"{asked(cfg, args.topology)}\n{table(found)}")
+    print(json.dumps(found) if args.json else f"{describe(cfg, args.topology)}\n{table(found)}")
 
 
 if __name__ == "__main__":

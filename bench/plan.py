@@ -40,7 +40,7 @@ HELP = """e.g. python -m bench.plan --drawn 4
 Compare predicted step times with simulations of the compiled schedules; a minute or two per step."""
 
 
-def draw(seed: int):
+def random_plans(seed: int):
     """Yield (description, plan) of random configurations that fit in memory."""
     at = random.Random(seed)
     while True:
@@ -59,7 +59,7 @@ def draw(seed: int):
             yield f"{name} {mesh} {how}", one
 
 
-def first(cfg: Config, topology: str, most: int):
+def search_plans(cfg: Config, topology: str, most: int):
     """Yield (description, plan) of the first layouts of a search."""
     fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None, say)
     for one in fit[:most]:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = command_line(sys.argv[1:] if argv is None else argv, "python -m bench.plan", HELP, "moe1b", Arguments)
     if args.first and not (args.topology and planner.is_tpu(hardware.Topology.parse(args.topology).chip)):
         raise UserError("--first needs a TPU slice; name one, like --topology v4:4x4x2")
-    plans = first(cfg, args.topology, args.first) if args.first else draw(args.seed)
+    plans = search_plans(cfg, args.topology, args.first) if args.first else random_plans(args.seed)
     if not args.json:
         print(f"{'':9} {'':62} expected replayed         GiB  planned", flush=True)
     rows = []

@@ -41,7 +41,7 @@ def settings(args: Arguments, name: str) -> Config:
         "model.n_layers": 16, "model.balance_loss": 0.0})  # fmt: skip
 
 
-def predicted(cfg: Config, args: Arguments) -> dict:
+def predict(cfg: Config, args: Arguments) -> dict:
     """The simulator's prediction: a backward pass takes 2 forward passes, plus 1 to recompute the activations."""
     sched = schedules.schedule(cfg.work.schedule, args.stages, args.microbatches, cfg.work.chunks, lead=2)
     # If weight gradients are postponed, both halves recompute and traverse the layers.
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     for name in args.names:
         cfg = settings(args, name)
-        row = predicted(cfg, args)
+        row = predict(cfg, args)
         found = step.measure(cfg, args.steps)
         row |= {key: found[key] for key in ("temp_bytes", "step_s", "compile_s", "wire_bytes", "flops_ratio")}
         if args.json:

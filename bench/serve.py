@@ -54,7 +54,7 @@ def make_model(args: Arguments, folder: Path):
     return model
 
 
-def theirs(model, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
+def transformers_generate(model, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
     """Return a function that continues the prompts with transformers."""
     import torch
 
@@ -69,7 +69,7 @@ def theirs(model, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarra
     return run
 
 
-def ours(run_directory: Path, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
+def engine_generate(run_directory: Path, prompts_BT: np.ndarray, answer: int) -> Callable[[], np.ndarray]:
     """Return a function that continues the prompts with the engine."""
     import model
     import sharding
@@ -93,7 +93,7 @@ def ours(run_directory: Path, prompts_BT: np.ndarray, answer: int) -> Callable[[
     return run
 
 
-def timed(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
+def time_call(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
     begin = time.perf_counter()
     found = run()
     return time.perf_counter() - begin, found
@@ -102,9 +102,12 @@ def timed(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
 def measure(args: Arguments, model, run_directory: Path, batch: int) -> dict:
     """Time both in turn, after a first call that compiles."""
     prompts_BT = np.random.default_rng(batch).integers(0, model.config.vocab_size, (batch, args.prompt))
-    mine, other = ours(run_directory, prompts_BT, args.answer), theirs(model, prompts_BT, args.answer)
-    (compile_s, got), (_, want) = timed(mine), timed(other)
-    seconds = [(timed(mine)[0], timed(other)[0]) for _ in range(args.rounds)]
+    mine, other = (
+        engine_generate(run_directory, prompts_BT, args.answer),
+        transformers_generate(model, prompts_BT, args.answer),
+    )
+    (compile_s, got), (_, want) = time_call(mine), time_call(other)
+    seconds = [(time_call(mine)[0], time_call(other)[0]) for _ in range(args.rounds)]
     best_s, their_s = map(min, zip(*seconds, strict=True))
     tokens = batch * args.answer
     return {"batch": batch, "ours_tokens_per_s": tokens / best_s, "theirs_tokens_per_s": tokens / their_s,

@@ -101,7 +101,7 @@ def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
     """All arrays of the newest checkpoint: parameters, optimizer moments, step."""
     cfg = main.parse(argv)
     mesh = sharding.make_mesh(cfg.mesh)
-    target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     return {
         name: np.asarray(x)
         for name, x in sharding.flatten_named(checkpoint.restore(directory / "checkpoints", target)).items()

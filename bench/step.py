@@ -91,7 +91,7 @@ def measure(cfg: Config, steps: int) -> dict:
     batch = sharding.put(random_batch(cfg), mesh)
     step_s = best_seconds(program.step, optimizer.init(cfg, mesh), batch, steps)
     seconds = dict(lower_s=program.lower_s, compile_s=program.compile_s, step_s=step_s)
-    return seconds | dict(temp_bytes=program.temp_bytes) | read(cfg, program.ledger)
+    return seconds | dict(temp_bytes=program.temp_bytes) | ledger_numbers(cfg, program.ledger)
 
 
 def best_seconds(step, state, batch, steps: int) -> float:
@@ -106,7 +106,7 @@ def best_seconds(step, state, batch, steps: int) -> float:
     return min(seconds[1:])
 
 
-def read(cfg: Config, found) -> dict:
+def ledger_numbers(cfg: Config, found) -> dict:
     """The bytes that one device sends in a step, and the ratio of executed FLOPs to model FLOPs."""
     from plan import planner
 

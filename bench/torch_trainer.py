@@ -60,7 +60,7 @@ def matrix(c, n_in: int, n_out: int, residual=False) -> nn.Parameter:
     return weight(n_out, n_in, std=n_in**-0.5 / (2 * c.n_layers if residual else 1) ** 0.5)
 
 
-def product(x, w):
+def linear(x, w):
     return F.linear(x, w.to(x.dtype))
 
 
@@ -89,11 +89,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD, cos, sin):
         B, T, _ = x_BTD.shape
-        qkv_BHTK = product(x_BTD, self.w_query_key_value).view(B, T, sum(self.heads), -1).transpose(1, 2)
+        qkv_BHTK = linear(x_BTD, self.w_query_key_value).view(B, T, sum(self.heads), -1).transpose(1, 2)
         q, k, v = qkv_BHTK.split(self.heads, dim=1)
         q, k, grouped = rotate(q, cos, sin), rotate(k, cos, sin), self.heads[0] != self.heads[1]
         o_BHTK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return product(o_BHTK.transpose(1, 2).reshape(B, T, -1), self.w_out)
+        return linear(o_BHTK.transpose(1, 2).reshape(B, T, -1), self.w_out)
 
 
 class FeedForward(nn.Module):
@@ -103,7 +103,7 @@ class FeedForward(nn.Module):
         self.w_down = matrix(c, c.d_ff, c.d_model, residual=True)
 
     def forward(self, x_BTD):
-        return product(F.gelu(product(x_BTD, self.w_up), approximate="tanh"), self.w_down), x_BTD.new_zeros(())
+        return linear(F.gelu(linear(x_BTD, self.w_up), approximate="tanh"), self.w_down), x_BTD.new_zeros(())
 
 
 class MoE(nn.Module):
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x_BTD, more = layer(x_BTD, angles.cos(), angles.sin())
             balance = balance + more / c.n_layers
-        logits_NV = product(self.norm(x_BTD), self.embedding).flatten(0, 1)
+        logits_NV = linear(self.norm(x_BTD), self.embedding).flatten(0, 1)
         cross_entropy = F.cross_entropy(logits_NV.float(), targets_BT.flatten())
         return cross_entropy + c.balance_loss * balance, cross_entropy
 

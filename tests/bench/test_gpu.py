@@ -34,7 +34,7 @@ SHAPE = {"model.vocab_size": 56, "model.d_model": 32, "model.n_layers": 3, "mode
 
 
 def small(name, **more) -> Config:
-    return preset("dense_124m", **gpu.ALIKE | gpu.MODELS[name] | SHAPE | more)
+    return preset("dense_124m", **gpu.COMMON_SETTINGS | gpu.MODELS[name] | SHAPE | more)
 
 
 def said(**fields) -> dict:
@@ -108,7 +108,7 @@ def test_what_is_not_known_is_not_made_up():
 def test_both_models_take_the_settings_that_are_given():
     """Catches a comparison whose settings have been renamed, a small model with more parameters a token than the other,
     and a batch that is not taken in one pass."""
-    found = gpu.settings(gpu.parse(["--batch_size", "48", "--set", "work.remat=none", "data.seq_len=512"]))
+    found = gpu.model_configs(gpu.parse(["--batch_size", "48", "--set", "work.remat=none", "data.seq_len=512"]))
     dense, moe = found["dense_124m"], found["moe"]
     for cfg in (dense, moe):
         assert fit.split_batch(cfg).accumulation == 1 and cfg.data.tokens_per_step == 48 * 512
@@ -265,7 +265,7 @@ def test_a_setting_that_torch_has_not_is_refused(setting, has):
     """Catches a comparison of two models, each with its own loss."""
     from bench import torch_trainer
 
-    cfg = gpu.settings(gpu.parse(["--models", "moe", "--set", setting]))["moe"]
+    cfg = gpu.model_configs(gpu.parse(["--models", "moe", "--set", setting]))["moe"]
     name, value = setting.split("=")
     with pytest.raises(ValueError, match=rf"{name}='?{value}'?: the torch trainer supports only {has}; use that, or"):
         torch_trainer.settings(cfg.to_dict())
